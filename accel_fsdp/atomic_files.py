@@ -195,14 +195,14 @@ def _remove(folder: Path) -> None:
 @contextlib.contextmanager
 def _folder(path: Path) -> Iterator[None]:
     """Makes a folder and those above it; on any error those that were made are removed."""
-    made = [one for one in (path, *path.parents) if not one.exists()]
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
         with contextlib.suppress(OSError):  # somebody has put something there
-            for one in made:
-                one.rmdir()
+            for folder in missing:
+                folder.rmdir()
         raise
 
 
@@ -235,10 +235,10 @@ def _alone(target: Path) -> Iterator[None]:
         lock.release()
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, second: Path) -> bool:
     """Swaps two names in one step; False where the system or the file system can't (it is Linux's renameat2)."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    at, names = ctypes.c_int(AT_FDCWD), (os.fsencode(one), os.fsencode(other))
+    at, names = ctypes.c_int(AT_FDCWD), (os.fsencode(first), os.fsencode(second))
     return swap is not None and swap(at, names[0], at, names[1], ctypes.c_uint(RENAME_EXCHANGE)) == 0
 
 

@@ -1,4 +1,4 @@
-"""The command line: parse, call, render, exit code. What a command needs is imported when it is asked for."""
+"""The command line: parse, call, render, exit code. A command's modules are imported when it is called."""
 
 import dataclasses
 import math
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
     from accel_fsdp.rehearsal import RehearseCommand
 
 NO_SOURCE = {"__module__": "builtins"}
-"""Of a class that has no comments: else tyro parses whole modules for them, which is a quarter of `--help`'s time."""
+"""For a class without comments: otherwise tyro parses whole modules for them, a quarter of the time of `--help`."""
 EXPORT_ENDED = "OUT is as it was"
 CLEANED = "nothing is left of the rehearsal"
 BEFORE_ARGS = {"launch": 2, "script": 3}
-"""The words without a flag that stand before the arguments of a script: FILE SCRIPT, and ENGINE before them."""
+"""The number of positional words before the arguments of a script: FILE SCRIPT, and ENGINE before them."""
 
 
 def main() -> None:
@@ -54,10 +54,10 @@ def main() -> None:
 
 
 def call(words: list[str]) -> int:
-    """Runs the command that these words are, and returns its exit code.
+    """Runs a command, given in words, and returns its exit code.
 
     Raises:
-        UserError: it can't be run. SystemExit: help was asked for, or a flag is wrong.
+        UserError: the command failed. SystemExit: help was asked for, or a flag is wrong.
     """
     command, flags, script_args = _parse(words)
     return command.run(flags, script_args)
@@ -82,16 +82,16 @@ def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
 
 
 def _refuse_command(words: list[str]) -> NoReturn:
-    """Shows the commands, or says that there is none of that name.
+    """Shows the commands, or refuses an unknown one.
 
     Raises:
-        UsageError: there is none. SystemExit: none was named, or help was asked for.
+        UsageError: the command is unknown. SystemExit: none was named, or help was asked for.
     """
     first = words[0] if words else ""
     if not first or first in flag_words.HELP or first.startswith("--tyro-"):
         _show_commands(words)
     raise UsageError(
-        f"{first} is no command of accel-fsdp.{did_you_mean(first, COMMANDS)}",
+        f"unknown command: {first}.{did_you_mean(first, COMMANDS)}",
         why="nothing was done",
         fix=f"one of {', '.join(COMMANDS)}; accel-fsdp --help says what each does",
     )
@@ -153,10 +153,10 @@ def _export(options: "ExportCommand", _: tuple[str, ...]) -> int:
 
 
 def _end_as_ctrl_c_does(outcome: str) -> None:
-    """Lets SIGTERM and SIGHUP raise, so that nothing half-written stays; `outcome` says so."""
+    """Lets SIGTERM and SIGHUP raise, so that half-written files are removed; `outcome` is printed."""
 
     def terminate(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second one doesn't stop the cleaning
+        signal.signal(number, signal.SIG_IGN)  # a second signal doesn't stop the clean-up
         os.write(sys.stderr.fileno(), f"\nended by {signal.Signals(number).name}, {outcome}\n".encode())
         raise SystemExit(128 + number)
 
@@ -166,18 +166,20 @@ def _end_as_ctrl_c_does(outcome: str) -> None:
 
 
 def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
-    """What belongs to a script: all after SCRIPT of `launch` and `script`; after -- of `rehearse`."""
+    """Splits off a script's arguments: all after SCRIPT for `launch` and `script`; all after -- for `rehearse`."""
     if words[:1] == ["rehearse"] and "--" in words:
         return words[: words.index("--")], tuple(words[words.index("--") + 1 :])
     if not words or words[0] not in BEFORE_ARGS:
         return words, ()
-    takes = flag_words.flags_of(COMMANDS[words[0]].flags())
-    name_of = flag_words.field_name
-    flags = {name_of(name) for name, flag in takes.items() if not flag.is_switch}
-    values = {i + 1 for i, word in enumerate(words) if flag_words.is_flag(word) and name_of(word) in flags}
-    positions = [i for i, word in enumerate(words) if i > 0 and not word.startswith("-") and i not in values]
-    last = BEFORE_ARGS[words[0]] - 1
-    end = positions[last] + 1 if len(positions) > last else len(words)
+    known = flag_words.flags_of(COMMANDS[words[0]].flags())
+    with_value = {flag_words.field_name(name) for name, flag in known.items() if not flag.is_switch}
+    end, left, is_value = 1, BEFORE_ARGS[words[0]], False
+    while end < len(words) and left:
+        word = words[end]
+        if not (is_value or word.startswith("-")):
+            left -= 1
+        is_value = flag_words.is_flag(word) and flag_words.field_name(word) in with_value
+        end += 1
     script_args = tuple(words[end:])
     ours = {"--dry-run", "--no-check", "--cpu"} & set(script_args)
     if words[0] == "launch" and ours:  # tyro's usage line puts flags last
@@ -223,8 +225,9 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
         return launcher.launch(args, options.timeout, options.hang_timeout)
     if here.engine:
         console.put(f"# {here.engine}: {here}")
-    for name, value in sorted(launcher.environment(args).items()) if parses else ():
-        console.put(f"{name}={shlex.quote(value)}", lines=True)
+    if parses:
+        for name, value in sorted(launcher.environment(args).items()):
+            console.put(f"{name}={shlex.quote(value)}", lines=True)
     console.put(shlex.join(launcher.command(words)), lines=True)
     if not parses:
         shown = NotInstalled.of("accelerate", "Accelerate's parser was skipped, since it")
@@ -261,7 +264,7 @@ def _init(options: "InitCommand", _: tuple[str, ...]) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """`summary`: its line in the help; `place`: where its flags are; `run` takes them, and the words of a script."""
+    """`summary`: its line in the help; `place`: the class of its flags; `run` takes them and a script's arguments."""
 
     summary: str
     place: str
@@ -269,8 +272,8 @@ class Command:
 
     def flags(self) -> type:
         room, _, name = self.place.partition(":")
-        found: type = getattr(import_module(room), name)
-        return found
+        flags_class: type = getattr(import_module(room), name)
+        return flags_class
 
 
 COMMANDS = {

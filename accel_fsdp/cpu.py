@@ -1,9 +1,9 @@
-"""CPU as a device: what Accelerate lacks to run real FSDP and DeepSpeed with gloo on machines without accelerator.
+"""Runs real FSDP and DeepSpeed with gloo on machines without an accelerator, which Accelerate doesn't support.
 
 Accelerate's `PartialState` has no branch for "FSDP, but no GPU": it trains every rank unsharded and exits 0. `enable()`
-closes that gap for tests, rehearsals and laptops. It acts only when torch sees no device that Accelerate can shard on,
-says so on stderr, and leaves every machine with a GPU, NPU or TPU exactly as it was. This module and `peft_patches.py`
-are the only ones that patch a library.
+closes that gap for tests, rehearsals and laptops. It acts only if torch sees no device that Accelerate can shard on,
+reports that on stderr, and changes nothing on a machine with a GPU, NPU or TPU. Only this module and `peft_patches.py`
+patch libraries.
 """
 
 import contextlib
@@ -49,7 +49,7 @@ def enable() -> bool:
     if not is_needed():
         return False
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it chose the CPU
     launch = LaunchEnvironment.now()
     if _patched or not launch.is_rank or not launch.shards:
         return True
@@ -65,12 +65,12 @@ def enable() -> bool:
 
 
 def begin_rank() -> None:
-    """Prepares a process that is a rank and nothing else, whatever its YAML and its script are: `enable`, and more."""
+    """Prepares a process that runs any script as a rank: `enable`, bf16, and Accelerate's DDP on CPU."""
     if enable():
         if is_installed("transformers"):
             allow_bf16()
         if not LaunchEnvironment.now().shards:
-            os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; else each rank would train alone
+            os.environ["ACCELERATE_USE_CPU"] = "true"  # Accelerate's DDP on gloo; otherwise each rank trains alone
 
 
 @cache
@@ -84,7 +84,7 @@ def mend_fsdp1() -> None:
 def allow_bf16() -> None:
     """`TrainingArguments` refuses bf16 without a GPU, unless `use_cpu` is set; CPUs compute in it.
 
-    For scripts that don't set it, such as TRL's, whose default is bf16. Others who ask are told that no GPU has bf16.
+    For scripts that don't set it, such as TRL's, whose default is bf16. Other callers still get False.
     """
     from transformers import utils
 
@@ -140,9 +140,9 @@ def _announce(launch: LaunchEnvironment) -> None:
 
 
 def _prepare_deepspeed() -> None:
-    """DeepSpeed picks its device when it is imported; its offloaded Adam would be compiled, and move CPU to CPU.
+    """Sets DeepSpeed's device before its import, and turns off offload, which would be compiled to copy CPU to CPU.
 
-    Its reductions through shared memory would be compiled too (0.19): that takes a minute and a compiler, and all later
+    Its reductions through shared memory would be compiled too (0.19): that takes a minute and a compiler, and later
     jobs wait for ever for a build that was killed. Without them it reduces by gloo.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -155,7 +155,7 @@ def _prepare_deepspeed() -> None:
 
 @patch(Internal("torch.distributed.fsdp:FullyShardedDataParallel.__init__", "self module *"), why=FSDP1_FAILS)
 def default_to_cpu() -> None:
-    """FSDP1 takes an accelerator's device for modules on the CPU, unless it is told `device_id`."""
+    """FSDP1 assumes an accelerator for modules on the CPU, unless it gets a `device_id`."""
     import torch
     from torch.distributed.fsdp import FullyShardedDataParallel
 

@@ -17,30 +17,30 @@ from accel_fsdp.launch_environment import FAILURE_FILE, LaunchEnvironment
 
 LET_RANK_ZERO_SPEAK_SECONDS = 3.0
 _failure_file = ""
-"""Where `accel-fsdp launch` looks whether this rank has failed; empty for a process that is none of its ranks."""
+"""The file by which `accel-fsdp launch` learns that this rank has failed; empty in a process that isn't its rank."""
 LONGEST_SHOWN = 80
-"""Letters of a name that is too long for any file."""
+"""Letters that are shown of a name that is too long for a file."""
 UNPRINTABLE = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2028\u2029\u2066-\u2069\ud800-\udfff]"
 )
-"""Control characters but tab and line feed, marks that turn the direction of text, and halves of characters."""
+"""Control characters except tab and line feed, marks that change the direction of text, and halves of characters."""
 
 
 def printable(text: str) -> str:
-    """`text` as a terminal may show it: what would move its cursor or colour it is spelt out, such as \\x1b.
+    """`text` without control characters, which could move a terminal's cursor: they are spelt out, such as \\x1b.
 
     Names of tensors, files and keys come from untrusted files. Everything that this package prints goes through here.
     """
-    return UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """`text` as `printable`, with line feeds spelt out: a name that holds some could add lines to what is printed."""
+    """`text` as `printable`, with line feeds spelt out, so that a name can't add lines to the output."""
     return printable(text).replace("\n", "\\n")
 
 
 class UserError(Exception):
-    """Something the user can put right.
+    """An error that the user can fix.
 
     `what` names the thing that is wrong (with its file, line or key), `why` the consequence, `fix` what to type next.
     """
@@ -63,20 +63,20 @@ def _again(kind: type[UserError], what: str, why: str, fix: str) -> UserError:
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error inside of a sentence: of one of ours what is wrong, of another its class and its text."""
+    """An error as part of a sentence: the `what` of a UserError, the class and text of another one."""
     if isinstance(error, UserError):
         return one_line(error.what)
     return f"{type(error).__name__}: {error}"
 
 
 class UsageError(UserError):
-    """A flag with a value it can't have."""
+    """A flag has an invalid value."""
 
     exit_code = 2
 
 
 class Stopped(UserError):
-    """The job was told to end, saved its state and can go on later. Every rank raises it and one says it."""
+    """The job was asked to end, saved its state and can go on later. Every rank raises it, and rank 0 prints it."""
 
     exit_code = 75
     """EX_TEMPFAIL of sysexits.h: the same command will do, later."""
@@ -89,11 +89,11 @@ LIBRARIES = {
     **dict.fromkeys(("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "jinja2"), "train"),
     **{"safetensors": "train", "deepspeed": "deepspeed", "bitsandbytes": "quant", "ray": "ray"},
 }
-"""The libraries that `pip install accel-fsdp` leaves out, and the extra that brings each."""
+"""The libraries that `pip install accel-fsdp` leaves out, and the extra that installs each."""
 
 
 class NotInstalled(UserError):
-    """A command needs a library that the light installation leaves out: one line, with the command that brings it."""
+    """A command needs a library that the light installation leaves out. Printed in one line, with pip's command."""
 
     @classmethod
     def of(cls, library: str, purpose: str = "this") -> "NotInstalled":
@@ -142,7 +142,7 @@ TESTED = {
 
 
 def lacks(library: str, found: str, why: str) -> UserError:
-    """The error for a library whose inside is not as this package expects it; `found` goes on after its version."""
+    """The error for a library with unexpected internals; `found` continues the sentence after its version."""
     from importlib import metadata
 
     oldest, newest = TESTED.get(library, ("", ""))
@@ -168,18 +168,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def near_key(name: str, known: Iterable[str]) -> str:
-    """The known key that `name` is near enough to for a question: a typo of it, or the same words and some more."""
+    """The known key that `name` may stand for: a typo of it, or the same words and some more."""
     known = list(known)
-    found = typo_of(name, known, certain=False)
+    typo = typo_of(name, known, certain=False)
     words = [key for key in known if _holds(key, name) or _holds(name, key)]
-    return found or (words[0] if len(words) == 1 else "")
+    return typo or (words[0] if len(words) == 1 else "")
 
 
 def typo_of(name: str, known: Iterable[str], certain: bool = True) -> str:
-    """The one known key that `name` is surely a misspelling of, else the empty string.
+    """The one known key that `name` surely misspells, else the empty string.
 
-    That is at most two wrong, missing, doubled or swapped letters, one in a short name; no other digits, and no second
-    key as near. Three letters, if it need not be `certain`.
+    The two differ by at most two wrong, missing, doubled or swapped letters, one in a short name; they have the same
+    digits, and no second key is as near. If not `certain`, three letters may differ.
     """
     name = name.lower()
     near = sorted((edits(name, key.lower()), key) for key in known if _digits(key) == _digits(name))
@@ -200,14 +200,14 @@ def _holds(long: str, short: str) -> bool:
     return inside and len(part) < len(words) and len(short.removeprefix("fsdp_").split("_")) > 1
 
 
-def edits(one: str, other: str) -> int:
+def edits(first: str, second: str) -> int:
     """Damerau's distance: letters to insert, remove, replace or swap with their neighbour."""
-    rows = [list(range(len(other) + 1))]
-    for i, letter in enumerate(one, start=1):
+    rows = [list(range(len(second) + 1))]
+    for i, letter in enumerate(first, start=1):
         row = [i]
-        for j, wanted in enumerate(other, start=1):
-            best = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != wanted))
-            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == wanted:
+        for j, target in enumerate(second, start=1):
+            best = min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != target))
+            if i > 1 and j > 1 and letter == second[j - 2] and first[i - 2] == target:
                 best = min(best, rows[-2][j - 2] + 1)
             row.append(best)
         rows.append(row)
@@ -221,7 +221,7 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
     has failed, and a rank that is still alive afterwards failed alone and says so.
     """
     global _failure_file
-    _failure_file = os.environ.pop(FAILURE_FILE, "")  # what this process starts is no rank
+    _failure_file = os.environ.pop(FAILURE_FILE, "")  # child processes aren't ranks
     try:
         main()
     except Stopped as error:
@@ -256,7 +256,7 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
 
 
 def _not_importable(error: ImportError) -> UserError | None:
-    """A library that isn't there, or one without the module or the name that was imported from it."""
+    """The error for a missing library, or one without the imported module or name."""
     module = error.name or ""
     library = module.partition(".")[0]
     if library not in LIBRARIES:
@@ -270,7 +270,7 @@ def _not_importable(error: ImportError) -> UserError | None:
 
 
 def _too_long(error: OSError) -> UsageError:
-    """Whichever command asks first whether there is such a file, none takes a name that no file can have."""
+    """The error for a name that is too long for a file, in whichever command it appears first."""
     name = str(error.filename)
     shown = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
     return UsageError(f"cannot open {shown}: {error.strerror}", why="no file has that name", fix="give a shorter name")
@@ -278,7 +278,7 @@ def _too_long(error: OSError) -> UsageError:
 
 @contextlib.contextmanager
 def to_stdout() -> Iterator[None]:
-    """Around what prints: a stdout that takes no more, such as a file on a full disk, becomes a `UserError`."""
+    """Turns errors of writing to stdout, such as a full disk, into a `UserError`. Wrap it around printing."""
     try:
         try:
             yield
@@ -291,13 +291,13 @@ def to_stdout() -> Iterator[None]:
         _forget_stdout()
         raise UserError(
             f"cannot write to stdout: {error.strerror or error}",
-            why="what the command has to say is lost",
+            why="the output of the command is lost",
             fix="send it to another place, or make room there",
         ) from error
 
 
 def _forget_stdout() -> None:
-    """Lets what is still to be printed vanish, or Python would try again when it ends, and fail again."""
+    """Drops buffered output: otherwise Python tries to write it again at its end, and fails again."""
     with contextlib.suppress(OSError, ValueError):
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, sys.stdout.fileno())
@@ -305,10 +305,10 @@ def _forget_stdout() -> None:
 
 
 def tell_launcher(error: UserError) -> None:
-    """Leaves the message where torch's launcher looks for it: then its own account of a failure ends with it.
+    """Writes the message to the file of torch's launcher, which then ends its report of the failure with it.
 
-    Without, that is 40 lines that refer to a page about how to enable tracebacks. `accel-fsdp launch` learns from its
-    own file that a rank has failed.
+    Otherwise that report is 40 lines that refer to a page about tracebacks. `accel-fsdp launch` learns from its own
+    file that a rank has failed.
     """
     if note := _failure_file or LaunchEnvironment.now().failure_file:
         with contextlib.suppress(OSError), open(note, "w", encoding="utf-8"):

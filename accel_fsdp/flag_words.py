@@ -1,7 +1,7 @@
-"""Refuses the words that no flag of a command takes, before tyro parses them.
+"""Refuses words that a command doesn't take, before tyro parses them.
 
-tyro would take the word after a misspelt flag for that flag's value, and then call FILE unknown or missing; it tells of
-types and of its own attempts where a value is wrong, and reads None as no flag at all.
+tyro would take the word after a misspelt flag for that flag's value, and then call FILE unknown or missing. For a wrong
+value it lists types and its attempts to parse them, and it ignores a flag with the value None.
 """
 
 import types
@@ -61,25 +61,25 @@ def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> None:
 
 
 def _places_of(declared: type) -> int | None:
-    """How many words without a flag such a class takes; None where there is no limit."""
+    """How many positional words such a class takes; None for any number."""
     hints = [get_args(hint) for hint in get_type_hints(declared, include_extras=True).values()]
     kinds = [hint[0] for hint in hints if tyro.conf.Positional in hint]
     return None if any(get_origin(kind) is tuple for kind in kinds) else len(kinds)
 
 
 def flags_of(declared: type) -> dict[str, Flag]:
-    """The flags of such a class by each of their names; what has no name but a place isn't among them."""
-    found: dict[str, Flag] = {}
+    """The flags of such a class by each of their names, without positional arguments."""
+    flags: dict[str, Flag] = {}
     for field, hint in get_type_hints(declared, include_extras=True).items():
         kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         if tyro.conf.Positional in notes:
             continue
-        given = next((note for note in notes if hasattr(note, "aliases")), None)
-        name = f"--{given.name}" if given and given.name else flag_of(field)
+        argument = next((note for note in notes if hasattr(note, "aliases")), None)
+        name = f"--{argument.name}" if argument and argument.name else flag_of(field)
         union = get_origin(kind) in (Union, types.UnionType)
         flag = Flag(name, get_args(kind) if union else (kind,))
-        found |= dict.fromkeys((name, *((given and given.aliases) or ())), flag)
-    return found
+        flags |= dict.fromkeys((name, *((argument and argument.aliases) or ())), flag)
+    return flags
 
 
 def _pairs(flags: dict[str, Flag], words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -107,7 +107,7 @@ def _pairs(flags: dict[str, Flag], words: Sequence[str]) -> Iterator[tuple[str, 
 
 
 def is_flag(word: str) -> bool:
-    """Not a number below zero, and not the - that stands for stdin."""
+    """Whether a word is a flag, and not a negative number or the - for stdin."""
     return word.startswith("-") and word.lstrip("-")[:1].isalpha()
 
 
@@ -116,7 +116,7 @@ def flag_of(field: str) -> str:
 
 
 def field_name(word: str) -> str:
-    """A flag as the field is called that it is parsed into: --max-steps is max_steps."""
+    """The name of the field that a flag is parsed into: max_steps for --max-steps."""
     return word.lstrip("-").replace("-", "_")
 
 

@@ -1,9 +1,8 @@
-"""What this package replaces, overrides or calls inside of its libraries, and the check that it is there as expected.
+"""Declares the library internals that this package replaces, overrides or calls, and checks that they are as expected.
 
-Such names belong to their library and may change in any version. A patch of something that is gone would do nothing,
-or half of what it is for. So each module that reaches inside declares what it expects (`RELIES_ON`, `@patch`) and
-checks it before it relies on it; a library that has changed then stops the command with what is missing and which
-versions have it.
+Internals may change in any version of their library. A patch of a missing function would do nothing, or only half of
+its work. So each module declares what it expects (`RELIES_ON`, `@patch`) and checks it before use; if a library has
+changed, the command stops with what is missing and the versions that have it.
 """
 
 import inspect
@@ -20,10 +19,10 @@ TRAINER = "transformers:Trainer"
 
 @dataclass(frozen=True)
 class Internal:
-    """Something inside of a library: `path` is module:name, with dots in the name for what belongs to a class.
+    """An internal of a library: `path` is module:name, with dots in the name for members of a class.
 
-    `parameters` are the names that its calls here rely on, as in a signature: those before an asterisk are the first
-    ones, in that order; those behind it are there somewhere. Without an asterisk there are no others. None: anything.
+    `parameters` are the names that calls rely on, as in a signature: those before an asterisk come first, in that
+    order; those after it exist anywhere. Without an asterisk there are no others. None: not checked.
     """
 
     path: str
@@ -40,10 +39,10 @@ class Internal:
 
 @dataclass(frozen=True)
 class Patch:
-    """A change to a library that has a fault, which the docstring of `apply` describes. Called, it mends the library.
+    """A patch for a fault of a library, which the docstring of `apply` describes. Call it to apply the patch.
 
     `until` is the library's first version without the fault, in which a call does nothing; empty: every version so far
-    has it. `why` says what would follow without the patch. A test shows the fault of each patch.
+    has it. `why` is the consequence without the patch. A test shows the fault of each patch.
     """
 
     apply: Callable[[], None]
@@ -64,40 +63,40 @@ class Patch:
         return not self.until or Version(metadata.version(self.library)) < Version(self.until)
 
     def __call__(self) -> None:
-        """Changes the library, if it has the fault."""
+        """Patches the library, if it has the fault."""
         if self.is_needed:
             check(*self.relies_on, why=self.why)
             self.apply()
 
 
 def patch(*relies_on: Internal, why: str, until: str = "") -> Callable[[Callable[[], None]], Patch]:
-    """Makes a `Patch` of the function that applies it; the first of `relies_on` is in the library that it changes."""
+    """Turns the function that applies a patch into a `Patch` of the library of the first of `relies_on`."""
     return lambda apply: Patch(apply, relies_on, why, until)
 
 
 def check(*internals: Internal, why: str) -> None:
-    """Holds the installed libraries against what is expected of them."""
-    for one in internals:
-        if found := flaw(one):
-            raise lacks(one.library, found, why)
+    """Raises unless the installed libraries have all internals as expected."""
+    for internal in internals:
+        if problem := flaw(internal):
+            raise lacks(internal.library, problem, why)
 
 
-def flaw(one: Internal) -> str:
-    """What is wrong with it, as the end of a sentence about the library; empty if nothing is."""
-    module, _, name = one.path.partition(":")
+def flaw(internal: Internal) -> str:
+    """How an internal differs from what is expected, as the end of a sentence about its library; empty if it fits."""
+    module, _, name = internal.path.partition(":")
     try:
-        found: Any = import_module(module)
+        member: Any = import_module(module)
     except ModuleNotFoundError:
         return f"has no {module}"
     for part in name.split("."):
-        if part in getattr(found, "__annotations__", {}):  # which instances have
+        if part in getattr(member, "__annotations__", {}):  # which instances have
             return ""
-        if not hasattr(found, part):
-            return f"has no {one.name}"
-        found = getattr(found, part)
-    if one.parameters is None or _fits(found, one.parameters):
+        if not hasattr(member, part):
+            return f"has no {internal.name}"
+        member = getattr(member, part)
+    if internal.parameters is None or _fits(member, internal.parameters):
         return ""
-    return f"has {one.name}{_signature(found)}, not ({one.parameters.replace(' ', ', ')})"
+    return f"has {internal.name}{_signature(member)}, not ({internal.parameters.replace(' ', ', ')})"
 
 
 def _fits(function: Any, expected: str) -> bool:

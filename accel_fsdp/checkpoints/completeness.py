@@ -1,11 +1,11 @@
-"""Which checkpoints are complete, as their own markers say; which one a resume takes, and which are deleted.
+"""Decides which checkpoints are complete, which one a resume takes, and which are deleted.
 
-The one judge: a resume needs all of a checkpoint (`flaw`, then `lacking_to_resume`), a reader of the weights only that
-they are whole (`unfinished`).
+All other modules ask this one: a resume needs all of a checkpoint (`flaw`, then `lacking_to_resume`), a reader of the
+weights only needs complete weights (`unfinished`).
 
-`checkpoint-N/complete.json` says that the folder is being written, from before the first of the other files until all
-of them are on disk; then one rename puts the list of their sizes and hashes in its place. A folder without marker was
-written by plain Trainer and is judged by what Trainer and torch write last.
+`checkpoint-N/complete.json` marks a folder as being written, from before its first file until all files are on disk;
+then one rename replaces it by the list of their sizes and hashes. A folder without a marker was written by plain
+Trainer, and is complete if it has the files that Trainer and torch write last.
 """
 
 import json
@@ -23,31 +23,31 @@ from accel_fsdp.checkpoints import deepspeed, file_names
 from accel_fsdp.errors import UserError
 
 MOST_LOGGED = 20_000_000
-"""Numbers in `trainer_state.json`, which logs all steps."""
+"""At most so many numbers in `trainer_state.json`, which logs all steps."""
 HASHED_TOGETHER = 4
 HASHED_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
 class Origin:
-    """The run that wrote a checkpoint, as far as one that resumes it has to be like it.
+    """The properties of the run that wrote a checkpoint that a run that resumes it must share.
 
-    `engine` is FSDP, DDP (one process too) or ZeRO with its stage; `rows_per_step` are those of all ranks in one step
-    of the optimizer. Zeros are unknown.
+    `engine` is FSDP, DDP (one process too) or ZeRO with its stage; `rows_per_step` counts the rows of all ranks in one
+    step of the optimizer. Zeros are unknown.
     """
 
     engine: str
     ranks: int = 0
     rows_per_step: int = 0
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What it was trained with, as `lineage.settings` names it; empty: unknown."""
+    """The settings of the training, by the names of `lineage.settings`; empty: unknown."""
     before: Sequence[Mapping[str, Any]] = ()
-    """Earlier stretches of the run that had other settings: the last step of each, and its settings."""
+    """Earlier parts of the run with other settings: the last step and the settings of each."""
 
 
 @dataclass(frozen=True)
 class Marker:
-    """What `complete.json` says: sizes and hashes by the names of the files, from the checkpoint's folder on."""
+    """The content of `complete.json`: sizes and hashes by the files' paths relative to the checkpoint."""
 
     complete: bool
     origin: Origin | None = None
@@ -57,11 +57,11 @@ class Marker:
 
 @dataclass(frozen=True)
 class Parts:
-    """Which parts of a run a folder holds, by the names in it.
+    """The parts of a run in a folder, by the names of its files.
 
-    `sharded` and `full` say in which way FSDP's model weights are stored, `hub` that there are Hugging Face weights.
-    `by_accelerator` says that `Accelerator.save_state` wrote it, `exported` that `accel-fsdp export` did: neither
-    writes a `trainer_state.json`.
+    `sharded` and `full`: how FSDP's model weights are stored; `hub`: the folder has Hugging Face weights.
+    `by_accelerator`: `Accelerator.save_state` wrote it; `exported`: `accel-fsdp export` did. Neither writes a
+    `trainer_state.json`.
     """
 
     name: str
@@ -76,31 +76,31 @@ class Parts:
 
     @property
     def is_checkpoint(self) -> bool:
-        held = self.sharded or self.full or self.optimizer or self.scheduler or self.trainer_state
-        return held and not self.exported
+        has_state = self.sharded or self.full or self.optimizer or self.scheduler or self.trainer_state
+        return has_state and not self.exported
 
     @property
     def is_cut_short(self) -> bool:
-        """Whether a resume would miss what Trainer writes last."""
+        """Whether the file that Trainer writes last is missing."""
         return self.is_checkpoint and not self.trainer_state and not self.by_accelerator
 
     @property
     def new_state(self) -> tuple[str, ...]:
-        """Names of what isn't there beside the weights: Trainer starts it anew, without a word."""
+        """The missing files besides the weights: Trainer starts their state anew, without a warning."""
         there = {file_names.OPTIMIZER: self.optimizer, file_names.SCHEDULER: self.scheduler}
-        return tuple(name for name, held in there.items() if not held)
+        return tuple(name for name, is_there in there.items() if not is_there)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The newest complete checkpoint of a run, and what the newer ones lack."""
+    """The newest complete checkpoint of a run, and why each newer one was skipped."""
 
     newest: Path | None
     skipped: dict[Path, str] = field(default_factory=dict)
 
 
 def begin(checkpoint: Path) -> None:
-    """Makes the folder, empty but for a marker that says it isn't complete; call before any rank writes into it.
+    """Creates the folder with a marker that it isn't complete; call before any rank writes into it.
 
     A complete checkpoint of the same step stays beside it until `seal` or `abandon`.
 
@@ -120,22 +120,22 @@ def begin(checkpoint: Path) -> None:
 def seal(checkpoint: Path, origin: Origin, hashes: Mapping[str, str] | None = None) -> None:
     """Declares the checkpoint complete, once all its files are on disk; call when every rank has written its own.
 
-    `hashes` are those of all files, where the ranks have taken them; else they are taken now.
+    `hashes`: those of all files, if the ranks have taken them; otherwise they are taken now.
 
     Raises:
         UserError: the marker can't be written. The checkpoint then counts as half-written.
     """
     atomic_files.sync_folder(checkpoint)
-    found = _sizes(checkpoint)
-    taken = hashes_of(checkpoint, found) if hashes is None else dict(hashes)
-    content = {"complete": True, "origin": asdict(origin), "files": found, "hashes": taken}
+    sizes = _sizes(checkpoint)
+    taken = hashes_of(checkpoint, sizes) if hashes is None else dict(hashes)
+    content = {"complete": True, "origin": asdict(origin), "files": sizes, "hashes": taken}
     atomic_files.write_text(checkpoint / file_names.MARKER, json.dumps(content, indent=1, sort_keys=True))
     atomic_files.sync_names(checkpoint.parent)
     _remove(_aside(checkpoint))
 
 
 def abandon(checkpoint: Path) -> None:
-    """Removes a half-written checkpoint; a complete one of the same step that `begin` moved is in its place again."""
+    """Removes a half-written checkpoint, and moves back a complete one of the same step that `begin` moved."""
     if flaw(checkpoint):
         _remove(checkpoint)
     aside = _aside(checkpoint)
@@ -144,13 +144,13 @@ def abandon(checkpoint: Path) -> None:
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
-    found = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
-    found.pop(file_names.MARKER, None)
-    return found
+    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
+    sizes.pop(file_names.MARKER, None)
+    return sizes
 
 
 def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
-    """Hashes of the files that this rank wrote, which the system still has in memory: those with its number in their
+    """Hashes of the files that this rank wrote, which are still in the system's cache: those with its number in their
     names, and on the first rank all others.
     """
     numbered = {name: int(writer) % ranks for name in _sizes(checkpoint) if (writer := _rank_in(name))}
@@ -158,8 +158,8 @@ def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
 
 
 def _rank_in(name: str) -> str:
-    found = file_names.OF_RANK.search(name)
-    return found[1] if found else ""
+    match = file_names.OF_RANK.search(name)
+    return match[1] if match else ""
 
 
 def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
@@ -171,15 +171,15 @@ def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
 def _hash(path: Path, within: Path) -> str:
     import xxhash
 
-    found, block = xxhash.xxh3_128(), memoryview(bytearray(HASHED_BYTES))
+    digest, block = xxhash.xxh3_128(), memoryview(bytearray(HASHED_BYTES))
     with untrusted_files.opened(path, within) as file:
         while count := file.readinto(block):  # type: ignore[attr-defined]
-            found.update(block[:count])
-    return found.hexdigest()
+            digest.update(block[:count])
+    return digest.hexdigest()
 
 
 def read(checkpoint: Path) -> Marker | None:
-    """The marker; None where there is none."""
+    """The marker; None if there is none."""
     path = checkpoint / file_names.MARKER
     content = untrusted_files.read_json(path)
     if content is None:
@@ -192,19 +192,19 @@ def read(checkpoint: Path) -> Marker | None:
     return Marker(True, _origin(path, origin), dict(sizes or {}), dict(hashes))
 
 
-def _is_list(found: Any, kind: type) -> bool:
-    """Names of files inside the folder, and something of `kind` for each."""
-    return isinstance(found, dict) and all(
+def _is_list(value_by_name: Any, kind: type) -> bool:
+    """Whether it maps names of files inside the folder to values of `kind`."""
+    return isinstance(value_by_name, dict) and all(
         type(value) is kind and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
-        for name, value in found.items()
+        for name, value in value_by_name.items()
     )
 
 
-def _origin(path: Path, found: Any) -> Origin | None:
-    if not found:
+def _origin(path: Path, content: Any) -> Origin | None:
+    if not content:
         return None
     try:
-        origin = Origin(**found)
+        origin = Origin(**content)
         whole = type(origin.ranks) is type(origin.rows_per_step) is int and isinstance(origin.engine, str)
         groups = [origin.settings, *(one["settings"] for one in origin.before)]
         plain = all(isinstance(values, dict) for one in groups for values in one.values())
@@ -217,14 +217,13 @@ def _origin(path: Path, found: Any) -> Origin | None:
 
 
 ITS_END = "its end"
-"""What a checkpoint lacks whose run ended while it was written."""
+"""The missing part of a checkpoint whose run ended while it was written."""
 
 
 def lacking(checkpoint: Path, needed: Callable[[str], bool] = bool) -> dict[str, int] | None:
-    """The files that are missing or have another size than the marker says, of those `needed`, with that size.
+    """The `needed` files that are missing or have another size than in the marker, with the marker's size.
 
-    None where there is no marker. The one judgement of a marked checkpoint: resume, deletion, export and the linter ask
-    it.
+    None without a marker. Resume, deletion, export and the linter all judge a marked checkpoint by this function.
     """
     marker = read(checkpoint)
     if marker is None:
@@ -239,7 +238,7 @@ def _size(path: Path) -> int:
 
 
 def flaw(checkpoint: Path) -> str:
-    """What makes a checkpoint half-written or damaged, as far as sizes tell; empty where it is complete."""
+    """Why a checkpoint is half-written or damaged, judged by sizes; empty if it is complete."""
     try:
         return _flaw(checkpoint)
     except UserError as error:
@@ -247,9 +246,9 @@ def flaw(checkpoint: Path) -> str:
 
 
 def unfinished(folder: Path) -> tuple[str, ...]:
-    """What tells one who reads the weights that a folder is half-written or damaged; empty where it is whole.
+    """Why a folder's weights are half-written or damaged, for a reader of weights; empty if they are whole.
 
-    The optimizer may be deleted. Whatever holds no more than weights passes: who wrote it can't be known.
+    The optimizer may be deleted. A folder with weights alone passes: it may come from any program.
     """
     try:
         lacks = lacking(folder, lambda name: not name.startswith(file_names.SPARED))
@@ -261,7 +260,7 @@ def unfinished(folder: Path) -> tuple[str, ...]:
 
 
 def _is_trainers(folder: Path) -> bool:
-    """Whether Trainer began it, and not `Accelerator.save_state` or an export, which write no `trainer_state.json`."""
+    """Whether Trainer wrote it, unlike `Accelerator.save_state` or an export, which write no `trainer_state.json`."""
     state = (file_names.SCHEDULER, f"{file_names.RNG_STATE}*", f"{file_names.OPTIMIZER}*")
     others = (f"{file_names.RANDOM_STATES}_*", file_names.REPORT)
     return (
@@ -271,32 +270,32 @@ def _is_trainers(folder: Path) -> bool:
     )
 
 
-def lacking_to_resume(checkpoint: Path, held: Parts) -> list[str]:
-    """The parts, in words, without which Trainer would begin anew; DeepSpeed keeps all of them in its own folder."""
+def lacking_to_resume(checkpoint: Path, parts: Parts) -> list[str]:
+    """The missing parts that Trainer would start anew, in words; DeepSpeed keeps all of them in its own folder."""
     if by_deepspeed(checkpoint):
         folder = checkpoint / (deepspeed.latest(checkpoint) or "")
         return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
     words = {file_names.OPTIMIZER: "optimizer state", file_names.SCHEDULER: f"schedule ({file_names.SCHEDULER})"}
-    weighed = held.hub or by_fsdp(checkpoint, held)
-    return ([] if weighed else ["model weights"]) + [words[name] for name in held.new_state]
+    weighed = parts.hub or by_fsdp(checkpoint, parts)
+    return ([] if weighed else ["model weights"]) + [words[name] for name in parts.new_state]
 
 
 def by_deepspeed(checkpoint: Path) -> bool:
     return (checkpoint / file_names.LATEST).is_file()
 
 
-def by_fsdp(checkpoint: Path, held: Parts) -> bool:
+def by_fsdp(checkpoint: Path, parts: Parts) -> bool:
     """Whether it has weights as Accelerate stores them under FSDP."""
-    return held.sharded or held.full or any(checkpoint.glob(file_names.LOCAL_MODELS))
+    return parts.sharded or parts.full or any(checkpoint.glob(file_names.LOCAL_MODELS))
 
 
 def is_whole_dcp(folder: Path) -> bool:
-    """Whether all ranks have written their parts of one of torch's distributed checkpoints: `.metadata` comes last."""
+    """Whether a distributed checkpoint of torch is complete: `.metadata` is written after all ranks' parts."""
     return (folder / file_names.DCP_METADATA).is_file()
 
 
 def has_trainer_state(checkpoint: Path) -> bool:
-    """Whether the file that Trainer writes last is there and holds something: ended early, it is cut or empty."""
+    """Whether the file that Trainer writes last can be read: after an early end it is missing, cut short or empty."""
     try:
         return bool(_trainer_state(checkpoint))
     except UserError:
@@ -322,28 +321,27 @@ def _flaw(checkpoint: Path) -> str:
     return f"{cut[0]}/{file_names.DCP_METADATA} is missing" if cut else ""
 
 
-def damage(checkpoint: Path, wanted: Callable[[str], bool] = bool, part: int = 0, of: int = 1) -> str:
-    """The first file that holds other bytes than were written, or is not listed, of those `wanted`; empty where all are
-    as they were.
+def damage(checkpoint: Path, needed: Callable[[str], bool] = bool, part: int = 0, of: int = 1) -> str:
+    """Names the first `needed` file whose bytes have changed or that is not listed; empty if there is none.
 
-    Each of several ranks reads a `part` of about the same size. Files that aren't there are passed over, and a marker
-    without hashes, of an earlier version, tells nothing of bytes.
+    Each of several ranks reads a `part` of about the same size. Missing files are skipped, and a marker without hashes,
+    from an earlier version, can't show changed bytes.
     """
     marker = read(checkpoint)
     if marker is None:
         return ""
-    if extra := next(filter(wanted, _unlisted(checkpoint, marker)), ""):
+    if extra := next(filter(needed, _unlisted(checkpoint, marker)), ""):
         return f"{extra} is not in the list of {file_names.MARKER}"
-    names = [name for name in marker.hashes if wanted(name) and (checkpoint / name).exists()]
-    found = hashes_of(checkpoint, _share(names, marker.sizes, part, of))
-    wrong = sorted(name for name, one in found.items() if one != marker.hashes[name])
+    names = [name for name in marker.hashes if needed(name) and (checkpoint / name).exists()]
+    hashes = hashes_of(checkpoint, _share(names, marker.sizes, part, of))
+    wrong = sorted(name for name, hashed in hashes.items() if hashed != marker.hashes[name])
     return f"{wrong[0]} holds other bytes than were written" if wrong else ""
 
 
 def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:
-    """The checkpoint's own files that the marker doesn't know.
+    """The checkpoint's own files that the marker doesn't list.
 
-    Those of a rank of which it has no file at all, where it has some of ranks, lay on another machine's disk.
+    Files of a rank are skipped if the marker lists other ranks' only: they were on another machine's disk.
     """
     listed = marker.sizes.keys() | marker.hashes.keys()
     ranks = {rank for name in listed if (rank := _rank_in(name))}
@@ -352,7 +350,7 @@ def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:
 
 
 def _share(names: Iterable[str], sizes: Mapping[str, int], part: int, of: int) -> list[str]:
-    """Every name in one part; largest first, each goes to the part that has least."""
+    """The names in one part; the largest file first, each goes to the part with the fewest bytes."""
     loads, mine = [0] * of, []
     for name in sorted(names, key=lambda name: (-sizes.get(name, 0), name)):
         least = loads.index(min(loads))
@@ -369,9 +367,9 @@ def _of_size(path: Path, size: int) -> str:
 
 
 def choose(run: Path, among: Sequence[Path] | None = None, wrong: Callable[[Path], str] = flaw) -> Choice:
-    """The complete checkpoint-N with the highest number, where Trainer would take a half-written one.
+    """The complete checkpoint-N with the highest number; Trainer itself may choose a half-written one.
 
-    `among`: those of the run, oldest first. `wrong` says why one can't be taken; empty: it can.
+    `among`: the run's checkpoints, oldest first. `wrong` returns why one can't be used; empty: it can.
     """
     skipped: dict[Path, str] = {}
     for checkpoint in reversed(file_names.checkpoints(run) if among is None else among):
@@ -391,23 +389,23 @@ def size_bytes(checkpoint: Path) -> int:
 
 
 def retire(run: Path, keep: int | None, best: str | None) -> None:
-    """Deletes what lies before the newest complete checkpoint: half-written ones, and complete ones beyond `keep`.
+    """Deletes checkpoints before the newest complete one: half-written ones, and complete ones beyond `keep`.
 
-    The `best` one stays, and counts. Nothing is deleted where none is complete, or without `keep`.
+    The `best` one stays, and counts. Nothing is deleted without `keep`, or if none is complete.
     """
     for old in run.glob(f".{file_names.CHECKPOINT}*.old"):
         if not (run / old.stem[1:]).exists():  # of a run that was killed while it deleted
             _remove(old)
-    found = file_names.checkpoints(run)
-    complete = [path for path in found if not flaw(path)]
+    checkpoints = file_names.checkpoints(run)
+    complete = [path for path in checkpoints if not flaw(path)]
     if not keep or keep < 1 or not complete:
         return
-    wanted = {path for path in complete if best and path.name == Path(best).name} | {complete[-1]}
+    kept = {path for path in complete if best and path.name == Path(best).name} | {complete[-1]}
     for path in reversed(complete):
-        if len(wanted) < keep:
-            wanted.add(path)
-    for path in found[: found.index(complete[-1])]:
-        if path not in wanted:
+        if len(kept) < keep:
+            kept.add(path)
+    for path in checkpoints[: checkpoints.index(complete[-1])]:
+        if path not in kept:
             os.replace(path, _aside(path))  # a folder that is partly deleted must not look like a checkpoint
             _remove(_aside(path))
 

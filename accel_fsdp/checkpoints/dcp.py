@@ -202,7 +202,7 @@ def _path(keys: Any) -> tuple[str, ...]:
 
 def _items(folder: Path, reader: FileReader, listed: dict[_Index, _Place]) -> dict[tuple[str, Any], _Item]:
     """The place of each chunk by name and offset, all of them in plain files of the folder."""
-    found: dict[tuple[str, Any], _Item] = {}
+    items: dict[tuple[str, Any], _Item] = {}
     known: dict[str, tuple[Path, int]] = {}
     for index, place in listed.items():
         name = _text(place.state["relative_path"])
@@ -220,9 +220,9 @@ def _items(folder: Path, reader: FileReader, listed: dict[_Index, _Place]) -> di
         if at + length > size_bytes:
             raise damaged(path, f"is cut short: {size_bytes} bytes, {at + length} expected")
         offset = index.state.get("offset")
-        found[_text(index.state["fqn"]), None if offset is None else torch_zip.size(offset)] = _Item(path, at, length)
-    _check_apart(folder, found.values())
-    return found
+        items[_text(index.state["fqn"]), None if offset is None else torch_zip.size(offset)] = _Item(path, at, length)
+    _check_apart(folder, items.values())
+    return items
 
 
 def _check_apart(folder: Path, items: Collection[_Item]) -> None:
@@ -237,7 +237,7 @@ def _entry(
     name: str, path: tuple[str, ...], entry: dict[str, Any], items: dict[tuple[str, Any], _Item], chunks: _Chunks
 ) -> Entry:
     dtype, shape = entry["properties"].state[0], torch_zip.size(entry["size"])
-    found: list[tuple[tuple[int, ...], View]] = []
+    views: list[tuple[tuple[int, ...], View]] = []
     for chunk in entry["chunks"]:
         offsets, sizes = torch_zip.size(chunk.state["offsets"]), torch_zip.size(chunk.state["sizes"])
         item = items.get((name, offsets))
@@ -246,5 +246,5 @@ def _entry(
         view = chunks.view(item, sizes)
         if not isinstance(view, View) or view.dtype != dtype or view.shape != sizes:
             raise damaged(item.path, f"holds something else than {file_names.DCP_METADATA} says of {name}")
-        found.append((offsets, view))
-    return Entry(path, dtype, shape, tuple(found))
+        views.append((offsets, view))
+    return Entry(path, dtype, shape, tuple(views))

@@ -107,35 +107,36 @@ def _read(
     if stage == 3 and len(loaded) != ranks:
         raise damaged(folder, f"holds *_model_states.pt of {counted(len(loaded), 'rank')}, {ranks} wrote it")
     # Before stage 2 frozen parameters are noted nowhere but in the module's state.
-    held = first["buffer_names"] if stage == 3 else first["module"] or {}
-    found = {name: first["module"][name].stored(name) for name in held if isinstance(first["module"][name], View)}
-    found |= _frozen(loaded if stage == 3 else loaded[:1])
+    saved = first["buffer_names"] if stage == 3 else first["module"] or {}
+    tensors = {name: first["module"][name].stored(name) for name in saved if isinstance(first["module"][name], View)}
+    tensors |= _frozen(loaded if stage == 3 else loaded[:1])
     paddings = states[0].get("param_alignment_paddings")
     place = _stage3 if stage == 3 else partial(_stage2, paddings=paddings)
     flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-    found |= place(first, [state[flat] for state in states])
-    found |= {copy: found[name] for copy, name in first["shared_params"].items() if name in found}
-    paths: dict[tuple[str, ...], Stored] = {(name,): one for name, one in found.items()}
+    tensors |= place(first, [state[flat] for state in states])
+    tensors |= {copy: tensors[name] for copy, name in first["shared_params"].items() if name in tensors}
+    paths: dict[tuple[str, ...], Stored] = {(name,): tensor for name, tensor in tensors.items()}
     for key, groups in _moments(states, flat) if optimizer_too else ():
-        paths |= {("optimizer", "state", name, key): one for name, one in place(first, groups).items()}
+        paths |= {("optimizer", "state", name, key): tensor for name, tensor in place(first, groups).items()}
     return paths
 
 
 def _moments(states: list[dict[str, Any]], flat: str) -> Iterator[tuple[str, list[Groups]]]:
     """The optimizer's tensors of the size of its weights, by key and rank; elastic checkpoints have none."""
     inner = "optimizer_state_dict" if flat == "fp32_flat_groups" else "base_optimizer_state"
-    held = [state[inner]["state"] if isinstance(state[inner], dict) else {} for state in states]
+    by_rank = [state[inner]["state"] if isinstance(state[inner], dict) else {} for state in states]
     weights = states[0][flat]
-    for key in held[0].get(0, {}):
-        groups = [[one[number][key] for number in range(len(weights))] for one in held]
-        if all(isinstance(one, View) and one.shape == part.shape for one, part in zip(groups[0], weights, strict=True)):
+    for key in by_rank[0].get(0, {}):
+        groups = [[states[number][key] for number in range(len(weights))] for states in by_rank]
+        pairs = zip(groups[0], weights, strict=True)
+        if all(isinstance(view, View) and view.shape == part.shape for view, part in pairs):
             yield key, groups
 
 
 def _frozen(loaded: list[dict[str, Any]]) -> dict[str, Stored]:
     shapes = loaded[0].get("frozen_param_shapes") or {}
     return {
-        name: _joined(name, shape, [_whole(one["frozen_param_fragments"][name]) for one in loaded])
+        name: _joined(name, shape, [_whole(rank["frozen_param_fragments"][name]) for rank in loaded])
         for name, shape in shapes.items()
     }
 
@@ -145,29 +146,29 @@ def _whole(view: View) -> ViewSpan:
 
 
 def _stage2(first: dict[str, Any], ranks: list[Groups], paddings: list[list[int]] | None) -> dict[str, Stored]:
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for group, shapes in enumerate(first["param_shapes"]):
         parts = [groups[group] for groups in ranks]
         at = 0
         for number, (name, shape) in enumerate(shapes.items()):
             count = prod(shape)
-            found[name] = _joined(name, shape, list(_cut([_whole(part) for part in parts], at, at + count)))
+            tensors[name] = _joined(name, shape, list(_cut([_whole(part) for part in parts], at, at + count)))
             at += count + (paddings[group][number] if paddings else 0)
-    return found
+    return tensors
 
 
 def _stage3(first: dict[str, Any], ranks: list[Groups]) -> dict[str, Stored]:
     at = 0
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for shapes in first["param_shapes"]:
         for name, shape in shapes.items():
             share = -(-prod(shape) // len(ranks))
             spans: list[ViewSpan] = []
             for groups in ranks:
                 spans += _cut([_whole(group) for group in groups], at, at + share)
-            found[name] = _joined(name, shape, spans)
+            tensors[name] = _joined(name, shape, spans)
             at += share
-    return found
+    return tensors
 
 
 def _cut(spans: list[ViewSpan], start: int, stop: int) -> Iterator[ViewSpan]:

@@ -1,4 +1,4 @@
-"""Finds checkpoints, says what kind they are and what they lack. The only module that knows their folders' layout."""
+"""Finds checkpoints, with their kind and missing files. The only module that knows the layout of their folders."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ EXPORTED = ("safetensors", "adapter")
 
 @dataclass(frozen=True)
 class CheckpointLocation:
-    """A checkpoint or model: what kind, the folder that a user would name, where its weights lie, and what it lacks."""
+    """A checkpoint or model: its kind, the folder that a user would name, the path of the weights, missing files."""
 
     kind: CheckpointKind
     folder: Path
@@ -42,24 +42,26 @@ class CheckpointLocation:
 
 
 def look(folder: Path) -> CheckpointLocation | None:
-    """What `folder` itself is: a checkpoint, an exported model, or the inner folder of one; None if none of them."""
+    """The checkpoint or exported model in `folder`, which may be its inner folder; None if there is none."""
     for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
-        found = read(folder)
-        if found is not None:
-            lacks = (*found.missing, *([completeness.ITS_END] if _is_temporary(folder) else []))
-            return replace(found, missing=tuple({one.split(" (")[0]: one for one in lacks}.values()))  # each once
+        checkpoint = read(folder)
+        if checkpoint is not None:
+            lacks = (*checkpoint.missing, *([completeness.ITS_END] if _is_temporary(folder) else []))
+            return replace(
+                checkpoint, missing=tuple({lack.split(" (")[0]: lack for lack in lacks}.values())
+            )  # each once
     return None
 
 
 def _is_temporary(folder: Path) -> bool:
-    """What `atomic_files.replaced_folder` was writing when its process was killed."""
+    """Whether `atomic_files.replaced_folder` was writing the folder when its process was killed."""
     return folder.name.startswith(".") and folder.name.endswith(".tmp")
 
 
 def _sharded(folder: Path) -> CheckpointLocation | None:
     inner = [path for path in _folders(folder) if _is_dcp(path) and not path.name.startswith(OPTIMIZERS)]
     named = [path for path in inner if path.name.startswith(file_names.FSDP_MODEL)]
-    named = named or [path for path in inner if not path.name[-1].isdecimal()]  # step-10 is a checkpoint of its own
+    named = named or [path for path in inner if not path.name[-1].isdecimal()]  # step-10 is a separate checkpoint
     if _is_dcp(folder):
         named = [folder]
     if not named or folder.name.startswith(OPTIMIZERS):
@@ -76,21 +78,21 @@ def _is_dcp(folder: Path) -> bool:
     return completeness.is_whole_dcp(folder) or any(folder.glob(file_names.DCP_PARTS))
 
 
-def check_bytes(found: CheckpointLocation, optimizer: bool = False) -> None:
-    """Holds the weights' files, and the optimizer's where it is wanted, against the hashes that `complete.json` has."""
-    places = [found.weights, *([found.optimizer] if optimizer and found.optimizer else [])]
+def check_bytes(checkpoint: CheckpointLocation, optimizer: bool = False) -> None:
+    """Compares the weights' files, and on request the optimizer's, with the hashes in `complete.json`."""
+    places = [checkpoint.weights, *([checkpoint.optimizer] if optimizer and checkpoint.optimizer else [])]
 
     def read(name: str) -> bool:
-        path = found.folder / name
+        path = checkpoint.folder / name
         return any(path == place or place in path.parents for place in places) or (
-            path.parent == found.folder
+            path.parent == checkpoint.folder
             and path.suffix in (*file_names.READABLE, ".json")
             and not name.startswith(file_names.SPARED)
         )
 
-    if what := completeness.damage(found.folder, read):
+    if what := completeness.damage(checkpoint.folder, read):
         raise UserError(
-            f"{found.folder} is damaged: {what}",
+            f"{checkpoint.folder} is damaged: {what}",
             why="the model would be another than was trained",
             fix="copy the checkpoint again from where it was written, or export an older one",
         )
@@ -108,7 +110,7 @@ def _safetensors(folder: Path) -> CheckpointLocation | None:
 
 
 def _names(folder: Path) -> list[str]:
-    """The safetensors files that a folder stands for: those of from_pretrained, else each rank's."""
+    """The safetensors files of a folder's model: those that from_pretrained loads, else each rank's."""
     return summary.model_files(folder)[0] or [path.name for path in folder.glob(file_names.RANKS_MODEL)]
 
 
@@ -121,9 +123,10 @@ def _adapter(folder: Path) -> CheckpointLocation | None:
     )
 
 
-def adapter_beside(found: CheckpointLocation) -> CheckpointLocation | None:
-    """The adapter in the folder of a whole model, which is the one that the folder's name stands for."""
-    return _adapter(found.folder) if found.kind == "safetensors" and found.weights == found.folder else None
+def adapter_beside(checkpoint: CheckpointLocation) -> CheckpointLocation | None:
+    """The adapter in the folder of a whole model, if the checkpoint is that model."""
+    is_whole = checkpoint.kind == "safetensors" and checkpoint.weights == checkpoint.folder
+    return _adapter(checkpoint.folder) if is_whole else None
 
 
 def _full(folder: Path) -> CheckpointLocation | None:
@@ -152,22 +155,22 @@ def is_single(path: Path) -> bool:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """Those of a folder that count: hidden ones are being written, or are on their way to be deleted."""
+    """The folders in a folder, without hidden ones: those are being written or deleted."""
     inner = folder.iterdir() if folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) else ()
     return sorted(path for path in inner if path.is_dir() and not path.name.startswith("."))
 
 
 def listed(run: Path) -> list[CheckpointLocation]:
     """The checkpoints and models in a run's folder, oldest first; the folder itself if it is one."""
-    found = look(run)
-    if found is not None and found.kind != "torch.save":
-        return [found]
-    inner = [one for path in _folders(run) if _is_trained(path) and (one := look(path)) is not None]
-    if found is not None and all(one.kind in EXPORTED for one in inner):
-        return [found]
+    whole = look(run)
+    if whole is not None and whole.kind != "torch.save":
+        return [whole]
+    inner = [checkpoint for path in _folders(run) if _is_trained(path) and (checkpoint := look(path)) is not None]
+    if whole is not None and all(checkpoint.kind in EXPORTED for checkpoint in inner):
+        return [whole]
     if inner and not _is_run(run) and any(map(_is_run, _all_below(run, DEPTH))):
-        return []  # which of them is meant can't be guessed, and what lies beside them is no run's
-    return sorted(inner, key=lambda one: (one.number, one.folder.stat().st_mtime))
+        return []  # the folder holds several runs, and which one is meant can't be guessed
+    return sorted(inner, key=lambda checkpoint: (checkpoint.number, checkpoint.folder.stat().st_mtime))
 
 
 def _is_trained(folder: Path) -> bool:
@@ -186,50 +189,50 @@ def _all_below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
-    """The checkpoint that `path` means, of a run the newest complete one, and those newer that were passed over.
+    """The checkpoint at `path`, in a run's folder the newest complete one, and the newer incomplete ones.
 
     Raises:
-        UserError: there is none, or the one that was named is incomplete.
+        UserError: there is none, or the named checkpoint is incomplete.
     """
     place = _meant(path)
     single = _of_file(place)
-    found = [single] if single else listed(place)
-    if not found:
+    checkpoints = [single] if single else listed(place)
+    if not checkpoints:
         raise _nothing(path, place)
-    whole = [one for one in found if not one.missing]
+    whole = [checkpoint for checkpoint in checkpoints if not checkpoint.missing]
     if not whole:
         raise UserError(
-            f"{found[-1].folder} lacks {', '.join(found[-1].missing)}",
+            f"{checkpoints[-1].folder} lacks {', '.join(checkpoints[-1].missing)}",
             why="it is half-written, or its other half lies on another machine",
             fix="export an older checkpoint; on several machines train to a shared disk",
         )
     _check_links(whole[-1], place if place.is_dir() else place.parent)
-    return whole[-1], found[found.index(whole[-1]) + 1 :]
+    return whole[-1], checkpoints[checkpoints.index(whole[-1]) + 1 :]
 
 
-def _check_links(found: CheckpointLocation, named: Path) -> None:
-    """Refuses parts of a checkpoint that a link puts there, from outside of what the user named."""
-    for part in (found.folder, found.weights, found.optimizer):
+def _check_links(checkpoint: CheckpointLocation, named: Path) -> None:
+    """Refuses parts of a checkpoint that links take from outside the path that the user named."""
+    for part in (checkpoint.folder, checkpoint.weights, checkpoint.optimizer):
         if part is not None and part.is_relative_to(named):
             untrusted_files.check_folder(part, named)
 
 
-def of_adapter(found: CheckpointLocation, name: str) -> CheckpointLocation:
-    """One of the adapters that PEFT has saved in one folder: `default` in the folder itself, others in their own."""
-    untrusted_files.check_folder(found.folder / name, found.folder)
-    inner = _adapter(found.folder / name)
+def of_adapter(checkpoint: CheckpointLocation, name: str) -> CheckpointLocation:
+    """One of several adapters that PEFT saved: `default` in the folder itself, each other one in a subfolder."""
+    untrusted_files.check_folder(checkpoint.folder / name, checkpoint.folder)
+    inner = _adapter(checkpoint.folder / name)
     if inner is None and name != "default":
-        held = ["default", *others(found)]
+        adapters = ["default", *others(checkpoint)]
         raise UsageError(
-            f"--adapter {name}: {found.folder} holds {', '.join(held)}",
+            f"--adapter {name}: {checkpoint.folder} holds {', '.join(adapters)}",
             why="there is no adapter of that name to export",
-            fix=f"--adapter {held[-1]}",
+            fix=f"--adapter {adapters[-1]}",
         )
-    return inner or found
+    return inner or checkpoint
 
 
-def others(found: CheckpointLocation) -> list[str]:
-    return [path.name for path in _folders(found.folder) if found.kind == "adapter" and _adapter(path)]
+def others(checkpoint: CheckpointLocation) -> list[str]:
+    return [path.name for path in _folders(checkpoint.folder) if checkpoint.kind == "adapter" and _adapter(path)]
 
 
 def _meant(path: Path) -> Path:
@@ -260,10 +263,10 @@ def _of_file(path: Path) -> CheckpointLocation | None:
 
 
 def _of_safetensors(path: Path) -> CheckpointLocation | None:
-    """The model or adapter that a file is, or is a part of; never what another file beside it holds.
+    """The model or adapter that a file holds, in whole or in part; never that of another file beside it.
 
     Raises:
-        UserError: it is a part of a model whose other parts aren't known, or aren't what its folder stands for.
+        UserError: the file is a part of a model whose other parts are unknown, or that isn't the folder's model.
     """
     folder = path.parent
     if path.name == file_names.ADAPTER:
@@ -271,12 +274,12 @@ def _of_safetensors(path: Path) -> CheckpointLocation | None:
     if path.name in _names(folder):
         return _safetensors(folder)
     if file_names.PART.search(path.name):
-        other = (folder / file_names.MODEL).is_file()
+        has_model = (folder / file_names.MODEL).is_file()
         raise UserError(
             f"{path} is a part of a model, "
-            + (f"and {file_names.MODEL} beside it is what the folder stands for" if other else "and no index lists it"),
+            + (f"and {file_names.MODEL} beside it is the folder's model" if has_model else "and no index lists it"),
             why="the other parts of the model would be missing",
-            fix=f"move {file_names.MODEL} away, or name that" if other else f"put {file_names.INDEX} beside it",
+            fix=f"move {file_names.MODEL} away, or name that" if has_model else f"put {file_names.INDEX} beside it",
         )
     kind: CheckpointKind = "adapter" if tensor_names.is_adapted(safetensors_header.read(path)) else "safetensors"
     return CheckpointLocation(kind, folder, path, completeness.unfinished(folder))
@@ -298,13 +301,13 @@ def _nothing(path: Path, place: Path) -> UserError:
             why="each rank wrote its own part, in a form that only the same rank of the same job can load",
             fix="resume with the same ranks and YAML, and save once under fsdp_state_dict_type: SHARDED_STATE_DICT",
         )
-    near = sorted(_below(place, DEPTH), key=lambda one: one.number < 0)[:3]
+    near = sorted(_below(place, DEPTH), key=lambda other: other.number < 0)[:3]
     return UserError(
         f"{path} holds no checkpoint" + (" itself" if near else ""),
-        why=f"{'one checkpoint lies' if len(near) == 1 else 'several checkpoints lie'} below it"
+        why=f"{'one other lies' if len(near) == 1 else 'several checkpoints lie'} below it"
         if near
         else "there is nothing to export",
-        fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(one.folder) for one in near)}"
+        fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(other.folder) for other in near)}"
         if near
         else "give the folder of a run, train/sft.py --output_dir, or one of its checkpoints",
     )
@@ -312,7 +315,7 @@ def _nothing(path: Path, place: Path) -> UserError:
 
 def _below(folder: Path, depth: int) -> Iterator[CheckpointLocation]:
     for path in _folders(folder):
-        found = listed(path) if path.name != file_names.DESCRIBED else []
-        yield from found[-1:]
-        if not found and depth > 1:
+        checkpoints = listed(path) if path.name != file_names.DESCRIBED else []
+        yield from checkpoints[-1:]
+        if not checkpoints and depth > 1:
             yield from _below(path, depth - 1)

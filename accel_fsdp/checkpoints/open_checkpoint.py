@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any kind as one thing: tensors by the names that the model's own code gives them."""
+"""Opens a checkpoint of any kind as a mapping of tensors by their names in the model's code."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,41 +42,41 @@ class Weights:
     filed: bool = False
 
 
-def read(found: CheckpointLocation, reader: FileReader, optimizer: bool = False, adapter: str | None = None) -> Weights:
-    """Finds all tensors of a checkpoint; none is read. Of several adapters it takes the one named `adapter`.
+def read(place: CheckpointLocation, reader: FileReader, optimizer: bool = False, adapter: str | None = None) -> Weights:
+    """Finds all tensors of a checkpoint without reading them. Of several adapters it takes the one named `adapter`.
 
     Raises:
         UsageError: there are several adapters, and `adapter` names none of them.
         UserError: a file is missing, damaged or not to be trusted, or there is no tensor.
     """
-    made = _read(found, reader, optimizer, adapter)
-    made = made if optimizer else replace(made, optimizer={})  # it may lie in the same files as the model
-    if not made.tensors and not made.adapter:
+    weights = _read(place, reader, optimizer, adapter)
+    weights = weights if optimizer else replace(weights, optimizer={})  # it may lie in the same files as the model
+    if not weights.tensors and not weights.adapter:
         raise UserError(
-            f"{found.weights} holds no tensor of a model",
+            f"{place.weights} holds no tensor of a model",
             why="there is nothing to export",
             fix="export another checkpoint; PEFT 0.21 alone saves empty adapters under FSDP1",
         )
-    return made
+    return weights
 
 
-def _read(found: CheckpointLocation, reader: FileReader, optimizer: bool, adapter: str | None) -> Weights:
-    if found.kind == "safetensors":
-        state = _full_optimizer(found.folder, reader) if optimizer else {}
-        return Weights(of_place(found.weights), optimizer=split(state).optimizer, filed=True)
-    if found.kind == "adapter":
-        return Weights({}, of_file(found.weights))
-    if found.kind == "ZeRO":
-        return split(deepspeed.read(found.weights, reader, optimizer), adapter)
-    if found.kind == "sharded (DCP)":
-        paths = dcp.read(found.weights, reader)
-        if optimizer and found.optimizer:
-            paths |= dcp.read(found.optimizer, reader)
+def _read(checkpoint: CheckpointLocation, reader: FileReader, optimizer: bool, adapter: str | None) -> Weights:
+    if checkpoint.kind == "safetensors":
+        state = _full_optimizer(checkpoint.folder, reader) if optimizer else {}
+        return Weights(of_place(checkpoint.weights), optimizer=split(state).optimizer, filed=True)
+    if checkpoint.kind == "adapter":
+        return Weights({}, of_file(checkpoint.weights))
+    if checkpoint.kind == "ZeRO":
+        return split(deepspeed.read(checkpoint.weights, reader, optimizer), adapter)
+    if checkpoint.kind == "sharded (DCP)":
+        paths = dcp.read(checkpoint.weights, reader)
+        if optimizer and checkpoint.optimizer:
+            paths |= dcp.read(checkpoint.optimizer, reader)
         return split(paths, adapter)
-    content = torch_zip.load(reader, found.weights)
+    content = torch_zip.load(reader, checkpoint.weights)
     paths = {path: view.stored(".".join(path)) for path, view in _flat(content, ())}
     if optimizer:
-        paths |= _full_optimizer(found.folder, reader)
+        paths |= _full_optimizer(checkpoint.folder, reader)
     return split(paths, adapter)
 
 
@@ -107,14 +107,14 @@ def of_folder(folder: Path) -> dict[str, Stored]:
             why="versions of transformers differ in which of them from_pretrained loads",
             fix="move the files of one of them into a folder of their own",
         )
-    found = _of_files(folder, names or sorted(path.name for path in folder.glob(file_names.MODELS)) or ranks, listed)
-    if not found:
+    tensors = _of_files(folder, names or sorted(path.name for path in folder.glob(file_names.MODELS)) or ranks, listed)
+    if not tensors:
         raise UserError(
             f"{folder} holds no {file_names.MODELS}",
             why="its weights are needed, to be exported or for an adapter to be merged into",
             fix="give the model with its weights: --model ID_OR_FOLDER",
         )
-    return found
+    return tensors
 
 
 def of_file(path: Path) -> dict[str, Stored]:
@@ -127,38 +127,38 @@ def _of_files(
 ) -> dict[str, Stored]:
     """The tensors of several files, some of which may lie in parts; `listed` is the file of each by their index."""
     parts: dict[str, dict[tuple[int, ...], safetensors_header.Tensor]] = {}
-    held: set[tuple[str, str]] = set()
+    listed_in: set[tuple[str, str]] = set()
     for file in names:
         path = untrusted_files.inside(folder, file, file_names.INDEX)
-        found, places = safetensors_header.read_parts(path)
-        for name, one in found.items():
-            held.add((name, file))
-            known = parts.setdefault(name, {}).setdefault(places.get(name, (0,) * len(one.shape)), one)
-            if known is not one and not summary.equal(known, one):
+        tensors, places = safetensors_header.read_parts(path)
+        for name, header in tensors.items():
+            listed_in.add((name, file))
+            known = parts.setdefault(name, {}).setdefault(places.get(name, (0,) * len(header.shape)), header)
+            if known is not header and not summary.equal(known, header):
                 raise damaged(path, f"holds another {name} than {known.file.name}")
     for name, file in listed.items():
-        if (name, file) not in held:
+        if (name, file) not in listed_in:
             place = f"not in {file}, where its index lists it" if name in parts else "in none of the files of its index"
             raise damaged(folder / file, f"is not of this model: {name} is {place}")
-    return {name: _of_parts(name, each) for name, each in parts.items()}
+    return {name: _of_parts(name, parts_of) for name, parts_of in parts.items()}
 
 
 def _of_parts(name: str, parts: Mapping[tuple[int, ...], safetensors_header.Tensor]) -> Stored:
-    one = next(iter(parts.values()))
-    if one.dtype not in ITEM_BYTES:
+    first = next(iter(parts.values()))
+    if first.dtype not in ITEM_BYTES:
         raise UserError(
-            f"{one.file} holds {name} in {one.dtype}, several elements to a byte",
+            f"{first.file} holds {name} in {first.dtype}, several elements to a byte",
             why="the export reads and writes whole bytes",
             fix="export it with the library that quantised it",
         )
-    if any((part.dtype, len(part.shape)) != (one.dtype, len(one.shape)) for part in parts.values()):
-        raise damaged(one.file, f"and its siblings hold parts of {name} that don't belong together")
+    if any((part.dtype, len(part.shape)) != (first.dtype, len(first.shape)) for part in parts.values()):
+        raise damaged(first.file, f"and its siblings hold parts of {name} that don't belong together")
     ends = [tuple(map(add, at, part.shape)) for at, part in parts.items()]
-    shape = tuple(max(each) for each in zip(*ends, strict=True))
+    shape = tuple(max(ends_of) for ends_of in zip(*ends, strict=True))
     pieces = [
         Piece(FileRecord(part.file, part.start, part.end - part.start), at, part.shape) for at, part in parts.items()
     ]
-    return tensor(name, one.dtype, shape, pieces)
+    return tensor(name, first.dtype, shape, pieces)
 
 
 def _flat(content: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], View]]:
@@ -174,10 +174,10 @@ def _flat(content: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
 
 def split(paths: Paths, adapter: str | None = None) -> Weights:
     """Divides a nested state dict into model, adapter and optimizer; other tensors are a training loop's own."""
-    inner = {path: one for path, one in paths.items() if len(path) > 1 and not OPTIMIZER_KEYS & set(path[:-1])}
-    inner = {path: one for path, one in inner.items() if set(path[:-1]) <= MODEL_KEYS}
-    model = inner or {path: one for path, one in paths.items() if len(path) == 1}
-    optimizer = {_behind(path): one for path, one in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
+    inner = {path: stored for path, stored in paths.items() if len(path) > 1 and not OPTIMIZER_KEYS & set(path[:-1])}
+    inner = {path: stored for path, stored in inner.items() if set(path[:-1]) <= MODEL_KEYS}
+    model = inner or {path: stored for path, stored in paths.items() if len(path) == 1}
+    optimizer = {_behind(path): stored for path, stored in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
     named = _named(model)
     if not tensor_names.is_adapted(named):
         _check_unadapted(named)
@@ -186,21 +186,21 @@ def split(paths: Paths, adapter: str | None = None) -> Weights:
     return Weights(parts.base, _chosen(parts.adapters, adapter), optimizer)
 
 
-def _chosen(adapters: Mapping[str, dict[str, Stored]], wanted: str | None) -> dict[str, Stored]:
+def _chosen(adapters: Mapping[str, dict[str, Stored]], name: str | None) -> dict[str, Stored]:
     names = ", ".join(sorted(adapters))
-    if wanted is not None and wanted not in adapters and any(adapters):
+    if name is not None and name not in adapters and any(adapters):
         raise UsageError(
-            f"--adapter {wanted}: the checkpoint holds {names}",
+            f"--adapter {name}: the checkpoint holds {names}",
             why="there is no adapter of that name to export",
             fix=f"--adapter {min(adapters)}",
         )
-    if wanted is None and len(adapters) > 1:
+    if name is None and len(adapters) > 1:
         raise UsageError(
             f"the checkpoint holds {len(adapters)} adapters: {names}",
             why="an export holds one of them, and which is meant can't be guessed",
             fix=f"--adapter {min(adapters)}",
         )
-    return adapters.get(wanted or "") or next(iter(adapters.values()))
+    return adapters.get(name or "") or next(iter(adapters.values()))
 
 
 def _check_unadapted(names: Mapping[str, Stored]) -> None:
@@ -215,9 +215,9 @@ def _check_unadapted(names: Mapping[str, Stored]) -> None:
 def _named(paths: Paths) -> dict[str, Stored]:
     named: dict[str, Stored] = {}
     origins: dict[str, tuple[str, ...]] = {}
-    for path, one in paths.items():
+    for path, stored in paths.items():
         name = _plain(path[-1])
-        if named.setdefault(name, one) != one:
+        if named.setdefault(name, stored) != stored:
             raise UserError(
                 f"the checkpoint holds two tensors named {name}: {'.'.join(origins[name])} and {'.'.join(path)}",
                 why="which of them is the model's can't be guessed",

@@ -35,9 +35,9 @@ def read(checkpoint: Path) -> OptimizerNames:
 
 def _of_folder(folder: Path, reader: FileReader) -> OptimizerNames:
     """Paths begin with Accelerate's name for an optimizer."""
-    found = dcp.listed(folder, reader, lambda path: path[1:2] == (GROUPS,) and path[-1] == MEMBERS)
-    with_state = [path[2] for path in found if path[1:2] == (STATES,)]
-    return _names([name for members in found.values() for name in members or ()], with_state)
+    listed = dcp.listed(folder, reader, lambda path: path[1:2] == (GROUPS,) and path[-1] == MEMBERS)
+    with_state = [path[2] for path in listed if path[1:2] == (STATES,)]
+    return _names([name for members in listed.values() for name in members or ()], with_state)
 
 
 def _of_state_dict(content: Any) -> OptimizerNames:

@@ -48,13 +48,15 @@ def _key(value: Any) -> Any:
         return value
     left = [value]
     for _ in range(MOST_IN_KEY):
-        one = left.pop()
-        if isinstance(one, tuple):
-            left += one[: MOST_IN_KEY + 1]
-        elif isinstance(one, (int, float)) and (one is not value or abs(one) > LARGEST_KEY):  # tuples' hashes can agree
+        part = left.pop()
+        if isinstance(part, tuple):
+            left += part[: MOST_IN_KEY + 1]
+        elif isinstance(part, (int, float)) and (
+            part is not value or abs(part) > LARGEST_KEY
+        ):  # tuples' hashes collide
             raise ValueError("an impossible key")
-        elif not isinstance(one, (str, bytes, int, float, Inert, type(None))):
-            raise TypeError(f"a key of type {type(one).__name__}")
+        elif not isinstance(part, (str, bytes, int, float, Inert, type(None))):
+            raise TypeError(f"a key of type {type(part).__name__}")
         if not left:
             return value
     raise ValueError("a key of many parts")
@@ -198,13 +200,13 @@ def _add_items(machine: Machine) -> None:
 
 
 def _push_dict(machine: Machine) -> None:
-    made = _dict_of(machine.pop_mark())
-    machine.stack.append(made)
+    mapping = _dict_of(machine.pop_mark())
+    machine.stack.append(mapping)
 
 
 def _push_set(machine: Machine) -> None:
-    made = _set(machine.pop_mark())
-    machine.stack.append(made)
+    members = _set(machine.pop_mark())
+    machine.stack.append(members)
 
 
 COSTS = {

@@ -36,14 +36,14 @@ def unpickle(
     memory in proportion to the pickle's length.
     """
     try:
-        found = Machine(content, admitted, path, load, spare_room).load()
-        _, leaves, letters = _unfolded([found], {}, 0)
+        content_read = Machine(content, admitted, path, load, spare_room).load()
+        _, leaves, letters = _unfolded([content_read], {}, 0)
         most = SPARE_LEAVES + LEAVES_PER_BYTE * len(content)
         if leaves > most or letters > most * ROOM_PER_BYTE:
             raise ValueError("its parts are referred to more often than in any checkpoint")
     except ERRORS as error:
         raise damaged(path, f"is damaged: {type(error).__name__} in its pickle ({str(error)[:100]})") from error
-    return found
+    return content_read
 
 
 def _unfolded(holder: Any, known: dict[int, tuple[int, ...]], depth: int) -> tuple[int, ...]:
@@ -51,9 +51,9 @@ def _unfolded(holder: Any, known: dict[int, tuple[int, ...]], depth: int) -> tup
 
     `known` has those that were counted, and an empty tuple for those that this one lies in.
     """
-    if found := known.get(id(holder)):
-        return found
-    if found is not None or depth > DEEPEST:
+    if counted := known.get(id(holder)):
+        return counted
+    if counted is not None or depth > DEEPEST:
         raise ValueError("it holds itself, or is nested deeper than any checkpoint")
     known[id(holder)] = ()
     height, leaves, letters = 1, 1, 0

@@ -56,19 +56,19 @@ def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]
     notes = {} if notes is None else notes
     _check_notes(path, notes)
     begin = LENGTH_BYTES + length
-    found = {name: _tensor(path, name, one, begin) for name, one in header.items()}
-    _check_filled(path, found, begin, size)
-    return found, _places(path, found, notes.get(PARTS))
+    tensors = {name: _tensor(path, name, entry, begin) for name, entry in header.items()}
+    _check_filled(path, tensors, begin, size)
+    return tensors, _places(path, tensors, notes.get(PARTS))
 
 
-def _places(path: Path, found: Mapping[str, Tensor], noted: str | None) -> dict[str, tuple[int, ...]]:
+def _places(path: Path, tensors: Mapping[str, Tensor], noted: str | None) -> dict[str, tuple[int, ...]]:
     if noted is None:
         return {}
     listed = untrusted_files.mapping(noted.encode(), path)
     places: dict[str, tuple[int, ...]] = {}
-    for name, one in listed.items():
-        at = one.get("saved_offsets") if isinstance(one, dict) else None
-        if name not in found or not isinstance(at, list) or len(at) != len(found[name].shape):
+    for name, part in listed.items():
+        at = part.get("saved_offsets") if isinstance(part, dict) else None
+        if name not in tensors or not isinstance(at, list) or len(at) != len(tensors[name].shape):
             raise _damaged(path, f"no place of the part of {name}")
         places[name] = _sizes(path, name, at)
     return places
@@ -83,24 +83,24 @@ def _damaged(path: Path, what: str) -> UserError:
 
 
 def _check_notes(path: Path, notes: Any) -> None:
-    if not (isinstance(notes, dict) and all(isinstance(one, str) for one in notes.values())):
+    if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
         raise _damaged(path, f"its {METADATA} is no mapping of text")
 
 
-def _tensor(path: Path, name: str, one: Any, begin: int) -> Tensor:
-    if not isinstance(one, dict) or one.keys() != FIELDS or not isinstance(one["dtype"], str):
+def _tensor(path: Path, name: str, entry: Any, begin: int) -> Tensor:
+    if not isinstance(entry, dict) or entry.keys() != FIELDS or not isinstance(entry["dtype"], str):
         raise _damaged(path, f"no dtype, shape and place of {name}")
-    if one["dtype"] not in BITS:
-        raise _damaged(path, f"{name} is of dtype {one['dtype']}, which the format doesn't know")
-    shape, place = _sizes(path, name, one["shape"]), _sizes(path, name, one["data_offsets"])
-    bits = _product(path, name, (*shape, BITS[one["dtype"]]))
+    if entry["dtype"] not in BITS:
+        raise _damaged(path, f"{name} is of dtype {entry['dtype']}, which the format doesn't know")
+    shape, place = _sizes(path, name, entry["shape"]), _sizes(path, name, entry["data_offsets"])
+    bits = _product(path, name, (*shape, BITS[entry["dtype"]]))
     if len(place) != 2 or bits % 8 or place[1] - place[0] != bits // 8:
         raise _damaged(path, f"{name} has another size than its shape and dtype say")
-    return Tensor(path, one["dtype"], shape, begin + place[0], begin + place[1])
+    return Tensor(path, entry["dtype"], shape, begin + place[0], begin + place[1])
 
 
 def _sizes(path: Path, name: str, numbers: Any) -> tuple[int, ...]:
-    whole = isinstance(numbers, list) and all(type(one) is int and 0 <= one < LARGEST_SIZE for one in numbers)
+    whole = isinstance(numbers, list) and all(type(number) is int and 0 <= number < LARGEST_SIZE for number in numbers)
     if not whole:
         raise _damaged(path, f"{name} has impossible sizes")
     return tuple(numbers)
@@ -112,14 +112,14 @@ def _product(path: Path, name: str, factors: tuple[int, ...]) -> int:
     return prod(factors)
 
 
-def _check_filled(path: Path, found: Mapping[str, Tensor], begin: int, size: int) -> None:
-    ordered = sorted(found.items(), key=lambda pair: (pair[1].start, pair[1].end))
-    places = [begin, *(one.end for _, one in ordered)]
-    for (name, one), at in zip(ordered, places, strict=False):
-        if one.start < at:  # first of all: where two tensors lie at one place, another one is empty
+def _check_filled(path: Path, tensors: Mapping[str, Tensor], begin: int, size: int) -> None:
+    ordered = sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end))
+    places = [begin, *(tensor.end for _, tensor in ordered)]
+    for (name, tensor), at in zip(ordered, places, strict=False):
+        if tensor.start < at:  # first of all: where two tensors lie at one place, another one is empty
             raise _damaged(path, f"{name} overlaps another tensor")
-    for (name, one), at in zip(ordered, places, strict=False):
-        if one.start != at:
+    for (name, tensor), at in zip(ordered, places, strict=False):
+        if tensor.start != at:
             raise _damaged(path, f"{name} lies behind a hole")
     if size != places[-1]:
         raise _damaged(path, f"it has {size:,} bytes, its tensors end at {places[-1]:,}")

@@ -71,33 +71,33 @@ def divided(tensors: Mapping[str, T]) -> Divided[T]:
     """
     base: dict[str, T] = {}
     adapters: dict[str, dict[str, T]] = {}
-    for name, one in tensors.items():
+    for name, tensor in tensors.items():
         adapter, filed = _in_file(name)
         if adapter is None:
-            base[name] = one
+            base[name] = tensor
         else:
-            adapters.setdefault(adapter, {})[_prefixed(filed)] = one
+            adapters.setdefault(adapter, {})[_prefixed(filed)] = tensor
     if not _is_whole(base, tensors):
-        for held in adapters.values():
-            held |= {_prefixed(name): one for name, one in base.items()}
+        for tensors_of in adapters.values():
+            tensors_of |= {_prefixed(name): tensor for name, tensor in base.items()}
         return Divided({}, adapters)
-    return Divided({plain(name): one for name, one in base.items()}, adapters)
+    return Divided({plain(name): tensor for name, tensor in base.items()}, adapters)
 
 
 def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
     """Tries the patterns of an adapter's settings on the names of modules: some would be at it for years."""
-    given = [settings.get(key) for key in ("rank_pattern", "alpha_pattern")]
-    patterns = [pattern_of(key) for each in given if isinstance(each, dict) for key in each]
-    patterns += [one for key in ("target_modules", "exclude_modules") if isinstance(one := settings.get(key), str)]
-    patterns += [made.format(one) for key, made in EXTENDED.items() for one in _listed(settings.get(key))]
+    by_pattern = [settings.get(key) for key in ("rank_pattern", "alpha_pattern")]
+    patterns = [pattern_of(key) for patterns_of in by_pattern if isinstance(patterns_of, dict) for key in patterns_of]
+    patterns += [text for key in ("target_modules", "exclude_modules") if isinstance(text := settings.get(key), str)]
+    patterns += [template.format(text) for key, template in EXTENDED.items() for text in _listed(settings.get(key))]
     names, pattern = list(modules), ""
     try:
         with at_most(PATTERN_SECONDS):
             for pattern in patterns:
-                found = re.compile(pattern)
+                compiled = re.compile(pattern)
                 for name in names:
-                    found.fullmatch(name)
-                    found.match(name)
+                    compiled.fullmatch(name)
+                    compiled.match(name)
     except (re.error, TimeoutError, RecursionError, OverflowError) as error:
         raise UserError(
             f"a pattern in adapter_config.json can't be used: {str(error) or 'nested too deep'}: {pattern[:SHOWN]}",
@@ -107,8 +107,8 @@ def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
 
 
 def _listed(setting: Any) -> list[str]:
-    given = [setting] if isinstance(setting, str) else setting
-    return [one for one in given if isinstance(one, str)] if isinstance(given, Iterable) else []
+    entries = [setting] if isinstance(setting, str) else setting
+    return [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, Iterable) else []
 
 
 def chooses(settings: Mapping[str, Any], module: str) -> bool:
@@ -117,25 +117,25 @@ def chooses(settings: Mapping[str, Any], module: str) -> bool:
     True too where only the model's code tells: without `target_modules`, and for modules outside of the layers that
     `ensure_weight_tying` may have added. `check_patterns` has to come first.
     """
-    left_out, wanted = settings.get("exclude_modules"), settings.get("target_modules")
+    left_out, targets = settings.get("exclude_modules"), settings.get("target_modules")
     if left_out and (re.fullmatch(left_out, module) if isinstance(left_out, str) else _ends_in(module, left_out)):
         return False
     if any(
-        re.match(EXTENDED["modules_to_save"].format(one), module) for one in _listed(settings.get("modules_to_save"))
+        re.match(EXTENDED["modules_to_save"].format(kept), module) for kept in _listed(settings.get("modules_to_save"))
     ):
         return False
     parameters = _listed(settings.get("target_parameters"))
-    if _ends_in(module, [one.rpartition(".")[0] for one in parameters]):
+    if _ends_in(module, [kept.rpartition(".")[0] for kept in parameters]):
         return True
-    if wanted is None:
+    if targets is None:
         return not parameters
     if settings.get("ensure_weight_tying") and not LAYER.search(f"{module}."):
         return True
-    if isinstance(wanted, str):
-        if wanted.lower() == ALL_LINEAR:
+    if isinstance(targets, str):
+        if targets.lower() == ALL_LINEAR:
             return not module.endswith(HEADS)
-        return re.fullmatch(wanted, module) is not None
-    return module in _listed(wanted) or (_ends_in(module, wanted) and _is_in_layers(settings, module))
+        return re.fullmatch(targets, module) is not None
+    return module in _listed(targets) or (_ends_in(module, targets) and _is_in_layers(settings, module))
 
 
 def names(settings: Mapping[str, Any], module: str) -> bool:
@@ -143,10 +143,10 @@ def names(settings: Mapping[str, Any], module: str) -> bool:
 
     False where only the model's code tells: for all linear layers, and without `target_modules`.
     """
-    wanted = settings.get("target_modules")
-    told = _listed(wanted) and (not isinstance(wanted, str) or wanted.lower() != ALL_LINEAR)
+    targets = settings.get("target_modules")
+    is_explicit = _listed(targets) and (not isinstance(targets, str) or targets.lower() != ALL_LINEAR)
     apart = settings.get("ensure_weight_tying") and not LAYER.search(f"{module}.")
-    return bool(told) and not apart and not settings.get("target_parameters") and chooses(settings, module)
+    return bool(is_explicit) and not apart and not settings.get("target_parameters") and chooses(settings, module)
 
 
 def _ends_in(module: str, names: Any) -> bool:
@@ -158,15 +158,15 @@ def _is_in_layers(settings: Mapping[str, Any], module: str) -> bool:
     layers = settings.get("layers_to_transform")
     if layers is None or layers == []:
         return True
-    given = _listed(settings.get("layers_pattern"))
-    patterns = [re.compile(EXTENDED["layers_pattern"].format(one)) for one in given] or [ANY_LAYER]
-    found = next((match for pattern in patterns if (match := pattern.match(module))), None)
-    return found is not None and int(found["idx"]) in (layers if isinstance(layers, list) else [layers])
+    prefixes = _listed(settings.get("layers_pattern"))
+    patterns = [re.compile(EXTENDED["layers_pattern"].format(prefix)) for prefix in prefixes] or [ANY_LAYER]
+    number = next((match for pattern in patterns if (match := pattern.match(module))), None)
+    return number is not None and int(number["idx"]) in (layers if isinstance(layers, list) else [layers])
 
 
 def saves(settings: Mapping[str, Any], tensor: str) -> bool:
     """Whether a tensor is of a module of `modules_to_save`: PEFT looks at how modules' names end."""
-    names = tuple(one for one in _listed(settings.get("modules_to_save")) if one)
+    names = tuple(name for name in _listed(settings.get("modules_to_save")) if name)
     parts = tensor.split(".")
     return any(".".join(parts[:count]).endswith(names) for count in range(1, len(parts)))
 
@@ -189,25 +189,26 @@ def _is_whole(base: Mapping[str, T], tensors: Mapping[str, T]) -> bool:
 
     PEFT's files of adapted embeddings hold the embedding too.
     """
-    adapted = {name[: found.start()] for name in tensors if (found := LORA.search(name))}
-    under = {name[: found.start()] for name in base for found in UNDER.finditer(name)}
+    adapted = {name[: match.start()] for name in tensors if (match := LORA.search(name))}
+    under = {name[: match.start()] for name in base for match in UNDER.finditer(name)}
     return adapted <= under and any(LAYER.search(name) for name in base)
 
 
 def _in_file(name: str) -> tuple[str | None, str]:
     """The adapter that a tensor belongs to, None for none, and its name in that adapter's file."""
     for pattern in NAMED:
-        if found := pattern.search(name):
-            return found[2], name[: found.start()] + found[1] + found[3]
-    if found := SAVED.search(name):
-        return found[1], SAVED.sub(".", name)
+        if match := pattern.search(name):
+            return match[2], name[: match.start()] + match[1] + match[3]
+    if match := SAVED.search(name):
+        return match[1], SAVED.sub(".", name)
     return ("" if LORA.search(name) or name.endswith(TOKENS) else None), name
 
 
 def unprefixed(tensors: Mapping[str, T], expected: Collection[str]) -> dict[str, T]:
     """The tensors by the names of their model, where all of those stand behind one prefix, such as Lightning's."""
     first = next(iter(expected), "")
-    held = [] if any(name in expected for name in tensors) else [name for name in tensors if name.endswith(f".{first}")]
-    prefixes = [name.removesuffix(first) for name in held]
+    is_plain = any(name in expected for name in tensors)
+    ends = [] if is_plain else [name for name in tensors if name.endswith(f".{first}")]
+    prefixes = [name.removesuffix(first) for name in ends]
     fitting = [prefix for prefix in prefixes if all(f"{prefix}{name}" in tensors for name in expected)]
-    return {name.removeprefix(fitting[0] if len(fitting) == 1 else ""): one for name, one in tensors.items()}
+    return {name.removeprefix(fitting[0] if len(fitting) == 1 else ""): tensor for name, tensor in tensors.items()}

@@ -206,10 +206,10 @@ def part_of(reader: "FileReader", source: Source, start: int, stop: int) -> byte
 
 def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Stored:
     """A tensor of these boxes, which must fill it: all inside, none over another, and sizes that add up to it."""
-    found = sum(prod(piece.sizes) for piece in pieces)
-    if found != prod(shape) or any(len(piece.offsets) != len(shape) for piece in pieces):
+    elements = sum(prod(piece.sizes) for piece in pieces)
+    if elements != prod(shape) or any(len(piece.offsets) != len(shape) for piece in pieces):
         where = pieces[0].record.path if pieces else Path(name)
-        raise damaged(where, f"and its siblings hold {found} of the {prod(shape)} elements of {name}")
+        raise damaged(where, f"and its siblings hold {elements} of the {prod(shape)} elements of {name}")
     if not _fill_exactly(shape, pieces):
         raise damaged(pieces[0].record.path, f"and its siblings hold some elements of {name} twice, others never")
     if not prod(shape):
@@ -231,7 +231,7 @@ def _fill_exactly(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
     A corner of a box counts with the sign of a determinant: one more or less for each side on which it is the end. The
     counts of the boxes add up to those of the whole if, and only if, the boxes add up to it.
     """
-    spans = [[(at, at + size) for at, size in zip(one.offsets, one.sizes, strict=True)] for one in pieces]
+    spans = [[(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
     whole = [(0, size) for size in shape]
     cut = [dimension for dimension in range(len(shape)) if any(span[dimension] != whole[dimension] for span in spans)]
     if not cut or len(cut) > MOST_CUTS:

@@ -24,7 +24,7 @@ from accel_fsdp.units import MIB, gb_or_mb
 
 SPARE_BYTES = 64 * MIB
 SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
-"""As huggingface_hub divides files, which takes negative sizes too."""
+"""The sizes of huggingface_hub, without the negative ones that it accepts."""
 WRITTEN = (
     *companion_files.COPIED,
     *(file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT, file_names.TRAINING_ARGS, file_names.RUN),
@@ -40,7 +40,7 @@ def run(options: ExportCommand) -> int:
     """Lists, checks or exports; returns the exit code.
 
     Raises:
-        UserError: with OUT as it was before.
+        UserError: the command failed, and OUT is unchanged.
     """
     _check_dtype(options.dtype)
     _check_local(options)
@@ -62,15 +62,17 @@ def run(options: ExportCommand) -> int:
 
 
 def show_list(options: ExportCommand) -> int:
-    found = discover.listed(options.src) or [discover.find(options.src)[0]]
+    checkpoints = discover.listed(options.src) or [discover.find(options.src)[0]]
     if options.json:
         keys = ("kind", "folder", "weights", "missing", "size_bytes")
-        console.put(
-            json.dumps([{key: getattr(one, key) for key in keys} for one in found], indent=2, default=str), lines=True
-        )
+        rows_of_keys = [{key: getattr(item, key) for key in keys} for item in checkpoints]
+        console.put(json.dumps(rows_of_keys, indent=2, default=str), lines=True)
         return 0
-    rows = [(str(one.folder), one.kind, gb_or_mb(one.size_bytes), ", ".join(one.missing) or "nothing") for one in found]
-    styles = ["yellow" if one.missing else "" for one in found]
+    rows = [
+        (str(item.folder), item.kind, gb_or_mb(item.size_bytes), ", ".join(item.missing) or "nothing")
+        for item in checkpoints
+    ]
+    styles = ["yellow" if item.missing else "" for item in checkpoints]
     console.show_table(("folder", "kind", "weights", "lacks"), rows, styles, whole=True)
     return 0
 
@@ -92,34 +94,34 @@ def exported(options: ExportCommand) -> ExportReport:
 
 def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
     _check_flags(options)
-    found, newer = discover.find(options.src)
-    for one in newer:
-        console.say(f"passed over: {one}", style="yellow")
-    found = _one_of_two(found, options)
-    if found.kind == "adapter":
-        found = _one_adapter(found, options.adapter)
-    console.say(str(found), style="cyan")
-    _check_place(out, found, options.force)
-    discover.check_bytes(found, options.with_optimizer)
+    checkpoint, newer = discover.find(options.src)
+    for path in newer:
+        console.say(f"passed over: {path}", style="yellow")
+    checkpoint = _one_of_two(checkpoint, options)
+    if checkpoint.kind == "adapter":
+        checkpoint = _one_adapter(checkpoint, options.adapter)
+    console.say(str(checkpoint), style="cyan")
+    _check_place(out, checkpoint, options.force)
+    discover.check_bytes(checkpoint, options.with_optimizer)
     with closing(FileReader()) as reader, transformers_probe.aside() as pool:
-        return _Export(options, out, found, reader, pool).run()
+        return _Export(options, out, checkpoint, reader, pool).run()
 
 
-def _one_of_two(found: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
-    """Of a folder with a model and an adapter, the adapter where a flag is about it; a file that was named stays it."""
-    beside = discover.adapter_beside(found) if options.src.is_dir() else None
+def _one_of_two(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
+    """Chooses between a model and an adapter in one folder: the adapter with a flag for it, else the model."""
+    beside = discover.adapter_beside(checkpoint) if options.src.is_dir() else None
     if beside is None or options.merge_adapter or options.adapter:
-        return beside or found
+        return beside or checkpoint
     console.say(f"passed over: the adapter beside the model; it is exported as {beside.weights}", style="yellow")
-    return found
+    return checkpoint
 
 
-def _one_adapter(found: CheckpointLocation, name: str | None) -> CheckpointLocation:
+def _one_adapter(checkpoint: CheckpointLocation, name: str | None) -> CheckpointLocation:
     if name is not None:
-        return discover.of_adapter(found, name)
-    for other in discover.others(found):
-        console.say(f"passed over: the adapter {other}; it is exported with --adapter {other}", style="yellow")
-    return found
+        return discover.of_adapter(checkpoint, name)
+    for adapter in discover.others(checkpoint):
+        console.say(f"passed over: the adapter {adapter}; it is exported with --adapter {adapter}", style="yellow")
+    return checkpoint
 
 
 def _check_flags(options: ExportCommand) -> None:
@@ -150,13 +152,13 @@ def _check_dtype(dtype: str | None) -> None:
 
 
 def _require_transformers(verify: Verify) -> None:
-    """For the checks that load a model; that of bytes is the light installation's too."""
+    """For the checks that load a model; --verify bytes works in the light installation too."""
     if verify != "bytes":
         require(f"--verify {verify}, unlike --verify bytes,", "transformers", "torch")
 
 
-def _check_place(out: Path, found: CheckpointLocation, force: bool) -> None:
-    place, source = out.resolve(), found.weights.resolve()
+def _check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:
+    place, source = out.resolve(), checkpoint.weights.resolve()
     if source.is_relative_to(place):
         raise UserError(
             f"{out} holds the checkpoint that is to be exported",
@@ -188,18 +190,18 @@ def _is_of_model(path: Path) -> bool:
     """Whether an export or `save_pretrained` writes files or folders of this name."""
     if path.is_dir():
         return path.name == file_names.MORE_TEMPLATES and all(
-            one.is_file() and one.suffix == ".jinja" for one in path.iterdir()
+            file.is_file() and file.suffix == ".jinja" for file in path.iterdir()
         )
     return any(path.match(pattern) for pattern in WRITTEN)
 
 
-def _check_model(out: Path, named: Papers, found: CheckpointLocation) -> None:
-    """Keeps the model that the export reads from being replaced by it; a run's folder may hold its exports."""
-    place, run = out.resolve(), found.folder.resolve().parent
+def _check_model(out: Path, named: Papers, checkpoint: CheckpointLocation) -> None:
+    """Refuses an OUT that would replace the model that the export reads; a run's folder may hold its exports."""
+    place, source = out.resolve(), checkpoint.folder.resolve()
     described = [folder for folder in named.others if folder.name == file_names.DESCRIBED]
     for model in (named.folder, *described):
         used = model.resolve()
-        if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (run, found.folder.resolve())):
+        if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (source.parent, source)):
             raise UserError(
                 f"{out} is, holds or lies in {model}, the model that the export uses",
                 why="the export would take the place of what it was made from",
@@ -209,24 +211,24 @@ def _check_model(out: Path, named: Papers, found: CheckpointLocation) -> None:
 
 @dataclass(frozen=True)
 class _Export:
-    """One export; `pool` runs what needs transformers, beside the streaming."""
+    """One export; `pool` calls transformers while the weights are streamed."""
 
     options: ExportCommand
     out: Path
-    found: CheckpointLocation
+    checkpoint: CheckpointLocation
     reader: FileReader
     pool: Executor
 
     def run(self) -> ExportReport:
         started, options = time.monotonic(), self.options
-        named = companion_files.find(self.found, options.model, options.merge_adapter, options.adapter)
-        _check_model(self.out, named, self.found)
-        wanted = companion_files.DTYPES[options.dtype] if options.dtype else None
-        asked = self.pool.submit(transformers_probe.describe, named.folder, wanted or named.dtype)
-        weights = open_checkpoint.read(self.found, self.reader, options.with_optimizer, options.adapter)
+        named = companion_files.find(self.checkpoint, options.model, options.merge_adapter, options.adapter)
+        _check_model(self.out, named, self.checkpoint)
+        dtype_asked = companion_files.DTYPES[options.dtype] if options.dtype else None
+        asked = self.pool.submit(transformers_probe.describe, named.folder, dtype_asked or named.dtype)
+        weights = open_checkpoint.read(self.checkpoint, self.reader, options.with_optimizer, options.adapter)
         adapter = bool(weights.adapter) and not options.merge_adapter
         _refuse(options, weights, named)
-        dtype = wanted or (None if adapter else named.dtype)
+        dtype = dtype_asked or (None if adapter else named.dtype)
         planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
             plan = ExportPlan(planner, None if adapter else asked, by_name=options.verify == "bytes")
@@ -235,23 +237,23 @@ class _Export:
         return report.timed(time.monotonic() - started)
 
     def _proven(self, folder: Path, plan: ExportPlan, named: Papers, adapter: bool) -> ExportReport:
-        """Writes the weights as their names let expect, and anew if transformers' answer is another one."""
+        """Writes the weights by the checkpoint's names, and again if transformers reports another layout."""
         try:
             return self._attempt(folder, plan, named, adapter)
-        except OtherPlan as other:
+        except OtherPlan as answer:
             shutil.rmtree(folder)
             folder.mkdir()
-            return self._attempt(folder, other.plan, named, adapter)
+            return self._attempt(folder, answer.plan, named, adapter)
 
     def _attempt(self, folder: Path, plan: ExportPlan, named: Papers, adapter: bool) -> ExportReport:
-        """Headers and papers come first: from_pretrained reads nothing else, and can do so beside the streaming."""
+        """Writes headers and papers first: from_pretrained needs only those, and can load them during the streaming."""
         placed = self._place(folder, plan, adapter)
         taken = named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype)
         loading = None
         if self.options.verify != "bytes" and self.options.format == "safetensors":
             loading = verification.ask(folder, self.pool, named.folder if adapter else None)
         hashes = self._write(folder, placed, plan)
-        report = ExportReport.of(self.found.folder.name, self.found.kind, placed, hashes, self.reader.check())
+        report = ExportReport.of(self.checkpoint.folder.name, self.checkpoint.kind, placed, hashes, self.reader.check())
         with console.progress("verifying", report.size_bytes) as progress:
             report = verification.verify(folder, report, THREADS, progress)
         report = report if self.options.allow_non_finite else verification.check_finite(report)
@@ -263,14 +265,14 @@ class _Export:
         if plan.unknown:
             console.say(f"names and ties are those of the checkpoint: {plan.unknown}", style="yellow")
         if self.options.verify == "logits":
-            report = verification.same_logits(folder, report, self.pool, self.found, named)
+            report = verification.same_logits(folder, report, self.pool, self.checkpoint, named)
         return report
 
     def _place(self, folder: Path, plan: ExportPlan, adapter: bool) -> list[TensorPlacement]:
         options, outputs = self.options, plan.outputs
-        state = [Output(name, one.dtype, one) for name, one in sorted(plan.planner.weights.optimizer.items())]
-        total = sum(one.size_bytes for one in (*outputs, *state))
-        _check_space(self.out, total, wide=any(one.dtype in ("F32", "F64") for one in outputs))
+        state = [Output(name, output.dtype, output) for name, output in sorted(plan.planner.weights.optimizer.items())]
+        total = sum(output.size_bytes for output in (*outputs, *state))
+        _check_space(self.out, total, wide=any(output.dtype in ("F32", "F64") for output in outputs))
         if options.format == "pth":
             from accel_fsdp.exporter import pth_writer
 
@@ -285,7 +287,7 @@ class _Export:
 
     def _write(self, folder: Path, placed: list[TensorPlacement], plan: ExportPlan) -> dict[str, str]:
         options = self.options
-        with console.progress("exporting", sum(one.output.size_bytes for one in placed)) as progress:
+        with console.progress("exporting", sum(placement.output.size_bytes for placement in placed)) as progress:
             hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, not options.no_sync, plan.look)
         if options.format == "pth":
             from accel_fsdp.exporter import pth_writer
@@ -331,11 +333,12 @@ def _refuse(options: ExportCommand, weights: Weights, named: Papers) -> None:
 
 
 def _check_vocabulary(weights: Weights, named: Papers) -> None:
-    """An adapter is loaded onto its base, where rows that were added to the embedding aren't."""
+    """Refuses an adapter whose embedding has more rows than its base: the base lacks the added rows."""
     inner = named.config.get("text_config")
     rows = named.config.get("vocab_size") or (isinstance(inner, dict) and inner.get("vocab_size"))
-    other = (name for name, one in weights.tensors.items() if name.endswith(EMBEDDINGS) and one.shape[0] != rows)
-    if isinstance(rows, int) and (name := next(other, None)) is not None:
+    embeddings = {name: tensor for name, tensor in weights.tensors.items() if name.endswith(EMBEDDINGS)}
+    resized = (name for name, tensor in embeddings.items() if tensor.shape[0] != rows)
+    if isinstance(rows, int) and (name := next(resized, None)) is not None:
         raise UserError(
             f"{name} has {weights.tensors[name].shape[0]} rows, the vocabulary of {named.folder} {rows}",
             why="it was resized, and an adapter alone lacks the rows that the base doesn't have",
@@ -349,12 +352,12 @@ def _check_space(out: Path, needed: int, wide: bool) -> None:
         raise UserError(
             f"the export needs {gb_or_mb(needed + SPARE_BYTES)}, the disk of {out} has {gb_or_mb(free)} free",
             why=f"it would end half-way; {gb_or_mb(SPARE_BYTES)} of it are for config, tokenizer and the file system",
-            fix="choose an OUT on another disk" + ", or --dtype bfloat16" * wide,
+            fix="choose an OUT on another disk" + (", or --dtype bfloat16" if wide else ""),
         )
 
 
 def _check_local(options: ExportCommand) -> None:
-    """Refuses addresses, which as paths would be folders `s3:` of this machine."""
+    """Refuses addresses, which would be read as folders such as `s3:` on this machine."""
     for flag, place in (("SRC", options.src), ("OUT", options.out), ("--model", options.model)):
         address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(place))
         if address and not Path(str(place)).exists():
@@ -368,7 +371,7 @@ def _check_local(options: ExportCommand) -> None:
 
 
 def _failed(out: Path, error: OSError) -> UserError:
-    """By what it is about: a file of the source, or what is being written. Errors of writing mostly name no file."""
+    """The error for a file of the source, or for the export that is being written; write errors mostly name no file."""
     path = Path(str(error.filename)) if error.filename else out
     being_written = any(part.startswith(f".{out.name}.") for part in path.parts) or out.is_relative_to(path)
     return (
@@ -388,5 +391,6 @@ def _export_stopped(out: Path, error: OSError) -> UserError:
 def _show(report: ExportReport, options: ExportCommand) -> None:
     if options.json:
         console.put(json.dumps(report.content(), indent=2), lines=True)
-    for line in () if options.json else report.lines():
+        return
+    for line in report.lines():
         console.say(line, style="green")

@@ -130,7 +130,7 @@ def _copy(path: Path, copy: Path, folder: Path) -> None:
 def _without_code(content: Any) -> Any:
     if isinstance(content, dict):
         return {key: _without_code(value) for key, value in content.items() if key not in CODE_KEYS}
-    return [_without_code(one) for one in content] if isinstance(content, list) else content
+    return [_without_code(item) for item in content] if isinstance(content, list) else content
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
@@ -162,18 +162,18 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
 
 
 def find(
-    found: CheckpointLocation, model: str | None, with_weights: bool = False, adapter_name: str | None = None
+    checkpoint: CheckpointLocation, model: str | None, with_weights: bool = False, adapter_name: str | None = None
 ) -> Papers:
     """The papers of a checkpoint: `model` if given, else what lies beside the weights or in the run's folder.
 
     The settings of an adapter that has a name lie in a folder of that name, as PEFT saves them.
     """
-    near = tuple(dict.fromkeys(_near(found)))
-    run = near[-1] if near[-1] == found.folder.parent else None
+    near = tuple(dict.fromkeys(_near(checkpoint)))
+    run = near[-1] if near[-1] == checkpoint.folder.parent else None
     named = [folder / adapter_name for folder in near] if adapter_name else []
     for folder in named:
         untrusted_files.check_folder(folder, folder.parent)
-    places = [*named, *(near if adapter_name in (None, "default", found.folder.name) else ())]
+    places = [*named, *(near if adapter_name in (None, "default", checkpoint.folder.name) else ())]
     adapter = next((folder for folder in places if (folder / file_names.ADAPTER_CONFIG).is_file()), None)
     described = [folder for folder in near if (folder / file_names.CONFIG).is_file()]
     base, revision = _base(near, adapter) or (None, None)
@@ -185,24 +185,24 @@ def find(
             raise _no_config(folder)
         return Papers(folder, near, adapter, run=None if folder == run else run)
     if not described:
-        raise _no_config(found.folder)
-    trained = described[0].name != file_names.DESCRIBED and found.kind != "adapter"
+        raise _no_config(checkpoint.folder)
+    trained = described[0].name != file_names.DESCRIBED and checkpoint.kind != "adapter"
     return Papers(described[0], near, adapter, trained, run)
 
 
-def _near(found: CheckpointLocation) -> Iterator[Path]:
+def _near(checkpoint: CheckpointLocation) -> Iterator[Path]:
     """Folders that may hold papers; those that a link puts there, from outside of the run, are refused."""
-    run = found.folder.parent
+    run = checkpoint.folder.parent
     for folder in (run / file_names.DESCRIBED, run / file_names.FINAL):
         untrusted_files.check_folder(folder, run)
-    untrusted_files.check_folder(found.folder / file_names.DESCRIBED, found.folder)
-    yield found.folder
-    if (found.folder / file_names.TRAINER_STATE).is_file() or found.folder.name.startswith(
+    untrusted_files.check_folder(checkpoint.folder / file_names.DESCRIBED, checkpoint.folder)
+    yield checkpoint.folder
+    if (checkpoint.folder / file_names.TRAINER_STATE).is_file() or checkpoint.folder.name.startswith(
         ("checkpoint", "step", "epoch")
     ):
         yield from (run / file_names.DESCRIBED, run / file_names.FINAL, run)
     else:
-        yield found.folder / file_names.DESCRIBED
+        yield checkpoint.folder / file_names.DESCRIBED
 
 
 def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:
@@ -210,12 +210,12 @@ def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None
     account names it.
     """
     accounts = (summary.read_json(folder / file_names.RUN) for folder in near)
-    trained = (found for account in accounts if (found := _trained_model(account)))
+    trained = (model for account in accounts if (model := _trained_model(account)))
     if adapter is not None:
         settings = summary.read_json(adapter / file_names.ADAPTER_CONFIG)
         name, revision = (settings.get(key) for key in ("base_model_name_or_path", "revision"))
         if name and not revision:  # PEFT leaves it out where the model was loaded before
-            revision = next((known for one, known in trained if one == name), None)
+            revision = next((known for trained_name, known in trained if trained_name == name), None)
         return (str(name), str(revision) if revision else None) if name else None
     if any((folder / file_names.CONFIG).is_file() for folder in near):
         return None
@@ -224,9 +224,9 @@ def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None
 
 def _trained_model(account: dict[str, Any]) -> tuple[str, str | None] | None:
     groups = account.get("arguments") or {}
-    parts = [one for one in (account, groups, *groups.values()) if isinstance(one, dict)]
-    found = [(name, one.get("model_revision")) for one in parts if (name := one.get("model_name_or_path"))]
-    return next(((str(name), str(revision) if revision else None) for name, revision in found), None)
+    parts = [part for part in (account, groups, *groups.values()) if isinstance(part, dict)]
+    models = [(name, part.get("model_revision")) for part in parts if (name := part.get("model_name_or_path"))]
+    return next(((str(name), str(revision) if revision else None) for name, revision in models), None)
 
 
 def _no_config(folder: Path) -> UserError:

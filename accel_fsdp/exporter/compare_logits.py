@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TOKENS = 16
 
 
-def difference(folder: Path, found: CheckpointLocation, papers: Papers) -> tuple[float, float]:
+def difference(folder: Path, checkpoint: CheckpointLocation, papers: Papers) -> tuple[float, float]:
     import torch
 
     config = read_config(str(folder))
@@ -31,11 +31,11 @@ def difference(folder: Path, found: CheckpointLocation, papers: Papers) -> tuple
     exported = kind.from_pretrained(folder, config=copy.deepcopy(part_for(kind, config)), trust_remote_code=False)
     tokens = torch.arange(1, TOKENS + 1).remainder(config.get_text_config().vocab_size)[None]
     with torch.inference_mode():
-        ours = exported.eval()(tokens).logits.float()
+        exported_logits = exported.eval()(tokens).logits.float()
         with closing(FileReader()) as reader:
-            original = _Original(found, papers, reader, folder).model(kind, config, exported.dtype)
-        theirs = _cast(original, exported.dtype).eval()(tokens).logits.float()
-    return float((ours - theirs).abs().max()), float(theirs.abs().max())
+            original = _Original(checkpoint, papers, reader, folder).model(kind, config, exported.dtype)
+        original_logits = _cast(original, exported.dtype).eval()(tokens).logits.float()
+    return float((exported_logits - original_logits).abs().max()), float(original_logits.abs().max())
 
 
 def _cast(model: "nn.Module", dtype: "torch.dtype") -> "nn.Module":
@@ -49,14 +49,14 @@ def _cast(model: "nn.Module", dtype: "torch.dtype") -> "nn.Module":
 class _Original:
     """What is compared with; `room` is a folder of ours for what has to be written again."""
 
-    found: CheckpointLocation
+    checkpoint: CheckpointLocation
     papers: Papers
     reader: FileReader
     room: Path
 
     def model(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
-        if self.found.kind == "safetensors":
-            return _of_files(kind, config, self._files(self.found.weights), "auto")
+        if self.checkpoint.kind == "safetensors":
+            return _of_files(kind, config, self._files(self.checkpoint.weights), "auto")
         if self.papers.adapter is not None:
             return self._with_adapter(kind, config, dtype)
         model = kind(config)
@@ -73,27 +73,27 @@ class _Original:
         from peft import get_peft_model, set_peft_model_state_dict
 
         state = self._files(self.papers.folder)
-        stored = next((one.dtype for one in state.values() if one.is_floating_point()), torch.float32)
+        stored = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
         base = _of_files(kind, config, state, dtype if dtype is torch.float32 else stored)
         model = get_peft_model(base, transformers_probe.peft_settings(self.papers.settings))
-        adapter = open_checkpoint.of_file(self.found.weights) if self.found.kind == "adapter" else {}
-        state = {name: whole(self.reader, one) for name, one in adapter.items()} or self._state()
+        adapter = open_checkpoint.of_file(self.checkpoint.weights) if self.checkpoint.kind == "adapter" else {}
+        state = {name: whole(self.reader, tensor) for name, tensor in adapter.items()} or self._state()
         set_peft_model_state_dict(model, state)
         return model.merge_and_unload()  # type: ignore[no-any-return]
 
     def _files(self, place: Path) -> "dict[str, torch.Tensor]":
-        return {name: whole(self.reader, one) for name, one in open_checkpoint.of_place(place).items()}
+        return {name: whole(self.reader, tensor) for name, tensor in open_checkpoint.of_place(place).items()}
 
     def _state(self) -> "dict[str, torch.Tensor]":
         state: dict[str, Any]
-        if self.found.kind == "ZeRO":
-            return reload.of_zero(self.found.weights, self.reader, self.room)
-        if self.found.kind == "sharded (DCP)":
-            paths = reload.of_dcp(self.found.weights, self.reader)
-            nested = {path[-1]: one for path, one in paths.items() if set(path[:-1]) <= MODEL_KEYS and path[:-1]}
-            state = nested or {path[-1]: one for path, one in paths.items() if len(path) == 1}
+        if self.checkpoint.kind == "ZeRO":
+            return reload.of_zero(self.checkpoint.weights, self.reader, self.room)
+        if self.checkpoint.kind == "sharded (DCP)":
+            paths = reload.of_dcp(self.checkpoint.weights, self.reader)
+            nested = {path[-1]: value for path, value in paths.items() if set(path[:-1]) <= MODEL_KEYS and path[:-1]}
+            state = nested or {path[-1]: value for path, value in paths.items() if len(path) == 1}
         else:
-            state = reload.of_file(self.found.weights, self.reader)
+            state = reload.of_file(self.checkpoint.weights, self.reader)
             while inner := next((key for key in state if key in MODEL_KEYS), None):
                 state = state[inner]
         return {clean_name(name).removeprefix("module."): tensor for name, tensor in state.items()}
@@ -101,8 +101,8 @@ class _Original:
 
 def _of_files(kind: Any, config: Any, state: "dict[str, torch.Tensor]", dtype: Any) -> "nn.Module":
     """What `from_pretrained` makes of these tensors, by the names that files give them."""
-    given = {"config": config, "state_dict": state, "dtype": dtype}
-    return kind.from_pretrained(None, **given, trust_remote_code=False)  # type: ignore[no-any-return]
+    options = {"config": config, "state_dict": state, "dtype": dtype}
+    return kind.from_pretrained(None, **options, trust_remote_code=False)  # type: ignore[no-any-return]
 
 
 def _tied(model: "nn.Module") -> bool:
@@ -113,5 +113,5 @@ def _copies(model: "nn.Module", state: "dict[str, torch.Tensor]") -> "dict[str, 
     groups: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
-    held = {key: next(state[name] for name in names if name in state) for key, names in groups.items()}
-    return {name: held[key] for key, names in groups.items() for name in names}
+    by_parameter = {key: next(state[name] for name in names if name in state) for key, names in groups.items()}
+    return {name: by_parameter[key] for key, names in groups.items() for name in names}

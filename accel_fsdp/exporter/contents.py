@@ -50,19 +50,19 @@ class Planner:
         if self.weights.adapter and not self.merge:
             return self._named(self.weights.adapter, {})
         filed = self.weights.filed or (self.merge and not self.weights.tensors)
-        given = self._tensors(description)
+        sources = self._tensors(description)
         if description is not None:
-            given = tensor_names.unprefixed(given, description.files if filed else description.memory)
-        tensors = self._once(given, self._ties(given, description))
+            sources = tensor_names.unprefixed(sources, description.files if filed else description.memory)
+        tensors = self._once(sources, self._ties(sources, description))
         if description is None:
             return self._named(tensors, {})
         expected = description.files if filed else description.memory
-        held = _compared(tensors, expected, description.floating, self.papers)
+        compared = _compared(tensors, expected, description.floating, self.papers)
         if filed or not description.converts:
-            return self._named(held, description.wider)
+            return self._named(compared, description.wider)
         from accel_fsdp.exporter import hf_layout
 
-        return self._named(hf_layout.converted(held, description, self.papers.folder), description.wider)
+        return self._named(hf_layout.converted(compared, description, self.papers.folder), description.wider)
 
     def _tensors(self, description: Description | None) -> Mapping[str, Source]:
         if not self.merge:
@@ -84,7 +84,7 @@ class Planner:
         return merge_lora.merged(base, adapter, settings, self.dtype, filed_as=filed_as, turned=turned)
 
     def _named(self, tensors: Mapping[str, Source], wider: Mapping[str, str]) -> list[Output]:
-        return [Output(name, cast_to(one.dtype, wider.get(name, self.dtype)), one) for name, one in tensors.items()]
+        return [Output(name, cast_to(t.dtype, wider.get(name, self.dtype)), t) for name, t in tensors.items()]
 
     def _ties(self, tensors: Mapping[str, Source], description: Description | None) -> tuple[tuple[str, ...], ...]:
         if description is not None:
@@ -124,7 +124,7 @@ class ExportPlan:
 
     def _is_likely_other(self) -> bool:
         """Whether to wait before anything is written: for stacked experts, and for merges, which cost more."""
-        stacked = any(len(one.shape) > 2 for one in self.planner.weights.tensors.values())
+        stacked = any(len(tensor.shape) > 2 for tensor in self.planner.weights.tensors.values())
         return stacked or self.planner.merge
 
     def _settled(self) -> Description | None:
@@ -174,37 +174,37 @@ class OtherPlan(Exception):
         self.plan = plan
 
 
-def _same(one: list[Output], other: list[Output]) -> bool:
+def _same(before: list[Output], after: list[Output]) -> bool:
     """Whether the same tensors are written from the same sources: a converted one may keep its name and shape."""
-    first, second = ({(out.name, out.dtype, id(out.source)) for out in each} for each in (one, other))
+    first, second = ({(out.name, out.dtype, id(out.source)) for out in outputs} for outputs in (before, after))
     return first == second
 
 
-def equal(reader: FileReader, one: Source, other: Source) -> bool:
+def equal(reader: FileReader, first: Source, second: Source) -> bool:
     """Whether two tensors hold the same elements; by checksums where that is enough."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    if (known := _checksums(one)) and known == _checksums(other):
+    if (known := _checksums(first)) and known == _checksums(second):
         return True
-    count, unit = prod(one.shape), max(one.unit, other.unit)
+    count, unit = prod(first.shape), max(first.unit, second.unit)
     step = max(1, BLOCK_ELEMENTS // unit) * unit
     return all(
-        part_of(reader, one, at, min(at + step, count)) == part_of(reader, other, at, min(at + step, count))
+        part_of(reader, first, at, min(at + step, count)) == part_of(reader, second, at, min(at + step, count))
         for at in range(0, count, step)
     )
 
 
-def _checksums(one: Source) -> list[tuple[object, ...]]:
+def _checksums(source: Source) -> list[tuple[object, ...]]:
     """What two tensors with equal contents cut alike have in common; empty where the files have no checksums."""
-    pieces = one.pieces if isinstance(one, Stored) else ()
-    found = [(piece.offsets, piece.sizes, piece.skip, piece.record.length, piece.record.crc) for piece in pieces]
-    return [] if any(piece.record.crc is None for piece in pieces) else list(found)
+    pieces = source.pieces if isinstance(source, Stored) else ()
+    checksums = [(piece.offsets, piece.sizes, piece.skip, piece.record.length, piece.record.crc) for piece in pieces]
+    return [] if any(piece.record.crc is None for piece in pieces) else list(checksums)
 
 
 def _check_matrices(adapter: Mapping[str, Stored]) -> None:
     """What an adapter adds to its base is floating-point numbers, however the base is stored."""
-    trained = {name: one for name, one in adapter.items() if name.endswith(PARAMETERS) or LORA.search(name)}
-    wrong = next((name for name, one in trained.items() if one.dtype not in FLOATS), None)
+    trained = {name: tensor for name, tensor in adapter.items() if name.endswith(PARAMETERS) or LORA.search(name)}
+    wrong = next((name for name, tensor in trained.items() if tensor.dtype not in FLOATS), None)
     if wrong is not None:
         raise UserError(
             f"{wrong} of the adapter holds no floating-point numbers but {trained[wrong].dtype}",

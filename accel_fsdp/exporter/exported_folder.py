@@ -185,20 +185,20 @@ def read_specs(folder: Path) -> dict[str, Spec]:
 
 def verify(folder: Path, expected: Expected) -> int:
     """Compares the files in `folder` with what must be there; returns the number of tensors."""
-    found = read_specs(folder)
-    problems = [f"{name} is missing" for name in expected.tensors if name not in found]
-    problems += [f"{name} is unexpected" for name in found if name not in expected.tensors]
+    specs = read_specs(folder)
+    problems = [f"{name} is missing" for name in expected.tensors if name not in specs]
+    problems += [f"{name} is unexpected" for name in specs if name not in expected.tensors]
     problems += [
         f"{name} is {spec.dtype} {list(spec.shape)}, expected {want.dtype} {list(want.shape)}"
-        for name, spec in found.items()
+        for name, spec in specs.items()
         if (want := expected.tensors.get(name)) is not None and want != spec
     ]
-    if problems or not found:
+    if problems or not specs:
         shown = "; ".join(problems[:SHOWN_PROBLEMS]) or "no tensor at all"
         rest = f" and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         raise UserError(
-            f"the export holds {counted(len(found), 'tensor')}, expected {len(expected.tensors)}: {shown}{rest}",
+            f"the export holds {counted(len(specs), 'tensor')}, expected {len(expected.tensors)}: {shown}{rest}",
             why="a model loaded from it would have random or empty weights",
             fix="keep the checkpoints of this run and report this with your YAML: the model itself was not lost",
         )
-    return len(found)
+    return len(specs)

@@ -35,7 +35,7 @@ class Layer:
             if self.shared.layer is not self:
                 self.shared.content = {}
                 self.shared.content = _convert(
-                    self.model, {name: whole(reader, one) for name, one in self.tensors.items()}
+                    self.model, {name: whole(reader, source) for name, source in self.tensors.items()}
                 )
                 self.shared.layer = self
             return self.shared.content
@@ -59,8 +59,8 @@ class Converted:
     def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
         import torch
 
-        made = self.layer.made(reader)[self.name].reshape(-1)[start:stop].contiguous()
-        torch.frombuffer(buffer, dtype=made.dtype).copy_(made)
+        elements = self.layer.made(reader)[self.name].reshape(-1)[start:stop].contiguous()
+        torch.frombuffer(buffer, dtype=elements.dtype).copy_(elements)
 
 
 def converted(tensors: Mapping[str, Source], description: Description, folder: Path) -> dict[str, Source]:
@@ -69,30 +69,31 @@ def converted(tensors: Mapping[str, Source], description: Description, folder: P
 
     model, shared = transformers_probe.build(folder), Shared()
     groups: dict[str, dict[str, Source]] = {}
-    for name, one in tensors.items():
-        found = LAYER.match(name)
-        groups.setdefault(found[0] if found else "", {})[name] = one
-    made: dict[str, Source] = {}
+    for name, source in tensors.items():
+        layer_match = LAYER.match(name)
+        groups.setdefault(layer_match[0] if layer_match else "", {})[name] = source
+    sources: dict[str, Source] = {}
     for group in groups.values():
         blank = {
-            name: torch.empty(one.shape, dtype=torch_dtype(one.dtype), device="meta") for name, one in group.items()
+            name: torch.empty(source.shape, dtype=torch_dtype(source.dtype), device="meta")
+            for name, source in group.items()
         }
         layer = Layer(group, model, shared)
         for name, tensor in _convert(model, blank).items():
             kept = group[name] if blank.get(name) is tensor else None
             dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
-            made[name] = kept or Converted(name, dtype, tuple(tensor.shape), layer)
-    if {name: one.shape for name, one in made.items()} != description.files:
+            sources[name] = kept or Converted(name, dtype, tuple(tensor.shape), layer)
+    if {name: source.shape for name, source in sources.items()} != description.files:
         raise UserError(
             f"the layout of {type(model).__name__}'s files can't be made layer by layer",
             why="its conversion joins tensors of several layers",
             fix="export at the end of training with FULL_STATE_DICT, or load the checkpoint and save_pretrained it",
         )
-    return made
+    return sources
 
 
 def _convert(model: Any, tensors: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
     from transformers.core_model_loading import revert_weight_conversion
 
-    found: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
-    return found
+    files: dict[str, torch.Tensor] = revert_weight_conversion(model, tensors)
+    return files

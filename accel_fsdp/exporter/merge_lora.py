@@ -84,17 +84,17 @@ class Merged(Changed):
     def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
         import torch
 
-        made = self.sum(reader, start, stop)
+        weight = self.sum(reader, start, stop)
         if self.magnitude is not None:
             magnitude = whole(reader, self.magnitude).float().view(-1)
             if self.turned:
-                made *= magnitude / self.norms.across_rows(self, reader)
+                weight *= magnitude / self.norms.across_rows(self, reader)
             else:
                 rows = slice(start // self.shape[1], stop // self.shape[1])
-                made *= (magnitude[rows] / torch.linalg.norm(made, dim=1))[:, None]
-        rounded = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view_as(made)
-        rounded.copy_(made)
-        check_range(self.name, self.dtype, made, rounded)
+                weight *= (magnitude[rows] / torch.linalg.norm(weight, dim=1))[:, None]
+        rounded = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view_as(weight)
+        rounded.copy_(weight)
+        check_range(self.name, self.dtype, weight, rounded)
 
     def sum(self, reader: FileReader, start: int, stop: int) -> "torch.Tensor":
         """Rows of base and adapter together, in float32."""
@@ -139,14 +139,14 @@ class Replaced(Changed):
         import torch
 
         content = part_of(reader, self.base, start, stop)
-        made = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view(-1, self.shape[1])
-        made.copy_(torch.frombuffer(content, dtype=torch_dtype(self.base.dtype)).view_as(made))
+        rows = torch.frombuffer(buffer, dtype=torch_dtype(self.dtype)).view(-1, self.shape[1])
+        rows.copy_(torch.frombuffer(content, dtype=torch_dtype(self.base.dtype)).view_as(rows))
         first, last = start // self.shape[1], stop // self.shape[1]
         trained = whole(reader, self.rows)
         for number, token in enumerate(self.tokens):
             if first <= token < last:
-                made[token - first] = trained[number]
-                check_range(self.name, self.dtype, trained[number], made[token - first])
+                rows[token - first] = trained[number]
+                check_range(self.name, self.dtype, trained[number], rows[token - first])
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Merger:
         down, up = (self.adapter.get(f"{module}.{name}.weight") for name in ("lora_A", "lora_B"))
         embedding = f"{module}.lora_embedding_A" in self.adapter
         if embedding:
-            down, up = (self.adapter.get(f"{module}.lora_embedding_{each}") for each in "AB")
+            down, up = (self.adapter.get(f"{module}.lora_embedding_{letter}") for letter in "AB")
         if down is None or up is None:
             raise _other(f"one of the two matrices of {module} is missing")
         target = self._target(module)
@@ -197,7 +197,7 @@ class Merger:
         base, rows, listed = self.tensors[target], self.adapter[name], self.settings.get("trainable_token_indices")
         if isinstance(listed, dict):
             module = plain(f"{name.removesuffix(TOKENS)}.").rstrip(".")
-            listed = next((one for key, one in listed.items() if f".{module}".endswith(f".{key}")), None)
+            listed = next((indices for key, indices in listed.items() if f".{module}".endswith(f".{key}")), None)
         tokens = tuple(listed) if isinstance(listed, list) else ()
         right = all(isinstance(token, int) and 0 <= token < base.shape[0] for token in tokens)
         if not right or rows.shape != (len(tokens), *base.shape[1:]):
@@ -241,14 +241,14 @@ def merged(
     """
     _check(settings, trained_base)
     merger = Merger(dict(base), adapter, settings, wanted, filed_as, turned)
-    for name, one in adapter.items():
+    for name, tensor in adapter.items():
         if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding that lies with its adapter
-            merger.tensors[merger.named(plain(name))] = one
+            merger.tensors[merger.named(plain(name))] = tensor
     modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
     named = _modules(adapter)
     check_patterns(settings, named)
-    if other := next((name for name in named if not chooses(settings, name)), None):
-        raise _contradicted(f"holds LoRA matrices of {other}, and adapter_config.json chooses other modules")
+    if unchosen := next((name for name in named if not chooses(settings, name)), None):
+        raise _contradicted(f"holds LoRA matrices of {unchosen}, and adapter_config.json chooses other modules")
     for module in modules:
         merger.lora(module)
     for name in adapter:
@@ -258,8 +258,8 @@ def merged(
 
 
 def _modules(adapter: Iterable[str]) -> list[str]:
-    found = dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name))
-    return [plain(f"{module}.").rstrip(".") for module in found]
+    modules = dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name))
+    return [plain(f"{module}.").rstrip(".") for module in modules]
 
 
 def check_saved(
@@ -287,11 +287,11 @@ def check_saved(
             f"lacks the LoRA matrices of {len(lacking)} of {counted(len(chosen), 'module')}, "
             f"which target_modules in adapter_config.json chooses: {shown}"
         )
-    held, groups = {plain(name) for name in adapter}, list(ties)
+    saved, groups = {plain(name) for name in adapter}, list(ties)
     for group in groups:
-        held |= set(group) if settings.get("ensure_weight_tying") and held & set(group) else set()
+        saved |= set(group) if settings.get("ensure_weight_tying") and saved & set(group) else set()
     tensors = dict.fromkeys([*model, *(name for group in groups for name in group)])
-    if unsaved := next((name for name in tensors if name not in held and saves(settings, name)), None):
+    if unsaved := next((name for name in tensors if name not in saved and saves(settings, name)), None):
         raise _contradicted(f"lacks {unsaved}, which modules_to_save in adapter_config.json says was trained")
 
 
@@ -311,22 +311,22 @@ def tied_once(
     for group in ties:
         apart = [name for name in group if name in changed.values()]
         if apart and not settings.get("ensure_weight_tying"):
-            other = next(name for name in group if name != apart[0])
+            partner = next(name for name in group if name != apart[0])
             raise UserError(
-                f"the adapter changes {apart[0]}, which the base ties to {other}",
+                f"the adapter changes {apart[0]}, which the base ties to {partner}",
                 why="PEFT trains them apart, and the export of a tied model would hold one weight for both",
                 fix="untie the base: base = AutoModelForCausalLM.from_pretrained(BASE, tie_word_embeddings=False), "
                 "base.get_output_embeddings().weight.data = base.get_input_embeddings().weight.data.clone(), "
                 "base.save_pretrained(FOLDER), then --model FOLDER; or export the adapter without --merge-adapter",
             )
         copies.update(apart[1:])
-    return {name: one for name, one in adapter.items() if changed.get(name) not in copies}
+    return {name: tensor for name, tensor in adapter.items() if changed.get(name) not in copies}
 
 
 def _of(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
     """A setting of one module: by the first pattern that its name ends in, as PEFT matches them."""
-    given = patterns if isinstance(patterns, dict) else {}
-    return next((value for key, value in given.items() if re.fullmatch(pattern_of(key), module)), default)
+    by_pattern = patterns if isinstance(patterns, dict) else {}
+    return next((value for key, value in by_pattern.items() if re.fullmatch(pattern_of(key), module)), default)
 
 
 def _in(base: Mapping[str, Source], name: str) -> str:

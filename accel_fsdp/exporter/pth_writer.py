@@ -23,15 +23,16 @@ def place(outputs: Sequence[Output], path: Path) -> list[TensorPlacement]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        blank = {one.name: torch.empty(one.source.shape, dtype=torch_dtype(one.dtype)) for one in outputs}
+        blank = {output.name: torch.empty(output.source.shape, dtype=torch_dtype(output.dtype)) for output in outputs}
         torch.save(blank, path)
-    return [TensorPlacement(one, path, _start(view)) for one, view in zip(outputs, views(path).values(), strict=True)]
+    pairs = zip(outputs, views(path).values(), strict=True)
+    return [TensorPlacement(output, path, _start(view)) for output, view in pairs]
 
 
 def views(path: Path) -> dict[str, View]:
     with closing(FileReader()) as reader:
-        found: dict[str, View] = torch_zip.load(reader, path)
-        return found
+        content: dict[str, View] = torch_zip.load(reader, path)
+        return content
 
 
 def _start(view: View) -> int:

@@ -1,7 +1,7 @@
 """Writes tensors to safetensors files block by block, in several threads; memory holds the blocks in flight only.
 
-The place of every tensor is known beforehand, so that each block goes straight to its place in its file, and a tensor
-larger than memory is as good as any. A block's hash is taken when it is written and again when the file is reopened.
+Every tensor's offset is known beforehand, so that each block is written straight to its offset, and a tensor may be
+larger than memory. A block is hashed when it is written and again when the file is reopened.
 """
 
 import contextlib
@@ -27,13 +27,13 @@ BLOCK_ELEMENTS = 1 << 22
 THREADS = min(4, (os.cpu_count() or 1) + 1)
 CACHED_ELEMENTS = 1 << 15
 INFINITY, QUIET = 0x7F800000, 0x40
-"""Of float32, and what makes the upper half of a NaN one too."""
+"""float32's infinity, and the bit that keeps the upper half of a NaN a NaN."""
 SYNC_SECONDS = 0.2
 NICE = 5
 LARGEST = {"F16": "65504, the largest of float16", "BF16": "3.389e38, the largest of bfloat16"}
 LARGEST["F32"] = "3.402e38, the largest of float32"
 NARROWER = {"F16": ("BF16", "F32", "F64"), "BF16": ("F32", "F64"), "F32": ("F64",)}
-"""Of which dtypes some numbers are infinite in another one."""
+"""For each dtype, the wider dtypes whose largest numbers become infinite in it."""
 WIDER = {
     "F16": "--dtype bfloat16 or --dtype float32",
     "BF16": "--dtype float32",
@@ -47,8 +47,8 @@ Progress = Callable[[int], None]
 def torch_dtype(dtype: str) -> "torch.dtype":
     import torch
 
-    found: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
-    return found
+    dtype_class: torch.dtype = getattr(torch, TORCH_NAMES[dtype])
+    return dtype_class
 
 
 def whole(reader: FileReader, source: Source) -> "torch.Tensor":
@@ -87,24 +87,24 @@ class TensorPlacement:
     start: int
 
 
-def cast_to(dtype: str, wanted: str | None) -> str:
-    """The dtype in the file: `wanted` for floating-point numbers, as it is for others."""
-    return wanted if wanted is not None and dtype in FLOATS else dtype
+def cast_to(dtype: str, target: str | None) -> str:
+    """The dtype in the file: `target` for floating-point numbers, unchanged for others."""
+    return target if target is not None and dtype in FLOATS else dtype
 
 
 def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: str | int) -> list[TensorPlacement]:
-    """Divides tensors into files as `save_pretrained` does, writes headers and index, and gives every tensor its place.
+    """Divides tensors into files as `save_pretrained` does, writes headers and index, and returns the offsets.
 
     Raises:
-        UsageError: `max_shard_size` is no size.
+        UsageError: `max_shard_size` isn't a size.
         OSError: the folder can't be written.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     try:
         split = split_state_dict_into_shards_factory(
-            {one.name: one for one in outputs},
-            get_storage_size=lambda one: one.size_bytes,
+            {output.name: output for output in outputs},
+            get_storage_size=lambda output: output.size_bytes,
             filename_pattern=f"{stem}{{suffix}}{file_names.SAFETENSORS}",
             max_shard_size=max_shard_size,
         )
@@ -115,30 +115,32 @@ def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: st
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{stem}{file_names.INDEX_END}").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    by_name = {one.name: one for one in outputs}
-    files = split.filename_to_tensors.items()
-    return [one for file, names in files for one in _with_header(folder / file, [by_name[name] for name in names])]
+    by_name = {output.name: output for output in outputs}
+    placed: list[TensorPlacement] = []
+    for file, names in split.filename_to_tensors.items():
+        placed += _with_header(folder / file, [by_name[name] for name in names])
+    return placed
 
 
 def _with_header(path: Path, outputs: list[Output]) -> list[TensorPlacement]:
     """Writes one file's header, the widest dtypes first so that every tensor is aligned."""
-    ordered = sorted(outputs, key=lambda one: -ITEM_BYTES[one.dtype])
+    ordered = sorted(outputs, key=lambda output: -ITEM_BYTES[output.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
-    for one in ordered:
-        header[one.name] = {
-            "dtype": one.dtype,
-            "shape": list(one.source.shape),
-            "data_offsets": [at, at + one.size_bytes],
+    for output in ordered:
+        header[output.name] = {
+            "dtype": output.dtype,
+            "shape": list(output.source.shape),
+            "data_offsets": [at, at + output.size_bytes],
         }
-        at += one.size_bytes
+        at += output.size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
         file.truncate(LENGTH_BYTES + len(text) + at)
     begin = LENGTH_BYTES + len(text)
-    return [TensorPlacement(one, path, begin + header[one.name]["data_offsets"][0]) for one in ordered]
+    return [TensorPlacement(output, path, begin + header[output.name]["data_offsets"][0]) for output in ordered]
 
 
 class Buffers(threading.local):
@@ -170,16 +172,16 @@ def write(
         OSError: the disk is full.
         UserError: a source can't be read.
     """
-    paths = dict.fromkeys(one.path for one in placed)
+    paths = dict.fromkeys(placement.path for placement in placed)
     with contextlib.ExitStack() as stack:
         opened = {path: stack.enter_context(path.open("r+b", buffering=0)).fileno() for path in paths}
         if sync:
             stack.enter_context(_flushing(list(opened.values())))
         buffers = Buffers()
 
-        def block(one: TensorPlacement, start: int, stop: int) -> bytes:
-            content = _block(one.output, reader, buffers, start, stop)
-            _write_at(opened[one.path], content, one.start + start * ITEM_BYTES[one.output.dtype])
+        def block(placement: TensorPlacement, start: int, stop: int) -> bytes:
+            content = _block(placement.output, reader, buffers, start, stop)
+            _write_at(opened[placement.path], content, placement.start + start * ITEM_BYTES[placement.output.dtype])
             progress(len(content))
             return _hash(content)
 
@@ -192,19 +194,19 @@ def _block(output: Output, reader: FileReader, buffers: Buffers, start: int, sto
     source.read(reader, start, stop, raw)
     if source.dtype == output.dtype:
         return raw
-    made = cast(raw, source.dtype, output.dtype)
+    narrowed_block = cast(raw, source.dtype, output.dtype)
     narrowed = source.dtype in NARROWER.get(output.dtype, ())
-    if narrowed and (odd := finite.count(made, output.dtype)) and odd > finite.count(raw, source.dtype):
+    if narrowed and (odd := finite.count(narrowed_block, output.dtype)) and odd > finite.count(raw, source.dtype):
         raise _beyond(output.name, output.dtype)
-    return made
+    return narrowed_block
 
 
-def check_range(name: str, dtype: str, given: "torch.Tensor", made: "torch.Tensor") -> None:
-    """Refuses finite numbers that became infinite in `made`, which is of `dtype`."""
+def check_range(name: str, dtype: str, before: "torch.Tensor", after: "torch.Tensor") -> None:
+    """Refuses finite numbers that became infinite in `after`, which is of `dtype`."""
     if dtype not in LARGEST:
         return
-    infinite = made.isinf()
-    if bool(infinite.any()) and bool(given[infinite].isfinite().any()):
+    infinite = after.isinf()
+    if bool(infinite.any()) and bool(before[infinite].isfinite().any()):
         raise _beyond(name, dtype)
 
 
@@ -216,15 +218,15 @@ def _beyond(name: str, dtype: str) -> UserError:
     )
 
 
-def cast(raw: memoryview, dtype: str, wanted: str) -> memoryview:
+def cast(raw: memoryview, dtype: str, target: str) -> memoryview:
     """Elements in another dtype, rounded to nearest even as torch does."""
-    if (dtype, wanted) == ("F32", "BF16"):
+    if (dtype, target) == ("F32", "BF16"):
         return _bfloat16(raw)
     import torch
 
     elements = torch.frombuffer(raw, dtype=torch_dtype(dtype))
-    made = elements.to(torch_dtype(wanted))
-    return memoryview(made.view(torch.uint8).numpy().data)
+    converted = elements.to(torch_dtype(target))
+    return memoryview(converted.view(torch.uint8).numpy().data)
 
 
 def _bfloat16(raw: memoryview) -> memoryview:
@@ -232,7 +234,7 @@ def _bfloat16(raw: memoryview) -> memoryview:
     import numpy as np
 
     bits = np.frombuffer(raw, "<u4")
-    made = np.empty(bits.size, "<u2")
+    halves = np.empty(bits.size, "<u2")
     for start in range(0, bits.size, CACHED_ELEMENTS):
         part = bits[start : start + CACHED_ELEMENTS]
         upper = part >> 16
@@ -242,8 +244,8 @@ def _bfloat16(raw: memoryview) -> memoryview:
         not_numbers = (part & 0x7FFFFFFF) > INFINITY
         if not_numbers.any():
             rounded[not_numbers] = upper[not_numbers] | QUIET
-        made[start : start + CACHED_ELEMENTS] = rounded
-    return memoryview(made.view("u1").data)
+        halves[start : start + CACHED_ELEMENTS] = rounded
+    return memoryview(halves.view("u1").data)
 
 
 def _write_at(descriptor: int, content: memoryview, at: int) -> None:
@@ -265,40 +267,41 @@ def _hashes(
     look: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
     """Runs `block` for all blocks of all tensors, and joins the hashes of each tensor's blocks."""
-    found: dict[str, dict[int, bytes]] = {one.output.name: {} for one in placed}
+    parts_of: dict[str, dict[int, bytes]] = {placement.output.name: {} for placement in placed}
     with ThreadPoolExecutor(threads, initializer=_stand_back) as pool:
         running: dict[Future[bytes], tuple[str, int]] = {}
         try:
-            for one, start, stop in _blocks(placed):
+            for placement, start, stop in _blocks(placed):
                 look()
                 if len(running) >= 2 * threads:
-                    _collect(running, found)
-                running[pool.submit(block, one, start, stop)] = (one.output.name, start)
+                    _collect(running, parts_of)
+                running[pool.submit(block, placement, start, stop)] = (placement.output.name, start)
             while running:
-                _collect(running, found)
+                _collect(running, parts_of)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    return {name: _hash(memoryview(b"".join(parts[at] for at in sorted(parts)))).hex() for name, parts in found.items()}
+    joined = {name: b"".join(parts[at] for at in sorted(parts)) for name, parts in parts_of.items()}
+    return {name: _hash(memoryview(hashes)).hex() for name, hashes in joined.items()}
 
 
 def _stand_back() -> None:
-    """Lets the process that asks transformers go first: what it says takes longest, and may end the export early."""
-    if sys.platform == "linux":  # where it is about this thread alone
+    """Lowers this thread's priority: the process that asks transformers takes longest, and may end the export early."""
+    if sys.platform == "linux":  # elsewhere it would lower the whole process
         os.nice(NICE)
 
 
-def _collect(running: dict[Future[bytes], tuple[str, int]], found: dict[str, dict[int, bytes]]) -> None:
+def _collect(running: dict[Future[bytes], tuple[str, int]], parts_of: dict[str, dict[int, bytes]]) -> None:
     for future in wait(running, return_when=FIRST_COMPLETED).done:
         name, start = running.pop(future)
-        found[name][start] = future.result()
+        parts_of[name][start] = future.result()
 
 
 def _blocks(placed: Sequence[TensorPlacement]) -> Iterator[tuple[TensorPlacement, int, int]]:
-    for one in placed:
-        count = prod(one.output.source.shape)
-        for start in range(0, count, one.output.block):
-            yield one, start, min(start + one.output.block, count)
+    for placement in placed:
+        count = prod(placement.output.source.shape)
+        for start in range(0, count, placement.output.block):
+            yield placement, start, min(start + placement.output.block, count)
 
 
 @contextlib.contextmanager
@@ -324,24 +327,24 @@ def _flushing(descriptors: list[int]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Reread:
-    """What lies in files: the hash of each tensor, and how many numbers of which are NaN or infinite."""
+    """The result of reading files again: the hash of each tensor, and its count of NaN or infinite numbers."""
 
     hashes: dict[str, str]
     non_finite: dict[str, int]
 
 
 def reread(placed: Sequence[TensorPlacement], threads: int, progress: Progress) -> Reread:
-    """Reads tensors as they lie in their files."""
+    """Reads all tensors back from their files."""
     reader, buffers, odd, lock = FileReader(), Buffers(), Counter[str](), threading.Lock()
 
-    def block(one: TensorPlacement, start: int, stop: int) -> bytes:
-        item = ITEM_BYTES[one.output.dtype]
+    def block(placement: TensorPlacement, start: int, stop: int) -> bytes:
+        item = ITEM_BYTES[placement.output.dtype]
         content = buffers.take((stop - start) * item)
-        reader.read_bytes(one.path, one.start + start * item, content)
+        reader.read_bytes(placement.path, placement.start + start * item, content)
         progress(len(content))
-        if found := finite.count(content, one.output.dtype):
+        if count := finite.count(content, placement.output.dtype):
             with lock:
-                odd[one.output.name] += found
+                odd[placement.output.name] += count
         return _hash(content)
 
     try:

@@ -51,11 +51,11 @@ class SecondProcess(Executor):
         try:
             pickle.dump(request, self._process.stdin)
             self._process.stdin.flush()
-            answer, error, told = pickle.load(self._process.stdout)
+            answer, error, stack = pickle.load(self._process.stdout)
         except (OSError, EOFError, pickle.UnpicklingError) as gone:
             raise _ended(self._process.wait()) from gone
         if error is not None:
-            raise error from _RaisedThere(told)
+            raise error from _RaisedThere(stack)
         return answer
 
 
@@ -113,10 +113,10 @@ def _answer(request: bytes) -> bytes:
         fn, args, kwargs = pickle.loads(request)
         return pickle.dumps((fn(*args, **kwargs), None, ""))
     except Exception as error:
-        told = traceback.format_exc()
+        stack = traceback.format_exc()
         try:
-            answer = pickle.dumps((None, error, told))
+            answer = pickle.dumps((None, error, stack))
             pickle.loads(answer)  # some can be pickled, and not be made again
         except Exception:
-            answer = pickle.dumps((None, RuntimeError(in_a_line(error)), told))
+            answer = pickle.dumps((None, RuntimeError(in_a_line(error)), stack))
         return answer

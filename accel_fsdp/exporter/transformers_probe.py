@@ -152,41 +152,41 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     model = build(folder, dtype)
     ties = exported_folder.ties_of(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    held = {name: one for name, one in model.state_dict().items() if name not in ignored}
-    config_json.check_count(str(folder), sum(one.shape[0] for one in held.values() if one.dim() > 2) // 3)
-    held = _as_loaded(model, exported_folder.without_tied_copies(held, ties), dtype)
-    filed = exported_folder.as_saved(model, held)  # not expected_tensors: it imports PEFT, which takes a second
-    memory, files = ({name: tuple(one.shape) for name, one in each.items()} for each in (held, filed))
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
+    config_json.check_count(str(folder), sum(tensor.shape[0] for tensor in tensors.values() if tensor.dim() > 2) // 3)
+    tensors = _as_loaded(model, exported_folder.without_tied_copies(tensors, ties), dtype)
+    filed = exported_folder.as_saved(model, tensors)  # not expected_tensors: it imports PEFT, which takes a second
+    memory, files = ({name: tuple(tensor.shape) for name, tensor in layout.items()} for layout in (tensors, filed))
     wide = {TORCH_NAMES[short]: short for short in ("F32", "F64") if dtype and short != dtype}
-    dtypes = {name: str(one.dtype).removeprefix("torch.") for name, one in filed.items()}
-    wider = {name: wide[one] for name, one in dtypes.items() if one in wide}
-    converts = any(filed.get(name) is not one for name, one in held.items())
-    names = {id(one): name for name, one in filed.items()}
-    filed_as = {name: names[id(one)] for name, one in held.items() if id(one) in names}
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in filed.items()}
+    wider = {name: wide[tensor] for name, tensor in dtypes.items() if tensor in wide}
+    converts = any(filed.get(name) is not tensor for name, tensor in tensors.items())
+    names = {id(tensor): name for name, tensor in filed.items()}
+    filed_as = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
     turned = frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))
     quantised = getattr(model.config, "quantization_config", None) is not None
-    floating = frozenset() if quantised else _floating(model, held, filed)
+    floating = frozenset() if quantised else _floating(model, tensors, filed)
     return Description(memory, files, ties, converts, wider, filed_as, turned, floating)
 
 
-def _floating(model: "nn.Module", *held: "Mapping[str, torch.Tensor]") -> frozenset[str]:
+def _floating(model: "nn.Module", *states: "Mapping[str, torch.Tensor]") -> frozenset[str]:
     buffers = {name for name, _ in model.named_buffers()}
     return frozenset(
-        name for each in held for name, one in each.items() if one.is_floating_point() and name not in buffers
+        name for state in states for name, tensor in state.items() if tensor.is_floating_point() and name not in buffers
     )
 
 
-def _as_loaded(model: Any, held: "dict[str, torch.Tensor]", dtype: str | None) -> "dict[str, torch.Tensor]":
+def _as_loaded(model: Any, tensors: "dict[str, torch.Tensor]", dtype: str | None) -> "dict[str, torch.Tensor]":
     """In the dtypes in which `from_pretrained` holds a model that it is asked for in `dtype`."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(torch_dtype(dtype)) if dtype else {}
     if not plan:
-        return held
+        return tensors
     kept, by_group, _ = build_glob_alternation(list(plan))
     return {
-        name: one.to(plan[by_group[str(match.lastgroup)]]) if (match := kept.search(name)) else one
-        for name, one in held.items()
+        name: tensor.to(plan[by_group[str(match.lastgroup)]]) if (match := kept.search(name)) else tensor
+        for name, tensor in tensors.items()
     }
 
 
@@ -205,7 +205,7 @@ def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...
             model = get_peft_model(whole, settings)
         needed = get_peft_model_state_dict(model, save_embedding_layers=False)  # else it would ask the hub
         more = get_peft_model_state_dict(model, save_embedding_layers=True)
-        shapes = [{name: tuple(one.shape) for name, one in each.items()} for each in (needed, more)]
+        shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (needed, more)]
         return shapes[0], shapes[1]
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
         raise UserError(
@@ -225,7 +225,7 @@ def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":
             why="PEFT would import it, and no command runs code that comes with a model",
             fix="export the adapter with the Megatron that trained it",
         )
-    return PeftConfig.from_peft_type(**{key: one for key, one in settings.items() if key not in BEGINNINGS})
+    return PeftConfig.from_peft_type(**{key: value for key, value in settings.items() if key not in BEGINNINGS})
 
 
 def loads(folder: Path) -> None:
@@ -233,9 +233,9 @@ def loads(folder: Path) -> None:
     try:
         config = read_config(str(folder))
         kind = model_class(config)
-        given = {"config": part_for(kind, config), "device_map": "meta", "output_loading_info": True}
+        options = {"config": part_for(kind, config), "device_map": "meta", "output_loading_info": True}
         with config_json.bounded(str(folder)):
-            _, report = kind.from_pretrained(folder, **given, trust_remote_code=False)
+            _, report = kind.from_pretrained(folder, **options, trust_remote_code=False)
     except remote_code.NeedsCode:
         raise
     except Exception as error:  # as above

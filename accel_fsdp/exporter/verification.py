@@ -1,4 +1,4 @@
-"""The proof of an export: reopens its files and compares them with the report of what was written."""
+"""Verifies an export: reopens its files and compares them with the report of the writing."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
 UNCOMPARED = "config, tokenizer and other files were not compared: the report has no hashes of them"
 MERGED = 1e-4
-"""How far a merge in float32 may lie from PEFT's, of the largest logit."""
+"""The largest difference of a merge in float32 from PEFT's, relative to the largest logit."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Written:
 
 @dataclass(frozen=True)
 class ExportReport:
-    """What was exported and what was proven about it; `export.json` in the exported folder.
+    """The exported tensors and the checks that they passed; `export.json` in the exported folder.
 
-    `papers`: the SHA-256 of each other file but the card, which people edit; empty until the report is saved.
-    `non_finite`: how many numbers are NaN or infinite, of tensors that hold such.
+    `papers`: the SHA-256 of each other file except the card, which people edit; empty until the report is saved.
+    `non_finite`: the count of NaN or infinite numbers, for the tensors that hold any.
     """
 
     source: str
@@ -73,17 +73,16 @@ class ExportReport:
         cls, source: str, kind: str, placed: Sequence[TensorPlacement], hashes: Mapping[str, str], checksums: int
     ) -> "ExportReport":
         tensors = {
-            one.output.name: Written(
-                one.output.dtype, one.output.source.shape, one.path.name, one.output.block, hashes[one.output.name]
-            )
-            for one in placed
+            out.name: Written(out.dtype, out.source.shape, placement.path.name, out.block, hashes[out.name])
+            for placement in placed
+            for out in [placement.output]
         }
         checks = (f"{checksums} checksums of the checkpoint's files",) if checksums else ()
         return cls(source, kind, tensors, checks)
 
     @property
     def size_bytes(self) -> int:
-        return sum(one.size_bytes for one in self.tensors.values())
+        return sum(written.size_bytes for written in self.tensors.values())
 
     def proven(self, what: str) -> "ExportReport":
         return replace(self, checks=(*self.checks, what))
@@ -92,7 +91,7 @@ class ExportReport:
         return replace(self, seconds=round(seconds, 3))
 
     def content(self) -> dict[str, Any]:
-        parameters = sum(prod(one.shape) for one in self.tensors.values())
+        parameters = sum(prod(written.shape) for written in self.tensors.values())
         totals = {"tensor_count": len(self.tensors), "parameters": parameters, "size_bytes": self.size_bytes}
         return {"accel_fsdp": __version__, **asdict(self), **totals}
 
@@ -102,19 +101,19 @@ class ExportReport:
 
     def lines(self) -> list[str]:
         speed = f", {self.seconds:.1f} s" if self.seconds else ""
-        dtypes = ", ".join(sorted({one.dtype for one in self.tensors.values()}))
+        dtypes = ", ".join(sorted({written.dtype for written in self.tensors.values()}))
         first = f"{counted(len(self.tensors), 'tensor')}, {gb_or_mb(self.size_bytes)}, {dtypes}{speed}"
         odd = [f"  not finite: {_odd(self)}"] if self.non_finite else []
         return [f"verified: {first}", *(f"  {check}" for check in self.checks), *odd]
 
 
 def read_report(folder: Path) -> ExportReport | None:
-    """The report in an exported folder; None where there is none."""
+    """The report in an exported folder; None if there is none."""
     content = untrusted_files.read_json(folder / file_names.REPORT)
     if content is None:
         return None
     try:
-        tensors = {str(name): _written(one) for name, one in content["tensors"].items()}
+        tensors = {str(name): _written(entry) for name, entry in content["tensors"].items()}
         papers = {str(name): str(sha) for name, sha in content.get("papers", {}).items()}
         if not papers and {"papers", "non_finite"} & content.keys():  # only the first reports had neither
             raise ValueError("no hashes of config and tokenizer")
@@ -123,17 +122,17 @@ def read_report(folder: Path) -> ExportReport | None:
         raise untrusted_files.broken(folder / file_names.REPORT, "is damaged: no report of an export") from error
 
 
-def _written(one: Mapping[str, Any]) -> Written:
-    if not HASH.fullmatch(one["hash"]):
+def _written(entry: Mapping[str, Any]) -> Written:
+    if not HASH.fullmatch(entry["hash"]):
         raise ValueError("no hash")
-    shape, block = tuple(map(int, one["shape"])), int(one["block"])
+    shape, block = tuple(map(int, entry["shape"])), int(entry["block"])
     if min((block, *shape)) < 0:
         raise ValueError("a size below 0")
-    return Written(one["dtype"], shape, one["file"], block, one["hash"])
+    return Written(entry["dtype"], shape, entry["file"], block, entry["hash"])
 
 
 def _papers(folder: Path) -> dict[str, str]:
-    """The SHA-256 by name of all files that are no weights. Hidden ones are git's and the hub's."""
+    """The SHA-256 by name of all files except weights and hidden files, which are git's and the hub's."""
     names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     return {
         name.as_posix(): _sha(folder / name, folder)
@@ -153,7 +152,7 @@ def _sha(path: Path, folder: Path) -> str:
 
 
 def _check_links(folder: Path) -> None:
-    """Refuses what is no folder and leads to no file: nothing looks behind a linked folder, but who loads does."""
+    """Refuses links to folders, whose files would be loaded without a check, and anything that can't be read."""
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not hidden and not path.is_file() and (path.is_symlink() or not path.is_dir()):
@@ -162,7 +161,7 @@ def _check_links(folder: Path) -> None:
 
 
 def _check_code(folder: Path, report: ExportReport | None) -> None:
-    """Refuses Python that the export didn't write: transformers runs it where a config names it and a user says yes."""
+    """Refuses Python that the export didn't write: transformers runs it if a config names it and a user agrees."""
     known = report.papers if report else {}
     there = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in CODE)
     unknown = [name for name in there if name not in known]
@@ -202,36 +201,38 @@ class _There:
 def verify(folder: Path, report: ExportReport, threads: int, progress: Progress) -> ExportReport:
     """Reopens all files: names, shapes, dtypes and hashes must be those of the report."""
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
-    found = {path.name: _tensors(path) for path in paths}
+    in_files = {path.name: _tensors(path) for path in paths}
     placed = []
-    for name, one in report.tensors.items():
-        there = found.get(one.file, {}).pop(name, None)
-        if there is None or (there.dtype, there.shape) != (one.dtype, one.shape):
-            raise damaged(folder / one.file, f"doesn't hold {name} as {one.dtype} {list(one.shape)}")
-        placed.append(TensorPlacement(Output(name, one.dtype, _Blocks(one)), folder / one.file, there.start))
-    extra = [name for tensors in found.values() for name in tensors]
+    for name, written in report.tensors.items():
+        there = in_files.get(written.file, {}).pop(name, None)
+        if there is None or (there.dtype, there.shape) != (written.dtype, written.shape):
+            raise damaged(folder / written.file, f"doesn't hold {name} as {written.dtype} {list(written.shape)}")
+        output = Output(name, written.dtype, _Blocks(written))
+        placed.append(TensorPlacement(output, folder / written.file, there.start))
+    extra = [name for tensors in in_files.values() for name in tensors]
     if extra:
         raise damaged(folder, f"holds {extra[0]}, which was not exported")
     read = reread(placed, threads, progress)
     for name, hashed in read.hashes.items():
         if report.tensors[name].hash not in ("", hashed):
             raise damaged(folder / report.tensors[name].file, f"is damaged: {name} isn't what was written")
-    hashed_too = any(one.hash for one in report.tensors.values())
+    hashed_too = any(written.hash for written in report.tensors.values())
     report = replace(report, non_finite=dict(sorted(read.non_finite.items())))
-    return report.proven(f"files reopened: names, shapes, dtypes{', and the hash of each tensor' * hashed_too}")
+    hashes = ", and the hash of each tensor" if hashed_too else ""
+    return report.proven(f"files reopened: names, shapes, dtypes{hashes}")
 
 
 def _check_listed(folder: Path, report: ExportReport) -> None:
-    """Every file that from_pretrained may take for the weights, be it without a tensor, must be one of the export."""
-    known = {*report.papers, *(one.file for one in report.tensors.values())}
-    held = (path.name for path in sorted(folder.iterdir()) if path.suffix in file_names.WEIGHTS)
-    extra = [name for name in held if name not in known]
+    """Refuses files that from_pretrained may load as weights, even empty ones, if the export didn't write them."""
+    known = {*report.papers, *(written.file for written in report.tensors.values())}
+    files = (path.name for path in sorted(folder.iterdir()) if path.suffix in file_names.WEIGHTS)
+    extra = [name for name in files if name not in known]
     if extra:
         raise damaged(folder, f"holds {', '.join(extra[: transformers_probe.SHOWN])}, which was not exported")
 
 
 def check_finite(report: ExportReport) -> ExportReport:
-    """The report, with the proof that every number is one."""
+    """Adds to the report that all numbers are finite, or raises."""
     if report.non_finite:
         first = ", ".join(list(report.non_finite)[: transformers_probe.SHOWN])
         raise UserError(
@@ -249,10 +250,10 @@ def _odd(report: ExportReport) -> str:
 
 def _tensors(path: Path) -> dict[str, _There]:
     if path.suffix == file_names.SAFETENSORS:
-        found = summary.tensors_of(path)
-        if found is None:
+        headers = summary.tensors_of(path)
+        if headers is None:
             raise damaged(path, "is damaged or cut short")
-        return {name: _There(one.dtype, one.shape, one.start) for name, one in found.items()}
+        return {name: _There(header.dtype, header.shape, header.start) for name, header in headers.items()}
     with closing(FileReader()) as reader:
         content = torch_zip.load(reader, path)
     pieces = {name: view.piece((0,) * len(view.shape)) for name, view in content.items()}
@@ -264,7 +265,7 @@ def _tensors(path: Path) -> dict[str, _There]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """Stands for the source of a tensor that is only read again."""
+    """The source of a tensor that is only read again."""
 
     written: Written
 
@@ -285,9 +286,9 @@ class _Blocks:
 
 
 def ask(folder: Path, pool: Executor, base: Path | None) -> "Future[Any]":
-    """Starts to load an export as its users will, on the meta device: headers and papers must be there.
+    """Starts to load an export as its users will, on the meta device, from headers and papers alone.
 
-    With `base`, it is an adapter on that model.
+    With `base`, the export is an adapter on that model.
     """
     return (
         pool.submit(transformers_probe.describe_adapter, folder, base)
@@ -297,13 +298,15 @@ def ask(folder: Path, pool: Executor, base: Path | None) -> "Future[Any]":
 
 
 def loaded(report: ExportReport, loading: "Future[Any]") -> ExportReport:
-    """Waits for what `ask` has started."""
+    """Waits for the load that `ask` has started."""
     expected = loading.result()
     if expected is None:
         return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
     needed, more = expected
-    found = {name: one.shape for name, one in report.tensors.items() if one.file.startswith(file_names.ADAPTER_STEM)}
-    wrong = (needed.items() - found.items()) | {(name, one) for name, one in found.items() if more.get(name) != one}
+    stem = file_names.ADAPTER_STEM
+    shapes = {name: written.shape for name, written in report.tensors.items() if written.file.startswith(stem)}
+    unexpected = {(name, shape) for name, shape in shapes.items() if more.get(name) != shape}
+    wrong = (needed.items() - shapes.items()) | unexpected
     if wrong:
         name = min(name for name, _ in wrong)
         raise UserError(
@@ -315,7 +318,7 @@ def loaded(report: ExportReport, loading: "Future[Any]") -> ExportReport:
 
 
 def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -> ExportReport:
-    """Verifies an exported folder: against its report where it has one, and by loading it."""
+    """Verifies an exported folder against its report, if it has one, and by loading it."""
     report = read_report(folder)
     _check_links(folder)
     _check_code(folder, report)
@@ -325,7 +328,7 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
     report = verify(folder, report or _found(folder), THREADS, lambda _: None)
     report = report if allow_non_finite else check_finite(report)
     if not (folder / file_names.CONFIG).is_file() and not any(
-        one.file.startswith(file_names.ADAPTER_STEM) for one in report.tensors.values()
+        written.file.startswith(file_names.ADAPTER_STEM) for written in report.tensors.values()
     ):
         raise UserError(
             f"{folder} holds no {file_names.CONFIG}",
@@ -343,7 +346,7 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
 
 
 def _found(folder: Path) -> ExportReport:
-    """What an export without report holds, by its headers."""
+    """The report of an export that has none, from its headers."""
     seen = discover.look(folder) if folder.is_dir() else None
     if seen is None or seen.kind not in ("safetensors", "adapter") or seen.missing:
         lacks = f": it lacks {', '.join(seen.missing)}" if seen and seen.missing else ""
@@ -354,8 +357,8 @@ def _found(folder: Path) -> ExportReport:
         )
     with closing(FileReader()) as reader:
         opened = open_checkpoint.read(seen, reader)
-    held = {**opened.tensors, **opened.adapter}
-    tensors = {name: Written(one.dtype, one.shape, one.pieces[0].record.path.name, 0, "") for name, one in held.items()}
+    stored = {**opened.tensors, **opened.adapter}
+    tensors = {name: Written(t.dtype, t.shape, t.pieces[0].record.path.name, 0, "") for name, t in stored.items()}
     return ExportReport(
         folder.name,
         seen.kind,
@@ -365,22 +368,22 @@ def _found(folder: Path) -> ExportReport:
 
 
 def same_logits(
-    folder: Path, report: ExportReport, pool: Executor, found: CheckpointLocation, papers: Papers
+    folder: Path, report: ExportReport, pool: Executor, checkpoint: CheckpointLocation, papers: Papers
 ) -> ExportReport:
     """Compares the export's logits with those of the checkpoint, which torch, PEFT or DeepSpeed load whole."""
-    difference, largest = pool.submit(compare_logits.difference, folder, found, papers).result()
+    difference, largest = pool.submit(compare_logits.difference, folder, checkpoint, papers).result()
     exact = papers.adapter is None
     if difference > (0 if exact else MERGED * largest):
         raise UserError(
             f"the export's logits differ from the checkpoint's by {difference:g} (the largest is {largest:g})",
             why="it isn't the model that was trained",
-            fix=f"please report this with the checkpoint's {_describing(found)}",
+            fix=f"please report this with the checkpoint's {_describing(checkpoint)}",
         )
     return report.proven(f"logits as of the checkpoint loaded by its own library, largest difference {difference:g}")
 
 
-def _describing(found: CheckpointLocation) -> str:
-    """The file that says what a checkpoint holds, without its numbers."""
-    if found.kind == "adapter":
+def _describing(checkpoint: CheckpointLocation) -> str:
+    """The file that describes a checkpoint, without its numbers."""
+    if checkpoint.kind == "adapter":
         return file_names.ADAPTER_CONFIG
-    return file_names.DCP_METADATA if found.kind == "sharded (DCP)" else file_names.CONFIG
+    return file_names.DCP_METADATA if checkpoint.kind == "sharded (DCP)" else file_names.CONFIG

@@ -1,4 +1,4 @@
-"""What is behind a failure: the line of the script, and the key or argument that is known to cause it."""
+"""Finds the cause of a failure: the line of the script, and the key or argument that is known to cause it."""
 
 import re
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from accel_fsdp.rehearsal.job import Hang, Outcome
 from accel_fsdp.rehearsal.scaled import ScaledJob
 
 SCRIPT = "the script"
-"""The key of what the YAML can't mend."""
+"""The key of failures that the YAML can't fix."""
 
 
 class Failure(Exception):
-    """A step that failed. `key` is the YAML's key or the script's argument behind it, `line` that of the script."""
+    """A step that failed. `key` is the YAML's key or the script's argument that caused it, `line` the script's line."""
 
     def __init__(self, what: str, key: str = "", fix: str = "", line: str = "", output: str = "") -> None:
         super().__init__(what)
@@ -22,7 +22,7 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Cause:
-    """A message of the libraries, and what makes them say it; where it says little, `at` is a line they stopped at."""
+    """A library's message and its cause; `at` is a line of the traceback, if the message alone says too little."""
 
     said: str
     key: str
@@ -108,11 +108,11 @@ KNOWN = (
         "Accelerate itself makes a unit of the head, as of BERT's, whose bias is shared",
     ),
 )
-"""From the list of known pains: what is said where only a run shows it."""
+"""Known problems that only a run shows."""
 OF_PYTHON = re.compile(r"(AttributeError|TypeError|NameError|UnboundLocalError):")
-"""What Python says of a script's own slips."""
+"""Python's errors for slips in a script."""
 CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
-"""What the other ranks say once one of them is gone."""
+"""The errors of the other ranks once one of them is gone."""
 OURS = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
 """How this project's own programs end."""
 ABSENT = "this rank never comes to what the others wait for: see why it stays at this line"
@@ -120,7 +120,7 @@ HANGING = "every rank must call what all of them do together: no collective behi
 
 
 def judge(scaled: ScaledJob, classes: tuple[str, ...], outcome: Outcome) -> None:
-    """Compares what the ranks held with what the YAML asks for."""
+    """Compares the ranks' shards with the YAML."""
     for wrong in verdict.differences(verdict.of_job(scaled, classes), outcome.holdings):
         raise Failure(wrong.what, key=wrong.key, fix="see what accel-fsdp check says of it")
 
@@ -129,26 +129,27 @@ def of_outcome(outcome: Outcome) -> Failure:
     if outcome.hang is not None:
         return _of_hang(outcome.hang, outcome)
     failures = [event.content for event in outcome.failures]
-    said = next((one for one in failures if not CONSEQUENCE.search(one["error"])), None)
-    if said is None and (ours := OURS.search(outcome.output)):
+    failure = next((content for content in failures if not CONSEQUENCE.search(content["error"])), None)
+    if failure is None and (ours := OURS.search(outcome.output)):
         return Failure(f"{ours['what']}: {ours['why']}", fix=ours["fix"], output=outcome.tail)
-    if said is None and failures and (ended := next((one for one in outcome.ends if one.content["code"]), None)):
+    ended = next((event for event in outcome.ends if event.content["code"]), None)
+    if failure is None and failures and ended:
         what = f"rank {ended.rank} ended itself with exit code {ended.content['code']}, and the others wait for it"
         fix = "see why this rank alone comes to this line"
         return Failure(what, key=SCRIPT, fix=fix, line=ended.content["line"], output=outcome.tail)
-    said = said or next(iter(failures), None) or next((one.content for one in outcome.ends if one.content["code"]), {})
-    return of_message(str(said.get("error", "")), str(said.get("line", "")), outcome)
+    failure = failure or next(iter(failures), None) or (ended.content if ended else {})
+    return of_message(str(failure.get("error", "")), str(failure.get("line", "")), outcome)
 
 
 def of_no_training(outcome: Outcome) -> Failure:
-    """Why a script came to its end without a model."""
-    line = next((str(one.content["line"]) for one in outcome.ends if one.content["line"]), "")
+    """Why a script ended without a model."""
+    line = next((str(event.content["line"]) for event in outcome.ends if event.content["line"]), "")
     what = "the script ended itself before it trained a model" if line else "the script trained no model"
     return Failure(what, key=SCRIPT, line=line, fix=without_gpu.why_ended(line), output=outcome.tail)
 
 
 def of_message(error: str, line: str, outcome: Outcome) -> Failure:
-    """By the first rank's error; the first line of it says what is wrong."""
+    """A failure by the first rank's error, whose first line says what is wrong."""
     text = error or outcome.tail
     what = _first_words(error) if error else f"a rank ended with exit code {outcome.code}"
     if fix := without_gpu.instead(error, line):
@@ -163,13 +164,13 @@ def of_message(error: str, line: str, outcome: Outcome) -> Failure:
 
 
 def _first_words(error: str) -> str:
-    """Its first line; where that only announces, the next one too."""
+    """The first line of an error, with the next one if it ends with a colon."""
     first, *others = error.splitlines()
     return f"{first} {others[0].strip()}" if first.endswith(":") and others else first
 
 
 def _unwrapping(outcome: Outcome) -> str:
-    """Where an attribute is that the wrapped model lacks; empty if nothing has it."""
+    """The fix for an attribute that the wrapper lacks and its model has; empty if the model lacks it too."""
     name = next((event.content["wrapped"] for event in outcome.failures if event.content["wrapped"]), "")
     return f"the model inside of the wrapper has it: accelerator.unwrap_model(model).{name}" if name else ""
 

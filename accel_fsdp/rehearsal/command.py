@@ -26,12 +26,12 @@ Action = Callable[[], str | Proof]
 
 
 def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
-    """Runs the job in small on this machine; returns 0 if every step passed, else 1.
+    """Runs a small version of the job on this machine; returns 0 if every step passed, else 1.
 
-    `words` are the script's arguments; what they don't give of those of train/sft.py, the YAML's own comment does.
+    `words` are the script's arguments; for train/sft.py, arguments in the YAML's comment complete them.
 
     Raises:
-        UserError: the file can't be read, or its job can't be rehearsed. The report as JSON then says so too.
+        UserError: the file can't be read, or its job can't be rehearsed. The JSON report contains the error too.
     """
     report = Report(str(options.file))
     try:
@@ -49,7 +49,7 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
 
 
 def _run(options: RehearseCommand, words: tuple[str, ...], report: Report) -> None:
-    """Takes the steps, and adds each to the report."""
+    """Runs the steps, and adds each to the report."""
     require("rehearsing", "torch", "accelerate", "transformers")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
     if options.processes is not None:
@@ -103,14 +103,14 @@ def _steps(
     if options.script is not None:
         yield from OwnRehearsal(launcher, scaled, words).steps()
         return
-    made: list[prepare.Prepared] = []
+    prepared_jobs: list[prepare.Prepared] = []
 
     def shrink() -> str:
-        made.append(prepare.prepare(scaled, model, words, launcher))
-        return made[0].said
+        prepared_jobs.append(prepare.prepare(scaled, model, words, launcher))
+        return prepared_jobs[0].said
 
     yield "make the model small", shrink
-    (prepared,) = made
+    (prepared,) = prepared_jobs
     report.changes = [*prepared.scaled.changes, *map(str, prepared.model.changed)]
     report.left_out += [f"--{name}" for name in prepared.run.left_out]
     report.of_real_model += prepared.model.not_shown
@@ -123,17 +123,17 @@ def _steps(
 
 
 def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]) -> str:
-    """The linter's errors end the rehearsal; warnings are counted."""
+    """Ends the rehearsal at errors of the linter, and counts its warnings."""
     file, model = options.file, options.model
     arguments = launcher.folder / "arguments.json"
     arguments.write_text(json.dumps(flag_words.parse_command_line(words)), encoding="utf-8")
-    found = lint(file, LintOptions(model=model, args=arguments if words else None, script=launcher.script))
-    errors = [one for one in found if one.severity == "error"]
+    findings = lint(file, LintOptions(model=model, args=arguments if words else None, script=launcher.script))
+    errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         first, *others = errors
         more = f" (and {counted(len(others), 'error')} more: accel-fsdp check {file})" if others else ""
         raise Failure(f"{first.code}: {first.what.rstrip('.')}; {first.why}{more}", key=first.key, fix=first.fix)
-    warnings = sum(one.severity == "warning" for one in found)
+    warnings = sum(finding.severity == "warning" for finding in findings)
     own = ["--script", str(options.script)] if options.script is not None else []
     again = shlex.join(["accel-fsdp", "check", *(["--model", model] if model else []), *own, str(file)])
     return f"no errors, {counted(warnings, 'warning')}: {again}" if warnings else "no errors"

@@ -10,7 +10,7 @@ from accel_fsdp.units import about_gib, counted
 
 
 def of_job(job: JobConfig, model: str | None, words: tuple[str, ...]) -> str:
-    """A sentence with the peak of one rank of the real job; empty where the planner can't say."""
+    """A sentence with the peak of one rank of the real job; empty if the planner can't predict it."""
     if model is None:
         return ""
     try:

@@ -1,6 +1,6 @@
-"""The first rows of a data set on the hub, fetched in a process of its own: one that waits for a network is ended.
+"""Fetches the first rows of a data set on the hub, in a separate process that is ended if the network blocks.
 
-What the user's environment says of the hub holds here too: endpoint, token, proxies, caches, and HF_HUB_OFFLINE.
+The user's variables for the hub apply here too: endpoint, token, proxies, caches, and HF_HUB_OFFLINE.
 """
 
 import json
@@ -22,7 +22,7 @@ OFFLINE = "HF_HUB_OFFLINE"
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which rows, the folder to write them to, and the file that then says what became of it."""
+    """The rows to fetch, the folder to write them to, and the file for the result."""
 
     dataset: str
     config_name: str | None
@@ -32,43 +32,43 @@ class Wanted:
 
 
 def fetch(launcher: Rehearsed, dataset: str, config_name: str | None, split: str, target: Path) -> str:
-    """Writes the rows to the folder `target`; returns why they can't be had, empty where they could.
+    """Writes the rows to the folder `target`; returns why that failed, empty on success.
 
-    A copy in a cache is used where the hub can't be reached.
+    If the hub can't be reached, a copy in a cache is used.
 
     Raises:
-        UserError: the data set is there, but not with this configuration or split, or it can't be read.
+        UserError: the data set exists, but without this configuration or split, or it can't be read.
     """
     alone = replace(launcher, seconds=SECONDS, cold=True)
-    wanted = Wanted(dataset, config_name, split, str(target), str(launcher.folder / "rows.json"))
-    why, may_be_cached = _asked(alone, wanted, "rows")
-    if why and may_be_cached and _asked(alone, wanted, "rows-offline", **{OFFLINE: "1"})[0] == "":
+    request = Wanted(dataset, config_name, split, str(target), str(launcher.folder / "rows.json"))
+    why, may_be_cached = _asked(alone, request, "rows")
+    if why and may_be_cached and _asked(alone, request, "rows-offline", **{OFFLINE: "1"})[0] == "":
         return ""
     return why
 
 
-def _asked(launcher: Rehearsed, wanted: Wanted, name: str, **environment: str) -> tuple[str, bool]:
-    """Why there are no rows, and whether a cache may have them; both are empty where the rows are written."""
-    file = Path(wanted.told)
+def _asked(launcher: Rehearsed, request: Wanted, name: str, **environment: str) -> tuple[str, bool]:
+    """Why there are no rows, and whether a cache may have them; both are empty if the rows were written."""
+    file = Path(request.told)
     file.unlink(missing_ok=True)
-    outcome = launcher.python(name, __name__, [json.dumps(asdict(wanted))], **environment)
+    outcome = launcher.python(name, __name__, [json.dumps(asdict(request))], **environment)
     if not file.is_file():
         crashed = f"the process that reads it ended with exit code {outcome.code}"
         return f"the hub gave none in {SECONDS} seconds" if outcome.code is None else crashed, True
-    told = json.loads(file.read_text(encoding="utf-8"))
-    if told["error"]:
-        raise UserError(told["error"][0], why=told["error"][1], fix=told["error"][2])
-    return told["why"], told["may_be_cached"]
+    answer = json.loads(file.read_text(encoding="utf-8"))
+    if answer["error"]:
+        raise UserError(answer["error"][0], why=answer["error"][1], fix=answer["error"][2])
+    return answer["why"], answer["may_be_cached"]
 
 
-def main(wanted: Wanted) -> None:
-    """What the process does: writes the rows, or says why not."""
-    why, may_be_cached, error = _unreachable(wanted.dataset), False, None
+def main(request: Wanted) -> None:
+    """The process itself: writes the rows, or the reason why not."""
+    why, may_be_cached, error = _unreachable(request.dataset), False, None
     if why and not _offline():
         may_be_cached = True
     else:
         try:
-            _write(wanted)
+            _write(request)
             why = ""
         except UserError as raised:
             cause = raised.__cause__ or raised
@@ -77,20 +77,20 @@ def main(wanted: Wanted) -> None:
             why = why or first_line(cause)
         except Exception as raised:  # whatever a network brings: rows can be made up
             why = why or first_line(raised)
-    told = json.dumps({"why": why, "may_be_cached": may_be_cached, "error": error})
-    Path(wanted.told).write_text(told, encoding="utf-8")
+    answer = json.dumps({"why": why, "may_be_cached": may_be_cached, "error": error})
+    Path(request.told).write_text(answer, encoding="utf-8")
 
 
-def _write(wanted: Wanted) -> None:
-    splits = (wanted.split,)
-    rows.cut(wanted.dataset, Path(wanted.target), splits=splits, config_name=wanted.config_name, from_hub=True)
+def _write(request: Wanted) -> None:
+    splits = (request.split,)
+    rows.cut(request.dataset, Path(request.target), splits=splits, config_name=request.config_name, from_hub=True)
 
 
 def _is_gone(error: BaseException) -> bool:
-    """Whether the hub has no such data set, or none for this account, or answers no more."""
+    """Whether the data set is missing on the hub, closed to this account, or the connection was lost."""
     from datasets.exceptions import DatasetNotFoundError
 
-    lost = type(error) is FileNotFoundError  # of no kind that says what a data set lacks
+    lost = type(error) is FileNotFoundError  # not one of its subclasses, which name a missing part of the data set
     return lost or isinstance(error, (DatasetNotFoundError, ConnectionError))
 
 
@@ -101,7 +101,7 @@ def _offline() -> bool:
 
 
 def _unreachable(dataset: str) -> str:
-    """Why nothing can be asked of the hub, after one request; empty where it answers, if only that it has no such."""
+    """Why the hub can't be reached, after one request; empty if it answers, even that it lacks the data set."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 

@@ -1,7 +1,7 @@
-"""Leaves nothing behind: a small process that outlives the rehearsal, however that ends, and cleans up after it.
+"""Cleans up after a rehearsal, however that ends, in a small process that outlives it.
 
-It waits on a pipe that the rehearsal holds open. At a word from it, when all is done, or when the pipe closes, because
-the rehearsal was killed, it ends every process that has the rehearsal's folder in its environment, and removes the
+It waits on a pipe that the rehearsal holds open. When the rehearsal writes a byte at its end, or the pipe closes
+because it was killed, the janitor ends every process with the rehearsal's folder in its environment, and removes the
 folder.
 """
 
@@ -19,13 +19,13 @@ import psutil
 from accel_fsdp import python_child
 
 FOLDER = "ACCEL_FSDP_REHEARSAL"
-"""The variable by which processes of a rehearsal are known: it names the folder."""
+"""The variable that marks processes of a rehearsal: it names the folder."""
 SERVING = "from accel_fsdp.rehearsal import janitor; janitor.serve({!r})"
 
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """A new folder for all that a rehearsal writes; afterwards neither it nor a process with its name is there."""
+    """Creates a folder for a rehearsal; at the end removes it, and ends all processes that are marked with it."""
     place = Path(tempfile.mkdtemp(prefix="accel-fsdp-rehearsal-"))
     words = python_child.command(SERVING.format(str(place)))
     ours = {name: value for name, value in os.environ.items() if name != FOLDER}
@@ -33,11 +33,11 @@ def folder() -> Iterator[Path]:
     try:
         yield place
     finally:
-        process.communicate(b".")  # a word, as whoever was forked meanwhile holds the pipe open too
+        process.communicate(b".")  # closing isn't enough: processes forked meanwhile hold the pipe open too
 
 
 def mark(place: Path) -> dict[str, str]:
-    """The variable that processes of a rehearsal must have when they are executed."""
+    """The variable that processes of a rehearsal must be started with."""
     return {FOLDER: str(place)}
 
 
@@ -48,12 +48,12 @@ def serve(place: str) -> None:
 
 
 def end(place: str) -> None:
-    """Kills every process of a rehearsal, those too that others of it start meanwhile."""
-    while found := [process for process in psutil.process_iter() if _belongs(process, place)]:
-        for process in found:
+    """Kills every process of a rehearsal, including those that are started meanwhile."""
+    while processes := [process for process in psutil.process_iter() if _belongs(process, place)]:
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(found, timeout=1)
+        psutil.wait_procs(processes, timeout=1)
 
 
 def _belongs(process: psutil.Process, place: str) -> bool:

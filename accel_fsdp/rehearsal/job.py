@@ -1,4 +1,4 @@
-"""One launch of a rehearsal: its ranks under `launch.ranks`, what they tell, and how it ends. A hang is ended."""
+"""One launch of a rehearsal: starts its ranks under `launch.ranks`, reads their events, and ends a hang."""
 
 import contextlib
 import math
@@ -31,7 +31,7 @@ TAIL_LETTERS = 4000
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that wait for each other. `ended` are those whose script came to its end meanwhile."""
+    """Ranks that wait for each other. `ended`: the ranks whose script has ended meanwhile."""
 
     waits: Mapping[int, Stand]
     ended: frozenset[int] = frozenset()
@@ -42,15 +42,15 @@ class Hang:
 
     @property
     def stacks(self) -> str:
-        """Those of the ranks that wait."""
+        """The stacks of the waiting ranks."""
         return "\n".join(f"rank {rank}:\n{stand.stack}" for rank, stand in sorted(self.waits.items()) if stand.stack)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended; `code` is None where it was killed, after a checkpoint or for a hang.
+    """How a launch ended; `code` is None if it was killed, after a checkpoint or for a hang.
 
-    `output` is what all ranks printed, `printed` what rank 0 of a script of the user's own wrote to its stdout.
+    `output` holds what all ranks printed, `printed` the stdout of rank 0, for a script of the user.
     """
 
     code: int | None
@@ -65,23 +65,21 @@ class Outcome:
 
     @property
     def failures(self) -> list[Event]:
-        """What the ranks failed of, the first one first."""
+        """The failures of the ranks, the first one first."""
         return [event for event in self.events if event.kind == "failed"]
 
     @property
     def ends(self) -> list[Event]:
-        """How scripts ended by themselves, the first one first."""
+        """The ends of the scripts, the first one first."""
         return [event for event in self.events if event.kind == "ended"]
 
     @property
     def losses(self) -> list[float]:
-        """Of the steps that ranks took."""
         return [event.content["value"] for event in self.events if event.kind == "loss"]
 
     @property
     def has_finite_losses(self) -> bool:
-        """Whether none of them is NaN or infinite."""
-        return all(math.isfinite(one) for one in self.losses)
+        return all(math.isfinite(loss) for loss in self.losses)
 
     @property
     def tail(self) -> str:
@@ -91,9 +89,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What all launches of a rehearsal share. `folder` is the janitor's, and a launch may take `seconds`.
+    """The settings of all launches of a rehearsal. `folder` is the janitor's, and a launch may take `seconds`.
 
-    `cold`: the script may set variables that libraries read while they are imported.
+    `cold`: the script may set variables that libraries read during their import.
     """
 
     folder: Path
@@ -104,36 +102,36 @@ class Rehearsed:
     def launch(self, name: str, scaled: ScaledJob, words: Sequence[str], kill_after: Path | None = None) -> Outcome:
         """Runs the script on the job's ranks; SIGKILL ends all of them in a step after the checkpoint `kill_after`.
 
-        Accelerate's own functions make of the YAML what its launcher would tell the ranks, which are started as by
-        torchrun: that launcher takes as long to load as a rank.
+        Accelerate's functions turn the YAML into the variables of its launcher, and the ranks start as under torchrun:
+        the launcher itself takes as long to load as a rank.
         """
         own = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else {}
-        each = environments(scaled, self.folder / f"{name}.yaml", self.script)
-        return self._run(name, RANK, [str(self.script), *words], [own | one for one in each])
+        variables_of = environments(scaled, self.folder / f"{name}.yaml", self.script)
+        return self._run(name, RANK, [str(self.script), *words], [own | variables for variables in variables_of])
 
     def command(self, name: str, words: Sequence[str]) -> Outcome:
         """Runs a command of accel-fsdp."""
         return self.python(name, "accel_fsdp", words)
 
     def python(self, name: str, module: str, words: Sequence[str], **environment: str) -> Outcome:
-        """Runs a module with these words, in a process of its own."""
+        """Runs a module with these words in a new process."""
         return self._run(name, module, words, [environment])
 
     def _run(self, name: str, module: str, words: Sequence[str], environments: Sequence[Mapping[str, str]]) -> Outcome:
-        told, output = self.folder / f"{name}.events", self.folder / f"{name}.log"
+        folder, output = self.folder / f"{name}.events", self.folder / f"{name}.log"
         stdout = self.folder / f"{name}.stdout" if self.cold else output
-        told.mkdir()
-        common = {**os.environ, ranks.EVENTS: str(told)}
+        folder.mkdir()
+        common = {**os.environ, ranks.EVENTS: str(folder)}
         started: list[Process] = []
         try:
             for number, own in enumerate(environments):
                 started.append(self._start(module, words, {**common, **own}, output, output if number else stdout))
-            code, hang = self._wait(started, told)
+            code, hang = self._wait(started, folder)
         finally:
             _kill(started)
-        said = output.read_text(encoding="utf-8", errors="replace")
+        text = output.read_text(encoding="utf-8", errors="replace")
         printed = stdout.read_text(encoding="utf-8", errors="replace") if self.cold else ""
-        return Outcome(code, ranks.read(told), printed + said, hang, printed)
+        return Outcome(code, ranks.read(folder), printed + text, hang, printed)
 
     def _start(
         self, module: str, words: Sequence[str], environment: Mapping[str, str], output: Path, stdout: Path
@@ -150,14 +148,14 @@ class Rehearsed:
                 start_new_session=True,
             )
 
-    def _wait(self, started: Sequence[Process], told: Path) -> tuple[int | None, Hang | None]:
+    def _wait(self, started: Sequence[Process], folder: Path) -> tuple[int | None, Hang | None]:
         end = time.monotonic() + self.seconds
-        reader, events = ranks.EventReader(told), []
+        reader, events = ranks.EventReader(folder), []
         while time.monotonic() < end:
             time.sleep(POLL_SECONDS)
             codes = [_code(process) for process in started]
             if any(codes):
-                time.sleep(GRACE_SECONDS)  # in which the other ranks say what they failed of
+                time.sleep(GRACE_SECONDS)  # in which the other ranks report their failures
                 return next(code if code > 0 else 128 - code for code in codes if code), None
             if None not in codes:
                 return 0, None
@@ -172,7 +170,7 @@ class Rehearsed:
 
 
 def environments(scaled: ScaledJob, config: Path, script: Path) -> list[dict[str, str]]:
-    """What each rank is told: its place, and the YAML, which is written to `config` for Accelerate to read."""
+    """The variables of each rank: its place, and those of the YAML, which is written to `config` for Accelerate."""
     config.write_text(yaml.safe_dump(dict(scaled.job.values)), encoding="utf-8")
     common = launcher.rank_environment(config, script)
     return [common | place for place in (places(scaled) if scaled.job.engine is not Engine.NONE else [{}])]
@@ -183,35 +181,35 @@ def _code(process: Process) -> int | None:
 
 
 def places(scaled: ScaledJob) -> list[dict[str, str]]:
-    """Each rank's place, as torchrun tells it; several machines where the ranks stand for them."""
-    each = scaled.ranks_per_node
-    numbers = {"WORLD_SIZE": scaled.processes, "LOCAL_WORLD_SIZE": each, "MASTER_PORT": host.free_port()}
+    """Each rank's variables as torchrun sets them, on several machines if the ranks represent several."""
+    per_node = scaled.ranks_per_node
+    numbers = {"WORLD_SIZE": scaled.processes, "LOCAL_WORLD_SIZE": per_node, "MASTER_PORT": host.free_port()}
     common = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
     return [
-        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % each), "GROUP_RANK": str(rank // each)}
+        {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "GROUP_RANK": str(rank // per_node)}
         for rank in range(scaled.processes)
     ]
 
 
 def hang_in(events: Sequence[Event], processes: int) -> Hang | None:
-    """Whether every rank that has not ended stands still, and one of them in a collective."""
+    """A hang, if every rank that has not ended is stuck, and one of them in a collective; else None."""
     last: dict[int, Event] = {}
     for event in events:
         last[event.rank] = event
     waiting = {rank: event.content for rank, event in last.items() if event.kind == "still"}
     ended = sum(event.kind == "ended" for event in last.values())
-    if len(waiting) + ended < processes or not any(one["collective"] for one in waiting.values()):
+    if len(waiting) + ended < processes or not any(stand["collective"] for stand in waiting.values()):
         return None
-    waits = {rank: Stand(one["line"], one["collective"], one["stack"]) for rank, one in waiting.items()}
+    waits = {rank: Stand(stand["line"], stand["collective"], stand["stack"]) for rank, stand in waiting.items()}
     return Hang(waits, frozenset(event.rank for event in events if event.kind == "ended"))
 
 
 def _kill(started: Sequence[Process]) -> None:
-    """Kills processes and what they have started."""
+    """Kills processes and their children."""
     for process in started:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one = psutil.Process(process.pid)
-            for each in (*one.children(recursive=True), one):
+            parent = psutil.Process(process.pid)
+            for child in (*parent.children(recursive=True), parent):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    each.kill()
+                    child.kill()
         process.wait() if isinstance(process, subprocess.Popen) else process.join()

@@ -1,4 +1,4 @@
-"""Mistakes of training scripts that no library reports: what the ranks told, read for them. Pure."""
+"""Finds mistakes of training scripts that no library reports, in the events of the ranks. Pure."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,25 +11,28 @@ from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.units import counted
 
 APART = 1e-3
-"""How far the sums of a weight's values on two ranks may be apart, relative to its norm. Other random values: by 1."""
+"""The largest difference of a weight's sums on two ranks, relative to its norm; other random values differ by 1."""
 
 
 def found(events: Sequence[Event]) -> Iterator[Failure]:
     """Each mistake once, the gravest first."""
-    held = holdings(events)
+    by_rank = holdings(events)
     for look in LOOKS:
-        yield from look(events, held)
+        yield from look(events, by_rank)
 
 
-def _another_optimizer(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """Made from the parameters before they were sharded: its steps change nothing, or not all."""
+def _another_optimizer(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """The optimizer was made before the parameters were sharded: its steps change none of them, or only some."""
     for event in _of("optimizer", events)[:1]:
-        holding = held.get(event.rank)
-        if holding is None or holding.engine.startswith(Engine.DEEPSPEED.label):  # which makes its own of each
+        holding = by_rank.get(event.rank)
+        if holding is None or holding.engine.startswith(Engine.DEEPSPEED.label):  # DeepSpeed replaces the parameters
             continue
         missing, strange = event.content["missing"], event.content["strange"]
-        if strange:  # what it lacks may be another optimizer's
-            what = f"the optimizer lacks {missing} of the model's trained parameters and has {strange} of no model's"
+        if strange:  # the missing ones alone may be another optimizer's
+            what = (
+                f"the optimizer does not hold {missing} of the model's trained parameters, and holds {strange} that "
+                "belong to no prepared model"
+            )
             yield Failure(
                 what,
                 SCRIPT,
@@ -38,40 +41,40 @@ def _another_optimizer(events: Sequence[Event], held: dict[int, Holding]) -> Ite
             )
 
 
-def _same_rows(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
+def _same_rows(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """A dataloader that was not prepared gives each rank the same rows."""
-    told = _of("rows", events)
-    rows = [event.content["hashes"] for event in told]
-    prepared = _of("prepared-rows", events)  # then rows that are alike are so in the data
-    if not prepared and len(rows) > 1 and rows[0] and all(one == rows[0] for one in rows):
+    row_events = _of("rows", events)
+    rows = [event.content["hashes"] for event in row_events]
+    prepared = _of("prepared-rows", events)  # then equal rows come from the data itself
+    if not prepared and len(rows) > 1 and rows[0] and all(hashes == rows[0] for hashes in rows):
         yield Failure(
             f"all {len(rows)} ranks train on the same rows",
             SCRIPT,
             "accelerator.prepare(dataloader), or a DistributedSampler",
-            told[0].content["line"],
+            row_events[0].content["line"],
         )
 
 
-def _other_units(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """FSDP gathers a unit from all ranks: those that run another one meanwhile mix its weights with theirs, or hang."""
+def _other_units(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """FSDP gathers a unit from all ranks: ranks that run another unit meanwhile mix up the weights, or hang."""
     orders = {event.rank: event.content["names"] for event in _of("units", events)}
     first, *others = sorted(orders) or [0]
     for rank in others:
-        for ours, theirs in zip_longest(orders[first], orders[rank], fillvalue="nothing"):
-            if ours != theirs:
+        for our_unit, their_unit in zip_longest(orders[first], orders[rank], fillvalue="nothing"):
+            if our_unit != their_unit:
                 yield Failure(
-                    f"the ranks run different units: rank {first} runs {ours or 'the model'} "
-                    f"where rank {rank} runs {theirs or 'the model'}",
+                    f"the ranks run different units: rank {first} runs {our_unit or 'the model'} "
+                    f"where rank {rank} runs {their_unit or 'the model'}",
                     "fsdp_transformer_layer_cls_to_wrap",
                     "make a unit of the layer that holds the experts, which every rank runs, not of each expert",
                 )
                 return
 
 
-def _untied(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
+def _untied(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """FSDP1 gathers a weight with the unit that has it first; a module of another unit then sees a shard of it."""
     for event in _of("prepared", events)[:1]:
-        holding = held[event.rank]
+        holding = by_rank[event.rank]
         if not holding.engine.startswith(Engine.FSDP1.label):
             continue
         for names in event.content["shared"]:
@@ -87,14 +90,14 @@ def _untied(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failu
 
 def _unit_of(name: str, holding: Holding) -> str:
     """The path of the innermost unit that has this weight."""
-    found = (unit.name for unit in holding.units if not unit.name or name.startswith(f"{unit.name}."))
-    return max(found, key=len, default="")
+    paths = (unit.name for unit in holding.units if not unit.name or name.startswith(f"{unit.name}."))
+    return max(paths, key=len, default="")
 
 
-def _clipped_by_torch(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """Each rank takes the norm of its own shards: they are scaled differently."""
+def _clipped_by_torch(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """Each rank takes the norm of its own shards, so the ranks scale their gradients differently."""
     for event in _of("clipped", events)[:1]:
-        holding = held.get(event.rank)
+        holding = by_rank.get(event.rank)
         if holding and holding.engine.startswith(Engine.FSDP1.label) and holding.held < holding.weights:
             yield Failure(
                 "gradients are clipped by torch.nn.utils.clip_grad_norm_, which sees this rank's shards alone",
@@ -104,8 +107,8 @@ def _clipped_by_torch(events: Sequence[Event], held: dict[int, Holding]) -> Iter
             )
 
 
-def _forgotten_rng(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """Dropout draws another mask when a layer runs again: the gradients are of another pass."""
+def _forgotten_rng(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """Dropout draws another mask when a layer runs again, so the gradients belong to another forward pass."""
     for event in _of("forgot-rng", events)[:1]:
         of_yaml = event.content["by_wrapper"]
         yield Failure(
@@ -119,20 +122,20 @@ def _forgotten_rng(events: Sequence[Event], held: dict[int, Holding]) -> Iterato
         )
 
 
-def _begun_apart(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """Each rank keeps its part of its own model: together they are none. A weight that was loaded later has no value.
+def _begun_apart(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """Each rank shards its own random model, so the shards don't fit together. A weight loaded later has no value here.
 
-    DDP, FSDP1's `sync_module_states` and Accelerate's loading on rank 0 send that of rank 0 to all before.
+    DDP, FSDP1's `sync_module_states` and Accelerate's loading on rank 0 send rank 0's weights to all before.
     """
-    told = {event.rank: event.content["units"] for event in _of("begun", events)}
+    units_of = {event.rank: event.content["units"] for event in _of("begun", events)}
     lines = {event.rank: str(event.content["line"]) for event in _of("begun", events)}
-    for rank, units in sorted(told.items()):
+    for rank, units in sorted(units_of.items()):
         for number, unit in enumerate(units):
             first = min(unit["ranks"])
-            theirs = told.get(first, [])[number : number + 1]
-            if not theirs or theirs[0]["ranks"] != unit["ranks"]:
+            first_units = units_of.get(first, [])[number : number + 1]
+            if not first_units or first_units[0]["ranks"] != unit["ranks"]:
                 continue
-            if name := _other_value(theirs[0]["weights"], unit["weights"]):
+            if name := _other_value(first_units[0]["weights"], unit["weights"]):
                 yield Failure(
                     f"the ranks shard different models: {name} has other values on rank {rank} than on rank {first}",
                     SCRIPT,
@@ -144,31 +147,35 @@ def _begun_apart(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[
 
 
 def _other_value(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> str:
-    """The name of the first weight with two values that are apart by more than rounding."""
-    for (name, one), (other_name, other) in zip(ours, theirs, strict=False):
-        if name == other_name and None not in (one, other) and abs(one[0] - other[0]) > APART * max(one[1], other[1]):
+    """The name of the first weight whose values differ by more than rounding."""
+    for (name, our_sums), (other_name, their_sums) in zip(ours, theirs, strict=False):
+        if name != other_name or None in (our_sums, their_sums):
+            continue
+        (our_sum, our_norm), (their_sum, their_norm) = our_sums, their_sums
+        if abs(our_sum - their_sum) > APART * max(our_norm, their_norm):
             return str(name)
     return ""
 
 
-def _no_step(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """Gradients alone train nothing. A script that makes no optimizer may want no more than them."""
-    told = [event.content for event in _of("trained", events)]
-    if any(one.engine.startswith(Engine.DEEPSPEED.label) for one in held.values()):  # which steps by itself
+def _no_step(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """Gradients alone train nothing. A script without an optimizer may want only gradients."""
+    reports = [event.content for event in _of("trained", events)]
+    if any(report.engine.startswith(Engine.DEEPSPEED.label) for report in by_rank.values()):  # which steps by itself
         return
-    if told and _all_ended(events) and all(one["kept"] and one["optimizers"] and one["backwards"] for one in told):
-        backwards = counted(told[0]["backwards"], "backward pass", "backward passes")
+    nothing_moved = all(report["kept"] and report["optimizers"] and report["backwards"] for report in reports)
+    if reports and _all_ended(events) and nothing_moved:
+        backwards = counted(reports[0]["backwards"], "backward pass", "backward passes")
         yield Failure(
             f"no weight was ever updated: {backwards}, and no step of an optimizer",
             SCRIPT,
             "optimizer.step() after backward; where gradients of several batches make a step, let it come to one",
-            told[0]["backward_line"],
+            reports[0]["backward_line"],
         )
 
 
-def _steps_apart(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """The parts of a model on the ranks are then of different steps."""
-    counts = _final_steps(events, held) if _all_ended(events) else _steps_until_now(events)
+def _steps_apart(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """The ranks took different numbers of steps, so the shards of the model don't fit together."""
+    counts = _final_steps(events, by_rank) if _all_ended(events) else _steps_until_now(events)
     if len(set(counts.values())) < 2:
         return
     most, least = (choose(counts, key=lambda rank: counts[rank]) for choose in (max, min))
@@ -181,21 +188,21 @@ def _steps_apart(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[
     )
 
 
-def _final_steps(events: Sequence[Event], held: dict[int, Holding]) -> dict[int, int]:
-    """Of each rank, with weights that FSDP shards; under DDP with any, where a rank has none and as many gradients."""
-    told = {event.rank: event.content for event in _of("trained", events)}
-    sharded = {rank: one["sharded_steps"] for rank, one in told.items()}
-    ddp = held and all(one.engine == Engine.DDP.label for one in held.values())
-    if not ddp or any(sharded.values()) or len({one["backwards"] for one in told.values()}) > 1:
+def _final_steps(events: Sequence[Event], by_rank: dict[int, Holding]) -> dict[int, int]:
+    """Each rank's steps on sharded weights; under DDP all steps, if a rank took none after as many backward passes."""
+    reports = {event.rank: event.content for event in _of("trained", events)}
+    sharded = {rank: report["sharded_steps"] for rank, report in reports.items()}
+    ddp = by_rank and all(report.engine == Engine.DDP.label for report in by_rank.values())
+    if not ddp or any(sharded.values()) or len({report["backwards"] for report in reports.values()}) > 1:
         return sharded
-    counts = {rank: one["steps"] for rank, one in told.items()}
+    counts = {rank: report["steps"] for rank, report in reports.items()}
     return {} if all(counts.values()) else counts
 
 
 def _steps_until_now(events: Sequence[Event]) -> dict[int, int]:
-    """Of each rank, before its last backward pass: where they have run as many, and one of them never stepped.
+    """Each rank's steps before its last backward pass, if all ran as many passes and one never stepped.
 
-    Such a script fails or hangs where it saves the optimizer, and says something else.
+    Such a script fails or hangs when it saves the optimizer, with an unrelated message.
     """
     steps: dict[int, list[int]] = {}
     for event in _of("loss", events):
@@ -206,14 +213,14 @@ def _steps_until_now(events: Sequence[Event]) -> dict[int, int]:
     return counts if as_many and everywhere and not all(counts.values()) else {}
 
 
-def _saved_shards(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """A file for each rank's part is a way to go on with as many ranks; one file of one part is no model."""
+def _saved_shards(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """One file per shard can be resumed on as many ranks; a single file with one shard isn't a model."""
     saves = _of("saved-shards", events) if _all_ended(events) else []  # others may have been about to write theirs
     writers: dict[str, set[int]] = {}
     for event in saves:
         writers.setdefault(event.content["file"], set()).add(event.rank)
     alone = {rank for several in writers.values() if len(several) == 1 for rank in several}
-    shard_ranks = max((unit.ranks for one in held.values() for unit in one.units), default=2)
+    shard_ranks = max((unit.ranks for holding in by_rank.values() for unit in holding.units), default=2)
     if saves and len(alone) < shard_ranks:
         first = saves[0].content
         yield Failure(
@@ -226,8 +233,8 @@ def _saved_shards(events: Sequence[Event], held: dict[int, Holding]) -> Iterator
         )
 
 
-def _not_finite(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """The first such loss: those after it follow from it."""
+def _not_finite(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """Reports the first loss that isn't finite: later ones follow from it."""
     for event in _of("loss", events):
         if not math.isfinite(event.content["value"]):
             yield Failure(
@@ -239,8 +246,8 @@ def _not_finite(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[F
             return
 
 
-def _no_tracker(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[Failure]:
-    """Accelerate leaves out what isn't installed, and the run is recorded nowhere."""
+def _no_tracker(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """Accelerate leaves out trackers that aren't installed, and the run isn't recorded."""
     for event in _of("no-tracker", events)[:1]:
         names = event.content["names"]
         yield Failure(
@@ -252,8 +259,9 @@ def _no_tracker(events: Sequence[Event], held: dict[int, Holding]) -> Iterator[F
 
 
 def _all_ended(events: Sequence[Event]) -> bool:
-    """Whether the script came to its end on each rank."""
-    return bool(events) and {one.rank for one in _of("trained", events)} == {one.rank for one in _of("began", events)}
+    """Whether the script ended on each rank."""
+    began, trained = ({event.rank for event in _of(kind, events)} for kind in ("began", "trained"))
+    return bool(events) and began == trained
 
 
 def _of(kind: str, events: Sequence[Event]) -> list[Event]:

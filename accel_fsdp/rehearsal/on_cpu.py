@@ -1,4 +1,4 @@
-"""`accel-fsdp launch --cpu`: a job as it is, on CPU processes, and afterwards what each of its ranks held."""
+"""`accel-fsdp launch --cpu`: runs a job on CPU processes, and then shows what each rank held."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ INTERRUPTED = 130
 
 
 def measured(job: JobConfig, launch: Callable[[], int]) -> int:
-    """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 where the YAML asks else."""
+    """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 if the YAML differs."""
     with janitor.folder() as folder:
         os.environ |= janitor.mark(folder) | {ranks.EVENTS: str(folder), "CUDA_VISIBLE_DEVICES": ""}
         code = launch()
@@ -31,13 +31,13 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     nodes = job.number("num_machines") or 1
     scaled = ScaledJob(job, job.number("num_processes") or len(holdings), nodes, ())
     wrong = list(verdict.differences(verdict.of_job(scaled, verdict.repeated(next(iter(holdings.values())))), holdings))
-    for one in wrong:
-        console.say(f"not what the YAML asks for: {one.what} ({one.key})", style="red")
+    for difference in wrong:
+        console.say(f"not what the YAML asks for: {difference.what} ({difference.key})", style="red")
     return code or int(bool(wrong))
 
 
 def _say_what_needs_a_gpu(events: Sequence[ranks.Event]) -> None:
-    """Below the traceback, of the rank that failed first."""
+    """Prints a fix for the rank that failed first, below its traceback."""
     failed = next((event.content for event in events if event.kind == "failed"), None)
     if failed and (fix := without_gpu.instead(failed["error"], failed["line"])):
         console.say(f"{failed['line']}: {fix}", style="red")

@@ -1,4 +1,4 @@
-"""The steps of a rehearsal with a script of the user's own, which nothing here knows: run it, measure it, watch it."""
+"""The steps of a rehearsal with any script of the user: run it, measure it, watch it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,30 +29,28 @@ SAVE_OF_ADAPTER = (
 
 @dataclass(frozen=True)
 class OwnRehearsal:
-    """What its step goes by."""
-
     launcher: Rehearsed
     scaled: ScaledJob
     words: tuple[str, ...]
 
     def steps(self) -> Iterator[tuple[str, Any]]:
-        """The one step: the script, unchanged, on several ranks."""
+        """One step: the unchanged script on several ranks."""
         yield f"run {self.launcher.script.name}", self.run
 
     def run(self) -> Proof:
-        """To its end; then what the ranks held is compared with what the YAML asks for."""
+        """Runs the script to its end; then compares the ranks' shards with the YAML."""
         outcome = self.launcher.launch("script", self.scaled, self.words)
         self._judge(outcome)
-        for mistake in mistakes.found(outcome.events):  # which may be what it failed of
+        for mistake in mistakes.found(outcome.events):  # first, as it may have caused the failure
             raise mistake
         if outcome.hang or outcome.code:
             raise self._failed(outcome)
-        unwatched = [one.content for one in outcome.events if one.kind == "unwatched" and one.rank == 0]
+        unwatched = [event.content for event in outcome.events if event.kind == "unwatched" and event.rank == 0]
         if not outcome.holdings:
             raise of_unwatched(unwatched[0]["why"]) if unwatched else of_no_training(outcome)
         for bad in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
             raise self._unsaved(bad)
-        off = "".join(f"; not watched: {one['what']} ({one['why']})" for one in unwatched)
+        off = "".join(f"; not watched: {event['what']} ({event['why']})" for event in unwatched)
         return Proof(verdict.summary(outcome.holdings) + off, last_lines(outcome.printed))
 
     def _failed(self, outcome: Outcome) -> Failure:
@@ -78,11 +76,11 @@ class OwnRehearsal:
 
 
 def of_unwatched(why: str) -> Failure:
-    """A rehearsal that saw nothing, because a library has changed inside."""
+    """The failure of a rehearsal that observed nothing, because the internals of a library have changed."""
     return Failure(f"what the ranks hold can't be seen: {why}", SCRIPT, "the versions that README names as tested")
 
 
 def last_lines(printed: str) -> str:
-    """The end of what the script itself printed, such as its losses; of a bar that redraws itself, its last state."""
+    """The last lines that the script printed, such as its losses; of a progress bar, the last state."""
     lines = [line.strip().rpartition("\r")[2] for line in printed.split("\n")]
     return "\n".join(line[:LINE_LETTERS] for line in [line for line in lines if line][-LAST_LINES:])

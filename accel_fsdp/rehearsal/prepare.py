@@ -1,6 +1,7 @@
-"""What a rehearsal with `train/sft.py` is made of: the small model, a few rows, the arguments."""
+"""Prepares a rehearsal with `train/sft.py`: the small model, a few rows, the arguments."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,9 @@ from accel_fsdp.training.data import load
 
 @dataclass(frozen=True)
 class Prepared:
-    """In a folder of the rehearsal's own. `scaled` is the job for this model, `said` what to tell the user.
+    """The parts of a rehearsal, in its folder. `scaled` is the job for this model, `said` the line for the user.
 
-    `not_read`: why the rows are none of the data set that was named; empty where they are, or none was named.
+    `not_read`: why the rows aren't from the named data set; empty if they are, or if none was named.
     """
 
     model: SmallModel
@@ -34,31 +35,31 @@ class Prepared:
     not_read: str
 
 
-def model_of(given: str | None, words: tuple[str, ...]) -> str | None:
-    """The model that is meant: the flag's, else the arguments'."""
-    return given or _text(flag_words.parse_command_line(words), "model_name_or_path")
+def model_of(flag: str | None, words: tuple[str, ...]) -> str | None:
+    """The model of the flag, else that of the arguments."""
+    return flag or _text(flag_words.parse_command_line(words), "model_name_or_path")
 
 
 def prepare(scaled: ScaledJob, model: str | None, words: tuple[str, ...], launcher: Rehearsed) -> Prepared:
     """Makes the model small and the data short, in the launcher's folder.
 
     Raises:
-        UserError: the model can't be read, or nothing says which it is; the data lacks what the arguments ask of it.
+        UserError: the model can't be read or isn't named, or the data doesn't fit the arguments.
     """
     folder = launcher.folder
     source, origin = _source(scaled.job, model, folder)
     small = shrink(source, folder / "model")
-    made, why = _rows(flag_words.parse_command_line(words), launcher, _has_chat_template(small.folder))
+    small_rows, why = _rows(flag_words.parse_command_line(words), launcher, _has_chat_template(small.folder))
     _without_dropout(small.folder)
     scaled = with_smaller_units(scaled, *small.layer_parameters)
     units = "by size" if by_size(scaled.job) else f"of {', '.join(small.layer_classes)}"
-    data = f"rows {made.origin}{why and ', as ' + why}"
-    said = f"{origin}{small.parameters:,} weights, units {units}; tokenizer {small.tokenizer}, {data}"
-    return Prepared(small, scaled, made.folder, small_run(words, made), said, why)
+    data = f"rows {small_rows.origin}{why and ', as ' + why}"
+    summary = f"{origin}{small.parameters:,} weights, units {units}; tokenizer {small.tokenizer}, {data}"
+    return Prepared(small, scaled, small_rows.folder, small_run(words, small_rows), summary, why)
 
 
 def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tuple[rows.Rows, str]:
-    """The first rows of the data that the arguments name, else made-up ones, and then why."""
+    """The first rows of the data that the arguments name, else made-up rows and the reason."""
     dataset, config_name = _text(arguments, "dataset_name"), _text(arguments, "dataset_config")
     split = _text(arguments, "dataset_train_split") or "train"
     folder = launcher.folder / "rows"
@@ -72,7 +73,7 @@ def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tup
 
 
 def _from_hub(launcher: Rehearsed, dataset: str, config_name: str | None, split: str, folder: Path) -> str:
-    """Why rows of a data set that isn't here have to be made up; empty where the hub or a cache gave them."""
+    """Fetches rows from the hub or a cache; returns why they have to be made up, empty on success."""
     try:
         load.check_name(dataset)
     except UserError:
@@ -87,7 +88,7 @@ def _text(arguments: Mapping[str, Any], name: str) -> str | None:
 
 
 def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:
-    """What can be read here: the model, a bundled one's config, or any that has the YAML's layer class."""
+    """A model that can be read: the named one, a bundled config, or any with the YAML's layer class."""
     if model is not None and Path(model).exists():
         return model, ""
     known = catalogue.canonical(model) if model else None
@@ -96,14 +97,14 @@ def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:
     if model is not None:
         return model, ""
     named = str(job.fsdp("fsdp_transformer_layer_cls_to_wrap") or "").split(",")[0] if job.is_fsdp else ""
-    found = of_layer_class(named) if named else {}
-    if not found:
+    config = of_layer_class(named) if named else {}
+    if not config:
         raise UsageError(
             "nothing says which model to rehearse",
             why="its architecture decides what is sharded",
             fix="accel-fsdp rehearse FILE --model ID_OR_FOLDER",
         )
-    return _written(found, folder / "by-class"), f"a {found['model_type']}, as the YAML names {named}; "
+    return _written(config, folder / "by-class"), f"a {config['model_type']}, as the YAML names {named}; "
 
 
 def of_layer_class(name: str) -> Mapping[str, Any]:
@@ -133,7 +134,7 @@ def _has_chat_template(folder: Path) -> bool:
 
 
 def _without_dropout(folder: Path) -> None:
-    """What is drawn at random differs from rank to rank, so that losses could not be compared."""
+    """Turns off random layers, which differ from rank to rank, so that losses can be compared."""
     path = folder / file_names.CONFIG
     config = _still(json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -142,6 +143,6 @@ def _without_dropout(folder: Path) -> None:
 def _still(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
-    random = ("dropout", "pdrop", "drop_path", "layerdrop", "router_jitter")
-    zero = {key: 0.0 for key, value in config.items() if isinstance(value, float) and any(one in key for one in random)}
+    random = re.compile(r"dropout|pdrop|drop_path|layerdrop|router_jitter")
+    zero = {key: 0.0 for key, value in config.items() if isinstance(value, float) and random.search(key)}
     return {key: _still(value) for key, value in config.items()} | zero

@@ -1,4 +1,4 @@
-"""What a rehearsal says: a line for each step while it runs, and at the end what they prove and what they can't."""
+"""The report of a rehearsal: a line for each step while it runs, and at the end what was proven and what can't be."""
 
 import json
 import linecache
@@ -13,10 +13,10 @@ ONLY_GPUS = ("NCCL and the network between machines", "CUDA memory", "speed", "k
 
 @dataclass(frozen=True)
 class StepResult:
-    """What was done, how long it took, and what it proved; where it failed `key`, `line` and `fix` say of what.
+    """A step, its time, and what it proved; `key`, `line` and `fix` name the cause of a failure.
 
-    `key` is the YAML's key or the script's argument behind it, `line` that of the script, `output` what was printed:
-    by all ranks, or where a script of the user's own passed, the last lines of rank 0.
+    `key` is the YAML's key or the script's argument, `line` the script's line, `output` the output of all ranks, or
+    the last lines of rank 0 if the user's own script passed.
     """
 
     name: str
@@ -31,7 +31,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Proof:
-    """What a step proved, and lines that the user's own script printed meanwhile."""
+    """What a step proved, and the lines that the user's own script printed."""
 
     said: str
     output: str = ""
@@ -39,10 +39,9 @@ class Proof:
 
 @dataclass
 class Report:
-    """All steps so far. `changes` say what is smaller than in the real job.
+    """All steps so far. `changes`: what is smaller than in the real job. `error`: why the job can't be rehearsed.
 
-    What no step here shows: `left_out` takes GPUs, `of_real_model` the real model and its data. `error` is why the job
-    can't be rehearsed.
+    What the steps can't show: `left_out` needs GPUs, `of_real_model` the real model and its data.
     """
 
     file: str
@@ -55,16 +54,14 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether all went well."""
         return bool(self.steps) and not self.error and all(step.passed for step in self.steps)
 
     def as_json(self) -> str:
-        """All of it."""
         return json.dumps({**asdict(self), "passed": self.passed}, indent=2)
 
 
 def show(step: StepResult) -> None:
-    """The line of a step, and what is known of its failure."""
+    """Prints the line of a step, and the cause of its failure."""
     mark, style = ("ok    ", "green") if step.passed else ("FAILED", "red")
     console.put(f"{mark} {step.name} ({step.seconds:.1f} s): {step.said}", style=style)
     if step.passed:
@@ -79,14 +76,14 @@ def show(step: StepResult) -> None:
 
 
 def with_source(line: str) -> str:
-    """A file:line and what it says; Python's own words for an error may be as short as the name of a member."""
+    """A file:line with the source: Python's message for an error may be as short as the name of a member."""
     file, _, number = line.rpartition(":")
     source = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
     return f"{line}: {source}" if source else line
 
 
 def conclude(report: Report) -> None:
-    """What was proven, in which size, and what is left for GPUs to show."""
+    """Prints what was proven, at which size, and what only GPUs can show."""
     if report.changes:
         console.put(f"in small: {'; '.join(report.changes)}", wrap=True)
     if not report.passed:
@@ -100,7 +97,6 @@ def conclude(report: Report) -> None:
 
 
 def left_out(job: JobConfig) -> Iterator[str]:
-    """What only the real job on GPUs can show."""
     yield from ONLY_GPUS
     if job.is_fsdp and job.on("fsdp_offload_params"):
         yield "offloading to the CPU"

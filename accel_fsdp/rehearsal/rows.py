@@ -12,21 +12,9 @@ from accel_fsdp import atomic_files
 from accel_fsdp.training.data import load
 
 WORDS = (
-    *(
-        "shard",
-        "layer",
-        "gradient",
-        "gather",
-        "scatter",
-        "rank",
-        "weight",
-        "optimizer",
-        "step",
-        "loss",
-        "batch",
-        "token",
-    ),
-    *("the", "a", "of", "and", "before", "after", "each", "every", "why", "how", "where", "memory", "node", "link"),
+    *("shard", "layer", "gradient", "gather", "scatter", "rank", "weight", "optimizer", "step", "loss"),
+    *("batch", "token", "the", "a", "of", "and", "before", "after", "each", "every", "why", "how", "where"),
+    *("memory", "node", "link"),
 )
 COUNT = 64
 """Rows of a split."""
@@ -72,11 +60,11 @@ def cut(
     if dataset is not None:
         load.check_name(dataset)
     name = dataset if dataset is not None and (from_hub or Path(dataset).exists()) else None
-    found = load.load(name, config_name, streaming=True) if name else {}
+    splits_there = load.load(name, config_name, streaming=True) if name else {}
     written: dict[str, int] = {}
     with atomic_files.replaced_folder(target) as folder:
         for split in splits:
-            rows = _first(name, load.split(found, split), count) if name else _made_up(count, split, chats)
+            rows = _first(name, load.split(splits_there, split), count) if name else _made_up(count, split, chats)
             written[split] = _write(folder, split, rows)
     return Rows(target, "cut" if name else "made up", written)
 

@@ -1,4 +1,4 @@
-"""What a script's saves left: a folder that is empty, partial or unloadable is named, with the line that wrote it."""
+"""Checks the folders that a script saved: names those that are empty, partial or unloadable, with the script's line."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -13,7 +13,7 @@ from accel_fsdp.launch.ranks import Event
 
 @dataclass(frozen=True)
 class BadSave:
-    """A folder that holds no whole model, and the line of the script that saved it by a `call`."""
+    """A folder without a whole model, and the line of the script that saved it by a `call`."""
 
     call: str
     what: str
@@ -22,9 +22,9 @@ class BadSave:
 
 
 def bad(events: Sequence[Event], weights: int) -> Iterator[BadSave]:
-    """The folders that hold less than a model of so many weights; adapters that hold nothing."""
-    said = {event.content["folder"]: event.content for event in events if event.kind == "saved"}
-    for folder, content in said.items():
+    """Yields the folders with fewer than `weights` weights, and empty adapters."""
+    saves = {event.content["folder"]: event.content for event in events if event.kind == "saved"}
+    for folder, content in saves.items():
         if flaw := _flaw(Path(folder), weights):
             is_adapter = Path(folder, file_names.ADAPTER_CONFIG).is_file()
             yield BadSave(content["call"], f"{content['call']} left {folder} {flaw}", content["line"], is_adapter)
@@ -34,25 +34,25 @@ def _flaw(folder: Path, weights: int) -> str:
     if not folder.is_dir():
         return "" if not folder.exists() else "as a file"
     try:
-        found = discover.look(folder)
-        if found is None:
+        checkpoint = discover.look(folder)
+        if checkpoint is None:
             return "without weights"
-        held, is_adapter = _elements(found)
+        weights_there, is_adapter = _elements(checkpoint)
     except UserError as error:
         return f"unreadable: {error.what}"
-    if held == 0:
+    if weights_there == 0:
         return "with 0 tensors"
-    if not is_adapter and held < weights:
-        return f"with {held:,} of {weights:,} weights"
+    if not is_adapter and weights_there < weights:
+        return f"with {weights_there:,} of {weights:,} weights"
     return ""
 
 
-def _elements(found: discover.CheckpointLocation) -> tuple[int, bool]:
-    """How many weights it has, and whether they are those of an adapter, which goes without its base."""
-    if found.kind in discover.EXPORTED:
-        held = sum(prod(one.shape) for one in open_checkpoint.of_place(found.weights).values())
-        return held, found.kind == "adapter"
+def _elements(checkpoint: discover.CheckpointLocation) -> tuple[int, bool]:
+    """The number of weights, and whether they are an adapter's, which is saved without its base."""
+    if checkpoint.kind in discover.EXPORTED:
+        count = sum(prod(tensor.shape) for tensor in open_checkpoint.of_place(checkpoint.weights).values())
+        return count, checkpoint.kind == "adapter"
     with closing(FileReader()) as reader:
-        content = open_checkpoint.read(found, reader)
-    held = sum(prod(one.shape) for part in (content.tensors, content.adapter) for one in part.values())
-    return held, bool(content.adapter)
+        content = open_checkpoint.read(checkpoint, reader)
+    count = sum(prod(tensor.shape) for part in (content.tensors, content.adapter) for tensor in part.values())
+    return count, bool(content.adapter)

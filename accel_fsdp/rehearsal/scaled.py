@@ -1,4 +1,4 @@
-"""The user's YAML for a rehearsal: fewer processes on one machine, with the shape of its mesh. Pure."""
+"""Scales the user's YAML down for a rehearsal: fewer processes on one machine, with the same shape of mesh. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from accel_fsdp.config import HYBRID, Engine, JobConfig
 from accel_fsdp.errors import UsageError
 
 PROCESSES = 2
-"""How many the two cores of a laptop carry, and enough for shards."""
+"""As many as the two cores of a laptop can run, and enough for shards."""
 OF_MACHINES = (
     *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "gpu_ids"),
     *("deepspeed_hostfile", "deepspeed_multinode_launcher", "enable_cpu_affinity", "commands", "command_file"),
@@ -19,12 +19,12 @@ REPLICAS, SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_d
 
 
 class CannotRehearse(UsageError):
-    """The job's engine or mesh runs on no CPU."""
+    """The job's engine or mesh doesn't run on CPUs."""
 
 
 @dataclass(frozen=True)
 class ScaledJob:
-    """A YAML for this machine. `nodes`: machines that its ranks stand for; `changes` say what differs from the file."""
+    """A YAML for this machine. `nodes`: machines that its ranks represent; `changes`: differences from the file."""
 
     job: JobConfig
     processes: int
@@ -37,10 +37,10 @@ class ScaledJob:
 
 
 def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
-    """The job on `processes` ranks of this machine, by default 2, or 4 where copies of the model are sharded too.
+    """The job on `processes` ranks of this machine, by default 2, or 4 if copies of the model are sharded too.
 
     Raises:
-        CannotRehearse: the job's engine or mesh can't be. UsageError: so many processes have no such mesh.
+        CannotRehearse: the engine or mesh doesn't run on CPUs. UsageError: the mesh doesn't fit so many processes.
     """
     _refuse_unknown(job)
     mesh = dict(job.section("parallelism_config"))
@@ -50,8 +50,8 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
     ranks = least if processes is None else processes
     check_processes(ranks, least)
     values = {key: value for key, value in job.values.items() if key not in OF_MACHINES}
-    given = job.number("num_processes")
-    changes = [f"num_processes {given or 'not given'} -> {ranks}"] if given != ranks else []
+    in_file = job.number("num_processes")
+    changes = [f"num_processes {in_file or 'not in_file'} -> {ranks}"] if in_file != ranks else []
     if job.number("num_machines") > 1:
         changes.append(f"num_machines {job.number('num_machines')} -> 1")
     values |= {"num_processes": ranks, "num_machines": 1}
@@ -62,7 +62,7 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
 
 
 def check_processes(processes: int, least: int = PROCESSES) -> None:
-    """Goes on if a job can be sharded over so many, of which it takes `least`: 4 where copies of it are sharded."""
+    """Checks that a job can be sharded over so many processes; `least` is 4 if copies of the model are sharded."""
     if processes >= least and processes % (least // PROCESSES) == 0:
         return
     raise UsageError(
@@ -103,7 +103,7 @@ def _shape(values: Mapping[str, Any]) -> str:
 
 
 def without_mesh(job: JobConfig, processes: int) -> JobConfig:
-    """The same job on another number of ranks, which all share one copy."""
+    """The same job on another number of ranks, which all share one copy of the model."""
     values = {key: value for key, value in job.values.items() if key != "parallelism_config"}
     return JobConfig({**values, "num_processes": processes})
 
@@ -114,11 +114,11 @@ def by_size(job: JobConfig) -> bool:
 
 
 def with_smaller_units(scaled: ScaledJob, real: int, small: int) -> ScaledJob:
-    """The same for a model whose largest layer has `small` weights, not `real`: it has as many units in each layer."""
-    given = scaled.job.fsdp(SMALLEST_UNIT) if by_size(scaled.job) else 0
-    if not (isinstance(given, int) and given > 0 and real > small > 0):
+    """Adapts the size of units to a layer of `small` weights instead of `real`, for as many units in each layer."""
+    before = scaled.job.fsdp(SMALLEST_UNIT) if by_size(scaled.job) else 0
+    if not (isinstance(before, int) and before > 0 and real > small > 0):
         return scaled
-    fewer = max(1, given * small // real)
+    fewer = max(1, before * small // real)
     section = {**scaled.job.section("fsdp_config"), SMALLEST_UNIT: fewer}
     job = JobConfig({**scaled.job.values, "fsdp_config": section})
-    return replace(scaled, job=job, changes=(*scaled.changes, f"{SMALLEST_UNIT} {given} -> {fewer}"))
+    return replace(scaled, job=job, changes=(*scaled.changes, f"{SMALLEST_UNIT} {before} -> {fewer}"))

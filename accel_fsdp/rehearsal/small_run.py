@@ -1,4 +1,4 @@
-"""The arguments of `train/sft.py` for a rehearsal: the user's own, but for those about sizes, places and publishing."""
+"""The arguments of `train/sft.py` for a rehearsal: the user's, except those for sizes, places and publishing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from accel_fsdp.rehearsal.rows import Rows
 from accel_fsdp.training.data import columns
 
 STEPS, SAVED = 4, 2
-"""Steps of the rehearsal, and the one after which the first checkpoint lies."""
+"""Steps of the rehearsal, and the step of the first checkpoint."""
 ROWS, TOKENS = 2, 64
 """Rows of each rank and step, and tokens of a row, at most."""
 SET: Mapping[str, str] = {
@@ -22,7 +22,7 @@ SET: Mapping[str, str] = {
     "learning_rate": "0.003",
     "lr_scheduler_type": "linear",
 }
-"""What a rehearsal decides: a rate at which four steps differ, and each step logged."""
+"""The values that a rehearsal sets: a rate at which four steps differ, and a log of each step."""
 DROPPED = (
     *("num_train_epochs", "dataset_config", "dataset_test_split", "model_revision"),
     *("save_total_limit", "load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"),
@@ -30,27 +30,27 @@ DROPPED = (
     *("resume_from_checkpoint", "warmup_steps", "warmup_ratio", "logging_strategy", "run_name", "dataset_num_proc"),
     *("dataloader_num_workers", "accelerate_config", "profile_steps"),
 )
-"""What has no meaning for few steps of few rows."""
+"""Arguments without meaning for few steps of few rows."""
 OF_OWN_ROWS = ("columns", "dataset_text_field", "prompt_template", "completion_template")
-"""What made-up rows need none of."""
+"""Arguments that made-up rows don't need."""
 OF_ANSWERS = ("assistant_only_loss", "completion_only_loss", "prompt_template", "columns")
-"""What makes the loss one of answers alone."""
+"""Arguments that restrict the loss to answers."""
 WHOLE = columns.ALIASES["messages"]
-"""The columns that are trained as a whole without those."""
+"""The columns that are trained as a whole without those arguments."""
 OF_GPUS = ("attn_implementation", "use_liger_kernel", "torch_compile", "torch_compile_backend", "tf32")
-"""What only GPUs have; a rehearsal runs without."""
+"""Arguments that need a GPU; a rehearsal runs without them."""
 OF_THE_PLACE = ("resume_from_checkpoint", "accelerate_config", "hub_token")
-"""What asks for things that are where the real job runs."""
+"""Arguments that refer to things on the machine of the real job."""
 PLACES = ("model_name_or_path", "dataset_name", "output_dir")
 OF_PRECISION = ("bf16", "fp16", "dtype", "export_dtype", "bf16_full_eval", "neftune_noise_alpha", "lora_dropout")
-"""What rounds or draws at random."""
+"""Arguments that round, or draw at random."""
 
 
 @dataclass(frozen=True)
 class SmallRun:
-    """Arguments for each launch. `left_out`: those of the user that a rehearsal doesn't take.
+    """The arguments of each launch. `left_out`: the user's arguments that a rehearsal doesn't take.
 
-    `keep_end`: of rows that are longer than a rehearsal's, the end stays.
+    `keep_end`: rows that are too long are cut at their beginning.
     """
 
     kept: tuple[str, ...]
@@ -61,7 +61,7 @@ class SmallRun:
     keep_end: bool = False
 
     def words(self, places: Mapping[str, str], ranks: int, of_ranks: int, **more: str) -> list[str]:
-        """For `ranks` processes, which together take the rows of `of_ranks`."""
+        """The arguments for `ranks` processes, which together take as many rows as `of_ranks`."""
         sizes = {
             "per_device_train_batch_size": str(self.rows * of_ranks // ranks),
             "gradient_accumulation_steps": str(self.accumulation),
@@ -74,28 +74,27 @@ class SmallRun:
 
     @property
     def adapter(self) -> bool:
-        """Whether only an adapter is trained."""
         return "--use_peft" in self.kept
 
     @property
     def draws_noise(self) -> bool:
-        """Whether embeddings get random noise, which no two runs share."""
+        """Whether embeddings get random noise, which differs in each run."""
         return "--neftune_noise_alpha" in self.kept
 
     @property
     def quantized(self) -> bool:
-        """Whether the base is of 4-bit weights, which are packed in the dtype that is computed with."""
+        """Whether the base has 4-bit weights, which are packed in the dtype of the computation."""
         return "--load_in_4bit" in self.kept
 
     def exact(self, words: Sequence[str]) -> list[str]:
-        """The words for a run in float32 without dropout, whose losses can be compared."""
+        """The words for a run in float32 without dropout, so that losses can be compared."""
         plain, _ = _without(words, set(OF_PRECISION) - ({"dtype"} if self.quantized else set()))
         more = ["--export_dtype", "float32", *([] if self.quantized else ["--dtype", "float32"])]
         return [*plain, *more, *(["--lora_dropout", "0"] if self.adapter else [])]
 
 
 def with_defaults(words: Sequence[str], defaults: Sequence[str]) -> tuple[str, ...]:
-    """The words, and before them those flags of `defaults` that they don't give."""
+    """The words, after those flags of `defaults` that they lack."""
     kept, _ = _without(defaults, set(flag_words.parse_command_line(words)))
     return (*kept, *words)
 
@@ -110,16 +109,16 @@ def replaced(words: Sequence[str]) -> list[str]:
     return sorted(f"--{name}" for name in set(flag_words.parse_command_line(words)) & {*SET, *DROPPED})
 
 
-def small_run(words: Sequence[str], made: Rows) -> SmallRun:
+def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
     """What becomes of the user's arguments, for these rows.
 
     Where only answers are trained, the first tokens of a real row may hold none of them.
     """
-    given = flag_words.parse_command_line(words)
-    sizes = from_arguments.sizes_of(given)
-    own = made.origin == "cut"
-    whole = bool(made.columns & {*WHOLE, str(given.get("dataset_text_field", "text"))})
-    answers = not whole or given.get("truncation_mode") == "drop" or any(name in given for name in OF_ANSWERS)
+    arguments = flag_words.parse_command_line(words)
+    sizes = from_arguments.sizes_of(arguments)
+    own = rows.origin == "cut"
+    whole = bool(rows.columns & {*WHOLE, str(arguments.get("dataset_text_field", "text"))})
+    answers = not whole or arguments.get("truncation_mode") == "drop" or any(name in arguments for name in OF_ANSWERS)
     ours = {*SET, *sizes, *PLACES}
     ours |= {"truncation_mode"} if own and answers else set()
     kept, left = _without(words, {*ours, *DROPPED, *OF_GPUS, *(() if own else OF_OWN_ROWS)})

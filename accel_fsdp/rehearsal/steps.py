@@ -1,4 +1,4 @@
-"""The steps of a rehearsal with `train/sft.py`, in their order. Each says what it proved, or why it failed."""
+"""The steps of a rehearsal with `train/sft.py`, in order. Each returns what it proved, or raises why it failed."""
 
 import json
 import shutil
@@ -20,26 +20,25 @@ from accel_fsdp.training.reporting import run_record
 from accel_fsdp.units import counted
 
 EXACT = 1e-4
-"""How far losses in float32 may be apart, relative to them: the order of sums differs."""
+"""The relative tolerance of losses in float32: the order of sums differs."""
 EXACT_LOGITS = 1e-3
-"""The same of logits: where a gradient is near zero, Adam makes a whole step of its rounding. 1.3e-4 was seen."""
+"""The same for logits: if a gradient is near zero, Adam turns its rounding into a whole step. 1.3e-4 was measured."""
 ROUNDED = 2e-2
-"""Both in 16 bits after updates at a rehearsal's rate: each layer rounds to 3 digits, and so do the norms' weights."""
+"""The same for both in 16 bits, after updates at a rehearsal's rate: each layer and norm rounds to 3 digits."""
 AUTOCAST = 2e-4
-"""The same of losses before weights differ: what is rounded at random cancels over a step's tokens."""
+"""The same for losses before weights differ: random rounding cancels out over a step's tokens."""
 AUTOCAST_MIXTURE = 1.5e-3
-"""Of mixtures of experts: rounding sends a token near the border to another expert. 1e-3 was seen with 32 tokens."""
+"""The same for mixtures of experts: rounding sends some tokens to another expert. 1e-3 was measured with 32 tokens."""
 WRITTEN: Mapping[str, str] = {"max_steps": "2", "save_strategy": "no", "learning_rate": "1e-8"}
-"""Weights hardly differ after a step: ZeRO's are bfloat16's from the beginning, and a small update is lost in them."""
+"""Arguments in the YAML's precision; the rate hardly changes weights, as ZeRO's bfloat16 weights lose small updates."""
 WRITTEN_ROWS = 8
-"""Rows of each rank and step in the YAML's precision: more tokens than bfloat16 can count one by one."""
+"""Rows per rank and step in the YAML's precision: more tokens than bfloat16 can count one by one."""
 READS = "accel_fsdp.rehearsal.read_arguments"
 
 
 @dataclass(frozen=True)
 class SftRehearsal:
-    """What its steps go by. `model` and `rows` are the small ones; `classes` the layer classes of that model,
-    `given` the user's own words."""
+    """`model` and `rows` are the small ones, `classes` the model's layer classes, `given` the user's own words."""
 
     launcher: Rehearsed
     scaled: ScaledJob
@@ -50,7 +49,7 @@ class SftRehearsal:
     given: tuple[str, ...]
 
     def steps(self) -> Iterator[tuple[str, Any]]:
-        """Their names, and what does them: a function that returns what it proved, or raises `Failure`."""
+        """Yields each step's name and function, which returns what it proved or raises `Failure`."""
         yield "read the arguments", self.read_arguments
         if self.precision != "no":
             yield f"train in {self.precision}", self.train_as_written
@@ -64,7 +63,6 @@ class SftRehearsal:
 
     @property
     def precision(self) -> str:
-        """The YAML's `mixed_precision`."""
         return str(self.scaled.job.top("mixed_precision"))
 
     @property
@@ -80,19 +78,19 @@ class SftRehearsal:
 
     @property
     def tolerance(self) -> float:
-        """How far losses may be apart."""
+        """The relative tolerance of losses."""
         return ROUNDED if self.run.quantized and self.precision != "no" else EXACT
 
     @property
     def autocast_tolerance(self) -> float:
-        """How far losses may be from plain autocast's."""
+        """The relative tolerance of losses against plain autocast's."""
         settings = config_json.settings_in(self.model)
         parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
         counts = [part.get(name) or 0 for part in parts for name in config_json.EXPERTS]
         return AUTOCAST_MIXTURE if max(counts) > 1 else AUTOCAST
 
     def read_arguments(self) -> str:
-        """All that the user gave, as the real job would read it; after that a rehearsal sets some itself."""
+        """Reads all of the user's arguments as the real job would; later steps replace some of them."""
         places = (word for name, value in self._places("read").items() for word in (f"--{name}", value))
         words = [*readable(self.given), *places]
         outcome = self.launcher.python("read", READS, words, ACCELERATE_MIXED_PRECISION=self.precision)
@@ -102,7 +100,7 @@ class SftRehearsal:
         return f"{SCRIPT} takes them" + (f"; set or left out here: {', '.join(left)}" if left else "")
 
     def train_as_written(self) -> str:
-        """Two steps in the YAML's own precision; in bfloat16 with the losses of one process under autocast."""
+        """Trains two steps in the YAML's precision; in bfloat16 compares losses with one process under autocast."""
         outcome = self._ran("written", self.scaled, self._written("written", self.scaled.processes))
         if not outcome.losses or not outcome.has_finite_losses:
             raise Failure(f"losses {outcome.losses}", key="mixed_precision", fix="bf16, which has the range of float32")
@@ -114,7 +112,7 @@ class SftRehearsal:
         return f"{sharded}; {_same(ours, alone, range(1, len(alone) + 1), self.autocast_tolerance)}"
 
     def train_and_save(self) -> str:
-        """The first steps up to a checkpoint; then every process is killed."""
+        """Trains up to a checkpoint; then every process is killed."""
         checkpoint = self._output("run") / f"{file_names.CHECKPOINT}{SAVED}"
         words = self._words("run", self.scaled.processes)
         outcome = self._ran("saved", self.in_float32, words, kill_after=checkpoint)
@@ -125,19 +123,19 @@ class SftRehearsal:
         return self._sharded(outcome)
 
     def resume(self) -> str:
-        """From that checkpoint to the end, on as many ranks."""
+        """Trains from that checkpoint to the end, on as many ranks."""
         words = self._words("run", self.scaled.processes, resume_from_checkpoint="true")
         self._ran("resumed", self.in_float32, words)
         losses = self._losses("run")
         return f"steps {SAVED + 1} to {STEPS}, loss {losses[SAVED + 1]:.4f} -> {losses[STEPS]:.4f}"
 
     def compare(self) -> str:
-        """All steps in one process, without any sharding."""
+        """Trains all steps in one process, without sharding, and compares the losses."""
         self._ran("alone", self._alone(self.in_float32.job.top("mixed_precision")), self._words("alone", 1))
         return _same(self._losses("run"), self._losses("alone"), range(1, STEPS + 1), self.tolerance)
 
     def resume_on_others(self) -> str:
-        """From the first checkpoint on another world size."""
+        """Resumes the first checkpoint with another world size."""
         checkpoint = self._output("elsewhere") / f"{file_names.CHECKPOINT}{SAVED}"
         job = without_mesh(self.in_float32.job, self.others)
         words = self._words("elsewhere", self.others, resume_from_checkpoint=str(checkpoint))
@@ -146,7 +144,7 @@ class SftRehearsal:
         return _same(self._losses("elsewhere"), self._losses("alone"), steps, self.tolerance)
 
     def export(self) -> str:
-        """The killed run as a model, in a process of its own."""
+        """Exports the killed run in a separate process."""
         out = self.launcher.folder / "exported"
         words = ["export", str(self._output("killed")), str(out), "--model", str(self.model)]
         merged = ["--merge-adapter"] if self.run.adapter else []
@@ -156,7 +154,7 @@ class SftRehearsal:
         return "every tensor read back; its logits are the checkpoint's"
 
     def reload(self) -> str:
-        """What the run exported, in a fresh process, beside what one process trained."""
+        """Loads the run's export in a new process, and compares its logits with those of one process."""
         folders = [str(self._output(name) / file_names.FINAL) for name in ("run", "alone")]
         outcome = self.launcher.python("reload", "accel_fsdp.rehearsal.reload", folders)
         if outcome.code:
@@ -182,9 +180,9 @@ class SftRehearsal:
         return self._words(name, ranks, exact=False, **{**WRITTEN, **rows, **steady})
 
     def _alone(self, precision: object) -> ScaledJob:
-        """One process, without any sharding."""
-        one = {"distributed_type": "NO", "num_processes": 1, "num_machines": 1, "mixed_precision": precision}
-        return ScaledJob(JobConfig(one), 1, 1, ())
+        """The job of one process, without sharding."""
+        values = {"distributed_type": "NO", "num_processes": 1, "num_machines": 1, "mixed_precision": precision}
+        return ScaledJob(JobConfig(values), 1, 1, ())
 
     def _ran(self, name: str, job: ScaledJob, words: list[str], kill_after: Path | None = None) -> Outcome:
         outcome = self.launcher.launch(name, job, words, kill_after)
@@ -197,7 +195,7 @@ class SftRehearsal:
         return verdict.summary(outcome.holdings)
 
     def _losses(self, name: str) -> Mapping[int, float]:
-        """What Trainer logged for each step."""
+        """The losses that Trainer logged, by step."""
         path = self._output(name) / f"{file_names.CHECKPOINT}{STEPS}" / file_names.TRAINER_STATE
         state = json.loads(path.read_text(encoding="utf-8"))
         return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}

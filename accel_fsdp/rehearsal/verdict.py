@@ -1,4 +1,4 @@
-"""What the YAML asks of each rank, held against what the ranks hold. Pure."""
+"""Compares what each rank holds with what the YAML asks for. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,19 +13,19 @@ from accel_fsdp.units import counted
 
 @dataclass(frozen=True)
 class Wrong:
-    """What a rank holds otherwise; `key` of the YAML is behind it."""
+    """A difference of a rank from the YAML, and the `key` that decides it."""
 
     what: str
     key: str
 
 
 def differences(asked: Job, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
-    """What differs, the gravest first; a thing that is wrong on several ranks once."""
-    said = set()
+    """Yields the differences, the gravest first; the same one on several ranks once."""
+    keys = set()
     for rank, holding in sorted(ranks.items()):
         for wrong in _of_rank(asked, rank, holding):
-            if wrong.key not in said:
-                said.add(wrong.key)
+            if wrong.key not in keys:
+                keys.add(wrong.key)
                 yield wrong
 
 
@@ -46,8 +46,8 @@ def _of_rank(asked: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
         units = sum(unit.kind == name for unit in holding.units)
         modules = holding.kinds.get(name, 0)
         if units < modules or not modules:
-            found = f"{counted(modules, 'module')}, {counted(units, 'unit')}"
-            yield Wrong(f"{name} has {found}", "fsdp_transformer_layer_cls_to_wrap")
+            counts = f"{counted(modules, 'module')}, {counted(units, 'unit')}"
+            yield Wrong(f"{name} has {counts}", "fsdp_transformer_layer_cls_to_wrap")
 
 
 def _of_units(asked: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
@@ -71,15 +71,15 @@ def _name(unit: Unit) -> str:
 
 
 def of_job(scaled: ScaledJob, own_classes: tuple[str, ...]) -> Job:
-    """What a job's YAML asks for on the ranks of the rehearsal; `own_classes` are the model's, where it names none.
+    """The job of a YAML on the ranks of the rehearsal; `own_classes`: the model's layer classes, if the YAML has none.
 
     Raises:
-        UsageError: nobody can say, as its mesh doesn't fit.
+        UsageError: its mesh doesn't fit the ranks.
     """
     from_yaml.check_sharding(scaled.job, scaled.processes)
     job = from_yaml.job_of(scaled.job, ranks=scaled.processes)
     by_class = job.wrap_policy == "TRANSFORMER_BASED_WRAP"
-    hybrid = job.engine is Engine.FSDP2 and job.layout.strategy in (4, 5)  # whose replicas stand for machines
+    hybrid = job.engine is Engine.FSDP2 and job.layout.strategy in (4, 5)  # its replicas represent machines
     layout = job.layout if hybrid else replace(job.layout, ranks_per_node=scaled.ranks_per_node)
     return replace(job, layout=layout, layer_classes=(job.layer_classes or own_classes) if by_class else ())
 
@@ -88,7 +88,7 @@ TITLES = ("unit", "modules", "weights", "on a rank", "ranks that share it")
 
 
 def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
-    """What the ranks hold, one row for all units of a class and size; of the ranks that hold most."""
+    """A table of the units on the rank that holds most, one row for all units of a class and size."""
     counts: Counter[Unit] = Counter()
     most = _fullest(ranks)
     for unit in most.units:
@@ -102,14 +102,14 @@ def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
 
 
 def repeated(holding: Holding) -> tuple[str, ...]:
-    """The layer class of a model of which nothing else is known: the class of most units, if it has several."""
+    """The layer class of an unknown model: the most frequent class of units, if it has several."""
     kinds = Counter(unit.kind for unit in holding.units if unit.name)
     (kind, count), *_ = kinds.most_common(1) or [("", 0)]
     return (kind,) if count > 1 else ()
 
 
 def summary(ranks: Mapping[int, Holding]) -> str:
-    """What the ranks hold, in a line."""
+    """One line on what the ranks hold."""
     most = _fullest(ranks)
     if most.units and all(unit.states_alone for unit in most.units):
         (unit,) = most.units
@@ -122,5 +122,5 @@ def summary(ranks: Mapping[int, Holding]) -> str:
 
 
 def _fullest(ranks: Mapping[int, Holding]) -> Holding:
-    """Of the rank that holds most."""
+    """The holding of the rank that holds most."""
     return max(ranks.values(), key=lambda holding: holding.held)

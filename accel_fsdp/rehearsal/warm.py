@@ -1,6 +1,6 @@
-"""Processes that start with the libraries imported already, which is most of the time of a short launch.
+"""Starts processes with the libraries already imported, which take most of the time of a short launch.
 
-A server imports them once and forks a process for each that is asked for (Python's own forkserver).
+A server imports them once and forks a process for each request (Python's own forkserver).
 """
 
 import contextlib
@@ -18,13 +18,13 @@ PRELOAD = "accel_fsdp.rehearsal.preload"
 
 
 def start_server(folder: Path) -> None:
-    """Lets the server begin to import, while this process does something else; its socket lies in `folder`.
+    """Starts the server, which imports the libraries in the background; its socket is in `folder`.
 
-    It is started in `folder`: Python starts it with `-c`, and so it looks for modules in its current folder. What it
-    forks returns to this process's folder and path.
+    Python starts it with `-c`, so that it looks for modules in its current folder: hence `folder`. Forked processes
+    return to this process's folder and path.
 
-    Libraries ask for GPUs while they are imported. Without the variable, torch asks CUDA's driver, and then refuses
-    all of `torch.cuda` in forked processes ("Cannot re-initialize CUDA in forked subprocess").
+    Libraries look for GPUs during their import. Without the variable, torch asks CUDA's driver, and then refuses all of
+    `torch.cuda` in forked processes ("Cannot re-initialize CUDA in forked subprocess").
     """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     forkserver.set_forkserver_preload([PRELOAD])
@@ -38,7 +38,7 @@ def start_server(folder: Path) -> None:
 
 
 def start(module: str, words: Sequence[str], environment: Mapping[str, str], log: Path) -> BaseProcess:
-    """Runs a module with these words in a process and a session of its own; all that it prints goes to `log`."""
+    """Runs a module with these words in a new process and session; its output goes to `log`."""
     context = multiprocessing.get_context("forkserver")
     process = context.Process(target=_become, args=(module, list(words), dict(environment), str(log)))
     process.start()
@@ -46,14 +46,14 @@ def start(module: str, words: Sequence[str], environment: Mapping[str, str], log
 
 
 def _become(module: str, words: list[str], environment: dict[str, str], log: str) -> None:
-    """What the forked process does: it is Python, started with this module."""
+    """Turns the forked process into a Python that was started with this module."""
     os.setsid()
     place = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for number in (1, 2):
         os.dup2(place, number)
     os.environ.clear()
     os.environ.update(environment)
-    random.seed()  # else each rank would draw the same numbers
+    random.seed()  # otherwise each rank draws the same numbers
     import numpy as np
 
     np.random.seed()

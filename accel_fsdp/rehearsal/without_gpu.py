@@ -1,4 +1,4 @@
-"""What a script does that only a GPU can do, and what to write instead: one line for each."""
+"""Recognizes script lines that need a GPU, and suggests what to write instead."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ RAISED = re.compile(
     r"|CUDA driver initialization failed|invalid argument to reset_|NVTX functions not installed"
     r"|dummy base class|'_cuda_\w+'|Cannot get CUDA generator|deserialize object on a CUDA device|NCCL|nccl"
 )
-"""How torch says that there is no GPU, with and without CUDA in it."""
+"""torch's errors without a GPU, in builds with and without CUDA."""
 ASKED = "the script asks for a GPU, and a rehearsal has none"
 BACKEND = "init_process_group() without a backend: torch then takes gloo on CPU and NCCL on GPUs"
 CALL = "if torch.cuda.is_available(): before the call"
@@ -25,7 +25,7 @@ LINES_BEFORE = 3
 
 
 def instead(error: str, line: str) -> str:
-    """What to write in the script's `line`, which raised `error`; empty where no GPU is missing."""
+    """What to write in the script's `line`, which raised `error`; empty if the error has another cause."""
     if RAISED.search(error):
         if "nccl" in error.lower():
             return BACKEND
@@ -35,17 +35,17 @@ def instead(error: str, line: str) -> str:
 
 
 def why_ended(line: str) -> str:
-    """What to write where a script ends by itself, if it does so for want of a GPU; else empty."""
+    """What to write if a script ended by itself because it found no GPU; empty for other reasons."""
     return GO_ON if SPEAKS_OF_ONE.search(_source(line, LINES_BEFORE)) else ""
 
 
 def _set_with_gpu_alone(error: str, line: str) -> str:
-    """Of a name that is missing because the script sets it where it has asked for a GPU."""
-    found = MISSING.search(error)
+    """The fix for a missing name that the script sets only after it has found a GPU."""
+    match = MISSING.search(error)
     file = _file(line)
-    if found is None or not file.is_file():
+    if match is None or not file.is_file():
         return ""
-    name = next(filter(None, found.groups()))
+    name = next(filter(None, match.groups()))
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.If) and ASKS.search(ast.unparse(node.test)) and name in _set_in(node):
             return f"set {name} without a GPU too: line {node.lineno} sets it if {ast.unparse(node.test)}, false here"
@@ -60,7 +60,7 @@ def _set_in(branch: ast.If) -> Iterator[str]:
 
 
 def _source(line: str, before: int = 0) -> str:
-    """The text of a file:line, with so many lines before it."""
+    """The text of a file:line, and of `before` lines above it."""
     file = _file(line)
     if not file.is_file():
         return ""

@@ -1,4 +1,4 @@
-"""The parent's side: starts the ranks, sends them calls, and says where they wait if an answer does not come."""
+"""The parent process: starts the ranks, sends them calls, and reports where they wait if an answer does not come."""
 
 import contextlib
 import multiprocessing
@@ -27,7 +27,7 @@ TIMEOUT_SECONDS = 60.0
 START_SECONDS = 300.0
 """How long torch may take to load."""
 QUESTION_SECONDS = 5.0
-"""How long a rank may take to say where it stands."""
+"""How long a rank may take to report where it is."""
 OTHERS_SECONDS = 0.3
 """How long a failure waits for other ranks, of which one may have failed first."""
 SILENT = Stand("a place that it doesn't tell, as in C code that holds Python's lock", "", "")
@@ -66,11 +66,11 @@ class _Rank:
 
 
 class Ranks:
-    """Processes that are one gloo process group. Call it with a function and its arguments.
+    """Processes in one gloo process group. Call it with a function and its arguments.
 
-    The function runs on each rank and must be importable there, as those of test modules are; what it returns must be
-    picklable. What the ranks print meanwhile goes to this process's stdout afterwards, rank by rank. A failure or a
-    timeout ends the processes, as `close` and the end of a `with` do; the next call starts new ones.
+    The function runs on each rank and must be importable there, as in a test module; its result must be picklable.
+    The ranks' output is printed to this process's stdout afterwards, rank by rank. A failure or a timeout ends the
+    processes, as `close` and the end of a `with` do; the next call starts new ones.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Ranks:
         config_file: str | Path | None = None,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> None:
-        """`config_file`: an Accelerate YAML; `Accelerator()` on the ranks then does what it says.
+        """`config_file`: an Accelerate YAML, which `Accelerator()` on the ranks follows.
 
-        Without `processes` there are two ranks, or four where the YAML shards copies of the model.
+        Without `processes` there are two ranks, or four if the YAML shards copies of the model.
 
         Raises:
-            UserError: the YAML can't be read, or CPU processes can't do what it says, or so many can't.
+            UserError: the YAML can't be read, or can't run on CPU processes, or on this number of them.
         """
         self._scaled = _scaled(processes, config_file)
         self.processes, self.timeout_seconds = self._scaled.processes, timeout_seconds
@@ -93,11 +93,11 @@ class Ranks:
         self._folder = contextlib.ExitStack()
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """What the function returns on each rank, in their order.
+        """Returns the function's results, in the order of ranks.
 
         Raises:
-            RankError: it failed on one of them. TimeoutError: they didn't return in time.
-            UserError: it can't be sent to them, or what it returns can't be sent back; they stay as they are.
+            RankError: it failed on a rank. TimeoutError: the ranks didn't return in time.
+            UserError: the call or its results can't be pickled; the ranks keep running.
         """
         __tracebackhide__ = True  # pytest then shows the test's line
         call = _pickled(function, args, kwargs)
@@ -124,7 +124,7 @@ class Ranks:
         self.close()
 
     def close(self) -> None:
-        """Ends the processes and removes what they left; does nothing where there are none."""
+        """Ends the processes and removes their files; does nothing if none run."""
         for rank in self._started:
             rank.end()
         self._started = []
@@ -158,7 +158,7 @@ class Ranks:
                     ended.append(number)
             if ended or any(answer.error for answer in answers.values()):
                 end = min(end, time.monotonic() + OTHERS_SECONDS)
-        if ended:  # and made those fail that it talked to
+        if ended:  # ranks that communicated with it failed as a consequence
             raise RankError(f"rank {ended[0]} ended without an answer ({self._started[ended[0]].how_it_ended})")
         failed = [number for number, answer in answers.items() if answer.error]
         if failed:
@@ -176,7 +176,7 @@ class Ranks:
         return TimeoutError(f"no answer of rank {ranks} after {seconds:g} s: {hang}\n{hang.stacks}")
 
     def _show_output(self, printed: list[int]) -> None:
-        """Hands on what each rank has printed since its file had that size: pytest shows it as the test's own."""
+        """Prints the output of each rank since its file had that size: pytest shows it with the test."""
         for number, (rank, before) in enumerate(zip(self._started, printed, strict=True)):
             if text := rank.output.read_bytes()[before:].decode(errors="replace"):
                 sys.stdout.write(f"--- output of rank {number} ---\n{text.rstrip()}\n")
@@ -200,10 +200,10 @@ def _scaled(processes: int | None, config_file: str | Path | None) -> scaled.Sca
 
 
 def _started(environment: Mapping[str, str], folder: Path, output: Path) -> _Rank:
-    """A process that greets soon. In a session of its own, as Ctrl-C is for the parent, which ends its ranks."""
+    """Starts a rank, in a separate session: Ctrl-C reaches only the parent, which ends its ranks."""
     (calls, its_calls), (questions, its_questions) = multiprocessing.Pipe(), multiprocessing.Pipe()
     common = {
-        "OMP_NUM_THREADS": "1",  # several ranks with a pool of threads each would take turns on the same cores
+        "OMP_NUM_THREADS": "1",  # thread pools of several ranks would compete for the same cores
         **os.environ,
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONUNBUFFERED": "1",
@@ -236,7 +236,8 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Which part of a call can't be pickled."""
-    for name, value in {**{f"argument {number}": one for number, one in enumerate(args, start=1)}, **kwargs}.items():
+    positional = {f"argument {number}": value for number, value in enumerate(args, start=1)}
+    for name, value in {**positional, **kwargs}.items():
         try:
             pickle.dumps(value)
         except Exception:
@@ -245,7 +246,7 @@ def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _values(answers: list[serving.Answer]) -> list[Any]:
-    """What the ranks returned.
+    """The unpickled results of the ranks.
 
     Raises:
         UserError: a rank couldn't import the function, or couldn't send what it returned.
@@ -260,6 +261,6 @@ def _values(answers: list[serving.Answer]) -> list[Any]:
 @pytest.fixture(scope="session")
 def fsdp_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Two ranks for the whole session; with `indirect` parameters another number, or those of a YAML by its path."""
-    given = getattr(request, "param", None)
-    with Ranks(given) if given is None or isinstance(given, int) else Ranks(config_file=given) as ranks:
+    parameter = getattr(request, "param", None)
+    with Ranks(parameter) if parameter is None or isinstance(parameter, int) else Ranks(config_file=parameter) as ranks:
         yield ranks

@@ -1,7 +1,7 @@
-"""A rank that calls functions which it is sent, one after the other, until its parent ends: what tests run on.
+"""A rank for tests: it calls the functions that its parent sends, one after the other, until the parent ends.
 
-`python -c` with `command` starts it, with ends of two pipes. Through one it gets calls and answers them. Through the
-other it is asked where it stands, and answers while a call waits.
+`python -c` with `command` starts it, with ends of two pipes. It receives and answers calls through one, and reports
+through the other where it is, even while a call waits.
 """
 
 import contextlib
@@ -25,13 +25,13 @@ from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch.ranks import hang
 
 GROUP_SECONDS = timedelta(days=1)
-"""How long a collective may take: the parent's own limit is shorter, and says more."""
+"""How long a collective may take: the parent's limit is shorter, and its message says more."""
 SERVING = "from accel_fsdp.testing import serving; serving.serve{!r}"
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a call: a pickled value, the traceback of a failure, or why nothing could be called or sent.
+    """The outcome of a call: a pickled value, the traceback of a failure, or why nothing could be called or sent.
 
     `seconds` is the machine's monotonic clock.
     """
@@ -43,17 +43,16 @@ class Answer:
 
 
 def command(calls: Connection, questions: Connection, store: str) -> list[str]:
-    """What starts a rank with its ends of the pipes; the ranks meet in the file `store`."""
+    """The command that starts a rank with its ends of the pipes; the ranks meet in the file `store`."""
     return python_child.command(SERVING.format((calls.fileno(), questions.fileno(), store)))
 
 
 def greeting() -> dict[str, Any]:
-    """What a rank needs to import what its parent has imported: its folder, path and `__main__`."""
+    """The parent's folder, path and `__main__`, so that a rank can import the same modules."""
     return {name: value for name, value in spawn.get_preparation_data("rank").items() if name != "authkey"}
 
 
 def serve(calls: int, questions: int, store: str) -> None:
-    """What the process does."""
     pipe = Connection(calls)
     watching = threading.Thread(target=_tell_where, args=(Connection(questions), threading.get_ident()), daemon=True)
     watching.start()
@@ -64,7 +63,7 @@ def serve(calls: int, questions: int, store: str) -> None:
 
 
 def _tell_where(questions: Connection, main: int) -> None:
-    """Ends the process when its parent has ended, whatever a call waits for."""
+    """Answers questions about where the rank is, and ends the process when its parent has ended."""
     try:
         while True:
             questions.recv()
@@ -73,11 +72,11 @@ def _tell_where(questions: Connection, main: int) -> None:
         os._exit(1)
 
 
-def _joined(given: dict[str, Any], store: str) -> Answer:
+def _joined(preparation: dict[str, Any], store: str) -> Answer:
     import torch.distributed as dist
 
     try:
-        spawn.prepare(given)
+        spawn.prepare(preparation)
         cpu.begin_rank()
         cpu.mend_fsdp1()
         rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
