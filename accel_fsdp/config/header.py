@@ -12,10 +12,10 @@ HEADER = "# Made by accel-fsdp"
 MADE_HERE = f"#   {COMMAND}"
 LAUNCH = "# Launch:"
 THIS_FILE = "THIS_FILE"
-"""How the launch command calls the file that it stands in."""
+"""The name of the file itself in its launch command."""
 SCRIPT = "train/sft.py"
 EXAMPLE = ("--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first")
-"""What a launch line trains on, and where it writes, until somebody changes it."""
+"""The example data and output folder of a launch line, to be replaced by the user."""
 
 
 def comment(title: str, made_by: str, launch: str) -> list[str]:

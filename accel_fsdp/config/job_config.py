@@ -21,7 +21,7 @@ from accel_fsdp.config.vocabulary import (
 )
 
 TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
-"""What Accelerate's `str_to_bool` takes for true."""
+"""The words that Accelerate's `str_to_bool` reads as true."""
 FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
 
 OTHER_TOOLS = {
@@ -42,7 +42,7 @@ NULL_IS_ABSENT = frozenset({
 
 LAYER_CLASSES = "fsdp_transformer_layer_cls_to_wrap"
 READ_UNDER = {LAYER_CLASSES: "TRANSFORMER_BASED_WRAP", "fsdp_min_num_params": "SIZE_BASED_WRAP"}
-"""FSDP keys that Accelerate reads under one wrap policy alone."""
+"""FSDP keys that Accelerate reads under only one wrap policy."""
 
 
 @dataclass(frozen=True)

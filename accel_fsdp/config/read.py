@@ -16,7 +16,7 @@ MOST_VALUES = 10_000
 
 
 ReadConfig: TypeAlias = tuple[JobConfig, Any]
-"""What a file says, and the ruamel.yaml document for lines and edits."""
+"""The configuration, and the ruamel.yaml document for lines and edits."""
 
 
 def read_config(path: Path, doubled: bool = False) -> ReadConfig:

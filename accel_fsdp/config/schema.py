@@ -28,7 +28,7 @@ class Kind(Enum):
 
 
 DEFAULT_PORT = 29500
-"""Where several machines meet, on machine 0, if nothing says otherwise."""
+"""The default port of machine 0, where several machines meet."""
 FSDP = frozenset({Engine.FSDP1, Engine.FSDP2})
 ONLY1, ONLY2 = frozenset({Engine.FSDP1}), frozenset({Engine.FSDP2})
 DS, XLA = frozenset({Engine.DEEPSPEED}), frozenset({Engine.TPU})
@@ -317,7 +317,7 @@ MISNAMED: Mapping[str, str] = {
 """Keys that `accelerate config` itself writes into `fp8_config` and its launcher doesn't read."""
 
 PREFIXES = {"fsdp_config": "fsdp", "fp8_config": "fp8", "dynamo_config": "dynamo_"}
-"""What Accelerate's launcher looks for at the start of a section's keys before it adds the prefix by itself."""
+"""The start of a section's keys that Accelerate's launcher checks before it adds the prefix."""
 
 
 def full_name(section: str, key: str) -> str:

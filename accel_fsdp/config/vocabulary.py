@@ -41,12 +41,12 @@ DISTRIBUTED_TYPES: Mapping[Engine, str] = {
     Engine.DEEPSPEED: "DEEPSPEED",
     Engine.TPU: "XLA",
 }
-"""What `distributed_type` says; of DDP that on GPUs."""
+"""Values of `distributed_type`; that of DDP is the one for GPUs."""
 DDP_TYPES = tuple(f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
-"""What it says of DDP on any device."""
+"""Its values for DDP on any device."""
 Method = Literal["full", "lora", "qlora"]
 EngineName = Literal["fsdp", "ddp", "deepspeed", "tpu"]
-"""The wizard's `--engine`; the version of FSDP is a question of its own."""
+"""The wizard's `--engine`; the version of FSDP is a separate question."""
 OTHER_ENGINES: Mapping[EngineName, Engine] = {"ddp": Engine.DDP, "deepspeed": Engine.DEEPSPEED, "tpu": Engine.TPU}
 """The wizard's engines other than FSDP."""
 FSDP_VERSIONS = {1: Engine.FSDP1, 2: Engine.FSDP2}
@@ -55,7 +55,7 @@ ENGINE_NAMES: Mapping[Engine, EngineName] = {
     **dict.fromkeys(FSDP_VERSIONS.values(), "fsdp"),
 }
 MigrationTarget = Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3"]
-"""What `migrate --to` takes: one of FSDP, or a stage of ZeRO."""
+"""Values of `migrate --to`: one of FSDP, or a stage of ZeRO."""
 WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 Precision = Literal["bf16", "fp16", "no"]
@@ -76,9 +76,9 @@ HYBRID = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 RESHARDS = {"FULL_SHARD": True, "HYBRID_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD_ZERO2": False}
 """FSDP1's strategies as FSDP2's `fsdp_reshard_after_forward`; FSDP2 has no NO_SHARD, which is plain DDP."""
 ZERO_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-"""The stage of DeepSpeed's ZeRO that shards the same; a hybrid strategy does so inside each machine, ZeRO over all."""
+"""The ZeRO stage with the same sharding; a hybrid strategy shards inside each machine, ZeRO over all ranks."""
 ZERO_TWINS = {stage: name for name, stage in ZERO_STAGES.items() if name not in HYBRID}
-"""A stage as FSDP1's strategy over all ranks. Stage 1 shards the optimizer state alone, which FSDP has no name for."""
+"""A stage as FSDP1's strategy over all ranks. FSDP has no name for stage 1, which shards only optimizer state."""
 LONG_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 """Short names of dtypes, as torch names them."""
 TORCH_DTYPES = {**{short: LONG_DTYPES[short] for short in ("bf16", "fp16")}, "no": LONG_DTYPES["fp32"]}
@@ -89,7 +89,7 @@ LOW_DTYPES = ("bfloat16", "float16")
 
 
 ANY_FSDP, ANY_ZERO = "FSDP", "ZeRO"
-"""What FSDP's versions, and DeepSpeed's stages, are called together."""
+"""The common names of FSDP's versions and of DeepSpeed's stages."""
 
 
 def zero_name(stage: object) -> str:
@@ -107,4 +107,4 @@ TARGETS: Mapping[MigrationTarget, str] = {
     "zero2": deepspeed_name(2),
     "zero3": deepspeed_name(3),
 }
-"""What `migrate --to` takes, and how it is shown."""
+"""Values of `migrate --to`, and their labels."""

@@ -1,4 +1,4 @@
-"""GPUs by name: what they compute, how fast their memory and links are, and how much of that training reaches. Pure.
+"""GPUs by name: peak rates, bandwidths of memory and links, and the efficiency that training reaches. Pure.
 
 All rates are per GPU as torch counts devices; FLOP/s are dense (without structured sparsity), links in one direction.
 """
@@ -13,7 +13,7 @@ from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware.machines import MachineFacts, has_bf16
 
 ASSUMED_EFFICIENCY = 0.55
-"""Share of the peak that matrix products reach where no public run tells: the lowest measured one, H100's, rounded."""
+"""Share of the peak that matrix products reach without a public run: the lowest measured one, H100's, rounded."""
 
 INLINE_ECC = frozenset({"T4", "A10", "A10G", "L4", "A40", "L40", "L40S"})
 """Data-centre cards with GDDR memory, sold with error correction on, which takes a sixteenth of it."""
@@ -95,7 +95,7 @@ class Gpu:
 
     @property
     def board_watts(self) -> float:
-        """What the board takes at most, by the vendor's document: `BOARD_WATTS`."""
+        """The board's maximum power in the vendor's document: `BOARD_WATTS`."""
         return BOARD_WATTS.get(f"{self.name} {self.memory_gib:g}", BOARD_WATTS[self.name])
 
     @property
@@ -129,7 +129,7 @@ def _gpu(
 
 
 def _usable(name: str, memory_gib: float) -> float:
-    """What CUDA reports of a card sold with so much memory."""
+    """The memory that CUDA reports for a card sold with this much."""
     after_ecc = memory_gib * (15 / 16 if name in INLINE_ECC else 1)
     return REPORTED_GIB.get((name, memory_gib), after_ecc * REPORTED_SHARE)
 
@@ -231,13 +231,13 @@ def _suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def with_size(name: str) -> str:
-    """`H100-80` and `H100-80GB1` are `H100-80GB`; empty where no known GPU has a size behind it."""
+    """`H100-80` and `H100-80GB1` are `H100-80GB`; empty if no known GPU precedes a size."""
     match = re.fullmatch(r"(.+)[ -](\d+)(GI?B?\d*)?", name, re.I)
     return f"{match[1]}-{match[2]}GB" if match and is_known(match[1]) else ""
 
 
 def sold_gib(name: str, reported_gib: float) -> float:
-    """What a card is sold with that reports so much: the table's size where it is near, else the report rounded."""
+    """The size that a card is sold with, from the reported one: the nearest of the table, else rounded."""
     sizes = [
         gpu.memory_gib
         for gpu in GPUS

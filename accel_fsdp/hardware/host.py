@@ -1,4 +1,4 @@
-"""What `check --here` sees of this machine, without importing torch."""
+"""Facts about this machine for `check --here`, without importing torch."""
 
 import importlib.util
 import os
@@ -70,7 +70,7 @@ def read_here(port: int, output: str | None) -> HereFacts:
 
 
 def count_gpus() -> int | None:
-    """The machine's NVIDIA GPUs; None where there are none but another accelerator's device file is."""
+    """The number of NVIDIA GPUs; None if there is only another accelerator's device file."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
         count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
@@ -82,7 +82,7 @@ def count_gpus() -> int | None:
 
 
 def listed_gpus() -> MachineFacts:
-    """The NVIDIA GPUs that a process started here would see, by the name and memory that their driver tells."""
+    """The NVIDIA GPUs visible to a process started here, with the driver's name and memory."""
     words = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(words, capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS).stdout.splitlines()
@@ -106,9 +106,9 @@ def memory_limit() -> int | None:
 
 
 def free_memory() -> int | None:
-    """Bytes of host memory that are free: the machine's, or its control group's if those are less; None off Linux.
+    """Free bytes of host memory: the machine's, or its control group's if less; None off Linux.
 
-    What a control group reads from files counts as free, because the kernel gives it up first.
+    A control group's page cache counts as free, because the kernel reclaims it first.
     """
     available = _field(Path("/proc/meminfo"), "MemAvailable:")
     if available is None:
@@ -197,6 +197,6 @@ def _torch_xla() -> bool:
 
 
 def _default_config() -> str:
-    """The file that `accelerate launch` reads without `--config_file`, where there is one."""
+    """The file that `accelerate launch` reads without `--config_file`, if it exists."""
     paths = (atomic_files.default_config().with_suffix(suffix) for suffix in (".yaml", ".json"))
     return next((str(path) for path in paths if path.is_file()), "")

@@ -9,9 +9,9 @@ from accel_fsdp.errors import UsageError
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """One machine that will train, found here or described; `accelerator` is None for a machine without any.
+    """One machine that will train, this one or a described one; `accelerator` is None without one.
 
-    `memory_gib` is the memory of one accelerator, None where it is not known.
+    `memory_gib` is the memory of one accelerator, None if unknown.
     """
 
     accelerator: str | None
@@ -31,7 +31,7 @@ LONGEST = 80
 LONGEST_NAME = 253
 """Letters of a host name (RFC 1035)."""
 ADDRESS_WORDS = frozenset({"ip", "ipaddr", "addr", "address", "hostname", "placeholder", "changeme"})
-"""Words in which templates speak of an address, where a machine has a name."""
+"""Words for an address in templates, in place of a machine's name."""
 RESERVED_DOMAIN = re.compile(r"(^|\.)(example(\.(com|net|org))?|invalid)$", re.IGNORECASE)
 """Domains that no machine is in (RFC 2606)."""
 
@@ -40,13 +40,13 @@ _SHAPE = re.compile(
     rf"(?:(?P<machines>\d+)\s*x\s*)?(?P<count>\d+)\s*x\s*(?P<name>(?:[A-Za-z]|\d{{4}})[\w .-]*?){_MEMORY}", re.I
 )
 _ALONE = re.compile(rf"(?P<name>(?:RTX |RTX-)?(?:(?!x\d)[A-Za-z]+\d+\w*|\d{{4}})(?:[ -][A-Za-z]+)?){_MEMORY}", re.I)
-"""One GPU by its name alone, which has a number in it: `h100`, `RTX 4090`."""
+"""One GPU by a name that contains a number: `h100`, `RTX 4090`."""
 
 
 def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
-    """Returns one machine and how many of them: `8xH100-80GB` is (8 H100 of 80 GiB, 1), `cpu` a machine without GPU.
+    """Returns one machine and their number: `8xH100-80GB` is (8 H100 of 80 GiB, 1), `cpu` a machine without GPU.
 
-    A name alone, such as `h100`, is one GPU. `flag` is where the text comes from.
+    A name alone, such as `h100`, is one GPU. `flag` is the source of the text.
     """
     if text.strip().lower() == "cpu":
         return CPU, 1
@@ -69,7 +69,7 @@ def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
 
 
 def parse_list(text: str, flag: str) -> dict[str, tuple[MachineFacts, int]]:
-    """Each of several descriptions with commas between them, and what `parse` makes of it, in their order."""
+    """Parses descriptions with commas between them; returns each with the result of `parse`, in order."""
     machines: dict[str, tuple[MachineFacts, int]] = {}
     for word in (part.strip() for part in text.split(",")):
         parsed = parse(word, flag)
@@ -88,7 +88,7 @@ def describe(machine: MachineFacts) -> str:
 
 
 def as_named(machine: MachineFacts) -> str:
-    """The same with the name that was given, which may be all that says how much memory there is."""
+    """The machine with the given name, which may be the only place with the memory size."""
     if machine.accelerator is None:
         return "cpu"
     memory = f"-{machine.memory_gib:.0f}GB" if machine.memory_gib else ""
@@ -96,7 +96,7 @@ def as_named(machine: MachineFacts) -> str:
 
 
 def _plain_name(name: str) -> str:
-    """`NVIDIA H100 80GB HBM3` is `H100`: what people call it, without maker and memory; PCIe cards are others."""
+    """`NVIDIA H100 80GB HBM3` is `H100`: the common name, without maker and memory; PCIe cards differ."""
     words = [
         word
         for word in re.split(r"[\s-]+", name)
@@ -107,7 +107,7 @@ def _plain_name(name: str) -> str:
 
 
 def address_problem(text: str) -> str:
-    """Why machines can't meet at this address; empty where they can, as far as its form tells."""
+    """Why machines can't meet at this address; empty if its form allows it."""
     if "://" in text:
         return "it is a URL, and the launcher takes a host name or an IP address alone"
     inside = text.strip(":")  # ::1
@@ -126,10 +126,10 @@ def address_problem(text: str) -> str:
 
 
 def is_placeholder(address: str) -> bool:
-    """Whether a text has the form of an address and stands for one that is still to be filled in.
+    """Whether an address is a placeholder that is still to be filled in.
 
-    Such are a word in capitals (HOST, MASTER_ADDR), x for digits (192.168.x.x), a domain that is reserved for
-    examples, and words that speak of an address (your_ip, master-address). A number makes a name of one: ip-10-0-0-1.
+    Placeholders are words in capitals (HOST, MASTER_ADDR), x for digits (192.168.x.x), domains reserved for examples,
+    and words about addresses (your_ip, master-address). A number makes it a real name: ip-10-0-0-1.
     """
     if re.fullmatch(r"[A-Z_-]{2,}|(.*\.)?x{1,3}(\..*)?", address) or RESERVED_DOMAIN.search(address):
         return True

@@ -17,7 +17,7 @@ from accel_fsdp.units import counted
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 REPAIR_ROUNDS = 6
 NAMES = frozenset({"AF102", "AF103", "AF104", "AF105", "AF108"})
-"""The rules that mend the names of keys."""
+"""The rules that repair the names of keys."""
 OF_SCRIPTS = "AF9"
 """How the codes of the rules about training scripts begin."""
 

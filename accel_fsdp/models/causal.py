@@ -22,10 +22,10 @@ LARGEST = 100_000_000
 VOCABULARY = 64
 TOKENS = (5, 6, 7, 8, 9)
 OTHER_LAST = 10
-"""None of them is a special token, of which some models make positions or masks."""
+"""Ordinary tokens: some models derive positions or masks from special ones."""
 ROUNDING = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-"""What of a prediction may be rounding, where mixed experts are computed in other groups; a dense model moves by
-nothing. A look ahead moves the predictions of trained weights by far more."""
+"""The possible rounding error of a prediction, if mixed experts are computed in other groups; a dense model has
+none. A look ahead changes the predictions of trained weights by far more."""
 FINE = 2.0**-17
 DECODER = "a decoder, such as a Llama, Qwen or GPT-2"
 

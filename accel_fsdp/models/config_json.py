@@ -40,7 +40,7 @@ NO_SIZES = frozenset({"auto_map", "id2label", "label2id", "task_specific_params"
 POSITIVE = frozenset({"hidden_size", "n_embd", "d_model", "vocab_size", "num_attention_heads", "n_head", "n_heads"})
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 EXPERTS_USED = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
-"""What configs call the experts of a layer, and those of them that a token goes to."""
+"""Config keys for the experts of a layer, and for those that a token is routed to."""
 LAYERS = re.compile(r"layer|depth|block|stage|n_repeat|codebooks|levels")
 PARTS = re.compile(r"expert|head|num_labels")
 NO_COUNTS = re.compile(r"size|dim|vocab|_ids?$|_idx|index")
@@ -53,7 +53,7 @@ MOST_CALLS = 100_000
 """Of torch, to build one model; DeepSeek-V3 takes 2,600."""
 
 DEQUANTISED = frozenset({"mxfp4", "fp_quant"})
-"""Quantisations that full training knows: weights made 16 bits again when they load, or masters kept beside them."""
+"""Quantisations that full training supports: weights are converted to 16 bits on loading, or masters are kept."""
 
 
 def settings_in(folder: Path) -> dict[str, Any]:

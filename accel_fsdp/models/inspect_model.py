@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CAUSAL, SEQ2SEQ, MASKED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
 CLASSIFIER, IMAGE_TEXT = "AutoModelForSequenceClassification", "AutoModelForImageTextToText"
 AUTO_CLASSES = (CAUSAL, IMAGE_TEXT, SEQ2SEQ, MASKED, CLASSIFIER)
-"""What is built, in this order where `architectures` says nothing."""
+"""The classes to build, in this order if `architectures` is missing."""
 BARE = "AutoModel"
 """Builds the layers of any model, without a head: those for images and sound too."""
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

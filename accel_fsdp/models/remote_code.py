@@ -11,7 +11,7 @@ from typing import Any
 from accel_fsdp.errors import UserError
 
 ASKS_FOR_CODE = re.compile(r"trust_remote_code")
-"""What transformers' refusals of a folder's code have in common."""
+"""The common text of transformers' refusals of a folder's code."""
 KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 

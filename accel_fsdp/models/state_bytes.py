@@ -20,13 +20,13 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 MOMENTS = 2
 """Adam's states per parameter."""
 MOMENTS_OF = {"sgd": 0, "adafactor": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3}
-"""Those of Trainer's other optimizers, by the first word of the name; what isn't here is counted as Adam."""
+"""The moments of Trainer's other optimizers, by the first word of the name; unlisted ones count as Adam."""
 MOMENT_BYTES = {"4bit": 0.5, "8bit": 1, "32bit": MASTER, "bnb": MASTER, "ademamix": MASTER}
-"""What a moment takes by the last word of the optimizer's name; that of a weight where it isn't here."""
+"""Bytes of a moment by the last word of the optimizer's name; those of a weight for unlisted ones."""
 EIGHT_BIT_FROM = 4096
 """Elements of a tensor: bitsandbytes keeps the state of smaller ones in float32 (`min_8bit_size`)."""
 HEADROOM = 1.1
-"""Of host memory over a gathered model: the tensor that is on its way, and what else the process needs meanwhile."""
+"""Host memory as a factor of a gathered model, for the tensor in transit and the process itself."""
 
 
 def weight_bytes(loaded: int, mixed: bool, fsdp: bool, zero: bool) -> int:

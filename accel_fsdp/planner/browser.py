@@ -21,7 +21,7 @@ from accel_fsdp.planner.text_report import PlanReport
 
 COMMAND = "accel-fsdp plan"
 EXAMPLE = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8xH100-80GB", "seq-len": "4096"}
-"""What the page shows when it opens."""
+"""The initial inputs of the page."""
 LABELS = {
     "model": "Model",
     "gpus": "GPUs of one machine",
@@ -42,9 +42,9 @@ LABELS = {
     "price": "Price of a GPU-hour",
     "chunked_loss": "Loss in chunks",
 }
-"""The fields of `PlanCommand` that the page has, in its order, and what it calls them."""
+"""The fields of `PlanCommand` on the page, in order, with their labels."""
 RECORDED_LATER = {"attention": ("eager",), "checkpointing": ("selective",)}
-"""Choices that no model of the catalogue has been recorded with; a link that has one is told so."""
+"""Choices for which the catalogue has no records; a link with one gets an error."""
 
 
 Kind = Literal["choice", "number", "amount", "switch", "text"]

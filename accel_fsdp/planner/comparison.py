@@ -21,7 +21,7 @@ from accel_fsdp.units import about_gib, gib_of, parameters, two_digits
 SCHEMA_VERSION = 1
 """Of `--json`: raised whenever a key goes or means something else."""
 USUAL = cost.Work(tokens=10**9)
-"""What is compared where nobody says how much is trained."""
+"""The compared amount of training, if none is given."""
 NOT_BESIDE = ("gpus", "nodes", "config", "args", "output")
 """Flags about one machine."""
 COLUMNS = ("machine", "strategy", "batch", "checkpointing", "tokens/s", "hours", "GPU-hours", "cost", "")

@@ -18,7 +18,7 @@ from accel_fsdp.wizard import MODEL as PRESET_MODEL
 from accel_fsdp.wizard import Answers, interview, to_yaml
 
 ADDRESS = "HOST"
-"""Stands for the first machine's address, which a plan doesn't know."""
+"""The placeholder for the first machine's address, which a plan doesn't have."""
 ANY_ADDRESS = "10.0.0.1"
 OUTPUT = "fsdp.yaml"
 

@@ -21,7 +21,7 @@ COUNT = re.compile(
 """A comma parts thousands: `1,5B` may be 1.5 billion, and is refused."""
 LONGEST = 40
 MOST = 10**18
-"""Tokens that nobody trains on; beyond, a count is a slip of the finger."""
+"""The largest plausible number of tokens; beyond, a count is taken for a typing error."""
 Prices = Mapping[tuple[str, float | None], float]
 
 

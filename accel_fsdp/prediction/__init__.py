@@ -1,4 +1,4 @@
-"""What a job will need and how fast it will be: memory, step time, and the search for a layout that fits."""
+"""Predicts a job's memory and step time, and searches for a layout that fits."""
 
 import lazy_loader
 

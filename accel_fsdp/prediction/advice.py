@@ -1,4 +1,4 @@
-"""What the plan says of one strategy before a YAML is written: what to switch on so that it fits, and whether it does.
+"""The plan's advice on one strategy before a YAML is written: switches to turn on so that it fits, and the verdict.
 
 Pure. It needs no torch for the models of the catalogue, and milliseconds.
 """
@@ -17,13 +17,13 @@ from accel_fsdp.prediction.search import Candidate, PlanJob, evaluate
 from accel_fsdp.units import GIB, gib_of
 
 LENGTH = 2048
-"""Tokens per row that a YAML is judged at, which says none; fewer where the model has fewer positions."""
+"""Tokens per row for judging a YAML, which has no length; fewer if the model has fewer positions."""
 Known = tuple[ModelShape, Mapping[str, Tapes]]
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The lightest way of one strategy that fits, or the smallest one where none does."""
+    """The lightest candidate of one strategy that fits, or the smallest if none does."""
 
     chosen: Candidate
     capacity_gib: float
@@ -64,9 +64,9 @@ def make_job(
     precision: Precision = "bf16",
     known: Known | None = None,
 ) -> PlanJob | None:
-    """One row per GPU of `LENGTH` tokens, at most; None where model or GPU aren't known.
+    """A job with one row of at most `LENGTH` tokens per GPU; None if model or GPU is unknown.
 
-    `known` is the shape and the tapes of a model outside of the catalogue (`tracing.read_shape`), which take seconds.
+    `known` is the shape and the tapes of a model outside the catalogue (`tracing.read_shape`), which take seconds.
     """
     recorded = known or trace_store.find(model)
     if recorded is None or machine.accelerator is None or not gpus.is_known(machine.accelerator):
@@ -86,7 +86,7 @@ def advise(
     precision: Precision = "bf16",
     known: Known | None = None,
 ) -> Advice | None:
-    """What to switch on for `layout`, whose own offload is not looked at; None as `make_job`.
+    """The switches to turn on for `layout`, whose own offload is ignored; None as in `make_job`.
 
     Tried in this order: nothing, checkpointing, offload with checkpointing.
     """
@@ -101,11 +101,11 @@ def advise(
 
 
 def judge(job: PlanJob, layout: Layout, checkpointing: bool) -> Advice:
-    """Whether the job fits in just this way."""
+    """Judges the job exactly as given."""
     recipe = replace(job.recipe, checkpointing="full" if checkpointing else "none")
     return Advice(evaluate(job, recipe, layout), job.gpu.usable_gib)
 
 
 def can_offload(layout: Layout) -> bool:
-    """Whether Accelerate can offload what this layout shards."""
+    """Whether Accelerate can offload the shards of this layout."""
     return layout.engine in SHARDING_KINDS

@@ -1,4 +1,4 @@
-"""What is counted in several kinds at once: the bytes that are sent, the work that is done."""
+"""Sums of several quantities at once: bytes sent, work done."""
 
 from operator import add
 from typing import TypeVar
@@ -13,5 +13,4 @@ class Amounts:
         return type(self)(*map(add, vars(self).values(), vars(added).values()))
 
     def times(self: Same, count: float) -> Same:
-        """The same, `count` times over."""
         return type(self)(*(amount * count for amount in vars(self).values()))

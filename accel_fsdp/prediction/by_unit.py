@@ -1,7 +1,7 @@
-"""One predicted step, unit by unit: memory of each stretch, its time on a known GPU, and what each unit sends. Pure.
+"""One predicted step, unit by unit: memory of each stretch, its time on a known GPU, and each unit's traffic. Pure.
 
-A stretch is what lies between two moments that a running job can see as well: a unit's forward from the gathering of
-its parameters to the next unit's, its backward from the gradient of its output to that of its input.
+A stretch is between two moments that a running job can observe too: a unit's forward from the gathering of its
+parameters to the next unit's, its backward from the gradient of its output to that of its input.
 """
 
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from accel_fsdp.prediction.memory import ModelShape, Tapes, step
 Phase = Literal["forward", "backward", "update"]
 EMBEDDING, HEAD, UPDATE = "embedding", "head and loss", "optimizer"
 OUTSIDE = "embedding and head"
-"""The unit of all that no block holds, where there is one for both ends of the model."""
+"""The unit of all parameters outside the blocks, if one unit has both ends of the model."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A unit in one phase of one micro-batch: bytes at its highest point and after it, and how long it takes.
+    """A unit in one phase of one micro-batch: peak bytes, bytes after it, and its duration.
 
-    `layer` is the place of a block among those that text goes through, None for the ends of the model. Seconds are None
-    where the GPU isn't known.
+    `layer` is the place of a block among those that process text, None for the ends of the model. Seconds are None if
+    the GPU is unknown.
     """
 
     micro_batch: int
@@ -39,7 +39,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class SentUnit:
-    """What one rank sends in a step for all units of a name."""
+    """The bytes that one rank sends in a step for all units of a name."""
 
     unit: str
     count: int
@@ -108,7 +108,7 @@ def _seconds(place: Place, shape: ModelShape, recipe: Recipe, layout: Layout, gp
 
 
 def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUnit]:
-    """By name; blocks of one class are added up."""
+    """Traffic by unit name; blocks of one class are added up."""
     by_name: dict[str, SentUnit] = {}
     units = communication.units(shape, layout)
     for place, unit in enumerate(units):
@@ -128,7 +128,7 @@ def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUni
 
 
 def unit_name(unit: GatheredUnit, place: int, units: tuple[GatheredUnit, ...]) -> str:
-    """The class of a block; else which end of the model it is, or both."""
+    """The class of a block; else the end of the model, or both."""
     if unit.block is not None:
         return unit.block.name
     alone = sum(other_unit.block is None for other_unit in units) == 1

@@ -1,4 +1,4 @@
-"""From allocated bytes to what a device, a host and a disk need: ranges where the public figures are ranges. Pure."""
+"""Converts allocated bytes to the needs of device, host and disk: ranges if the public figures are ranges. Pure."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -26,10 +26,10 @@ CONTEXT_BYTES = round(0.6 * GIB)
 """CUDA context and kernels: 0.47 (lazy, the default) to 0.92 GiB on A100 (stas00, ml-engineering); 0.6 to 0.8 beyond
 the reserved memory of one A100 (nvidia-smi, fms-acceleration's PowerLM and Mistral runs)."""
 PAIR_BYTES, COMMUNICATOR_BYTES = round(0.6 * GIB), round(1.4 * GIB)
-"""What NCCL holds for two ranks joined by NVLink, and for more: 1.1 to 1.5 GiB with the context for two A100
+"""NCCL's memory for two ranks joined by NVLink, and for more: 1.1 to 1.5 GiB with the context for two A100
 (fms-acceleration), 1 to 2 GiB for eight (stas00: 0.55 -> 2.00 GiB after a barrier)."""
 PCIE_BYTES = round(0.2 * GIB)
-"""The same over PCIe, where NCCL opens a few channels: two RTX 4090 ran with 22.7 of 23.6 GiB reserved
+"""NCCL's memory over PCIe, with few channels: two RTX 4090 ran with 22.7 of 23.6 GiB reserved
 (Answer.AI, fsdp_qlora)."""
 NVLINK_BYTES_PER_S = 100e9
 RESERVED: dict[str, tuple[float, float, float]] = {
@@ -39,28 +39,28 @@ RESERVED: dict[str, tuple[float, float, float]] = {
     "fsdp2": (1.02, 1.15, 1.45),
     "zero": (1.05, 1.00, 1.40),
 }
-"""Reserved over allocated, least, usual and most, where the allocator isn't replayed: because it fits in any case or
-can't fit, or there are many ways to try. The usual one decides then; of DeepSpeed, whose blocks aren't known one by
-one, what is allocated. In between `reserve` tells."""
+"""Reserved over allocated memory, least, usual and most, without a replay of the allocator: if it fits in any case
+or can't fit, or for many candidates. The usual ratio decides then; for DeepSpeed, whose blocks aren't modelled, the
+allocated bytes do. In between `reserve` decides."""
 REPLAY_RANGE = (0.93, 1.10)
-"""Measured reserved bytes over replayed ones: 9 of 10 published runs lie between."""
+"""Measured reserved bytes over replayed ones: 9 of 10 published runs are in between."""
 MARGIN = 0.05
-"""What must stay free to call it a fit."""
+"""The share of the memory that must stay free."""
 WORKSPACE_BYTES = 2 * 8_519_680
 """cuBLAS's workspaces of the forward and the backward thread, which the allocator counts: 4096 KiB x 2 and 16 KiB x 8
 each (torch, `CUDABlas.cpp`, `parseChosenWorkspaceSize`)."""
 HOPPER_WORKSPACE_BYTES = 2 * 33_554_432
-"""The same on compute capability 9.0: 4096 KiB x 8."""
+"""The workspace on compute capability 9.0: 4096 KiB x 8."""
 
 Verdict = Literal["yes", "expandable", "tight", "no"]
 EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 EXPANDABLE = "=".join(*EXPANDABLE_SEGMENTS.items())
 NEEDS_EXPANDABLE = f"so only with {EXPANDABLE}"
-"""What the verdict "expandable" means, of what else is said to fit."""
+"""The explanation of the verdict "expandable"."""
 
 
 def outside_bytes(gpu: Gpu | None, ranks: int) -> int:
-    """What CUDA and NCCL hold on each GPU, outside of PyTorch's allocator."""
+    """The memory of CUDA and NCCL on each GPU, outside PyTorch's allocator."""
     if ranks == 1:
         return CONTEXT_BYTES
     if gpu is not None and gpu.link_bytes_per_s < NVLINK_BYTES_PER_S:
@@ -69,23 +69,23 @@ def outside_bytes(gpu: Gpu | None, ranks: int) -> int:
 
 
 def workspace_bytes(gpu: Gpu | None) -> int:
-    """What cuBLAS holds on this GPU, or on most where it isn't known."""
+    """The memory of cuBLAS on this GPU, or on most if unknown."""
     return HOPPER_WORKSPACE_BYTES if gpu is not None and gpus.is_hopper(gpu) else WORKSPACE_BYTES
 
 
 def predicted(
     shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, layout: Layout, gpu: Gpu | None
 ) -> Prediction:
-    """What one rank allocates on this GPU: plan, wizard and a run's report ask here, and show the same number."""
+    """The allocated memory of one rank on this GPU, shared by plan, wizard and a run's report."""
     return predict(shape, tapes[variant_of(recipe, layout.engine)], recipe, layout, workspace_bytes(gpu))
 
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank needs of its GPU: the allocator's reserved bytes and all that the driver counts, as ranges.
+    """One rank's needs of its GPU: the allocator's reserved bytes and the driver's total, as ranges.
 
-    `replayed` are the reserved bytes of the allocator's replay, 0 where there was none. `runs_out` is the phase in
-    which memory runs out, or may.
+    `replayed` are the reserved bytes of the allocator's replay, 0 without. `runs_out` is the phase in which memory runs
+    out, or may.
     """
 
     allocated: int
@@ -97,7 +97,7 @@ class Device:
 
     @property
     def used(self) -> tuple[int, int]:
-        """What the driver counts."""
+        """The driver's total."""
         low, high = self.reserved
         return low + self.outside, high + self.outside
 
@@ -108,12 +108,12 @@ class Device:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The variables with which alone it fits."""
+        """The environment variables that it needs to fit."""
         return EXPANDABLE_SEGMENTS if self.verdict == "expandable" else {}
 
     @property
     def needed(self) -> int:
-        """What must be there: the allocated bytes, and what CUDA and NCCL hold outside of the allocator."""
+        """The minimum: the allocated bytes, and those of CUDA and NCCL outside the allocator."""
         return self.allocated + self.outside
 
 
@@ -122,7 +122,7 @@ Replay = Callable[[bool, int | None], Reservation]
 
 
 def replay_of(shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, layout: Layout, gpu: Gpu | None) -> Replay:
-    """What replays one way to train."""
+    """Returns a function that replays the allocator for one recipe and layout."""
 
     def replayed(expandable: bool, room_bytes: int | None) -> Reservation:
         chosen = tapes[variant_of(recipe, layout.engine)]
@@ -132,7 +132,7 @@ def replay_of(shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, lay
 
 
 def spared_bytes(capacity_bytes: int) -> int:
-    """What of a GPU's memory may be used with the margin to spare."""
+    """The part of a GPU's memory that may be used, with the margin left."""
     return round(capacity_bytes / (1 + MARGIN))
 
 
@@ -144,13 +144,13 @@ def device(
     replay: Replay | None = None,
     unusual: bool = False,
 ) -> Device:
-    """Whether a rank fits: what is allocated, context, communicators and 5 % must, and what the allocator wastes.
+    """Whether a rank fits: allocated memory, context, communicators, the 5 % margin, and fragmentation.
 
-    `prediction` is about a step with rows of one length: of an `unusual` job, which evaluates or whose rows vary, only
-    the replay tells.
+    `prediction` is for a step with rows of one length; for an `unusual` job, with evaluation or varied rows, only the
+    replay decides.
 
-    Without `replay` that is the usual. Cached blocks go back before memory runs out, so they count only where
-    they can't: the allocator is replayed on a GPU of that size.
+    Without `replay` the usual fragmentation is assumed. The allocator frees cached blocks before memory runs out, so
+    they count only if they can't be freed: the allocator is replayed on a GPU of that size.
     """
     allocated, outside = prediction.peak.total, outside_bytes(gpu, layout.ranks)
     room, spared = capacity_bytes - outside, spared_bytes(capacity_bytes) - outside
@@ -167,7 +167,7 @@ def device(
 
 
 def _replayed(allocated: int, outside: int, replay: Replay, room: int, spared: int) -> Device:
-    """The verdict of the allocator's replay: with 5 % to spare, so with expandable segments, or without any spare."""
+    """The verdict of the allocator's replay: fits with 5 % to spare, with expandable segments, or without margin."""
     plain = reservation = replay(False, spared)
     verdict: Verdict = "yes"
     if plain.failed_at or plain.thrashes:
@@ -182,7 +182,7 @@ def _replayed(allocated: int, outside: int, replay: Replay, room: int, spared: i
 
 
 def replayed_range(reserved: int, room: int) -> tuple[int, int]:
-    """The least and the most that an allocator reserves of its `room` where its replay reserves so much."""
+    """The least and the most that an allocator reserves of `room`, given its replay's reservation."""
     low, high = (min(round(reserved * factor), max(room, reserved)) for factor in REPLAY_RANGE)
     return low, high
 
@@ -201,10 +201,10 @@ class Host:
 def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool = True) -> Host:
     """Host memory and disk of the first machine.
 
-    Loading: the whole model on rank 0 where loading is RAM-efficient, on each of the machine's ranks where not.
-    Offload: pinned parameters, gradients and optimizer state of each rank's shard. Gathering: the full state dict.
-    A sharded checkpoint holds the parameters as stored, of adapters these alone, and the optimizer's state; DeepSpeed's
-    also copies of the weights. An adapter is exported as it was trained.
+    Loading: the whole model, on rank 0 with RAM-efficient loading, else on each of the machine's ranks. Offload: pinned
+    parameters, gradients and optimizer state of each rank's shard. Gathering: the full state dict. A sharded checkpoint
+    has the parameters as stored, only the adapters' if there are any, and the optimizer's state; DeepSpeed's also has
+    copies of the weights. An adapter is exported as it was trained.
     """
     loaders = 1 if layout.is_fsdp and ram_efficient else layout.ranks_per_node
     units = (*units_of(shape, recipe, layout), *idle_units(shape, recipe, layout))
@@ -237,6 +237,5 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
 
 
 def model_numel(shape: ModelShape) -> int:
-    """All parameters of the model."""
     inside = sum(len(block.layers) * sum(parameter.numel for parameter in block.parameters) for block in shape.blocks)
     return inside + sum(parameter.numel for parameter in shape.outer)

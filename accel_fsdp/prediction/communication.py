@@ -36,7 +36,7 @@ class Traffic(Amounts):
 
 @dataclass(frozen=True)
 class GatheredUnit:
-    """Parameters that are gathered and reduced together: a block, or what `block` None has outside of them.
+    """Parameters that are gathered and reduced together: a block, or with `block` None those outside.
 
     `kept` units stay gathered from forward to backward: one all-gather instead of two.
     """
@@ -52,10 +52,10 @@ class GatheredUnit:
 
 
 def units(shape: ModelShape, layout: Layout) -> tuple[GatheredUnit, ...]:
-    """What is gathered together, in the order of the forward pass.
+    """The units that are gathered together, in the order of the forward pass.
 
-    FSDP1 keeps the root, which holds all but the blocks, gathered (`_post_forward_reshard` skips `_is_root`);
-    accelerate 1.15 never reshards FSDP2's unit with the head.
+    FSDP1 keeps the root, which has all parameters outside the blocks, gathered (`_post_forward_reshard` skips
+    `_is_root`); accelerate 1.15 never reshards FSDP2's unit with the head.
     """
     kept = _keeps(layout)
     run = (block for index, block in enumerate(shape.blocks) if index not in shape.untraced)
@@ -87,7 +87,7 @@ def gather(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> Traffic:
 
 
 def reduce(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> Traffic:
-    """One reduction of one unit's gradients: reduce-scatter where they are sharded, all-reduce over replicas."""
+    """One reduction of a unit's gradients: reduce-scatter over shards, all-reduce over replicas."""
     elements = trained_numel(unit, recipe)
     volume = elements * sent_gradient_bytes(recipe, layout)
     shard = volume / layout.shard_ranks
@@ -100,9 +100,9 @@ def reduce(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> Traffic:
 
 
 def copied(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> tuple[float, float]:
-    """Bytes through the GPU's memory beside one gather and one reduction, which wait for them.
+    """Bytes through the GPU's memory for one gather and one reduction, which wait for these copies.
 
-    FSDP2 and ZeRO copy what was gathered into the parameters, and gradients of all parameters into one buffer
+    FSDP2 and ZeRO copy gathered data into the parameters, and gradients of all parameters into one buffer
     (`foreach_all_gather_copy_out`, `foreach_reduce_scatter_copy_in`); FSDP1 gathers in place, and autograd joins the
     gradients of its views. DDP copies gradients into buckets and back.
     """
@@ -118,7 +118,7 @@ def copied(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> tuple[float, f
 
 
 def update(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
-    """What follows the optimizer: ZeRO-1 and 2 gather the updated weights, which their ranks hold whole."""
+    """Traffic after the optimizer: ZeRO-1 and 2 gather the updated weights, which their ranks hold whole."""
     if not _replicates(layout):
         return Traffic()
     volume = all_trained_numel(shape, recipe, layout) * compute_bytes(recipe)
@@ -152,7 +152,7 @@ def gathered(unit: GatheredUnit, recipe: Recipe) -> Iterable[tuple[int, float]]:
 
 
 def gathered_alone(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
-    """How many adapter weights are units of their own: FSDP1's flat parameters can't mix frozen and trained ones.
+    """The number of adapter weights that are separate units: FSDP1's flat parameters can't mix frozen and trained.
 
     (PEFT's `fsdp_auto_wrap_policy`.)
     """
@@ -163,7 +163,7 @@ def gathered_alone(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
 
 
 def trained_numel(unit: GatheredUnit, recipe: Recipe) -> int:
-    """Elements of one unit that have a gradient: all, or the two thin matrices LoRA adds to a block's linear layer."""
+    """Elements of a unit with a gradient: all, or LoRA's two thin matrices for each linear layer of a block."""
     if recipe.method == "full":
         return sum(parameter.numel for parameter in unit.parameters)
     inside = unit.block is not None
@@ -177,7 +177,7 @@ def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
 
 
 def is_quantized(parameter: Parameter, unit: GatheredUnit) -> bool:
-    """Whether QLoRA packs it into 4 bits: the linear layers inside of blocks, experts that are such layers included."""
+    """Whether QLoRA packs it into 4 bits: linear layers in blocks, including experts that are such layers."""
     experts = parameter.kind == "experts" and len(parameter.shape) == 2
     return unit.block is not None and (parameter.kind == "linear" or experts)
 

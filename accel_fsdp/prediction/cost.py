@@ -1,4 +1,4 @@
-"""What a job takes: steps, hours, energy, money, checkpoints; ranges, as a step's time is one. Pure."""
+"""The cost of a job: steps, hours, energy, money, checkpoints; ranges, because a step's time is one. Pure."""
 
 import math
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class Work:
     epochs: float = 1
 
     def steps_of(self, recipe: Recipe, ranks: int) -> int:
-        """The optimizer steps of it on so many ranks, 0 where they aren't known; the last one is always whole."""
+        """The optimizer steps on so many ranks, 0 if unknown; the last one counts as full."""
         if self.steps:
             return self.steps
         if self.tokens:
@@ -40,7 +40,7 @@ class Work:
 
 
 def tokens_per_step(recipe: Recipe, ranks: int) -> int:
-    """What all ranks train on in one optimizer step, with rows that are full."""
+    """Tokens that all ranks train on in one optimizer step, with full rows."""
     return ranks * recipe.rows * recipe.accumulation * recipe.length
 
 
@@ -67,18 +67,18 @@ def events(kind: Event, every: float, steps: int, per_epoch: float) -> int:
 
 
 def at_once(saves: int, kept: int, there: int = 0) -> int:
-    """How many more checkpoints lie on the disk than the complete ones that are `there`, when there are most.
+    """The extra checkpoints on the disk, besides the complete ones that are `there`, at the fullest moment.
 
-    The newest is written before the oldest goes. `kept` 0 keeps all.
+    The newest is written before the oldest is deleted. `kept` 0 keeps all.
     """
     return min(saves, max(kept + 1 - there, 1)) if kept > 0 else saves
 
 
 @dataclass(frozen=True)
 class Saves:
-    """The checkpoints of a run: how many are written, how many lie on the disk at once, and the bytes of one.
+    """The checkpoints of a run: how many are written, how many are on the disk at once, and the bytes of one.
 
-    `stall_seconds` is how long training waits for one of them, None where the disk's speed isn't known.
+    `stall_seconds` is how long training waits for one of them, None if the disk's speed is unknown.
     """
 
     count: int
@@ -88,7 +88,7 @@ class Saves:
 
     @property
     def disk_bytes(self) -> int:
-        """What lies on the disk when it holds most."""
+        """The most bytes on the disk at once."""
         return self.at_once * self.each_bytes
 
 
@@ -103,7 +103,7 @@ def stall(each_bytes: int, disk_bytes_per_s: float, writers: int) -> Span:
 
 @dataclass(frozen=True)
 class Evaluations:
-    """The evaluations of a run: how many, and the seconds of one; each None where it isn't known."""
+    """The evaluations of a run: their number, and the seconds of each; None if unknown."""
 
     count: int | None
     each_seconds: Span | None
@@ -117,9 +117,9 @@ def evaluation_seconds(rows: int, recipe: Recipe, ranks: int, forward_seconds: f
 
 @dataclass(frozen=True)
 class CostInputs:
-    """What a job's cost depends on besides its way to train: the work, and what is known around it.
+    """The inputs of a job's cost besides recipe and layout.
 
-    `price` is that of one GPU for an hour, None where it isn't known. `schedule` None: nothing is said of checkpoints.
+    `price` is that of one GPU for an hour, None if unknown. `schedule` None: no cost of checkpoints.
     """
 
     work: Work
@@ -131,9 +131,9 @@ class CostInputs:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a job takes. `hours` are those of training with all saves and evaluations whose time is known.
+    """The cost of a job. `hours` are those of training with all saves and evaluations whose duration is known.
 
-    `most_kwh` are the boards' at their full power for the longest of these hours. `saves` None: they aren't known.
+    `most_kwh` is the boards' energy at full power for the longest of these hours. `saves` None: unknown.
     """
 
     steps: int
@@ -159,9 +159,9 @@ def cost(
     checkpoint_bytes: int = 0,
     forward_seconds: float = 0,
 ) -> Cost | None:
-    """What a job takes that trains in this way; None where the number of its steps isn't known.
+    """The cost of a job with this recipe and layout; None if the number of its steps is unknown.
 
-    `forward_seconds` are those of one batch of an evaluation.
+    `forward_seconds` are those of one evaluation batch.
     """
     ranks = layout.ranks
     steps = job.work.steps_of(recipe, ranks)
@@ -202,7 +202,7 @@ def _saves(job: CostInputs, schedule: Schedule, steps: int, per_epoch: int, size
 
 
 def evaluations_in(schedule: Schedule, steps: int, per_epoch: int) -> int | None:
-    """How often a run evaluates; None where that isn't known."""
+    """The number of evaluations of a run; None if unknown."""
     every = {"steps": schedule.eval_steps, "epoch": per_epoch}.get(schedule.evaluates, 1)
     if not every:
         return None

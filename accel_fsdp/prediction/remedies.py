@@ -1,4 +1,4 @@
-"""What would make a plan fit that doesn't: the smallest changes, each tried alone. Pure."""
+"""Changes that would make a job fit: the smallest ones, each tried alone. Pure."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,8 +24,8 @@ SMALLER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": 
 def remedies(job: PlanJob, given: Layout | None) -> Iterator[str]:
     """The changes that would make it fit, each alone with one sequence per GPU and full checkpointing.
 
-    They are changes of the `given` layout where that helps, else of the one that shards all. Offload comes last, unless
-    it is given, and says what it takes of the host.
+    They change the `given` layout if that helps, else the one that shards everything. Offload comes last, unless it is
+    given, with its host memory.
     """
     if given and job.recipe.eval_batch and evaluate(job, replace(job.recipe, eval_batch=0), given).fits:
         yield _smaller_evaluation(job, given)
@@ -53,7 +53,7 @@ def remedies(job: PlanJob, given: Layout | None) -> Iterator[str]:
 
 
 def _smaller_evaluation(job: PlanJob, layout: Layout) -> str:
-    """The largest batch of an evaluation that fits, where the steps do."""
+    """The largest evaluation batch that fits, if the training steps do."""
     rows = job.recipe.eval_batch // 2
     while rows and not evaluate(job, replace(job.recipe, eval_batch=rows), layout).fits:
         rows //= 2
@@ -70,7 +70,7 @@ def _other_methods(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iter
 
 
 def _other_optimizer(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:
-    """Trainer's own optimizer, where another was asked for: that may work with fewer layouts, or hold more."""
+    """Trainer's default optimizer instead of the requested one, which may allow fewer layouts or need more."""
     if smallest.optimizer == Recipe.optimizer:
         return
     recipe = replace(smallest, optimizer=Recipe.optimizer)
@@ -82,7 +82,7 @@ def _other_optimizer(job: PlanJob, smallest: Recipe, given: Layout | None) -> It
 
 
 def _more_gpus(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:
-    """The GPUs that are enough; where no number is, with a method that holds less; where none is, what each holds."""
+    """The smallest sufficient number of GPUs; else with a smaller method; else the memory that each would need."""
     least: tuple[int, str] | None = None
     for method in (job.recipe.method, *SMALLER[job.recipe.method]):
         changed = method != job.recipe.method
@@ -115,7 +115,7 @@ def _how(job: PlanJob, recipe: Recipe, layout: Layout, given: Layout | None) -> 
 
 
 def sharded(job: PlanJob, recipe: Recipe, ranks: int) -> Layout | None:
-    """The first layout that works and shards everything over so many GPUs; on one there is nothing to share."""
+    """The first layout that works and shards everything over the ranks, or the single process."""
     together = job.ranks_per_node if ranks > job.ranks_per_node else ranks
     full = {("fsdp2", 1), ("fsdp1", 1), ("zero", 3), ("single", 1)}
     layouts_of_all = (layout for layout in layouts(ranks, together) if (layout.engine, layout.strategy) in full)

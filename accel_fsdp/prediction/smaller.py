@@ -1,4 +1,4 @@
-"""What would make a run smaller, and how much of a rank's memory each change frees. Pure."""
+"""Changes that make a run smaller, with the memory of a rank that each frees. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -69,7 +69,7 @@ def _recipes(recipe: Recipe, layout: Layout) -> Iterator[Try]:
 
 
 def _full_shard(layout: Layout) -> str:
-    """Strategy 1 under each version; a mesh of FSDP2's hybrid sharding is what keeps it from sharding over all."""
+    """Full sharding under each version; FSDP2's hybrid sharding is disabled by removing its mesh."""
     if layout.engine is Engine.FSDP1:
         return "fsdp_sharding_strategy: FULL_SHARD"
     return "no parallelism_config" if layout.strategy in (4, 5) else "fsdp_reshard_after_forward: true"

@@ -26,7 +26,7 @@ TraceRecord: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
 
 
 def find(name: str) -> TraceRecord | None:
-    """The bundled shape and tapes by variant, of a model as `catalogue.canonical` knows it, or None."""
+    """The bundled shape and tapes by variant, of a model that `catalogue.canonical` knows, or None."""
     known = catalogue.canonical(name)
     if known is None:
         return None
@@ -40,7 +40,7 @@ def _bundled(name: str) -> TraceRecord:
 
 
 def first_alike(name: str) -> str:
-    """The first model of the catalogue that has the same configuration; its file serves all of them."""
+    """The first model of the catalogue with the same configuration; its file serves all of them."""
     entries = catalogue.entries()
     return next(twin for twin in entries if entries[twin]["config"] == entries[name]["config"])
 
@@ -51,7 +51,7 @@ def file_name(name: str) -> str:
 
 
 def key_of(config: Mapping[str, Any], variants: tuple[str, ...]) -> str:
-    """What a file depends on, as a hash: the model's configuration, the variants, and the libraries' versions."""
+    """A hash of the model's configuration, the variants, and the libraries' versions."""
     import hashlib
     from importlib.metadata import version
 
@@ -62,12 +62,12 @@ def key_of(config: Mapping[str, Any], variants: tuple[str, ...]) -> str:
 
 
 def cache_folder() -> Path:
-    """Where the records of models outside of the catalogue are kept."""
+    """The folder with the records of models outside the catalogue."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "accel-fsdp"
 
 
 def cached(key: str) -> TraceRecord | None:
-    """What was kept under a key; None without it, and also if its file can't be read."""
+    """The record of a key; None without one, or if its file can't be read."""
     try:
         text = (cache_folder() / f"{key}.json").read_text(encoding="utf-8")
         return from_text(text) if key_in(text) == key else None

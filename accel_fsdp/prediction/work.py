@@ -1,4 +1,4 @@
-"""What one GPU computes, moves through its memory and launches, counted kernel by kernel. Pure.
+"""The FLOPs, memory traffic and kernel launches of one GPU, counted kernel by kernel. Pure.
 
 The kernels are those that transformers and PEFT run eagerly. Fused ones (Liger, torch.compile) move less.
 """
@@ -25,7 +25,7 @@ root (20), mean and square (24), their sum (12), back (2). (transformers' LlamaR
 LAYER_NORM_BYTES = (4, 10)
 """torch.nn.LayerNorm is one kernel (2 + 2), and two backward: of the input (4 + 2) and of the weights (4)."""
 AUTOCAST_BYTES = (16, 16)
-"""What autocast adds to it: it computes in float32 (2 + 4), and the product behind it casts back (4 + 2)."""
+"""Autocast's additional bytes: it computes in float32 (2 + 4), and the next product casts back (4 + 2)."""
 ROTARY_BYTES = (20, 32)
 """Of one element of queries and keys: times cosine (2 + 2), half of it negated (2), joined (2 + 2), times sine (2 + 2),
 added (4 + 2). Backward: both products (8), the halves taken apart and put together (12), added (12).
@@ -37,7 +37,7 @@ ACTIVATION_BYTES = (4, 6)
 RESIDUAL_BYTES = (6, 6)
 """Of one element of a sum (4 + 2); backward two gradients are added."""
 FUSED_NORM_BYTES, FUSED_ROTARY_BYTES, FUSED_GATE_BYTES = (4, 10), (4, 4), (6, 10)
-"""The same as single kernels: everything is read once and written once."""
+"""The bytes of fused kernels, which read and write everything once."""
 ROUTED_BYTES = (16, 26)
 """Of one element on its way to an expert and back: gathered (2 + 2), weighted (2 + 2), added to the others (4 + 4).
 Backward: spread (2), put in order (8), both factors (10), added where gathered (6)."""
@@ -110,7 +110,7 @@ def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, W
 
 @lru_cache(REMEMBERED)
 def head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
-    """The product with the vocabulary and the loss; a tied head computes as one of its own."""
+    """The product with the vocabulary and the loss; a tied head costs the same."""
     tokens = recipe.rows * recipe.length
     product = _product(Parameter("head", (shape.vocab, shape.hidden), "head"), shape, recipe)
     loss_bytes = FUSED_LOSS_BYTES if _is_fused(recipe) else LOSS_BYTES
@@ -119,10 +119,10 @@ def head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
 
 
 def recomputed(forward: Work, unit: GatheredUnit, shape: ModelShape, recipe: Recipe) -> Work:
-    """What checkpointing computes again: the forward pass, up to a block's last product if it isn't reentrant.
+    """The work that checkpointing repeats: the forward pass, up to a block's last product if it isn't reentrant.
 
-    Nothing saved for backward comes after the input of that product (torch.utils.checkpoint's early stop). Selective
-    checkpointing computes every second product again, no attention, and all that lies between.
+    No tensor is saved after the input of that product (torch.utils.checkpoint's early stop). Selective checkpointing
+    repeats every second product and all work between products, but no attention.
     """
     weights = products(unit.block) if unit.block else ()
     if recipe.checkpointing == "none" or not weights or not unit.block:
@@ -140,7 +140,7 @@ def products(block: Block) -> tuple[Parameter, ...]:
 
 
 def share(weight: Parameter, shape: ModelShape) -> float:
-    """Which share of a parameter one token goes through."""
+    """The share of a parameter that one token uses."""
     return shape.experts_used / shape.experts if weight.kind == "experts" and shape.experts else 1
 
 
@@ -167,7 +167,7 @@ Piece = tuple[tuple[float, float], float, float]
 
 
 def _between(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
-    """What lies between the products of one block, forward and backward."""
+    """The work between the products of one block, forward and backward."""
     tokens = recipe.rows * recipe.length
     pieces = tuple(_pieces(block, shape, recipe))
     kernels = sum(count for _, _, count in pieces)
@@ -234,7 +234,7 @@ def _has_wide_norms(block: Block, recipe: Recipe) -> bool:
 
 
 def _adapters(block: Block, recipe: Recipe) -> tuple[Work, Work]:
-    """LoRA's thin products and what PEFT does around them: they cost more time in memory than in computing."""
+    """LoRA's thin products and PEFT's work around them: limited by memory traffic rather than FLOPs."""
     forward = backward = Work()
     if recipe.method == "full":
         return forward, backward
@@ -254,7 +254,7 @@ def _adapters(block: Block, recipe: Recipe) -> tuple[Work, Work]:
 
 
 def _unpacking(block: Block, recipe: Recipe) -> Work:
-    """Unpacking 4-bit weights for one use: instructions, and what it writes."""
+    """Unpacking 4-bit weights for one use: instructions and the written bytes."""
     if recipe.method != "qlora":
         return Work()
     unit = GatheredUnit(block.parameters, False, block)
@@ -271,9 +271,9 @@ def _plus(left: tuple[float, float], right: tuple[float, float]) -> tuple[float,
 
 
 def _keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
-    """How many keys a token attends to on average: half of all, fewer in a window; eager attention computes all.
+    """The average number of keys that a token attends to: half of all, fewer in a window; eager attention computes all.
 
-    Where sliding and full layers alternate the first layer slides, as in Gemma 2 and 3 and gpt-oss.
+    Where sliding and full layers alternate, the first layer slides, as in Gemma 2 and 3 and gpt-oss.
     """
     if recipe.attention == "eager" or shape.eager_only:
         return recipe.length
@@ -289,7 +289,7 @@ def _other(weight: Parameter, shape: ModelShape) -> int:
 
 
 def _routes(weight: Parameter, shape: ModelShape) -> float:
-    """How many of a parameter's matrices one token goes through."""
+    """The number of a parameter's matrices that one token uses."""
     return math.prod(weight.shape[:-2]) * share(weight, shape)
 
 

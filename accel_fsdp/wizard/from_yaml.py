@@ -70,7 +70,7 @@ FSDP_ENGINES = {engine: version for version, engine in FSDP_VERSIONS.items()}
 UNKNOWN = (None, -1)
 """Values that leave a key to the model, to the machine or to the command line; -1 processes are one for each GPU."""
 ZERO_STAGE = 2
-"""What Accelerate takes where `zero_stage` is missing."""
+"""Accelerate's default if `zero_stage` is missing."""
 
 
 def _strategy_of_fsdp2(job: JobConfig) -> str:

@@ -24,7 +24,7 @@ from accel_fsdp.wizard.question import engine_of
 from accel_fsdp.wizard.questions import applying
 
 OWN_SCRIPT = "YOUR_SCRIPT.py"
-"""Stands for a script that trains what ours doesn't."""
+"""The placeholder for a script, for models that ours doesn't train."""
 
 
 def to_mapping(answers: Answers) -> dict[str, Any]:

@@ -18,7 +18,7 @@ LOOKALIKES = str.maketrans("OoIl", "0011")
 MEMORY_MATTERS = "what fits follows from a GPU's memory"
 LONGEST_PATH, LONGEST_SHOWN = 1024, 80
 MORE_MEMORY = 1.5
-"""How much more than the largest card of a name somebody may have: a new edition of it."""
+"""The factor over the largest card of a name that is accepted, for new editions of it."""
 MOST_RANKS = 1_000_000
 """More machines or processes than any cluster has: a slip of the key."""
 

@@ -47,8 +47,8 @@ def _words(value: Any) -> set[str]:
 def resuming_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`--resume_from_checkpoint` under FSDP1 with SHARDED_STATE_DICT: Adam's moments start at zero.
 
-    A new optimizer has no state yet, so Accelerate 1.15 asks the checkpoint for none, without a word. train/sft.py
-    makes the state first; most scripts don't.
+    A new optimizer has no state yet, so Accelerate 1.15 silently loads none from the checkpoint. train/sft.py
+    creates the state first; most scripts don't.
     """
     if subject.engine is Engine.FSDP1 and subject.sharded_state_dict and subject.resumes:
         yield Finding(
@@ -100,7 +100,7 @@ def _near(key: str) -> str:
 
 @rule("AF619", pains=("P52",))
 def unknown_training_key(subject: Subject) -> Iterator[Finding]:
-    """A key in `--fsdp_config` that transformers doesn't read: TrainingArguments has names of its own.
+    """A key in `--fsdp_config` that transformers doesn't read: TrainingArguments has other names.
 
     Offload is `cpu_offload` there, and any text in it counts as true, "false" too.
     """
@@ -138,7 +138,7 @@ def adapter_on_a_tied_weight(subject: Subject) -> Iterator[Finding]:
 
     `modules_to_save` copies the head, or with `fsdp_cpu_ram_efficient_loading: false` the embedding: transformers ties
     the weights again under names that PEFT has moved, or the tied weight belongs to two units. An adapter on `lm_head`
-    moves its name as well, which train/sft.py mends. FSDP1 trains all of these.
+    moves its name as well, which train/sft.py repairs. FSDP1 trains all of these.
     """
     if subject.engine is not Engine.FSDP2 or subject.model is None or not subject.model.tied:
         return
@@ -222,7 +222,7 @@ def accumulation_keeps_gradients(subject: Subject) -> Iterator[Finding]:
 def every_rank_converts(subject: Subject) -> Iterator[Finding]:
     """`--dtype float32` for a 16-bit checkpoint (`--model`): every rank converts the whole model in host memory.
 
-    `fsdp_cpu_ram_efficient_loading` doesn't spare ranks other than 0 the reading in transformers 5.23.
+    In transformers 5.23 ranks other than 0 read too, also with `fsdp_cpu_ram_efficient_loading`.
     """
     low = subject.model is not None and subject.model.dtype in LOW_DTYPES
     if subject.is_fsdp and low and subject.asked_dtype == "float32":
@@ -276,7 +276,7 @@ def held_out_loss_over_ranks(subject: Subject) -> Iterator[Finding]:
     """`--eval_strategy` in several processes: of the last batch Trainer's held-out loss may be far too low or high.
 
     Trainer 5.23 divides each rank's sum by all ranks' tokens, repeated ones too, and then leaves out the ranks behind
-    the last row. That decides where the held-out rows are few: early stopping and the best model go by it. train/sft.py
+    the last row. With few held-out rows this decides early stopping and the best model. train/sft.py
     sums losses and tokens over the ranks; most scripts don't.
     """
     asked = subject.arg("eval_strategy") or subject.arg("evaluation_strategy")
@@ -312,7 +312,7 @@ def count_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
 
     Trainer, and TRL's SFTTrainer before 1.15, give the model the number of a step's tokens as a float, and FSDP casts
     floats. In bfloat16 271 tokens are 272: loss and gradients are off by up to 0.4 %, by another factor in each step.
-    In float16 more than 65,504 tokens are infinitely many, and nothing is trained. transformers 5.22 counts in whole
+    In float16 more than 65,504 tokens are infinity, and nothing is trained. transformers 5.22 counts in whole
     numbers, which FSDP leaves. train/sft.py divides outside of the model.
     """
     counts_in_floats = "transformers" in subject.versions and not older(subject, "transformers", "5.23")

@@ -35,7 +35,7 @@ def checkpoint_of_another_kind(subject: Subject) -> Iterator[Finding]:
 def checkpoint_without_optimizer(subject: Subject) -> Iterator[Finding]:
     """A checkpoint without optimizer state or `scheduler.pt`.
 
-    If one is missing Trainer loads neither and says nothing: learning rate and moments start anew.
+    If one is missing, Trainer silently loads neither: learning rate and moments start again.
     """
     saved = subject.checkpoint
     if saved is None or not (saved.sharded or saved.full) or not saved.trainer_state:
@@ -54,8 +54,8 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
     """A half-written checkpoint.
 
     Trainer writes `trainer_state.json` last and torch the `.metadata` of a sharded folder, which on several machines
-    without a shared disk lies on one of them only. Trainer resumes the highest number, complete or not. train/sft.py
-    keeps `complete.json`, which says what is still to come, and how large each file is.
+    without a shared disk is on one of them only. Trainer resumes the highest number, complete or not. train/sft.py
+    keeps `complete.json`, which lists the missing parts and the size of each file.
     """
     saved = subject.checkpoint
     if saved is None:
@@ -88,7 +88,7 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF804", "warning", pains=("P57",))
 def checkpoint_of_other_ranks(subject: Subject) -> Iterator[Finding]:
-    """A checkpoint of another number of processes.
+    """A checkpoint of a different number of processes.
 
     Sharded weights move to any number. The random states don't, and with another global batch the same step is
     another place in the data.
@@ -183,8 +183,8 @@ def export_of_the_wrapper(subject: Subject) -> Iterator[Finding]:
 def checkpoint_loses_the_optimizer(subject: Subject) -> Iterator[Finding]:
     """A sharded checkpoint that FSDP1 is to resume.
 
-    A new optimizer has no state yet, so Accelerate 1.15 asks the checkpoint for none: moments start at zero without a
-    word. train/sft.py makes the state first; most scripts don't.
+    A new optimizer has no state yet, so Accelerate 1.15 silently loads none from the checkpoint: moments start at
+    zero. train/sft.py creates the state first; most scripts don't.
     """
     saved = subject.checkpoint
     fsdp1 = subject.engine is Engine.FSDP1 and not subject.ours
@@ -228,7 +228,7 @@ def folder_without_checkpoint(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF813", "note", pains=("P62",))
 def export_is_private(subject: Subject) -> Iterator[Finding]:
-    """Weights that their owner alone may read: safetensors 0.8.0 sets that mode whatever the umask says."""
+    """Weights that only their owner may read: safetensors 0.8.0 sets that mode regardless of the umask."""
     saved = subject.checkpoint
     if saved is not None and saved.private and not saved.is_checkpoint:
         yield Finding(

@@ -1,6 +1,6 @@
-"""The linter's engine: what a rule sees, what it finds, and how findings are repaired.
+"""The linter's engine: the input of rules, their findings, and repairs.
 
-The other modules of this package hold the rules.
+The other modules of this package are the rules.
 
 Pure: no torch, no files, no printing. Lines and edits go through ruamel.yaml, which keeps comments.
 """
@@ -22,7 +22,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class ScriptFacts:
-    """A training script, parsed and not run."""
+    """A parsed training script; it is never run."""
 
     name: str
     tree: ast.Module
@@ -30,9 +30,9 @@ class ScriptFacts:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong. `key` is a dotted path, `line` counts from 1; `edits` the repair, if one is right.
+    """One problem. `key` is a dotted path, `line` counts from 1; `edits` are the repair, if there is a right one.
 
-    `milder` is the severity of a case that does less harm than its rule's others.
+    `milder` is the severity of a case with less harm than the rule's others.
     """
 
     key: str
@@ -48,11 +48,11 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject(JobConfig):
-    """A YAML and what there is to look at beside it; what wasn't given is None, and the rules about it stay silent.
+    """A YAML with the other inputs of the rules; missing ones are None, and rules about them report nothing.
 
     `args` are the training script's arguments, `starter` the word that their command line begins with (accelerate,
     torchrun, python), empty if they came as a mapping, and `launcher` the flags of that line that belong to
-    `accelerate launch`. `ours` says that the script is train/sft.py, which mends what others suffer from.
+    `accelerate launch`. `ours` means that the script is train/sft.py, which works around bugs.
     """
 
     args: Mapping[str, Any] | None = None
@@ -66,7 +66,7 @@ class Subject(JobConfig):
     ours: bool = False
 
     def arg(self, name: str) -> Any:
-        """An argument of the training script; None when it is not given or no arguments are known."""
+        """An argument of the training script; None if it or all arguments are missing."""
         return (self.args or {}).get(name)
 
     def arg_on(self, *names: str) -> bool:
@@ -87,12 +87,12 @@ class Subject(JobConfig):
 
     @property
     def mixed(self) -> bool:
-        """Whether 16-bit compute stands over float32 masters; an argument wins over the file."""
+        """Whether 16-bit compute is used with float32 masters; an argument wins over the file."""
         return self.arg_on("bf16", "fp16") or self.top("mixed_precision") in ("bf16", "fp16")
 
     @property
     def asked_dtype(self) -> str:
-        """The dtype that the arguments load the weights in; auto where they name none."""
+        """The dtype that the arguments load the weights in; auto by default."""
         asked = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
         return LONG_DTYPES.get(asked, asked)
 
@@ -114,12 +114,12 @@ class Subject(JobConfig):
 
     @property
     def held_bytes(self) -> int:
-        """All weights of the model as they are trained in full; 0 where it isn't known."""
+        """Bytes of all weights in full training; 0 if unknown."""
         return self.weight_bytes * self.model.parameters if self.model else 0
 
     @property
     def checkpoint_bytes(self) -> int:
-        """One of FSDP's checkpoints of full training, as the arguments' optimizer makes it; 0 without a model."""
+        """Bytes of an FSDP checkpoint of full training with the arguments' optimizer; 0 without a model."""
         parameters = self.model.parameters if self.model else 0
         optimizer = state_bytes.moment_bytes(str(self.arg("optim") or ""), self.weight_bytes) * parameters
         return state_bytes.checkpoint_bytes(self.held_bytes, optimizer, gathered=self.full_state_dict)
@@ -134,7 +134,7 @@ class Subject(JobConfig):
 
 
 def combined(subject: Subject, key: str, *names: str, edits: tuple[Edit, ...] = ()) -> Iterator[Finding]:
-    """What the table of combinations says of these rows, as findings about `key`."""
+    """The matching rows of the table of combinations with these names, as findings about `key`."""
     for clash in clashes(subject.job):
         if clash.name in names and not (clash.mended and subject.ours):
             yield Finding(key, clash.what, clash.why, clash.fix, edits)
@@ -145,9 +145,9 @@ Check = Callable[[Subject], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check with its stable code; `fixed_in` names the release of a library that made it moot.
+    """A check with its stable code; `fixed_in` is the library release that fixed the bug.
 
-    `pains` are the rows of `pains.PAINS` that it sees.
+    `pains` are the rows of `known_issues.PAINS` that it detects.
     """
 
     code: str
@@ -194,8 +194,8 @@ FOREIGN = "AF112"
 def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     """All findings of all rules, in the order of their codes.
 
-    What is surely a misspelling is one finding: the rules that follow see the file as it was meant. Of another tool's
-    file only that is said.
+    An obvious misspelling is one finding: the following rules see the corrected file. For another tool's file that
+    is the only finding.
     """
     if subject.other_tool and FOREIGN in rules:
         rules = {FOREIGN: rules[FOREIGN]}
@@ -236,14 +236,14 @@ def _as_meant(subject: Subject, edits: Iterable[Edit]) -> Subject:
 
 
 def _fits(subject: Subject, edit: Edit) -> bool:
-    """Whether there is a mapping to edit, or room for one (AF106 tells of the other case)."""
+    """Whether there is a mapping to edit, or room for one (AF106 reports the other case)."""
     if not edit.section and edit.new_key:
         return edit.new_key not in subject.values
     return not edit.section or isinstance(subject.values.get(edit.section) or {}, Mapping)
 
 
 def locate(findings: list[Finding], document: Any) -> list[Finding]:
-    """Adds line numbers from a ruamel.yaml document, which may spell a name otherwise than the findings do."""
+    """Adds line numbers from a ruamel.yaml document, which may spell a name differently from the findings."""
     misspelt = [edit for finding in findings if finding.code in MISSPELT for edit in finding.edits]
     spelt = {(edit.section, edit.new_key): edit.key for edit in misspelt}
     return [replace(finding, line=finding.line or _line(document, finding.key, spelt)) for finding in findings]

@@ -13,7 +13,7 @@ def version_missing(subject: Subject) -> Iterator[Finding]:
 
     In the YAML that means FSDP1; the same omission in `TrainingArguments` means FSDP2. The settings of one are ignored
     by the other. A boolean `fsdp_reshard_after_forward` without keys of FSDP1 looks as if FSDP2 was meant, while FSDP1
-    is what runs: `--fix` then leaves the choice to you. Beside keys of FSDP1, as older releases of Accelerate wrote
+    runs: `--fix` then leaves the choice to you. Beside keys of FSDP1, as older releases of Accelerate wrote
     files, it is a note.
     """
     if subject.is_fsdp and not subject.has("fsdp_version"):
@@ -43,9 +43,9 @@ def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`fsdp_reshard_after_forward` under FSDP1, where nothing reads it.
 
     Accelerate's own wizard writes it there. The launcher always exports a sharding strategy, FULL_SHARD if none is
-    given, and that one is used. `--fix` renames a strategy's name and removes what stands beside a strategy; false may
-    have meant SHARD_GRAD_OP, which is not what runs, and stays. Where it says what runs all the same, as in TRL's file
-    for FSDP1, it is a note, and a warning where a strategy beside it says something else.
+    given, and that one is used. `--fix` renames a strategy's name and removes the key beside a strategy; false may
+    have meant SHARD_GRAD_OP, which doesn't run, and stays. If it agrees with what runs, as in TRL's file
+    for FSDP1, it is a note, and a warning if a strategy beside it differs.
     """
     if subject.engine is not Engine.FSDP1 or not subject.has("fsdp_reshard_after_forward"):
         return
@@ -64,7 +64,7 @@ def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
 
 
 def _instead_of_reshard(subject: Subject) -> tuple[str, tuple[Edit, ...]]:
-    """What to write under FSDP1 in place of `fsdp_reshard_after_forward`, and the edit if one is right."""
+    """The replacement of `fsdp_reshard_after_forward` under FSDP1, and its edit if there is a right one."""
     key, strategy = "fsdp_reshard_after_forward", "fsdp_sharding_strategy"
     value = str(subject.fsdp(key)).upper()
     if not subject.has("fsdp_version") and _looks_like_2(subject):
@@ -119,7 +119,7 @@ def reshard_is_a_name(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF305", "warning", pains=("P80",))
 def ignored_under_fsdp2(subject: Subject) -> Iterator[Finding]:
-    """A key of FSDP1 under FSDP2, which ignores it, mostly without a word."""
+    """A key of FSDP1 under FSDP2, which ignores it, mostly silently."""
     if subject.engine is not Engine.FSDP2:
         return
     for key in subject.section("fsdp_config"):
@@ -140,7 +140,7 @@ def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
     """`fsdp_auto_wrap_policy` is missing or NO_WRAP, so the whole model is one unit.
 
     Then every rank gathers all of it at once. A layer class without the policy is ignored. `--fix` adds what is
-    missing, and leaves a NO_WRAP that somebody wrote.
+    missing, and keeps an explicit NO_WRAP.
     """
     if subject.is_fsdp and subject.wrap_policy == "NO_WRAP" and subject.strategy != "NO_SHARD":
         missing = not subject.has("fsdp_auto_wrap_policy")
@@ -206,7 +206,7 @@ def local_state_dict(subject: Subject) -> Iterator[Finding]:
 def ram_loading_without_sync(subject: Subject) -> Iterator[Finding]:
     """`fsdp_sync_module_states: false` beside `fsdp_cpu_ram_efficient_loading`, which is on by default.
 
-    The launcher refuses it under both versions, although FSDP2 doesn't use the key. The text 'false' slips past, and
+    The launcher refuses it under both versions, although FSDP2 doesn't use the key. The text 'false' is accepted, and
     FSDP1 turns syncing on again.
     """
     if subject.is_fsdp and subject.on("fsdp_cpu_ram_efficient_loading") and not subject.on("fsdp_sync_module_states"):
@@ -306,7 +306,7 @@ def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
 
 
 def mesh_sizes(subject: Subject) -> dict[str, int]:
-    """The dimensions of the mesh by name: 1 where nothing is given, or what is no whole number."""
+    """The dimensions of the mesh by name: 1 for missing ones, and for values that aren't whole numbers."""
     mesh = subject.section("parallelism_config")
     sizes = {name: mesh.get(f"parallelism_config_{name}_size", 1) for name in DIMENSIONS}
     return {name: size if type(size) is int else 1 for name, size in sizes.items()}
@@ -319,8 +319,8 @@ DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 def mesh_has_another_size(subject: Subject) -> Iterator[Finding]:
     """The sizes in `parallelism_config` multiplied are not `num_processes`.
 
-    Accelerate stops; DeepSpeed with `sp` does, whose batch then isn't the one that Accelerate told it. A mesh whose
-    sizes are all 1 is none.
+    Accelerate stops; DeepSpeed with `sp` does, whose batch then differs from Accelerate's. A mesh with
+    all sizes 1 is ignored.
     """
     mesh = subject.section("parallelism_config")
     engines = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)

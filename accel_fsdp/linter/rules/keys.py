@@ -71,7 +71,7 @@ def no_distributed_type(subject: Subject) -> Iterator[Finding]:
 def key_stands_twice(subject: Subject) -> Iterator[Finding]:
     """One key twice in one mapping.
 
-    Accelerate takes the last one without a word. `--fix` repairs nothing in such a file.
+    Accelerate silently takes the last one. `--fix` repairs nothing in such a file.
     """
     for key, lines in subject.doubled.items():
         yield Finding(
@@ -106,8 +106,8 @@ def file_of_another_tool(subject: Subject) -> Iterator[Finding]:
 def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
     """A top-level key that Accelerate does not know.
 
-    It refuses the whole file. An FSDP key at the top level belongs into `fsdp_config`. `--fix` renames what is surely
-    a typo, such as `fsdp_confg`.
+    It refuses the whole file. An FSDP key at the top level belongs into `fsdp_config`. `--fix` renames obvious
+    typos, such as `fsdp_confg`.
     """
     known = known_fields("")
     for key in subject.section(""):
@@ -131,7 +131,7 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
 def unknown_section_key(subject: Subject) -> Iterator[Finding]:
     """A key inside a section, such as `fsdp_config` or `deepspeed_config`, that nothing reads.
 
-    Accelerate accepts any key there and drops it without a word, so a typo means the default. `--fix` renames what is
+    Accelerate accepts any key there and silently drops it, so a typo means the default. `--fix` renames what is
     surely a typo. Three keys that `accelerate config` itself writes into `fp8_config` are among them. The rules for
     retired keys (AF104) and for missing prefixes (AF105) say more where they apply.
     """

@@ -31,7 +31,7 @@ def too_few_processes(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF402", pains=("P44",))
 def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
-    """`num_processes` is the total over all machines; a remainder is dropped without a word.
+    """`num_processes` is the total over all machines; a remainder is silently dropped.
 
     9 processes on 2 machines start 4 on each, 1 process on 2 machines starts none.
     """

@@ -61,7 +61,7 @@ def machine_of_no_such_number(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF412", "warning")
 def machine_rank_of_one(subject: Subject) -> Iterator[Finding]:
-    """`machine_rank` other than 0 and one machine: every machine with this file trains on its own."""
+    """`machine_rank` other than 0 and one machine: every machine with this file trains alone."""
     rank, machines = subject.values.get("machine_rank"), subject.values.get("num_machines", 1)
     if isinstance(rank, int) and rank != 0 and machines in (1, None):
         yield Finding(
@@ -95,7 +95,7 @@ def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
 
 
 def _chosen(subject: Subject) -> int:
-    """How many GPUs `gpu_ids` names; 0 for all of them."""
+    """The number of GPUs in `gpu_ids`; 0 for all of them."""
     chosen = subject.top("gpu_ids")
     if isinstance(chosen, int | list):  # AF207 makes text of it
         return len(chosen) if isinstance(chosen, list) else 1
@@ -110,9 +110,9 @@ MAY_DIFFER = frozenset({"machine_rank", "main_process_ip", "main_process_port"})
 
 @rule("AF414", "warning")
 def flag_beats_the_file(subject: Subject) -> Iterator[Finding]:
-    """A flag of `accelerate launch` in `--args` that says something else than the file: the flag wins.
+    """A flag of `accelerate launch` in `--args` that contradicts the file: the flag wins.
 
-    The launcher's flags stand before the script. `--machine_rank` and the address are meant to differ.
+    The launcher's flags come before the script. `--machine_rank` and the address may differ.
     """
     for (section, key), known in BY_NAME.items():
         flag, written = subject.launcher.get(key), subject.section(section).get(key)
@@ -135,7 +135,7 @@ def _same(flag: object, written: object) -> bool:
 def no_accelerator_here(subject: Subject) -> Iterator[Finding]:
     """No accelerator on this machine (`--here`).
 
-    Accelerate then trains every rank on its own, unsharded, and ends with exit code 0. train/sft.py runs FSDP on CPU
+    Accelerate then trains every rank separately, unsharded, and ends with exit code 0. train/sft.py runs FSDP on CPU
     processes instead.
     """
     if subject.is_fsdp and subject.here is not None and subject.here.usable_gpus == 0:
@@ -212,7 +212,7 @@ def gpu_ids_against_the_environment(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF425", "note", pains=("P49",))
 def another_config_lies_here(subject: Subject) -> Iterator[Finding]:
-    """Accelerate's default config file exists: a launch without `--config_file` takes that one."""
+    """Accelerate's default config file exists: a launch without `--config_file` uses it."""
     if subject.here is not None and subject.here.default_config:
         yield Finding(
             "",
@@ -223,9 +223,9 @@ def another_config_lies_here(subject: Subject) -> Iterator[Finding]:
 
 
 def _short_of_memory(subject: Subject, needed_by: Callable[[int], float]) -> tuple[str, str] | None:
-    """What full training needs of this machine's memory, by the bytes of its weights, and what there is.
+    """The memory of this machine that full training needs, by the bytes of its weights, and the available memory.
 
-    None where that is enough, or one of them isn't known.
+    None if that is enough, or one of them is unknown.
     """
     memory = subject.here.memory if subject.here else None
     if subject.model is None or memory is None or not subject.trains_everything:
@@ -238,7 +238,7 @@ def _short_of_memory(subject: Subject, needed_by: Callable[[int], float]) -> tup
 def no_room_for_masters(subject: Subject) -> Iterator[Finding]:
     """Full training under FSDP2 with mixed precision needs a float32 copy of the model per rank in host memory.
 
-    Each rank casts all it has loaded before it shards, whatever `fsdp_cpu_ram_efficient_loading` says. Needs `--model`,
+    Each rank casts all loaded weights before it shards, also with `fsdp_cpu_ram_efficient_loading`. Needs `--model`,
     `--args` and `--here`.
     """
     short = _short_of_memory(subject, lambda weights: weights * subject.ranks_here)
@@ -339,7 +339,7 @@ def port_is_taken(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF432", "note", pains=("P62",))
 def exports_will_be_private(subject: Subject) -> Iterator[Finding]:
-    """safetensors 0.8.0 is installed, which writes files that their owner alone may read, whatever the umask.
+    """safetensors 0.8.0 is installed, which writes files that only their owner may read, regardless of the umask.
 
     train/sft.py sets the mode; most scripts don't.
     """
@@ -354,7 +354,7 @@ def exports_will_be_private(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF433", "warning", pains=("P55",))
 def local_disk_for_several_machines(subject: Subject) -> Iterator[Finding]:
-    """Sharded checkpoints of several machines on a local disk: each holds its own parts, `.metadata` lies on one."""
+    """Sharded checkpoints of several machines on a local disk: each has only its own parts, one has `.metadata`."""
     local = subject.here is not None and subject.here.filesystem in LOCAL_FILESYSTEMS
     if subject.is_fsdp and local and subject.number("num_machines") > 1 and subject.sharded_state_dict:
         yield Finding(

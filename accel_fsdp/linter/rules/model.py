@@ -15,7 +15,7 @@ POLICY = "fsdp_config.fsdp_auto_wrap_policy"
 def fsdp_block_on_tpu(subject: Subject) -> Iterator[Finding]:
     """An `fsdp_config` without `xla: true` under `distributed_type: XLA`.
 
-    Accelerate reads none of it there; the xla keys are for the training script, which gives them to Trainer.
+    Accelerate ignores it there; the xla keys are for the training script, which passes them to Trainer.
     """
     if subject.engine is Engine.TPU and subject.section("fsdp_config") and not subject.on("fsdp_xla"):
         yield Finding(
@@ -213,7 +213,7 @@ def sixteen_bits_throughout(subject: Subject) -> Iterator[Finding]:
 def quantised_weights(subject: Subject) -> Iterator[Finding]:
     """A model (`--model`) whose weights are quantised, as by GPTQ or AWQ, with full training (`--args`), or QLoRA.
 
-    Trainer trains adapters on them alone, and not on all kinds. Without `--args` it is a warning.
+    Trainer trains only adapters on them, and not on all kinds. Without `--args` it is a warning.
     """
     for clash in clashes(subject.job):
         if clash.parts == ("base",) and subject.model is not None:

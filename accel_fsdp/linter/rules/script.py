@@ -1,6 +1,6 @@
 """Rules about the training script (`--script`): signs in its syntax tree. The script is never run.
 
-Only what can be seen for sure is reported, and as a warning: a script may never reach the line.
+Only certain findings are reported, as warnings: a script may never reach the line.
 """
 
 import ast
@@ -19,18 +19,18 @@ ARGUMENT_CLASSES = ("TrainingArguments", "Seq2SeqTrainingArguments", "parse_args
 
 
 def name_of(call: ast.Call) -> str:
-    """The last word of what is called: `save_model` in `trainer.save_model()`."""
+    """The last part of a call's name: `save_model` in `trainer.save_model()`."""
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def receiver(call: ast.Call) -> str:
-    """What a method is called on, as source text; empty for a function."""
+    """The object of a method call, as source text; empty for a function."""
     return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
 
 def calls(subject: Subject, *names: str) -> list[ast.Call]:
-    """The script's calls of these names, in the order of lines; none without a script."""
+    """The script's calls of these names, in the order of lines; empty without a script."""
     if subject.script is None or not subject.is_fsdp:
         return []
     matches = [node for node in ast.walk(subject.script.tree) if isinstance(node, ast.Call) and name_of(node) in names]
@@ -68,7 +68,7 @@ def own_calls(scope: ast.Module | ast.FunctionDef) -> list[ast.Call]:
 
 
 def assigned(subject: Subject) -> Iterator[tuple[str, ast.expr]]:
-    """Every name or attribute that the script gives a value, with that value; each of a tuple with the same."""
+    """Every assigned name or attribute with its value; elements of a tuple have the same value."""
     for node in ast.walk(subject.script.tree) if subject.script else []:
         if isinstance(node, ast.Assign):
             targets = node.targets
@@ -92,7 +92,7 @@ def _makes_trainer(call: ast.Call) -> bool:
 
 
 def trainer_classes(subject: Subject) -> set[str]:
-    """The Trainer classes that the script makes objects or classes of its own from."""
+    """The Trainer classes that the script instantiates or derives from."""
     nodes = list(ast.walk(subject.script.tree)) if subject.script else []
     bases = {ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases}
     instances = {name_of(node) for node in nodes if isinstance(node, ast.Call) and _makes_trainer(node)}
@@ -188,14 +188,14 @@ def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
 
 
 def _of_one_rank(node: ast.If) -> list[ast.stmt]:
-    """What rank 0 alone runs below an `if`."""
+    """The statements that only rank 0 runs below an `if`."""
     if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
         return node.orelse if _chooses(node.test.operand, ast.Eq) else []
     return node.body if _chooses(node.test, ast.Eq) else node.orelse if _chooses(node.test, ast.NotEq) else []
 
 
 def _chooses(test: ast.expr, operator: type[ast.cmpop]) -> bool:
-    """Whether a condition is one about rank 0: a property of that meaning, or a rank compared with 0."""
+    """Whether a condition selects rank 0: by a property, or by a comparison with 0."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return operator is ast.Eq and any(_chooses(part, operator) for part in test.values)
     if isinstance(test, ast.Compare):
@@ -333,7 +333,7 @@ def merging_sharded_weights(subject: Subject) -> Iterator[Finding]:
 
 
 def _silent_config(subject: Subject, *names: str) -> ast.Call | None:
-    """The TRL config that leaves these to TRL, where the command line does so too."""
+    """The TRL config without these arguments, if the command line lacks them too."""
     is_set = any(subject.arg(name) is not None for name in names)
     return None if is_set else _has_config(subject, TRL, *names)
 

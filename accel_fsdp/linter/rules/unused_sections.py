@@ -1,4 +1,4 @@
-"""Rules about what stands beside an engine that ignores it, and values that the launcher can't use as they are."""
+"""Rules about sections that the engine ignores, and values that the launcher can't use."""
 
 import re
 from collections.abc import Iterator
@@ -47,7 +47,7 @@ def local_keys_for_sagemaker(subject: Subject) -> Iterator[Finding]:
 def compiled_twice(subject: Subject) -> Iterator[Finding]:
     """`dynamo_backend` at the top level beside a `dynamo_config`.
 
-    Accelerate takes the old key for the whole section and drops what the section says.
+    Accelerate uses the old key and ignores the section.
     """
     if "dynamo_backend" in subject.values and subject.section("dynamo_config"):
         same = len(subject.section("dynamo_config")) == 1
@@ -63,9 +63,9 @@ def compiled_twice(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF216")
 def offload_to_nvme(subject: Subject) -> Iterator[Finding]:
-    """`offload_..._device: nvme`, whose path the launcher doesn't hand to the ranks: they swap to a folder named none.
+    """`offload_..._device: nvme`, whose path doesn't reach the ranks: they swap to a folder named none.
 
-    Its path alone, without the device, has no effect.
+    The path without the device has no effect.
     """
     section = subject.section("deepspeed_config")
     for what in OFFLOADS:
@@ -93,7 +93,7 @@ def offload_to_nvme(subject: Subject) -> Iterator[Finding]:
 def deepspeed_file_is_missing(subject: Subject) -> Iterator[Finding]:
     """`deepspeed_config_file` that doesn't exist, seen from the folder where `check` runs.
 
-    The ranks open it from the folder they are started in. A warning where it lies beside the YAML, or in a folder that
+    The ranks open it from the folder they are started in. A warning if it is beside the YAML, or in a folder that
     this machine doesn't have.
     """
     key = "deepspeed_config_file"
@@ -155,12 +155,12 @@ def parameters_stay_on_the_gpu(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF415", pains=("P45",))
 def address_of_every_machine(subject: Subject) -> Iterator[Finding]:
-    """Several machines and a `main_process_ip` that none but machine 0 can use, or `main_process_port: 0`.
+    """Several machines and a `main_process_ip` that only machine 0 can use, or `main_process_port: 0`.
 
-    Under 127.0.0.1 every machine finds itself; an address is a name or number without http:// and port; port 0 is
-    another free one on each machine. They wait for one another until the timeout. $MASTER_ADDR, which a
-    YAML doesn't fill in, is no address either; what stands for one until somebody fills it in, such as HOST, your_ip or
-    192.168.x.x, is a warning, and a mere number, as in Accelerate's templates, a note.
+    Under 127.0.0.1 every machine connects to itself; an address is a name or number without http:// and port; port 0 is
+    a different free port on each machine. They wait for one another until the timeout. $MASTER_ADDR isn't expanded
+    in a YAML. A placeholder such as HOST, your_ip or 192.168.x.x is a warning, and a plain number, as in Accelerate's
+    templates, a note.
     """
     if subject.number("num_machines") < 2 or subject.engine is Engine.NONE:
         return
@@ -214,7 +214,7 @@ def gpu_twice(subject: Subject) -> Iterator[Finding]:
 def copies_of_one_rank(subject: Subject) -> Iterator[Finding]:
     """FSDP1's hybrid strategies with one process on each machine: a copy of one rank, in which nothing is sharded.
 
-    (FSDP2's mesh of such copies is refused: AF323.)
+    (AF323 refuses FSDP2's mesh of such copies.)
     """
     hybrid = subject.engine is Engine.FSDP1 and subject.strategy in HYBRID
     if hybrid and subject.ranks_here == 1:

@@ -1,4 +1,4 @@
-"""Rules about values that the launcher or its plugins stop at, and about two values for one thing."""
+"""Rules about values that stop the launcher or its plugins, and about keys with two values."""
 
 import re
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ DEEPSPEED_FILE_KEYS = (
 def two_spellings(subject: Subject) -> Iterator[Finding]:
     """One key in two spellings, with the prefix and without: `offload_params` beside `fsdp_offload_params`.
 
-    Accelerate adds the prefix, and the one that stands last in the file wins.
+    Accelerate adds the prefix, and the last one in the file wins.
     """
     for section in SECTIONS:
         content = subject.values.get(section)
@@ -47,7 +47,7 @@ def two_spellings(subject: Subject) -> Iterator[Finding]:
 def what_counts_as_true(subject: Subject) -> Iterator[Finding]:
     """`debug: "false"` in quotes, or `debug: 1000`: whatever isn't empty or 0 counts as true there.
 
-    Accelerate asks whether there is something, not what it says. Debugging slows each collective down.
+    Accelerate only checks whether the value is empty. Debugging slows down each collective.
     """
     names = READ_BY_TRUTH if subject.engine is Engine.TPU else READ_BY_TRUTH[:1]
     for name in (*names, "use_cpu") if subject.engine is not Engine.NONE else names:
@@ -74,8 +74,8 @@ def what_counts_as_true(subject: Subject) -> Iterator[Finding]:
 def ignored_modules_are_no_pattern(subject: Subject) -> Iterator[Finding]:
     """`fsdp_ignored_modules` as a list, or as a pattern that isn't a regular expression.
 
-    A list becomes the text of a Python list, which as a pattern means "one of these letters" and fits no module; at a
-    bad pattern Accelerate stops when it prepares the model.
+    A list becomes the text of a Python list, which as a pattern means "one of these letters" and matches no module;
+    with an invalid pattern Accelerate stops when it prepares the model.
     """
     value = subject.fsdp("fsdp_ignored_modules") if subject.is_fsdp else None
     if isinstance(value, list):
@@ -155,8 +155,8 @@ def no_such_port(subject: Subject) -> Iterator[Finding]:
 def deepspeed_number(subject: Subject) -> Iterator[Finding]:
     """`gradient_clipping` or `gradient_accumulation_steps` that is neither a number nor `auto`.
 
-    Accelerate stops at a clipping such as none ("could not convert string to float"), and gives DeepSpeed the text of
-    other steps.
+    Accelerate stops at a clipping such as none ("could not convert string to float"), and passes other steps to
+    DeepSpeed as text.
     """
     if subject.engine is not Engine.DEEPSPEED:
         return
@@ -264,7 +264,7 @@ def deepspeed_file_and_keys(subject: Subject) -> Iterator[Finding]:
 def checkpointing_by_size(subject: Subject) -> Iterator[Finding]:
     """`fsdp_activation_checkpointing` with SIZE_BASED_WRAP under FSDP1: the more ranks, the less is checkpointed.
 
-    The policy chooses units by their whole size, and what to checkpoint by what is left of it after sharding. On N
+    The policy chooses units by their whole size, and modules to checkpoint by their size after sharding. On N
     ranks a module must be N times as large as `fsdp_min_num_params`.
     """
     by_size = subject.wrap_policy == "SIZE_BASED_WRAP"

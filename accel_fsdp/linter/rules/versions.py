@@ -1,4 +1,4 @@
-"""Rules about the installed versions: what later releases have mended."""
+"""Rules about the installed versions: bugs that later releases fix."""
 
 from collections.abc import Iterator
 

@@ -72,7 +72,7 @@ class Part:
 
     @property
     def experts(self) -> int:
-        """Experts of a layer, the most where layers differ; 0 if it names none."""
+        """Experts of a layer, the most if layers differ; 0 without any."""
         named = [value for key, value in self.real.items() if EXPERT_COUNTS.search(key)]
         counts = [count for value in named for count in (value if isinstance(value, list) else [value])]
         return max((count for count in counts if type(count) is int), default=0)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 LAYER_LISTS = ("layer_types", "layers_block_type")
-"""What a config has that doesn't say the number of its layers."""
+"""Lists with an entry for each layer, in configs without a number of layers."""
 FROM_THE_START = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
 FROM_THE_END = ("num_kv_shared_layers",)
 NUMBERS_OF_LAYERS = re.compile(r"(ind(ex|ic|x)|idx|layers|layer_ids)")
@@ -21,7 +21,7 @@ FEATURE_LAYERS = re.compile(r"^(vision_feature_layers?|vit_layers)$")
 
 
 def take(part: Part, model: "nn.Module", layers: int, in_a_row: bool) -> None:
-    """At least `layers` layers of each stack, so many that each kind is among them; what lists layers is cut as well.
+    """Keeps at least `layers` layers of each stack, including each kind, and cuts lists of layers accordingly.
 
     `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
     """

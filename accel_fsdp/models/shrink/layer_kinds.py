@@ -1,7 +1,7 @@
-"""Which layers of a stack differ in kind: sliding or full attention, dense or with experts, and so on.
+"""Finds layers of a stack that differ in kind: sliding or full attention, dense or with experts, and so on.
 
-Configs say it in many ways: a list with an entry for each layer, the number of layers that come first, every which
-layer. The model built from it has it in its modules, whatever the config's words are.
+Configs express it differently: a list with an entry for each layer, the number of first layers, a period. The built
+model's modules show it for all of them.
 """
 
 import re
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 NUMBER = re.compile(r"\d+")
 PLACE = re.compile(r"idx|index|_id$|number")
-"""Attributes that say where a layer stands, of which no two have the same."""
+"""Attributes with a layer's position, which differs for each layer."""
 
 
 def kinds(model: "nn.Module", depth: int) -> list[Hashable]:
@@ -40,7 +40,7 @@ def _stacks(model: "nn.Module", depth: int) -> Iterator["nn.ModuleList"]:
 
 
 def _kind(layer: "nn.Module") -> Hashable:
-    """Its modules with their classes, the names of their parameters, and what they know of their kind; no sizes."""
+    """The layer's modules with their classes, parameter names and settings of kind; no sizes."""
     return frozenset(
         (NUMBER.sub("N", name), type(module).__name__, _traits(module)) for name, module in layer.named_modules()
     )

@@ -1,8 +1,7 @@
 """A config with narrow layers: few heads, few experts, small widths.
 
-A width is replaced by its value: widths that are equal in the real model, such as those on both sides of a projector,
-are equal in the small one. What relates sizes to each other stays: heads to groups of heads, experts used to experts,
-parts of a head to the whole.
+Equal widths in the real model, such as those on both sides of a projector, stay equal in the small one. Relations
+between sizes stay too: heads to groups of heads, experts used to experts, parts of a head to the whole.
 """
 
 import math
@@ -74,7 +73,7 @@ def _narrow_part(part: Part, width: int, head: int, known: dict[int, int]) -> No
 
 
 def _scaled(value: int, factor: float, known: dict[int, int]) -> int:
-    """The same for equal widths, wherever they stand."""
+    """Scales a width; equal widths get equal results everywhere."""
     if value not in known:
         known[value] = min(value, max(ROUNDED_TO, round(value * factor / ROUNDED_TO) * ROUNDED_TO))
     return known[value]
@@ -104,7 +103,7 @@ def _few_heads(part: Part, width: int, head: int) -> None:
 
 
 def _narrow_heads(part: Part, small: int) -> None:
-    """All widths inside a head by the same factor, so that sums of them stay sums; even, as rotation takes pairs."""
+    """Scales all widths inside a head by one factor, so that sums stay sums; even, as rotation takes pairs."""
     factor = small / part.head_width if part.head_width else 1.0
     for key, value in part.real.items():
         if type(value) is int and value > 1 and HEAD_WIDTHS.search(key):

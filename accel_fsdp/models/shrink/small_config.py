@@ -1,4 +1,4 @@
-"""A model's config in small: rules for keys by what their names say, none for single models."""
+"""Makes a model's config small, by rules on key names; no rule is for a single model."""
 
 import re
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Attempt:
-    """What is made smaller besides the layers; the first attempt that makes a model that runs is taken."""
+    """The sizes that are reduced besides the layers; the first attempt with a running model is taken."""
 
     words: str
     widths: bool = True

@@ -1,7 +1,7 @@
 """A small model of the same architecture as a real one, with random weights, in a folder that `from_pretrained` loads.
 
-The real one is built on the meta device from its config alone. What FSDP sees stays: the classes of the model and of
-its layers, each kind of layer, tied weights, dtypes, names of parameters.
+The real one is built on the meta device from its config. Everything that FSDP sees stays: the classes of the model
+and its layers, each kind of layer, tied weights, dtypes, parameter names.
 """
 
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MOST_PARAMETERS = 200_000_000
 """A model of more takes minutes for a step on a CPU."""
 FEWEST_TOKENS = 200
-"""From a folder without a tokenizer's files transformers makes one of the special tokens alone: T5's has 104."""
+"""Without tokenizer files transformers makes a tokenizer with only the special tokens: T5's has 104."""
 TOKENIZER_FILES = (file_names.TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 MADE_UP_VOCABULARY = 512
 TRIED_TOKENS = 16
@@ -165,7 +165,7 @@ def _config_of(model: Any) -> Any:
 
 
 def _random(kind: Any, config: Any, seed: int) -> "nn.Module":
-    """A model with the weights that its class begins with, always the same for a seed."""
+    """A model with its class's initial weights, deterministic for a seed."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -218,7 +218,7 @@ def _write(name: str, model: Any, folder: Path, words: Words) -> None:
 
 
 def _renumbered(generation: dict[str, Any], words: Words) -> dict[str, Any]:
-    """What changes in it where tokens have other numbers."""
+    """The generation settings that change if tokens have new ids."""
     if not words.ids:
         return {}
     lists = {key: None for key in generation if key in small_config.TOKEN_LISTS}

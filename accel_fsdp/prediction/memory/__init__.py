@@ -1,4 +1,4 @@
-"""What one rank holds, event by event over one training step, to the byte."""
+"""Predicts the memory of one rank, event by event over one training step, to the byte."""
 
 import lazy_loader
 

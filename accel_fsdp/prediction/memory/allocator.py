@@ -1,7 +1,7 @@
-"""PyTorch's caching allocator for CUDA, without CUDA: what it reserves, splits and merges, and when it runs out. Pure.
+"""PyTorch's caching allocator for CUDA, without CUDA: it reserves, splits, merges, and runs out of memory. Pure.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp; each method names the function that it follows. The clock of
-the GPU isn't here: `complete` says that the GPU has come as far as the CPU.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp; each method names its function. The GPU's progress comes
+from outside: `complete` means that the GPU has caught up with the CPU.
 """
 
 from bisect import bisect_left, insort
@@ -14,9 +14,9 @@ SMALL_BYTES = MIB
 """Up to here a request comes from the small pool (kSmallSize)."""
 SMALL_SEGMENT_BYTES = 2 * MIB
 LARGE_SEGMENT_BYTES = 20 * MIB
-"""What requests below `OWN_SEGMENT_BYTES` share (kLargeBuffer), and the page of a large expandable segment."""
+"""The segment that requests below `OWN_SEGMENT_BYTES` share (kLargeBuffer), and a large expandable segment's page."""
 OWN_SEGMENT_BYTES = 10 * MIB
-"""From here on a request without a free block gets a segment of its own (kMinLargeAlloc), rounded up (kRoundLarge)."""
+"""From this size a request without a free block gets a separate segment (kMinLargeAlloc), rounded up (kRoundLarge)."""
 SEGMENT_ROUND_BYTES = 2 * MIB
 ADDRESS_SPACE = LARGE_SEGMENT_BYTES << 20
 """The addresses that one segment may take here, in whole pages: more than any GPU has memory."""
@@ -82,7 +82,7 @@ class _Pool:
 
 
 class CachingAllocator:
-    """The allocator of one device. `capacity_bytes` is what it can get from the driver; None is without a limit.
+    """The allocator of one device. `capacity_bytes` is the driver's memory; None is without a limit.
 
     `expandable` is PYTORCH_ALLOC_CONF's expandable_segments; its other settings are left at their defaults.
     """
@@ -130,7 +130,7 @@ class CachingAllocator:
             self._free(block)
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """Says that another stream uses the block too (`recordStream`)."""
+        """Records that another stream uses the block too (`recordStream`)."""
         if stream != block.stream:
             block.uses |= {stream}
 
@@ -140,11 +140,11 @@ class CachingAllocator:
         return self._done + len(self._waiting)
 
     def complete(self, issued: int | None = None) -> None:
-        """The GPU has done all that was given to it so far, or what was `issued` then; the next `malloc` finds out."""
+        """The GPU has finished all its work so far, or that `issued` then; the next `malloc` sees it."""
         self._completed = max(self._completed, (self.issued if issued is None else issued) - self._done)
 
     def _process_events(self) -> None:
-        """Frees what waited for streams that are done (`process_events`)."""
+        """Frees blocks that waited for finished streams (`process_events`)."""
         done, self._waiting = self._waiting[: self._completed], self._waiting[self._completed :]
         self._completed = 0
         self._done += len(done)
@@ -186,7 +186,7 @@ class CachingAllocator:
         return blocks.pop(place)[2]
 
     def _new(self, pool: _Pool, stream: int, size: int) -> Block:
-        """Gets memory from the driver, if need be after giving back what is cached (`malloc`)."""
+        """Gets memory from the driver, if necessary after releasing cached blocks (`malloc`)."""
         block = self._from_driver(pool, stream, size)
         if block is not None:
             return block
@@ -199,7 +199,7 @@ class CachingAllocator:
         return block
 
     def _from_driver(self, pool: _Pool, stream: int, size: int) -> Block | None:
-        """A new block, or more of an expandable segment; None where the device has no more (`alloc_block`)."""
+        """A new block, or more of an expandable segment; None if the device has no more (`alloc_block`)."""
         if self.expandable:
             return self._expand(pool, stream, size)
         whole = _segment_bytes(size)
@@ -220,7 +220,7 @@ class CachingAllocator:
         return self._segments * ADDRESS_SPACE
 
     def _should_split(self, block: Block, size: int) -> bool:
-        """Whether what is left over is worth a block (`should_split`)."""
+        """Whether the rest is large enough for a block (`should_split`)."""
         rest = block.size - size
         if block.pool.small or self.expandable:
             return rest >= ROUND_BYTES
@@ -249,7 +249,7 @@ class CachingAllocator:
         return block
 
     def _expandable(self, pool: _Pool, stream: int, size: int) -> Block:
-        """Where free and unmapped space follow each other, large enough; else a new one (`find_expandable_block`)."""
+        """A large enough run of free and unmapped space, else a new one (`find_expandable_block`)."""
         for _, block in pool.unmapped[stream]:
             first = block.before if block.before is not None and block.before.is_free else block
             if _room(first) >= size:
@@ -317,7 +317,7 @@ class CachingAllocator:
 
 
 def _segment_bytes(size: int) -> int:
-    """What is asked of the driver for a request (`get_allocation_size`)."""
+    """The size of the driver's allocation for a request (`get_allocation_size`)."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < OWN_SEGMENT_BYTES:
@@ -330,7 +330,7 @@ def _page(pool: _Pool) -> int:
 
 
 def _grown(block: Block) -> int:
-    """What a block of an expandable segment can become."""
+    """The largest size that a block of an expandable segment can grow to."""
     return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
 
 

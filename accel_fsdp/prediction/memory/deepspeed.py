@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO in the walk of `step.py`: what it holds, gathers and reduces around a unit. Pure."""
+"""DeepSpeed's ZeRO in the walk of `step.py`: its memory, gathers and reductions around a unit. Pure."""
 
 from dataclasses import replace
 
@@ -11,14 +11,14 @@ from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHER, GATHERED, GRA
 
 MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE = 10**9, 10**9  # DeepSpeed's defaults for stage 3
 REDUCE_BUCKET_SIZE = 5 * 10**8
-"""Gradients that DeepSpeed's one bucket holds, however small the model is: its default, which Accelerate leaves where
-the YAML names no JSON file."""
+"""Gradients in DeepSpeed's bucket, for models of any size: its default, which Accelerate keeps unless the YAML
+names a JSON file."""
 
 
 class Zero(EngineMemory):
-    """DeepSpeed's stages, `strategy` being the stage: an estimate after its own formulas, not an account of each block.
+    """DeepSpeed's stages, with the stage as `strategy`: an estimate by its own formulas, not by single blocks.
 
-    16-bit weights and gradients stand beside float32 masters (ZeRO paper, section 3), and one bucket to
+    16-bit weights and gradients exist beside float32 masters (ZeRO paper, section 3), and one bucket to
     reduce (`setup_buckets` of stage_1_and_2.py, `ipg_buckets` of stage3.py). In stage 3 the gathered weights stay below
     `max_live_parameters`, and float32 copies of the gradients are made by groups of `sub_group_size`.
     """

@@ -1,6 +1,6 @@
-"""What each engine gathers, frees and reduces around a unit, in the order in which the CPU issues it. Pure.
+"""Gathers, frees and reduces each engine's units, in the order in which the CPU issues it. Pure.
 
-That order is what the allocator's statistics see: a block that another stream still uses counts as freed. Read in torch
+The allocator's statistics follow that order: a block that another stream still uses counts as freed. Read in torch
 2.13 and 2.15 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_runtime_utils.py`, `_flat_param.py`).
 """
 
@@ -45,11 +45,11 @@ def frees_output_late() -> bool:
 
 @dataclass
 class EngineMemory:
-    """Everything on every rank, nothing to gather: one GPU, and the base of the others.
+    """Everything on every rank, without gathering: one GPU, and the base of the other engines.
 
-    `units` are in forward order; the first holds the embedding, and the head as well unless there is a unit for it.
-    `counts` say how many equal ones each stands for. `head_unit` is the place of the head's unit, 0 for the first.
-    `idle` units are held and never run. `syncs` says that this micro-batch's gradients are reduced.
+    `units` are in forward order; the first has the embedding, and the head as well unless there is a unit for it.
+    `counts` are the numbers of equal units that each represents. `head_unit` is the place of the head's unit, 0 for the
+    first. `idle` units are held and never run. `syncs` means that this micro-batch's gradients are reduced.
     """
 
     meter: Meter
@@ -71,21 +71,21 @@ class EngineMemory:
         return (*zip(self.units, self.counts, strict=True), *((unit, 1) for unit in self.idle))
 
     def total(self, size: Callable[[Unit], int]) -> int:
-        """What all units have of something."""
+        """Sums a size over all units."""
         return sum(size(unit) * count for unit, count in self.held)
 
     @property
     def head_unit(self) -> int:
-        """The place of the unit that holds the head."""
+        """The place of the head's unit."""
         return len(self.units) - 1 if self.units[-1].name == "head" else 0
 
     def load(self) -> None:
-        """What lives from the beginning on."""
+        """Allocates the memory that lives from the beginning."""
         if not self.layout.offload:
             self.meter.add_each(PARAMETERS, ((self._at_rest(unit) * count, unit) for unit, count in self.held))
 
     def make_states(self) -> None:
-        """What the first step of the optimizer makes, and lives from then on."""
+        """Allocates the optimizer's states, which the first step makes and which stay."""
         if not self.layout.offload:
             recipe, layout = self.recipe, self.layout
             sizes = ((shards.optimizer_bytes(unit, recipe, layout) * count, unit) for unit, count in self.held)
@@ -151,9 +151,9 @@ class Ddp(EngineMemory):
 
 @dataclass
 class Fsdp(EngineMemory, ABC):
-    """What both versions share: when units are gathered and freed, one prefetched in backward.
+    """The common part of both versions: gathering, freeing, and one unit prefetched in backward.
 
-    `waiting` are the bytes of whole gradients by unit: Trainer accumulates under `no_sync`, where nothing is reduced.
+    `waiting` are the bytes of whole gradients by unit: Trainer accumulates under `no_sync`, which reduces nothing.
     """
 
     gathered: set[int] = field(default_factory=set)
@@ -385,6 +385,6 @@ class Fsdp1(Fsdp):
         self._free_after(unit)
 
     def _free_after(self, unit: int) -> None:
-        """Without a reduction, what stays gathered after forward stays after backward (`_should_free_in_backward`)."""
+        """Without a reduction, units that stay gathered after forward also stay after backward."""
         if self.syncs or self.layout.strategy in (1, 3, 4):
             self._free(unit)

@@ -1,4 +1,4 @@
-"""What head and loss allocate of the size of the logits, in order, where that isn't what is on the tapes. Pure."""
+"""Allocations of head and loss of the logits' size, in order, where they differ from the tapes. Pure."""
 
 from typing import NamedTuple
 
@@ -8,8 +8,8 @@ from accel_fsdp.job import Recipe
 class Loss(NamedTuple):
     """Tensors that are allocated ("+") and freed ("-") in forward and backward, each with its bytes per logit.
 
-    It begins with the model's own logits, "l", and ends with their gradient, "d". `after` is what happens when the
-    head's backward is done too.
+    The sequence begins with the model's own logits, "l", and ends with their gradient, "d". `after` follows the end of
+    the head's backward.
     """
 
     forward: str
@@ -36,9 +36,9 @@ class Loss(NamedTuple):
 
 
 FOAK = Loss("+f -l", "+d -f", "l2 f4 d2")
-"""foak, the fused ops of fms-acceleration: the upcast copy alone, whose place the gradient takes."""
+"""foak, the fused ops of fms-acceleration: only the upcast copy, which the gradient replaces."""
 
 
 def loss_of(recipe: Recipe) -> Loss | None:
-    """The sequence of a recipe's loss; None where the recorded tape has it."""
+    """The sequence of a recipe's loss; None if the recorded tape has it."""
     return FOAK if recipe.kernels == "foak" else None

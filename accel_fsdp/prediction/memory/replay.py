@@ -1,4 +1,4 @@
-"""What blocks and head allocate for one recipe: their tapes at its batch, and what libraries add to them. Pure."""
+"""Allocations of blocks and head for one recipe: their tapes at its batch, plus those of libraries. Pure."""
 
 from dataclasses import dataclass
 
@@ -16,10 +16,9 @@ TAPE_LOGIT_BYTES = (10, 12)
 
 @dataclass(frozen=True)
 class ReplayedModel:
-    """`more_logits` is what the loss and its backward take beyond the head's tape.
+    """`more_logits` are the bytes of the loss and its backward beyond the head's tape.
 
-    `until_loss` is what the forward of each block leaves until the model's forward is over, whatever checkpointing
-    does.
+    `until_loss` are the bytes that each block's forward keeps until the model's forward ends, also with checkpointing.
     """
 
     blocks: tuple[Replay, ...]
@@ -50,7 +49,7 @@ def tape_of_block(shape: ModelShape, tapes: Tapes, recipe: Recipe, index: int) -
 
 
 def tape_of_head(tapes: Tapes, recipe: Recipe) -> Tape | None:
-    """The tape of head and loss; None where fused kernels make both (`fused_head`)."""
+    """The tape of head and loss; None if fused kernels compute both (`fused_head`)."""
     if recipe.kernels == "liger" or (recipe.kernels == "foak" and recipe.chunked_loss):
         return None
     return tapes.chunked_head if recipe.chunked_loss else tapes.head
@@ -67,9 +66,8 @@ def _more_logits(shape: ModelShape, recipe: Recipe) -> tuple[int, int]:
 def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     """Autocast's 16-bit copies of trained float32 weights.
 
-    It keeps them to its end, which is that of the model's forward (autocast_mode.cpp, `cached_cast`); a tape has them
-    already where nothing is computed again. Sharded weights are no leaves, so they are not kept, and foak's kernels
-    cast for themselves.
+    It keeps them until the model's forward ends (autocast_mode.cpp, `cached_cast`); without recomputation a tape has
+    them already. Sharded weights aren't leaves, so they aren't kept, and foak's kernels cast for themselves.
     """
     casts = recipe.precision != "no" and shards.master_bytes(recipe, layout) == state_bytes.MASTER
     whole = layout.engine in (Engine.NONE, Engine.DDP) and recipe.recomputes

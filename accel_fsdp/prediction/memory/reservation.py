@@ -1,8 +1,8 @@
-"""What the allocator reserves: a rank's first steps as single tensors on streams, played into its simulation. Pure.
+"""Simulates the allocator's reserved memory: a rank's first steps as single tensors on streams. Pure.
 
-The walk and the engines are those of `step.py`; here each buffer is the tensors that it is made of, and each event of a
-tape is one request. Reserved memory is history: loading, the first step, which makes the optimizer's states among what
-the first backward has left, and the steps after it.
+The walk and the engines are those of `step.py`; here each buffer is split into its tensors, and each event of a tape
+is one request. Reserved memory depends on the history: loading, the first step, which allocates the optimizer's
+states among the leftovers of the first backward, and the steps after it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +47,7 @@ HOW: Mapping[str, Literal["stored", "used"]] = {PARAMETERS: "stored", GATHERED: 
 
 
 class Group(NamedTuple):
-    """What was allocated under one name at once."""
+    """The blocks allocated under one name at once."""
 
     size: int
     blocks: list[Block]
@@ -91,7 +91,7 @@ class AllocatingMeter(Meter):
             self.add(kind, size, name, of=unit)
 
     def _loaded(self, unit: Unit, sizes: Sequence[int]) -> list[Block]:
-        """The tensors at rest, each made from what is on the GPU only for that.
+        """The tensors at rest, each made from temporary tensors on the GPU.
 
         FSDP1 flattens a unit's parameters there before it cuts them (`_init_flat_param_and_metadata`); Accelerate gives
         FSDP2's shards one whole parameter after the other (`fsdp2_load_full_state_dict`); bitsandbytes packs 16 bits.
@@ -155,10 +155,10 @@ class AllocatingMeter(Meter):
 
 @dataclass(frozen=True)
 class Reservation:
-    """What an allocator has reserved and used at its highest after some steps.
+    """The peaks of an allocator's reserved and used memory over some steps.
 
-    `failed_at` is the phase in which it ran out, `thrashes` the last step if it gave its cache back there to go on: it
-    does so in each step then, which takes time. `met_limit`: without one it would have reserved more.
+    `failed_at` is the phase in which it ran out, `thrashes` the last step if it released its cache there to go on: it
+    then does so in each step, which takes time. `met_limit`: without the limit it would have reserved more.
     """
 
     reserved: int
@@ -179,9 +179,9 @@ def reserve(
     capacity_bytes: int | None = None,
     exports: bool = True,
 ) -> Reservation:
-    """Plays loading, the first steps, an evaluation where the recipe has one, and a full state dict if it `exports`.
+    """Simulates loading, the first steps, an evaluation if the recipe has one, and a full state dict if it `exports`.
 
-    `expandable`: with expandable segments. `capacity_bytes` is what the allocator can get; None is without a limit.
+    `expandable`: with expandable segments. `capacity_bytes` is the allocator's limit; None is without one.
     """
     allocator = CachingAllocator(expandable, capacity_bytes)
     meter = AllocatingMeter(allocator=allocator, flat=layout.engine is Engine.FSDP1)
@@ -377,7 +377,7 @@ class _AllocatingWalk(Walk):
         self.gradient = self._only(slots, script.left)
 
     def _only(self, slots: dict[int, Block], left: int | None) -> Block:
-        """The gradient of the input; what else is left is freed."""
+        """Returns the gradient of the input; frees the rest."""
         kept = slots.pop(left, None) if left is not None else None
         for block in slots.values():
             self.meter.allocator.free(block)

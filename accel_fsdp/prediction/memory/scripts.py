@@ -15,7 +15,7 @@ from accel_fsdp.prediction.memory.traces import ROUND_BYTES, At, Event, Tape, Ta
 
 
 class Request(NamedTuple):
-    """One event of a tape: `slot` is allocated with `size` bytes or, where that is 0, freed. `grad`: a parameter's."""
+    """One event of a tape: `slot` is allocated with `size` bytes or, if that is 0, freed. `grad`: a parameter's."""
 
     slot: int
     size: int
@@ -25,8 +25,8 @@ class Request(NamedTuple):
 class Script(NamedTuple):
     """A tape at one batch as requests.
 
-    `first` is a forward that saves nothing, and `first_output` what it leaves; `left` is what backward leaves: the
-    gradient of the input.
+    `first` is a forward that saves nothing, `first_output` its output; `left` is the gradient of the input after
+    backward.
     """
 
     first: tuple[Request, ...]
@@ -43,7 +43,7 @@ UPSTREAM = -1
 
 @lru_cache(64)
 def script_of(tape: Tape, at: At) -> Script:
-    """Says of each release on a tape which allocation it is of: the youngest of its size."""
+    """Matches each release on a tape with an allocation: the youngest of its size."""
     live: dict[tuple[float, ...], list[int]] = {}
     forward = list(_requests(tape.forward, at, live, 0))
     same = live.get(tape.output, [])
@@ -89,8 +89,8 @@ def _requests(
 def with_loss(script: Script, loss: Loss, logits: int) -> Script:
     """The script of a head with another loss than the tape's; `logits` is their number.
 
-    The tape's own begins with the upcast copy and ends with the gradient in the logits' dtype: what is before, after
-    and smaller stays.
+    The tape's loss begins with the upcast copy and ends with the gradient in the logits' dtype; earlier, later and
+    smaller requests stay.
     """
     widths = loss.widths
     wide, low = 4 * logits, widths["d"] * logits
@@ -131,8 +131,9 @@ def with_loss(script: Script, loss: Loss, logits: int) -> Script:
 
 
 class ModelScripts(NamedTuple):
-    """A model's scripts at one batch. `head` is None where fused kernels make the loss; `has_loss`: its loss isn't the
-    tape's."""
+    """A model's scripts at one batch. `head` is None if fused kernels compute the loss; `has_loss`: its loss
+    differs from the tape's.
+    """
 
     embedding: Script
     blocks: tuple[Script, ...]

@@ -1,4 +1,4 @@
-"""The shape of a model: what memory and time depend on."""
+"""The shape of a model: everything that memory and time depend on."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ ParameterKind = Literal["linear", "experts", "embedding", "head", "norm", "other
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter by its full shape. `kind` decides what 4 bits quantise, and LoRA adapts: linear layers."""
+    """One parameter by its full shape. 4-bit quantisation and LoRA apply to the `kind` of linear layers."""
 
     name: str
     shape: tuple[int, ...]
@@ -22,7 +22,7 @@ class Parameter:
         return math.prod(self.shape)
 
     def is_adapted(self, targets: LoraTargets) -> bool:
-        """Whether LoRA adapts it inside of a block: every linear layer, or those of attention alone."""
+        """Whether LoRA adapts it in a block: every linear layer, or only those of attention."""
         return self.kind == "linear" and (
             targets == "all" or self.name.rpartition(".")[0].rpartition(".")[2] in ATTENTION_LINEAR
         )
@@ -30,9 +30,9 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Block:
-    """A layer class that repeats: `parameters` of one instance, and where its instances stand among all layers.
+    """A layer class that repeats: `parameters` of one instance, and the places of its instances among all layers.
 
-    Two blocks may have one class where layers alternate, such as sliding and full attention, or dense and experts.
+    Two blocks may have one class if layers alternate, such as sliding and full attention, or dense and experts.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What each rank holds between steps: shards of parameters, gradients and optimizer state, to the byte. Pure.
+"""The memory of each rank between steps: shards of parameters, gradients and optimizer state, to the byte. Pure.
 
 Padding and placement follow torch 2.13: FSDP1 flattens a unit and pads it to the ranks
 (`_flat_param.py`, `_init_flat_param_and_metadata`), FSDP2 cuts each parameter along dimension 0
@@ -45,7 +45,7 @@ CACHED = 1024  # equal layers share one unit, which is compared by identity: eac
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """What is gathered together. Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy)."""
+    """Parameters that are gathered together. Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy)."""
 
     name: str
     held: tuple[Held, ...]
@@ -65,10 +65,10 @@ def master_bytes(recipe: Recipe, layout: Layout) -> int:
 
 
 def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """The parameters outside of the blocks: those of the first unit, and those of a last one, if there is one.
+    """The parameters outside the blocks: those of the first unit, and those of a last one, if there is one.
 
     accelerate 1.15 (`fsdp2_prepare_model`) gives FSDP2 a unit for an untied input embedding and one for the last norm
-    and the head. FSDP1, and FSDP2 with tied embeddings, have all of them in one, which comes first.
+    and the head. FSDP1, and FSDP2 with tied embeddings, have all of them in one unit, the first.
     """
     if layout.engine is not Engine.FSDP2 or shape.tied:
         return shape.outer, ()
@@ -77,7 +77,7 @@ def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...
 
 
 class Units(NamedTuple):
-    """One unit per distinct block, in the order of `ModelShape.blocks`, and what the first and a last unit hold."""
+    """One unit per distinct block, in the order of `ModelShape.blocks`, and the first and a last unit."""
 
     blocks: tuple[Unit, ...]
     first: Unit
@@ -85,7 +85,7 @@ class Units(NamedTuple):
 
 
 def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
-    """The units of a model: the same objects, however much one step computes."""
+    """The units of a model, one object for equal ones."""
     alike = replace(recipe, rows=1, length=1, accumulation=1, checkpointing="none")
     return _distinct_units(shape, alike, Layout(layout.engine, 1, 1, 1))
 
@@ -123,7 +123,6 @@ def shard_shape(param: Held, ranks: int) -> tuple[int, ...]:
 
 
 def shard_numel(param: Held, ranks: int) -> int:
-    """The elements of that shard."""
     return math.prod(shard_shape(param, ranks))
 
 
@@ -141,7 +140,7 @@ def first_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
 
 
 def _places(parameters: tuple[Held, ...]) -> list[tuple[int, int]]:
-    """Where each parameter begins and ends in the flat one."""
+    """The first and last place of each parameter in the flat one."""
     places, total = [], 0
     for param in parameters:
         step = max(ALIGNMENT_BYTES // param.compute, 1)
@@ -160,7 +159,7 @@ def shard_bytes(unit: Unit, layout: Layout) -> int:
 
 
 def _flat_bytes(group: tuple[Held, ...], layout: Layout, width: Callable[[Held], float]) -> float:
-    """The shard of one flat parameter; packed weights lie in it as fewer elements of the 16-bit dtype."""
+    """The shard of one flat parameter; packed weights count as fewer elements of the 16-bit dtype."""
     widths = {width(param) for param in group}
     if len(widths) > 1:
         return sum(param.numel * width(param) for param in group) / layout.shard_ranks
@@ -168,7 +167,7 @@ def _flat_bytes(group: tuple[Held, ...], layout: Layout, width: Callable[[Held],
 
 
 def _flat_groups(params: tuple[Held, ...]) -> list[tuple[Held, ...]]:
-    """What FSDP1 flattens together: the base, and each adapter weight alone (PEFT's wrap policy)."""
+    """The groups that FSDP1 flattens: the base, and each adapter weight alone (PEFT's wrap policy)."""
     base = tuple(param for param in params if not param.adapter)
     return [base, *((param,) for param in params if param.adapter)]
 
@@ -222,7 +221,7 @@ def gathered_bytes(unit: Unit, layout: Layout) -> int:
 
 @lru_cache(CACHED)
 def cast_bytes(unit: Unit, layout: Layout) -> int:
-    """The shard's copy in the dtype of forward and backward, where that is not the stored one."""
+    """The shard's copy in the dtype of forward and backward, if it differs from the stored one."""
     same = all(param.stored == _used_bytes(param) for param in unit.held)
     return 0 if same else gathered_bytes(unit, layout) // layout.shard_ranks
 
@@ -240,7 +239,7 @@ def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -
 
 @lru_cache(CACHED)
 def tensor_weights(unit: Unit, how: Literal["stored", "used", "trained"], flat: bool) -> tuple[float, ...]:
-    """How the tensors of a unit share its bytes: those at rest, gathered ones, or what is trained."""
+    """The shares of a unit's tensors in its bytes: at rest, gathered, or trained."""
     width = {"stored": _stored_bytes, "used": _used_bytes, "trained": _trained}[how]
     if flat:
         sums = tuple(sum(param.numel * width(param) for param in group) for group in _flat_groups(unit.held))

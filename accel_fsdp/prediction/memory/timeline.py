@@ -1,4 +1,4 @@
-"""Counts what is alive on one rank, by kind, and remembers the highest point of each phase. Pure."""
+"""Counts live bytes on one rank, by kind, and records the peak of each phase. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered units", "gr
 ACTIVATIONS, LOSS, BUFFERS, WORKSPACE = "activations", "logits and loss", "buffers", "workspace"
 KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, LOSS, BUFFERS, WORKSPACE)
 LETTERS: Mapping[str, str] = dict(zip(KINDS, "POGUALBW", strict=True))
-"""What figures write where there is no room for the kind."""
+"""Abbreviations of the kinds in figures."""
 
 
 COMPUTE, CAST, GATHER, REDUCE = range(4)
@@ -32,9 +32,9 @@ class Moment:
 
 @dataclass
 class Meter:
-    """What is alive, and the highest point of each phase so far. `total` is the sum of `live`.
+    """Live bytes, and the peak of each phase so far. `total` is the sum of `live`.
 
-    `sees_each` layer: to know the highest point it is enough to see the first and the last of many that are equal.
+    `sees_each` layer: for the peak, the first and the last of many equal layers are enough.
     """
 
     sees_each: ClassVar[bool] = False
@@ -45,7 +45,7 @@ class Meter:
     _highest: int = -1
 
     def enter(self, phase: str) -> None:
-        """Begins a phase; its highest point so far is where it begins."""
+        """Begins a phase; its peak starts at the current bytes."""
         self.phase, self._highest = phase, -1
         self.add(PARAMETERS, 0)
 
@@ -58,17 +58,17 @@ class Meter:
         stream: int = COMPUTE,
         used_on: int = COMPUTE,
     ) -> None:
-        """Allocates, or frees where `size` is negative. Only an allocator cares for the rest.
+        """Allocates, or frees if `size` is negative. Only an allocator uses the other arguments.
 
-        `name` is what frees it; `of` is the unit whose tensors it is made of, None where it is one tensor. `stream` is
-        the one that it is allocated on, `used_on` another one that may still use it when it is freed.
+        `name` identifies the tensors to free; `of` is their unit, None for a single tensor. `stream` is the stream of
+        the allocation, `used_on` another one that may still use it when it is freed.
         """
         self.live[kind] += size
         self.total += size
         self._look()
 
     def add_each(self, kind: str, sizes: "Iterable[tuple[int, Unit]]", name: object = None) -> None:
-        """Allocates what each unit has of a kind."""
+        """Allocates a kind for each unit."""
         self.add(kind, sum(size for size, _ in sizes), name)
 
     def change(self, sizes: Mapping[str, int]) -> None:
@@ -79,14 +79,14 @@ class Meter:
         self._look()
 
     def repeat(self, before: Mapping[str, int], times: int) -> None:
-        """What has happened since `before` happens so many more times, with no higher point than what follows."""
+        """Repeats the changes since `before`, without a higher peak than the following events."""
         for kind, size in before.items():
             more = (self.live[kind] - size) * times
             self.live[kind] += more
             self.total += more
 
     def touch(self, rises: Mapping[str, int]) -> None:
-        """A peak that is gone again before anything else happens: `rises` by kind above what is alive."""
+        """A peak that ends at once: `rises` by kind above the live bytes."""
         self.change(rises)
         for kind, size in rises.items():
             self.live[kind] -= size
@@ -96,7 +96,7 @@ class Meter:
         """A unit is done. Only a `Trace` cares."""
 
     def throttle(self) -> None:
-        """The CPU waits here for what the GPU does two units behind. Only an allocator cares."""
+        """The CPU waits for the GPU's work of two units before. Only an allocator uses it."""
 
     def _look(self) -> None:
         if self.total > self._highest:
@@ -108,7 +108,7 @@ class Meter:
 
 @dataclass
 class Trace(Meter):
-    """Keeps of each unit its highest point and what it leaves behind, and of each kind the most there ever was."""
+    """Records the peak of each unit and the bytes after it, and the peak of each kind."""
 
     sees_each = True
     samples: list[Moment] = field(default_factory=list)

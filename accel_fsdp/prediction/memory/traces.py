@@ -1,4 +1,4 @@
-"""What one block, or the head with its loss, allocates and frees in forward and backward, for any batch. Pure.
+"""Allocations of one block, or of the head with its loss, in forward and backward, for any batch. Pure.
 
 A tape is recorded once by `recorder.py`, unsharded, and replayed here for any micro-batch, sequence length and LoRA
 rank: every size on it is a polynomial in them. So a peak is exact although it is only piecewise linear in the tokens.
@@ -13,11 +13,11 @@ from accel_fsdp.config import LOW_DTYPES, Engine, Method
 from accel_fsdp.job import SHARDING_KINDS, Kernels, LoraTargets, Recipe
 
 ROUND_BYTES = 512
-"""What CUDA's caching allocator rounds a request up to (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
+"""The granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
 
 
 class At(NamedTuple):
-    """Where a tape is replayed: rows of the micro-batch, sequence length, LoRA rank (0 without LoRA)."""
+    """The batch that a tape is replayed at: rows of the micro-batch, sequence length, LoRA rank (0 without LoRA)."""
 
     rows: int
     length: int
@@ -25,7 +25,7 @@ class At(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Bytes as a polynomial in rows, length and rank; `tokens` is what each of rows · length tokens takes."""
+    """Bytes as a polynomial in rows, length and rank; `tokens` is the coefficient of rows · length."""
 
     fixed: float = 0
     tokens: float = 0

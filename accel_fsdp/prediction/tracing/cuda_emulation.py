@@ -1,7 +1,7 @@
-"""Sees each allocation and release of a PyTorch run without any memory or GPU, as a CUDA device would make them.
+"""Records each allocation and release of a PyTorch run as on a CUDA device, without memory or GPU.
 
-`Watch` notes births and deaths of storages. `CudaRules` makes attention and autocast on fake CPU tensors choose what
-they choose on CUDA; a build without CUDA can't run backward on fake CUDA tensors (torch 2.13: no device guard).
+`Watch` records births and deaths of storages. `CudaRules` makes attention and autocast choose on fake CPU tensors as
+on CUDA; a build without CUDA can't run backward on fake CUDA tensors (torch 2.13: no device guard).
 """
 
 import itertools
@@ -54,7 +54,7 @@ FLOAT32_RESULTS = {
     *(F.softmax, torch.softmax, Tensor.softmax, F.log_softmax, torch.log_softmax, Tensor.log_softmax),
     *(torch.sum, Tensor.sum, torch.prod, Tensor.prod, torch.cumsum, Tensor.cumsum),
 }
-"""Autocast's list of what computes and returns float32 where no dtype is given, from the same place."""
+"""Autocast's list of operations that compute and return float32 without a given dtype, from the same place."""
 
 
 class CudaRules(TorchFunctionMode):
@@ -130,7 +130,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as numbers, as every layer's attention makes it anew, in rows of a multiple of 16 (attention.cpp)."""
+    """The mask as numbers, which every layer's attention makes again, in rows of a multiple of 16 (attention.cpp)."""
     bias = mask
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
@@ -143,7 +143,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 class Happening(NamedTuple):
     """A birth (`sign` 1) or a death (-1) of a storage; `key` is the same for both, `by` the operation that made it.
 
-    `sign` 0 is the birth of what the module's caller holds: its input, and the gradient of its output.
+    `sign` 0 is the birth of a tensor that the module's caller holds: its input, and the gradient of its output.
     """
 
     sign: int
@@ -153,9 +153,9 @@ class Happening(NamedTuple):
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes births and deaths of storages from `start` on; what existed before is not counted.
+    """Records births and deaths of storages from `start` on; earlier storages don't count.
 
-    With `kernels`, the workspaces inside of CUDA's attention kernels are added, which no dispatcher sees.
+    With `kernels`, the workspaces inside CUDA's attention kernels are added, which no dispatcher sees.
     """
 
     def __init__(self, kernels: bool = True) -> None:
@@ -176,7 +176,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def from_caller(self) -> Iterator[None]:
-        """What is born here is the caller's."""
+        """Marks storages born here as the caller's."""
         self._sign = 0
         try:
             yield
@@ -238,10 +238,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def summed_in_place(events: list[Happening]) -> tuple[list[Happening], dict[int, int]]:
-    """Drops the second buffer of autograd's sums of gradients, and says which keys stand for which others then.
+    """Removes the second buffer of autograd's gradient sums, and returns which keys replace which.
 
-    Autograd sums in place where nobody else holds the first term, or else the second, but not while any dispatch mode
-    is on (`accumulate` in input_buffer.cpp). Such a sum is an addition after which a term dies at once.
+    Autograd sums in place if the first term, or else the second, has no other owner, but not while a dispatch mode is
+    on (`accumulate` in input_buffer.cpp). Such a sum is an addition after which a term dies at once.
     """
     kept: list[Happening] = []
     same: dict[int, int] = {}
@@ -269,9 +269,9 @@ def _dying_after(events: list[Happening], born: int) -> int | None:
 
 
 def in_order_of_birth(events: list[Happening]) -> list[Happening]:
-    """The events with each run of releases sorted: the highest points stay the same.
+    """Sorts each run of releases among the events; the peaks stay the same.
 
-    Autocast's cache is a hash map: it lets go of 16-bit copies of adapters in any order where nothing keeps them for
+    Autocast's cache is a hash map: it releases 16-bit copies of adapters in any order if nothing keeps them for
     backward.
     """
     runs = itertools.groupby(events, key=lambda event: event.sign < 0)
@@ -281,8 +281,8 @@ def in_order_of_birth(events: list[Happening]) -> list[Happening]:
 def selectively(layer: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs a layer under selective checkpointing as torchtitan does (activation_checkpoint.py, `_save_list`).
 
-    Attention's output is kept and every second product; all else is computed again in backward, where the function mode
-    of the forward isn't on.
+    Attention's output and every second product are kept; the rest is recomputed in backward, where the function mode of
+    the forward isn't on.
     """
 
     def ruled(*inputs: Any) -> Any:
@@ -330,9 +330,9 @@ class Begin(torch.autograd.Function):
 
 
 class End(torch.autograd.Function):
-    """Ends a module for the sake of its backward: gives it a gradient that nobody else holds, as the next module does.
+    """Ends a module with a gradient that has no other owner, as the next module's backward would give it.
 
-    A gradient that Python holds can't be reused by autograd, which would look like memory that training doesn't take.
+    Autograd can't reuse a gradient that Python holds, which would look like memory that training doesn't take.
     """
 
     @staticmethod

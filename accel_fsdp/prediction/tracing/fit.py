@@ -67,7 +67,7 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
 
 @contextmanager
 def _unlogged() -> Iterator[None]:
-    """Keeps torch from logging the traceback of what a fake tensor can't do, which is reported in a line."""
+    """Suppresses torch's logged tracebacks about fake tensors; the error is reported in a line."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -78,7 +78,7 @@ def _unlogged() -> Iterator[None]:
 
 
 def record(recorder: Recorder, alike: Tapes | None = None) -> Tapes:
-    """All tapes of one variant; `alike` has those of what is outside of the blocks, if they were recorded before."""
+    """All tapes of one variant; `alike` has the tapes outside the blocks, if they were recorded before."""
     window, untraced = recorder.shape.window, recorder.shape.untraced
     blocks = range(len(recorder.shape.blocks))
     late = [block not in untraced and _takes_mask_late(recorder, block, window) for block in blocks]
@@ -101,7 +101,7 @@ def record_block(recorder: Recorder, block: int, beyond: int = 0) -> Tape:
 
 
 def record_head(recorder: Recorder, chunked: bool) -> Tape:
-    """The tape of what follows the blocks; a model for rows of less than two chunks has no chunked loss."""
+    """The tape after the blocks; a model for rows shorter than two chunks has no chunked loss."""
     chunked = chunked and not 0 < recorder.shape.positions < CHUNKED_LENGTHS[0]
     lengths = CHUNKED_LENGTHS if chunked else LENGTHS
     return fit(lambda at: recorder.head(at, chunked), lengths, False)
@@ -135,7 +135,7 @@ def fit(run: Callable[[At], Raw], lengths: tuple[int, ...], ranked: bool) -> Tap
 
 
 def _replays(tape: Tape, raw: Raw, at: At) -> bool:
-    """Whether a tape is what was recorded at one batch."""
+    """Whether a tape reproduces the recording at one batch."""
     sides = [[(e.sign, e.size.exact(at)) for e in side] for side in (tape.forward, tape.backward, tape.first)]
     return sides == [raw.forward, raw.backward, [*raw.first]] and tape.keeps_input == raw.keeps_input
 
@@ -177,7 +177,7 @@ def _fit(
 
 
 def _check_same(first: Raw, second: Raw, at: At) -> None:
-    """Whether two runs have the same operations in the same order."""
+    """Checks that two runs have the same operations in the same order."""
     signs, signs_at = ([sign for sign, _ in (*raw.forward, *raw.backward, *raw.first)] for raw in (first, second))
     if first.names == second.names and signs == signs_at and first.keeps_input == second.keeps_input:
         return

@@ -21,13 +21,13 @@ from accel_fsdp.prediction.memory import Variant
 from accel_fsdp.prediction.tracing.lora_layers import unpacked
 
 ROTARY = "apply_rotary_pos_emb"
-"""What transformers' models call their function for rotary embedding."""
+"""The name of transformers' function for rotary embedding."""
 GATED = ("gate_proj", "up_proj", "down_proj")
 APART = ("Gemma2", "Gemma3")  # Liger's norm of these makes a gradient of its own (monkey_patch.py, in_place=False)
 
 
 def fuse(model: nn.Module, variant: Variant) -> None:
-    """Puts the stand-ins of a variant's kernels in the place of what they fuse."""
+    """Replaces the layers that a variant's fused kernels replace by stand-ins."""
     for path, module in list(model.named_modules()):
         parent, _, own = path.rpartition(".")
         new = _fused(module, variant)
@@ -49,7 +49,7 @@ def _fused(module: nn.Module, variant: Variant) -> nn.Module | None:
 
 @contextmanager
 def rotary_in_place(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts the stand-in for rotary embedding into the modules that the layers' attention is from."""
+    """Replaces rotary embedding by its stand-in in the modules that the layers' attention is from."""
     names = {type(module).__module__ for layer in layers for module in layer.modules()}
     spaces = {name: vars(sys.modules[name]) for name in names if ROTARY in vars(sys.modules[name])}
     before = {name: space[ROTARY] for name, space in spaces.items()}
@@ -63,8 +63,6 @@ def rotary_in_place(layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 class FusedNorm(nn.Module):
-    """An RMSNorm as one kernel."""
-
     def __init__(self, like: nn.Module, in_place: bool) -> None:
         super().__init__()
         self.weight = like._parameters["weight"]

@@ -46,7 +46,7 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
 
 
 def blocks_of(model: "nn.Module") -> list[tuple[str, "nn.Module"]]:
-    """The layers that FSDP makes units of, by path, in the order in which they are declared."""
+    """The layers that FSDP makes units of, by path, in the order of declaration."""
     names = {layer.name for layer in wrap_classes(model)}
     inner = [(path, module) for path, module in model.named_modules() if type(module).__name__ in names]
     paths = {path for path, _ in inner}
@@ -77,7 +77,7 @@ def _nested(path: str, paths: set[str]) -> bool:
 
 
 def _looks(layer: "nn.Module") -> tuple[Any, ...]:
-    """What two layers share when they have one tape: class, parameters and the kind of attention."""
+    """The properties that two layers with one tape share: class, parameters, kind of attention."""
     attention = tuple(
         str(value)
         for module in layer.modules()
@@ -115,7 +115,7 @@ def _kind(path: str, module: "nn.Module", name: str, dimensions: int) -> Paramet
 
 
 def _outer(model: "nn.Module", layers: Iterable[str]) -> tuple[Parameter, ...]:
-    """The parameters outside of the blocks; tied ones count once, under their first name."""
+    """The parameters outside the blocks; tied ones count once, under their first name."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     parameters, seen = [], set()
     inside = tuple(f"{path}." for path in layers)

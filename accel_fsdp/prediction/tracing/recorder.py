@@ -52,11 +52,11 @@ class Raw(NamedTuple):
 
 
 class _Reached(BaseException):
-    """The first block was reached; nothing on the way may catch it."""
+    """Raised when the first block is reached; nothing in between may catch it."""
 
 
 class _Stage(nn.Module):
-    """Stands in for a block: hands on what it was called with."""
+    """Stands in for a block and passes its arguments on."""
 
     def __init__(self, layer: nn.Module, seen: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Recorder:
         self._leave_out(set(self._text) - self._reached())
 
     def _reached(self) -> set[int]:
-        """The layers of text that a row without images runs: those that attend to images alone are passed over."""
+        """The layers that a row without images runs; those that attend only to images are skipped."""
         ran: set[int] = set()
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -133,7 +133,7 @@ class Recorder:
         return self._layers[index, rank]
 
     def _stages(self, count: int, seen: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        """Puts stages in the place of the blocks."""
+        """Replaces the blocks by stages."""
 
         def one(index: int) -> _Stage:
             return _Stage(self._metas[index], lambda args, kwargs: seen(index, args, kwargs))
@@ -146,9 +146,9 @@ class Recorder:
         return (hidden, *([None] * (width - 1))) if width else hidden
 
     def calls(self, at: At) -> dict[int, tuple[Tensor, tuple[Any, ...], dict[str, Any]]]:
-        """What the model calls the first block of each kind with, by its index: input, other arguments.
+        """The arguments with which the model calls the first block of each kind, by index: input, other arguments.
 
-        The input is as the block before it leaves it, whose dtype need not be the embedding's.
+        The input has the dtype of the previous block's output, which may differ from the embedding's.
         """
         calls = {}
         layers = {index: self._layer(index, at.rank) for index in self._text if index not in self._width}
@@ -233,7 +233,7 @@ class Recorder:
         return self._run(call, hidden, self.model)
 
     def _labels(self, at: At, ids: Tensor) -> dict[str, Any]:
-        """What Trainer gives the model besides its input: a label per token, or per row to a classifier."""
+        """Trainer's inputs besides the ids: a label per token, or per row for a classifier."""
         with self._mode:
             if type(self.model).__name__.endswith("ForSequenceClassification"):
                 return {"labels": torch.zeros(at.rows, dtype=torch.long)}
@@ -256,7 +256,7 @@ class Recorder:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """What forward runs in."""
+        """The contexts that forward runs in."""
         with ExitStack() as stack:
             if self.variant.kernels != "none":
                 from accel_fsdp.prediction.tracing.fused_kernels import rotary_in_place
@@ -429,7 +429,7 @@ def _adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
 
 
 def _changed(module: nn.Module, variant: Variant) -> None:
-    """Puts fused kernels into a model or a layer, where the variant has them."""
+    """Puts fused kernels into a model or a layer, if the variant has them."""
     if variant.kernels != "none":
         from accel_fsdp.prediction.tracing.fused_kernels import fuse
 
