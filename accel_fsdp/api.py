@@ -77,9 +77,9 @@ def check(
     return linter.lint(_path("path", path), options)
 
 
-def _path(name: str, given: File) -> Path:
-    _refuse_value(name, given, Path)
-    return Path(given)
+def _path(name: str, path: File) -> Path:
+    _refuse_value(name, path, Path)
+    return Path(path)
 
 
 def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
@@ -212,9 +212,9 @@ def _is(value: Any, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 
-def _refuse_unknown(what: str, given: Iterable[str], known: Iterable[str]) -> None:
+def _refuse_unknown(what: str, names: Iterable[str], known: Iterable[str]) -> None:
     known = list(known)
-    for name in given:
+    for name in names:
         if name not in known:
             raise UsageError(
                 f"{what} {name}.{did_you_mean(str(name), known)}",

@@ -83,9 +83,9 @@ def rules_page() -> str:
         "Made by `python -m accel_fsdp.reference_docs` from the rules' docstrings.",
         "",
     ]
-    for one in linter.all_rules():
-        fixed = f", fixed in {one.fixed_in}" if one.fixed_in else ""
-        lines += [f"## {one.code}", "", f"*{one.severity}{fixed}*", "", one.explanation, ""]
+    for rule in linter.all_rules():
+        fixed = f", fixed in {rule.fixed_in}" if rule.fixed_in else ""
+        lines += [f"## {rule.code}", "", f"*{rule.severity}{fixed}*", "", rule.explanation, ""]
     return "\n".join(lines)
 
 

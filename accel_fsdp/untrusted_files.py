@@ -205,10 +205,10 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no number")
 
 
-def _check_depth(found: dict[str, Any], content: bytes, path: Path) -> None:
+def _check_depth(content_read: dict[str, Any], content: bytes, path: Path) -> None:
     if content.count(b"[") + content.count(b"{") <= DEEPEST:
         return
-    inner: list[Any] = [found]
+    inner: list[Any] = [content_read]
     for _ in range(DEEPEST):
         values = (one.values() if isinstance(one, dict) else one for one in inner)
         inner = [value for each in values for value in each if isinstance(value, (dict, list))]

@@ -149,7 +149,6 @@ class Machine(PYTHONS):  # type: ignore[misc]
         )
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage."""
         if self.load_storage is None:
             raise ValueError("a storage where none belongs")
         self.pay_for(pid)

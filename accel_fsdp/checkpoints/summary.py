@@ -60,8 +60,8 @@ def tied_pair(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
     return next(((tensors[head], tensors[embedding]) for head, embedding in pairs), None)
 
 
-def equal(one: Tensor, other: Tensor) -> bool:
-    return (one.dtype, one.shape) == (other.dtype, other.shape) and _bytes(one) == _bytes(other)
+def equal(first: Tensor, second: Tensor) -> bool:
+    return (first.dtype, first.shape) == (second.dtype, second.shape) and _bytes(first) == _bytes(second)
 
 
 def _bytes(tensor: Tensor) -> bytes:

@@ -115,10 +115,10 @@ def size(numbers: Any) -> tuple[int, ...]:
     Raises:
         ValueError: none could have them.
     """
-    found = tuple(numbers)
-    if len(found) > MOST_DIMENSIONS or not all(type(one) is int and 0 <= one < LARGEST_SIZE for one in found):
+    dimensions = tuple(numbers)
+    if len(dimensions) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < LARGEST_SIZE for n in dimensions):
         raise ValueError("a tensor of impossible shape")
-    return found
+    return dimensions
 
 
 def _nameless(path: Path, dtype: str) -> UserError:
@@ -203,7 +203,6 @@ class Archive:
     """
 
     def __init__(self, reader: FileReader, path: Path, start: int, length: int) -> None:
-        """Reads the list of records."""
         self.reader, self.path, self.start, self.length = reader, path, start, length
         self.head = reader.bytes_of(path, start, min(length, HEAD_BYTES))
         try:
@@ -242,7 +241,6 @@ class Archive:
         return FileRecord(self.path, self.start + begin, slot.size, slot.crc if self.has_checksums else None)
 
     def content_of(self, name: str) -> bytes:
-        """One small record, checked."""
         place = self.record(name)
         if place.length > LARGEST_DIRECTORY:
             raise damaged(self.path, f"is damaged: {name} is too large")

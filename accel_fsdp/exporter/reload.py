@@ -61,11 +61,11 @@ def _thawed(value: Any, make: Callable[[View], Any]) -> Any:
     if isinstance(value, View):
         return make(value)
     if isinstance(value, dict):
-        return {key: _thawed(one, make) for key, one in value.items() if not isinstance(key, Inert)}
-    if isinstance(value, tuple) and all(type(one) is int for one in value):
+        return {key: _thawed(part, make) for key, part in value.items() if not isinstance(key, Inert)}
+    if isinstance(value, tuple) and all(type(part) is int for part in value):
         return torch.Size(value)
     if isinstance(value, (list, tuple)):
-        return [_thawed(one, make) for one in value]
+        return [_thawed(part, make) for part in value]
     return None if isinstance(value, Inert) else value
 
 

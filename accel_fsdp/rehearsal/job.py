@@ -42,7 +42,6 @@ class Hang:
 
     @property
     def stacks(self) -> str:
-        """The stacks of the waiting ranks."""
         return "\n".join(f"rank {rank}:\n{stand.stack}" for rank, stand in sorted(self.waits.items()) if stand.stack)
 
 
@@ -83,7 +82,6 @@ class Outcome:
 
     @property
     def tail(self) -> str:
-        """The end of what was printed."""
         return self.output[-TAIL_LETTERS:]
 
 
@@ -110,7 +108,6 @@ class Rehearsed:
         return self._run(name, RANK, [str(self.script), *words], [own | variables for variables in variables_of])
 
     def command(self, name: str, words: Sequence[str]) -> Outcome:
-        """Runs a command of accel-fsdp."""
         return self.python(name, "accel_fsdp", words)
 
     def python(self, name: str, module: str, words: Sequence[str], **environment: str) -> Outcome:

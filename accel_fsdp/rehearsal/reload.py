@@ -14,8 +14,8 @@ TOKENS = 32
 
 def main() -> None:
     """`python -m accel_fsdp.rehearsal.reload ONE OTHER`."""
-    one, other = (_logits(folder) for folder in sys.argv[1:3])
-    sys.stdout.write(f"{float((one - other).abs().max())} {float(other.abs().max())}\n")
+    first, second = (_logits(folder) for folder in sys.argv[1:3])
+    sys.stdout.write(f"{float((first - second).abs().max())} {float(second.abs().max())}\n")
 
 
 def _logits(folder: str) -> "torch.Tensor":

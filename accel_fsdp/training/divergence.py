@@ -107,7 +107,6 @@ class FiniteCheck:
             raise self.diverged(self._of_weights())
 
     def diverged(self, what: str) -> Diverged:
-        """The error, with what often helps."""
         newest = completeness.choose(Path(self.args.output_dir)).newest
         rate = f"a lower --learning_rate than {self.args.learning_rate:g}, more --warmup_steps"
         clip = "" if 0 < self.args.max_grad_norm <= 1 else ", --max_grad_norm 1"

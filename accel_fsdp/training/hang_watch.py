@@ -1,4 +1,4 @@
-"""The watch against hangs as a callback of Trainer: it learns of steps, micro-batches, saves and evaluations."""
+"""The watch against hangs as a callback of Trainer, which reports steps, micro-batches, saves and evaluations."""
 
 import contextlib
 import time
@@ -14,7 +14,7 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 
 
 class HangWatch(Watch, TrainerCallback):  # type: ignore[misc]
-    """Without a `timeout` (0), there is none."""
+    """A `timeout` of 0 turns the watch off."""
 
     advice = "--hang_timeout says how long a step may take"
 
@@ -23,7 +23,7 @@ class HangWatch(Watch, TrainerCallback):  # type: ignore[misc]
         self.off, self._step = timeout == 0, 0
 
     def begin(self, main: int | None = None) -> None:
-        """Begins to watch a thread of this process, else the one that calls, on all ranks; in the launcher's place."""
+        """Begins to watch a thread of this process, by default the calling one; replaces the launcher's watch."""
         watched.end()
         several = LaunchEnvironment.now().world_size > 1
         if not self.off and not (several and not dist.is_initialized()):
@@ -31,7 +31,7 @@ class HangWatch(Watch, TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Around what is no step."""
+        """Marks a part of the run, such as a save, that isn't a training step."""
         before, self._doing, self._since = self._doing, what, time.monotonic()
         try:
             yield
@@ -39,13 +39,13 @@ class HangWatch(Watch, TrainerCallback):  # type: ignore[misc]
             self._doing, self._since = before, time.monotonic()
 
     def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
-        """A micro-batch is a sign that training goes on."""
+        """Counts a micro-batch as progress."""
         self._since = self._place_since = time.monotonic()
 
     on_prediction_step = on_substep_end
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Notes how long the step took, but of the first, in which much else happens."""
+        """Records the duration of the step, except the first, which includes the start."""
         now = time.monotonic()
         if not self._doing:
             self.patience.steps.append(now - self._since)

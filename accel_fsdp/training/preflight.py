@@ -41,12 +41,12 @@ def check_wrap_classes(model: nn.Module) -> None:
     if not launch.wraps_layer_classes:
         return
     names = launch.layer_classes or tuple(getattr(model, "_no_split_modules", None) or ())
-    found = ", ".join(layer.name for layer in inspect_model.wrap_classes(model))
+    layer_names = ", ".join(layer.name for layer in inspect_model.wrap_classes(model))
     if not names:
         raise UserError(
             "the YAML names no transformer layer class, and the model doesn't either",
             why="FSDP would make one unit of the whole model and save no memory",
-            fix=f"fsdp_transformer_layer_cls_to_wrap: {found or 'NAME'}",
+            fix=f"fsdp_transformer_layer_cls_to_wrap: {layer_names or 'NAME'}",
         )
     check_layer_classes(names, inspect_model.class_names(model))
 
@@ -147,7 +147,6 @@ class HostMemory(TrainerCallback):  # type: ignore[misc]
     """Says what loading and sharding took of each machine's memory: jobs die of it before a GPU is full."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Gathers the peaks of all ranks."""
         own = torch.tensor([host.peak_memory()], device=args.device)
         peaks = gather(own).tolist()
         if state.is_world_process_zero:

@@ -134,14 +134,14 @@ def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
     return next(filter(None, _agreed([found])), "")
 
 
-def _agreed(found: list[T]) -> list[T]:
+def _agreed(answers: list[T]) -> list[T]:
     """What all ranks found, in their order; on TPU each is on its own."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType, gather_object
 
     if PartialState().distributed_type == DistributedType.XLA:
-        return found
-    return list(gather_object(found))
+        return answers
+    return list(gather_object(answers))
 
 
 def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, skips_data: bool = True) -> None:
@@ -202,10 +202,10 @@ def _without_adapter(name: str, adapter: str) -> str:
     return name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
 
 
-def _engine(checkpoint: Path, held: CheckpointFacts) -> str:
+def _engine(checkpoint: Path, facts: CheckpointFacts) -> str:
     if completeness.by_deepspeed(checkpoint):
         return ANY_ZERO
-    return ANY_FSDP if completeness.by_fsdp(checkpoint, held) else Engine.DDP.label
+    return ANY_FSDP if completeness.by_fsdp(checkpoint, facts) else Engine.DDP.label
 
 
 def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:

@@ -50,7 +50,6 @@ def measured(model: "nn.Module", allow_whole: bool = False) -> Holding:
 
 
 def shown(holding: Holding) -> str:
-    """What a rank holds, in a line."""
     held = f"{millions(holding.held)} of {millions(holding.weights)} parameters"
     return f"{holding.engine}: {len(holding.units)} units, each rank holds {held}"
 

@@ -147,8 +147,8 @@ def _board_of_launchers() -> Board | None:
 
 def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:
     """What this rank was told: arguments, what Accelerate made of the YAML, script, versions, environment."""
-    told = {**asdict(model), **asdict(data), **training.to_dict()}
-    kept = {name: value for name, value in told.items() if not agreement.is_own(name)}
+    values = {**asdict(model), **asdict(data), **training.to_dict()}
+    kept = {name: value for name, value in values.items() if not agreement.is_own(name)}
     arguments = {
         name: lineage.last_part(value) if name in PATHS and isinstance(value, str) else value
         for name, value in kept.items()

@@ -204,13 +204,13 @@ def _collectives(found: Found) -> Iterator[Row]:
     if not found.can_join:
         yield Row("collectives", "unknown", "not tested: the machines can't form one job yet")
         return
-    silent = [rank for rank, said in found.failed_ranks.items() if said.endswith("no answer")]
-    for rank, said in found.failed_ranks.items():
+    silent = [rank for rank, failure in found.failed_ranks.items() if failure.endswith("no answer")]
+    for rank, failure in found.failed_ranks.items():
         if silent and rank not in silent:
             continue  # these failed because of the silent ones
-        known = _known(said)
+        known = _known(failure)
         why = known.often if known else "a job would hang or stop there"
         fix = known.fix if known else "accel-fsdp doctor --explain with the message"
-        yield Row(f"rank {rank}", "error", said.strip().splitlines()[0], why, fix)
+        yield Row(f"rank {rank}", "error", failure.strip().splitlines()[0], why, fix)
     if not found.failed_ranks:
         yield Row("collectives", "ok", f"{counted(found.ranks, 'rank')}: each collective gives the right result")

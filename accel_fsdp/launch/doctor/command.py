@@ -87,9 +87,9 @@ def _check(options: DoctorCommand, launched: LaunchEnvironment) -> None:
             raise UsageError(f"{flag} {value}", why=why, fix=f"{flag} N, from {least} to {most}")
     if options.json and options.report:
         raise UsageError("--json and --report", why="each is another form of one report", fix="give one of them")
-    given = [name for name in place.FLAGS if getattr(options, name) is not None]
-    if launched.is_rank and given:
-        flag = flag_words.flag_of(given[0])
+    named = [name for name in place.FLAGS if getattr(options, name) is not None]
+    if launched.is_rank and named:
+        flag = flag_words.flag_of(named[0])
         raise UsageError(f"{flag} under a launcher", why="the launcher says it already", fix=f"leave out {flag}")
 
 
@@ -118,26 +118,28 @@ def _place(
 
 
 def _of_launcher(launched: LaunchEnvironment) -> place.Place:
-    told = {
+    values = {
         "num_machines": (launched.machines, "GROUP_WORLD_SIZE"),
         "num_processes": (launched.world_size, "WORLD_SIZE"),
         "machine_rank": (launched.machine_rank, "GROUP_RANK"),
         "main_process_ip": (launched.main_address, "MASTER_ADDR"),
         "main_process_port": (launched.main_port, "MASTER_PORT"),
     }
-    return place.Place("torchrun", {name: place.Said(value, source) for name, (value, source) in told.items()})
+    return place.Place("torchrun", {name: place.Said(value, source) for name, (value, source) in values.items()})
 
 
 def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched: LaunchEnvironment) -> list[Row]:
     """What the engine and the YAML say, and the launcher that started this process didn't do."""
     rows = []
-    wanted = {
+    expected = {
         "num_machines": (launched.machines, engine.said.get("num_machines"), values.get("num_machines")),
         "num_processes": (launched.world_size, engine.said.get("num_processes"), values.get("num_processes")),
     }
-    for name, (started, said, in_file) in wanted.items():
-        for value, source in ((said.value if said else None, said.source if said else ""), (in_file, "the YAML")):
-            if isinstance(value, int) and value != started and not (said and said.at_most and started < value):
+    for name, (started, of_engine, in_file) in expected.items():
+        sources = [(of_engine.value, of_engine.source)] if of_engine else []
+        for value, source in (*sources, (in_file, "the YAML")):
+            fewer = of_engine and of_engine.at_most and isinstance(value, int) and started < value
+            if isinstance(value, int) and value != started and not fewer:
                 what = f"{source} says {name} {value}, and the launcher started {started}"
                 why = "each machine would train alone, or ranks would wait for others that never come"
                 rows.append(Row("job", "error", what, why, "accel-fsdp launch FILE SCRIPT, which reads both"))
@@ -146,9 +148,9 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
 
 
 def _asked(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
-    told = {name: here.value(name) for name in ("num_machines", "num_processes") if here.value(name) is not None}
+    numbers = {name: here.value(name) for name in ("num_machines", "num_processes") if here.value(name) is not None}
     in_file = agreement.flat(values)
-    return {**{name: value for name, value in in_file.items() if name not in (*place.FLAGS, *OF_A_MACHINE)}, **told}
+    return {**{name: value for name, value in in_file.items() if name not in (*place.FLAGS, *OF_A_MACHINE)}, **numbers}
 
 
 def _read(options: DoctorCommand) -> tuple[Mapping[str, Any], list[Row]]:
@@ -166,11 +168,13 @@ def _lint(options: DoctorCommand, here: place.Place) -> list[Row]:
         return []
     job, document = read_config(options.file)
     try:
-        found = lint(options.file, LintOptions(here=True), read=(here.applied(job), document))
+        findings = lint(options.file, LintOptions(here=True), read=(here.applied(job), document))
     except UserError as error:
         return [of_error("YAML", error)]
     rows = [
-        Row(one.code, one.severity, one.what, one.why, one.fix) for one in found if one.severity in ("error", "warning")
+        Row(finding.code, finding.severity, finding.what, finding.why, finding.fix)
+        for finding in findings
+        if finding.severity in ("error", "warning")
     ]
     return rows or [Row("YAML", "ok", "the linter finds nothing that this machine contradicts")]
 
@@ -187,9 +191,9 @@ def _judged(done: Examination, facts: Mapping[int, facts.Facts]) -> list[Row]:
 def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment, gpus: int) -> Team | None:
     """Who is to be tested together; None where there is nobody else."""
     processes = int(here.value("num_processes", gpus * here.machines or here.machines))
-    each = max(processes // here.machines, 1)
-    each = min(each, gpus or MOST_RANKS_ON_CPU)
-    if here.machines * each < 2:
+    per_machine = max(processes // here.machines, 1)
+    per_machine = min(per_machine, gpus or MOST_RANKS_ON_CPU)
+    if here.machines * per_machine < 2:
         return None
     number = int(here.value("machine_rank", 0))
     address = Address(
@@ -199,7 +203,7 @@ def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment
     )
     if here.machines == 1:
         address = Address("127.0.0.1", 0, hosts=True)
-    return Team(address, number, here.machines, each, bool(gpus), float(options.timeout))
+    return Team(address, number, here.machines, per_machine, bool(gpus), float(options.timeout))
 
 
 def _meet(options: DoctorCommand, team: Team, own: facts.Facts, done: Examination) -> None:

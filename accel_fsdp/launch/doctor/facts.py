@@ -144,7 +144,7 @@ def _interfaces() -> dict[str, list[str]]:
 
         kinds = (socket.AF_INET, socket.AF_INET6)
         for name, addresses in psutil.net_if_addrs().items():
-            names[name] = [one.address.partition("%")[0] for one in addresses if one.family in kinds]
+            names[name] = [address.address.partition("%")[0] for address in addresses if address.family in kinds]
     return names
 
 
@@ -153,8 +153,8 @@ def _torch_cuda() -> str:
     spec = find_spec("torch")
     version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     text = version.read_text(encoding="utf-8") if version and version.is_file() else ""
-    found = re.search(r"^cuda\b[^=]*=\s*['\"](?P<version>[\d.]+)", text, flags=re.MULTILINE)
-    return found["version"] if found else ""
+    match = re.search(r"^cuda\b[^=]*=\s*['\"](?P<version>[\d.]+)", text, flags=re.MULTILINE)
+    return match["version"] if match else ""
 
 
 def _gpus() -> tuple[list[str], str, str]:
@@ -170,8 +170,8 @@ def _gpus() -> tuple[list[str], str, str]:
 
 def _unseen_by_torch(count: int) -> str:
     """What torch says when it is to use the GPUs, if that isn't that there are so many."""
-    said = _output_of(*python_child.command(SEEN_BY_TORCH)).strip().splitlines() or ["torch says nothing"]
-    return "" if said[-1] == str(count) else said[-1]
+    lines = _output_of(*python_child.command(SEEN_BY_TORCH)).strip().splitlines() or ["torch says nothing"]
+    return "" if lines[-1] == str(count) else lines[-1]
 
 
 def _output_of(*words: str) -> str:

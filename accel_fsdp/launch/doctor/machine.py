@@ -57,11 +57,11 @@ def _libraries(facts: Facts, several: bool) -> Iterator[Row]:
     for name in ("torch", "accelerate", "transformers"):
         if name not in facts.versions:
             yield Row(name, "error", "isn't installed", NO_JOB, "pip install 'accel-fsdp[train]'")
-    for name, wanted in _ranges().items():
+    for name, allowed in _ranges().items():
         installed = facts.versions.get(name)
-        if installed and not wanted.contains(installed, prereleases=True):
+        if installed and not allowed.contains(installed, prereleases=True):
             oldest, newest = TESTED[name]
-            what, why = f"{installed} is outside of {wanted}", "this project doesn't work with it, or was never tried"
+            what, why = f"{installed} is outside of {allowed}", "this project doesn't work with it, or was never tried"
             yield Row(name, "error", what, why, f"pip install '{name}>={oldest},<={newest}', which is tested")
 
 
@@ -69,10 +69,10 @@ def _ranges() -> dict[str, "SpecifierSet"]:
     from packaging.requirements import Requirement
 
     try:
-        wanted = [Requirement(text) for text in metadata.requires("accel-fsdp") or []]
+        requirements = [Requirement(text) for text in metadata.requires("accel-fsdp") or []]
     except metadata.PackageNotFoundError:  # run from its sources
         return {}
-    return {one.name: one.specifier for one in wanted if one.name in TESTED}
+    return {requirement.name: requirement.specifier for requirement in requirements if requirement.name in TESTED}
 
 
 def _gpus(facts: Facts, several: bool) -> Iterator[Row]:
@@ -148,12 +148,12 @@ def _disk(facts: Facts, several: bool) -> Iterator[Row]:
 
 
 def _host_name(facts: Facts, several: bool, talked: bool) -> Iterator[Row]:
-    found, own = facts.name_addresses, {one for each in facts.addresses.values() for one in each}
-    reached = [one for one in found if not ipaddress.ip_address(one).is_loopback]
+    addresses, own = facts.name_addresses, {address for each in facts.addresses.values() for address in each}
+    reached = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if reached and (not own or own & set(reached)):  # without psutil no address is known
-        yield Row("host name", "ok", f"{facts.name} is {', '.join(found)}")
+        yield Row("host name", "ok", f"{facts.name} is {', '.join(addresses)}")
         return
-    what = f"{facts.name} is {', '.join(found)}, its own alone" if found else f"{facts.name} is unknown here"
+    what = f"{facts.name} is {', '.join(addresses)}, its own alone" if addresses else f"{facts.name} is unknown here"
     if reached:
         what = f"{facts.name} is {', '.join(reached)}, an address that none of its interfaces has"
     if not several or "GLOO_SOCKET_IFNAME" in facts.variables:
@@ -170,8 +170,8 @@ def _host_name(facts: Facts, several: bool, talked: bool) -> Iterator[Row]:
 
 
 def _leads_away(addresses: list[str]) -> bool:
-    parsed = [ipaddress.ip_address(one) for one in addresses]
-    return any(not one.is_loopback and not one.is_link_local for one in parsed)
+    parsed = [ipaddress.ip_address(address) for address in addresses]
+    return any(not address.is_loopback and not address.is_link_local for address in parsed)
 
 
 def _interfaces(facts: Facts, several: bool) -> Iterator[Row]:
@@ -193,7 +193,8 @@ def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
             if not inside and (facts.addresses[name] or not any(facts.addresses.values())):
                 continue  # without psutil no address is known
             why = "it leads to no other machine: Connection refused" if inside else "it has no IP address"
-            others = [one for one, own in facts.addresses.items() if _leads_away(own) and not one.startswith(BRIDGES)]
+            leading = [other for other, own in facts.addresses.items() if _leads_away(own)]
+            others = [other for other in leading if not other.startswith(BRIDGES)]
             fix = f"export {variable}={others[0]}" if others else f"unset {variable}"
             yield Row("interfaces", "error", f"{variable}={facts.variables[variable]}: {name}", why, fix)
 
@@ -211,9 +212,9 @@ def _infiniband(facts: Facts, several: bool) -> Iterator[Row]:
 
 
 def _variables(facts: Facts, several: bool) -> Iterator[Row]:
-    found = list(_odd_variables(facts))
-    yield from found
-    if not found:
+    rows = list(_odd_variables(facts))
+    yield from rows
+    if not rows:
         names = [name for name in facts.variables if not name.startswith("PET_")]
         yield Row(
             "variables", "ok", ", ".join(f"{name}={facts.variables[name]}" for name in names) or "none that matter"

@@ -58,8 +58,8 @@ class Found:
 
     @property
     def can_join(self) -> bool:
-        told = [facts.asks_for for facts in self.facts.values()]
-        alike = all(one == told[0] for one in told)
+        numbers = [facts.asks_for for facts in self.facts.values()]
+        alike = all(asked == numbers[0] for asked in numbers)
         return alike and not self.missing and not any(pair.error for pair in self.pairs)
 
     @property
@@ -75,7 +75,7 @@ class Found:
                 best[machine] = max(best.get(machine, 0.0), pair.bytes_per_second)
         if len(best) < 3:
             return []
-        others = {one: statistics.median(best[other] for other in best if other != one) for one in best}
+        others = {number: statistics.median(best[peer] for peer in best if peer != number) for number in best}
         idle = {machine for pair in self.pairs if pair.waited < BUSY for machine in (pair.one, pair.other)}
         return [machine for machine, speed in others.items() if machine in idle and 0 < best[machine] < SLOW * speed]
 
@@ -98,8 +98,8 @@ class Meeting:
 
     def _call_the_roll(self, mark: str) -> None:
         everyone, found = range(self.team.machines), self.found
-        told = self.board.wait(map(_facts_key, everyone), self.team.seconds)
-        found.facts = {number: Facts(**told[_facts_key(number)]) for number in everyone if _facts_key(number) in told}
+        known = self.board.wait(map(_facts_key, everyone), self.team.seconds)
+        found.facts = {number: Facts(**known[_facts_key(number)]) for number in everyone if _facts_key(number) in known}
         found.missing = [number for number in everyone if number not in found.facts]
         others = [number for number in found.facts if number]
         self.board.put("present", {"machines": sorted(found.facts), "mark": mark, "clock": time.time()})
@@ -125,7 +125,7 @@ class Meeting:
             longest = probing.START_SECONDS + count * probing.PAIR_SECONDS * 2
             self._run([team.machine], "pairs", present, longest)
             if team.machine == 0:
-                self.found.pairs = [self._pair(one, other) for one, other in combinations(present, 2)]
+                self.found.pairs = [self._pair(first, second) for first, second in combinations(present, 2)]
         if team.machine == 0:
             joins = self.found.can_join and self.found.ranks > 1
             board.put("all ranks", self.found.least_bandwidth if joins else None)
@@ -146,14 +146,13 @@ class Meeting:
             probing.Task(task, address, number, members, team.device_of(place), bandwidth)
             for place, number in enumerate(numbers)
         ]
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as output:
             words = python_child.module(probing.__name__)
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            commands = [[*words, json.dumps(asdict(own_task))] for own_task in tasks]
             started = [
-                subprocess.Popen(
-                    [*words, json.dumps(asdict(one))], stdin=subprocess.PIPE, stdout=said, stderr=said, env=env
-                )
-                for one in tasks
+                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env)
+                for command in commands
             ]
             try:
                 deadline = time.monotonic() + seconds
@@ -165,24 +164,24 @@ class Meeting:
                     process.kill()
                     process.wait()
 
-    def _pair(self, one: int, other: int) -> probing.PairResult:
+    def _pair(self, first: int, second: int) -> probing.PairResult:
         """What both machines have left of it."""
-        keys = [probing.pair_key(one, other, side) for side in range(2)]
-        told = self.board.wait(keys, 1.0)
-        saw = [probing.PairResult(**told[key]) if key in told else None for key in keys]
-        return (saw[0] or probing.PairResult(one, other, error=NO_ANSWER)).with_other(saw[1])
+        keys = [probing.pair_key(first, second, side) for side in range(2)]
+        results = self.board.wait(keys, 1.0)
+        saw = [probing.PairResult(**results[key]) if key in results else None for key in keys]
+        return (saw[0] or probing.PairResult(first, second, error=NO_ANSWER)).with_other(saw[1])
 
     def _collect_collectives(self) -> None:
         found, board = self.found, self.board
         done = board.wait(map(probing.done_key, range(found.ranks)), LEAVE_SECONDS)
         for rank in range(found.ranks):
-            said = done.get(probing.done_key(rank), f"{board.get(probing.at_key(rank)) or 'the start'}: {NO_ANSWER}")
-            if said:
-                found.failed_ranks[rank] = said
+            failure = done.get(probing.done_key(rank), f"{board.get(probing.at_key(rank)) or 'the start'}: {NO_ANSWER}")
+            if failure:
+                found.failed_ranks[rank] = failure
         found.talked = not found.failed_ranks
         sizes = probing.sizes(self.team.on_gpus, found.least_bandwidth)
         keys = [probing.collective_key(name, size) for name in probing.COLLECTIVES for size in sizes]
-        found.collectives = [probing.CollectiveResult(**told) for key in keys if (told := board.get(key))]
+        found.collectives = [probing.CollectiveResult(**result) for key in keys if (result := board.get(key))]
 
     def end(self, healthy: bool) -> bool:
         """Tells how it went, and stays until the others have heard; they return what machine 0 tells."""
@@ -190,9 +189,9 @@ class Meeting:
             self.board.put("healthy", [healthy, self.found.talked])
             self.board.wait([f"left/{number}" for number in self.found.facts if number], LEAVE_SECONDS)
             return healthy
-        told, self.found.talked = self.board.wait(["healthy"], self.team.seconds).get("healthy", (False, False))
+        healthy_all, self.found.talked = self.board.wait(["healthy"], self.team.seconds).get("healthy", (False, False))
         self.board.put(f"left/{self.team.machine}", True)
-        return healthy and bool(told)
+        return healthy and bool(healthy_all)
 
 
 def _facts_key(machine: int) -> str:

@@ -113,9 +113,9 @@ def rounds(members: list[int]) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def pair_key(one: int, other: int, side: int) -> str:
+def pair_key(first: int, second: int, side: int) -> str:
     """Where the first of them (`side` 0) or the second leaves what it saw."""
-    return f"pair/{one}-{other}/{side}"
+    return f"pair/{first}-{second}/{side}"
 
 
 def sizes(on_gpus: bool, bytes_per_second: float) -> list[int]:
@@ -127,27 +127,27 @@ def sizes(on_gpus: bool, bytes_per_second: float) -> list[int]:
 def _pairs(task: Task, board: Board) -> None:
     began = time.monotonic()
     for pairs in rounds(task.members):
-        for one, other in pairs:
-            if task.number not in (one, other):
+        for low, high in pairs:
+            if task.number not in (low, high):
                 continue
-            side = int(task.number == other)
-            board.put(f"{pair_key(one, other, side)}/comes", True)
-            comes = f"{pair_key(one, other, 1 - side)}/comes"
+            side = int(task.number == high)
+            board.put(f"{pair_key(low, high, side)}/comes", True)
+            comes = f"{pair_key(low, high, 1 - side)}/comes"
             left = began + START_SECONDS - time.monotonic()
             if board.wait([comes], max(left, 2 * PAIR_SECONDS)):
-                result = _pair(task, board, one, other)
+                result = _pair(task, board, low, high)
             else:
-                result = PairResult(one, other, error=f"machine {one if side else other} gave no sign in its test")
-            board.put(pair_key(one, other, side), asdict(result))
+                result = PairResult(low, high, error=f"machine {low if side else high} gave no sign in its test")
+            board.put(pair_key(low, high, side), asdict(result))
 
 
-def _pair(task: Task, board: Board, one: int, other: int) -> PairResult:
+def _pair(task: Task, board: Board, first: int, second: int) -> PairResult:
     import torch.distributed as dist
 
-    result, began = PairResult(one, other), time.monotonic()
+    result, began = PairResult(first, second), time.monotonic()
     waited, (segments, resent) = _waited_seconds(), _tcp_segments()
     try:
-        _join(task, board, f"group/{one}-{other}", int(task.number == other), 2, PAIR_SECONDS)
+        _join(task, board, f"group/{first}-{second}", int(task.number == second), 2, PAIR_SECONDS)
         try:
             _measure_pair(task.device, result)
         finally:
@@ -162,11 +162,11 @@ def _pair(task: Task, board: Board, one: int, other: int) -> PairResult:
 
 def _waited_seconds() -> float:
     """How long the threads of this process could have computed, and had no CPU; 0 where the system doesn't tell."""
-    found = 0.0
+    seconds = 0.0
     for thread in SCHEDULED.glob("*/schedstat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            found += int(thread.read_text().split()[1]) / 1e9
-    return found
+            seconds += int(thread.read_text().split()[1]) / 1e9
+    return seconds
 
 
 def _tcp_segments() -> tuple[int, int]:
@@ -360,8 +360,8 @@ def _end_with_parent() -> None:
 
 
 def main() -> None:
-    given: dict[str, Any] = json.loads(sys.argv[1])
-    task = Task(**{**given, "address": Address(**given["address"])})
+    fields: dict[str, Any] = json.loads(sys.argv[1])
+    task = Task(**{**fields, "address": Address(**fields["address"])})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     board = task.address.open(COLLECTIVE_SECONDS)
     {"pairs": _pairs, "collectives": _collectives}[task.task](task, board)

@@ -48,7 +48,7 @@ class Examination:
 
 
 def as_json(done: Examination) -> str:
-    told: dict[str, Any] = {
+    content: dict[str, Any] = {
         "healthy": done.healthy,
         "machine": done.machine,
         "machines": done.machines,
@@ -56,9 +56,9 @@ def as_json(done: Examination) -> str:
         "facts": {number: facts.as_json() for number, facts in done.found.facts.items()},
         "missing": done.found.missing,
         "pairs": [asdict(pair) for pair in done.found.pairs],
-        "collectives": [asdict(one) for one in done.found.collectives],
+        "collectives": [asdict(result) for result in done.found.collectives],
     }
-    return json.dumps(told, indent=2)
+    return json.dumps(content, indent=2)
 
 
 def show(done: Examination) -> None:
@@ -84,16 +84,16 @@ def _line(row: Row) -> str:
 
 
 def _table(found: Found) -> Iterator[list[str]]:
-    for one in found.collectives:
-        seconds = f"{one.seconds * 1e3:,.3f} ms"
-        yield [one.collective, kib_or_mib(one.size_bytes), seconds, per_second(one.bytes_per_second)]
+    for result in found.collectives:
+        seconds = f"{result.seconds * 1e3:,.3f} ms"
+        yield [result.collective, kib_or_mib(result.size_bytes), seconds, per_second(result.bytes_per_second)]
 
 
 def summary(done: Examination) -> str:
     counts = {kind: sum(row.verdict == kind for row in done.rows) for kind in ("error", "warning")}
     words = [counted(number, kind) for kind, number in counts.items() if number]
-    said = ", ".join(["healthy" if done.healthy else "not healthy", *words])
-    return said if done.machine == 0 else f"{said}; machine 0 shows the whole report"
+    text = ", ".join(["healthy" if done.healthy else "not healthy", *words])
+    return text if done.machine == 0 else f"{text}; machine 0 shows the whole report"
 
 
 def for_bug_report(done: Examination) -> str:
@@ -106,8 +106,8 @@ def for_bug_report(done: Examination) -> str:
     for row in done.rows:
         where = "" if row.machine is None else str(row.machine)
         cells = (row.verdict, where, row.subject, row.what, row.why)
-        told = (without_values(" ".join(cell.split()), done.found.facts).replace("|", "/") for cell in cells)
-        lines.append(f"| {' | '.join(told)} |")
+        shown = (without_values(" ".join(cell.split()), done.found.facts).replace("|", "/") for cell in cells)
+        lines.append(f"| {' | '.join(shown)} |")
     if done.found.collectives:
         lines += ["", "| collective | size | time | bus bandwidth |", "|---|---|---|---|"]
         lines += [f"| {' | '.join(cells)} |" for cells in _table(done.found)]
@@ -116,7 +116,7 @@ def for_bug_report(done: Examination) -> str:
 
 def without_values(text: str, facts: dict[int, Facts]) -> str:
     """A text in which variables show only values that are numbers or words of their libraries."""
-    values = {(name, value) for one in facts.values() for name, value in one.variables.items()}
+    values = {(name, value) for machine in facts.values() for name, value in machine.variables.items()}
     for name, value in sorted(values, key=lambda pair: -len(pair[1])):
         if not PUBLIC_VALUES.fullmatch(value):
             text = text.replace(f"{name}={' '.join(value.split())}", f"{name}=<set>")
@@ -126,13 +126,14 @@ def without_values(text: str, facts: dict[int, Facts]) -> str:
 def without_private(text: str, facts: dict[int, Facts]) -> str:
     """A text with placeholders for what tells who and where somebody is."""
     text = MAIL.sub("<user>", URL.sub("<url>", text))
-    for number, one in sorted(facts.items(), key=lambda item: -len(item[1].name)):
-        for name in {one.name, one.name.partition(".")[0]} - {""}:
+    for number, machine in sorted(facts.items(), key=lambda item: -len(item[1].name)):
+        for name in {machine.name, machine.name.partition(".")[0]} - {""}:
             where = r"" if DISTINCT.search(name) else r"(?<=\| )(?=\S+ is )"  # else a host called torch hides torch
             text = re.sub(rf"{where}(?<![\w-]){re.escape(name)}(?![\w-])", f"<machine {number}>", text)
-        for address in sorted({a for own in one.addresses.values() for a in own} | set(one.name_addresses), key=len):
+        addresses = {address for own in machine.addresses.values() for address in own} | set(machine.name_addresses)
+        for address in sorted(addresses, key=len):
             text = re.sub(rf"(?<![\w.:]){re.escape(address)}(?![\w.:]*\d)", "<address>", text)
-    text = PATH.sub(lambda found: found[0] if found[0] in PUBLIC_PATHS else "<path>", text)
+    text = PATH.sub(lambda match: match[0] if match[0] in PUBLIC_PATHS else "<path>", text)
     text = IPV6.sub("<address>", IPV4.sub("<address>", text))
     text = TOKEN.sub("<token>", text)
     for user in {_user()} - {"", "root"}:

@@ -58,7 +58,7 @@ def run_rank(job: Mapping[str, Any]) -> None:
 
 def described(code: int) -> str:
     """An exit code, or the signal behind it, in words."""
-    names = {128 + one: one.name for one in signal.Signals}
+    names = {128 + number: number.name for number in signal.Signals}
     return f"exit code {code}" + (f" ({names[code]})" if code in names else "")
 
 

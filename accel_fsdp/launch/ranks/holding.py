@@ -116,7 +116,6 @@ def user_name(path: str) -> str:
 
 
 def is_unit(module: "nn.Module") -> bool:
-    """Whether FSDP gathers it."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     return isinstance(module, FSDPModule | FullyShardedDataParallel)

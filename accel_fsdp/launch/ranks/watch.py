@@ -82,12 +82,7 @@ def begin() -> Callable[[], None]:
 
 def tell_failure(error: BaseException) -> None:
     """Reports the error that ended the script, and the innermost line of the script that was running."""
-    events.tell(
-        "failed",
-        error=in_a_line(error),
-        line=script.line_of_error(error),
-        wrapped=_of_wrapped(error),
-    )
+    events.tell("failed", error=in_a_line(error), line=script.line_of_error(error), wrapped=_of_wrapped(error))
 
 
 def _of_wrapped(error: BaseException) -> str:

@@ -123,12 +123,12 @@ def _refuse_unread(options: ScriptCommand) -> None:
 def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
     """Raises unless no flag of this command stands where it would be the script's, which has none of that name."""
     ours = flag_words.flags_of(ScriptCommand)
-    found = next((word for word in script_args if word.partition("=")[0] in ours), None)
-    if found is not None:
+    flag = next((word for word in script_args if word.partition("=")[0] in ours), None)
+    if flag is not None:
         raise UsageError(
-            f"{found} after SCRIPT would be the script's",
+            f"{flag} after SCRIPT would be the script's",
             why="the job would end when it starts",
-            fix=f"accel-fsdp script ENGINE {found.partition('=')[0]} ... FILE SCRIPT [script arguments]",
+            fix=f"accel-fsdp script ENGINE {flag.partition('=')[0]} ... FILE SCRIPT [script arguments]",
         )
 
 

@@ -217,12 +217,12 @@ def _between(text: str, marks: Marks) -> list[TextSpan]:
     return spans
 
 
-def _said(found: str, marks: Marks | None) -> str:
-    ending = next((ending for ending in marks.endings if found.endswith(ending)), "") if marks else ""
-    return found.removesuffix(ending).strip()
+def _said(text: str, marks: Marks | None) -> str:
+    ending = next((ending for ending in marks.endings if text.endswith(ending)), "") if marks else ""
+    return text.removesuffix(ending).strip()
 
 
-def _places(spoken: list[dict[str, Any]], found: list[str], exact: bool) -> list[int]:
+def _places(spoken: list[dict[str, Any]], texts: list[str], exact: bool) -> list[int]:
     """The span of each assistant turn, in their order. It holds the turn's text, or with `exact` is just that text.
 
     Templates rearrange thoughts, so of a turn that thinks only what follows the thought is looked for.
@@ -234,8 +234,8 @@ def _places(spoken: list[dict[str, Any]], found: list[str], exact: bool) -> list
     for turn in spoken:
         _, thinks, after = str(turn["content"]).rpartition(END_OF_THOUGHT)
         answer, whole = after.strip(), exact and not thinks and "reasoning_content" not in turn
-        rest = range(places[-1] + 1 if places else 0, len(found))
-        place = next((n for n in rest if (answer == found[n] if whole else answer in found[n])), None)
+        rest = range(places[-1] + 1 if places else 0, len(texts))
+        place = next((n for n in rest if (answer == texts[n] if whole else answer in texts[n])), None)
         if place is None:
             raise BadRow("what the template writes for an assistant turn isn't the turn's text")
         places.append(place)

@@ -88,10 +88,10 @@ class RowReader:
             return self._rendered(row)
         return _text(found["text"], self.column["text"])
 
-    def _instruction(self, found: Mapping[str, Any]) -> Example:
-        instruction = _prompt(found["instruction"], self.column["instruction"])
-        output = _text(found["output"], self.column["output"])
-        given = found.get("input") or ""
+    def _instruction(self, row: Mapping[str, Any]) -> Example:
+        instruction = _prompt(row["instruction"], self.column["instruction"])
+        output = _text(row["output"], self.column["output"])
+        given = row.get("input") or ""
         if self.chats:
             return _asked("\n\n".join(filter(None, (instruction, given))), output)
         more = ALPACA_INPUT.format(input=given) if given else ""

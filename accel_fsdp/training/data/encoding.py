@@ -1,4 +1,4 @@
-"""Examples to token ids and labels, batch by batch, in whatever process `datasets.map` runs it."""
+"""Encodes examples as token ids and labels, batch by batch, in the processes of `datasets.map`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ Truncation = Literal["keep_start", "keep_end", "drop"]
 
 @dataclass(frozen=True)
 class Encoded:
-    """One row: its ids, and the ranges of them that are trained on (None: all)."""
+    """A row: its token ids, and the ranges of them that are trained on (None: all)."""
 
     ids: list[int]
     trained: list[chat_template.TextSpan] | None = None
@@ -43,40 +43,38 @@ class Encoder:
     marks: chat_template.Marks | None
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        """Encodes the rows of a batch."""
-        return _columns([self._finished(one) for one in self.encode(batch_rows(batch))])
+        return _columns([self._finished(row) for row in self.encode(batch_rows(batch))])
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Encoded | BadRow]:
         """Encodes rows in their order, before anything is cut; the tokenizer is called once for all of them."""
         read = [_read(self.reader, row) for row in rows]
-        kind = next((type(one) for one in read if not isinstance(one, BadRow)), BadRow)
-        read = [
-            one if isinstance(one, kind | BadRow) else BadRow("it is of another kind than rows near it") for one in read
-        ]
-        good = [one for one in read if not isinstance(one, BadRow)]
+        kind = next((type(example) for example in read if not isinstance(example, BadRow)), BadRow)
+        other_kind = BadRow("it is of another kind than rows near it")
+        read = [example if isinstance(example, kind | BadRow) else other_kind for example in read]
+        good = [example for example in read if not isinstance(example, BadRow)]
         encoded = iter(self._examples(good))
-        return [one if isinstance(one, BadRow) else next(encoded) for one in read]
+        return [example if isinstance(example, BadRow) else next(encoded) for example in read]
 
     def _examples(self, examples: list[Example]) -> list[Encoded | BadRow]:
         if examples and isinstance(examples[0], Chat):
-            return self._chats([one for one in examples if isinstance(one, Chat)])
+            return self._chats([example for example in examples if isinstance(example, Chat)])
         if examples and isinstance(examples[0], Pair):
-            return self._pairs([one for one in examples if isinstance(one, Pair)])
-        return [Encoded(self._ended(ids)) for ids in self._ids([str(one) for one in examples])]
+            return self._pairs([example for example in examples if isinstance(example, Pair)])
+        return [Encoded(self._ended(ids)) for ids in self._ids([str(example) for example in examples])]
 
     def _ids(self, texts: list[str], special: bool = True) -> list[list[int]]:
         if self.tokenizer.is_fast:
-            return [one.ids for one in self._encodings(texts, special)]
-        found: list[list[int]] = self.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
-        return found
+            return [encoding.ids for encoding in self._encodings(texts, special)]
+        ids: list[list[int]] = self.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+        return ids
 
     def _encodings(self, texts: list[str], special: bool) -> list[Any]:
-        """Asks the Rust tokenizer itself: the columns that transformers makes of its answer cost as much again."""
+        """Calls the Rust tokenizer directly: transformers converts its result to columns, which doubles the time."""
         backend = self.tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
-        found: list[Any] = backend.encode_batch(texts, add_special_tokens=special)
-        return found
+        encodings: list[Any] = backend.encode_batch(texts, add_special_tokens=special)
+        return encodings
 
     def _ended(self, ids: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id
@@ -87,37 +85,37 @@ class Encoder:
         eos = self.tokenizer.eos_token_id
         prompts = self._ids([pair.prompt for pair in pairs])
         completions = self._ids([pair.completion for pair in pairs], special=False)
-        found: list[Encoded | BadRow] = []
+        encoded: list[Encoded | BadRow] = []
         for prompt, completion in zip(prompts, completions, strict=True):
             before = prompt[:-1] if eos is not None and prompt[-1:] == [eos] else prompt
             ids = [*before, *self._ended(completion)]
-            found.append(Encoded(ids, [(len(before), len(ids))] if self.completion_only else None))
-        return found
+            encoded.append(Encoded(ids, [(len(before), len(ids))] if self.completion_only else None))
+        return encoded
 
     def _chats(self, rows: list[Chat]) -> list[Encoded | BadRow]:
         if not self.completion_only:
             rows = [replace(row, answers=None) for row in rows]
         written = chat_template.written(self.tokenizer, rows, self.marks, self.masked)
-        texts = [one[0] for one in written if not isinstance(one, BadRow)]
+        texts = [chat[0] for chat in written if not isinstance(chat, BadRow)]
         if not self.masked:
             ids = iter(self._ids(texts, special=False))
-            return [one if isinstance(one, BadRow) else Encoded(next(ids)) for one in written]
+            return [chat if isinstance(chat, BadRow) else Encoded(next(ids)) for chat in written]
         encodings = iter(self._encodings(texts, special=False))
-        found = [one if isinstance(one, BadRow) else _masked(next(encodings), *one) for one in written]
-        return self._proven(found, written)
+        encoded = [chat if isinstance(chat, BadRow) else _masked(next(encodings), *chat) for chat in written]
+        return self._proven(encoded, written)
 
     def _proven(
-        self, found: list[Encoded | BadRow], written: list[tuple[str, list[chat_template.TextSpan]] | BadRow]
+        self, encoded: list[Encoded | BadRow], written: list[tuple[str, list[chat_template.TextSpan]] | BadRow]
     ) -> list[Encoded | BadRow]:
-        """Decodes every trained range and holds it against the text that it stands for."""
+        """Decodes every trained range and compares it with its text."""
         claims = [
-            (row, one.ids[first:last], text[0][start:end])
-            for row, (one, text) in enumerate(zip(found, written, strict=True))
-            if not isinstance(one, BadRow) and not isinstance(text, BadRow)
-            for (first, last), (start, end) in zip(one.trained or [], text[1], strict=True)
+            (row, row_encoded.ids[first:last], text[0][start:end])
+            for row, (row_encoded, text) in enumerate(zip(encoded, written, strict=True))
+            if not isinstance(row_encoded, BadRow) and not isinstance(text, BadRow)
+            for (first, last), (start, end) in zip(row_encoded.trained or [], text[1], strict=True)
         ]
         decoded = self._decoded([ids for _, ids, _ in claims])
-        proven = list(found)
+        proven = list(encoded)
         for (row, _, text), shown in zip(claims, decoded, strict=True):
             if shown.strip() != text.strip() and shown.strip() != self._normal(text):
                 proven[row] = BadRow(f"the tokens of an assistant turn decode to {shown!r}, not to {text!r}")
@@ -135,15 +133,15 @@ class Encoder:
         """The text as the tokenizer writes it: some normalise letters or drop a leading space."""
         return self._decoded(self._ids([text], special=False))[0].strip()
 
-    def _finished(self, one: Encoded | BadRow) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]:
+    def _finished(self, row: Encoded | BadRow) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]:
         """Ids and labels within the length limit, the length before that, and what is wrong with the row."""
-        if isinstance(one, BadRow):
-            return _NONE, _NONE, 0, "" if isinstance(one, Empty) else str(one)
-        ids = np.asarray(one.ids, np.int32)
+        if isinstance(row, BadRow):
+            return _NONE, _NONE, 0, "" if isinstance(row, Empty) else str(row)
+        ids = np.asarray(row.ids, np.int32)
         labels = ids
-        if one.trained is not None:
+        if row.trained is not None:
             labels = np.full_like(ids, IGNORED)
-            for first, last in one.trained:
+            for first, last in row.trained:
                 labels[first:last] = ids[first:last]
         if len(ids) <= self.max_length:
             return ids, labels, len(ids), ""

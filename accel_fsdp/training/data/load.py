@@ -123,14 +123,14 @@ def split(data: "DatasetDict | IterableDatasetDict", name: str) -> "Dataset | It
             why="this run reads its rows from that split",
             fix="--dataset_train_split or --dataset_test_split with one of: " + ", ".join(data),
         )
-    found = data[name]
-    if isinstance(found, Dataset) and len(found) == 0:
+    rows = data[name]
+    if isinstance(rows, Dataset) and len(rows) == 0:
         raise UserError(
             f"split {name} of the data set is empty",
             why="there is nothing to train on",
             fix="give a data set with rows",
         )
-    return found
+    return rows
 
 
 def whole(rows: "Dataset | IterableDataset") -> "Dataset":

@@ -68,8 +68,8 @@ def pack_stream(rows: "IterableDataset", max_length: int, window: int) -> "Itera
     """Packs every `window` rows of a stream."""
 
     def pack(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        ids, labels = ([np.asarray(one) for one in batch[name]] for name in ("input_ids", "labels"))
-        bins = best_fit(np.asarray([len(one) for one in ids]), max_length)
+        ids, labels = ([np.asarray(tokens) for tokens in batch[name]] for name in ("input_ids", "labels"))
+        bins = best_fit(np.asarray([len(tokens) for tokens in ids]), max_length)
         packed = [joined([ids[row] for row in rows], [labels[row] for row in rows]) for rows in bins]
         return {name: [row[name] for row in packed] for name in ("input_ids", "labels", "position_ids")}
 
@@ -79,9 +79,9 @@ def pack_stream(rows: "IterableDataset", max_length: int, window: int) -> "Itera
 def joined(ids: Sequence[Any], labels: Sequence[Any]) -> dict[str, "np.ndarray[Any, Any]"]:
     """One row of several documents; the first token of each has no label, or the document before would predict it."""
     targets = np.concatenate(list(labels))
-    targets[np.cumsum([0, *(len(one) for one in ids[:-1])])] = IGNORED
+    targets[np.cumsum([0, *(len(document) for document in ids[:-1])])] = IGNORED
     return {
         "input_ids": np.concatenate(list(ids)),
         "labels": targets,
-        "position_ids": np.concatenate([np.arange(len(one)) for one in ids]),
+        "position_ids": np.concatenate([np.arange(len(document)) for document in ids]),
     }

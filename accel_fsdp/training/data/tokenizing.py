@@ -67,8 +67,8 @@ class TokenSummary:
             "empty rows dropped": self.dropped_empty,
             "rows dropped that had no token to train": self.dropped_untrained,
         }
-        said = [f"{n:,} {what if n > 1 else what.replace('rows', 'row')}" for what, n in counts.items() if n]
-        parts = [f"{rows:,} row{'s' if rows > 1 else ''}, {self.tokens:,} tokens", *said]
+        changes = [f"{n:,} {what if n > 1 else what.replace('rows', 'row')}" for what, n in counts.items() if n]
+        parts = [f"{rows:,} row{'s' if rows > 1 else ''}, {self.tokens:,} tokens", *changes]
         if self.packed is not None:
             parts.append(f"packed into {len(self.packed):,}")
         if self.batch_size is not None:
@@ -119,13 +119,12 @@ def stream(
     encoder = _first_encoder(rows, tokenizer, options, lambda number: f"row {number + 1} of {options.dataset_name}")
 
     def encode(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        found = encoder(batch)
-        if bad := [
-            (values, problem) for values, problem in zip(batch_rows(batch), found["problem"], strict=True) if problem
-        ]:
-            raise _bad_row(f"a row of {options.dataset_name}, {str(bad[0][0])[:200]}", bad[0][1])
-        kept = [row for row, trained in enumerate(found["trained"]) if trained]
-        return {name: [found[name][row] for row in kept] for name in KEPT}
+        encoded_batch = encoder(batch)
+        for values, problem in zip(batch_rows(batch), encoded_batch["problem"], strict=True):
+            if problem:
+                raise _bad_row(f"a row of {options.dataset_name}, {str(values)[:200]}", problem)
+        kept = [row for row, trained in enumerate(encoded_batch["trained"]) if trained]
+        return {name: [encoded_batch[name][row] for row in kept] for name in KEPT}
 
     shuffled = rows.repeat(None).shuffle(seed=seed, buffer_size=options.streaming_buffer)
     encoded = shuffled.map(encode, batched=True, batch_size=STREAMED, remove_columns=list(first))

@@ -98,12 +98,12 @@ def _where(run: Mapping[str, Any]) -> str:
     return f"with {run['plan']['strategy']} on {', then '.join(map(str, ranks))} ranks"
 
 
-def _arguments(given: Mapping[str, Mapping[str, Any]], adapter: bool) -> Iterator[str]:
+def _arguments(arguments: Mapping[str, Mapping[str, Any]], adapter: bool) -> Iterator[str]:
     """Rows of those that decide what comes out, without those that are off."""
-    training = given["training"]
+    training = arguments["training"]
     ends_by = "num_train_epochs" if training["max_steps"] > 0 else "max_steps"  # the other one decided nothing
-    shown = {name: given["data"].get(name) for name in ROWS}
-    shown |= {name: value for name, value in given["model"].items() if adapter and name.startswith("lora_")}
+    shown = {name: arguments["data"].get(name) for name in ROWS}
+    shown |= {name: value for name, value in arguments["model"].items() if adapter and name.startswith("lora_")}
     shown |= {name: training.get(name) for name in SHOWN if name != ends_by}
     yield from (f"| {name} | {value} |" for name, value in shown.items() if value or name == "seed")
 

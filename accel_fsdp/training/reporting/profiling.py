@@ -234,7 +234,6 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     # What a run tells
 
     def micro_batch(self, inputs: Mapping[str, Any]) -> None:
-        """A micro-batch begins."""
         if self.step is not None:
             ids = inputs["input_ids"]
             self.step.batches.append((ids.shape[0], ids.numel() // max(ids.shape[0], 1)))
@@ -370,22 +369,22 @@ def _profiler(on_gpu: bool) -> Any:
     return profile(activities=kinds, record_shapes=True, profile_memory=True)
 
 
-def _has_gradient(one: Any) -> bool:
-    return isinstance(one, torch.Tensor) and one.requires_grad and one.is_floating_point()
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_floating_point()
 
 
 def live_bytes(model: "nn.Module") -> int:
     """What is allocated on the CPU: all storages that Python's tensors have, and the buckets that DDP keeps inside."""
-    found: dict[int, int] = {}
-    for one in gc.get_objects():
-        if not issubclass(type(one), torch.Tensor) or _stands_for_others(type(one)):
+    sizes: dict[int, int] = {}
+    for item in gc.get_objects():
+        if not issubclass(type(item), torch.Tensor) or _stands_for_others(type(item)):
             continue
         with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no storage, or a parted one
-            if one.device.type == "cpu":
-                storage = one.untyped_storage()
-                found[storage.data_ptr()] = storage.nbytes()
-    found.pop(0, None)
-    return sum(found.values()) + sum(bucket_sizes(model))
+            if item.device.type == "cpu":
+                storage = item.untyped_storage()
+                sizes[storage.data_ptr()] = storage.nbytes()
+    sizes.pop(0, None)
+    return sum(sizes.values()) + sum(bucket_sizes(model))
 
 
 def _stands_for_others(kind: type[torch.Tensor]) -> bool:
@@ -397,9 +396,9 @@ def bucket_sizes(model: "nn.Module") -> list[int]:
     """The bytes of each of DDP's buckets; empty for other engines."""
     if not isinstance(model, DistributedDataParallel):
         return []
-    told = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    sizes = str(told.get("rebuilt_bucket_sizes") or told.get("bucket_sizes") or "")
-    return [int(one) for one in sizes.split(",") if one.strip().isdecimal()]
+    facts = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    sizes = str(facts.get("rebuilt_bucket_sizes") or facts.get("bucket_sizes") or "")
+    return [int(size) for size in sizes.split(",") if size.strip().isdecimal()]
 
 
 class Reporter:
@@ -427,7 +426,6 @@ class Reporter:
             self.why_unknown = in_a_line(error)
 
     def show(self, taken: ProfiledStep, model: "nn.Module") -> None:
-        """Writes both files, then prints."""
         found = self._compared(taken, model)
         numbers = json.dumps(found.numbers(), indent=1)
         atomic_files.write_text(self.folder / file_names.STEP_NUMBERS, f"{numbers}\n")
@@ -450,8 +448,8 @@ class Reporter:
             predicted = by_unit.unit_steps(self.forecast.shape, tapes, recipe, job.layout, gpu, workspace)
         layers = {holding.user_name(layer.path): layer.kind for layer in self.layers}
         own_engine = getattr(self.report.accelerator.state, "deepspeed_plugin", None) is not None
-        held = () if own_engine else holding.measure(model).units
-        units = step_report.unit_names(held, layers, holding.user_name(self.embedding))
+        sharded_units = () if own_engine else holding.measure(model).units
+        units = step_report.unit_names(sharded_units, layers, holding.user_name(self.embedding))
         why = self.report.why_unknown if on_gpu else "there is no GPU"
         known = step_report.Known(
             *(predicted, self.why_unknown, gpu, why, on_gpu, ranks, units, bucket_sizes(model), own_engine),

@@ -158,11 +158,9 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
             say(f"peak memory after step {state.global_step:,}: {self._comparison()}", "cyan")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluating is not training."""
         self.tally.skip()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Neither is saving."""
         self.tally.skip()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -178,7 +176,6 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         logs: dict[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Prints the line."""
         text = line(logs or {}, state.global_step, state.max_steps, self.seconds_per_step)
         if state.is_world_process_zero and text:
             say(text)

@@ -48,7 +48,6 @@ class RunRecord:
         self._write()
 
     def lap(self, phase: str) -> None:
-        """A phase of the run has ended."""
         now = time.perf_counter()
         self.content["timings_seconds"][phase], self._since = round(now - self._since, 3), now
 

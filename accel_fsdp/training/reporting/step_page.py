@@ -13,49 +13,48 @@ from accel_fsdp.units import GIB, KIB, MIB, any_size, any_time
 NAMES = ("measured", "predicted")
 
 
-def page(found: StepComparison) -> str:
-    """The whole page."""
-    title = f"Step {found.step}, measured and predicted"
-    verdict = "".join(f"<p>{escape(line.strip())}</p>" for line in step_report.verdict(found))
+def page(step: StepComparison) -> str:
+    title = f"Step {step.step}, measured and predicted"
+    verdict = "".join(f"<p>{escape(line.strip())}</p>" for line in step_report.verdict(step))
     body = (
-        f"<header><h1>{escape(title)}</h1><p>{escape(found.title)}. {escape(_summary(found))}</p></header>",
+        f"<header><h1>{escape(title)}</h1><p>{escape(step.title)}. {escape(_summary(step))}</p></header>",
         f'<section class="advice">{verdict}</section>',
-        _memory(found),
-        _rows(found),
-        _time(found),
-        _traffic(found),
-        _units(found),
+        _memory(step),
+        _rows(step),
+        _time(step),
+        _traffic(step),
+        _units(step),
         section(
             "What the numbers are",
             "Measured by torch's profiler, predicted by the planner.",
-            "<ul>" + "".join(f"<li>{escape(one)}</li>" for one in found.notes) + "</ul>",
+            "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in step.notes) + "</ul>",
         ),
         f"<footer><p>accel-fsdp {__version__}. KiB, MiB and GiB are 1,024 bytes and its powers.</p></footer>",
     )
-    return html_page.page(title, found.title, body)
+    return html_page.page(title, step.title, body)
 
 
-def _summary(found: StepComparison) -> str:
-    measured, predicted = found.highest_at
-    said = f"At its highest, in the {measured}, {any_size(found.highest.measured)} were allocated"
-    if found.highest.predicted is not None:
-        said += f"; predicted were {any_size(found.highest.predicted)}, in the {predicted}"
-    said += f". The step took {any_time(found.seconds.measured)}"
-    return said + (
-        f"; predicted were {any_time(found.seconds.predicted)}." if found.seconds.predicted is not None else "."
+def _summary(step: StepComparison) -> str:
+    measured, predicted = step.highest_at
+    text = f"At its highest, in the {measured}, {any_size(step.highest.measured)} were allocated"
+    if step.highest.predicted is not None:
+        text += f"; predicted were {any_size(step.highest.predicted)}, in the {predicted}"
+    text += f". The step took {any_time(step.seconds.measured)}"
+    return text + (
+        f"; predicted were {any_time(step.seconds.predicted)}." if step.seconds.predicted is not None else "."
     )
 
 
-def _memory(found: StepComparison) -> str:
-    top = max(found.highest.measured, found.highest.predicted or 0)
+def _memory(step: StepComparison) -> str:
+    top = max(step.highest.measured, step.highest.predicted or 0)
     size, unit = next(
         (size, name) for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if top >= size or size == KIB
     )
-    curves = [_curve(found, name, style, size) for name, style in zip(NAMES, ("c1", "c2"), strict=True)]
-    known = found.highest.predicted is not None
+    curves = [_curve(step, name, style, size) for name, style in zip(NAMES, ("c1", "c2"), strict=True)]
+    known = step.highest.predicted is not None
     caption = "Both as the allocator counts it, on the first rank." if known else "Measured on the first rank."
-    words = Words("Allocated memory over the step", _summary(found))
-    drawn = [one for one in curves if one.points]
+    words = Words("Allocated memory over the step", _summary(step))
+    drawn = [curve for curve in curves if curve.points]
     return section(
         words.title,
         "From left to right the units in their order, not seconds: for each what it finds, its highest point, and "
@@ -64,23 +63,23 @@ def _memory(found: StepComparison) -> str:
     )
 
 
-def _curve(found: StepComparison, name: str, style: str, size: int) -> Curve:
+def _curve(step: StepComparison, name: str, style: str, size: int) -> Curve:
     points: list[tuple[int, float]] = []
-    for place, one in enumerate(found.stretches):
-        levels = [getattr(pair, name) for pair in (one.before_bytes, one.peak_bytes, one.after_bytes)]
+    for place, stretch in enumerate(step.stretches):
+        levels = [getattr(pair, name) for pair in (stretch.before_bytes, stretch.peak_bytes, stretch.after_bytes)]
         points += [(3 * place + number, level / size) for number, level in enumerate(levels) if level is not None]
     return Curve(name, style, points)
 
 
-def _rows(found: StepComparison) -> str:
-    timed = found.seconds.predicted is not None
+def _rows(step: StepComparison) -> str:
+    timed = step.seconds.predicted is not None
     columns = 1 + timed
     rows = [
         [escape(row.name), *_sizes(row.peak_bytes), *_sizes(row.rise_bytes), *_times(row.seconds)[:columns]]
-        for row in found.rows
+        for row in step.rows
     ]
-    between = [step_report.BETWEEN, *_sizes(found.between), *[""] * (2 + columns)]
-    whole = ["the whole step", *_sizes(found.highest), "", "", *_times(found.seconds)[:columns]]
+    between = [step_report.BETWEEN, *_sizes(step.between), *[""] * (2 + columns)]
+    whole = ["the whole step", *_sizes(step.highest), "", "", *_times(step.seconds)[:columns]]
     titles = ("unit", *("highest", "predicted"), *("rises by", "predicted"), *("time", "predicted")[:columns])
     return section(
         "Unit by unit",
@@ -90,16 +89,16 @@ def _rows(found: StepComparison) -> str:
     )
 
 
-def _time(found: StepComparison) -> str:
-    known = [(row.name, row.seconds) for row in found.rows if row.seconds.predicted is not None]
+def _time(step: StepComparison) -> str:
+    known = [(row.name, row.seconds) for row in step.rows if row.seconds.predicted is not None]
     if not known:
         return ""
-    said = "; ".join(
-        f"{name}: {any_time(one.measured)}, predicted {any_time(one.predicted or 0)}" for name, one in known
+    text = "; ".join(
+        f"{name}: {any_time(seconds.measured)}, predicted {any_time(seconds.predicted or 0)}" for name, seconds in known
     )
-    rest = sum(row.seconds.measured for row in found.rows if row.seconds.predicted is None)
-    words = Words("Time by unit", said)
-    bars = [("P", name, one.measured, one.predicted or 0.0) for name, one in known]
+    rest = sum(row.seconds.measured for row in step.rows if row.seconds.predicted is None)
+    words = Words("Time by unit", text)
+    bars = [("P", name, seconds.measured, seconds.predicted or 0.0) for name, seconds in known]
     return section(
         words.title,
         f"What nothing is predicted for, such as the norm of the gradients, took {any_time(rest)}.",
@@ -109,10 +108,10 @@ def _time(found: StepComparison) -> str:
     )
 
 
-def _traffic(found: StepComparison) -> str:
-    if not found.sent:
+def _traffic(step: StepComparison) -> str:
+    if not step.sent:
         return ""
-    rows = [[escape(one.unit), f"{one.calls:,}", *_sizes(one.gathers), *_sizes(one.reduces)] for one in found.sent]
+    rows = [[escape(sent.unit), f"{sent.calls:,}", *_sizes(sent.gathers), *_sizes(sent.reduces)] for sent in step.sent]
     return section(
         "Traffic",
         "What the first rank sends: to gather weights, and to reduce gradients.",
@@ -120,7 +119,7 @@ def _traffic(found: StepComparison) -> str:
     )
 
 
-def _units(found: StepComparison) -> str:
+def _units(step: StepComparison) -> str:
     rows = [
         [
             escape(f"{one.phase} {one.name or one.unit}" + (f" ({one.micro_batch})" if one.micro_batch > 1 else "")),
@@ -129,7 +128,7 @@ def _units(found: StepComparison) -> str:
             *_sizes(one.after_bytes),
             *_times(one.seconds),
         ]
-        for one in found.stretches
+        for one in step.stretches
     ]
     titles = ("stretch", *(each for one in ("finds", "highest", "leaves", "time") for each in (one, "predicted")))
     return (
@@ -147,6 +146,5 @@ def _times(pair: Quantity) -> list[str]:
 
 def _cells(pair: Quantity, write: Callable[[float], str]) -> list[str]:
     """The measured number and the predicted one."""
-    return [
-        "" if one is None else f'<data value="{one:.9g}">{write(one)}</data>' for one in (pair.measured, pair.predicted)
-    ]
+    numbers = (pair.measured, pair.predicted)
+    return ["" if number is None else f'<data value="{number:.9g}">{write(number)}</data>' for number in numbers]

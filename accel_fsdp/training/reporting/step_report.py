@@ -1,7 +1,7 @@
-"""Lays a measured step beside the predicted one, unit by unit: memory, time and traffic, and where they differ most.
+"""Compares a measured step with the predicted one, unit by unit: memory, time, traffic, and the largest differences.
 
-Layers of one class are one row. Nothing is predicted that the planner doesn't know: time without a known GPU, all of it
-for a model or an engine without a plan. Pure.
+Layers of one class share a row. Predictions are missing where the planner has none: time without a known GPU, and
+everything for a model or an engine without a plan. Pure.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from accel_fsdp.units import any_size, any_time, counted
 
 BETWEEN, OTHER, GRADIENTS, WHOLE = "between steps", "others", "all gradients", "the whole model"
 SHOWN = 6
-"""Of the differences."""
+"""At most so many differences."""
 LEAST_SHARE = 0.005
 """Of the step's highest point, time or traffic: smaller differences aren't named."""
 NOTED_SHARE = 0.01
@@ -34,7 +34,7 @@ class Quantity:
 
     @property
     def difference(self) -> float:
-        """How much more was measured than predicted; 0 where nothing was."""
+        """Measured minus predicted; 0 without a prediction."""
         return 0.0 if self.predicted is None else self.measured - self.predicted
 
 
@@ -64,7 +64,7 @@ class UnitRow:
 
 @dataclass(frozen=True)
 class Sent:
-    """What one rank sends of a unit, or of all of a class, as a ring: to gather weights, to reduce gradients."""
+    """Bytes that one rank sends for a unit, or a class of units, in a ring: to gather weights, to reduce gradients."""
 
     unit: str
     calls: int
@@ -73,14 +73,13 @@ class Sent:
 
     @property
     def total(self) -> Quantity:
-        """Both."""
         known = None if self.gathers.predicted is None else self.gathers.predicted + (self.reduces.predicted or 0)
         return Quantity(self.gathers.measured + self.reduces.measured, known)
 
 
 @dataclass(frozen=True)
 class StepDifference:
-    """One of the differences in words; `share` is that of the step's highest point, time or traffic."""
+    """A difference in words; `share` is relative to the step's highest point, time or traffic."""
 
     what: What
     unit: str
@@ -92,7 +91,7 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Shown:
-    """One stretch, and what was predicted for it."""
+    """A measured stretch with its prediction."""
 
     micro_batch: int
     phase: str
@@ -125,7 +124,7 @@ class Known:
 
 @dataclass(frozen=True)
 class StepComparison:
-    """The whole of it. `notes` are sentences about what the numbers are and are not.
+    """The whole comparison. `notes` are sentences on what the numbers include.
 
     `batches` are the rows and the length of each micro-batch on the first rank.
     """
@@ -144,14 +143,13 @@ class StepComparison:
     notes: tuple[str, ...] = field(default=())
 
     def numbers(self) -> dict[str, Any]:
-        """As `step.json` has them."""
+        """The content of `step.json`."""
         return asdict(self)
 
 
 def compare(
     step: int, batches: tuple[tuple[int, int], ...], trace: StepTrace, known: Known, notes: Iterable[str]
 ) -> StepComparison:
-    """Lays one beside the other."""
     rows, length = largest(batches)
     title = f"{rows} x {length:,} tokens on each of {counted(known.ranks, 'rank')}"
     title += f", {len(batches)} micro-batches" if batches[1:] else ""
@@ -159,11 +157,11 @@ def compare(
     folded = tuple(_rows(stretches))
     sent = tuple(_sent(trace.collectives, known))
     between = Quantity(trace.stretches[0].before_bytes, known.predicted.between_bytes if known.predicted else None)
-    top = max(stretches, key=lambda one: one.peak_bytes.measured)
-    expected = [one for one in stretches if one.peak_bytes.predicted is not None]
-    planned = max(expected, key=lambda one: one.peak_bytes.predicted or 0, default=None)
+    top = max(stretches, key=lambda stretch: stretch.peak_bytes.measured)
+    expected = [stretch for stretch in stretches if stretch.peak_bytes.predicted is not None]
+    planned = max(expected, key=lambda stretch: stretch.peak_bytes.predicted or 0, default=None)
     highest = Quantity(top.peak_bytes.measured, planned.peak_bytes.predicted if planned else None)
-    times = [one.seconds.predicted for one in expected if one.seconds.predicted is not None]
+    times = [stretch.seconds.predicted for stretch in expected if stretch.seconds.predicted is not None]
     seconds = Quantity(trace.seconds, sum(times) if times else None)
     return StepComparison(
         *(step, title, batches, seconds, highest, (_at(top), _at(planned) if planned else ""), between),
@@ -176,58 +174,58 @@ def largest(batches: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return max(batches, key=lambda batch: batch[0] * batch[1])
 
 
-def _at(one: Shown) -> str:
-    return f"{one.phase} of {one.name or one.unit}"
+def _at(stretch: Shown) -> str:
+    return f"{stretch.phase} of {stretch.name or stretch.unit}"
 
 
 def _shown(stretches: Sequence[Measured], predicted: by_unit.UnitSteps | None) -> Iterator[Shown]:
-    plan = {_key(one): one for one in predicted.stretches} if predicted else {}
-    ends = [predicted.between_bytes, *(one.after_bytes for one in plan.values())] if predicted else []
+    plan = {_key(stretch): stretch for stretch in predicted.stretches} if predicted else {}
+    ends = [predicted.between_bytes, *(stretch.after_bytes for stretch in plan.values())] if predicted else []
     befores = dict(zip(plan, ends, strict=False))
-    last = max((one.mark.micro_batch for one in stretches), default=0)
-    for one in stretches:
-        mark = one.mark
+    last = max((stretch.mark.micro_batch for stretch in stretches), default=0)
+    for stretch in stretches:
+        mark = stretch.mark
         number = mark.micro_batch if mark.micro_batch in (1, last) else 2
         key = (number, mark.phase, mark.unit, mark.layer)
-        found = plan.get(key)
+        planned = plan.get(key)
         yield Shown(
             *(mark.micro_batch, mark.phase, mark.unit, mark.name),
-            Quantity(one.seconds, found.seconds if found else None),
-            Quantity(one.before_bytes, befores.get(key)),
-            Quantity(one.peak_bytes, found.peak_bytes if found else None),
-            Quantity(one.after_bytes, found.after_bytes if found else None),
+            Quantity(stretch.seconds, planned.seconds if planned else None),
+            Quantity(stretch.before_bytes, befores.get(key)),
+            Quantity(stretch.peak_bytes, planned.peak_bytes if planned else None),
+            Quantity(stretch.after_bytes, planned.after_bytes if planned else None),
         )
 
 
-def _key(one: by_unit.Stretch) -> tuple[int, str, str, int | None]:
-    return one.micro_batch, one.phase, one.unit, one.layer
+def _key(stretch: by_unit.Stretch) -> tuple[int, str, str, int | None]:
+    return stretch.micro_batch, stretch.phase, stretch.unit, stretch.layer
 
 
 def _rows(stretches: Sequence[Shown]) -> Iterator[UnitRow]:
     folded: dict[tuple[str, str], list[Shown]] = {}
-    for one in stretches:
-        folded.setdefault((one.phase, one.unit), []).append(one)
-    last = max((one.micro_batch for one in stretches), default=0)
+    for stretch in stretches:
+        folded.setdefault((stretch.phase, stretch.unit), []).append(stretch)
+    last = max((stretch.micro_batch for stretch in stretches), default=0)
     for (phase, unit), those in folded.items():
         if phase == "start":
             continue
-        ending = [one for one in those if one.micro_batch == last]
+        ending = [stretch for stretch in those if stretch.micro_batch == last]
         yield UnitRow(
             *(phase, unit, len(those), len(ending)),
-            _over(sum, (one.seconds for one in those)),
-            _over(max, (one.peak_bytes for one in those)),
-            _over(max, (_minus(one.peak_bytes, one.before_bytes) for one in those)),
-            _over(sum, (_minus(one.after_bytes, one.before_bytes) for one in ending)),
+            _over(sum, (stretch.seconds for stretch in those)),
+            _over(max, (stretch.peak_bytes for stretch in those)),
+            _over(max, (_minus(stretch.peak_bytes, stretch.before_bytes) for stretch in those)),
+            _over(sum, (_minus(stretch.after_bytes, stretch.before_bytes) for stretch in ending)),
         )
 
 
-def _minus(one: Quantity, other: Quantity) -> Quantity:
-    known = None if one.predicted is None or other.predicted is None else one.predicted - other.predicted
-    return Quantity(one.measured - other.measured, known)
+def _minus(first: Quantity, second: Quantity) -> Quantity:
+    known = None if first.predicted is None or second.predicted is None else first.predicted - second.predicted
+    return Quantity(first.measured - second.measured, known)
 
 
 def _over(fold: Callable[[Iterable[float]], float], quantities: Iterable[Quantity]) -> Quantity:
-    """All of them summed, or the highest; predicted only where each one is."""
+    """The sum or maximum of quantities; predicted only if each of them is."""
     listed = list(quantities)
     known = [quantity.predicted for quantity in listed if quantity.predicted is not None]
     return Quantity(fold(quantity.measured for quantity in listed), fold(known) if len(known) == len(listed) else None)
@@ -237,14 +235,14 @@ def _over(fold: Callable[[Iterable[float]], float], quantities: Iterable[Quantit
 
 
 def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[Sent]:
-    """Each call is its unit's whose shard has its size; units of one size share the calls of that size."""
+    """Assigns each call to the unit whose shard has its size; units of one size share their calls."""
     gathers, reduces, calls = dict[str, float](), dict[str, float](), dict[str, float]()
-    for one in collectives:
-        owners = _owners(one, known)
-        into = gathers if one.kind == "all-gather" else reduces
+    for call in collectives:
+        owners = _owners(call, known)
+        into = gathers if call.kind == "all-gather" else reduces
         for (name, ranks), units in Counter(owners).items():
             share = units / len(owners)
-            into[name] = into.get(name, 0) + one.sent_bytes(ranks) * share
+            into[name] = into.get(name, 0) + call.sent_bytes(ranks) * share
             calls[name] = calls.get(name, 0) + share
     planned = _planned(known)
     for name in dict.fromkeys((*planned, *calls)):
@@ -256,23 +254,23 @@ def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[Sent]:
         )
 
 
-def _owners(one: Collective, known: Known) -> list[tuple[str, int]]:
-    size = one.elements * one.element_bytes
-    if one.kind == "all-reduce" and size in known.buckets:
+def _owners(call: Collective, known: Known) -> list[tuple[str, int]]:
+    size = call.elements * call.element_bytes
+    if call.kind == "all-reduce" and size in known.buckets:
         return [(GRADIENTS, known.ranks)]
     if known.own_engine:
-        return [(WHOLE, one.ranks or known.ranks)]
-    gathers = one.kind == "all-gather"
-    found = [
+        return [(WHOLE, call.ranks or known.ranks)]
+    gathers = call.kind == "all-gather"
+    owners = [
         (name, unit)
         for name, unit in known.units
-        if one.elements == (unit.stored if gathers else unit.trained) and unit.ranks > 1
+        if call.elements == (unit.stored if gathers else unit.trained) and unit.ranks > 1
     ]
-    paths = {holding.user_name(path) for path in one.modules}
-    found = [(name, unit) for name, unit in found if unit.name in paths] or found
-    if one.kind == "all-reduce":  # of hybrid sharding: each shard over the copies of the model
-        return [(name, known.ranks // unit.ranks) for name, unit in found] or [(OTHER, known.ranks)]
-    return [(name, one.ranks or unit.ranks) for name, unit in found] or [(OTHER, one.ranks or known.ranks)]
+    paths = {holding.user_name(path) for path in call.modules}
+    owners = [(name, unit) for name, unit in owners if unit.name in paths] or owners
+    if call.kind == "all-reduce":  # of hybrid sharding: each shard over the copies of the model
+        return [(name, known.ranks // unit.ranks) for name, unit in owners] or [(OTHER, known.ranks)]
+    return [(name, call.ranks or unit.ranks) for name, unit in owners] or [(OTHER, call.ranks or known.ranks)]
 
 
 def _planned(known: Known) -> dict[str, tuple[float, float]]:
@@ -281,10 +279,10 @@ def _planned(known: Known) -> dict[str, tuple[float, float]]:
     if not known.units:  # DDP's buckets, and what DeepSpeed sends, belong to no unit
         gathers, reduces = (
             sum(map(_all, parts))
-            for parts in zip(*((one.gathers, one.reduces) for one in known.predicted.sent), strict=True)
+            for parts in zip(*((traffic.gathers, traffic.reduces) for traffic in known.predicted.sent), strict=True)
         )
         return {WHOLE if known.own_engine else GRADIENTS: (gathers, reduces)} if gathers + reduces else {}
-    return {one.unit: (_all(one.gathers), _all(one.reduces)) for one in known.predicted.sent}
+    return {traffic.unit: (_all(traffic.gathers), _all(traffic.reduces)) for traffic in known.predicted.sent}
 
 
 def _all(sent: Traffic) -> float:
@@ -293,13 +291,13 @@ def _all(sent: Traffic) -> float:
 
 def unit_names(units: Sequence[Unit], layers: Mapping[str, str], embedding: str) -> list[tuple[str, Unit]]:
     """The prediction's name of each of FSDP's units. `layers` are classes by path; an adapter's unit is its layer's."""
-    found: list[tuple[str, Unit]] = []
-    outside = [one for one in units if not _layer(one.name, layers) and one.weights]
-    for one in units:
-        layer = _layer(one.name, layers)
-        end = by_unit.EMBEDDING if one.name == embedding else by_unit.HEAD
-        found.append((layer or (end if len(outside) > 1 else by_unit.OUTSIDE), one))
-    return found
+    named: list[tuple[str, Unit]] = []
+    outside = [unit for unit in units if not _layer(unit.name, layers) and unit.weights]
+    for unit in units:
+        layer = _layer(unit.name, layers)
+        end = by_unit.EMBEDDING if unit.name == embedding else by_unit.HEAD
+        named.append((layer or (end if len(outside) > 1 else by_unit.OUTSIDE), unit))
+    return named
 
 
 def _layer(name: str, layers: Mapping[str, str]) -> str:
@@ -312,9 +310,10 @@ def _layer(name: str, layers: Mapping[str, str]) -> str:
 def _differences(
     rows: Sequence[UnitRow], sent: Sequence[Sent], between: Quantity, highest: Quantity, seconds: Quantity
 ) -> Iterator[StepDifference]:
-    """All that are worth a word, the largest first."""
-    found = [*_of_memory(rows, between, highest), *_of_time(rows, seconds), *_of_traffic(sent)]
-    yield from sorted((one for one in found if one.share >= LEAST_SHARE), key=lambda one: -one.share)
+    """The differences of at least `LEAST_SHARE`, the largest first."""
+    differences = [*_of_memory(rows, between, highest), *_of_time(rows, seconds), *_of_traffic(sent)]
+    large = [difference for difference in differences if difference.share >= LEAST_SHARE]
+    yield from sorted(large, key=lambda difference: -difference.share)
 
 
 def _of_memory(rows: Sequence[UnitRow], between: Quantity, highest: Quantity) -> Iterator[StepDifference]:
@@ -340,13 +339,13 @@ def _of_traffic(sent: Sequence[Sent]) -> Iterator[StepDifference]:
 
 
 def _difference(what: What, unit: str, text: str, quantity: Quantity, whole: float) -> Iterator[StepDifference]:
-    """Nothing where nothing is predicted. `text` has a place for the measured number, `whole` is that of the step."""
+    """Yields nothing without a prediction. `text` has a placeholder for the measured number, `whole` is the step's."""
     if quantity.predicted is not None and whole:
         write = any_time if what == "time" else any_size
         more = "more" if quantity.difference > 0 else "less"
-        said = f"{text.format(write(quantity.measured))}, {write(abs(quantity.difference))} {more} than predicted"
+        sentence = f"{text.format(write(quantity.measured))}, {write(abs(quantity.difference))} {more} than predicted"
         share = abs(quantity.difference) / whole
-        yield StepDifference(what, unit, said, quantity.measured, quantity.predicted, share)
+        yield StepDifference(what, unit, sentence, quantity.measured, quantity.predicted, share)
 
 
 # What is to be said of the numbers
@@ -402,34 +401,34 @@ def unaccounted(size: int, highest: float) -> Iterator[str]:
 # In a terminal
 
 
-def lines(found: StepComparison, place: str) -> Iterator[str]:
+def lines(comparison: StepComparison, place: str) -> Iterator[str]:
     """A table of units, and the largest differences."""
-    yield f"profile of step {found.step}: {found.title}"
+    yield f"profile of step {comparison.step}: {comparison.title}"
     cells = [("", "highest", "predicted", "time", "predicted")]
-    cells.append((BETWEEN, *_cells(found.between, any_size), "", ""))
-    for row in found.rows:
+    cells.append((BETWEEN, *_cells(comparison.between, any_size), "", ""))
+    for row in comparison.rows:
         cells.append((row.name, *_cells(row.peak_bytes, any_size), *_cells(row.seconds, any_time)))
-    cells.append(("the whole step", *_cells(found.highest, any_size), *_cells(found.seconds, any_time)))
+    cells.append(("the whole step", *_cells(comparison.highest, any_size), *_cells(comparison.seconds, any_time)))
     yield from _aligned(cells)
-    if found.sent:
+    if comparison.sent:
         yield from _aligned(
             [
                 ("sent by one rank", "measured", "predicted"),
-                *((one.unit, *_cells(one.total, any_size)) for one in found.sent),
+                *((sent.unit, *_cells(sent.total, any_size)) for sent in comparison.sent),
             ]
         )
-    yield from verdict(found)
+    yield from verdict(comparison)
     yield f"{place}; the traces are beside it"
 
 
-def verdict(found: StepComparison) -> list[str]:
+def verdict(comparison: StepComparison) -> list[str]:
     """The largest differences in plain words; or that there is none, or nothing to compare with."""
-    if found.highest.predicted is None:
+    if comparison.highest.predicted is None:
         return ["nothing to compare with"]
-    said = [f"{one.what}: {one.text}" for one in found.differences[:SHOWN]]
+    texts = [f"{difference.what}: {difference.text}" for difference in comparison.differences[:SHOWN]]
     return (
-        ["the largest differences:", *(f"  {one}" for one in said)]
-        if said
+        ["the largest differences:", *(f"  {difference}" for difference in texts)]
+        if texts
         else [f"no difference above {LEAST_SHARE:.1%} of the step's memory, time or traffic"]
     )
 
@@ -442,5 +441,5 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
     for first, *others in rows:
         yield "  ".join(
-            [first.ljust(widths[0]), *(one.rjust(w) for one, w in zip(others, widths[1:], strict=True))]
+            [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True))]
         ).rstrip()

@@ -16,13 +16,13 @@ from accel_fsdp.prediction import by_unit
 
 MARK = "accel-fsdp mark "
 MEMORY = "[memory]"
-"""How torch's profiler names an allocation or a release."""
+"""The profiler's name for an allocation or a release."""
 BACKEND = re.compile(r"(?:gloo|nccl):")
-"""How it names what a backend does on a thread of its own."""
+"""The beginning of its names for a backend's work on a separate thread."""
 FOR_MODULE = re.compile(r"FSDP::(?:all_gather|post_backward_reduce)(?: \((.*?)\))?(?: \[pg=\d+\])?$")
-"""How FSDP2 names what it sends for a module; the model itself has no path."""
+"""FSDP2's names for the communication of a module; the model itself has no path."""
 CPU, CUDA = 0, 1
-"""Its numbers of devices."""
+"""The profiler's numbers for devices."""
 WIDTHS = {"float": 4, "double": 8, "c10::BFloat16": 2, "c10::Half": 2, "long int": 8, "int": 4}
 """Bytes of an element by the names that it gives dtypes; all others have one."""
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce"]
@@ -58,7 +58,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Measured:
-    """What lies between a mark and the next: when it began in the trace, its seconds, and bytes."""
+    """The stretch between a mark and the next: its begin in the trace, its seconds, and bytes."""
 
     mark: Mark
     began_us: float
@@ -72,7 +72,7 @@ class Measured:
 class Collective:
     """One call. `elements` are those of a rank's shard, of an all-reduce all; `ranks` is 0 where the call hides it.
 
-    `modules` are the paths of what it is for, where FSDP2 says so.
+    `modules` are the paths of the modules that it is for, if FSDP2 names them.
     """
 
     kind: Kind
@@ -91,7 +91,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """A step as it was. `levels` are the allocated bytes after each change, with its time.
+    """A measured step. `levels` are the allocated bytes after each change, with its time.
 
     `backend_bytes` is the most that gloo allocated for itself, which is not in the other sizes.
     """
@@ -103,17 +103,17 @@ class StepTrace:
 
     @property
     def end_bytes(self) -> int:
-        """What is alive after the step."""
+        """The allocated bytes after the step."""
         return self.stretches[-1].after_bytes
 
     @property
     def highest_bytes(self) -> int:
-        """The most that was alive at once."""
-        return max(one.peak_bytes for one in self.stretches)
+        """The most bytes that were allocated at once."""
+        return max(stretch.peak_bytes for stretch in self.stretches)
 
     @property
     def seconds(self) -> float:
-        return sum(one.seconds for one in self.stretches)
+        return sum(stretch.seconds for stretch in self.stretches)
 
 
 def read(
@@ -124,62 +124,64 @@ def read(
     `seconds` are those between the marks as the GPU counted them; None: as the trace has them. `device` is the GPU's
     number, -1 for the CPU.
     """
-    events = sorted((one for one in trace["traceEvents"] if "ts" in one), key=lambda one: float(one["ts"]))
+    events = sorted((event for event in trace["traceEvents"] if "ts" in event), key=lambda event: float(event["ts"]))
     times = _mark_times(events)
     moments, backend = _levels(events, before_bytes, device)
     when = [moment for moment, _ in moments]
-    found = []
+    stretches = []
     for place, (mark, following) in enumerate(pairwise(marks)):
         began, ended = times[mark.number], times[following.number]
         first, last = bisect_right(when, began), bisect_right(when, ended)
         inside = [level for _, level in moments[first - 1 : last]]
         spent = (ended - began) / 1e6 if seconds is None else seconds[place]
-        found.append(Measured(mark, began, spent, inside[0], max(inside), inside[-1]))
-    return StepTrace(tuple(found), tuple(_collectives(events)), tuple(moments), backend)
+        stretches.append(Measured(mark, began, spent, inside[0], max(inside), inside[-1]))
+    return StepTrace(tuple(stretches), tuple(_collectives(events)), tuple(moments), backend)
 
 
 def annotated(trace: Mapping[str, Any], step: StepTrace) -> dict[str, Any]:
-    """The same trace with the units as ranges on a line of their own, and the allocated bytes as a curve."""
-    events = [one for one in trace["traceEvents"] if not str(one.get("name", "")).startswith(MARK)]
-    process = next(one["pid"] for one in trace["traceEvents"] if str(one.get("name", "")).startswith(MARK))
+    """The same trace with the units as ranges on a separate line, and the allocated bytes as a curve."""
+    events = [event for event in trace["traceEvents"] if not str(event.get("name", "")).startswith(MARK)]
+    process = next(event["pid"] for event in trace["traceEvents"] if str(event.get("name", "")).startswith(MARK))
     common = {"pid": process, "tid": UNITS_TRACK}
     events.append({"ph": "M", "name": "thread_name", **common, "args": {"name": "units"}})
-    for one, following in zip(step.stretches, [*step.stretches[1:], None], strict=True):
-        ended = following.began_us if following else one.began_us + one.seconds * 1e6
-        size = {"bytes at its highest": one.peak_bytes, "bytes after it": one.after_bytes}
-        more = {"micro-batch": one.mark.micro_batch, **size}
-        span = {"ts": one.began_us, "dur": ended - one.began_us}
-        events.append({"ph": "X", "cat": "unit", "name": one.mark.title, **common, **span, "args": more})
+    for stretch, following in zip(step.stretches, [*step.stretches[1:], None], strict=True):
+        ended = following.began_us if following else stretch.began_us + stretch.seconds * 1e6
+        size = {"bytes at its highest": stretch.peak_bytes, "bytes after it": stretch.after_bytes}
+        more = {"micro-batch": stretch.mark.micro_batch, **size}
+        span = {"ts": stretch.began_us, "dur": ended - stretch.began_us}
+        events.append({"ph": "X", "cat": "unit", "name": stretch.mark.title, **common, **span, "args": more})
     for moment, level in step.levels[1:]:
         events.append({"ph": "C", "name": "allocated", "pid": process, "ts": moment, "args": {"bytes": level}})
     return {**trace, "traceEvents": events}
 
 
 def _mark_times(events: Iterable[Mapping[str, Any]]) -> dict[int, float]:
-    on_host = (one for one in events if one.get("cat") == "user_annotation" and one["name"].startswith(MARK))
-    return {int(one["name"].removeprefix(MARK)): float(one["ts"]) for one in on_host}
+    on_host = (event for event in events if event.get("cat") == "user_annotation" and event["name"].startswith(MARK))
+    return {int(event["name"].removeprefix(MARK)): float(event["ts"]) for event in on_host}
 
 
 def _levels(events: Sequence[Mapping[str, Any]], before_bytes: int, device: int) -> tuple[list[tuple[float, int]], int]:
-    """The allocated bytes after each event, from the beginning on; and the most that a backend held for itself."""
-    told = [one for one in events if one.get("name") == MEMORY]
+    """The allocated bytes after each event, and the most that a backend allocated for itself."""
+    changes = [event for event in events if event.get("name") == MEMORY]
     if device >= 0:
-        own = [one for one in told if (one["args"]["Device Type"], one["args"]["Device Id"]) == (CUDA, device)]
-        totals = [(float(one["ts"]), int(one["args"]["Total Allocated"])) for one in own]
+        places = [(event["args"]["Device Type"], event["args"]["Device Id"]) for event in changes]
+        own = [event for event, place in zip(changes, places, strict=True) if place == (CUDA, device)]
+        totals = [(float(event["ts"]), int(event["args"]["Total Allocated"])) for event in own]
         return [(float("-inf"), before_bytes), *totals], 0
-    on_host = [one for one in told if one["args"]["Device Type"] == CPU]
+    on_host = [event for event in changes if event["args"]["Device Type"] == CPU]
     return _ledger(on_host, before_bytes, _Backend(events))
 
 
 class _Backend:
-    """Tells what gloo allocates: on its threads, and inside of its calls, where it copies what it is given."""
+    """Recognizes memory that gloo allocates: on its threads, and during its calls, in which it copies its input."""
 
     def __init__(self, events: Sequence[Mapping[str, Any]]) -> None:
-        self.threads = {one["tid"] for one in events if BACKEND.match(str(one.get("name", "")))}
+        self.threads = {event["tid"] for event in events if BACKEND.match(str(event.get("name", "")))}
         self.calls: dict[Any, list[tuple[float, float]]] = {}
-        for one in events:
-            if str(one.get("name", "")).startswith("c10d::") and "dur" in one:
-                self.calls.setdefault(one["tid"], []).append((float(one["ts"]), float(one["ts"]) + float(one["dur"])))
+        for event in events:
+            if str(event.get("name", "")).startswith("c10d::") and "dur" in event:
+                began = float(event["ts"])
+                self.calls.setdefault(event["tid"], []).append((began, began + float(event["dur"])))
 
     def owns(self, event: Mapping[str, Any]) -> bool:
         if event["tid"] in self.threads:
@@ -192,65 +194,66 @@ class _Backend:
 def _ledger(
     events: Iterable[Mapping[str, Any]], before_bytes: int, backend: _Backend
 ) -> tuple[list[tuple[float, int]], int]:
-    """What is alive by address. A release of what a backend allocated earlier is none of ours, nor told as such."""
+    """Tracks the allocated bytes by address. Memory that a backend allocated is counted apart, with its releases."""
     levels, level, alive = [(float("-inf"), before_bytes)], before_bytes, dict[int, int]()
-    theirs, held, most = dict[int, int](), 0, 0
-    for one in events:
-        size, place = int(one["args"]["Bytes"]), int(one["args"]["Addr"])
+    of_backend, backend_level, most = dict[int, int](), 0, 0
+    for event in events:
+        size, place = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
         if size > 0:
-            level -= alive.pop(place, 0)  # its release went untold: it was on a thread that isn't profiled
-            held -= theirs.pop(place, 0)
-            if backend.owns(one):
-                theirs[place] = size
-                held += size
-                most = max(most, held)
+            level -= alive.pop(place, 0)  # its release wasn't recorded: it was on a thread that isn't profiled
+            backend_level -= of_backend.pop(place, 0)
+            if backend.owns(event):
+                of_backend[place] = size
+                backend_level += size
+                most = max(most, backend_level)
                 continue
             alive[place] = size
             level += size
-        elif place in theirs:
-            held -= theirs.pop(place)
+        elif place in of_backend:
+            backend_level -= of_backend.pop(place)
             continue
-        elif place in alive or one["tid"] not in backend.threads:
+        elif place in alive or event["tid"] not in backend.threads:
             alive.pop(place, None)
             level += size
-        levels.append((float(one["ts"]), level))
+        levels.append((float(event["ts"]), level))
     return levels, most
 
 
 def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterable[Collective]:
-    """The calls with their sizes; of lists of tensors the backend's own range tells the dtype."""
+    """The calls with their sizes; for lists of tensors, the backend's own range has the dtype."""
     dtypes = {}
-    for one in events:
-        if BACKEND.match(str(one.get("name", ""))):
-            for dims, dtype in zip(one["args"].get("Input Dims", ()), one["args"].get("Input type", ()), strict=False):
+    for event in events:
+        if BACKEND.match(str(event.get("name", ""))):
+            arguments = event["args"]
+            for dims, dtype in zip(arguments.get("Input Dims", ()), arguments.get("Input type", ()), strict=False):
                 dtypes[_numel(dims)] = dtype
-    named = [one for one in events if FOR_MODULE.match(str(one.get("name", ""))) and "dur" in one]
-    for one in events:
-        if one.get("cat") != "cpu_op" or not one["name"].startswith("c10d::"):
+    named = [event for event in events if FOR_MODULE.match(str(event.get("name", ""))) and "dur" in event]
+    for event in events:
+        if event.get("cat") != "cpu_op" or not event["name"].startswith("c10d::"):
             continue
-        dims, kinds = one["args"].get("Input Dims", []), one["args"].get("Input type", [])
-        kind = KINDS.get(one["name"].removeprefix("c10d::"))
+        dims, kinds = event["args"].get("Input Dims", []), event["args"].get("Input type", [])
+        kind = KINDS.get(event["name"].removeprefix("c10d::"))
         place = 1 if kind == "all-gather" else 0
         if kind is None or len(dims) <= place:
             continue
-        sizes = [_numel(each) for each in _each(dims[place])]
+        sizes = [_numel(shape) for shape in _each(dims[place])]
         dtype = kinds[place] if kinds[place] in WIDTHS else dtypes.get(sizes[0] if sizes else 0, "")
         width = WIDTHS.get(dtype, 1 if dtype else 4)
-        yield Collective(kind, sum(sizes), width, _ranks(kind, dims), _modules(one, named))
+        yield Collective(kind, sum(sizes), width, _ranks(kind, dims), _modules(event, named))
 
 
 def _modules(call: Mapping[str, Any], named: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """Those of FSDP2's own range around a call."""
+    """The modules in FSDP2's range around a call."""
     when = float(call["ts"])
-    for one in named:
-        if one["tid"] == call["tid"] and float(one["ts"]) <= when <= float(one["ts"]) + float(one["dur"]):
-            found = FOR_MODULE.match(one["name"])
-            return tuple((found[1] or "").split(", ")) if found else ()
+    for span in named:
+        if span["tid"] == call["tid"] and float(span["ts"]) <= when <= float(span["ts"]) + float(span["dur"]):
+            match = FOR_MODULE.match(span["name"])
+            return tuple((match[1] or "").split(", ")) if match else ()
     return ()
 
 
 def _ranks(kind: Kind, dims: Sequence[Any]) -> int:
-    """How many ranks a call is of: the ratio of its whole to a shard, where both are there as one tensor each."""
+    """The number of ranks of a call: the ratio of the whole to a shard, if both are single tensors; else 0."""
     whole, shard = (dims[0], dims[1]) if kind == "all-gather" else (dims[1], dims[0])
     plain = kind != "all-reduce" and whole and shard and not isinstance(whole[0], list)
     return _numel(whole) // max(_numel(shard), 1) if plain and not isinstance(shard[0], list) else 0
@@ -259,11 +262,11 @@ def _ranks(kind: Kind, dims: Sequence[Any]) -> int:
 def _each(dims: Sequence[Any]) -> list[Sequence[Any]]:
     """The shapes of a tensor or of a list of tensors."""
     nested = bool(dims) and isinstance(dims[0], list)
-    return [each for one in dims for each in _each(one)] if nested else [dims]
+    return [shape for inner in dims for shape in _each(inner)] if nested else [dims]
 
 
 def _numel(dims: Sequence[Any]) -> int:
     total = 1
-    for one in dims:
-        total *= one if isinstance(one, int) else _numel(one)
+    for size in dims:
+        total *= size if isinstance(size, int) else _numel(size)
     return total
