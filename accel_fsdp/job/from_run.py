@@ -1,5 +1,6 @@
 """Describes a live run as a job, from the launcher's variables, an `Accelerator` and its model."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import DDP_TYPES, FSDP_VERSIONS, Engine, deepspeed_name
@@ -70,7 +71,9 @@ def _of_fsdp(plugin: Any, mesh: Any, ranks: int, together: int) -> Layout:
         named = plugin.sharding_strategy.name.removeprefix("_")  # torch's own _HYBRID_SHARD_ZERO2
         return Layout.fsdp1(named, ranks, together, offload)
     copies, shards = (int(mesh.dp_replicate_size), int(mesh.dp_shard_size)) if mesh is not None else (1, 1)
-    return Layout.fsdp2(bool(plugin.reshard_after_forward), ranks, together, offload, copies, shards)
+    layout = Layout.fsdp2(bool(plugin.reshard_after_forward), ranks, together, offload, copies, shards)
+    sizes = [int(getattr(mesh, f"{axis}_size", 1)) for axis in from_yaml.OTHER_AXES]
+    return replace(layout, tensor=sizes[0], context=sizes[1] * sizes[2])
 
 
 def _offloads(plugin: Any) -> bool:
@@ -90,7 +93,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
     named = str(getattr(args.optim, "value", args.optim))
     optimizer = from_arguments.OPTIMIZERS.get(named)
-    if layout is None or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
+    if layout is None or layout.ranks_per_row > 1 or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
         return None
     adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
     quantized = bool(getattr(model, "is_loaded_in_4bit", False))

@@ -75,6 +75,11 @@ class Layout:
         return self.engine in FSDP_KINDS
 
     @property
+    def ranks_per_row(self) -> int:
+        """Ranks that share the rows they train on."""
+        return self.tensor * self.context
+
+    @property
     def reshards(self) -> bool:
         """Whether FSDP shards the weights again between forward and backward."""
         return self.strategy in (1, 4)

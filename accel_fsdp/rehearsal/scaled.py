@@ -1,11 +1,10 @@
 """Scales the user's YAML down for a rehearsal: fewer processes on one machine, with the same shape of mesh. Pure."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from accel_fsdp.config import HYBRID, Engine, JobConfig
 from accel_fsdp.errors import UsageError
+from accel_fsdp.job import from_yaml
 
 PROCESSES = 2
 """As many as the two cores of a laptop can run, and enough for shards."""
@@ -43,8 +42,8 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
         CannotRehearse: the engine or mesh doesn't run on CPUs. UsageError: the mesh doesn't fit so many processes.
     """
     _refuse_unknown(job)
-    mesh = dict(job.section("parallelism_config"))
-    hybrid = int(mesh.get(REPLICAS, 1) or 1) > 1 and int(mesh.get(SHARDS, 1) or 1) > 1
+    mesh = from_yaml.mesh_of(job)
+    hybrid = mesh["dp_replicate"] > 1 and mesh["dp_shard"] > 1
     nodes = 2 if job.engine is Engine.FSDP1 and job.strategy in HYBRID else 1
     least = 2 * PROCESSES if hybrid or nodes > 1 else PROCESSES
     ranks = least if processes is None else processes
@@ -55,9 +54,10 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
     if job.number("num_machines") > 1:
         changes.append(f"num_machines {job.number('num_machines')} -> 1")
     values |= {"num_processes": ranks, "num_machines": 1}
-    if mesh:
-        values["parallelism_config"] = _scaled_mesh(mesh, ranks, hybrid)
-        changes.append(f"mesh {mesh.get(REPLICAS, 1)} x {mesh.get(SHARDS, 1)} -> {_shape(values)}")
+    if section := job.section("parallelism_config"):
+        replicas = 2 if hybrid else ranks if mesh["dp_replicate"] > 1 else 1
+        values["parallelism_config"] = {**section, REPLICAS: replicas, SHARDS: ranks // replicas}
+        changes.append(f"mesh {mesh['dp_replicate']} x {mesh['dp_shard']} -> {replicas} x {ranks // replicas}")
     return ScaledJob(JobConfig(values), ranks, nodes, tuple(changes))
 
 
@@ -75,10 +75,8 @@ def check_processes(processes: int, least: int = PROCESSES) -> None:
 
 
 def _refuse_unknown(job: JobConfig) -> None:
-    mesh = job.section("parallelism_config")
-    others = [key.removeprefix("parallelism_config_") for key in mesh if key not in (REPLICAS, SHARDS)]
-    others = [name for name in others if name.endswith("_size") and mesh[f"parallelism_config_{name}"] not in (1, None)]
-    if others:
+    mesh = from_yaml.mesh_of(job)
+    if others := [f"{axis}_size" for axis in from_yaml.OTHER_AXES if mesh[axis] > 1]:
         raise CannotRehearse(
             f"{others[0]} can't be rehearsed",
             why="only data-parallel meshes run on CPU here",
@@ -90,16 +88,6 @@ def _refuse_unknown(job: JobConfig) -> None:
             why="there is nothing that several CPU processes could share",
             fix="a YAML with distributed_type: FSDP, MULTI_GPU or DEEPSPEED",
         )
-
-
-def _scaled_mesh(mesh: Mapping[str, Any], ranks: int, hybrid: bool) -> dict[str, Any]:
-    replicas = 2 if hybrid else ranks if int(mesh.get(REPLICAS, 1) or 1) > 1 else 1
-    return {**mesh, REPLICAS: replicas, SHARDS: ranks // replicas}
-
-
-def _shape(values: Mapping[str, Any]) -> str:
-    mesh = values["parallelism_config"]
-    return f"{mesh[REPLICAS]} x {mesh[SHARDS]}"
 
 
 def without_mesh(job: JobConfig, processes: int) -> JobConfig:
