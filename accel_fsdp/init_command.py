@@ -12,7 +12,7 @@ from accel_fsdp.config import SCRIPT, THIS_FILE, script_arguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
 CONFIG = "fsdp2"
-CHOSEN = ("--model_name_or_path", "--dataset_name", "--output_dir")
+CHOSEN = ("--model_name_or_path", "--dataset_name", "--output_dir", "--per_device_train_batch_size", "--max_length")
 """The flags of a YAML's launch command whose values are the user's to choose."""
 NATIVE, README = "train/native.py", "train/README.md"
 

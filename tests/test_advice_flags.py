@@ -21,7 +21,7 @@ PRINTED_BY = {
     " ".join(COMMANDS): "flag_words",
     "config": "wizard/validation wizard/interview wizard/command",
     "config plan": "hardware/",
-    "plan": "planner/ prediction/",
+    "plan": "planner/ prediction/ job/",
     "check": "linter/ checkpoints/summary",
     "migrate": "migration/",
     "script": "launch/script/",

@@ -42,7 +42,8 @@ def unpickle(
         if leaves > most or letters > most * ROOM_PER_BYTE:
             raise ValueError("its parts are referred to more often than in any checkpoint")
     except ERRORS as error:
-        raise damaged(path, f"is damaged: {type(error).__name__} in its pickle ({str(error)[:100]})") from error
+        detail = f" ({str(error)[:100]})" if str(error) else ""
+        raise damaged(path, f"is damaged: {type(error).__name__} in its pickle{detail}") from error
     return content_read
 
 

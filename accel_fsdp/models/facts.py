@@ -67,7 +67,7 @@ def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: 
             raise UserError(
                 f"layer class {name} is not in the model.{did_you_mean(name, classes)}",
                 why="Accelerate would stop at prepare: Could not find the transformer layer class",
-                fix=("--layer-class " + ",".join(found) + ", or " if found else "")
+                fix=("accel-fsdp config --layer-class " + ",".join(found) + ", or " if found else "")
                 + "one of: "
                 + ", ".join(sorted(classes.difference(found))),
             )

@@ -193,11 +193,11 @@ def _says(job: JobConfig, section: str, key: str, value: Any, answered: Collecti
         return False
     if key == RESHARD and _of_fsdp1(job):
         return False
+    if raw is None and key in job.section(section) and key not in NULL_IS_ABSENT and field.default not in UNKNOWN:
+        return False
     if (section, key) not in KEYS:
         open_ = raw is None and (section in job.values or section != "parallelism_config")
         return open_ or (raw is not None and _is_readable(field, raw))
-    if raw is None and key in job.section(section) and key not in NULL_IS_ABSENT and field.default not in UNKNOWN:
-        return False
     meant = _meant(job, section, key)
     if meant in UNKNOWN or (raw is None and meant == value):
         return True

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from accel_fsdp.config import Engine, yaml_file
+from accel_fsdp.config import Edit, Engine, apply, yaml_file
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
 from accel_fsdp.linter import read_subject
@@ -202,7 +202,7 @@ def test_lines_that_were_not_edited_come_back_byte_for_byte(made_file: Path) -> 
     made_file.write_text(ODD_SPACING)
     document = yaml_file.load(made_file)
     assert yaml_file.dump(document) == ODD_SPACING
-    document["distributed_type"] = "MULTI_GPU"
+    apply(document, [Edit("", "distributed_type", "MULTI_GPU")])
     changed = yaml_file.dump(document).splitlines()
     assert changed[2:] == ODD_SPACING.splitlines()[2:]
     assert "MULTI_GPU" in changed[1]

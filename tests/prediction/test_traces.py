@@ -376,17 +376,17 @@ def test_blocks_are_grouped_by_what_they_hold_and_how_they_attend() -> None:
 @pytest.mark.parametrize(
     ("engine", "recipe", "name"),
     [
-        ("fsdp2", Recipe(), "bf16-amp-full-sdpa"),
-        ("fsdp1", Recipe(method="lora"), "bf16-amp-lora-sdpa"),
-        ("fsdp2", Recipe(precision="no", dtype="bfloat16"), "bf16-full-sdpa"),
-        ("ddp", Recipe(), "fp32-amp-full-sdpa"),
-        ("single", Recipe(precision="no"), "fp32-full-sdpa"),
-        ("single", Recipe(method="qlora", dtype="bfloat16"), "bf16-amp-qlora32-sdpa"),
-        ("zero", Recipe(method="lora", attention="eager"), "bf16-lora-eager"),
-        ("fsdp2", Recipe(attention="flash", kernels="liger"), "bf16-amp-full-sdpa-liger"),
+        (Engine.FSDP2, Recipe(), "bf16-amp-full-sdpa"),
+        (Engine.FSDP1, Recipe(method="lora"), "bf16-amp-lora-sdpa"),
+        (Engine.FSDP2, Recipe(precision="no", dtype="bfloat16"), "bf16-full-sdpa"),
+        (Engine.DDP, Recipe(), "fp32-amp-full-sdpa"),
+        (Engine.NONE, Recipe(precision="no"), "fp32-full-sdpa"),
+        (Engine.NONE, Recipe(method="qlora", dtype="bfloat16"), "bf16-amp-qlora32-sdpa"),
+        (Engine.DEEPSPEED, Recipe(method="lora", attention="eager"), "bf16-lora-eager"),
+        (Engine.FSDP2, Recipe(attention="flash", kernels="liger"), "bf16-amp-full-sdpa-liger"),
     ],
 )
-def test_a_recipe_has_a_variant(engine: str, recipe: Recipe, name: str) -> None:
+def test_a_recipe_has_a_variant(engine: Engine, recipe: Recipe, name: str) -> None:
     assert variant_of(recipe, engine) == name
     assert Variant.of(name) in VARIANTS
 
