@@ -72,8 +72,8 @@ def check(
 
     _refuse_value("model", model, str | None)
     read = {"args": args, "checkpoint": checkpoint, "script": script}
-    found = {name: None if given is None else _path(name, given) for name, given in read.items()}
-    options = linter.LintOptions(model, found["args"], found["checkpoint"], found["script"], here)
+    paths = {name: None if given is None else _path(name, given) for name, given in read.items()}
+    options = linter.LintOptions(model, paths["args"], paths["checkpoint"], paths["script"], here)
     return linter.lint(_path("path", path), options)
 
 
@@ -190,21 +190,21 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
     try:
         return wizard.to_text(wizard.interview.answers(wizard.interview.interview(flags, {}, defaults=True)))
     except UserError as error:
-        told = [wizard.interview.in_words(text, between="_") for text in (error.what, error.why, error.fix)]
-        raise type(error)(told[0], why=told[1], fix=told[2]) from error.__cause__
+        words = [wizard.interview.in_words(text, between="_") for text in (error.what, error.why, error.fix)]
+        raise type(error)(words[0], why=words[1], fix=words[2]) from error.__cause__
 
 
 def _refuse_value(name: str, value: Any, hint: Any) -> None:
     """Raises UsageError for a value that the command line would not take either; a path may be a text."""
     alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    choices = [choice for one in alternatives if get_origin(one) is Literal for choice in get_args(one)]
-    types = [one for one in alternatives if get_origin(one) is not Literal]
+    choices = [choice for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]
+    types = [kind for kind in alternatives if get_origin(kind) is not Literal]
     wider = {Path: (str, os.PathLike), float: (int,)}
-    if value in choices or any(type(value) is one or _is(value, wider.get(one, ())) for one in types):
+    if value in choices or any(type(value) is kind or _is(value, wider.get(kind, ())) for kind in types):
         return
-    wanted = " or ".join([*map(str, choices), *(one.__name__ for one in types if one is not type(None))])
+    expected = " or ".join([*map(str, choices), *(kind.__name__ for kind in types if kind is not type(None))])
     raise UsageError(
-        f"{name}={value!r}.{did_you_mean(str(value), choices)}", why="it can't have that value", fix=f"{name}: {wanted}"
+        f"{name}={value!r}.{did_you_mean(str(value), choices)}", why="that value is invalid", fix=f"{name}: {expected}"
     )
 
 

@@ -22,13 +22,13 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2
 ENOUGH_FOR_LINE_ENDS = 1 << 16
 """Bytes at the head of a file that tell which line ends it has."""
 LONGEST_PREFIX = 32
-"""Letters of a file's name in that of its unfinished version, which would else be longer than names may be."""
+"""Letters of a file's name in the name of its unfinished version, which must not become too long."""
 
 
 def write_text(path: Path, text: str) -> None:
     """Writes `text` to `path` atomically; links, permissions and line ends of a file that is there stay.
 
-    What is no file stays what it is: a character device or a pipe is sent the text, anything else is refused.
+    Devices and pipes are written to, not replaced; other things that aren't files are refused.
 
     Raises:
         UserError: the folder is missing, not writable, or the disk is full. `path` is then as it was before.
@@ -72,7 +72,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def _mode(path: Path) -> int:
-    """What kind of thing is there, and its permissions, links followed; 0 where nothing is."""
+    """The type and permissions of a path, links followed; 0 if it doesn't exist."""
     try:
         return os.stat(path).st_mode
     except (FileNotFoundError, NotADirectoryError):
@@ -115,10 +115,10 @@ def default_config() -> Path:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether something is there that would be lost when `path` is written; a device or a pipe loses nothing.
+    """Whether writing `path` would replace something; a device or a pipe isn't replaced.
 
     Raises:
-        UserError: nobody can tell, such as behind a folder that is closed, or for a name that is too long.
+        UserError: that is unknown, as in a folder without permission, or for a name that is too long.
     """
     try:
         return _mode(path) != 0 and not _takes_a_stream(path)
@@ -194,13 +194,13 @@ def _remove(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _folder(path: Path) -> Iterator[None]:
-    """Makes a folder and those above it; on any error those that were made are removed."""
+    """Creates a folder and its missing parents; on any error removes those again."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # somebody has put something there
+        with contextlib.suppress(OSError):  # another process has put something there
             for folder in missing:
                 folder.rmdir()
         raise
@@ -214,7 +214,7 @@ def _lock(path: Path, busy: str, why: str, fix: str) -> "FileLock":
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        check_writable(path.parent)  # where no file can be made, the lock is nobody's
+        check_writable(path.parent)  # otherwise the lock isn't held: no file can be created
         raise UserError(busy, why=why, fix=fix) from error
     return lock
 
@@ -256,7 +256,7 @@ def only_run(folder: Path) -> "FileLock":
 def sync_folder(folder: Path) -> None:
     """Flushes every file of `folder` to disk and opens it to the readers the umask allows.
 
-    safetensors 0.8.0 writes mode 0600 whatever the umask says, so nobody else could serve the export.
+    safetensors 0.8.0 writes mode 0600 regardless of the umask, so other users could not serve the export.
     """
     for path in (path for path in folder.rglob("*") if path.is_file()):
         path.chmod(file_mode())

@@ -88,9 +88,9 @@ def _contents(config: str, native: bool) -> dict[str, str]:
             fix=f"one of {', '.join(known)}; or make your own: accel-fsdp config -o FILE.yaml",
         )
     scripts = [SCRIPT, *([NATIVE] if native else [])]
-    found = {name: (shipped.source() / name).read_text(encoding="utf-8") for name in scripts}
-    found[_yaml(config)] = known[config].read_text(encoding="utf-8")
-    return {**found, README: _readme(config, _needed(found[_yaml(config)], "fsdp.yaml"), native)}
+    texts = {name: (shipped.source() / name).read_text(encoding="utf-8") for name in scripts}
+    texts[_yaml(config)] = known[config].read_text(encoding="utf-8")
+    return {**texts, README: _readme(config, _needed(texts[_yaml(config)], "fsdp.yaml"), native)}
 
 
 def _readme(config: str, needed: str, native: bool) -> str:

@@ -175,17 +175,17 @@ def mapping(content: bytes, path: Path, most_values: int = MOST_VALUES, strict: 
         raise broken(path, f"is damaged: JSON of more than {most_values:,} values")
     try:
         hooks: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _no_number} if strict else {}
-        found = json.loads(content.decode(), parse_int=_whole_number, **hooks)
+        content_read = json.loads(content.decode(), parse_int=_whole_number, **hooks)
         if b"\\ud" in content.lower():
-            json.dumps(found, ensure_ascii=False).encode()  # fails on half of a character
+            json.dumps(content_read, ensure_ascii=False).encode()  # fails on half of a character
     except RecursionError as error:
         raise broken(path, f"is damaged: JSON nested more than {DEEPEST} deep") from error
     except ValueError as error:
         raise broken(path, f"is damaged or cut short: no JSON ({str(error)[:100]})") from error
-    if not isinstance(found, dict):
-        raise broken(path, f"is damaged: a mapping is expected, not {type(found).__name__}")
-    _check_depth(found, content, path)
-    return found
+    if not isinstance(content_read, dict):
+        raise broken(path, f"is damaged: a mapping is expected, not {type(content_read).__name__}")
+    _check_depth(content_read, content, path)
+    return content_read
 
 
 def _whole_number(digits: str) -> int | float:
@@ -195,10 +195,10 @@ def _whole_number(digits: str) -> int | float:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapped = dict(pairs)
+    if len(mapped) < len(pairs):
         raise ValueError("a key is there twice")
-    return found
+    return mapped
 
 
 def _no_number(name: str) -> float:
@@ -210,8 +210,8 @@ def _check_depth(content_read: dict[str, Any], content: bytes, path: Path) -> No
         return
     inner: list[Any] = [content_read]
     for _ in range(DEEPEST):
-        values = (one.values() if isinstance(one, dict) else one for one in inner)
-        inner = [value for each in values for value in each if isinstance(value, (dict, list))]
+        values = (holder.values() if isinstance(holder, dict) else holder for holder in inner)
+        inner = [value for members in values for value in members if isinstance(value, (dict, list))]
         if not inner:
             return
     raise broken(path, f"is damaged: JSON nested more than {DEEPEST} deep")
@@ -228,9 +228,9 @@ def copy(path: Path, target: Path, within: Path | None = None, largest: int = LA
         size = os.fstat(file.fileno()).st_size
         if size > largest:
             raise broken(path, f"is too large to be copied: {size:,} bytes, {largest:,} at most")
-        with target.open("wb") as made:
+        with target.open("wb") as copied:
             while content := _part(file, path):
-                made.write(content)
+                copied.write(content)
 
 
 def _part(file: BinaryIO, path: Path) -> bytes:

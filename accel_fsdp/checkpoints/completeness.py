@@ -206,9 +206,9 @@ def _origin(path: Path, content: Any) -> Origin | None:
     try:
         origin = Origin(**content)
         whole = type(origin.ranks) is type(origin.rows_per_step) is int and isinstance(origin.engine, str)
-        groups = [origin.settings, *(one["settings"] for one in origin.before)]
-        plain = all(isinstance(values, dict) for one in groups for values in one.values())
-        steps = all(type(one["last_step"]) is int for one in origin.before)
+        groups = [origin.settings, *(part["settings"] for part in origin.before)]
+        plain = all(isinstance(values, dict) for part in groups for values in part.values())
+        steps = all(type(part["last_step"]) is int for part in origin.before)
     except (TypeError, KeyError, AttributeError) as error:
         raise untrusted_files.broken(path, "is damaged: what it says of the run") from error
     if not (whole and plain and steps):

@@ -118,12 +118,12 @@ def entries(folder: Path, reader: FileReader) -> dict[str, Entry]:
         return _entries(folder, reader, metadata)
 
 
-def listed(folder: Path, reader: FileReader, wanted: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], Any]:
+def listed(folder: Path, reader: FileReader, needed: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], Any]:
     """The paths of all that a folder lists, with the pickled value where it is `wanted`, else None."""
     with _listing(folder) as metadata:
         items, nested = _items(folder, reader, metadata["storage_data"]), metadata.get("planner_data") or {}
-        found = {_text(name): _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
-        return {path: _value(reader, items[name, None]) if wanted(path) else None for name, path in found.items()}
+        paths = {_text(name): _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
+        return {path: _value(reader, items[name, None]) if needed(path) else None for name, path in paths.items()}
 
 
 def _value(reader: FileReader, item: _Item) -> Any:

@@ -344,12 +344,12 @@ def joined_crc(first: int, second: int, second_bytes: int) -> int:
     return _product(factor, first) ^ second
 
 
-def _product(one: int, other: int) -> int:
+def _product(factor: int, rest: int) -> int:
     """Of two polynomials over GF(2), modulo the CRC's; the highest bit is the coefficient of x^0."""
     total = 0
-    while one:
-        if one & (1 << 31):
-            total ^= other
-        one = (one << 1) & 0xFFFFFFFF
-        other = (other >> 1) ^ (CRC_POLYNOMIAL if other & 1 else 0)
+    while factor:
+        if factor & (1 << 31):
+            total ^= rest
+        factor = (factor << 1) & 0xFFFFFFFF
+        rest = (rest >> 1) ^ (CRC_POLYNOMIAL if rest & 1 else 0)
     return total

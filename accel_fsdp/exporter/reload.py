@@ -50,8 +50,8 @@ def tensor_of(reader: FileReader, view: View) -> "torch.Tensor":
 
 
 def of_file(path: Path, reader: FileReader) -> dict[str, Any]:
-    found = _thawed(torch_zip.load(reader, path), lambda view: tensor_of(reader, view))
-    return found if isinstance(found, dict) else {}
+    content = _thawed(torch_zip.load(reader, path), lambda view: tensor_of(reader, view))
+    return content if isinstance(content, dict) else {}
 
 
 def _thawed(value: Any, make: Callable[[View], Any]) -> Any:

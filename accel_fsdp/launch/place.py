@@ -121,14 +121,14 @@ def _compare_with_file(place: Place, name: str, stated: Said, in_file: Said) -> 
         )
 
 
-def _refuse_contradiction(place: Place, name: str, other: Said, fix: str) -> None:
+def _refuse_contradiction(place: Place, name: str, stated: Said, fix: str) -> None:
     said = place.said.get(name)
-    if said is None or said.value == other.value:
+    if said is None or said.value == stated.value:
         return
-    if said.at_most and other.source.startswith("--") and other.value < said.value:
+    if said.at_most and stated.source.startswith("--") and stated.value < said.value:
         return
-    there = f"{other.source} {other.value}" if other.source.startswith("--") else f"{name}: {other.value}"
-    where = "" if other.source.startswith("--") else f" in {other.source}"
+    there = f"{stated.source} {stated.value}" if stated.source.startswith("--") else f"{name}: {stated.value}"
+    where = "" if stated.source.startswith("--") else f" in {stated.source}"
     raise UserError(
         f"{place.engine} says {name} {said.value} ({said.source}), and {there} is{where or ' on the command line'}",
         why="some ranks would wait for others that never come, or each machine would train alone",

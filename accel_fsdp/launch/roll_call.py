@@ -50,7 +50,7 @@ class Machine:
         return f"machine {self.rank} ({self.host})"
 
 
-def attend(own: Machine, address: str, port: int, seconds: float, told: Settings) -> None:
+def attend(own: Machine, address: str, port: int, seconds: float, settings: Settings) -> None:
     """Waits until all machines have connected and compared their settings, and the port is free again.
 
     Raises:
@@ -67,7 +67,7 @@ def attend(own: Machine, address: str, port: int, seconds: float, told: Settings
         ) from error
     try:
         _call(board, own, seconds, deadline)
-        agreement.compare(board.store, "told", Member(own.rank, own.rank), own.machines, told, OPEN_SECONDS)
+        agreement.compare(board.store, "told", Member(own.rank, own.rank), own.machines, settings, OPEN_SECONDS)
         _part(board, own)
     except RuntimeError as error:  # a DistError is one
         raise UserError(

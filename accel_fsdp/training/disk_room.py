@@ -1,4 +1,4 @@
-"""Whether the disk has room for what a run will write, and whether all machines write to the same one."""
+"""Checks that the disk has room for a run's files, and that all machines write to the same disk."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ SHOWN_SECONDS = 30
 
 
 def predicted_bytes(trainer: Any) -> tuple[int, int]:
-    """Of a checkpoint and of the export, from the model before it is sharded.
+    """The sizes of a checkpoint and of the export, from the model before it is sharded.
 
     Mixed precision under FSDP and ZeRO has float32 masters of what is trained. FULL_STATE_DICT stores the weights a
     second time for Hugging Face. An adapter goes without its base.
@@ -51,7 +51,7 @@ def predicted_bytes(trainer: Any) -> tuple[int, int]:
 
 
 def _optimizer_bytes(trainer: Any, element_bytes: Mapping[torch.nn.Parameter, int]) -> int:
-    """Of the state of these parameters; ZeRO's partitions are no embedding's any more."""
+    """The size of the optimizer's state for these parameters; ZeRO's partitions don't know embeddings."""
     optim = str(trainer.args.optim.value)
     tables = set() if trainer.is_deepspeed_enabled else counting.embeddings(trainer.model)
     return sum(
@@ -60,7 +60,7 @@ def _optimizer_bytes(trainer: Any, element_bytes: Mapping[torch.nn.Parameter, in
 
 
 def check_shared(trainer: Any, resume_from: str | None) -> None:
-    """Shards belong together only where all ranks write to one folder; and all must go on from the same step.
+    """Checks that all ranks write to one folder, so that shards fit together, and resume from the same step.
 
     Raises:
         UserError: a rank of another machine sees another disk. On all ranks.
@@ -83,7 +83,7 @@ def check_shared(trainer: Any, resume_from: str | None) -> None:
 
 
 def _appears(folder: Path) -> bool:
-    """Whether this rank sees what rank 0 made; network disks may take a while to show it."""
+    """Whether this rank sees rank 0's file; network disks may take a while to show it."""
     until = time.monotonic() + SHOWN_SECONDS
     while folder.name not in os.listdir(folder.parent):
         if time.monotonic() > until:
@@ -101,7 +101,7 @@ def check_whole_run(trainer: Any, checkpoint_bytes: int, export_bytes: int) -> N
 
 
 def check(output_dir: Path, needed_bytes: int, text: str) -> None:
-    """Raises a UserError if the disk of `output_dir` has less free; `text` says what takes so much."""
+    """Raises a UserError if the disk of `output_dir` has less free space; `text` names its use."""
     output = atomic_files.existing_part(output_dir)
     free = shutil.disk_usage(output).free
     if needed_bytes > free:
@@ -113,7 +113,7 @@ def check(output_dir: Path, needed_bytes: int, text: str) -> None:
 
 
 def _checkpoints_to_come(trainer: Any) -> int:
-    """How many more checkpoints will be on the disk at once than are now."""
+    """How many more checkpoints than now will be on the disk at once."""
     args, state = trainer.args, trainer.state
     left, epochs = state.max_steps - state.global_step, state.num_train_epochs
     per_epoch = state.max_steps / epochs if epochs <= state.max_steps else left  # unknown of a stream

@@ -1,6 +1,6 @@
-"""The stop where a loss, a gradient norm or a weight is not a finite number: every later step would be NaN too.
+"""Stops a run whose loss, gradient norm or weights are NaN or infinite: every later step would be NaN too.
 
-Trainer goes on, with zeros in its log (transformers 5.23).
+Trainer would go on, with zeros in its log (transformers 5.23).
 """
 
 import math
@@ -16,23 +16,23 @@ from accel_fsdp.checkpoints import clean_name, completeness
 from accel_fsdp.errors import UsageError, UserError
 
 SKIPPED_IN_A_ROW = 40
-"""Steps that fp16's scaler may leave out, halving its scale each time: from 2 ** 16 it would be nothing by then."""
+"""Steps in a row that fp16's scaler may skip: it halves its scale each time, and would have reached 0 from 2 ** 16."""
 
 
 class Diverged(UserError):
-    """A loss, a gradient norm or a weight is NaN or infinite. All ranks raise it, of the same step."""
+    """A loss, a gradient norm or a weight is NaN or infinite. All ranks raise it in the same step."""
 
 
 class FiniteCheck:
-    """Looks at each step's loss and gradient norm, and at the weights. Call its methods on all ranks.
+    """Checks each step's loss and gradient norm, and the weights. Call its methods on all ranks.
 
-    With `--ignore_nan_inf`, what is not finite is left out instead.
+    With `--ignore_nan_inf`, steps that aren't finite are skipped instead.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.args = trainer, trainer.args
         self.step_loss: Tensor | float = 0.0
-        """This rank's, summed over the micro-batches of the step so far."""
+        """This rank's loss, summed over the micro-batches of the step so far."""
         self._skipped = 0
         if self.args.ignore_nan_inf and trainer.is_deepspeed_enabled:
             raise UsageError(
@@ -42,10 +42,10 @@ class FiniteCheck:
             )
 
     def check_loaded(self, checkpoint: str | None) -> None:
-        """Looks at the weights before training: what is broken already has nothing to do with the learning rate.
+        """Checks the weights before training, so that a broken checkpoint isn't blamed on the learning rate.
 
         Raises:
-            UserError: some are NaN or infinite.
+            UserError: some weights are NaN or infinite.
         """
         if odd := self._odd_weights():
             weights = checkpoint or self.trainer.model.config.get_text_config()._name_or_path or "this one"
@@ -57,9 +57,9 @@ class FiniteCheck:
             )
 
     def check_step(self, norm: Tensor | float | None) -> None:
-        """Looks at the step's loss and gradient norm; the one time per step that the host waits.
+        """Checks the step's loss and gradient norm, the only time in a step that the host waits for the device.
 
-        Not on TPU, whose steps are compiled ahead: there the weights are looked at, before each save and at the end.
+        Not on TPU, whose steps are compiled ahead: there the weights are checked before each save and at the end.
 
         Raises:
             Diverged: one of them is NaN or infinite.
@@ -79,7 +79,7 @@ class FiniteCheck:
         state = self.trainer.state
         what = f"in step {state.global_step + 1} the loss is {loss:.4g}, the gradient norm {length:.4g}"
         if not self.args.ignore_nan_inf:
-            state.global_step += 1  # the line is of this step, which is never done
+            state.global_step += 1  # the log line belongs to this step, which is never completed
             self.trainer.log({"loss": loss, "grad_norm": length, "learning_rate": self.trainer._get_learning_rate()})
             state.global_step -= 1
             raise self.diverged(what)
@@ -89,10 +89,10 @@ class FiniteCheck:
                 parameter.grad = None
 
     def may_save(self) -> bool:
-        """Whether the weights are finite, so that the last checkpoint is always one to go on from.
+        """Whether the weights are finite, so that the last checkpoint can always be resumed.
 
         Raises:
-            Diverged: they aren't.
+            Diverged: they aren't finite.
         """
         if not self._odd_weights():
             return True
@@ -125,7 +125,7 @@ class FiniteCheck:
         return f"after step {self.trainer.state.global_step} the weights hold NaN or infinite values"
 
     def _odd_weights(self) -> list[str]:
-        """The names of trained parameters that hold NaN or infinity, on whichever rank their parts are."""
+        """The names of trained parameters with NaN or infinite values on any rank."""
         named = self.trainer.model.named_parameters()
         trained = {clean_name(name): p for name, p in named if p.requires_grad and p.is_floating_point()}
         flags = torch.zeros(len(trained), dtype=torch.bool, device=self.args.device)
@@ -145,7 +145,7 @@ class FiniteCheck:
 
 @torch.no_grad()
 def _local(parameter: nn.Parameter) -> Tensor:
-    """The part of a parameter that is on this rank; under ZeRO-3 it is in an attribute."""
+    """This rank's part of a parameter; under ZeRO-3 it is in an attribute."""
     part: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     part = getattr(part, "ds_tensor", part)
     return part.detach()

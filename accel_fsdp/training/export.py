@@ -1,4 +1,4 @@
-"""The end of a run: the whole model, gathered on all ranks, written and verified on the first."""
+"""Exports a model at the end of a run: all ranks gather it, the first one writes and verifies it."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from accel_fsdp.units import counted
 
 
 class Export:
-    """The export of a run. Make it before training; `expected` is what the folder has to hold."""
+    """The export of a run. Make it before training; `expected` describes the folder's content."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer, self.args, model = trainer, trainer.args, trainer.model
@@ -23,7 +23,7 @@ class Export:
         saved_as = getattr(torch, self.dtype) if self.dtype else None
         self.expected = exported_folder.expected_tensors(model, self._trained_as(), saved_as)
         self.is_writing = False
-        """Trainer's saves are the export, and no checkpoint."""
+        """Whether Trainer's saves are the export instead of a checkpoint."""
 
     def _dtype(self, model: Any) -> str:
         """The name of the dtype to export in; empty: as trained, which is the default of an adapter."""
@@ -87,7 +87,7 @@ class Export:
             return exported_folder.verify(folder, self.expected)
 
     def _kept_checkpoint(self) -> Path:
-        """The checkpoint of what the model holds now; written, in shards, if there is none. Call on all ranks."""
+        """The checkpoint of the current weights; written in shards if there is none. Call on all ranks."""
         trainer = self.trainer
         if self.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
             return Path(trainer.state.best_model_checkpoint)
@@ -102,7 +102,7 @@ class Export:
         return folder
 
     def as_exported(self, state_dict: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:
-        """What Trainer is about to write: in the export's dtype, without copies of tied tensors."""
+        """The tensors that Trainer writes: in the export's dtype, without copies of tied tensors."""
         if self.is_writing and self.args.should_save and self.expected.casts:
             if state_dict is None:
                 state_dict = self.trainer.accelerator.unwrap_model(self.trainer.model).state_dict()
@@ -111,6 +111,6 @@ class Export:
 
 
 def exported(target: Path, tensors: int, rounding: exported_folder.Rounding | None) -> str:
-    """The line that says where the export is, and that its weights are not all of what was trained."""
+    """The line that names the export, and reports if its weights were rounded."""
     rounded = f", {rounding}; --export_dtype {rounding.trained} keeps them" if rounding else ""
     return f"exported and verified: {target} ({counted(tensors, 'tensor')}{rounded})"

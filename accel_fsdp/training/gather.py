@@ -1,4 +1,4 @@
-"""What it takes to gather a whole model on one rank: host memory, and collectives that may last."""
+"""Prepares the gathering of a whole model on one rank: checks host memory, and extends the timeout of collectives."""
 
 from collections.abc import Callable
 from datetime import timedelta
@@ -14,11 +14,11 @@ from accel_fsdp.units import gib_or_mib
 
 RELIES_ON = (Internal("torch.distributed.distributed_c10d:_world.pg_map"),)
 SLOWEST_BYTES_PER_S = 50e6
-"""What a busy network file system still takes; a local disk is 10 to 60 times as fast."""
+"""The rate of a busy network file system; a local disk is 10 to 60 times as fast."""
 
 
 def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, checkpoint: Callable[[], Path]) -> None:
-    """Stops all ranks before a gather that the kernel would end, without a word, on one of them. Collective.
+    """Stops all ranks before a gather for which one of them lacks memory: the kernel would kill it. Collective.
 
     `gathers_here` says that this rank will hold the whole model. `checkpoint` makes sure of one on disk, on all ranks.
 
@@ -31,7 +31,7 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
     if dist.is_initialized():
         frees = [None] * dist.get_world_size()
         dist.all_gather_object(frees, free if short else None)
-    least = min((one for one in frees if one is not None), default=None)
+    least = min((free for free in frees if free is not None), default=None)
     if least is None:
         return
     saved = checkpoint()

@@ -41,10 +41,10 @@ def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     tokenizer: PreTrainedTokenizerBase = inspect_model.read_tokenizer(*asked)
     known = tokenizer.get_vocab()
     for name in ("eos_token", "pad_token"):
-        wanted = getattr(options, name)
-        if wanted is not None and wanted not in known:
+        value = getattr(options, name)
+        if value is not None and value not in known:
             raise UserError(
-                f"--{name} {wanted} is no token of {options.model_name_or_path}.{did_you_mean(wanted, known)}",
+                f"--{name} {value} is no token of {options.model_name_or_path}.{did_you_mean(value, known)}",
                 why="a token without a row in the embedding can't be trained",
                 fix="one of its own, such as "
                 + ", ".join(map(str, tokenizer.all_special_tokens[:3] or ["those it has"])),

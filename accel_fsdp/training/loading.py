@@ -34,7 +34,7 @@ RELIES_ON = (
 )
 FSDP1_LOG = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
 GPU_STATES = ("cuda", "npu", "hpu", "mlu", "musa")
-"""In a checkpoint's random states, those that Trainer keeps for one device or for all."""
+"""The keys of a checkpoint's random states that Trainer keeps for one device or for all."""
 
 
 def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> None:
@@ -54,7 +54,7 @@ def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> N
 
 
 def check_adapter(trainer: Any, checkpoint: str) -> None:
-    """Compares an adapter's tensors with the checkpoint's, where FSDP would load only those that fit.
+    """Compares an adapter's tensors with the checkpoint's, as FSDP would load only the matching ones.
 
     Raises:
         UserError: they differ.
@@ -104,7 +104,7 @@ def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | Non
 
 
 def cause(error: BaseException) -> str:
-    """What happened, in a line: of a sharded checkpoint on the first rank that failed; without gloo's advice."""
+    """The error in one line: for a sharded checkpoint that of the first failed rank; without gloo's advice."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return re.sub(r"^\[[^]]*\] ", "", inspect_model.first_line(error)).partition(" This is typically caused")[0]
@@ -146,7 +146,7 @@ def _as_stored(trainer: Any, checkpoint: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
-    """`plugin` with the state dict type of the checkpoint's files; its configs go along, or they stay the other's."""
+    """`plugin` with the state dict type of the checkpoint's files, and the configs of that type."""
     facts = summary.facts_of(checkpoint)
     before = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
     if facts.sharded or facts.full:
@@ -208,7 +208,7 @@ def _without_state(trainer: Any, checkpoint: Path) -> list[torch.nn.Parameter]:
 
 
 def _names_in(checkpoint: Path) -> optimizer_names.OptimizerNames | None:
-    """None where they can't be read here: torch then says what is wrong, or knows tensors that our reader doesn't."""
+    """None if they can't be read here: torch then reports the error, or knows tensors that this reader doesn't."""
     try:
         return optimizer_names.read(checkpoint)
     except UserError:
@@ -216,7 +216,7 @@ def _names_in(checkpoint: Path) -> optimizer_names.OptimizerNames | None:
 
 
 def _take_rates(optimizer: Any, schedule: LambdaLR) -> None:
-    """This run's rate for the next step: the stored one is zero where the schedule had come to its end."""
+    """This run's rate for the next step: the stored rate is zero if the schedule had ended."""
     rates = [
         base * rate(schedule.last_epoch) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     ]
@@ -226,7 +226,7 @@ def _take_rates(optimizer: Any, schedule: LambdaLR) -> None:
 
 
 def _convert_rng(source: Path, target: Path, ranks: int) -> None:
-    """The first rank's random state in the form for that many ranks: of several, it holds those of all GPUs it saw."""
+    """The first rank's random state in the format for `ranks` ranks; with several, it holds all visible GPUs."""
     with safe_globals():
         state = torch.load(source, weights_only=True)
     for name, value in state.items():

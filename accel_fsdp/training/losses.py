@@ -123,17 +123,17 @@ class Losses:
             self._routed = self.trainer.accelerator.reduce(trained, "sum") / self.trainer.get_tp_size()
 
     def begin_micro_batch(self, inputs: Mapping[str, Tensor]) -> None:
-        """A router's loss of this micro-batch is one of those that have rows."""
+        """Sets the share of this micro-batch's router loss in the step, which is 0 without rows."""
         if self._router is not None:
             self._router_share = self._sharing_ranks() * has_rows(inputs).to(self.args.device) / self._routed
 
     def compute(
         self, by_trainer: Callable[..., Any], model: nn.Module, inputs: dict[str, Any], tokens: Tensor | int | None
     ) -> tuple[Tensor, Any]:
-        """The loss and the model's outputs. `tokens` are those of the step on all ranks, None in an evaluation.
+        """The loss and the model's outputs. `tokens` counts the step's tokens on all ranks, None in an evaluation.
 
-        The model returns a sum, which is divided here: FSDP casts the floats that it hands to a model's forward, and
-        bfloat16 rounds a count of 271 tokens to 272.
+        The model returns a sum, which is divided here: FSDP casts float arguments of a model's forward, and bfloat16
+        rounds a count of 271 tokens to 272.
         """
         if self.args.use_liger_kernel:  # its loss never has all logits
             inputs = {**inputs, "return_token_accuracy": True}
@@ -152,11 +152,11 @@ class Losses:
         return int(self.trainer.accelerator.num_processes // self.trainer.get_tp_size())
 
     def _rank_scale(self) -> int:
-        """What Trainer multiplies each rank's loss by, in place: the engines take the mean over the ranks."""
+        """The factor that Trainer applies to each rank's loss, as the engines take the mean over the ranks."""
         return self._sharing_ranks() if self.args.average_tokens_across_devices else 1
 
     def _router_loss(self, outputs: Any) -> Tensor | float:
-        """What the model has added to its loss for the balance of its experts."""
+        """The part of the model's loss for the balance of its experts."""
         balance = outputs.get("aux_loss")
         if balance is None:
             return 0.0
@@ -192,14 +192,14 @@ class Losses:
     def _of_predictions(
         self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, smoothing: float
     ) -> Tensor:
-        """The next tokens' loss of a model that isn't given the labels, summed."""
+        """The summed loss of the next tokens, for a model that doesn't get the labels."""
         loss = cross_entropy(outputs["logits"], targets({"labels": labels}), smoothing)
         return loss + self._router_loss(outputs)
 
     # Accuracy
 
     def _score(self, outputs: Any, target_ids: Tensor) -> None:
-        """Counts the tokens that were predicted right, from the same pass; not where a kernel keeps the logits."""
+        """Counts the correctly predicted tokens of the same pass, if the kernel returns logits or their accuracy."""
         count = (target_ids != IGNORED).sum()
         outputs = outputs if isinstance(outputs, Mapping) else {}
         if outputs.get("logits") is not None:
@@ -211,7 +211,7 @@ class Losses:
         self._scored = self._scored + torch.stack([right.double(), count.double()])
 
     def add_accuracy(self, logs: dict[str, float]) -> None:
-        """Adds the share of tokens predicted right to a log of the loss, under TRL's name. Call on all ranks."""
+        """Adds the share of correctly predicted tokens to a log of the loss, under TRL's name. Call on all ranks."""
         if "loss" in logs and isinstance(self._scored, Tensor):
             right, count = self.trainer.accelerator.reduce(self._scored, "sum").tolist()
             logs["mean_token_accuracy"] = right / max(count, 1)
@@ -220,11 +220,11 @@ class Losses:
     # Held-out rows
 
     def begin_evaluation(self) -> None:
-        """From here on `add_held_out` counts."""
+        """Resets the sums of `add_held_out`."""
         self._held_out = torch.zeros(3, dtype=torch.double, device=self.args.device)
 
     def add_held_out(self, model: nn.Module, inputs: dict[str, Any]) -> None:
-        """Adds what this rank's rows lose; row by row, as a float32 copy of all logits may not fit."""
+        """Adds the losses of this rank's rows; row by row, as a float32 copy of all logits may not fit."""
         inputs = self.trainer._prepare_inputs(inputs)
         context, inputs = self.trainer._prepare_context_parallel_inputs(model, inputs)
         with torch.no_grad(), context():
@@ -232,7 +232,7 @@ class Losses:
             outputs = model(**{name: part for name, part in inputs.items() if name not in LABELS})
             for logits, row in zip(outputs["logits"], target_ids, strict=True):
                 sums = cross_entropy(logits, row), right_tokens(logits, row), (row != IGNORED).sum()
-                self._held_out += torch.stack([one.double() for one in sums])
+                self._held_out += torch.stack([value.double() for value in sums])
 
     def held_out(self) -> tuple[float, float]:
         """The mean over the held-out tokens of all ranks, without smoothing or a router's loss, and the accuracy."""

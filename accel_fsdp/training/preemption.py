@@ -18,19 +18,19 @@ from accel_fsdp.library_internals import Internal
 RELIES_ON = (Internal("torch.distributed.distributed_c10d:_get_default_store", ""),)
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 SAME_SIGNAL_SECONDS = 5.0
-"""A scheduler signals launcher and ranks alike, and then the launcher its ranks: that is one wish, not two."""
+"""A scheduler signals launcher and ranks, and then the launcher its ranks: both signals are one request to stop."""
 SAME_KEY_SECONDS = 1.0
-"""The terminal sends Ctrl-C to launcher and ranks alike, and the launcher hands it on at once; a person who presses it
-again does so later."""
+"""The terminal sends Ctrl-C to launcher and ranks, and the launcher forwards it at once; a user who presses it again
+does so later."""
 KEY = "accel_fsdp/stop"
 
 
 class Stop(TrainerCallback):  # type: ignore[misc]
-    """Holds the signal back until the end of a step that all ranks agree on; a second one ends the process at once.
+    """Holds a signal back until the end of a step that all ranks agree on; a second one ends the process at once.
 
-    The agreement costs each rank one question to the job's store per step and waits for nobody. A rank that was
-    signalled names the step after its own: the others can't end that one without it, so all of them read the name in
-    time. The signal is noted by a thread, as Python's own handlers wait while the main thread is in a collective.
+    The agreement costs each rank one request to the job's store per step, without waiting. A signalled rank names the
+    step after its own: the others can't end that step without it, so all of them read the name in time. A thread
+    records the signal, as Python's own handlers wait while the main thread is in a collective.
     """
 
     def __init__(self) -> None:
@@ -43,12 +43,12 @@ class Stop(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """From here on there is something to save; before, a signal ends the process as it always does."""
+        """Begins to handle signals: before, there is nothing to save, and a signal ends the process."""
         if args.world_size == 1 or dist.is_initialized():
             self._listen()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Asks for a checkpoint and the end of training, on all ranks after the same step."""
+        """Requests a checkpoint and the end of training, on all ranks after the same step."""
         self.agreed = self._agreed_on(state.global_step)
         if self.agreed:
             control.should_save = control.should_training_stop = True
@@ -57,12 +57,12 @@ class Stop(TrainerCallback):  # type: ignore[misc]
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Trainer ends the epoch that was broken off as if it were complete, and would save and evaluate again."""
+        """Prevents a second save and evaluation: Trainer ends an interrupted epoch as if it were complete."""
         if self.agreed:
             control.should_save = control.should_evaluate = control.should_log = False
 
     def _agreed_on(self, step: int) -> str:
-        """The name of the signal, where ranks stop after this step."""
+        """The name of the signal if the ranks stop after this step, else empty."""
         name = signal.Signals(self.signal).name if self.signal else ""
         if not dist.is_initialized():
             return name
@@ -94,7 +94,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
         os.close(reader)
 
     def _one_wish(self, number: int) -> float:
-        """Seconds within which a further signal is an echo of the first."""
+        """Seconds within which a further signal counts as the same request."""
         twice = self.signal == number == signal.SIGINT
         return SAME_KEY_SECONDS if twice else SAME_SIGNAL_SECONDS
 
@@ -108,12 +108,12 @@ class Stop(TrainerCallback):  # type: ignore[misc]
             )
 
     def ignore(self) -> None:
-        """Lets nothing interrupt a rank that has saved and leaves: the launcher signals those that it sees last."""
+        """Ignores signals from here on: the launcher signals ranks that have saved and are about to exit."""
         for number in self._before:
             self._before[number] = signal.SIG_IGN
 
     def release(self) -> None:
-        """Gives the signals back to what handled them before training."""
+        """Restores the signal handlers from before the training."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -123,7 +123,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
             self._pipe = None
 
     def give_in(self) -> None:
-        """Ends this process by the signal that was held back, where one was: its job has failed elsewhere."""
+        """Ends this process by the signal that was held back, if any: the job has failed on another rank."""
         if self.signal:
             with contextlib.suppress(ProcessLookupError):
                 signal.signal(self.signal, signal.SIG_DFL)

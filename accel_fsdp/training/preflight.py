@@ -1,4 +1,4 @@
-"""Between loading and `Accelerator.prepare`: what an engine gets wrong for a model, refused or put right."""
+"""Checks between loading and `Accelerator.prepare`: refuses or fixes what an engine gets wrong for a model."""
 
 import os
 from dataclasses import replace
@@ -52,7 +52,7 @@ def check_wrap_classes(model: nn.Module) -> None:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Stops before accelerate 1.15 would: its FSDP2 loading takes every entry of the state dict for a DTensor."""
+    """Refuses what accelerate 1.15 fails on: its FSDP2 loading takes every entry of the state dict for a DTensor."""
     launch = LaunchEnvironment.now()
     stored = inspect_model.persistent_buffers(model)
     if launch.uses_fsdp2 and launch.loads_on_rank_zero and stored:
@@ -64,7 +64,7 @@ def check_buffers(model: nn.Module) -> None:
 
 
 def check_weight_decay(args: TrainingArguments) -> None:
-    """Stops where FSDP1 flattens parameters: they lose the names by which Trainer spares norms and biases the decay."""
+    """Refuses flattened parameters of FSDP1: they lose the names by which Trainer exempts norms from decay."""
     launch = LaunchEnvironment.now()
     if launch.uses_fsdp1 and launch.flattens and args.weight_decay > 0:
         raise UserError(
@@ -75,9 +75,9 @@ def check_weight_decay(args: TrainingArguments) -> None:
 
 
 def check_dora(model: nn.Module) -> None:
-    """Stops before PEFT 0.21 would: it reads the shape of an adapter's weight where FSDP1 has put a flat shard."""
+    """Refuses what PEFT 0.21 fails on: it reads the shape of an adapter's weight, which FSDP1 has flattened."""
     adapters = getattr(model, "peft_config", {}).values()
-    if LaunchEnvironment.now().uses_fsdp1 and any(one.use_dora for one in adapters):
+    if LaunchEnvironment.now().uses_fsdp1 and any(adapter.use_dora for adapter in adapters):
         raise UserError(
             "--use_dora under FSDP1",
             why="PEFT 0.21 reads the adapter's weights outside of their unit's forward, where FSDP1 holds flat shards",
@@ -86,7 +86,7 @@ def check_dora(model: nn.Module) -> None:
 
 
 def check_gathering(args: TrainingArguments) -> None:
-    """Stops where what was trained could not be put together at the end, or not where it would be looked for."""
+    """Refuses a run whose model could not be gathered at the end, or would be saved in an unexpected place."""
     plugin = getattr(args, "deepspeed_plugin", None)
     section = plugin.deepspeed_config.get("zero_optimization", {}) if plugin is not None else {}
     if section.get("stage") == 3 and not section.get("stage3_gather_16bit_weights_on_model_save"):
@@ -105,7 +105,7 @@ def check_gathering(args: TrainingArguments) -> None:
 
 
 def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
-    """Decides who recomputes activations, and how; says so where it isn't what was written.
+    """Decides which library recomputes activations, and how; logs a difference from the YAML or arguments.
 
     FSDP's own (the YAML's `fsdp_activation_checkpointing`) and the layers' (`--gradient_checkpointing`) exclude each
     other. Not reentrant wherever that works: the reentrant kind gives frozen layers no gradient unless their inputs
@@ -144,7 +144,7 @@ def _drops_out(model: nn.Module) -> bool:
 
 
 class HostMemory(TrainerCallback):  # type: ignore[misc]
-    """Says what loading and sharding took of each machine's memory: jobs die of it before a GPU is full."""
+    """Logs the host memory that loading and sharding took: jobs run out of it before a GPU is full."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         own = torch.tensor([host.peak_memory()], device=args.device)
@@ -160,7 +160,7 @@ def _say(args: TrainingArguments, line: str) -> None:
 
 
 def keep_precision(plugin: Any) -> None:
-    """Spares what mixed precision would round to 16 bits: FSDP1's buffers, and the loss that FSDP2 hands out.
+    """Keeps in float32 what mixed precision would round to 16 bits: FSDP1's buffers, and FSDP2's loss.
 
     accelerate 1.15 gives FSDP1's policy the parameters' dtype for buffers, the angles of rotary embeddings among them,
     and FSDP2's policy for outputs: near 6, a loss in bfloat16 has steps of 1/32. No YAML key leads to either. It takes

@@ -1,4 +1,4 @@
-"""How the process of a rank begins and ends."""
+"""Starts and ends the process of a rank."""
 
 import logging
 import warnings
@@ -21,7 +21,7 @@ def finish(exit_code: int) -> None:
 
 
 def begin(args: TrainingArguments) -> None:
-    """Sets the seed. Progress bars of one rank are enough, and libraries' advice on their APIs is not for users.
+    """Sets the seed. Turns off the progress bars of other ranks, and the libraries' advice on their APIs.
 
     Raises:
         UserError: a library has changed inside.
@@ -33,7 +33,7 @@ def begin(args: TrainingArguments) -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch\.distributed\.")
     noise = ("The tokenizer has new PAD/BOS/EOS tokens", "Warning: The following arguments do not match")
     loader = logging.getLogger("transformers.trainer_utils")  # once per rank; `resuming.check` refuses what matters
-    loader.addFilter(lambda said: not str(said.msg).startswith(noise))
+    loader.addFilter(lambda record: not str(record.msg).startswith(noise))
     if args.process_index != 0:
         import datasets
         from transformers.utils.logging import disable_progress_bar

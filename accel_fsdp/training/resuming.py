@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it can as it is set up; said before anything is loaded."""
+"""Chooses the checkpoint that a run resumes, and checks before loading that its settings fit."""
 
 from collections.abc import Collection
 from contextlib import closing
@@ -29,10 +29,10 @@ T = TypeVar("T")
 def chosen(training: "TrainingArguments") -> str | None:
     """Resolves `--resume_from_checkpoint`: a folder, true for the newest of `output_dir`, auto for that or a new run.
 
-    Call on all ranks. The bytes of what is chosen are those that were written: each rank reads a share of them.
+    Call on all ranks. The checkpoint's hashes are verified: each rank reads a share of its bytes.
 
     Raises:
-        UserError: there is nothing to resume from, its steps are of other sizes, or `output_dir` holds another run that
+        UserError: there is nothing to resume from, its steps have another size, or `output_dir` holds another run that
             would be mixed up with this.
     """
     checkpoint = _wanted(training)
@@ -46,26 +46,27 @@ def chosen(training: "TrainingArguments") -> str | None:
 
 
 def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
-    """Gives each rank of an elastic job as many micro-batches as the checkpoint's steps need, where that is possible.
+    """Adapts the micro-batches per step of an elastic job, so that its steps train as many rows as the checkpoint's.
 
-    With fewer machines than before there are more of them: the steps train the same rows.
+    With fewer machines than before, each rank takes more micro-batches.
     """
-    each, rest = divmod(origin.rows_per_step * training.gradient_accumulation_steps, max(_rows_per_step(training), 1))
-    if rest or each < 1 or each == training.gradient_accumulation_steps:
+    rows = origin.rows_per_step * training.gradient_accumulation_steps
+    micro_batches, rest = divmod(rows, max(_rows_per_step(training), 1))
+    if rest or micro_batches < 1 or micro_batches == training.gradient_accumulation_steps:
         return
     if training.process_index == 0:
         console.say(
             f"elastic: {counted(training.world_size, 'rank')} instead of {origin.ranks}, so "
-            f"--gradient_accumulation_steps {each} instead of {training.gradient_accumulation_steps}: "
+            f"--gradient_accumulation_steps {micro_batches} instead of {training.gradient_accumulation_steps}: "
             f"steps of {origin.rows_per_step} rows as before",
             style="yellow",
         )
-    training.gradient_accumulation_steps = each
+    training.gradient_accumulation_steps = micro_batches
 
 
 def _wanted(training: "TrainingArguments") -> Path | None:
-    output, wanted = Path(training.output_dir), training.resume_from_checkpoint
-    if wanted is None or str(wanted).lower() == "false":
+    output, asked = Path(training.output_dir), training.resume_from_checkpoint
+    if asked is None or str(asked).lower() == "false":
         if any(output.glob(f"{file_names.CHECKPOINT}*")) or (output / file_names.FINAL).exists():
             raise UserError(
                 f"{output} already holds a run",
@@ -73,14 +74,15 @@ def _wanted(training: "TrainingArguments") -> Path | None:
                 fix="--resume_from_checkpoint true to go on with it, or another --output_dir",
             )
         return None
-    if str(wanted).lower() not in ("true", "auto"):
-        return _named(Path(wanted), training)
+    if str(asked).lower() not in ("true", "auto"):
+        return _named(Path(asked), training)
     choice = completeness.choose(
         output, _agreed([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
     )
-    for folder, flaw in choice.skipped.items() if training.process_index == 0 else ():
-        console.say(f"skipped: {folder}: {flaw}", style="yellow")
-    if choice.newest is None and str(wanted).lower() == "true":
+    if training.process_index == 0:
+        for folder, flaw in choice.skipped.items():
+            console.say(f"skipped: {folder}: {flaw}", style="yellow")
+    if choice.newest is None and str(asked).lower() == "true":
         raise UserError(
             f"no complete checkpoint-N folder in {output}",
             why="there is nothing to resume from",
@@ -102,7 +104,7 @@ def _named(checkpoint: Path, training: "TrainingArguments") -> Path:
 
 
 def _rows_per_step(training: "TrainingArguments") -> int:
-    """Those of all ranks, where ranks that share rows count once."""
+    """The rows of all ranks; ranks that share rows count once."""
     sharing = LaunchEnvironment.now().ranks_per_row
     return int(training.train_batch_size * training.gradient_accumulation_steps * training.world_size // sharing)
 
@@ -119,19 +121,19 @@ def _check_rows(checkpoint: Path, origin: Origin | None, rows_per_step: int, ign
 
 
 def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
-    """What is wrong with a checkpoint on any rank. Each looks at all sizes and at its share of the bytes."""
-    apart = training.save_on_each_node  # each machine has a checkpoint of its own, and looks at all of it
+    """The flaw of a checkpoint on any rank. Each rank checks all sizes and its share of the bytes."""
+    apart = training.save_on_each_node  # then each machine has its own checkpoint and checks all of it
     part, of = (
         (training.local_process_index, LaunchEnvironment.now().local_world_size)
         if apart
         else (training.process_index, training.world_size)
     )
     try:
-        found = completeness.flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
-        found = found or completeness.damage(checkpoint, part=part, of=of)
+        problem = completeness.flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
+        problem = problem or completeness.damage(checkpoint, part=part, of=of)
     except (OSError, UserError) as error:
-        found = getattr(error, "what", "") or str(error)
-    return next(filter(None, _agreed([found])), "")
+        problem = getattr(error, "what", "") or str(error)
+    return next(filter(None, _agreed([problem])), "")
 
 
 def _agreed(answers: list[T]) -> list[T]:
@@ -154,9 +156,9 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
         UserError: a part is missing (Trainer would start that part anew, silently), it is of another engine or number
             of ranks in a format that can't change them, or the same step would be another place in the data.
     """
-    held, origin = summary.facts_of(checkpoint), completeness.origin_of(checkpoint)
-    stored = origin.engine if origin else _engine(checkpoint, held)
-    if lacking := completeness.lacking_to_resume(checkpoint, held):
+    facts, origin = summary.facts_of(checkpoint), completeness.origin_of(checkpoint)
+    stored = origin.engine if origin else _engine(checkpoint, facts)
+    if lacking := completeness.lacking_to_resume(checkpoint, facts):
         raise UserError(
             f"{checkpoint} holds no {' and no '.join(lacking)}",
             why="Trainer would start them anew without a word",
@@ -187,12 +189,12 @@ def check_adapter(checkpoint: Path, names: Collection[str], adapter: str = "defa
         return
     with closing(FileReader()) as reader:
         stored = {_without_adapter(name, adapter) for name in torch_zip.load(reader, path)}
-    wanted = {_without_adapter(name, adapter) for name in names}
-    if stored != wanted:
-        other = min(stored ^ wanted)
+    expected = {_without_adapter(name, adapter) for name in names}
+    if stored != expected:
+        differing = min(stored ^ expected)
         raise UserError(
-            f"{path} holds {len(stored & wanted)} of the adapter's {counted(len(wanted), 'tensor')}; "
-            f"{'it lacks' if other in wanted else 'it has'} {other}",
+            f"{path} holds {len(stored & expected)} of the adapter's {counted(len(expected), 'tensor')}; "
+            f"{'it lacks' if differing in expected else 'it has'} {differing}",
             why="training would go on from a partly new adapter",
             fix="resume with the model and the LoRA flags of that run, or from an older checkpoint-N",
         )

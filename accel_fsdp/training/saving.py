@@ -1,4 +1,4 @@
-"""Checkpoints that are written whole or not at all: each counts once every file of every rank is on disk."""
+"""Writes checkpoints completely or not at all: one counts as soon as every file of every rank is on disk."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ class Checkpoints:
         self.checkpoint_bytes, self.export_bytes = disk_room.predicted_bytes(trainer)
 
     def origin(self) -> Origin:
-        """What a checkpoint says of the run that wrote it."""
+        """The run's properties that are stored in its checkpoints."""
         zero = getattr(self.trainer.accelerator.state, "deepspeed_plugin", None)
         engine = zero_name(zero.zero_stage) if zero is not None else Engine.DDP.label
         engine = ANY_FSDP if self.trainer.is_fsdp_enabled else engine
@@ -56,7 +56,7 @@ class Checkpoints:
         self.together(lambda: disk_room.check_whole_run(self.trainer, self.checkpoint_bytes, self.export_bytes))
 
     def together(self, act: Callable[[], None]) -> None:
-        """Acts on the ranks that write. What one raises all raise, so that none waits for one that has left."""
+        """Acts on the ranks that write. If one raises, all raise, so that no rank waits for one that has left."""
         failed: list[tuple[str, str, str]] = []
         if self.args.should_save:
             try:
@@ -79,7 +79,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _abandoned_on_errors(self, folder: Path) -> Iterator[None]:
-        """Where the block fails to write, leaves no half-written checkpoint, and the complete one that it replaces.
+        """If the block fails, removes the half-written checkpoint, and keeps the complete one that it would replace.
 
         Raises:
             UserError: the disk is full, or what else kept a library from writing.
@@ -108,7 +108,7 @@ class Checkpoints:
             raise
 
     def _hashes(self, folder: Path) -> dict[str, str] | None:
-        """Of all files, each taken by the rank that wrote it; None where a rank has files that no other one sees."""
+        """The hashes of all files, each taken by the rank that wrote it; None if ranks don't share the folder."""
         if self.trainer.on_tpu or self.args.save_on_each_node:
             return None
         own, failed = dict[str, str](), None
@@ -131,7 +131,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def own_retention(args: Any) -> Iterator[None]:
-    """Trainer counts half-written checkpoints as any other, and at the end deletes the last one for the best."""
+    """Turns off Trainer's deletion: it counts half-written checkpoints, and in the end deletes the last one."""
     limit, args.save_total_limit = args.save_total_limit, None
     try:
         yield
@@ -140,5 +140,5 @@ def own_retention(args: Any) -> Iterator[None]:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether a collective failed for want of a rank: NCCL and the store have their own error, gloo a RuntimeError."""
+    """Whether a collective lost a rank: NCCL and the store raise their own errors, gloo a RuntimeError."""
     return isinstance(error, torch.distributed.DistError) or "gloo" in str(error)

@@ -1,4 +1,4 @@
-"""Proof that a prepared model is sharded: units of the right size, on every rank."""
+"""Checks that a prepared model is sharded: units of the right size, on every rank."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
     """Stops a run whose parameters are not sharded although the YAML asks for it, before the first step."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Measures the wrapped model and says what each rank holds."""
+        """Measures the wrapped model and logs what each rank holds."""
         launch = LaunchEnvironment.now()
         no_shard = launch.uses_fsdp1 and launch.sharding_strategy in ("3", "NO_SHARD")
         holding = measured(kwargs["model"], allow_whole=launch.ignores_modules)
@@ -50,12 +50,12 @@ def measured(model: "nn.Module", allow_whole: bool = False) -> Holding:
 
 
 def shown(holding: Holding) -> str:
-    held = f"{millions(holding.held)} of {millions(holding.weights)} parameters"
-    return f"{holding.engine}: {len(holding.units)} units, each rank holds {held}"
+    share = f"{millions(holding.held)} of {millions(holding.weights)} parameters"
+    return f"{holding.engine}: {len(holding.units)} units, each rank holds {share}"
 
 
 def unsharded(what: str) -> UserError:
-    """The error for a model that is not sharded, or not enough."""
+    """The error for a model that is not sharded, or not as far as the YAML asks."""
     return UserError(
         f"the model is not sharded: {what}",
         why="every rank would train, and pay for, the whole model",

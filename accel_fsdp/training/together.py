@@ -1,7 +1,7 @@
-"""Until training begins: the ranks compare what they were told and what they loaded, and end together when one fails.
+"""Before training: the ranks compare their settings and what they loaded, and end together if one fails.
 
-Data and weights that differ between machines are trained without an error, each rank its shards of them. A rank that
-fails while it loads would leave the others waiting in a collective; what follows is watched by `hang_watch`.
+If data or weights differ between machines, each rank trains its shards of them without an error. A rank that fails
+while it loads would leave the others waiting in a collective; `hang_watch` watches from the start of training on.
 """
 
 import contextlib
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 PREFIX = "accel_fsdp/together"
 _jobs = itertools.count()
-"""One for each job of this process: their ranks may share a store."""
+"""A number for each job of this process: they may share a store."""
 POLL_SECONDS, MEET_SECONDS = 1.0, 10.0
 RANKS_PER_SECOND = 100
-"""How many ranks ask the store for a failure in a second."""
+"""Limits how often ranks ask the store for a failure."""
 PATHS = frozenset({"model_name_or_path", "dataset_name", "chat_template_path", "resume_from_checkpoint"})
-"""Arguments of which the last part is compared: machines may keep the same thing in other places."""
+"""Arguments of which only the last part of the path is compared: machines may store the same thing elsewhere."""
 OF_CONFIG = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-"""What a model's config says of where it came from."""
+"""Keys of a model's config about its origin."""
 SAMPLED, BLOCKS = 1024, 16
-"""Of each tensor so many elements are compared, in so many evenly spaced stretches, the last at its end."""
+"""The number of elements that are compared of each tensor, in this many evenly spaced blocks, the last at its end."""
 
 
 class Peers:
-    """The ranks of this job before training. Around what loads: `with together.Peers(seconds) as ranks`."""
+    """The ranks of this job before training. Wrap the loading: `with together.Peers(seconds) as ranks`."""
 
     def __init__(self, seconds: float) -> None:
-        """`seconds` is how long one rank may load for longer than the others."""
+        """`seconds`: how much longer than the others a rank may load."""
         launch = LaunchEnvironment.now()
         self.seconds, self.local_rank = seconds, launch.local_rank
         self.own = agreement.Member(launch.rank, launch.machine_rank)
@@ -65,19 +65,19 @@ class Peers:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self.compare("ready", {})  # none leaves while another may still fail
+            self.compare("ready", {})  # wait for all: another rank may still fail
         elif self.several and self.machines > 1:
             self._fails_itself = isinstance(error, UserError)
-            if not self._fails_itself:  # often a collective without the rank that failed: the watch knows which
+            if not self._fails_itself:  # often a collective that lacks a failed rank: the watch knows which
                 time.sleep(2 * self._every)
             self._tell(error)
         self._over.set()
 
     def compare(self, name: str, settings: agreement.Settings) -> None:
-        """Goes on if all ranks have the same settings. Call on all of them.
+        """Compares the settings of all ranks. Call on all of them.
 
         Raises:
-            UserError: they differ.
+            UserError: the settings differ.
         """
         if self.several:
             wait = "; --ddp_timeout SECONDS waits longer"
@@ -90,7 +90,7 @@ class Peers:
         return max(POLL_SECONDS, dist.get_world_size() / RANKS_PER_SECOND)
 
     def _tell(self, error: BaseException) -> None:
-        """Says for the other machines why this rank ends, and gives them time to hear it."""
+        """Reports to the other machines why this rank ends, and gives them time to read it."""
         if isinstance(error, agreement.Differs):  # all raise it
             return
         what = in_a_line(error)
@@ -113,7 +113,7 @@ class Peers:
                 self._end(what)
 
     def _failure(self, store: Any, launchers: Board | None) -> str:
-        """What has failed elsewhere, as its rank or its launcher says; empty where nothing has."""
+        """The failure of another rank, as it or its launcher reported it; empty if there is none."""
         if not store.check(["failed"]):
             return (launchers.get(FAILED) or "") if launchers is not None else ""
         note = json.loads(store.get("failed"))
@@ -135,7 +135,7 @@ class Peers:
 
 
 def _board_of_launchers() -> Board | None:
-    """Where `accel-fsdp launch` says that its ranks have failed: a rank that the system killed says nothing itself."""
+    """The store in which `accel-fsdp launch` reports failed ranks: a killed rank can't report itself."""
     address, port = LaunchEnvironment.now().meeting
     with contextlib.suppress(RuntimeError):
         return Address(address, port, hosts=False).open(MEET_SECONDS) if address else None
@@ -146,7 +146,7 @@ def _board_of_launchers() -> Board | None:
 
 
 def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:
-    """What this rank was told: arguments, what Accelerate made of the YAML, script, versions, environment."""
+    """The settings of this rank: arguments, Accelerate's variables from the YAML, script, versions, environment."""
     values = {**asdict(model), **asdict(data), **training.to_dict()}
     kept = {name: value for name, value in values.items() if not agreement.is_own(name)}
     arguments = {
@@ -157,7 +157,7 @@ def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:
 
 
 def of_data(settings: agreement.Settings, held_out: Any, tokenizer: Any) -> agreement.Settings:
-    """The tokenizer, and the rows where this rank has read them: their number and a digest of their tokens."""
+    """The tokenizer, and the number and digest of the rows, if this rank has read them."""
     own = settings.get("data", {})
     rows = {f"training: {name}": own[name] for name in ("rows", lineage.CONTENT) if name in own}
     if rows and held_out is not None:
@@ -176,7 +176,7 @@ def _of_tokenizer(tokenizer: Any) -> dict[str, Any]:
 
 
 def of_model(model: "nn.Module", receives_weights: bool) -> agreement.Settings:
-    """The model's config, and of each of its tensors a digest of a sample, unless they come from rank 0."""
+    """The model's config, and a digest of a sample of each tensor, unless the tensors come from rank 0."""
     config: Any = model.config
     described = {name: value for name, value in config.to_dict().items() if name not in OF_CONFIG}
     weights = {} if receives_weights else {"weights": dict(_tensors(model))}
@@ -192,7 +192,7 @@ def _tensors(model: "nn.Module") -> Iterator[tuple[str, str]]:
 
 
 def _sample(tensor: torch.Tensor) -> memoryview | bytes:
-    """Some elements; none of a tensor without memory (ZeRO-3's, those on the meta device)."""
+    """Some elements of a tensor; empty for one without memory (ZeRO-3, meta device)."""
     if not tensor.numel() or tensor.is_meta:
         return b""
     flat = tensor.reshape(-1)

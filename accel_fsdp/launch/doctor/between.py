@@ -26,7 +26,7 @@ PING = (
 )
 
 
-def judge(found: Found) -> list[Row]:
+def judge(results: Found) -> list[Row]:
     checks: tuple[Callable[[Found], Iterator[Row]], ...] = (
         _missing,
         _told_differently,
@@ -38,22 +38,22 @@ def judge(found: Found) -> list[Row]:
         _pairs,
         _collectives,
     )
-    return [row for check in checks for row in check(found)]
+    return [row for check in checks for row in check(results)]
 
 
-def _missing(found: Found) -> Iterator[Row]:
-    for machine in found.missing:
+def _missing(results: Found) -> Iterator[Row]:
+    for machine in results.missing:
         what = f"machine {machine} didn't come"
         why = "nothing was started there, it ended, it can't reach machine 0, or it was told another number"
         fix = f"accel-fsdp doctor there; its --machine-rank must be {machine}, and the port of machine 0 be open"
         yield Row("machines", "error", what, why, fix)
-    if not found.missing and len(found.facts) > 1:
-        yield Row("machines", "ok", ", ".join(f"{number} is {facts.name}" for number, facts in found.facts.items()))
+    if not results.missing and len(results.facts) > 1:
+        yield Row("machines", "ok", ", ".join(f"{number} is {facts.name}" for number, facts in results.facts.items()))
 
 
-def _differing(found: Found, told: Callable[[Facts], Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _differing(results: Found, setting_of: Callable[[Facts], Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """The names under which machines tell different values, with the values and who tells them."""
-    for odd in agreement.differences({number: {"": told(facts)} for number, facts in found.facts.items()}):
+    for odd in agreement.differences({number: {"": setting_of(facts)} for number, facts in results.facts.items()}):
         values = (
             f"{value} on {counted(len(machines), 'machine')} ({', '.join(map(str, machines))})"
             for value, machines in odd.values.items()
@@ -61,56 +61,56 @@ def _differing(found: Found, told: Callable[[Facts], Mapping[str, Any]]) -> Iter
         yield odd.name, "; ".join(values)
 
 
-def _told_differently(found: Found) -> Iterator[Row]:
-    for name, values in _differing(found, lambda facts: facts.asks_for):
+def _told_differently(results: Found) -> Iterator[Row]:
+    for name, values in _differing(results, lambda facts: facts.asks_for):
         why = "some ranks would wait for others that never come"
         yield Row("job", "error", f"{name}: {values}", why, "the same YAML and flags on all machines")
 
 
-def _versions(found: Found) -> Iterator[Row]:
-    odd = list(_differing(found, lambda facts: {"python": facts.python, **facts.versions}))
+def _versions(results: Found) -> Iterator[Row]:
+    odd = list(_differing(results, lambda facts: {"python": facts.python, **facts.versions}))
     for name, values in odd:
         why = "ranks of different code hang, or disagree on what they send"
         fix = "the same environment on all machines: a shared folder or an image"
         yield Row("versions", "error", f"{name}: {values}", why, fix)
-    if not odd and len(found.facts) > 1:
+    if not odd and len(results.facts) > 1:
         yield Row("versions", "ok", "the same on all machines")
 
 
-def _hardware(found: Found) -> Iterator[Row]:
-    counts = {len(facts.gpus) for facts in found.facts.values()}
-    for _, values in _differing(found, lambda facts: {"GPUs": facts.gpus_in_words}):
+def _hardware(results: Found) -> Iterator[Row]:
+    counts = {len(facts.gpus) for facts in results.facts.values()}
+    for _, values in _differing(results, lambda facts: {"GPUs": facts.gpus_in_words}):
         why = "each machine starts as many ranks as the others" if len(counts) > 1 else "all wait for the slowest"
         yield Row("GPUs", "error" if len(counts) > 1 else "warning", values, why, "machines of one kind")
 
 
-def _variables(found: Found) -> Iterator[Row]:
-    for name, values in _differing(found, lambda facts: facts.variables):
+def _variables(results: Found) -> Iterator[Row]:
+    for name, values in _differing(results, lambda facts: facts.variables):
         if name not in PER_MACHINE:
             why = "what one machine's ranks do, the others' don't"
             verdict: Verdict = "error" if agreement.is_compared(name) else "warning"
             yield Row("variables", verdict, f"{name}: {values}", why, f"export {name} alike on all machines")
 
 
-def _clocks(found: Found) -> Iterator[Row]:
-    for number, ahead in found.clock_seconds.items():
+def _clocks(results: Found) -> Iterator[Row]:
+    for number, ahead in results.clock_seconds.items():
         if abs(ahead) > CLOCK_SECONDS:
             what = f"machine {number} is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} machine 0"
             why = "logs can't be compared, and of several checkpoints the newest may be another"
             yield Row("clocks", "warning", what, why, "timedatectl set-ntp true")
 
 
-def _folder(found: Found) -> Iterator[Row]:
-    if found.folder_unseen:
-        what = f"a file of machine 0 isn't seen by {', '.join(f'machine {number}' for number in found.folder_unseen)}"
+def _folder(results: Found) -> Iterator[Row]:
+    if results.folder_unseen:
+        what = f"a file of machine 0 isn't seen by {', '.join(f'machine {number}' for number in results.folder_unseen)}"
         why = "each machine's shards of a checkpoint would lie on its own disk, and no resume would find all"
         fix = "--output_dir, and --folder here, in a folder that all machines share"
         yield Row("folder", "warning", what, why, fix)
 
 
-def _pairs(found: Found) -> Iterator[Row]:
-    failed = [pair for pair in found.pairs if pair.error]
-    dead, slow = _dead(found, failed), found.slow_machines()
+def _pairs(results: Found) -> Iterator[Row]:
+    failed = [pair for pair in results.pairs if pair.error]
+    dead, slow = _dead(results, failed), results.slow_machines()
     for machine in dead:
         pair = next(pair for pair in failed if machine in (pair.one, pair.other))
         yield _unreachable(f"machine {machine}", "none of the others reaches it, or it ended", pair)
@@ -121,17 +121,17 @@ def _pairs(found: Found) -> Iterator[Row]:
                 if pair.failed_bytes
                 else _unreachable(_name(pair), "they can't talk to each other", pair)
             )
-    yield from (_slow_machine(found, machine) for machine in slow)
-    for pair in found.pairs:
+    yield from (_slow_machine(results, machine) for machine in slow)
+    for pair in results.pairs:
         if not pair.error and not {pair.one, pair.other} & set(slow):
             yield from _measured(pair)
 
 
-def _dead(found: Found, failed: list[PairResult]) -> list[int]:
+def _dead(results: Found, failed: list[PairResult]) -> list[int]:
     """Machines of three or more that reach nobody, while others do."""
-    if len(found.facts) < 3 or len(failed) == len(found.pairs):
+    if len(results.facts) < 3 or len(failed) == len(results.pairs):
         return []
-    return [number for number in found.facts if all(p in failed for p in found.pairs if number in (p.one, p.other))]
+    return [number for number in results.facts if all(p in failed for p in results.pairs if number in (p.one, p.other))]
 
 
 def _name(pair: PairResult) -> str:
@@ -171,9 +171,9 @@ def _cut_off(pair: PairResult) -> Row:
     return Row(_name(pair), "error", f"{what}, and one of {arrived} did", why, "ethtool eth0; another interface")
 
 
-def _slow_machine(found: Found, machine: int) -> Row:
-    own = per_second(max(pair.bytes_per_second for pair in found.pairs if machine in (pair.one, pair.other)))
-    others = per_second(max(pair.bytes_per_second for pair in found.pairs if machine not in (pair.one, pair.other)))
+def _slow_machine(results: Found, machine: int) -> Row:
+    own = per_second(max(pair.bytes_per_second for pair in results.pairs if machine in (pair.one, pair.other)))
+    others = per_second(max(pair.bytes_per_second for pair in results.pairs if machine not in (pair.one, pair.other)))
     what = f"{own} to the others at best, which have {others} between them"
     why = "all ranks wait for the slowest machine in each collective"
     fix = "ethtool eth0 there (its link may have come up slow); another job or a backup on its network; leave it out"
@@ -198,19 +198,19 @@ def _measured(pair: PairResult) -> Iterator[Row]:
         yield Row(_name(pair), "warning", what, why, "ip -s link and ethtool -S eth0 on both count errors and drops")
 
 
-def _collectives(found: Found) -> Iterator[Row]:
-    if found.ranks < 2:
+def _collectives(results: Found) -> Iterator[Row]:
+    if results.ranks < 2:
         return
-    if not found.can_join:
+    if not results.can_join:
         yield Row("collectives", "unknown", "not tested: the machines can't form one job yet")
         return
-    silent = [rank for rank, failure in found.failed_ranks.items() if failure.endswith("no answer")]
-    for rank, failure in found.failed_ranks.items():
+    silent = [rank for rank, failure in results.failed_ranks.items() if failure.endswith("no answer")]
+    for rank, failure in results.failed_ranks.items():
         if silent and rank not in silent:
             continue  # these failed because of the silent ones
         known = _known(failure)
         why = known.often if known else "a job would hang or stop there"
         fix = known.fix if known else "accel-fsdp doctor --explain with the message"
         yield Row(f"rank {rank}", "error", failure.strip().splitlines()[0], why, fix)
-    if not found.failed_ranks:
-        yield Row("collectives", "ok", f"{counted(found.ranks, 'rank')}: each collective gives the right result")
+    if not results.failed_ranks:
+        yield Row("collectives", "ok", f"{counted(results.ranks, 'rank')}: each collective gives the right result")

@@ -148,7 +148,7 @@ def _disk(facts: Facts, several: bool) -> Iterator[Row]:
 
 
 def _host_name(facts: Facts, several: bool, talked: bool) -> Iterator[Row]:
-    addresses, own = facts.name_addresses, {address for each in facts.addresses.values() for address in each}
+    addresses, own = facts.name_addresses, set().union(*facts.addresses.values())
     reached = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if reached and (not own or own & set(reached)):  # without psutil no address is known
         yield Row("host name", "ok", f"{facts.name} is {', '.join(addresses)}")
@@ -193,8 +193,8 @@ def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
             if not inside and (facts.addresses[name] or not any(facts.addresses.values())):
                 continue  # without psutil no address is known
             why = "it leads to no other machine: Connection refused" if inside else "it has no IP address"
-            leading = [other for other, own in facts.addresses.items() if _leads_away(own)]
-            others = [other for other in leading if not other.startswith(BRIDGES)]
+            leading = [interface for interface, own in facts.addresses.items() if _leads_away(own)]
+            others = [interface for interface in leading if not interface.startswith(BRIDGES)]
             fix = f"export {variable}={others[0]}" if others else f"unset {variable}"
             yield Row("interfaces", "error", f"{variable}={facts.variables[variable]}: {name}", why, fix)
 

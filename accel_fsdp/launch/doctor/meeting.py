@@ -97,16 +97,17 @@ class Meeting:
                 self._answer(facts, folder)
 
     def _call_the_roll(self, mark: str) -> None:
-        everyone, found = range(self.team.machines), self.found
+        everyone, results = range(self.team.machines), self.found
         known = self.board.wait(map(_facts_key, everyone), self.team.seconds)
-        found.facts = {number: Facts(**known[_facts_key(number)]) for number in everyone if _facts_key(number) in known}
-        found.missing = [number for number in everyone if number not in found.facts]
-        others = [number for number in found.facts if number]
-        self.board.put("present", {"machines": sorted(found.facts), "mark": mark, "clock": time.time()})
+        came = [number for number in everyone if _facts_key(number) in known]
+        results.facts = {number: Facts(**known[_facts_key(number)]) for number in came}
+        results.missing = [number for number in everyone if number not in results.facts]
+        others = [number for number in results.facts if number]
+        self.board.put("present", {"machines": sorted(results.facts), "mark": mark, "clock": time.time()})
         seen = self.board.wait(map(_sees_key, others), FOLDER_SECONDS + LEAVE_SECONDS)
         answers = {number: seen[_sees_key(number)] for number in others if _sees_key(number) in seen}
-        found.folder_unseen = [number for number, answer in answers.items() if not answer["mark"]]
-        found.clock_seconds = {number: answer["ahead"] for number, answer in answers.items()}
+        results.folder_unseen = [number for number, answer in answers.items() if not answer["mark"]]
+        results.clock_seconds = {number: answer["ahead"] for number, answer in answers.items()}
 
     def _answer(self, facts: Facts, folder: Path) -> None:
         roll = self.board.wait(["present"], self.team.seconds + LEAVE_SECONDS).get("present")
@@ -172,16 +173,16 @@ class Meeting:
         return (saw[0] or probing.PairResult(first, second, error=NO_ANSWER)).with_other(saw[1])
 
     def _collect_collectives(self) -> None:
-        found, board = self.found, self.board
-        done = board.wait(map(probing.done_key, range(found.ranks)), LEAVE_SECONDS)
-        for rank in range(found.ranks):
+        results, board = self.found, self.board
+        done = board.wait(map(probing.done_key, range(results.ranks)), LEAVE_SECONDS)
+        for rank in range(results.ranks):
             failure = done.get(probing.done_key(rank), f"{board.get(probing.at_key(rank)) or 'the start'}: {NO_ANSWER}")
             if failure:
-                found.failed_ranks[rank] = failure
-        found.talked = not found.failed_ranks
-        sizes = probing.sizes(self.team.on_gpus, found.least_bandwidth)
+                results.failed_ranks[rank] = failure
+        results.talked = not results.failed_ranks
+        sizes = probing.sizes(self.team.on_gpus, results.least_bandwidth)
         keys = [probing.collective_key(name, size) for name in probing.COLLECTIVES for size in sizes]
-        found.collectives = [probing.CollectiveResult(**result) for key in keys if (result := board.get(key))]
+        results.collectives = [probing.CollectiveResult(**result) for key in keys if (result := board.get(key))]
 
     def end(self, healthy: bool) -> bool:
         """Tells how it went, and stays until the others have heard; they return what machine 0 tells."""

@@ -83,8 +83,8 @@ def _line(row: Row) -> str:
     return f"  {row.verdict:{VERDICT_WIDTH}}{row.subject:{SUBJECT_WIDTH}} {row.what}"
 
 
-def _table(found: Found) -> Iterator[list[str]]:
-    for result in found.collectives:
+def _table(results: Found) -> Iterator[list[str]]:
+    for result in results.collectives:
         seconds = f"{result.seconds * 1e3:,.3f} ms"
         yield [result.collective, kib_or_mib(result.size_bytes), seconds, per_second(result.bytes_per_second)]
 

@@ -39,8 +39,8 @@ def store() -> tuple[Any, int]:
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    made = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return made, made.port
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return server, server.port
 
 
 @dataclass

@@ -27,8 +27,8 @@ def main() -> None:
     worker, file, script, *words = sys.argv[1:]
     end_with(int(worker))
     launcher.check_shards(Path(file), Path(script), tuple(words))
-    found = launcher.rank_environment(Path(file), Path(script))
-    os.environ.update({name: value for name, value in found.items() if name not in RAYS})
+    variables = launcher.rank_environment(Path(file), Path(script))
+    os.environ.update({name: value for name, value in variables.items() if name not in RAYS})
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, script, *words])
 

@@ -71,8 +71,8 @@ def _variables(messages: Any) -> dict[str, str]:
     meets = None
     if context.get_world_rank() == 0:
         ray.get(messages.begin.remote(context.get_world_size()))
-        made, port = meeting.store()
-        _kept.append(made)
+        store, port = meeting.store()
+        _kept.append(store)
         meets = ray.util.get_node_ip_address(), port
     address, port = broadcast_from_rank_zero(meets)
     return {

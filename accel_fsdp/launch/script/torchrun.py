@@ -60,8 +60,8 @@ def _command(job: JobFile) -> str:
         if job.machines > 1
         else "--standalone"
     )
-    told = ["--accelerate_config", str(job.file)]
-    script = in_lines([str(job.script), *told], job.words, "    ")
+    words = ["--accelerate_config", str(job.file)]
+    script = in_lines([str(job.script), *words], job.words, "    ")
     lines = [
         f"torchrun --nnodes={job.machines} --nproc-per-node={job.gpus} {meeting}",
         f"--signals-to-handle={launcher.SIGNALS} --log-dir=logs/{shlex.quote(job.name)} --tee=3",

@@ -167,7 +167,7 @@ def written(
     except Exception as error:  # templates raise what they like
         if len(chats) == 1:
             return [BadRow(f"the chat template refuses it: {error}")]
-        return [one for chat in chats for one in written(tokenizer, [chat], marks, masked)]
+        return [row for chat in chats for row in written(tokenizer, [chat], marks, masked)]
     found: list[tuple[str, list[TextSpan]] | BadRow] = []
     for chat, text, spans in zip(chats, texts, generated, strict=True):
         try:

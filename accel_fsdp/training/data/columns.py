@@ -77,24 +77,24 @@ class RowReader:
             Empty: a part has no text.
         BadRow: a part has another type.
         """
-        found = {part: row[column] for part, column in self.column.items()}
+        parts = {part: row[column] for part, column in self.column.items()}
         if self.kind == "messages":
-            return Chat(_turns(found["messages"], self.column["messages"]))
+            return Chat(_turns(parts["messages"], self.column["messages"]))
         if self.kind == "pair":
-            return _pair(found["prompt"], found["completion"])
+            return _pair(parts["prompt"], parts["completion"])
         if self.kind == "instruction":
-            return self._instruction(found)
+            return self._instruction(parts)
         if self.kind == "template":
             return self._rendered(row)
-        return _text(found["text"], self.column["text"])
+        return _text(parts["text"], self.column["text"])
 
     def _instruction(self, row: Mapping[str, Any]) -> Example:
         instruction = _prompt(row["instruction"], self.column["instruction"])
         output = _text(row["output"], self.column["output"])
-        given = row.get("input") or ""
+        extra = row.get("input") or ""
         if self.chats:
-            return _asked("\n\n".join(filter(None, (instruction, given))), output)
-        more = ALPACA_INPUT.format(input=given) if given else ""
+            return _asked("\n\n".join(filter(None, (instruction, extra))), output)
+        more = ALPACA_INPUT.format(input=extra) if extra else ""
         return Pair(ALPACA.format(instruction=instruction, input=more), output)
 
     def _rendered(self, row: Mapping[str, Any]) -> Example:
@@ -123,8 +123,8 @@ def reader(
     if prompt_template is not None:
         return _templated(columns, chats, prompt_template, completion_template)
     column = {part: named.get(part) or _first(names, columns) for part, names in ALIASES.items()}
-    found = {part: name for part, name in column.items() if name}
-    kinds = [kind for kind, parts in KINDS.items() if all(part in found for part in parts)]
+    named_columns = {part: name for part, name in column.items() if name}
+    kinds = [kind for kind, parts in KINDS.items() if all(part in named_columns for part in parts)]
     wanted = [kind for kind in kinds if set(named) & {*KINDS[kind], "input"}]
     if text_field in columns and not wanted and (text_field != "text" or not kinds):
         return RowReader("text", {"text": text_field}, chats)
@@ -132,7 +132,7 @@ def reader(
         raise _no_columns(columns, text_field)
     kind = (wanted or kinds)[0]
     parts = (*KINDS[kind], "input") if kind == "instruction" else KINDS[kind]
-    return RowReader(kind, {part: found[part] for part in parts if part in found}, chats)
+    return RowReader(kind, {part: named_columns[part] for part in parts if part in named_columns}, chats)
 
 
 def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:

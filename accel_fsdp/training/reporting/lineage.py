@@ -63,7 +63,7 @@ class SettingChange:
 
 @dataclass(frozen=True)
 class History:
-    """What this run trains with, and what was trained with before, up to the checkpoint that it goes on from."""
+    """The settings of this run, and those of the earlier parts of the training, up to the resumed checkpoint."""
 
     settings: Settings
     before: Sequence[Mapping[str, Any]] = field(default_factory=list)
@@ -74,7 +74,7 @@ class History:
     """The last step before this session."""
 
     def lines(self, checkpoint: str | None) -> list[str]:
-        """For the user: where the run goes on from, and what it changes from there on."""
+        """Lines for the user: the resumed checkpoint, and the settings that change from there on."""
         if checkpoint is None:
             return []
         lines = [f"resumed: {checkpoint}, after {counted(step_of(Path(checkpoint)), 'step')}"]
@@ -83,32 +83,33 @@ class History:
         return [*lines, *(f"changed from here on: {change}" for change in self.changes)]
 
     def account(self, last_step: int) -> dict[str, Any]:
-        """For `run.json`: this session's steps; and the run's stretches of steps, oldest first, with their settings."""
+        """For `run.json`: the steps of this session, and the run's segments with their settings, oldest first."""
         ends = [*self.before, {"last_step": last_step, "settings": self.settings}]
-        starts = [1, *(int(one["last_step"]) + 1 for one in self.before)]
+        starts = [1, *(int(segment["last_step"]) + 1 for segment in self.before)]
         segments = [
-            {"first_step": start, "last_step": one["last_step"], "settings": one["settings"]}
-            for start, one in zip(starts, ends, strict=True)
+            {"first_step": start, "last_step": segment["last_step"], "settings": segment["settings"]}
+            for start, segment in zip(starts, ends, strict=True)
         ]
         return {"session": {"first_step": self.step + 1, "last_step": last_step}, "segments": segments}
 
 
 def of_run(checkpoint: str | None, model: Any, data: Any, training: Any, rows: Any) -> History:
-    """What this run trains with beside what its checkpoint was trained with; the first rank says the changes."""
-    hashed = training.local_process_index == 0 and not data.streaming  # one rank of a node is enough to read them all
+    """Compares this run's settings with those of its checkpoint; the first rank logs the changes."""
+    hashed = training.local_process_index == 0 and not data.streaming  # one rank of a node reads all rows
     history = follow(
         Path(checkpoint) if checkpoint else None,
         settings(model, data, training, rows if hashed else None),
         accepts=training.resume_with_changes,
         skips_data=not training.ignore_data_skip,
     )
-    for line in history.lines(checkpoint) if training.process_index == 0 else ():
-        console.say(line, style="cyan")
+    if training.process_index == 0:
+        for line in history.lines(checkpoint):
+            console.say(line, style="cyan")
     return history
 
 
 def settings(model: Any, data: Any, training: Any, rows: "Dataset | Packed | None") -> Settings:
-    """The settings of a run as its arguments say. `rows` are its tokens, None where they are unknown."""
+    """The settings of a run, from its arguments. `rows` are its tokens, None if unknown."""
     adapter = {name: getattr(model, name) for name in ADAPTER} if model.use_peft else {}
     packed_to = data.max_length if data.packing else None
     limit = (
@@ -116,7 +117,7 @@ def settings(model: Any, data: Any, training: Any, rows: "Dataset | Packed | Non
         if training.max_steps > 0
         else {"num_train_epochs": float(training.num_train_epochs)}
     )
-    found = {
+    groups = {
         "model": {
             "model_name_or_path": last_part(model.model_name_or_path),
             "model_revision": model.model_revision,
@@ -141,61 +142,61 @@ def settings(model: Any, data: Any, training: Any, rows: "Dataset | Packed | Non
         "precision": {"mixed_precision": LaunchEnvironment.now().mixed_precision},
         "ranks": {"ranks": LaunchEnvironment.now().world_size, **{name: getattr(training, name) for name in STEP}},
     }
-    plain: Settings = json.loads(json.dumps(found, default=lambda value: str(getattr(value, "value", value))))
+    plain: Settings = json.loads(json.dumps(groups, default=lambda value: str(getattr(value, "value", value))))
     return plain
 
 
 def last_part(name: str) -> str:
-    """A folder's or file's own name, of a hub id the part after the owner: the same thing may lie elsewhere later."""
+    """The last part of a path or hub id: the same thing may have another path later."""
     return Path(name).name
 
 
 def digest(rows: "Dataset | Packed") -> str:
-    """A hash of every token and label in the order of the rows, whatever files they lie in."""
+    """A hash of every token and label in the order of the rows, independent of their files."""
     import xxhash
 
     tokens: Any = getattr(rows, "tokens", rows)
-    found = xxhash.xxh3_128()
+    hashed = xxhash.xxh3_128()
     for batch in tokens.with_format("arrow").iter(HASHED_ROWS):
         for name in ("input_ids", "labels"):
             column = batch[name].combine_chunks()
-            found.update(column.value_lengths().to_numpy(zero_copy_only=False).astype("int64").tobytes())
-            found.update(column.flatten().to_numpy(zero_copy_only=False).astype("int32").tobytes())
-    return found.hexdigest()
+            hashed.update(column.value_lengths().to_numpy(zero_copy_only=False).astype("int64").tobytes())
+            hashed.update(column.flatten().to_numpy(zero_copy_only=False).astype("int32").tobytes())
+    return hashed.hexdigest()
 
 
 def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data: bool = True) -> History:
-    """Holds this run's settings against those of the checkpoint that it goes on from.
+    """Compares this run's settings with those of the checkpoint that it resumes.
 
-    `accepts`: the user allows every change. Without `skips_data` the data begin anew, and their order is free.
+    `accepts`: the user allows every change. Without `skips_data` the data begin anew, and may come in any order.
 
     Raises:
-        UserError: a setting differs that would make of the rest another training.
+        UserError: a setting differs that would change the rest of the training.
     """
     if checkpoint is None:
         return History(here)
     origin = completeness.origin_of(checkpoint)
     if origin is None or not origin.settings:
         return History(here, unknown=True, step=step_of(checkpoint))
-    found = list(changes(origin.settings, here))
-    told = TOLD if skips_data else TOLD | {"order"}
+    differences = list(changes(origin.settings, here))
+    free_groups = TOLD if skips_data else TOLD | {"order"}
     step = step_of(checkpoint)
     _check_length(checkpoint, here, step)
-    refused = [change for change in found if change.group not in told]
+    refused = [change for change in differences if change.group not in free_groups]
     if refused and not accepts:
         raise UserError(
             f"this run is set up otherwise than the one that wrote {checkpoint}: {'; '.join(map(str, refused))}",
             why="the remaining steps would train with other settings than the first ones",
             fix="the settings of before; or --resume_with_changes true, which keeps both in run.json and the card",
         )
-    ended = [{"last_step": step, "settings": origin.settings}] if found else []
-    return History(here, [*origin.before, *ended], found, step=step)
+    ended = [{"last_step": step, "settings": origin.settings}] if differences else []
+    return History(here, [*origin.before, *ended], differences, step=step)
 
 
 def changes(old: Settings, new: Settings) -> Iterator[SettingChange]:
-    """What differs, of the settings that both have.
+    """Yields the differences of the settings that both have.
 
-    Data of the same content may come from anywhere; a rank that hasn't read them leaves that to the one that has.
+    Data with the same content may come from anywhere; only the rank that has read them compares the content.
     """
     had, has = old.get("data", {}).get(CONTENT), new.get("data", {}).get(CONTENT)
     same = had is not None and (had == has or (has is None and not new["data"].get("streaming")))
@@ -205,7 +206,7 @@ def changes(old: Settings, new: Settings) -> Iterator[SettingChange]:
             continue
         if group == "length" and before and before.keys() != values.keys():
             yield SettingChange(
-                group, "length", *(" ".join(map(_shown, next(iter(one.items())))) for one in (before, values))
+                group, "length", *(" ".join(map(_shown, next(iter(length.items())))) for length in (before, values))
             )
         for name, value in values.items():
             if name in before and before[name] != value:
@@ -213,16 +214,16 @@ def changes(old: Settings, new: Settings) -> Iterator[SettingChange]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The last step that the checkpoint has behind it; 0 where Trainer's own file doesn't say."""
+    """The step after which the checkpoint was written; 0 if Trainer's file doesn't contain it."""
     step = summary.read_json(checkpoint / file_names.TRAINER_STATE).get("global_step", 0)
     return step if isinstance(step, int) else 0
 
 
 def _check_length(checkpoint: Path, here: Settings, step: int) -> None:
-    wanted = here["length"].get("max_steps")
-    if wanted is not None and wanted < step:
+    max_steps = here["length"].get("max_steps")
+    if max_steps is not None and max_steps < step:
         raise UserError(
-            f"--max_steps {wanted}, but {checkpoint} was written after {counted(step, 'step')}",
+            f"--max_steps {max_steps}, but {checkpoint} was written after {counted(step, 'step')}",
             why="nothing would be trained, and the model would be of more steps than were asked for",
             fix=f"--max_steps {step} or more; accel-fsdp export {checkpoint} OUT makes a model of it as it is",
         )

@@ -91,7 +91,7 @@ def _body(
 def _where(run: Mapping[str, Any]) -> str:
     """The strategy of the last stretch, and the ranks of each."""
     ranks = [run["machine"]["ranks"]]
-    stretches = [one["settings"].get("ranks", {}).get("ranks") for one in run.get("segments", [])]
+    stretches = [segment["settings"].get("ranks", {}).get("ranks") for segment in run.get("segments", [])]
     ranks = [count for count, _ in itertools.groupby(filter(None, stretches))] or ranks
     if ranks == [1]:
         return "in one process"
@@ -113,14 +113,14 @@ def _segments(segments: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if len(segments) < 2:
         return
     tables = [
-        {f"{group}: {name}": value for group, values in one["settings"].items() for name, value in values.items()}
-        for one in segments
+        {f"{group}: {name}": value for group, values in segment["settings"].items() for name, value in values.items()}
+        for segment in segments
     ]
     names = {name: None for table in reversed(tables) for name in table}  # in the order of this session's
     differing = [name for name in names if len({str(table.get(name)) for table in tables}) > 1]
     yield "\n## Stretches\n"
     yield "The run was resumed with other settings. Those under Arguments are of its last stretch.\n"
     yield "| steps | " + " | ".join(differing) + " |\n|---|" + "---|" * len(differing)
-    for one, table in zip(segments, tables, strict=True):
+    for segment, table in zip(segments, tables, strict=True):
         cells = " | ".join(str(table.get(name, "")).replace("|", "\\|") for name in differing)
-        yield f"| {one['first_step']} to {one['last_step']} | {cells} |"
+        yield f"| {segment['first_step']} to {segment['last_step']} | {cells} |"

@@ -11,9 +11,9 @@ PROFILED = "--profile_steps 3:5 profiles the steps 3, 4 and 5, as the log counts
 
 def steps_asked(text: str) -> range:
     """The steps of `--profile_steps`: `3:5` are 3, 4 and 5; `3` is one."""
-    if not (found := re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text.strip())):
+    if not (match := re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text.strip())):
         raise UsageError(f"--profile_steps {text}", why="it has to be FIRST:LAST, from 1 on", fix=PROFILED)
-    first, last = int(found[1]), int(found[2] or found[1])
+    first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise UsageError(f"--profile_steps {text}", why="its last step comes before the first", fix=PROFILED)
     if last - first >= MOST_PROFILED:

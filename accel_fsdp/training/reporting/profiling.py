@@ -228,8 +228,8 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         try:
             yield
         except Exception as error:
-            told = f"rank {self.rank}: the profile of step {number} is not complete: {in_a_line(error)}"
-            console.say(told, style="yellow")
+            message = f"rank {self.rank}: the profile of step {number} is not complete: {in_a_line(error)}"
+            console.say(message, style="yellow")
 
     # What a run tells
 
@@ -255,15 +255,15 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         step = self.step
         if step is None:
             return
-        one = Mark(len(step.marks), len(step.batches), phase, unit, name, layer)
-        if step.marks and step.marks[-1].title == one.title and phase in ("forward", "backward"):
+        begun = Mark(len(step.marks), len(step.batches), phase, unit, name, layer)
+        if step.marks and step.marks[-1].title == begun.title and phase in ("forward", "backward"):
             return
-        step.marks.append(one)
+        step.marks.append(begun)
         if self.on_gpu:
             clock = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             clock.record()
             step.clocks.append(clock)
-        with record_function(f"{step_trace.MARK}{one.number}"):
+        with record_function(f"{step_trace.MARK}{begun.number}"):
             pass
 
     # How a step is profiled
@@ -317,9 +317,9 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             self._backward(layer, None)
             return
         self.mark("forward", layer.kind, layer.path, layer.place)
-        given = next((one for one in (*args, *kwargs.values()) if _has_gradient(one)), None)
-        if layer.place == 0 and given is not None:
-            given.register_hook(self._embedding_backward)
+        tensor = next((value for value in (*args, *kwargs.values()) if _has_gradient(value)), None)
+        if layer.place == 0 and tensor is not None:
+            tensor.register_hook(self._embedding_backward)
 
     def _layer_ends(self, layer: ProfiledLayer, module: Any, args: Any, output: Any) -> None:
         """Its backward begins when the gradient of its output is there. FSDP's own hook on that comes later."""
@@ -426,12 +426,12 @@ class Reporter:
             self.why_unknown = in_a_line(error)
 
     def show(self, taken: ProfiledStep, model: "nn.Module") -> None:
-        found = self._compared(taken, model)
-        numbers = json.dumps(found.numbers(), indent=1)
+        comparison = self._compared(taken, model)
+        numbers = json.dumps(comparison.numbers(), indent=1)
         atomic_files.write_text(self.folder / file_names.STEP_NUMBERS, f"{numbers}\n")
         page = self.folder / file_names.STEP_PAGE
-        atomic_files.write_text(page, step_page.page(found))
-        for line in step_report.lines(found, str(page)):
+        atomic_files.write_text(page, step_page.page(comparison))
+        for line in step_report.lines(comparison, str(page)):
             progress.say(line)
 
     def _compared(self, taken: ProfiledStep, model: "nn.Module") -> step_report.StepComparison:

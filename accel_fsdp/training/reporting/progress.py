@@ -196,11 +196,11 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         if not torch.cuda.is_available():
             return f"{gib_or_mib(host.peak_memory())} of host memory on rank 0"
         self.peaks["measured"] = torch.cuda.max_memory_allocated()
-        said = f"{gib_or_mib(self.peaks['measured'])} with {batch}"
+        peak = f"{gib_or_mib(self.peaks['measured'])} with {batch}"
         if self.forecast is None:
-            return f"{said}; the plan's is unknown"
+            return f"{peak}; the plan's is unknown"
         self.peaks["predicted"] = self.forecast.peak_bytes(self.tally.rows, self.tally.length, self.gpu)
-        return f"{said}; the plan said {gib_or_mib(self.peaks['predicted'])}"
+        return f"{peak}; the plan said {gib_or_mib(self.peaks['predicted'])}"
 
     @contextlib.contextmanager
     def explains_out_of_memory(self) -> Iterator[None]:
@@ -217,14 +217,14 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
             raise self._out_of_memory(error) from error
 
     def _out_of_memory(self, error: RuntimeError) -> UserError:
-        found = self.forecast or self._read()
+        plan = self.forecast or self._read()
         rows, length = max(self.tally.rows, 1), max(self.tally.length, 1)
-        advice = found.advice(rows, length) if found else []
+        advice = plan.advice(rows, length) if plan else []
         what = str(error).split(". ")[0].splitlines()[0]
         why = f"a step of {rows} x {length:,} tokens per rank doesn't fit"
-        if found:
-            size = found.peak_bytes(rows, length, self.gpu)
-            why = f"the plan says {gib_or_mib(size)} for {rows} x {length:,} tokens per rank, {found.job.layout.name}"
+        if plan:
+            size = plan.peak_bytes(rows, length, self.gpu)
+            why = f"the plan says {gib_or_mib(size)} for {rows} x {length:,} tokens per rank, {plan.job.layout.name}"
         fix = "one of these, by what the plan says it frees: " + "; ".join(advice) if advice else HALVE
         return UserError(f"out of memory: {what}", why=why, fix=fix)
 

@@ -41,8 +41,8 @@ class Forecast:
     def advice(self, rows: int, length: int) -> list[str]:
         """What would free memory, the most first, as lines of text."""
         recipe = self.job.of_rows(rows, length).recipe
-        found = savings(self.shape, self.tapes, recipe, self.job.layout)[:SHOWN_SAVINGS]
-        return [f"{gib_or_mib(one.freed_bytes, gib_from=GIB / 10)} less: {one.change}" for one in found]
+        options = savings(self.shape, self.tapes, recipe, self.job.layout)[:SHOWN_SAVINGS]
+        return [f"{gib_or_mib(option.freed_bytes, gib_from=GIB / 10)} less: {option.change}" for option in options]
 
 
 def read(job: Job) -> Forecast:

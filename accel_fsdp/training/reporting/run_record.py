@@ -102,15 +102,15 @@ def loss_curves(log_history: list[dict[str, float]]) -> list[tuple[str, list[tup
 
 def results(log_history: list[dict[str, float]]) -> dict[str, dict[str, float]]:
     """First, best and last of each loss that was logged."""
-    found = {}
+    summaries = {}
     for name, points in loss_curves(log_history):
         values = [loss for _, loss in points]
-        found[f"{name} loss"] = {
+        summaries[f"{name} loss"] = {
             "first": values[0],
             "best": min(filter(math.isfinite, values), default=math.nan),
             "last": values[-1],
         }
-    return found
+    return summaries
 
 
 def _ends(points: list[tuple[int, float]]) -> str:

@@ -122,18 +122,22 @@ def _traffic(step: StepComparison) -> str:
 def _units(step: StepComparison) -> str:
     rows = [
         [
-            escape(f"{one.phase} {one.name or one.unit}" + (f" ({one.micro_batch})" if one.micro_batch > 1 else "")),
-            *_sizes(one.before_bytes),
-            *_sizes(one.peak_bytes),
-            *_sizes(one.after_bytes),
-            *_times(one.seconds),
+            escape(f"{stretch.phase} {stretch.name or stretch.unit}{_number(stretch.micro_batch)}"),
+            *_sizes(stretch.before_bytes),
+            *_sizes(stretch.peak_bytes),
+            *_sizes(stretch.after_bytes),
+            *_times(stretch.seconds),
         ]
-        for one in step.stretches
+        for stretch in step.stretches
     ]
-    titles = ("stretch", *(each for one in ("finds", "highest", "leaves", "time") for each in (one, "predicted")))
+    titles = ("stretch", *(cell for title in ("finds", "highest", "leaves", "time") for cell in (title, "predicted")))
     return (
         f"<details><summary>All stretches of the step, in their order</summary>{table(titles, rows, 'wide')}</details>"
     )
+
+
+def _number(micro_batch: int) -> str:
+    return f" ({micro_batch})" if micro_batch > 1 else ""
 
 
 def _sizes(pair: Quantity) -> list[str]:
