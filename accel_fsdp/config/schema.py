@@ -114,7 +114,7 @@ def _deepspeed(
 
 def _xla(name: str, kind: Kind, help: str) -> Field:
     """Nothing in Accelerate reads these: `TrainingArguments.fsdp_config` does, under the same names."""
-    help += " Accelerate hands it to nobody; train/sft.py --accelerate_config FILE gives it to Trainer."
+    help += " Accelerate passes it on to nothing; train/sft.py --accelerate_config FILE gives it to Trainer."
     return Field(f"fsdp_{name}", kind, False, XLA, help, "fsdp_config")
 
 

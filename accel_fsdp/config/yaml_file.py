@@ -84,7 +84,7 @@ def read_text(path: Path, why: str, fix: str, usual: str = "") -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read {path}: it is no text in UTF-8", why=why, fix=fix) from error
+        raise UsageError(f"cannot read {path}: it is not UTF-8 text", why=why, fix=fix) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -211,7 +211,7 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     if not rows:
         known = {_plain(gpu.name): gpu.name for gpu in GPUS}
         raise UsageError(
-            f"{name} is no GPU that this tool knows.{_suggestion(name, known.values())}",
+            f"{name} is an unknown GPU.{_suggestion(name, known.values())}",
             why="step time follows from its peak, memory and links",
             fix=f"one of {', '.join(dict.fromkeys(known.values()))}",
         )

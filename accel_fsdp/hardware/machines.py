@@ -114,12 +114,12 @@ def address_problem(text: str) -> str:
     if not re.fullmatch(r"[^\W_]|[^\W_][\w.:-]*[^\W_]", inside, re.ASCII) or len(text) > LONGEST_NAME:
         return "a host name or an IP address has letters, digits, dots and dashes alone"
     if text.count(":") == 1:
-        return "the port has a question and a key of its own, main_process_port"
+        return "the port has a separate question and key, main_process_port"
     if ":" in text or not re.search(r"[A-Za-z]", text):
         try:
             ipaddress.ip_address(text)
         except ValueError:
-            return "it is no IP address"
+            return "it is not an IP address"
     if text.lower() in ("localhost", "::1", "::", "0.0.0.0") or text.startswith("127."):
         return "every machine calls itself by that, so the others would not find it"
     return ""

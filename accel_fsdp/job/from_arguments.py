@@ -77,7 +77,7 @@ def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
     for name in sorted(arguments.keys() - WHOLE.keys()):
         if near := get_close_matches(name, WHOLE, 1, SLIP):
             raise UsageError(
-                f"{name} is no argument. Did you mean {near[0]}?",
+                f"{name} is unknown. Did you mean {near[0]}?",
                 why="the prediction would be of its default",
                 fix=f"--{near[0]} in the arguments; accel-fsdp check FILE --args FILE looks at all of them",
             )

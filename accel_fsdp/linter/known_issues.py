@@ -28,7 +28,7 @@ PAINS: Mapping[str, str] = {
     "P19": "a collective save on one rank hangs",
     "P20": "FSDP1 can't write a checkpoint after switching the state dict type",
     "P21": "a checkpoint of another state dict type, or of weights only, can't be resumed",
-    "P22": "without optimizer or scheduler file both start anew, in silence",
+    "P22": "without optimizer or scheduler file both silently restart",
     "P23": "a half-written checkpoint is chosen for resuming",
     "P24": "evaluating before training fails",
     "P25": "activation checkpointing is asked for twice, which TRL does by default",
@@ -70,7 +70,7 @@ PAINS: Mapping[str, str] = {
     "P61": "generating under FSDP1 fails",
     "P62": "safetensors 0.8.0 writes private files",
     "P63": "a bare no for mixed_precision is a boolean",
-    "P64": "1e8 is no whole number",
+    "P64": "1e8 is not a whole number",
     "P65": "layer classes in a list, with spaces or in another case are not found",
     "P66": "a key without a value becomes the text None",
     "P67": "values of the wrong kind for version, strategy and resharding",
@@ -78,7 +78,7 @@ PAINS: Mapping[str, str] = {
     "P69": "sync_module_states off is refused, even where FSDP2 ignores it",
     "P70": "activation checkpointing without a wrap policy",
     "P71": "accelerate to-fsdp2 leaves values that FSDP2 can't read",
-    "P72": "a tied embedding as a unit of its own",
+    "P72": "a tied embedding as a separate unit",
     "P73": "LoRA on both ends of a tied embedding, or on its tokens",
     "P74": "a config that ties what the weights hold apart",
     "P75": "tied embeddings are stored twice",
@@ -116,7 +116,7 @@ PAINS: Mapping[str, str] = {
 }
 
 UNSEEN: Mapping[str, str] = {
-    "P16": "How long rank 0 tokenizes depends on data that nobody reads here.",
+    "P16": "How long rank 0 tokenizes depends on data that the linter doesn't read.",
     "P17": "Whether a GPU has room for the gradients needs activations, which depend on the data.",
     "P30": "Which parameters a script freezes is decided when it runs; the setting that forbids it is seen.",
     "P45": "A wrong address or a closed port shows when the machines call each other.",

@@ -22,7 +22,7 @@ class NeedsCode(UserError):
 def refusal(name: str, part: str) -> NeedsCode:
     """The error for a `part` of the model `name` (its config, its tokenizer) that only its own code can read."""
     return NeedsCode(
-        f"{name} brings Python code of its own for {part}",
+        f"{name} comes with its own Python code for {part}",
         why="the installed transformers can't read it without, and no command runs code that comes with a model",
         fix="use a model that transformers knows; or read that code, and train with train/sft.py --trust_remote_code",
     )

@@ -74,7 +74,7 @@ class Comparison:
         """What is compared, in a sentence."""
         job, work = self.job, self.work
         much = f"{work.tokens:,} tokens" if work.tokens else f"{work.rows:,} rows, {work.epochs:g} times"
-        usual = ", as nobody said how many (--tokens, --dataset-rows)" if self.assumed else ""
+        usual = ", the default without --tokens or --dataset-rows" if self.assumed else ""
         numel = parameters(capacity.model_numel(job.shape), job.shape.language)
         return (
             f"{job.shape.name}: {numel}, {job.recipe.method} training on {much}{usual}, "

@@ -381,12 +381,10 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
         refused = " Trainer refuses full training of quantised weights." if recipe.method == "full" else ""
         notes.append(f"{shape.name} is quantised ({quant_method}); the plan is for its 16-bit original.{refused}")
     if recipe.checkpointing == "selective":
-        notes.append("Selective checkpointing is no flag of Trainer's: the script has to apply it itself.")
+        notes.append("Trainer has no flag for selective checkpointing: the script has to apply it.")
     kinds = {parameter.kind for block in shape.blocks for parameter in block.parameters}
     if recipe.method == "qlora" and "experts" in kinds:
-        notes.append(
-            "bitsandbytes quantises linear layers alone: the experts are no linear layers and stay in 16 bits."
-        )
+        notes.append("bitsandbytes quantises only linear layers: the experts aren't linear layers and stay in 16 bits.")
     return tuple(notes)
 
 

@@ -32,7 +32,7 @@ def count_of(text: str, flag: str = "--tokens") -> int:
     exact = Decimal(re.sub("[_,]", "", match["number"])).scaleb(power) if match and power is not None else Decimal(0)
     if exact < 1 or exact > MOST or exact != int(exact):
         raise UsageError(
-            f"{flag} {text[:LONGEST]} is no number of tokens",
+            f"{flag} {text[:LONGEST]} is not a number of tokens",
             why="it has to be a whole number above 0; K, M, B and T stand for 10^3, 10^6, 10^9 and 10^12",
             fix=f"{flag} 2B, {flag} 500M, {flag} 1.5T or {flag} 2000000000",
         )
@@ -46,7 +46,7 @@ def work_of(command: PlanCommand) -> cost.Work:
             "--tokens beside --dataset-rows", why="both say how much is trained", fix="leave out one of them"
         )
     if command.epochs is not None and (command.dataset_rows is None or command.args is not None):
-        says = "num_train_epochs of --args says it" if command.args else "nobody says how many rows an epoch has"
+        says = "num_train_epochs of --args says it" if command.args else "the number of rows in an epoch is missing"
         fix = "leave out --epochs" if command.args else "--dataset-rows N --epochs E"
         raise UsageError(f"--epochs {command.epochs:g}", why=says, fix=fix)
     for flag, value in (("--dataset-rows", command.dataset_rows), ("--eval-rows", command.eval_rows)):
@@ -103,7 +103,7 @@ def refuse_idle_prices(command: PlanCommand) -> None:
     flag = "--price" if command.price is not None else "--prices" if command.prices is not None else ""
     if flag and (command.tokens, command.dataset_rows, command.args) == (None, None, None):
         raise UsageError(
-            f"{flag} without --tokens", why="nobody says how much is trained", fix=f"{flag} beside --tokens 2B"
+            f"{flag} without --tokens", why="the amount of training is missing", fix=f"{flag} beside --tokens 2B"
         )
 
 
@@ -144,7 +144,7 @@ def _refuse_price(path: Path, name: str, price: object) -> None:
     is_number = isinstance(price, int | float) and not isinstance(price, bool)
     if not is_number or not math.isfinite(price) or price < 0:  # type: ignore[arg-type, operator]
         raise UsageError(
-            f"{path}: {name} = {price!r} is no price",
+            f"{path}: {name} = {price!r} is not a price",
             why="it has to be a number, 0 or more: the money of one GPU for an hour",
             fix=f'"{name}" = 2.5',
         )

@@ -173,7 +173,7 @@ def corrections(job: JobConfig, old: Answers, read: Collection[str]) -> list[str
     for section, key in _flat(to_mapping(old)):
         raw, field = job.section(section).get(key), BY_NAME[section, key]
         if raw is not None and not _is_readable(field, raw) and KEYS.get((section, key), "strategy") in read:
-            sentences.append(f"Accelerate can't read {key}: {raw}, so the key is written anew")
+            sentences.append(f"Accelerate can't read {key}: {raw}, so the key is rewritten")
     unread = {Engine.FSDP1: RESHARD, Engine.FSDP2: STRATEGY}.get(job.engine, "")
     if unread and job.has(unread):
         what = f"{job.engine.label} ignores {unread}: {job.fsdp(unread)}"

@@ -96,7 +96,7 @@ def check_model(context: Context, value: Any) -> str:
         raise UsageError("--model is missing", why="the layer class is read from it", fix="--model HUB_ID_OR_FOLDER")
     if name.startswith("-") or re.search(rf"{UNPRINTABLE.pattern}|[\n\t]", name) or len(name) > LONGEST_PATH:
         raise UsageError(
-            f"--model {name[:LONGEST_SHOWN]} is no hub id and no folder",
+            f"--model {name[:LONGEST_SHOWN]} is neither a hub id nor a folder",
             why="neither begins with a dash, has control characters or is that long",
             fix="--model HUB_ID_OR_FOLDER",
         )
@@ -119,10 +119,10 @@ def check_gpus(context: Context, value: Any) -> str:
         raise _wrong_gpus(text, f"that is {machine.count * number:,} GPUs", "no cluster has them", "8xH100")
     meant = "" if gpus.is_known(name) else name.translate(LOOKALIKES)
     if sized := gpus.with_size(name):
-        what = f"{name} is no GPU. Did you mean {sized}?"
+        what = f"{name} is an unknown GPU. Did you mean {sized}?"
         raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, sized))
     if gpus.is_known(meant):
-        what = f"{name} is no GPU. Did you mean {gpus.find(meant).name}?"
+        what = f"{name} is an unknown GPU. Did you mean {gpus.find(meant).name}?"
         raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, meant))
     if gpus.is_known(name):
         most = max(gpu.memory_gib for gpu in gpus.GPUS if gpu.name == gpus.find(name).name)
@@ -132,7 +132,7 @@ def check_gpus(context: Context, value: Any) -> str:
     elif not machine.memory_gib:  # with it, it is newer or rarer than the table
         known = dict.fromkeys(gpu.name for gpu in gpus.GPUS)
         near = nearest(name, known)
-        what = f"{name} is no GPU that this tool knows." + (f" Did you mean {near}?" if near else "")
+        what = f"{name} is an unknown GPU." + (f" Did you mean {near}?" if near else "")
         first = f"{text.replace(name, near)}; or " if near else ""
         typed = f"{first}{text}-<N>GB, with N the GiB of memory of one GPU; known are: {', '.join(known)}"
         raise _wrong_gpus(text, what, MEMORY_MATTERS, typed)
@@ -154,7 +154,7 @@ def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
         )
     if wrong := next((name for name in names if not name.isidentifier()), ""):
         raise UserError(
-            f"layer class {wrong[:LONGEST_SHOWN]} is no name of a class",
+            f"layer class {wrong[:LONGEST_SHOWN]} is not a class name",
             why="Accelerate looks for a module class of that name",
             fix="--layer-class NAME, such as LlamaDecoderLayer",
         )
@@ -209,7 +209,7 @@ def check_processes(context: Context, value: Any) -> int:
     if 0 < gpus < total:
         raise UserError(
             f"--num-processes {total} on {gpus} GPUs",
-            why="each process drives a GPU of its own",
+            why="each process drives one GPU",
             fix=f"--num-processes {gpus}, or describe the machine: --gpus {total // machines_in_all}xNAME",
         )
     hybrid = context["engine"] == "fsdp" and context["strategy"] in (4, 5)
@@ -246,7 +246,7 @@ def check_ip(context: Context, value: Any) -> str:
         return text
     if problem := machines.address_problem(text):
         raise UserError(
-            f"--main-process-ip {text[:LONGEST_SHOWN]} is no address to meet at",
+            f"--main-process-ip {text[:LONGEST_SHOWN]} is not an address",
             why=problem,
             fix="--main-process-ip NAME, the first machine's host name or IP address, such as 10.0.0.1",
         )

@@ -83,7 +83,7 @@ def refused(ended: subprocess.CompletedProcess[str], trace: Path) -> None:
     assert not trace.exists()
     assert "[y/N]" not in ended.stdout + ended.stderr
     said = " ".join((ended.stdout + ended.stderr).split())
-    assert "brings Python code of its own for its config" in said
+    assert "comes with its own Python code for its config" in said
     assert "train/sft.py --trust_remote_code" in said
     assert "Traceback" not in ended.stderr
 

@@ -150,14 +150,14 @@ def test_a_count_with_a_unit(whole: int, thousandths: int, unit: str) -> None:
 @pytest.mark.parametrize("text", ["1,5B", "1,50", "12,34,567", "1,5000", "1_0,0", "1000,000"])
 def test_a_comma_that_parts_no_thousands_is_refused(text: str) -> None:
     """Half the world writes 1.5 so: ten times as many tokens would be a plan for another job."""
-    with pytest.raises(UserError, match="is no number of tokens"):
+    with pytest.raises(UserError, match="is not a number of tokens"):
         workload.count_of(text)
 
 
 @given(st.text(max_size=60))
 def test_any_other_text_is_a_count_or_refused(text: str) -> None:
     found = or_refused(lambda: workload.count_of(text))
-    assert "is no number of tokens" in found if isinstance(found, str) else found > 0
+    assert "is not a number of tokens" in found if isinstance(found, str) else found > 0
 
 
 KINDS = st.sampled_from([gpu.name for gpu in GPUS if " " not in gpu.name])
@@ -180,11 +180,11 @@ def test_any_list_of_machines_is_read_or_refused(text: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--tokens", "2X"), "--tokens 2X is no number of tokens"),
-        (("--tokens", "0"), "is no number of tokens"),
-        (("--tokens", "1.5"), "is no number of tokens"),
+        (("--tokens", "2X"), "--tokens 2X is not a number of tokens"),
+        (("--tokens", "0"), "is not a number of tokens"),
+        (("--tokens", "1.5"), "is not a number of tokens"),
         (("--tokens", "2B", "--dataset-rows", "5"), "--tokens beside --dataset-rows"),
-        (("--epochs", "3"), "nobody says how many rows an epoch has"),
+        (("--epochs", "3"), "the number of rows in an epoch is missing"),
         (("--dataset-rows", "0"), "--dataset-rows 0 is less than 1"),
         (("--dataset-rows", "10", "--epochs", "0"), "--epochs 0"),
         (("--tokens", "2B", "--price", "nan"), "--price nan"),
@@ -205,15 +205,15 @@ def test_what_cannot_be_is_one_clear_error(words: tuple[str, ...], said: str) ->
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("H100 = 'two'", "H100 = 'two' is no price"),
-        ("H100 = -1", "H100 = -1 is no price"),
-        ("H100 = true", "is no price"),
-        ("H100 = nan", "is no price"),
+        ("H100 = 'two'", "H100 = 'two' is not a price"),
+        ("H100 = -1", "H100 = -1 is not a price"),
+        ("H100 = true", "is not a price"),
+        ("H100 = nan", "is not a price"),
         ("H1000 = 2", "Did you mean H100?"),
         ('"8xH100" = 2', "is several GPUs"),
         ('H100 = 2\n"NVIDIA H100" = 3', "has a price already"),
         ("H100 = ", "cannot read"),
-        ("[gpus]\nH100 = 2", "is no price"),
+        ("[gpus]\nH100 = 2", "is not a price"),
         ('"" = 2', "can't be read"),
     ],
 )

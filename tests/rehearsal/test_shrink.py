@@ -344,7 +344,7 @@ def test_code_of_its_own_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "own", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
     real = written(tmp_path / "real", config)
     (real / "own.py").write_text("raise SystemExit('ran')")
-    with pytest.raises(UserError, match="brings Python code of its own"):
+    with pytest.raises(UserError, match="comes with its own Python code"):
         shrink(str(real), tmp_path / "small")
     assert not (tmp_path / "small").exists()
 

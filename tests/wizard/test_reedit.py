@@ -264,7 +264,7 @@ def test_a_name_where_a_boolean_belongs_is_said(tmp_path: Path, capsys: pytest.C
     path.write_text(yaml.safe_dump(with_value("fsdp2", "HYBRID_SHARD", "fsdp_reshard_after_forward")))
     wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA)
     said = " ".join(capsys.readouterr().err.split())
-    assert "note: Accelerate can't read fsdp_reshard_after_forward: HYBRID_SHARD, so the key is written anew" in said
+    assert "note: Accelerate can't read fsdp_reshard_after_forward: HYBRID_SHARD, so the key is rewritten" in said
     content = yaml.safe_load(path.read_text())
     assert content["fsdp_config"]["fsdp_reshard_after_forward"] is True
     assert content["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
@@ -318,5 +318,5 @@ def test_a_layer_class_with_its_module_is_that_class(tmp_path: Path, capsys: pyt
     path = tmp_path / "old.yaml"
     path.write_text(V2.replace("LlamaDecoderLayer", "transformers.models.llama.modeling_llama.LlamaDecoderLayer"))
     assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {}) == 0
-    assert "so the key is written anew" in " ".join(capsys.readouterr().err.split())
+    assert "so the key is rewritten" in " ".join(capsys.readouterr().err.split())
     assert path.read_text() == V2

@@ -54,7 +54,7 @@ def resuming_under_fsdp1(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "fsdp_config.fsdp_version",
             "FSDP1 does not load a sharded optimizer state",
-            f"moments start at zero without a word{UNLESS_OURS}",
+            f"moments silently start at zero{UNLESS_OURS}",
             "fsdp_version: 2",
         )
 

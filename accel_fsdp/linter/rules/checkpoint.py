@@ -44,8 +44,8 @@ def checkpoint_without_optimizer(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "",
             f"{saved.name} lacks {' and '.join(saved.new_state)}",
-            "resuming starts learning rate and moments anew, without a word",
-            "resume an older checkpoint, or start anew from the weights",
+            "resuming silently restarts learning rate and moments",
+            "resume an older checkpoint, or start again from the weights",
         )
 
 
@@ -64,7 +64,7 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "",
             f"{saved.name} is not complete: {saved.unfinished}",
-            "Trainer resumes it all the same; train/sft.py and export pass it over",
+            "Trainer resumes it anyway; train/sft.py and export skip it",
             "resume an older checkpoint",
         )
     missing = [f"{folder}/{file_names.DCP_METADATA}" for folder in saved.without_metadata]
@@ -139,7 +139,7 @@ def checkpoint_of_weights_only(subject: Subject) -> Iterator[Finding]:
             "",
             f"{saved.name} holds weights only, no FSDP checkpoint",
             "resuming stops: FileNotFoundError",
-            f"start anew with --model_name_or_path {saved.name}",
+            f"start again with --model_name_or_path {saved.name}",
         )
 
 
@@ -192,7 +192,7 @@ def checkpoint_loses_the_optimizer(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "fsdp_config.fsdp_version",
             f"FSDP1 won't load the optimizer state of {saved.name}",
-            f"moments start at zero without a word{UNLESS_OURS}",
+            f"moments silently start at zero{UNLESS_OURS}",
             "fsdp_version: 2, which can load it",
         )
 

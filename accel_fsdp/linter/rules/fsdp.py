@@ -110,7 +110,7 @@ def reshard_is_a_name(subject: Subject) -> Iterator[Finding]:
         edits = (Edit("fsdp_config", "fsdp_reshard_after_forward", meant),) if not value.startswith(("H", "N")) else ()
         yield Finding(
             "fsdp_config.fsdp_reshard_after_forward",
-            f"{value} is FSDP1's way to say it",
+            f"{value} is the FSDP1 spelling",
             "Accelerate stops: invalid truth value",
             "fsdp_reshard_after_forward: true (FULL_SHARD) or false (SHARD_GRAD_OP)",
             edits,
@@ -264,7 +264,7 @@ def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
     if subject.section("fsdp_config") and subject.engine is Engine.DEEPSPEED:
         yield Finding(
             "fsdp_config",
-            "fsdp_config stands beside distributed_type: DEEPSPEED",
+            "fsdp_config beside distributed_type: DEEPSPEED",
             "DeepSpeed shards as deepspeed_config says, and nothing reads fsdp_config",
             "remove fsdp_config, or distributed_type: FSDP without deepspeed_config",
         )
@@ -274,7 +274,7 @@ def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
             return  # AF101, AF203
         yield Finding(
             "distributed_type",
-            f"fsdp_config stands beside distributed_type: {subject.top('distributed_type')}",
+            f"fsdp_config beside distributed_type: {subject.top('distributed_type')}",
             "FSDP is not used and every GPU holds the whole model",
             "distributed_type: FSDP, or remove fsdp_config",
         )

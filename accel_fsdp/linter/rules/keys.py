@@ -147,7 +147,7 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
                 yield Finding(
                     f"{section}.{key}",
                     f"nothing reads {name}.{f' Did you mean {meant}?' if meant else ''}",
-                    "Accelerate drops it without a word",
+                    "Accelerate silently drops it",
                     f"rename it to {meant}" if sure else f"{meant}, or remove {name}" if meant else f"remove {name}",
                     (Edit(section, key, new_key=sure),) if fits else (),
                 )
@@ -168,7 +168,7 @@ def retired_key(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 f"fsdp_config.{old}",
                 f"{old} is read no longer; today's name is {new}",
-                "Accelerate drops it without a word",
+                "Accelerate silently drops it",
                 f"rename it to {new}",
                 edits,
             )

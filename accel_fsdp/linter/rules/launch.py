@@ -82,7 +82,7 @@ def machine_rank_in_the_file(subject: Subject) -> Iterator[Finding]:
             "machine_rank",
             "machine_rank is the same on every machine that has this file",
             "the job hangs when two machines have one number",
-            "launch with --machine_rank N, unless each machine has a file of its own",
+            "launch with --machine_rank N, unless each machine has its own file",
         )
 
 

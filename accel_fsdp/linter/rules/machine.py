@@ -67,7 +67,7 @@ def machine_rank_of_one(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "machine_rank",
             f"machine_rank: {rank} and one machine",
-            "num_machines is 1, so this machine trains on its own",
+            "num_machines is 1, so this machine trains alone",
             "num_machines: all that take part, or machine_rank: 0",
         )
 

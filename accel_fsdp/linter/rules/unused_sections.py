@@ -133,7 +133,7 @@ def section_of_another_engine(subject: Subject) -> Iterator[Finding]:
         if value != needed and subject.values.get(section):
             yield Finding(
                 section,
-                f"{section} stands beside {key}: {value}",
+                f"{section} beside {key}: {value}",
                 f"nothing reads {section}",
                 f"{key}: {needed}, or remove {section}",
             )
@@ -177,7 +177,7 @@ def address_of_every_machine(subject: Subject) -> Iterator[Finding]:
     elif not HERE_ONLY.fullmatch(address) and (problem or machines.is_placeholder(bare)):
         yield Finding(
             "main_process_ip",
-            f"main_process_ip: {address} is no address",
+            f"main_process_ip: {address} is not an address",
             "no machine of that name is found, and all wait",
             "main_process_ip: 10.0.0.1 or a host's name, without http:// and port",
             milder="note" if address.isdecimal() else None if problem else "warning",

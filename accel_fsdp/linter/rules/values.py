@@ -89,7 +89,7 @@ def ignored_modules_are_no_pattern(subject: Subject) -> Iterator[Finding]:
     elif isinstance(value, str) and (problem := _problem_of(value)):
         yield Finding(
             "fsdp_config.fsdp_ignored_modules",
-            f"fsdp_ignored_modules: {value} is no regular expression: {problem}",
+            f"fsdp_ignored_modules: {value} is not a regular expression: {problem}",
             "Accelerate stops when it prepares the model",
             "a pattern for whole names of modules, such as '.*mlp'",
         )
@@ -205,7 +205,7 @@ def precision_of_linear_layers(subject: Subject) -> Iterator[Finding]:
     if not isinstance(value, list) or len(value) != 3:
         yield Finding(
             "fp8_config.fp8_override_linear_precision",
-            f"fp8_override_linear_precision: {value} is no list of three",
+            f"fp8_override_linear_precision: {value} is not a list of three",
             "the launcher takes its first three letters for booleans and stops",
             "fp8_override_linear_precision: [false, false, false], for fprop, dgrad and wgrad",
         )
