@@ -1,4 +1,4 @@
-"""A disk without room, told from the many ways in which libraries fail on it."""
+"""Recognizes a full disk in the different errors that libraries raise."""
 
 import errno
 import os

@@ -19,7 +19,7 @@ HELP = ("-h", "--help")
 
 @dataclass(frozen=True)
 class Flag:
-    """One of a command's: its name as one types it, and the types of its value; of a switch `bool` alone."""
+    """A flag of a command: its name as typed, and the types of its value; only `bool` for a switch."""
 
     name: str
     types: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""What the launcher told this rank: torchrun's and `accelerate launch`'s variables, which are read here alone."""
+"""The variables of torchrun and `accelerate launch` for this rank; only this module reads them."""
 
 import os
 from collections.abc import Mapping

@@ -156,7 +156,7 @@ class _Chunks:
         self._kinds: dict[tuple[int, tuple[int, ...]], tuple[bytes, int, View]] = {}
 
     def view(self, item: _Item, sizes: tuple[int, ...]) -> Any:
-        """What lies there, said to be a tensor of these sizes."""
+        """The tensor at the item's place, which must have these sizes."""
         if kind := self._kinds.get((item.length, sizes)):
             head, entry, like = kind
             crc = self.reader.bytes_of(item.path, item.start + entry + torch_zip.CRC_AT, CRC_BYTES)
@@ -226,7 +226,7 @@ def _items(folder: Path, reader: FileReader, listed: dict[_Index, _Place]) -> di
 
 
 def _check_apart(folder: Path, items: Collection[_Item]) -> None:
-    """Refuses places that overlap: to read what lies there would take longer than the files are long."""
+    """Refuses places that overlap: reading them would take longer than the files' sizes warrant."""
     places = sorted((str(item.path), item.start, item.length) for item in items)
     for (file, start, length), (following, at, _) in pairwise(places):
         if file == following and at < start + length:

@@ -136,7 +136,7 @@ class Machine(PYTHONS):  # type: ignore[misc]
                     left += part.values()
 
     def find_class(self, module: str, name: str) -> Any:
-        """What an admitted name stands for."""
+        """Returns the object of an admitted name."""
         key = ("builtins" if module == "__builtin__" else module, name)
         for names in (self.admitted, PLAIN):
             if key in names:
@@ -155,7 +155,7 @@ class Machine(PYTHONS):  # type: ignore[misc]
         return self.load_storage(pid)
 
     def top(self, kind: type[Any]) -> Any:
-        """What lies on the stack, to put something into."""
+        """The top of the stack, which must be a container of this kind."""
         if not isinstance(self.stack[-1], kind):
             raise TypeError(f"no {kind.__name__} to put something into")
         return self.stack[-1]

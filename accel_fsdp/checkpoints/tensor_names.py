@@ -185,7 +185,7 @@ def _prefixed(name: str) -> str:
 
 
 def _is_whole(base: Mapping[str, T], tensors: Mapping[str, T]) -> bool:
-    """Whether the base lies beside its adapters: under each adapted module, and in layers that have none.
+    """Whether the tensors include the whole base: that of each adapted module, and layers without adapters.
 
     PEFT's files of adapted embeddings hold the embedding too.
     """

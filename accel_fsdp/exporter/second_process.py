@@ -40,7 +40,7 @@ class SecondProcess(Executor):
         return self._asking.submit(self._ask, pickle.dumps((fn, args, kwargs)))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Ends the process at once: answers that nobody has waited for are not wanted, and may take seconds."""
+        """Ends the process at once, without waiting for pending answers, which may take seconds."""
         self._process.kill()
         self._asking.shutdown(cancel_futures=True)
         self._process.communicate()

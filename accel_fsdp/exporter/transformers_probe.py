@@ -1,4 +1,4 @@
-"""What transformers knows about a model's files, asked in a process of its own while the weights are being written.
+"""Asks transformers about a model's files, in a separate process while the weights are being written.
 
 Importing torch and transformers takes longer than writing a gigabyte, and their memory comes on top.
 """

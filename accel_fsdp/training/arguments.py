@@ -251,7 +251,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
 
 
 def _check_adapter(model: ModelArguments) -> None:
-    """Refuses flags about an adapter where none is trained: the whole model would be, and nobody asked for that."""
+    """Refuses flags for an adapter without an adapter: the whole model would be trained instead."""
     if model.load_in_4bit and not model.use_peft:
         raise UsageError(
             "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"

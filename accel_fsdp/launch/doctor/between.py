@@ -1,4 +1,4 @@
-"""What is right and wrong between machines, from what each told and what was measured."""
+"""Judges the connections between machines, from the facts of each and from measurements."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -128,7 +128,7 @@ def _pairs(results: Found) -> Iterator[Row]:
 
 
 def _dead(results: Found, failed: list[PairResult]) -> list[int]:
-    """Machines of three or more that reach nobody, while others do."""
+    """The machines, of three or more, that reach no other machine while others do."""
     if len(results.facts) < 3 or len(failed) == len(results.pairs):
         return []
     return [number for number in results.facts if all(p in failed for p in results.pairs if number in (p.one, p.other))]

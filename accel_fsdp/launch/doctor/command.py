@@ -189,7 +189,7 @@ def _judged(done: Examination, facts: Mapping[int, facts.Facts]) -> list[Row]:
 
 
 def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment, gpus: int) -> Team | None:
-    """Who is to be tested together; None where there is nobody else."""
+    """The machines and ranks to test together; None for a single one."""
     processes = int(here.value("num_processes", gpus * here.machines or here.machines))
     per_machine = max(processes // here.machines, 1)
     per_machine = min(per_machine, gpus or MOST_RANKS_ON_CPU)
@@ -207,7 +207,7 @@ def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment
 
 
 def _meet(options: DoctorCommand, team: Team, own: facts.Facts, done: Examination) -> None:
-    """Tests what lies between machines and ranks, and adds it to what is known."""
+    """Tests the connections between machines and ranks, and adds the results to the report."""
     alone = team.machines == 1
     meeting = None
     try:

@@ -1,4 +1,4 @@
-"""What is right and wrong with one machine, from what it told of itself."""
+"""Judges one machine, from its own facts."""
 
 import ipaddress
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 LITTLE_SHARED = 64 * MIB
-"""What containers get where nobody asks for more."""
+"""The default of containers."""
 LEAST_FREE_SHARED = 16 * MIB
 FEW_FILES = 4096
 """Open files at a time: a rank holds sockets to other ranks, shards, and what its data loaders open."""

@@ -1,4 +1,4 @@
-"""What runs in processes of its own, so that a hang can be ended: pairs of machines, and collectives of all ranks.
+"""Tests in separate processes, so that a hang can be ended: pairs of machines, and collectives of all ranks.
 
 `python -m accel_fsdp.launch.doctor.probing '{"task": "pairs", ...}'`
 """

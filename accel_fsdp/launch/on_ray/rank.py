@@ -15,7 +15,7 @@ from accel_fsdp.launch import launcher
 
 PR_SET_PDEATHSIG = 1
 RAYS = frozenset({"CUDA_VISIBLE_DEVICES"})
-"""What Ray has told the ranks itself; a YAML's gpu_ids count those of a machine, not those that Ray gave."""
+"""Variables that Ray itself sets for ranks; a YAML's gpu_ids count a machine's GPUs, not those that Ray assigned."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What each worker of Ray Train runs: one rank, in a process of its own.
+"""Runs one rank for a worker of Ray Train, in a separate process.
 
 A worker's function runs in a thread beside Ray's own, where no signal arrives, and a rank that has failed in the middle
 of a collective can't be ended without its process. A process of its own gets signals, ends by itself, and differs in
@@ -29,7 +29,7 @@ _kept: list[Any] = []
 
 
 class RankFailed(RuntimeError):
-    """What Ray is told of a rank that failed; it starts all ranks again, as often as `FailureConfig` says."""
+    """Reports a failed rank to Ray, which starts all ranks again, as often as `FailureConfig` says."""
 
 
 def run_rank(job: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ def shell_variables(job: JobFile) -> list[str]:
 
 
 def in_lines(words: list[str], arguments: tuple[str, ...], indent: str) -> str:
-    """A command for bash: its words, then each flag of a script with its values on a line of its own."""
+    """A command for bash: its words, then each flag of a script with its values on a separate line."""
     lines = [shlex.join(words)]
     for word in arguments:
         quoted = shlex.quote(word)

@@ -51,7 +51,7 @@ def text(job: JobFile) -> str:
 
 
 def _loop(job: JobFile) -> list[str]:
-    """What each worker is told: the command, and the variables that its rank gets besides those of Ray."""
+    """The settings of each worker: the command, and its rank's variables besides Ray's."""
     network = [
         '# "NCCL_SOCKET_IFNAME": "ib0",    # <- InfiniBand, if NCCL takes another interface',
         '# "FI_PROVIDER": "efa",    # <- AWS with EFA',

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 FILE_ENDINGS = (*FILE_BUILDERS, ".txt", ".arrow", ".zip", ".gz", ".tar")
-"""How no name on the hub ends, so that a path of two parts is told from one."""
+"""Endings that names on the hub don't have, to tell a path of two parts from such a name."""
 SAVED = ("dataset_dict.json", "state.json")
 """What `save_to_disk` leaves in a folder."""
 

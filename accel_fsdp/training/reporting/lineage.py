@@ -1,4 +1,4 @@
-"""What a run trains with, by name: kept in its checkpoints, held against the run that goes on from one, and told.
+"""The settings of a run, by name: stored in its checkpoints, compared when a run resumes one, and reported.
 
 A checkpoint holds weights, moments and a place in the data. Learning rate, data set and seed come from the command line
 again, and another value would go unseen: the card would then claim for all steps what was true of the last ones.

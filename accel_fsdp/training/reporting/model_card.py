@@ -48,7 +48,7 @@ def _on_hub(name: str) -> bool:
 
 
 def _name(name: str) -> str:
-    """A hub id as it is, of a path the last part: where it lay is nobody's business."""
+    """A hub id unchanged, or the last part of a path, because the full path is private."""
     return name if _on_hub(name) else lineage.last_part(name)
 
 

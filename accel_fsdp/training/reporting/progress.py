@@ -248,7 +248,7 @@ class _Bar(ProgressCallback):  # type: ignore[misc]
 
 
 def line(logs: Mapping[str, float], step: int, max_steps: int, seconds_per_step: float) -> str:
-    """One line of talk for what Trainer logs; empty for what is no loss."""
+    """One line of output for a log entry of Trainer; empty if it has no loss."""
     start = f"step {step:,}/{max_steps:,}"
     if "eval_loss" in logs:
         return f"{start}  held-out loss {logs['eval_loss']:.4f}{_accuracy(logs, 'eval_')}"
@@ -270,7 +270,7 @@ def _accuracy(logs: Mapping[str, float], of: str = "") -> str:
 
 
 def logging_steps(max_steps: int) -> int:
-    """Steps from one line of the log to the next where nobody said a number."""
+    """The default number of steps between two lines of the log."""
     return max(1, min(LOGGING_STEPS, max_steps // LOGGING_STEPS))
 
 

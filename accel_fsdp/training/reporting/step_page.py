@@ -1,4 +1,4 @@
-"""A profiled step as one HTML page: what was measured beside what was predicted. Pure."""
+"""A profiled step as one HTML page, with measured and predicted numbers side by side. Pure."""
 
 from collections.abc import Callable
 from html import escape

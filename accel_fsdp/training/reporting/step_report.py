@@ -105,7 +105,7 @@ class Shown:
 
 @dataclass(frozen=True)
 class Known:
-    """What is known beside the trace. `predicted` is None with `why_unknown` where there is no plan.
+    """The context of a trace. `predicted` is None without a plan; `why_unknown` then says why.
 
     `units` and `buckets` say what the calls of FSDP and DDP carry: a unit's shard, and so many bytes of gradients.
     `own_engine`: DeepSpeed sends and updates by itself.
