@@ -36,12 +36,10 @@ class Job:
 
     @property
     def engine(self) -> Engine:
-        """The engine of its layout."""
         return self.layout.engine
 
     @property
     def method(self) -> Method:
-        """Full training, LoRA or QLoRA."""
         return self.recipe.method
 
     @property
@@ -50,7 +48,6 @@ class Job:
         return self.method != "full"
 
     def of_rows(self, rows: int, length: int) -> "Job":
-        """The job with another micro-batch."""
         return replace(self, recipe=replace(self.recipe, rows=rows, length=length))
 
 

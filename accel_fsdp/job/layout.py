@@ -31,12 +31,10 @@ class Layout:
 
     @classmethod
     def alone(cls) -> "Layout":
-        """One process."""
         return cls(Engine.NONE, 1, 1, 1)
 
     @classmethod
     def ddp(cls, ranks: int, ranks_per_node: int) -> "Layout":
-        """A layout in which each rank holds the whole model."""
         return cls(Engine.DDP, 1, ranks, ranks_per_node)
 
     @classmethod
@@ -61,7 +59,6 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The name in plans and reports."""
         if self.engine is Engine.NONE:
             return "one GPU"
         if self.engine is Engine.DDP:
@@ -71,7 +68,6 @@ class Layout:
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP1 or FSDP2 shards the model."""
         return self.engine in FSDP_KINDS
 
     @property

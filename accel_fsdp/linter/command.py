@@ -152,7 +152,6 @@ def summary(findings: list[Finding]) -> str:
 
 
 def all_rules() -> list[Rule]:
-    """Every rule, sorted by code; importing their modules has registered them."""
     return [RULES[code] for code in sorted(RULES)]
 
 

@@ -107,7 +107,6 @@ def models() -> dict[str, list[str]]:
 
 
 def cards() -> list[str]:
-    """Every known GPU, as `--gpus` takes it after a number."""
     return [f"{gpu.name}-{gpu.memory_gib:g}GB" for gpu in gpus.GPUS]
 
 

@@ -40,7 +40,6 @@ class Work:
 
 
 def tokens_per_step(recipe: Recipe, ranks: int) -> int:
-    """Tokens that all ranks train on in one optimizer step, with full rows."""
     return ranks * recipe.rows * recipe.accumulation * recipe.length
 
 

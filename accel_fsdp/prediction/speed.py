@@ -155,7 +155,6 @@ def _one(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu
 
 
 def update_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
-    """Time of the optimizer in a step."""
     return sum(seconds for _, seconds in _update(shape, recipe, layout, gpu))
 
 

@@ -76,7 +76,6 @@ class EngineMemory:
 
     @property
     def head_unit(self) -> int:
-        """The place of the head's unit."""
         return len(self.units) - 1 if self.units[-1].name == "head" else 0
 
     def load(self) -> None:

@@ -45,7 +45,6 @@ class Prediction:
 
     @property
     def peak(self) -> Moment:
-        """The moment with the most memory."""
         return max(self.moments, key=lambda moment: moment.total)
 
 
@@ -85,7 +84,6 @@ class Layers(NamedTuple):
 
     @staticmethod
     def whole(order: Sequence[int]) -> "Layers":
-        """Every layer, once."""
         return Layers(range(len(order)), [1] * len(order), range(0))
 
     @staticmethod
@@ -156,7 +154,6 @@ class Walk:
         return steady
 
     def micro_batches(self, more: str = "") -> None:
-        """Walks through the micro-batches of a step; the names of their phases end in `more`."""
         last = self.recipe.accumulation
         for number in sorted({1, min(2, last), last}):  # those in between equal the second
             self.engine.syncs = number == last
@@ -164,7 +161,6 @@ class Walk:
             self.micro_batch(name + more)
 
     def micro_batch(self, name: str) -> None:
-        """Walks through forward, loss and backward."""
         tokens = self.recipe.rows * self.recipe.length
         self.meter.add(ACTIVATIONS, 3 * ID_BYTES * tokens)  # input ids, labels, attention mask
         self.meter.enter(f"forward{name}")
