@@ -226,7 +226,7 @@ def test_the_review_shows_what_is_written(engine: str, value: Any, tmp_path: Pat
     assert rows.keys() - asked.keys() <= {"model", "method", "gpus", "engine"}
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(engine=st.sampled_from(["fsdp1", "fsdp2", "deepspeed", "ddp"]), value=st.sampled_from(UNUSABLE), data=st.data())
 def test_what_is_written_is_what_was_settled(engine: str, value: Any, data: st.DataObject, tmp_path: Path) -> None:
     """The linter finds no bad value in it, and editing it once more changes nothing."""
