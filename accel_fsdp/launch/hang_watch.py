@@ -72,7 +72,9 @@ class Watch:
         self._first = own_beat(self.rank)
         self._since = self._place_since = self._last_round = time.monotonic()
         self.board.put(self._first, "")
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._talk, self._look)]
+        self._threads = [
+            threading.Thread(target=run, name=hang.WATCHES, daemon=True) for run in (self._talk, self._look)
+        ]
         for thread in self._threads:
             thread.start()
 

@@ -7,9 +7,10 @@ whether it waits in a collective, or torch's record of collectives if C++ or a G
 import contextlib
 import dataclasses
 import json
+import threading
 import time
+from pathlib import Path
 
-import psutil
 from torch.distributed import distributed_c10d
 
 from accel_fsdp import console
@@ -47,7 +48,6 @@ class ScriptWatch(Watch):
         self._doing = ""
         self._quiet_since = self._measured_at = time.monotonic()
         self._measured: tuple[float, float] | None = None
-        self._own_bytes = 0.0
         self._timeouts: dict[str, float] = {}
 
     def try_to_begin(self, main: int) -> None:
@@ -114,11 +114,8 @@ class ScriptWatch(Watch):
 
     def _work(self) -> tuple[float, float]:
         """The seconds that this rank has computed and the bytes that it has moved, without the cost of measuring."""
-        begin = _moved_bytes()
         computed = hang.computed_seconds() - time.thread_time()
-        moved = begin - self._own_bytes
-        self._own_bytes += _moved_bytes() - begin
-        return computed, moved
+        return computed, _moved_bytes()
 
 
 def _timeouts() -> dict[str, float]:
@@ -143,8 +140,12 @@ def _pending_collective(still: float) -> str:
 
 
 def _moved_bytes() -> float:
-    """The bytes that this process has read and written; 0 if the system doesn't count them."""
-    with contextlib.suppress(AttributeError, psutil.Error):
-        counted = psutil.Process().io_counters()
-        return float(getattr(counted, "read_chars", 0) + getattr(counted, "write_chars", 0))
-    return 0.0
+    """The bytes that the script's threads have read and written; 0 on other systems than Linux."""
+    watches = {thread.native_id for thread in threading.enumerate() if thread.name == hang.WATCHES}
+    moved = 0
+    for task in Path("/proc/self/task").glob("*"):
+        if int(task.name) not in watches:
+            with contextlib.suppress(OSError):  # it has ended
+                counts = dict(line.split(": ") for line in (task / "io").read_text().splitlines())
+                moved += int(counts["rchar"]) + int(counts["wchar"])
+    return float(moved)

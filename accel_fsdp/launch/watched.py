@@ -36,11 +36,12 @@ def run() -> None:
     threading.Thread(target=_begin, args=(threading.get_ident(), limit), daemon=True).start()
     names = vars(sys.modules["__main__"])
     try:
+        absolute = os.path.abspath(path)  # as Python names the script, whatever was typed
         with open(path, "rb") as file:
-            code = compile(file.read(), path, "exec", dont_inherit=True)
+            code = compile(file.read(), absolute, "exec", dont_inherit=True)
         of_python = {name: value for name, value in EMPTY.items() if name in names}
         names.clear()
-        names.update(_names_of_script(path) | of_python)
+        names.update(_names_of_script(absolute) | of_python)
         exec(code, names)
     except Exception as error:
         if _watches:

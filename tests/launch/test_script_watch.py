@@ -3,15 +3,17 @@
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, accel_fsdp, made_yaml
 
-from accel_fsdp.launch import hangs, launcher
+from accel_fsdp.launch import hangs, launcher, script_watch
 from accel_fsdp.launch.beats import COMPUTES, DEBUGGED, Beat
 from accel_fsdp.launch.hangs import AFTER, Patience, Seen
+from accel_fsdp.launch.ranks import hang
 
 SECONDS = "6"
 BEGIN = """
@@ -177,3 +179,23 @@ def test_a_time_that_cannot_be(seconds: str, job: Path) -> None:
     refused = accel_fsdp("launch", "--hang-timeout", seconds, job, "own.py")
     assert refused.code == 2
     assert f"error: --hang-timeout {seconds}" in refused.output
+
+
+@pytest.mark.parametrize("watches", [True, False])
+def test_what_watches_read_is_not_the_scripts(watches: bool) -> None:
+    """They read what the system says of all processes: idle ranks of `launch --cpu` counted as busy."""
+    done, read = threading.Event(), threading.Event()
+
+    def reads() -> None:
+        with open("/dev/zero", "rb", buffering=0) as zeros:
+            zeros.read(1 << 20)
+        read.set()
+        done.wait()
+
+    before = script_watch._moved_bytes()
+    thread = threading.Thread(target=reads, name=hang.WATCHES if watches else None, daemon=True)
+    thread.start()
+    read.wait()
+    moved = script_watch._moved_bytes() - before
+    done.set()
+    assert (moved < 1 << 20) == watches

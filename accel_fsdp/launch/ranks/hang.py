@@ -15,6 +15,8 @@ from accel_fsdp import frames
 from accel_fsdp.frames import Spot
 from accel_fsdp.launch.ranks import events, script
 
+WATCHES = "accel-fsdp watch"
+"""The name of threads that watch the script, and read much of what the system says of processes."""
 EVERY_SECONDS = 1.0
 COLLECTIVE_SECONDS, OTHER_SECONDS = 10.0, 40.0
 """How long a rank may stay on the same lines without computing before it reports that: in a collective, and in
@@ -48,7 +50,7 @@ def begin() -> None:
     """Starts a thread that watches the main thread."""
     if os.environ.get(events.EVENTS):
         events.tell("began")
-        threading.Thread(target=_watch, args=(threading.get_ident(),), daemon=True).start()
+        threading.Thread(target=_watch, args=(threading.get_ident(),), name=WATCHES, daemon=True).start()
 
 
 def _watch(main: int) -> None:
