@@ -207,8 +207,7 @@ def _refuse_unsharded(args: Any) -> None:
     raise UserError(
         f"{script} would train unsharded: this machine has no accelerator, and Accelerate shards on nothing else",
         why=f"each of {args.num_processes} processes would train the whole model by itself, into the same folder",
-        fix="start it where there are GPUs; or, to try it here, let the script begin with: "
-        "from accel_fsdp import cpu; cpu.enable() - and end with cpu.finish(0)",
+        fix="start it where there are GPUs; or, to try it here, accel-fsdp launch --cpu FILE SCRIPT",
     )
 
 

@@ -147,7 +147,7 @@ def launch(tmp_path: Path, started: dict[str, str]) -> Launch:
 @pytest.mark.parametrize("kind", ["fsdp2", "zero3", "ddp"])
 def test_a_script_that_would_train_unsharded_is_not_started(kind: str, launch: Launch) -> None:
     assert "would train unsharded" in launch(kind, "from accelerate import Accelerator\nAccelerator()\n")
-    assert "cpu.enable()" in launch(kind, "print('no import of ours'\n")
+    assert "accel-fsdp launch --cpu" in launch(kind, "print('no import of ours'\n")
 
 
 @pytest.mark.parametrize(

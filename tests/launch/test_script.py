@@ -181,13 +181,13 @@ def test_the_time_of_a_job_whose_steps_are_known_is_the_plans(write: Write, caps
 def test_a_time_that_is_not_known_stays_open(flags: tuple[str, ...], words: tuple[str, ...], write: Write) -> None:
     text = write("slurm", TWO, *flags, words=words)
     assert asked(text)["time"] == "1-00:00:00"
-    assert "# <- Nobody said how long it takes" in text
+    assert "# <- No duration was given" in text
 
 
 def test_a_job_file_is_written_without_the_network(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     monkeypatch.setattr("socket.socket.connect", lambda *_: pytest.fail("the network was asked"))
-    assert "Nobody said how long it takes" in write("slurm", TWO, *H100S, words=(*TRAINS, "--max_steps", "100"))
+    assert "No duration was given" in write("slurm", TWO, *H100S, words=(*TRAINS, "--max_steps", "100"))
 
 
 @pytest.mark.parametrize(("engine", "flags"), [("ray", ("--image", "mine:1")), ("slurm", ("--api", "pytorchjob"))])

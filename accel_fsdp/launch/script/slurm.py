@@ -47,7 +47,7 @@ def _limit(job: JobFile) -> tuple[list[str], int]:
         return [], job.minutes
     if job.predicted and job.predicted.minutes * 60 > job.grace:
         return [f"# <- Predicted: {job.predicted}. --time sets another:"], job.predicted.minutes
-    return ["# <- Nobody said how long it takes; the less, the sooner a job starts:"], DEFAULT_MINUTES
+    return ["# <- No duration was given. A shorter limit lets the scheduler start the job earlier:"], DEFAULT_MINUTES
 
 
 def _prepared(job: JobFile) -> list[str]:
