@@ -35,7 +35,7 @@ site: $(VENV)/.base
 	python web/build.py site
 
 test: $(VENV)/.test
-	python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-oldest: export PATH := $(CURDIR)/$(OLDEST)/bin:$(PATH)
 test-oldest: $(OLDEST)/.test
@@ -43,7 +43,7 @@ test-oldest: $(OLDEST)/.test
 
 test-newest: export PATH := $(CURDIR)/$(NEWEST)/bin:$(PATH)
 test-newest: $(NEWEST)/.test
-	python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
+	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-engines: $(ENGINES)/.test
 	PYTHONPATH=. $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/launch/test_script.py -k "for_the_models or for_its"

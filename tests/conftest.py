@@ -124,7 +124,13 @@ def ended(process: "subprocess.Popen[str]", seconds: float) -> Finished:
     late = False
     try:
         output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as expired:
+        if (
+            process.poll() is not None
+        ):  # what it started keeps the pipe open: a server that starts warm, once in a while
+            said = expired.output or b""
+            text = said if isinstance(said, str) else said.decode(errors="replace")
+            return Finished(process.returncode, text.replace("\r", "\n"))
         late = True
         for one in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks have groups of their own
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -119,11 +119,18 @@ def test_a_blocked_port(machines: list[Host]) -> None:
     assert f"machine 0 at n1:{PORT} doesn't answer" in second.output
 
 
+def skip_if_busy(doctor: Finished) -> None:
+    """Doctor judges no network between machines that other programs keep busy, as other tests may do here."""
+    if "other programs keep the machines busy" in doctor.output:
+        pytest.skip("this machine is too busy to measure a network")
+
+
 def test_one_machine_is_slow(machines: list[Host]) -> None:
     limit = ["dev", "eth0", "root"]
     slow = ["tc", "qdisc", "add", *limit, "tbf", "rate", "200mbit", "burst", "256kbit", "latency", "400ms"]
     with changed(machines[2], slow, ["tc", "qdisc", "del", *limit]):
         first, *_ = doctors(machines, "--num-processes", "3")
+    skip_if_busy(first)
     assert first.code == 1
     assert re.search(r"error +machine 2 +[\d.]+ MB/s to the others at best", first.output)
     assert re.search(r"ok +machines 0 and 1", first.output)
@@ -160,6 +167,7 @@ def test_a_link_that_is_very_slow(machines: list[Host]) -> None:
     """It is measured, and nothing hangs."""
     with shaped(machines[1], "4mbit", "256kb", "4mb"):
         first, _ = doctors(machines[:2])
+    skip_if_busy(first)
     assert re.search(r"(warning|error) +machines 0 and 1 ", first.output), first.output
     assert "would hang" not in first.output
     assert "MTU" not in first.output
