@@ -37,6 +37,7 @@ from .schema import short_name as short_name
 from .vocabulary import ANY_FSDP as ANY_FSDP
 from .vocabulary import ANY_ZERO as ANY_ZERO
 from .vocabulary import DDP_TYPES as DDP_TYPES
+from .vocabulary import DEFAULT_ZERO_STAGE as DEFAULT_ZERO_STAGE
 from .vocabulary import DISTRIBUTED_TYPES as DISTRIBUTED_TYPES
 from .vocabulary import DTYPES as DTYPES
 from .vocabulary import ENGINE_NAMES as ENGINE_NAMES

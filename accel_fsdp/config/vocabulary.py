@@ -92,6 +92,10 @@ ANY_FSDP, ANY_ZERO = "FSDP", "ZeRO"
 """The common names of FSDP's versions and of DeepSpeed's stages."""
 
 
+DEFAULT_ZERO_STAGE = 2
+"""The stage that Accelerate's launcher takes if `zero_stage` is missing."""
+
+
 def zero_name(stage: object) -> str:
     return f"{ANY_ZERO}-{stage}"
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import Engine, JobConfig, Precision
+from accel_fsdp.config import DEFAULT_ZERO_STAGE, Engine, JobConfig, Precision
 from accel_fsdp.errors import UsageError
 from accel_fsdp.job import from_arguments
 from accel_fsdp.job.combinations import FLAGS
@@ -16,8 +16,6 @@ from accel_fsdp.units import counted
 
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)
-DEFAULT_STAGE = 2
-"""The ZeRO stage of Accelerate's launcher if the YAML has none."""
 OTHER_AXES = ("tp", "cp", "sp")
 
 
@@ -67,7 +65,7 @@ def layout_of(config: JobConfig, ranks: int = 0) -> Layout:
         layout = Layout.fsdp2(reshards, ranks, together, offload, mesh["dp_replicate"], mesh["dp_shard"])
     elif config.engine is Engine.DEEPSPEED:
         stage = _stage(config)
-        layout = Layout.zero(stage if stage in STAGES else DEFAULT_STAGE, ranks, together, offload)
+        layout = Layout.zero(stage if stage in STAGES else DEFAULT_ZERO_STAGE, ranks, together, offload)
     return replace(layout, tensor=mesh["tp"], context=mesh["cp"] * mesh["sp"])
 
 
@@ -123,7 +121,7 @@ def check_sharding(config: JobConfig, ranks: int) -> None:
 
 
 def _stage(config: JobConfig) -> Any:
-    return config.section("deepspeed_config").get("zero_stage", DEFAULT_STAGE)
+    return config.section("deepspeed_config").get("zero_stage", DEFAULT_ZERO_STAGE)
 
 
 def _offloads(config: JobConfig) -> bool:

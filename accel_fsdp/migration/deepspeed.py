@@ -4,7 +4,7 @@
 until the training script gets `--gradient_checkpointing true`.
 """
 
-from accel_fsdp.config import DISTRIBUTED_TYPES, HYBRID, ZERO_STAGES, ZERO_TWINS, Engine, zero_name
+from accel_fsdp.config import DEFAULT_ZERO_STAGE, DISTRIBUTED_TYPES, HYBRID, ZERO_STAGES, ZERO_TWINS, Engine, zero_name
 from accel_fsdp.migration.changes import ChangeKind, Draft, as_int
 from accel_fsdp.migration.fsdp import casts_buffers, fsdp2_strategy
 
@@ -101,7 +101,7 @@ def zero_stage(draft: Draft) -> int:
     """The stage Accelerate would use; 2 if none is written, and 3 for one in DeepSpeed's own file."""
     if "zero_stage" in draft.read:
         return int(draft.value("zero_stage"))
-    return 3 if "deepspeed_config_file" in draft.read else 2
+    return 3 if "deepspeed_config_file" in draft.read else DEFAULT_ZERO_STAGE
 
 
 def zero_to_fsdp(draft: Draft, version: int) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from accel_fsdp.config import (
     BY_NAME,
+    DEFAULT_ZERO_STAGE,
     ENGINE_NAMES,
     FALSE_WORDS,
     FSDP_VERSIONS,
@@ -69,8 +70,6 @@ def to_flags(job: JobConfig, text: str) -> dict[str, str]:
 FSDP_ENGINES = {engine: version for version, engine in FSDP_VERSIONS.items()}
 UNKNOWN = (None, -1)
 """Values that leave a key to the model, to the machine or to the command line; -1 processes are one for each GPU."""
-ZERO_STAGE = 2
-"""Accelerate's default if `zero_stage` is missing."""
 
 
 def _strategy_of_fsdp2(job: JobConfig) -> str:
@@ -109,7 +108,7 @@ def _meant(job: JobConfig, section: str, key: str) -> Any:
     if key == "fsdp_sharding_strategy":
         return next((number for number, name in STRATEGIES.items() if name == job.strategy), value)
     if key == "zero_stage" and value is None and "deepspeed_config_file" not in content:
-        return ZERO_STAGE
+        return DEFAULT_ZERO_STAGE
     if key == "mixed_precision" and value is False:  # a bare no
         return "no"
     if value is None:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.config import LONG_DTYPES, Edit, Engine, JobConfig, Method, apply, short_name
 from accel_fsdp.hardware import HereFacts
-from accel_fsdp.job import Job, clashes, from_yaml
+from accel_fsdp.job import Job, clashes, from_arguments, from_yaml
 from accel_fsdp.models import ModelFacts, state_bytes
 
 Severity = Literal["error", "warning", "note"]
@@ -70,7 +70,7 @@ class Subject(JobConfig):
         return (self.args or {}).get(name)
 
     def arg_on(self, *names: str) -> bool:
-        return any(str(self.arg(name)).lower() in ("true", "1", "yes") for name in names)
+        return any(from_arguments.is_on(self.arg(name)) for name in names)
 
     @property
     def uses_adapter(self) -> bool:

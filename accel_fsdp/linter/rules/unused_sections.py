@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from accel_fsdp.config import DEFAULT_PORT, HYBRID, Edit, Engine, known_fields
+from accel_fsdp.config import DEFAULT_PORT, DEFAULT_ZERO_STAGE, HYBRID, Edit, Engine, known_fields
 from accel_fsdp.hardware import machines
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
@@ -143,7 +143,8 @@ def section_of_another_engine(subject: Subject) -> Iterator[Finding]:
 def parameters_stay_on_the_gpu(subject: Subject) -> Iterator[Finding]:
     """`offload_param_device` under a ZeRO stage below 3, where parameters aren't sharded: nothing is offloaded."""
     section = subject.section("deepspeed_config")
-    stage, device = str(section.get("zero_stage", 2)), str(section.get("offload_param_device", "none")).lower()
+    stage = str(section.get("zero_stage", DEFAULT_ZERO_STAGE))
+    device = str(section.get("offload_param_device", "none")).lower()
     if subject.engine is Engine.DEEPSPEED and stage in ("0", "1", "2") and device in ("cpu", "nvme"):
         yield Finding(
             "deepspeed_config.offload_param_device",
