@@ -84,8 +84,7 @@ def rules_page() -> str:
         "",
     ]
     for rule in linter.all_rules():
-        fixed = f", fixed in {rule.fixed_in}" if rule.fixed_in else ""
-        lines += [f"## {rule.code}", "", f"*{rule.severity}{fixed}*", "", rule.explanation, ""]
+        lines += [f"## {rule.code}", "", f"*{rule.severity}*", "", rule.explanation, ""]
     return "\n".join(lines)
 
 

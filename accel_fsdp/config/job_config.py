@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from accel_fsdp.config.schema import BY_NAME, full_name
+from accel_fsdp.config.schema import AXES, BY_NAME, full_name, size_key
 from accel_fsdp.config.vocabulary import (
     DDP_TYPES,
     DISTRIBUTED_TYPES,
@@ -112,6 +112,12 @@ class JobConfig:
     def reads(self, key: str) -> bool:
         """Whether Accelerate reads an FSDP key under the wrap policy of the file."""
         return not self.is_fsdp or READ_UNDER.get(key, self.wrap_policy) == self.wrap_policy
+
+    @property
+    def mesh(self) -> dict[str, Any]:
+        """The sizes of the device mesh by axis as they are written, 1 for missing ones."""
+        section = self.section("parallelism_config")
+        return {axis: section.get(size_key(axis), 1) for axis in AXES}
 
     @property
     def layer_classes(self) -> tuple[str, ...]:

@@ -240,6 +240,19 @@ MESH_FIELDS: tuple[Field, ...] = (
     _mesh("sp_attn_implementation", Kind.TEXT, None, "Attention for sequence parallelism.", engines=DS),
 )  # fmt: skip
 
+AXES = tuple(
+    field.key.removeprefix("parallelism_config_").removesuffix("_size")
+    for field in MESH_FIELDS
+    if field.key.endswith("_size")
+)
+"""The axes of the device mesh: replicas, shards, and those whose ranks share rows."""
+
+
+def size_key(axis: str) -> str:
+    """The key of an axis in `parallelism_config`."""
+    return f"parallelism_config_{axis}_size"
+
+
 DEEPSPEED_FIELDS: tuple[Field, ...] = (
     _deepspeed("deepspeed_config_file", Kind.TEXT, "DeepSpeed's own JSON; most other keys must then be absent.",
                variable="ACCELERATE_DEEPSPEED_CONFIG_FILE"),
@@ -256,6 +269,8 @@ DEEPSPEED_FIELDS: tuple[Field, ...] = (
           "deepspeed_config_file.", "deepspeed_config"),
     Field("offload_param_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
           "deepspeed_config_file.", "deepspeed_config"),
+    Field("seq_parallel_communication_data_type", Kind.TEXT, None, frozenset(), "A key of DeepSpeed's own file, which "
+          "the launcher drops.", "deepspeed_config"),
     _deepspeed("gradient_accumulation_steps", Kind.TEXT, "Micro-batches per step, or auto.",
                variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
     _deepspeed("gradient_clipping", Kind.TEXT, "Largest gradient norm, or auto.",

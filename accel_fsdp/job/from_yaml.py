@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import DEFAULT_ZERO_STAGE, Engine, JobConfig, Precision
+from accel_fsdp.config import AXES, DEFAULT_ZERO_STAGE, Engine, JobConfig, Precision, made_with
 from accel_fsdp.errors import UsageError
+from accel_fsdp.hardware import machines
 from accel_fsdp.job import from_arguments
 from accel_fsdp.job.combinations import FLAGS
 from accel_fsdp.job.from_arguments import is_on
@@ -16,7 +17,8 @@ from accel_fsdp.units import counted
 
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)
-OTHER_AXES = ("tp", "cp", "sp")
+OTHER_AXES = AXES[2:]
+"""Those of a mesh besides replicas and shards."""
 
 
 def job_of(
@@ -71,9 +73,7 @@ def layout_of(config: JobConfig, ranks: int = 0) -> Layout:
 
 def mesh_of(config: JobConfig) -> dict[str, int]:
     """The sizes of a YAML's device mesh by axis, 1 for unused and invalid ones."""
-    section = config.section("parallelism_config")
-    sizes = {axis: section.get(f"parallelism_config_{axis}_size") for axis in ("dp_replicate", "dp_shard", *OTHER_AXES)}
-    return {axis: size if isinstance(size, int) and size > 0 else 1 for axis, size in sizes.items()}
+    return {axis: size if isinstance(size, int) and size > 0 else 1 for axis, size in config.mesh.items()}
 
 
 def predictable(config: JobConfig, arguments: Mapping[str, Any] | None = None, recipe: Recipe | None = None) -> Job:
@@ -95,7 +95,9 @@ def predictable(config: JobConfig, arguments: Mapping[str, Any] | None = None, r
     precision = str(config.top("mixed_precision"))
     _refuse(precision not in PRECISIONS, f"mixed_precision: {precision}", "there is no formula for it")
     _check_offload(config)
-    return job_of(config, arguments, recipe)
+    job = job_of(config, arguments, recipe)
+    _refuse(job.is_one_unit, "NO_WRAP, which makes one unit of the whole model,", "a plan gathers layer by layer")
+    return job
 
 
 def check_sharding(config: JobConfig, ranks: int) -> None:
@@ -109,15 +111,13 @@ def check_sharding(config: JobConfig, ranks: int) -> None:
         _refuse(stage not in STAGES, f"zero_stage: {stage}", "DeepSpeed has the stages 0 to 3")
     if config.engine is not Engine.FSDP2:
         return
-    mesh = config.section("parallelism_config")
     for axis in OTHER_AXES:
-        size = mesh.get(f"parallelism_config_{axis}_size", 1)
+        size = config.mesh[axis]
         _refuse(size != 1, f"{axis}_size: {size}", "only data-parallel meshes are known")
-    copies, shards = (mesh.get(f"parallelism_config_dp_{name}_size", 1) for name in ("replicate", "shard"))
+    copies, shards = config.mesh["dp_replicate"], config.mesh["dp_shard"]
     fits = isinstance(copies, int) and isinstance(shards, int) and copies * shards == ranks
-    _refuse(
-        bool(mesh) and not fits, f"a mesh of {copies} x {shards} on {ranks} processes", "they must multiply to that"
-    )
+    wrong = bool(config.section("parallelism_config")) and not fits
+    _refuse(wrong, f"a mesh of {copies} x {shards} on {ranks} processes", "they must multiply to that")
 
 
 def _stage(config: JobConfig) -> Any:
@@ -142,9 +142,22 @@ def _check_offload(config: JobConfig) -> None:
 
 def notes(config: JobConfig) -> tuple[str, ...]:
     """Sentences about settings of a YAML that are predicted only approximately."""
-    if not config.is_fsdp or config.wrap_policy == "TRANSFORMER_BASED_WRAP":
-        return ()
-    return (f"The YAML's {config.wrap_policy} is predicted as one unit per layer.",)
+    if config.is_fsdp and config.wrap_policy == "SIZE_BASED_WRAP":
+        return ("The YAML's SIZE_BASED_WRAP is predicted as one unit per layer.",)
+    return ()
+
+
+def gpus_in_header(config: JobConfig) -> str:
+    """The GPUs in the header of a generated YAML, as `--gpus` takes them; empty if the file has another number now."""
+    text = made_with(config.source).get("--gpus", "")
+    several = config.number("num_machines") or 1
+    try:
+        machine, number = machines.parse(text)
+    except UsageError:
+        return ""
+    if not machine.count or several * machine.count != config.number("num_processes") or number not in (1, several):
+        return ""
+    return text if number == several else f"{several}x{text}"
 
 
 def _refuse(wrong: bool, what: str, why: str) -> None:

@@ -47,6 +47,11 @@ class Job:
         """Whether an adapter is trained on a frozen base."""
         return self.method != "full"
 
+    @property
+    def is_one_unit(self) -> bool:
+        """Whether FSDP gathers the whole model at once: NO_WRAP, which is also what a missing wrap policy means."""
+        return self.layout.is_fsdp and self.wrap_policy == "NO_WRAP"
+
     def of_rows(self, rows: int, length: int) -> "Job":
         return replace(self, recipe=replace(self.recipe, rows=rows, length=length))
 

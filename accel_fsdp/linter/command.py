@@ -10,8 +10,8 @@ from accel_fsdp import atomic_files, console
 from accel_fsdp.config import ReadConfig, yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.linter.flags import LintOptions
-from accel_fsdp.linter.inputs import RuleInputs, read_given, read_launch, read_subject
-from accel_fsdp.linter.rules import RULES, Finding, Rule, Severity, locate, repair, run
+from accel_fsdp.linter.inputs import read_given, read_launch, read_subject
+from accel_fsdp.linter.rules import RULES, Finding, Rule, Severity, Subject, locate, repair, run
 from accel_fsdp.units import counted
 
 COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
@@ -69,7 +69,7 @@ def _unreadable(error: UserError) -> Finding:
 
 
 def lint(
-    path: Path, options: LintOptions, given: RuleInputs | None = None, read: ReadConfig | None = None
+    path: Path, options: LintOptions, given: Subject | None = None, read: ReadConfig | None = None
 ) -> list[Finding]:
     """The findings of one file, in the order of its lines; with `options.fix` those left after the repair.
 
@@ -109,7 +109,7 @@ def stops(
     return bool(errors) and not unchecked
 
 
-def _repair(path: Path, options: LintOptions, given: RuleInputs) -> None:
+def _repair(path: Path, options: LintOptions, given: Subject) -> None:
     """Repairs until no finding has an edit left: one repair can enable the next.
 
     Names are repaired first, so that no rule adds a missing key beside its misspelling.
@@ -159,8 +159,7 @@ def show_rules(code: str | None) -> int:
     """Lists all rules, or explains one."""
     if code is None:
         for rule in all_rules():
-            fixed = f" (fixed in {rule.fixed_in})" if rule.fixed_in else ""
-            console.put(f"{rule.code} {rule.severity:7} {rule.title}{fixed}")
+            console.put(f"{rule.code} {rule.severity:7} {rule.title}")
         return 0
     if code.upper() not in RULES:
         raise UsageError(

@@ -6,14 +6,13 @@ import json
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from accel_fsdp import flag_words
-from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.config import DEFAULT_PORT, ReadConfig, read_config, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
 from accel_fsdp.hardware import HereFacts
@@ -31,34 +30,21 @@ LARGEST_PORT = 65535
 OURS = re.compile(r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp import .*\btraining\b", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class RuleInputs:
-    """The inputs that all YAML files of one command share, read once."""
-
-    model: ModelFacts | None = None
-    args: Mapping[str, Any] | None = None
-    starter: str = ""
-    launcher: Mapping[str, Any] = field(default_factory=dict)
-    checkpoint: CheckpointFacts | None = None
-    script: ScriptFacts | None = None
-    ours: bool = False
-
-
-def read_launch(script: Path, words: tuple[str, ...]) -> RuleInputs:
-    """The inputs of a job that is about to be launched: the script's arguments, and the script unless it is ours.
+def read_launch(script: Path, words: tuple[str, ...]) -> Subject:
+    """A job that is about to be launched, without its YAML: the arguments, and the script unless it is ours.
 
     A script that isn't valid Python is left out: the launcher reports it.
     """
-    inputs = RuleInputs(args=flag_words.parse_command_line(words), starter="accelerate")
+    subject = Subject({}, args=flag_words.parse_command_line(words), starter="accelerate")
     try:
         text = _script_text(script)
     except UserError:
-        return replace(inputs, ours=_is_called_ours(script))
+        return replace(subject, ours=_is_called_ours(script))
     if _imports_ours(text):
-        return replace(inputs, ours=True)
+        return replace(subject, ours=True)
     with contextlib.suppress(UsageError):
-        inputs = replace(inputs, script=_parsed(script, text))
-    return inputs
+        subject = replace(subject, script=_parsed(script, text))
+    return subject
 
 
 def _is_called_ours(script: Path) -> bool:
@@ -83,8 +69,8 @@ def _imports_ours(text: str) -> bool:
     return OURS.search(text) is not None
 
 
-def read_given(sources: Sources) -> RuleInputs:
-    """Reads model, arguments, checkpoint and script, each only once because it may be a pipe."""
+def read_given(sources: Sources) -> Subject:
+    """Reads model, arguments, checkpoint and script for all YAMLs of a command, once, as each may be a pipe."""
     arguments = "" if sources.args is None else _arguments_text(sources.args)
     words = command_words(arguments)
     script = None if sources.script is None else _script_text(sources.script)
@@ -93,7 +79,8 @@ def read_given(sources: Sources) -> RuleInputs:
         from accel_fsdp.checkpoints import read_checkpoint
 
         checkpoint = read_checkpoint(sources.checkpoint)
-    return RuleInputs(
+    return Subject(
+        {},
         model=None if sources.model is None else _read_model(sources.model),
         args=None if sources.args is None else _arguments(sources.args, arguments),
         starter=starter_of(words),
@@ -117,7 +104,7 @@ def _read_model(name: str) -> ModelFacts:
 
 
 def read_subject(
-    path: Path, sources: Sources | None = None, given: RuleInputs | None = None, read: ReadConfig | None = None
+    path: Path, sources: Sources | None = None, given: Subject | None = None, read: ReadConfig | None = None
 ) -> tuple[Subject, Any]:
     """Returns the input of the rules, and the ruamel.yaml document for lines and repairs.
 
@@ -126,20 +113,14 @@ def read_subject(
     sources = sources or Sources()
     given = given or read_given(sources)
     job, document = read or read_config(path, doubled=True)
-    subject = Subject(
-        job.values,
-        job.source,
-        job.absent,
-        job.doubled,
-        args=given.args,
-        model=given.model,
+    subject = replace(
+        given,
+        values=job.values,
+        source=job.source,
+        absent=job.absent,
+        doubled=job.doubled,
         versions=versions_of(LIBRARIES),
-        starter=given.starter,
-        checkpoint=given.checkpoint,
-        script=given.script,
         here=_read_here(job.values, given.args or {}) if sources.here else None,
-        launcher=given.launcher,
-        ours=given.ours,
     )
     return subject, document
 

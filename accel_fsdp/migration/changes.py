@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_fsdp.config import (
+    AXES,
     BY_NAME,
     FALSE_WORDS,
     RETIRED,
@@ -24,7 +25,6 @@ from accel_fsdp.config import (
 from accel_fsdp.units import counted
 
 ChangeKind = Literal["kept", "renamed", "lost", "changed"]
-SIZES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 
 
 @dataclass(frozen=True)
@@ -174,13 +174,12 @@ class Draft:
         """Drops `parallelism_config`; parallelism of another kind than data can't be expressed without it."""
         if "parallelism_config" not in self.job.values:
             return
-        others = [name for name in SIZES[2:] if (self.size(name) or 0) != 1]
+        others = [name for name in AXES[2:] if (self.size(name) or 0) != 1]
         names = ", ".join(f"{name}_size" for name in others)
         self.top("parallelism_config", "lost", f"no {names} here" if others else why, breaks=bool(others))
 
     def size(self, name: str) -> int | None:
-        key = f"parallelism_config_{name}_size"
-        return as_int(self.job.section("parallelism_config").get(key, 1))
+        return as_int(self.job.mesh[name])
 
     def migration(self, source: str, target: str) -> Migration:
         """The finished migration, with all other keys as kept, in the order of the old file."""

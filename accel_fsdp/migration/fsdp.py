@@ -3,8 +3,8 @@
 FSDP1 shards in groups that are the machines, FSDP2 in a mesh; FSDP2 has no NO_SHARD, which is DDP.
 """
 
-from accel_fsdp.config import DISTRIBUTED_TYPES, HYBRID, RESHARDS, STATE_DICT_TYPES, Engine
-from accel_fsdp.migration.changes import SIZES, Change, Draft, as_int
+from accel_fsdp.config import AXES, DISTRIBUTED_TYPES, HYBRID, RESHARDS, STATE_DICT_TYPES, Engine, size_key
+from accel_fsdp.migration.changes import Change, Draft, as_int
 from accel_fsdp.units import counted
 
 STATE_DICT_DEFAULT = {Engine.FSDP1: "FULL_STATE_DICT", Engine.FSDP2: "SHARDED_STATE_DICT"}
@@ -76,9 +76,9 @@ def fsdp2_strategy(draft: Draft) -> tuple[str, str]:
 def _mesh_is_hybrid(draft: Draft) -> tuple[bool, str]:
     if not draft.job.section("parallelism_config"):
         return False, ""
-    sizes = {name: draft.size(name) for name in SIZES}
+    sizes = {name: draft.size(name) for name in AXES}
     replicas, shards = sizes["dp_replicate"], sizes["dp_shard"]
-    others = [f"{name}_size" for name in SIZES[2:] if sizes[name] != 1]
+    others = [f"{name}_size" for name in AXES[2:] if sizes[name] != 1]
     processes, machines = _ranks(draft)
     if others:
         return False, f"no {', '.join(others)} there"
@@ -106,7 +106,7 @@ def _add_mesh(draft: Draft) -> None:
     why = "one replica per machine"
     sizes = {"dp_replicate": machines, "dp_shard": processes // machines}
     for name, size in sizes.items():
-        draft.add(f"parallelism_config_{name}_size", size, why, section="parallelism_config")
+        draft.add(size_key(name), size, why, section="parallelism_config")
 
 
 def _keep_state_dict_type(draft: Draft, old: Engine, new: Engine) -> None:

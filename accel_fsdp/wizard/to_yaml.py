@@ -16,6 +16,7 @@ from accel_fsdp.config import (
     Engine,
     as_scalar,
     deepspeed_name,
+    size_key,
     yaml_file,
 )
 from accel_fsdp.config import header as config_header
@@ -68,8 +69,8 @@ def _fsdp2(answers: Answers) -> dict[tuple[str, str], Any]:
     strategy = STRATEGIES[answers.strategy]
     values: dict[tuple[str, str], Any] = {("fsdp_config", "fsdp_reshard_after_forward"): RESHARDS[strategy]}
     if strategy in HYBRID:
-        sizes = {"replicate": answers.num_machines, "shard": answers.num_processes // answers.num_machines}
-        values |= {("parallelism_config", f"parallelism_config_dp_{name}_size"): n for name, n in sizes.items()}
+        sizes = {"dp_replicate": answers.num_machines, "dp_shard": answers.num_processes // answers.num_machines}
+        values |= {("parallelism_config", size_key(axis)): size for axis, size in sizes.items()}
     return values
 
 

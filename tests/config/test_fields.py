@@ -8,17 +8,8 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig
 
-from accel_fsdp.config import (
-    BY_NAME,
-    DEEPSPEED_FIELDS,
-    FSDP_FIELDS,
-    MESH_FIELDS,
-    RETIRED,
-    TOP,
-    Engine,
-    Field,
-    Kind,
-)
+from accel_fsdp.config import BY_NAME, RETIRED, Engine, Field, Kind
+from accel_fsdp.config.schema import DEEPSPEED_FIELDS, FSDP_FIELDS, MESH_FIELDS, TOP
 from accel_fsdp.launch import launcher
 
 SAMPLES: dict[Kind, Any] = {

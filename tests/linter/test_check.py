@@ -69,7 +69,6 @@ GOLDEN: dict[str, tuple[str, str]] = {
         V2 + "num_machines: 2\nmain_process_ip: a\nmachine_rank: 2\n",
         V2 + "num_machines: 2\nmain_process_ip: a\nmachine_rank: 1\n",
     ),
-    "AF412": (V2 + "machine_rank: 1\n", V2 + "machine_rank: 0\n"),
     "AF413": (V2 + "gpu_ids: '3'\n", V2 + "gpu_ids: '3,4'\n"),
     "AF201": (V2.replace("'no'", "no"), V2),
     "AF202": (V2 + "  fsdp_offload_params:\n", V2 + "  fsdp_offload_params: false\n"),
@@ -146,16 +145,12 @@ GOLDEN_WITH_ARGS: dict[str, tuple[str, str, str, str]] = {
     ),
     "AF630": (V2, "--label_smoothing_factor 0.1", V2, "--label_smoothing_factor 0.1 --use_peft"),
 }
-GOLDEN_WITH_VERSION: dict[str, tuple[str, str]] = {
-    "AF701": (V2 + "  fsdp_state_dict_type: FULL_STATE_DICT\n", "--use_peft"),
-    "AF702": (AC2, ""),
-}
 
 
-def codes(text: str, args: str = "", accelerate: str = "1.15.0") -> set[str]:
+def codes(text: str, args: str = "") -> set[str]:
     """The codes found in a document, with a Llama as the model."""
     given = flag_words.parse_command_line(args.split()) if args else None
-    twice, versions = yaml_file.doubled_keys(text), {"accelerate": accelerate}
+    twice, versions = yaml_file.doubled_keys(text), {"accelerate": "1.15.0"}
     subject = Subject(yaml.safe_load(text), doubled=twice, args=given, model=LLAMA, versions=versions)
     return {found.code for found in run_rules(subject)}
 
@@ -173,13 +168,6 @@ def test_rule_on_file_and_arguments(code: str) -> None:
     assert code in codes(bad, bad_args)
     assert code not in codes(good, good_args)
     assert code not in codes(bad)
-
-
-@pytest.mark.parametrize("code", sorted(GOLDEN_WITH_VERSION))
-def test_rule_on_older_libraries(code: str) -> None:
-    text, args = GOLDEN_WITH_VERSION[code]
-    assert code in codes(text, args, accelerate="1.13.0")
-    assert code not in codes(text, args)
 
 
 @settings(max_examples=200)

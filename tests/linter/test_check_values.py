@@ -25,7 +25,8 @@ from conftest import accel_fsdp
 from jsonschema import Draft202012Validator
 
 from accel_fsdp import cli, linter, reference_docs
-from accel_fsdp.config import BY_NAME, DYNAMO_FIELDS, FP8_FIELDS, MISNAMED, Kind
+from accel_fsdp.config import BY_NAME, MISNAMED, Kind
+from accel_fsdp.config.schema import DYNAMO_FIELDS, FP8_FIELDS
 from accel_fsdp.errors import UserError, edits, near_key, typo_of
 from accel_fsdp.launch import launcher as jobs
 from accel_fsdp.linter.rules import run

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from accel_fsdp import atomic_files, console, flag_words
-from accel_fsdp.config import Engine, JobConfig, made_with, read_config, yaml_file
+from accel_fsdp.config import Engine, JobConfig, read_config, yaml_file
 from accel_fsdp.errors import UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
+from accel_fsdp.job import from_yaml
 from accel_fsdp.launch import launcher, place
 from accel_fsdp.launch.script import dstack, duration, kubernetes, ray, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, EngineWord, ScriptCommand
@@ -181,7 +182,7 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
         )
     processes = config.number("num_processes") if "num_processes" in config.values else 0
     several = config.number("num_machines") if "num_machines" in config.values else 0  # not Accelerate's default
-    text = options.gpus or _gpus_of_header(config, processes, several or 1)
+    text = options.gpus or from_yaml.gpus_in_header(config)
     if not text:
         if not processes:
             raise UsageError(
@@ -201,18 +202,6 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
             fix="make one of them say what the other says",
         )
     return number, one.count, one
-
-
-def _gpus_of_header(config: JobConfig, processes: int, several: int) -> str:
-    """The GPUs of the command that made the YAML, if it still has their number; its machines may be a flag."""
-    text = made_with(config.source).get("--gpus", "")
-    try:
-        one, number = machines.parse(text)
-    except UsageError:
-        return ""
-    if not one.count or several * one.count != processes or number not in (1, several):
-        return ""
-    return text if number == several else f"{several}x{text}"
 
 
 def _place(title: str, job: JobFile) -> place.Place:

@@ -9,7 +9,6 @@ from accel_fsdp.errors import near_key
 from accel_fsdp.job import UNLESS_OURS
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.linter.rules.script import TRL, trainer_classes
-from accel_fsdp.linter.rules.versions import older
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import gib_or_mib
 
@@ -45,12 +44,13 @@ def _words(value: Any) -> set[str]:
 
 @rule("AF616", "warning", pains=("P98",))
 def resuming_under_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """`--resume_from_checkpoint` under FSDP1 with SHARDED_STATE_DICT: Adam's moments start at zero.
+    """Resuming under FSDP1 with SHARDED_STATE_DICT, by `--resume_from_checkpoint` or `--checkpoint`.
 
-    A new optimizer has no state yet, so Accelerate 1.15 silently loads none from the checkpoint. train/sft.py
-    creates the state first; most scripts don't.
+    A new optimizer has no state yet, so Accelerate 1.15 silently loads none from the checkpoint: Adam's moments start
+    at zero. train/sft.py creates the state first; most scripts don't.
     """
-    if subject.engine is Engine.FSDP1 and subject.sharded_state_dict and subject.resumes:
+    resumes = subject.resumes or (subject.checkpoint is not None and subject.checkpoint.sharded)
+    if subject.engine is Engine.FSDP1 and subject.sharded_state_dict and resumes and not subject.ours:
         yield Finding(
             "fsdp_config.fsdp_version",
             "FSDP1 does not load a sharded optimizer state",
@@ -234,18 +234,6 @@ def every_rank_converts(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF627", pains=("P78",))
-def best_model_of_weights_only(subject: Subject) -> Iterator[Finding]:
-    """`--save_only_model` with `--load_best_model_at_end` under FSDP: Trainer stops."""
-    if subject.is_fsdp and subject.arg_on("save_only_model") and subject.arg_on("load_best_model_at_end"):
-        yield Finding(
-            "distributed_type",
-            "--save_only_model and --load_best_model_at_end exclude each other under FSDP",
-            "Trainer stops",
-            "drop --save_only_model",
-        )
-
-
 @rule("AF628", "warning", pains=("P87",))
 def device_map_in_the_arguments(subject: Subject) -> Iterator[Finding]:
     """`--device_map auto` spreads one model over all GPUs, in each rank: Accelerate refuses to train it."""
@@ -315,7 +303,7 @@ def count_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
     In float16 more than 65,504 tokens are infinity, and nothing is trained. transformers 5.22 counts in whole
     numbers, which FSDP leaves. train/sft.py divides outside of the model.
     """
-    counts_in_floats = "transformers" in subject.versions and not older(subject, "transformers", "5.23")
+    counts_in_floats = "transformers" in subject.versions and not subject.older("transformers", "5.23")
     low = subject.is_fsdp and subject.mixed and not subject.ours
     if counts_in_floats and low and not _positive(subject.arg("label_smoothing_factor")) and _gives_the_count(subject):
         yield Finding(
@@ -331,7 +319,7 @@ def _gives_the_count(subject: Subject) -> bool:
     if subject.script is None:
         return subject.args is not None
     of_trl = {name.replace("Config", "Trainer") for name in TRL}
-    own_loss = of_trl - ({"SFTTrainer"} if older(subject, "trl", "1.15") else set())
+    own_loss = of_trl - ({"SFTTrainer"} if subject.older("trl", "1.15") else set())
     return bool(trainer_classes(subject) - own_loss)
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.config import Engine
 from accel_fsdp.job import UNLESS_OURS
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.units import counted
@@ -176,24 +175,6 @@ def export_of_the_wrapper(subject: Subject) -> Iterator[Finding]:
             f"{saved.name}/config.json names {saved.architecture}",
             "serving software doesn't know such an architecture",
             f"architectures: [{saved.architecture.removeprefix('FSDP')}] in that file",
-        )
-
-
-@rule("AF811", "warning", pains=("P98",))
-def checkpoint_loses_the_optimizer(subject: Subject) -> Iterator[Finding]:
-    """A sharded checkpoint that FSDP1 is to resume.
-
-    A new optimizer has no state yet, so Accelerate 1.15 silently loads none from the checkpoint: moments start at
-    zero. train/sft.py creates the state first; most scripts don't.
-    """
-    saved = subject.checkpoint
-    fsdp1 = subject.engine is Engine.FSDP1 and not subject.ours
-    if saved is not None and fsdp1 and saved.sharded and subject.sharded_state_dict:
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            f"FSDP1 won't load the optimizer state of {saved.name}",
-            f"moments silently start at zero{UNLESS_OURS}",
-            "fsdp_version: 2, which can load it",
         )
 
 

@@ -65,6 +65,13 @@ class Subject(JobConfig):
     launcher: Mapping[str, Any] = field(default_factory=dict)
     ours: bool = False
 
+    def older(self, package: str, version: str) -> bool:
+        """Whether a package is installed in an older version."""
+        from packaging.version import Version
+
+        installed = self.versions.get(package)
+        return installed is not None and Version(installed) < Version(version)
+
     def arg(self, name: str) -> Any:
         """An argument of the training script; None if it or all arguments are missing."""
         return (self.args or {}).get(name)
@@ -130,7 +137,8 @@ class Subject(JobConfig):
         method: Method = "qlora" if self.arg_on("load_in_4bit") else "lora" if self.uses_adapter else "full"
         job = from_yaml.job_of(self, self.args)
         base = self.model.quant_method if self.model else ""
-        return replace(job, recipe=replace(job.recipe, method=method), base=base)
+        flags = job.flags | ({"load_in_8bit"} if self.model and self.model.quantized == 8 else set())
+        return replace(job, recipe=replace(job.recipe, method=method), base=base, flags=flags)
 
 
 def combined(subject: Subject, key: str, *names: str, edits: tuple[Edit, ...] = ()) -> Iterator[Finding]:
@@ -145,15 +153,11 @@ Check = Callable[[Subject], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check with its stable code; `fixed_in` is the library release that fixed the bug.
-
-    `pains` are the rows of `known_issues.PAINS` that it detects.
-    """
+    """A check with its stable code; `pains` are the rows of `known_issues.PAINS` that it detects."""
 
     code: str
     severity: Severity
     check: Check
-    fixed_in: str = ""
     pains: tuple[str, ...] = ()
 
     @property
@@ -169,14 +173,12 @@ class Rule:
 RULES: dict[str, Rule] = {}
 
 
-def rule(
-    code: str, severity: Severity = "error", fixed_in: str = "", pains: tuple[str, ...] = ()
-) -> Callable[[Check], Check]:
-    """Registers a check under `code`; its docstring is its documentation, `pains` the rows it covers."""
+def rule(code: str, severity: Severity = "error", pains: tuple[str, ...] = ()) -> Callable[[Check], Check]:
+    """Registers a check under `code`; its docstring is its documentation."""
 
     def register(check: Check) -> Check:
         assert code not in RULES, code
-        RULES[code] = Rule(code, severity, check, fixed_in, pains)
+        RULES[code] = Rule(code, severity, check, pains)
         return check
 
     return register

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from accel_fsdp.config import BY_NAME, FALSE_WORDS, RESHARDS, STRATEGIES, TRUE_WORDS, Edit, Engine
+from accel_fsdp.config import BY_NAME, FALSE_WORDS, RESHARDS, STRATEGIES, TRUE_WORDS, Edit, Engine, size_key
+from accel_fsdp.job import from_yaml
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 
 
@@ -287,10 +288,10 @@ def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
     FSDP2 uses all but `sp`; DDP `dp_replicate` and `tp`; FSDP1 and TPU none. DeepSpeed uses `sp`, and beside it
     `dp_replicate` and `dp_shard` as the number of batches; without `sp` those two change nothing.
     """
-    sizes = mesh_sizes(subject)
+    sizes = from_yaml.mesh_of(subject)
     sequences = subject.engine is Engine.DEEPSPEED and sizes["sp"] != 1
     for name, size in sizes.items():
-        key = f"parallelism_config_{name}_size"
+        key = size_key(name)
         known = BY_NAME["parallelism_config", key]
         counts = subject.engine is Engine.DEEPSPEED and name.startswith("dp_")
         if size == 1 or subject.engine in known.engines or (counts and sequences):
@@ -305,14 +306,10 @@ def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def mesh_sizes(subject: Subject) -> dict[str, int]:
-    """The dimensions of the mesh by name: 1 for missing ones, and for values that aren't whole numbers."""
-    mesh = subject.section("parallelism_config")
-    sizes = {name: mesh.get(f"parallelism_config_{name}_size", 1) for name in DIMENSIONS}
-    return {name: size if type(size) is int else 1 for name, size in sizes.items()}
-
-
-DIMENSIONS = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+def uses_mesh(subject: Subject) -> bool:
+    """Whether there is a `parallelism_config` under an engine that Accelerate builds a mesh for."""
+    engines = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)
+    return subject.engine in engines and bool(subject.section("parallelism_config"))
 
 
 @rule("AF316", pains=("P42",))
@@ -322,18 +319,15 @@ def mesh_has_another_size(subject: Subject) -> Iterator[Finding]:
     Accelerate stops; DeepSpeed with `sp` does, whose batch then differs from Accelerate's. A mesh with
     all sizes 1 is ignored.
     """
-    mesh = subject.section("parallelism_config")
-    engines = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)
-    numbers = all(type(mesh.get(f"parallelism_config_{name}_size", 1)) is int for name in DIMENSIONS)
-    if subject.engine not in engines or not mesh or not numbers:
+    sizes = subject.mesh
+    if not uses_mesh(subject) or not all(type(size) is int for size in sizes.values()):
         return
-    sizes = mesh_sizes(subject)
     total, processes = math.prod(sizes.values()), subject.number("num_processes")
     if processes and total not in (1, processes):
-        largest = max((name for name in DIMENSIONS if sizes[name] != 1), key=lambda name: sizes[name])
+        largest = max((name for name in sizes if sizes[name] != 1), key=lambda name: sizes[name])
         product = " x ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
         yield Finding(
-            f"parallelism_config.parallelism_config_{largest}_size",
+            f"parallelism_config.{size_key(largest)}",
             f"parallelism_config has {total} ranks ({product}), num_processes is {processes}",
             "DeepSpeed stops: train_batch_size is not equal to micro batches times ranks"
             if subject.engine is Engine.DEEPSPEED and sizes["sp"] != 1

@@ -27,17 +27,6 @@ OLD_TOP_KEYS = ("fp16", "dynamo_backend")
 """Top-level keys of old releases that Accelerate still understands."""
 USUAL = {"rdzv_backend": ("static",), "same_network": ("true", "false"), "enable_cpu_affinity": ("false",)}
 """What changes nothing against the launcher's defaults: the network only chooses what `rdzv_backend` should be."""
-DEEPSPEEDS_OWN = {"deepspeed_config": {"seq_parallel_communication_data_type"}}
-"""Keys of DeepSpeed's own file that TRL's examples show among Accelerate's."""
-SAGEMAKER_KEYS = frozenset({
-    "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name", "pytorch_version",
-    "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file", "additional_args",
-})  # fmt: skip
-"""Top-level keys of a file for SageMaker (accelerate, `SageMakerConfig`)."""
-
-
-def _is_sagemaker(subject: Subject) -> bool:
-    return subject.values.get("compute_environment") == "AMAZON_SAGEMAKER"
 
 
 def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
@@ -111,7 +100,7 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
     """
     known = known_fields("")
     for key in subject.section(""):
-        if key in known or key in OLD_TOP_KEYS or (_is_sagemaker(subject) and key in SAGEMAKER_KEYS):
+        if key in known or key in OLD_TOP_KEYS or subject.values.get("compute_environment") == "AMAZON_SAGEMAKER":
             continue
         inside = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
         sure = "" if inside else typo_of(key, known)
@@ -139,7 +128,7 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
         known = known_fields(section)
         for key in subject.section(section):
             prefixed = f"parallelism_config_{key}" in known
-            if key not in known and key not in RETIRED and not prefixed and key not in DEEPSPEEDS_OWN.get(section, ()):
+            if key not in known and key not in RETIRED and not prefixed:
                 sure = MISNAMED.get(key) or typo_of(key, known)
                 meant = sure or near_key(key, known)
                 fits = bool(sure) and sure not in subject.section(section)
@@ -212,8 +201,8 @@ def key_without_effect(subject: Subject) -> Iterator[Finding]:
     """Keys that Accelerate takes from the command line only, or that its launcher forgets to hand on.
 
     `rdzv_backend`, `same_network` and `enable_cpu_affinity` have defaults on the command line, and those win over the
-    file. `accelerate config` writes them into every file; at their defaults they are one note. Some keys of DeepSpeed's
-    own file are accepted in `deepspeed_config` and dropped. NVMe paths are AF216's.
+    file. `accelerate config` writes them into every file; at their defaults they are one note. A key of DeepSpeed's
+    own file is accepted in `deepspeed_config` and dropped. NVMe paths are AF216's.
     """
     usual: list[str] = []
     for path, known, value in written(subject):
@@ -222,11 +211,12 @@ def key_without_effect(subject: Subject) -> Iterator[Finding]:
         if value is None or str(value).lower() in USUAL.get(known.key, ()):
             usual.append(path)
             continue
+        on_line = f"--{known.key} on the command line of accelerate launch"
         yield Finding(
             path,
             f"{known.key}: {str(value).lower() if isinstance(value, bool) else value} has no effect in the file",
             known.help,
-            f"--{known.key} on the command line of accelerate launch, or remove it",
+            f"{'a deepspeed_config_file with it' if known.section else on_line}, or remove it",
         )
     if usual:
         several = len(usual) > 1
@@ -236,14 +226,6 @@ def key_without_effect(subject: Subject) -> Iterator[Finding]:
             f"the launcher takes {'them' if several else 'it'} from its command line only; these are the usual values",
             "nothing to do",
         )
-    for section, keys in DEEPSPEEDS_OWN.items():
-        for key in keys & subject.section(section).keys():
-            yield Finding(
-                f"{section}.{key}",
-                f"{key} has no effect in the file",
-                "it is a key of DeepSpeed's own file, and Accelerate drops it",
-                f"a deepspeed_config_file with {key}",
-            )
 
 
 @rule("AF201", pains=("P63",))
@@ -253,23 +235,15 @@ def mixed_precision_is_a_boolean(subject: Subject) -> Iterator[Finding]:
     YAML 1.1 reads a bare `no`, `off` or `false` as a boolean, and Accelerate stops with "'bool' object has no attribute
     'lower'".
     """
-    if subject.values.get("mixed_precision") is False:
-        word = subject.spelt("mixed_precision", "no")
-        yield Finding(
-            "mixed_precision",
-            f"mixed_precision: {word} without quotes is the boolean false",
-            "Accelerate stops: 'bool' object has no attribute 'lower'",
-            "mixed_precision: 'no'",
-            (Edit("", "mixed_precision", "no"),),
-        )
-    if subject.section("dynamo_config").get("dynamo_backend") is False:
-        yield Finding(
-            "dynamo_config.dynamo_backend",
-            "dynamo_backend: no without quotes is the boolean false",
-            "Accelerate stops: 'bool' object has no attribute 'upper'",
-            "dynamo_backend: 'no'",
-            (Edit("dynamo_config", "dynamo_backend", "no"),),
-        )
+    for section, key, method in (("", "mixed_precision", "lower"), ("dynamo_config", "dynamo_backend", "upper")):
+        if subject.section(section).get(key) is False:
+            yield Finding(
+                f"{section}.{key}".lstrip("."),
+                f"{key}: {subject.spelt(key, 'no')} without quotes is the boolean false",
+                f"Accelerate stops: 'bool' object has no attribute '{method}'",
+                f"{key}: 'no'",
+                (Edit(section, key, "no"),),
+            )
 
 
 @rule("AF208", "warning")

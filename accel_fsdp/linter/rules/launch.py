@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from accel_fsdp.config import DEFAULT_PORT, LOW_DTYPES, TORCH_DTYPES, Edit, Engine
 from accel_fsdp.errors import did_you_mean
+from accel_fsdp.job import UNLESS_OURS
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 
 
@@ -244,11 +245,12 @@ def fsdp_in_the_arguments(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF608", pains=("P78",))
 def model_only_checkpoints(subject: Subject) -> Iterator[Finding]:
-    """`--save_only_model` with SHARDED_STATE_DICT: Trainer stops."""
-    if subject.is_fsdp and subject.sharded_state_dict and subject.arg_on("save_only_model"):
+    """`--save_only_model` under FSDP with SHARDED_STATE_DICT, or with `--load_best_model_at_end`: Trainer stops."""
+    best = subject.arg_on("load_best_model_at_end")
+    if subject.is_fsdp and subject.arg_on("save_only_model") and (best or subject.sharded_state_dict):
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
-            "--save_only_model needs FULL_STATE_DICT",
+            f"--save_only_model {'excludes --load_best_model_at_end' if best else 'needs FULL_STATE_DICT'}",
             "Trainer stops",
             "drop --save_only_model",
         )
@@ -268,7 +270,7 @@ def dora_under_fsdp1(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF611", pains=("P35",))
 def eight_bit_base(subject: Subject) -> Iterator[Finding]:
-    """`--load_in_8bit` under FSDP1: int8 weights can't be flattened with 16-bit ones."""
+    """`--load_in_8bit`, or a model in 8 bits (`--model`), under FSDP1: int8 can't be flattened with 16-bit weights."""
     yield from combined(subject, "distributed_type", "eight-bit-fsdp1")
 
 
@@ -292,14 +294,20 @@ def four_bit_storage(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF613", "warning", pains=("P14",))
 def pure_low_precision(subject: Subject) -> Iterator[Finding]:
-    """Full training of 16-bit weights without mixed precision: weights, gradients and moments stay in 16 bits."""
-    off = subject.top("mixed_precision") in ("no", False, None)
-    low, dtype = subject.asked_dtype in LOW_DTYPES, subject.arg("dtype") or subject.arg("torch_dtype")
-    if low and off and not subject.uses_adapter and not subject.arg_on("bf16", "fp16"):
+    """Full training of 16-bit weights without mixed precision: weights, gradients and moments stay in 16 bits.
+
+    `--dtype` says so, or under FSDP the checkpoint (`--model`, `--args`), whose dtype transformers loads and nothing
+    casts. train/sft.py loads float32 from such a checkpoint; most scripts don't.
+    """
+    off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
+    asked = subject.asked_dtype
+    known = asked != "auto" or (subject.is_fsdp and subject.trains_everything)
+    if off and known and subject.load_dtype in LOW_DTYPES and not subject.uses_adapter:
         yield Finding(
             "mixed_precision",
-            f"--dtype {dtype} without mixed precision has no float32 master weights",
-            "small updates are lost to rounding",
+            f"{f'a checkpoint in {subject.load_dtype}' if asked == 'auto' else f'--dtype {asked}'} "
+            "without mixed precision has no float32 master weights",
+            f"small updates are lost to rounding{UNLESS_OURS if asked == 'auto' else ''}",
             "mixed_precision: bf16, or --dtype float32",
         )
 

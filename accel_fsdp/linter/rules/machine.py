@@ -48,27 +48,19 @@ def mesh_beside_use_fsdp(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF411")
 def machine_of_no_such_number(subject: Subject) -> Iterator[Finding]:
-    """`machine_rank` outside 0 to `num_machines` - 1: the machines wait for one that never comes."""
-    rank, machines = subject.values.get("machine_rank"), subject.number("num_machines")
-    if isinstance(rank, int) and not isinstance(rank, bool) and machines > 1 and not 0 <= rank < machines:
+    """`machine_rank` outside 0 to `num_machines` - 1: the machines wait for one that never comes.
+
+    A warning where `num_machines` is 1: each machine with this file trains alone.
+    """
+    rank, machines = subject.values.get("machine_rank"), subject.number("num_machines") or 1
+    if isinstance(rank, int) and not isinstance(rank, bool) and not 0 <= rank < machines:
+        alone = machines == 1
         yield Finding(
             "machine_rank",
-            f"machine_rank: {rank} of {machines} machines",
-            "they wait for a machine of another number",
-            f"0 to {machines - 1}, one for each: --machine_rank N",
-        )
-
-
-@rule("AF412", "warning")
-def machine_rank_of_one(subject: Subject) -> Iterator[Finding]:
-    """`machine_rank` other than 0 and one machine: every machine with this file trains alone."""
-    rank, machines = subject.values.get("machine_rank"), subject.values.get("num_machines", 1)
-    if isinstance(rank, int) and rank != 0 and machines in (1, None):
-        yield Finding(
-            "machine_rank",
-            f"machine_rank: {rank} and one machine",
-            "num_machines is 1, so this machine trains alone",
-            "num_machines: all that take part, or machine_rank: 0",
+            f"machine_rank: {rank} of {counted(machines, 'machine')}",
+            "this machine trains alone" if alone else "they wait for a machine with another rank",
+            "num_machines: all that take part" if alone else f"0 to {machines - 1}, one for each: --machine_rank N",
+            milder="warning" if alone else None,
         )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Engine
-from accel_fsdp.job import UNLESS_OURS, clashes
+from accel_fsdp.job import clashes
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 MANY_RANKS = 32
@@ -58,43 +58,29 @@ def gradients_summed_in_bf16(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF503", pains=("P10",))
-def declared_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
-    """No layer class in the file, and the model's `_no_split_modules` names one that it doesn't contain.
+@rule("AF503", pains=("P10", "P11"))
+def declared_classes(subject: Subject) -> Iterator[Finding]:
+    """No layer class in the file, and `_no_split_modules` of the model (`--model`) names one that it lacks, or none.
 
-    Accelerate stops with "Could not find the transformer layer class". Needs `--model`.
+    With one that it lacks Accelerate stops: "Could not find the transformer layer class". With none, which is a
+    warning, no layer becomes a unit.
     """
-    model = subject.model if _takes_declared(subject) else None
-    absent = [name for name in (model.declared_classes or ()) if name not in model.classes] if model else []
-    if model and absent:
+    model, takes_declared = subject.model, not subject.has("fsdp_transformer_layer_cls_to_wrap")
+    wraps = subject.is_fsdp and subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
+    if not (model and wraps and takes_declared) or model.declared_classes is None:
+        return
+    absent = sorted(name for name in model.declared_classes if name not in model.classes)
+    if absent or not model.declared_classes:
         yield Finding(
             POLICY,
-            f"{model.name} names {', '.join(sorted(absent))} as its layers and has none",
-            "Accelerate stops: Could not find the transformer layer class",
-            "fsdp_transformer_layer_cls_to_wrap: " + (",".join(layer.name for layer in model.wrap_classes) or "NAME"),
+            f"{model.name} names "
+            + (f"{', '.join(absent)} as its layers and has none" if absent else "no layer class"),
+            "Accelerate stops: Could not find the transformer layer class"
+            if absent
+            else "no layer becomes a unit and every rank gathers the whole model, without a word",
+            f"fsdp_transformer_layer_cls_to_wrap: {','.join(layer.name for layer in model.wrap_classes) or 'NAME'}",
+            milder=None if absent else "warning",
         )
-
-
-@rule("AF504", "warning", pains=("P11",))
-def no_class_declared(subject: Subject) -> Iterator[Finding]:
-    """No layer class in the file and none in the model's `_no_split_modules`: no layer becomes a unit.
-
-    Needs `--model`.
-    """
-    model = subject.model if _takes_declared(subject) else None
-    if model and model.declared_classes == ():
-        yield Finding(
-            POLICY,
-            f"{model.name} names no layer class",
-            "no layer becomes a unit and every rank gathers the whole model, without a word",
-            "fsdp_transformer_layer_cls_to_wrap: " + (",".join(layer.name for layer in model.wrap_classes) or "NAME"),
-        )
-
-
-def _takes_declared(subject: Subject) -> bool:
-    """Whether Accelerate will take the layer classes from the model."""
-    named = subject.has("fsdp_transformer_layer_cls_to_wrap")
-    return subject.is_fsdp and subject.wrap_policy == "TRANSFORMER_BASED_WRAP" and not named
 
 
 @rule("AF505", "warning", pains=("P32",))
@@ -175,37 +161,6 @@ def quantized_storage(subject: Subject) -> Iterator[Finding]:
             f"{subject.model.name} stores 4-bit weights as {subject.model.quant_storage}",
             "they are not sharded, or FSDP stops, or casts them as numbers",
             f"quantise it with bnb_4bit_quant_storage {dtype}",
-        )
-
-
-@rule("AF510", pains=("P35",))
-def eight_bit_checkpoint(subject: Subject) -> Iterator[Finding]:
-    """An 8-bit checkpoint (`--model`) under FSDP1: int8 weights can't be flattened with 16-bit ones."""
-    if subject.engine is Engine.FSDP1 and subject.model is not None and subject.model.quantized == 8:
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            f"{subject.model.name} is stored in 8 bits",
-            "FSDP1 stops: Must flatten tensors with uniform dtype",
-            "a 4-bit base with a floating bnb_4bit_quant_storage",
-        )
-
-
-@rule("AF511", "warning", pains=("P14",))
-def sixteen_bits_throughout(subject: Subject) -> Iterator[Finding]:
-    """Full training of a 16-bit checkpoint (`--model`, `--args`) without mixed precision.
-
-    transformers loads the checkpoint's dtype and nothing casts it: weights, gradients and moments stay in 16 bits.
-    train/sft.py loads float32; most scripts don't.
-    """
-    dtype = subject.model.dtype if subject.model else ""
-    off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
-    asked = str(subject.arg("dtype") or subject.arg("torch_dtype") or "auto")
-    if subject.is_fsdp and off and subject.trains_everything and dtype in LOW_DTYPES and asked == "auto":
-        yield Finding(
-            "mixed_precision",
-            f"the checkpoint is {dtype} and there is no mixed precision",
-            f"small updates are lost to rounding{UNLESS_OURS}",
-            "mixed_precision: bf16, or --dtype float32",
         )
 
 

@@ -3,43 +3,29 @@
 import re
 from collections.abc import Iterator
 
-from accel_fsdp.config import DEFAULT_PORT, DEFAULT_ZERO_STAGE, HYBRID, Edit, Engine, known_fields
+from accel_fsdp.config import DEFAULT_PORT, DEFAULT_ZERO_STAGE, HYBRID, Edit, Engine
 from accel_fsdp.hardware import machines
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.linter.rules.keys import SECTIONS
 
 OFFLOADS = ("optimizer", "param")
 HERE_ONLY = re.compile(r"127(\.\d+){3}|localhost|::1|0\.0\.0\.0|\[::1?\]|::", re.IGNORECASE)
 """Addresses under which every machine finds itself."""
-SAGEMAKER_ALSO = frozenset({
-    "compute_environment", "distributed_type", "mixed_precision", "use_cpu", "debug", "num_machines", "gpu_ids",
-    "dynamo_config", "dynamo_backend", "enable_cpu_affinity", "fp16",
-})  # fmt: skip
-"""Keys of a local file that one for SageMaker has too."""
 
 
 @rule("AF109")
 def local_keys_for_sagemaker(subject: Subject) -> Iterator[Finding]:
-    """`compute_environment: AMAZON_SAGEMAKER` beside keys of a local machine, or without its own.
+    """`compute_environment: AMAZON_SAGEMAKER` beside `num_processes` or a section of a local machine's file.
 
-    Accelerate reads such a file by another table, which has no `fsdp_config` and no `num_processes`, and refuses it.
+    Accelerate reads such a file by another table, which has none of them, and refuses it.
     """
-    if subject.values.get("compute_environment") != "AMAZON_SAGEMAKER":
-        return
-    foreign = [key for key in subject.values if key in known_fields("") and key not in SAGEMAKER_ALSO]
-    missing = [key for key in ("ec2_instance_type", "iam_role_name") if key not in subject.values]
-    if foreign:
+    local = [key for key in subject.values if key in ("num_processes", *SECTIONS)]
+    if subject.values.get("compute_environment") == "AMAZON_SAGEMAKER" and local:
         yield Finding(
-            foreign[0],
-            f"compute_environment: AMAZON_SAGEMAKER beside {', '.join(foreign)}",
+            local[0],
+            f"compute_environment: AMAZON_SAGEMAKER beside {', '.join(local)}",
             "Accelerate refuses the file: SageMaker's has no such keys",
             "compute_environment: LOCAL_MACHINE",
-        )
-    elif missing:
-        yield Finding(
-            "compute_environment",
-            f"compute_environment: AMAZON_SAGEMAKER without {' and '.join(missing)}",
-            "Accelerate refuses the file",
-            "compute_environment: LOCAL_MACHINE, or SageMaker's own keys",
         )
 
 

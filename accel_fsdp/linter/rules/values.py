@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from accel_fsdp.config import DEFAULT_PORT, FALSE_WORDS, TRUE_WORDS, Edit, Engine, full_name
+from accel_fsdp.config import DEFAULT_PORT, FALSE_WORDS, TRUE_WORDS, Edit, Engine, full_name, size_key
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.linter.rules.fsdp import uses_mesh
 from accel_fsdp.linter.rules.keys import SECTIONS
 
 LARGEST_PORT = 65535
@@ -116,7 +117,7 @@ def number_in_quotes(subject: Subject) -> Iterator[Finding]:
     if subject.engine is Engine.NONE or subject.values.get("num_machines") not in (None, 1, "1"):
         counted.append(("", "num_processes"))
     if subject.engine in (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED):
-        counted += [("parallelism_config", f"parallelism_config_{name}_size") for name in ("cp", "sp")]
+        counted += [("parallelism_config", size_key(name)) for name in ("cp", "sp")]
     for section, key in counted:
         value = subject.section(section).get(key)
         if isinstance(value, str) and value.isdecimal():
@@ -217,12 +218,8 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
 
     Sizes below 1; `cp` with `sp`; replicas beside `tp` or `cp` without shards; FSDP2 with neither shards nor `cp`.
     """
-    mesh = subject.section("parallelism_config")
-    if not mesh or subject.engine not in (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED):
-        return
-    names = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
-    sizes = {name: mesh.get(f"parallelism_config_{name}_size", 1) for name in names}
-    if not all(isinstance(size, int) for size in sizes.values()):
+    sizes = subject.mesh
+    if not uses_mesh(subject) or not all(isinstance(size, int) for size in sizes.values()):
         return
     small = [name for name, size in sizes.items() if size < 1]
     bare = sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1 and (sizes["tp"] > 1 or sizes["cp"] > 1)
