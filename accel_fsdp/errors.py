@@ -69,6 +69,11 @@ def in_a_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
+def joined(what: str, rest: str) -> str:
+    """`what` and what follows from it in one line; a question, such as "Did you mean X?", stays a whole sentence."""
+    return f"{what} {rest[:1].upper()}{rest[1:]}" if what.endswith("?") else f"{what.rstrip('.')}; {rest}"
+
+
 class UsageError(UserError):
     """A flag has an invalid value."""
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from accel_fsdp import atomic_files, console, flag_words, linter
-from accel_fsdp.config import Precision
+from accel_fsdp.config import Method, Precision, made_with, read_config, yaml_file
 from accel_fsdp.errors import UsageError, is_installed
 from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
 from accel_fsdp.job import Layout, Recipe, from_arguments, from_yaml
@@ -63,6 +63,11 @@ def options_of(command: PlanCommand) -> PlanOptions:
     Raises:
         UsageError: flags contradict each other, or a value is invalid.
     """
+    command = _with_header(command)
+    if not command.model:
+        raise UsageError(
+            "--model is missing", why="memory and time follow from it", fix="--model llama-3.1-8b, a hub id or a folder"
+        )
     if command.gpus is None:
         raise UsageError(
             "--gpus is missing",
@@ -103,6 +108,19 @@ def options_of(command: PlanCommand) -> PlanOptions:
         work=workload.job_of(command),
         prices=prices,
     )
+
+
+def _with_header(command: PlanCommand) -> PlanCommand:
+    """The flags, completed from the command in the header of `--config`; the method too if the model comes from it."""
+    if command.config is None or str(command.config) == yaml_file.STDIN or (command.model and command.gpus):
+        return command
+    config, _ = read_config(command.config)
+    made = made_with(config.source)
+    gpus = command.gpus or from_yaml.gpus_in_header(config) or None
+    if command.model or command.args:
+        return replace(command, model=command.model or made.get("--model", ""), gpus=gpus)
+    method = next((name for name in get_args(Method) if name == made.get("--method")), command.method)
+    return replace(command, model=made.get("--model", ""), gpus=gpus, method=method)
 
 
 SAID_BY_ARGUMENTS = (

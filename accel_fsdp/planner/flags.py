@@ -15,14 +15,19 @@ class PlanCommand:
     """The whole command."""
 
     model: Annotated[
-        str, tyro.conf.arg(metavar="ID_OR_FOLDER", help="A hub id, a local folder, or a catalogue name: llama-3.1-8b.")
-    ]
+        str,
+        tyro.conf.arg(
+            metavar="ID_OR_FOLDER",
+            help="A hub id, a local folder, or a catalogue name: llama-3.1-8b.",
+            help_behavior_hint="(required, unless --config was made by accel-fsdp config)",
+        ),
+    ] = ""
     gpus: Annotated[
         Optional[str],
         tyro.conf.arg(
             metavar="NxNAME[-MEMORYGB]",
             help="8xH100-80GB; 2x8xA100-40GB: two machines.",
-            help_behavior_hint="(required, unless --compare)",
+            help_behavior_hint="(required, unless --compare, or as --model)",
         ),
     ] = None
     nodes: Annotated[

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from accel_fsdp import console, flag_words, shipped
 from accel_fsdp.config import SCRIPT, JobConfig, read_config, script_arguments
-from accel_fsdp.errors import UsageError, UserError, require
+from accel_fsdp.errors import UsageError, UserError, joined, require
 from accel_fsdp.linter import LintOptions, lint
 from accel_fsdp.rehearsal import forecast, janitor, prepare, warm
 from accel_fsdp.rehearsal.blame import Failure
@@ -132,7 +132,7 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
     if errors:
         first, *others = errors
         more = f" (and {counted(len(others), 'error')} more: accel-fsdp check {file})" if others else ""
-        raise Failure(f"{first.code}: {first.what.rstrip('.')}; {first.why}{more}", key=first.key, fix=first.fix)
+        raise Failure(f"{first.code}: {joined(first.what, first.why)}{more}", key=first.key, fix=first.fix)
     warnings = sum(finding.severity == "warning" for finding in findings)
     own = ["--script", str(options.script)] if options.script is not None else []
     again = shlex.join(["accel-fsdp", "check", *(["--model", model] if model else []), *own, str(file)])

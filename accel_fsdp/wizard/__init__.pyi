@@ -10,7 +10,6 @@ from .flags import WizardOptions as WizardOptions
 from .presets import MODEL as MODEL
 from .presets import PRESETS as PRESETS
 from .question import Context as Context
-from .question import Question as Question
 from .questions import QUESTIONS as QUESTIONS
 from .questions import applying as applying
 from .to_yaml import to_text as to_text

@@ -92,8 +92,8 @@ def _original(path: Path, written: Mapping[str, str], talk: interview.Interview)
     unwritten = ("model", "method", "gpus")
     before = {name: value for name, value in talk.given.items() if name in unwritten}
     answers = interview.answers(interview.Interview({}, {**before, **written}, as_written=True))
-    interview.answers(talk)  # says what it can't use
-    for line in from_yaml.corrections(read_config(path)[0], answers, talk.given.keys()):
+    new = interview.answers(talk)  # says what it can't use
+    for line in from_yaml.corrections(read_config(path)[0], answers, new, talk.given.keys()):
         console.say(f"note: {line}", style="yellow", wrap=True)
     return Original(path, read_config(path)[0], answers, written.keys())
 

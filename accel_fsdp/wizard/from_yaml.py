@@ -79,9 +79,8 @@ def _strategy_of_fsdp2(job: JobConfig) -> str:
     value = job.fsdp("fsdp_reshard_after_forward")
     if str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
         return str(value)
-    mesh = job.section("parallelism_config")
-    copies, shards = (mesh.get(f"parallelism_config_dp_{name}_size", 1) for name in ("replicate", "shard"))
-    hybrid = mesh and (copies != 1 or shards == job.number("num_processes"))
+    copies, shards = job.mesh["dp_replicate"], job.mesh["dp_shard"]
+    hybrid = job.section("parallelism_config") and (copies != 1 or shards == job.number("num_processes"))
     return str((1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0))
 
 
@@ -157,6 +156,7 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
     for section in (gone | unreadable) - {""}:  # text or a list, which Accelerate can't read either
         apply(document, [Edit("", section)])
     dropped = [Edit(place, key) for place, key in before if (place, key) not in after and place not in gone]
+    dropped += [Edit(place, key) for place, key in _unusable(job, new) if place not in gone]
     dropped += [
         Edit(*question.key) for question in applying(new) if question.key and getattr(new, question.field) == ""
     ]
@@ -166,13 +166,24 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
     return with_header(dump(document), header(new))
 
 
-def corrections(job: JobConfig, old: Answers, read: Collection[str]) -> list[str]:
-    """Sentences about values that Accelerate can't read, but whose meaning was `read`."""
-    sentences = []
-    for section, key in _flat(to_mapping(old)):
+def corrections(job: JobConfig, old: Answers, new: Answers, read: Collection[str]) -> list[str]:
+    """Sentences about what is not kept: values that Accelerate can't read, and sections that are no mapping.
+
+    `read` are the questions that the file has answered; of other ones the interview has reported bad values.
+    """
+    mapping = to_mapping(old)
+    sentences = [
+        f"Accelerate can't read {section}: {job.values[section]}, so the section is rewritten"
+        for section, content in mapping.items()
+        if isinstance(content, dict) and not isinstance(job.values.get(section) or {}, Mapping)
+    ]
+    for section, key in _flat(mapping):
         raw, field = job.section(section).get(key), BY_NAME[section, key]
-        if raw is not None and not _is_readable(field, raw) and KEYS.get((section, key), "strategy") in read:
+        question = "strategy" if key == RESHARD else KEYS.get((section, key))
+        if raw is not None and not _is_readable(field, raw) and (question is None or question in read):
             sentences.append(f"Accelerate can't read {key}: {raw}, so the key is rewritten")
+    for section, key in _unusable(job, new):
+        sentences.append(f"{key}: {job.section(section)[key]} can't be used, so the key is removed")
     unread = {Engine.FSDP1: RESHARD, Engine.FSDP2: STRATEGY}.get(job.engine, "")
     if unread and job.has(unread):
         what = f"{job.engine.label} ignores {unread}: {job.fsdp(unread)}"
@@ -183,6 +194,18 @@ def corrections(job: JobConfig, old: Answers, read: Collection[str]) -> list[str
 
 
 KEYS = {question.key: question.field for question in QUESTIONS if question.key}
+
+
+def _unusable(job: JobConfig, new: Answers) -> list[tuple[str, str]]:
+    """The keys that no answer decides, and whose values Accelerate can't use."""
+    decided, unusable = _flat(to_mapping(new)), []
+    for (section, key), field in BY_NAME.items():
+        value = job.section(section).get(key)
+        if value is not None and job.engine in field.engines and job.reads(key) and (section, key) not in decided:
+            is_rank = key == "machine_rank" and isinstance(value, int)
+            if not _is_readable(field, value) or (is_rank and not 0 <= value < new.num_machines):
+                unusable.append((section, key))
+    return unusable
 
 
 def _says(job: JobConfig, section: str, key: str, value: Any, answered: Collection[str]) -> bool:

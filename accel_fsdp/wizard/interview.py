@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from accel_fsdp import console
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.errors import UsageError, UserError, joined
 from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.job import Recipe
 from accel_fsdp.models import ModelFacts, catalogue, inspect_model, remote_code
@@ -80,7 +80,7 @@ class Interview:
                 if question.field in self.flags:
                     raise
                 del self.given[question.field]
-                note = in_words(f"{error.what.rstrip('.')}; {error.why}")
+                note = in_words(joined(error.what, error.why))
                 if not self.as_written:
                     console.say(f"note: {note}", style="yellow", wrap=True)
         if self.as_written:
@@ -184,7 +184,7 @@ def _say_once(line: str) -> None:
 
 def _go_on_unchecked(error: UserError) -> None:
     """Warns that the layer class is unchecked, and what a model with its own code needs."""
-    _say_once(f"note: {error.what.rstrip('.')}; going on with the given layer class, unchecked")
+    _say_once(f"note: {joined(error.what, 'going on with the given layer class, unchecked')}")
     if isinstance(error, remote_code.NeedsCode):
         _say_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")
 

@@ -60,22 +60,18 @@ def note(question: str, value: int, context: Context) -> str:
     """The predicted peak of a strategy on the GPUs of the answers, in a few words; empty for other questions."""
     if question != "strategy" or (value in (4, 5) and context["num_machines"] == 1):
         return ""
-    layout = layout_of(context, strategy=value)
-    job = _job(context, layout) if layout and layout.ranks > 1 else None
-    if job is None or layout is None:
-        return ""
-    judged = _judged(job, layout, False)
-    return f", ~{gib_or_mib(judged.chosen.device.allocated)}" if judged else ""
+    judged = _judged(context, strategy=value)
+    several = judged is not None and judged.chosen.layout.ranks > 1
+    return f", ~{gib_or_mib(judged.chosen.device.allocated)}" if judged and several else ""
 
 
 def legend(context: Context) -> str:
     """Explains the numbers of `note`; empty without any."""
-    layout = layout_of(context, strategy=1)
-    job = _job(context, layout) if layout and layout.ranks > 1 else None
-    if job is None:
+    planned = _planned(context, strategy=1)
+    if planned is None or planned[1].ranks == 1:
         return ""
-    has = gib_or_mib(job.capacity_bytes)
-    return f"~GiB: predicted peak with 1 x {job.recipe.length:,} tokens, of {has} on a GPU"
+    job = planned[0]
+    return f"~GiB: predicted peak with 1 x {job.recipe.length:,} tokens, of {gib_or_mib(job.capacity_bytes)} on a GPU"
 
 
 def advice(context: Context, **changed: Any) -> "Advice | None":
@@ -101,13 +97,25 @@ def _advise_anew(*asked: Any) -> "Advice | None":
 _advise = lru_cache(_advise_anew)
 
 
-def _judged(job: "PlanJob", layout: Layout, checkpointing: bool) -> "Advice | None":
+def _judged(context: Context, checkpointing: bool = False, **changed: Any) -> "Advice | None":
     from accel_fsdp.prediction import judge
 
+    planned = _planned(context, **changed)
     try:
-        return judge(job, layout, checkpointing)
+        return judge(*planned, checkpointing) if planned else None
     except UserError:
         return None
+
+
+def _planned(context: Context, **changed: Any) -> "tuple[PlanJob, Layout] | None":
+    """The answers as a job of the planner, with its layout; None if the model or the GPU is unknown."""
+    from accel_fsdp.prediction import make_job
+
+    answers, layout = {**context.given, **changed}, layout_of(context, **changed)
+    if layout is None or _is_unknown(context):
+        return None
+    job = make_job(answers["model"], context.machine, layout, answers["method"], _precision(context), context.traced)
+    return (job, layout) if job else None
 
 
 def _precision(context: Context) -> Precision:
@@ -147,6 +155,9 @@ def warnings(context: Context) -> tuple[str, ...]:
     lines = tuple(f"warning: {caution}" for caution in validation.cautions(context))
     if context["num_machines"] > 1 and not context["main_process_ip"]:
         lines += (NO_ADDRESS,)
+    gpus = context.machine.count * context["num_machines"]
+    if context["num_processes"] < gpus:
+        lines += (f"note: {context['num_processes']} of {gpus} GPUs will be used, one by each process",)
     return lines + _of_the_plan(context)
 
 
@@ -157,10 +168,7 @@ def _of_the_plan(context: Context) -> tuple[str, ...]:
 
 def judgement(context: Context) -> "Advice | None":
     """The plan's verdict on settled answers; None if the model or the GPU is unknown."""
-    layout = layout_of(context)
-    job = _job(context, layout) if layout else None
-    checkpointing = context["activation_checkpointing"] or checkpoints_in_script(context)
-    return _judged(job, layout, checkpointing) if job and layout else None
+    return _judged(context, context["activation_checkpointing"] or checkpoints_in_script(context))
 
 
 def misfit(context: Context) -> tuple[str, ...]:
@@ -192,12 +200,12 @@ def host_words(context: Context) -> str:
 
 def _host_memory(context: Context, **changed: Any) -> tuple[int, int] | None:
     """The bytes that offload needs on each machine, and what the plan takes a machine to have; None without offload."""
-    layout = layout_of(context, **changed)
-    job = _job(with_answers(context, **changed), layout) if layout and layout.offload else None
-    if job is None or layout is None:
-        return None
     from accel_fsdp.prediction import host_bytes
 
+    planned = _planned(context, **changed)
+    if planned is None or not planned[1].offload:
+        return None
+    job, layout = planned
     return host_bytes(job, job.recipe, layout), job.host_bytes
 
 
@@ -209,18 +217,13 @@ def _misfit_of_state(context: Context) -> tuple[str, ...]:
     return (f"warning: this doesn't fit: the {what} alone take {gib_of(*state)}",)
 
 
-def _job(context: Context, layout: Layout | None) -> "PlanJob | None":
-    from accel_fsdp.prediction import make_job
-
-    if layout is None or _is_unknown(context):
-        return None
-    precision = _precision(context)
-    return make_job(context["model"], context.machine, layout, context["method"], precision, context.traced)
-
-
 def _is_unknown(context: Context) -> bool:
-    """A folder that is called like a model of the catalogue may hold another."""
-    return context.traced is None and (not context["model"] or os.path.exists(context["model"]))
+    """Whether nothing can be predicted: a folder called like a model of the catalogue may hold another one.
+
+    Nor can a model that is one unit, as predictions gather layer by layer.
+    """
+    one_unit = context["engine"] == "fsdp" and context.given.get("wrap_policy") == "NO_WRAP"
+    return one_unit or (context.traced is None and (not context["model"] or os.path.exists(context["model"])))
 
 
 def _better(context: Context) -> Iterator[str]:

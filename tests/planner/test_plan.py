@@ -204,6 +204,14 @@ def test_a_yaml_is_predicted_as_it_is(name: str, gpus_flag: str, layout: Layout)
     assert row[0]["peak_bytes"] == search.evaluate(job_of(layout), Recipe(), layout).prediction.peak.total
 
 
+def test_a_yaml_made_here_says_its_model_and_machine(tmp_path: Path) -> None:
+    path = ROOT / "accelerate_configs" / "fsdp2_lora.yaml"
+    named = ("--model", LLAMA, "--gpus", "8xH100-80GB", "--method", "lora")
+    assert planned("--config", str(path)) == planned("--config", str(path), *named)
+    fewer = edited(tmp_path, "fsdp2_lora.yaml", ("num_processes: 8", "num_processes: 4"))
+    assert "--gpus is missing" in accel_fsdp("plan", "--config", fewer).output
+
+
 def job_of(layout: Layout) -> search.PlanJob:
     found = trace_store.find(LLAMA)
     assert found is not None
@@ -271,6 +279,7 @@ def edited(tmp_path: Path, name: str, *pairs: tuple[str, str]) -> Path:
         ("zero3.yaml", "zero_stage: 3", "zero_stage: 9", "zero_stage: 9 can't be predicted"),
         ("zero3.yaml", "zero_stage: 3", "zero_stage: three", "zero_stage: three can't be predicted"),
         ("fsdp2.yaml", "num_machines: 1", "num_machines: 2", "the YAML has num_machines: 2"),
+        ("fsdp2.yaml", "TRANSFORMER_BASED_WRAP", "NO_WRAP", "makes one unit of the whole model, can't be predicted"),
     ],
 )
 def test_a_yaml_that_cannot_be_predicted_is_refused(

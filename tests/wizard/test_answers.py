@@ -339,6 +339,13 @@ def test_what_does_not_fit_is_said_before_it_is_written(capsys: Captured) -> Non
     assert "warning" not in shown.out
 
 
+def test_gpus_without_a_process_are_said() -> None:
+    flags = {"model": "llama-3.1-8b", "gpus": "8xH100", "num_processes": "7"}
+    assert "note: 7 of 8 GPUs will be used, one by each process" in interview.warnings(
+        interview.interview(flags, {}, True)
+    )
+
+
 def test_more_of_the_hosts_memory_than_machines_have_is_said() -> None:
     """Llama 405B fits on eight GPUs by offload, with 6 TB on the machine."""
     flags = {"model": "llama-3.1-405b", "gpus": "8xH100"}

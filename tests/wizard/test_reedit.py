@@ -320,3 +320,25 @@ def test_a_layer_class_with_its_module_is_that_class(tmp_path: Path, capsys: pyt
     assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {}) == 0
     assert "so the key is rewritten" in " ".join(capsys.readouterr().err.split())
     assert path.read_text() == V2
+
+
+ZERO = "distributed_type: DEEPSPEED\nnum_processes: 2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"machine_rank: -3\n{V2}", "machine_rank: -3 can't be used, so the key is removed"),
+        (f"debug: maybe\n{DDP}", "debug: maybe can't be used, so the key is removed"),
+        (f"{ZERO}deepspeed_config: fast\n", "can't read deepspeed_config: fast, so the section is rewritten"),
+        (f"{ZERO}deepspeed_config:\n  zero3_init_flag: maybe\n  zero_stage: 3\n", "zero3_init_flag: maybe, so the key"),
+        (V2.replace("'no'", "bf17"), "mixed precision bf17 can't be used. Did you mean bf16? It is not one of"),
+    ],
+)
+def test_what_is_not_kept_is_said(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text(text)
+    assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA) == 0
+    assert said in " ".join(capsys.readouterr().err.split())
+    written = path.read_text()
+    assert [word for word in ("-3", "maybe", "fast", "bf17") if word in written] == []
