@@ -94,7 +94,7 @@ def build(folder: Path) -> None:
     from transformers import LlamaForCausalLM
 
     from accel_fsdp import exporter
-    from accel_fsdp.checkpoints import completeness
+    from accel_fsdp.checkpoints import Origin, completeness
 
     model = small_llama()
     model.save_pretrained(folder / "saved", max_shard_size="40KB")
@@ -105,7 +105,7 @@ def build(folder: Path) -> None:
     completeness.begin(checkpoint)
     save({"model": model.state_dict()}, storage_writer=FileSystemWriter(checkpoint / "pytorch_model_fsdp_0"))
     (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 2, "log_history": []}))
-    completeness.seal(checkpoint, completeness.Origin("FSDP"))
+    completeness.seal(checkpoint, Origin("FSDP"))
     shutil.copytree(folder / "saved", folder / "run" / "model", ignore=shutil.ignore_patterns("*.safetensors*"))
     (folder / "run" / "run.json").write_text(json.dumps({"arguments": {"model_name_or_path": str(folder / "saved")}}))
     (folder / "pth").mkdir()
@@ -378,13 +378,12 @@ def warm_up() -> None:
     import transformers
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
 
-    from accel_fsdp import cli, exporter, linter, planner
-    from accel_fsdp.models import inspect_model
+    from accel_fsdp import cli, exporter, linter, models, planner
     from accel_fsdp.training import arguments, trainer
 
     torch.set_num_threads(1)
     del accelerate, datasets, peft, transformers, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer
-    _ = (arguments, cli, exporter.run, inspect_model, linter.lint, planner.show_plan, trainer)  # names load on use
+    _ = (arguments, cli, exporter.run, models.read_model, linter.lint, planner.show_plan, trainer)  # names load on use
 
 
 def main() -> int:

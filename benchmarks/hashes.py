@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from accel_fsdp import atomic_files
-from accel_fsdp.checkpoints import completeness
+from accel_fsdp.checkpoints import Origin, completeness, marker
 from accel_fsdp.units import GIB
 
 TENSORS = 16
@@ -51,14 +51,14 @@ def once(gib: float, place: Path) -> dict[str, float]:
         atomic_files.sync_folder(folder)
 
     names = lambda: [path.name for path in folder.iterdir()]  # noqa: E731
-    found = {"save": seconds(save), "hash": seconds(lambda: completeness.hashes_of(folder, names()))}
-    completeness.seal(folder, completeness.Origin("FSDP"))
+    found = {"save": seconds(save), "hash": seconds(lambda: marker.hashes_of(folder, names()))}
+    completeness.seal(folder, Origin("FSDP"))
     drop_from_memory(folder)
     found["load"] = seconds(lambda: dcp.load(state, checkpoint_id=folder, no_dist=True))
     drop_from_memory(folder)
 
     def checked() -> None:
-        assert completeness.damage(folder) == ""
+        assert marker.damage(folder) == ""
         dcp.load(state, checkpoint_id=folder, no_dist=True)
 
     found["checked load"] = seconds(checked)

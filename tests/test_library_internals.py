@@ -58,7 +58,7 @@ def declared() -> set[str]:
 
 def test_what_is_declared_is_there(declared: set[str]) -> None:
     assert len(declared) > 40
-    assert {"cpu", "training.trainer", "exporter.reload", "prediction.tracing.cuda_emulation"} <= set(DECLARING)
+    assert {"cpu", "training.trainer", "prediction.tracing.cuda_emulation"} <= set(DECLARING)
 
 
 @dataclass(frozen=True)

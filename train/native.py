@@ -31,13 +31,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorForSeq2Seq
 from transformers.initialization import no_init_weights
 
-from accel_fsdp import atomic_files, console, cpu
+from accel_fsdp import atomic_files, console, cpu, models
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError, guard
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.models import inspect_model
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.data import DataArguments, load, tokenizing
 from accel_fsdp.units import counted, gib_or_mib
@@ -120,8 +119,8 @@ def global_batches(loader: DataLoader[Any], job: Job, place: dict[str, int]) -> 
 # Model: rank 0 reads the weights, the others reserve memory for them without writing to it
 def load_model(job: Job) -> Any:
     """Returns the whole model in float32 on the CPU; only rank 0 has its values."""
-    config = inspect_model.read_config(job.model_name_or_path)
-    kind = inspect_model.text_class(config)
+    config = models.read_config(job.model_name_or_path)
+    kind = models.text_class(config)
     if dist.get_rank() == 0:
         model = kind.from_pretrained(job.model_name_or_path, dtype=torch.float32, trust_remote_code=False)
     else:
@@ -139,7 +138,7 @@ def units_of(model: Any, job: Job) -> list[nn.Module]:
     """The modules that become units, inner modules before outer ones."""
     inside_out = list(reversed([*model.modules()][1:]))
     if job.wrap == "transformer":
-        names = {layer.name for layer in inspect_model.wrap_classes(model)}
+        names = {layer.name for layer in models.wrap_classes(model)}
         return [module for module in inside_out if type(module).__name__ in names]
     tied = {model.get_input_embeddings().weight} & {model.get_output_embeddings().weight}  # can't be in two units
     units, taken = [], set()
@@ -279,7 +278,7 @@ def say(line: str) -> None:
 def main() -> None:
     begun, job = time.perf_counter(), tyro.cli(Job)
     device, checkpoint = start(job), checkpoint_of(job)
-    tokenizer = inspect_model.read_tokenizer(job.model_name_or_path)
+    tokenizer = models.read_tokenizer(job.model_name_or_path)
     loader, model = loader_of(job, tokenizer), load_model(job)
     expected = exported_folder.expected_tensors(model, trained_as=None)
     model = shard(model, job, device)

@@ -4,6 +4,7 @@ from . import deepspeed as deepspeed
 from . import discover as discover
 from . import file_names as file_names
 from . import finite as finite
+from . import marker as marker
 from . import open_checkpoint as open_checkpoint
 from . import optimizer_names as optimizer_names
 from . import safetensors_header as safetensors_header
@@ -11,8 +12,8 @@ from . import summary as summary
 from . import tensor_names as tensor_names
 from . import tensor_storage as tensor_storage
 from . import torch_zip as torch_zip
-from .completeness import Origin as Origin
 from .discover import CheckpointLocation as CheckpointLocation
+from .marker import Origin as Origin
 from .open_checkpoint import MODEL_KEYS as MODEL_KEYS
 from .open_checkpoint import Weights as Weights
 from .pickle_opcodes import Inert as Inert
@@ -23,12 +24,9 @@ from .summary import read_checkpoint as read_checkpoint
 from .tensor_names import LORA as LORA
 from .tensor_names import TOKENS as TOKENS
 from .tensor_names import check_patterns as check_patterns
-from .tensor_names import chooses as chooses
 from .tensor_names import clean_name as clean_name
-from .tensor_names import names as names
 from .tensor_names import pattern_of as pattern_of
 from .tensor_names import plain as plain
-from .tensor_names import saves as saves
 from .tensor_storage import FLOATS as FLOATS
 from .tensor_storage import GAP_BYTES as GAP_BYTES
 from .tensor_storage import ITEM_BYTES as ITEM_BYTES

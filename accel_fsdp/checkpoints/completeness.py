@@ -12,47 +12,17 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, untrusted_files
-from accel_fsdp.checkpoints import deepspeed, file_names
+from accel_fsdp.checkpoints import deepspeed, file_names, marker
 from accel_fsdp.errors import UserError
 
 MOST_LOGGED = 20_000_000
 """At most so many numbers in `trainer_state.json`, which logs all steps."""
-HASHED_TOGETHER = 4
-HASHED_BYTES = 1 << 22
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The properties of the run that wrote a checkpoint that a run that resumes it must share.
-
-    `engine` is FSDP, DDP (one process too) or ZeRO with its stage; `rows_per_step` counts the rows of all ranks in one
-    step of the optimizer. Zeros are unknown.
-    """
-
-    engine: str
-    ranks: int = 0
-    rows_per_step: int = 0
-    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The settings of the training, by the names of `lineage.settings`; empty: unknown."""
-    before: Sequence[Mapping[str, Any]] = ()
-    """Earlier parts of the run with other settings: the last step and the settings of each."""
-
-
-@dataclass(frozen=True)
-class Marker:
-    """The content of `complete.json`: sizes and hashes by the files' paths relative to the checkpoint."""
-
-    complete: bool
-    origin: Origin | None = None
-    sizes: dict[str, int] = field(default_factory=dict)
-    hashes: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -117,7 +87,7 @@ def begin(checkpoint: Path) -> None:
     atomic_files.write_text(checkpoint / file_names.MARKER, json.dumps({"complete": False}))
 
 
-def seal(checkpoint: Path, origin: Origin, hashes: Mapping[str, str] | None = None) -> None:
+def seal(checkpoint: Path, origin: marker.Origin, hashes: Mapping[str, str] | None = None) -> None:
     """Declares the checkpoint complete, once all its files are on disk; call when every rank has written its own.
 
     `hashes`: those of all files, if the ranks have taken them; otherwise they are taken now.
@@ -126,8 +96,8 @@ def seal(checkpoint: Path, origin: Origin, hashes: Mapping[str, str] | None = No
         UserError: the marker can't be written. The checkpoint then counts as half-written.
     """
     atomic_files.sync_folder(checkpoint)
-    sizes = _sizes(checkpoint)
-    taken = hashes_of(checkpoint, sizes) if hashes is None else dict(hashes)
+    sizes = marker.sizes_of(checkpoint)
+    taken = marker.hashes_of(checkpoint, sizes) if hashes is None else dict(hashes)
     content = {"complete": True, "origin": asdict(origin), "files": sizes, "hashes": taken}
     atomic_files.write_text(checkpoint / file_names.MARKER, json.dumps(content, indent=1, sort_keys=True))
     atomic_files.sync_names(checkpoint.parent)
@@ -143,79 +113,6 @@ def abandon(checkpoint: Path) -> None:
         os.replace(aside, checkpoint)
 
 
-def _sizes(checkpoint: Path) -> dict[str, int]:
-    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in _files(checkpoint)}
-    sizes.pop(file_names.MARKER, None)
-    return sizes
-
-
-def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
-    """Hashes of the files that this rank wrote, which are still in the system's cache: those with its number in their
-    names, and on the first rank all others.
-    """
-    numbered = {name: int(writer) % ranks for name in _sizes(checkpoint) if (writer := _rank_in(name))}
-    return hashes_of(checkpoint, [name for name in _sizes(checkpoint) if numbered.get(name, 0) == rank])
-
-
-def _rank_in(name: str) -> str:
-    match = file_names.OF_RANK.search(name)
-    return match[1] if match else ""
-
-
-def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
-    names = list(names)
-    with ThreadPoolExecutor(HASHED_TOGETHER) as pool:
-        return dict(zip(names, pool.map(lambda name: _hash(checkpoint / name, checkpoint), names), strict=True))
-
-
-def _hash(path: Path, within: Path) -> str:
-    import xxhash
-
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(HASHED_BYTES))
-    with untrusted_files.opened(path, within) as file:
-        while count := file.readinto(block):  # type: ignore[attr-defined]
-            digest.update(block[:count])
-    return digest.hexdigest()
-
-
-def read(checkpoint: Path) -> Marker | None:
-    """The marker; None if there is none."""
-    path = checkpoint / file_names.MARKER
-    content = untrusted_files.read_json(path)
-    if content is None:
-        return None
-    if content.get("complete") is False:
-        return Marker(complete=False)
-    sizes, hashes, origin = content.get("files"), content.get("hashes", {}), content.get("origin", {})
-    if content.get("complete") is not True or not _is_list(sizes, int) or not _is_list(hashes, str):
-        raise untrusted_files.broken(path, "is damaged: no list of files")
-    return Marker(True, _origin(path, origin), dict(sizes or {}), dict(hashes))
-
-
-def _is_list(value_by_name: Any, kind: type) -> bool:
-    """Whether it maps names of files inside the folder to values of `kind`."""
-    return isinstance(value_by_name, dict) and all(
-        type(value) is kind and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
-        for name, value in value_by_name.items()
-    )
-
-
-def _origin(path: Path, content: Any) -> Origin | None:
-    if not content:
-        return None
-    try:
-        origin = Origin(**content)
-        whole = type(origin.ranks) is type(origin.rows_per_step) is int and isinstance(origin.engine, str)
-        groups = [origin.settings, *(part["settings"] for part in origin.before)]
-        plain = all(isinstance(values, dict) for part in groups for values in part.values())
-        steps = all(type(part["last_step"]) is int for part in origin.before)
-    except (TypeError, KeyError, AttributeError) as error:
-        raise untrusted_files.broken(path, "is damaged: what it says of the run") from error
-    if not (whole and plain and steps):
-        raise untrusted_files.broken(path, "is damaged: what it says of the run")
-    return origin
-
-
 ITS_END = "its end"
 """The missing part of a checkpoint whose run ended while it was written."""
 
@@ -225,12 +122,12 @@ def lacking(checkpoint: Path, needed: Callable[[str], bool] = bool) -> dict[str,
 
     None without a marker. Resume, deletion, export and the linter all judge a marked checkpoint by this function.
     """
-    marker = read(checkpoint)
-    if marker is None:
+    written = marker.read(checkpoint)
+    if written is None:
         return None
-    if not marker.complete:
+    if not written.complete:
         return {ITS_END: 0}
-    return {name: size for name, size in marker.sizes.items() if needed(name) and _size(checkpoint / name) != size}
+    return {name: size for name, size in written.sizes.items() if needed(name) and _size(checkpoint / name) != size}
 
 
 def _size(path: Path) -> int:
@@ -321,45 +218,6 @@ def _flaw(checkpoint: Path) -> str:
     return f"{cut[0]}/{file_names.DCP_METADATA} is missing" if cut else ""
 
 
-def damage(checkpoint: Path, needed: Callable[[str], bool] = bool, part: int = 0, of: int = 1) -> str:
-    """Names the first `needed` file whose bytes have changed or that is not listed; empty if there is none.
-
-    Each of several ranks reads a `part` of about the same size. Missing files are skipped, and a marker without hashes,
-    from an earlier version, can't show changed bytes.
-    """
-    marker = read(checkpoint)
-    if marker is None:
-        return ""
-    if extra := next(filter(needed, _unlisted(checkpoint, marker)), ""):
-        return f"{extra} is not in the list of {file_names.MARKER}"
-    names = [name for name in marker.hashes if needed(name) and (checkpoint / name).exists()]
-    hashes = hashes_of(checkpoint, _share(names, marker.sizes, part, of))
-    wrong = sorted(name for name, hashed in hashes.items() if hashed != marker.hashes[name])
-    return f"{wrong[0]} holds other bytes than were written" if wrong else ""
-
-
-def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:
-    """The checkpoint's own files that the marker doesn't list.
-
-    Files of a rank are skipped if the marker lists other ranks' only: they were on another machine's disk.
-    """
-    listed = marker.sizes.keys() | marker.hashes.keys()
-    ranks = {rank for name in listed if (rank := _rank_in(name))}
-    extra = [name for name in _sizes(checkpoint) if name.startswith(file_names.OF_CHECKPOINTS) and name not in listed]
-    return [name for name in extra if not (ranks and (rank := _rank_in(name)) and rank not in ranks)]
-
-
-def _share(names: Iterable[str], sizes: Mapping[str, int], part: int, of: int) -> list[str]:
-    """The names in one part; the largest file first, each goes to the part with the fewest bytes."""
-    loads, mine = [0] * of, []
-    for name in sorted(names, key=lambda name: (-sizes.get(name, 0), name)):
-        least = loads.index(min(loads))
-        loads[least] += sizes.get(name, 0) + 1
-        if least == part:
-            mine.append(name)
-    return mine
-
-
 def _of_size(path: Path, size: int) -> str:
     if path.name == ITS_END:
         return "its run ended while it was written"
@@ -379,13 +237,8 @@ def choose(run: Path, among: Sequence[Path] | None = None, wrong: Callable[[Path
     return Choice(None, skipped)
 
 
-def origin_of(checkpoint: Path) -> Origin | None:
-    marker = read(checkpoint)
-    return marker.origin if marker else None
-
-
 def size_bytes(checkpoint: Path) -> int:
-    return sum(path.stat().st_size for path in _files(checkpoint))
+    return sum(path.stat().st_size for path in marker.files_in(checkpoint))
 
 
 def retire(run: Path, keep: int | None, best: str | None) -> None:
@@ -416,7 +269,3 @@ def _aside(checkpoint: Path) -> Path:
 
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in sorted(folder.rglob("*")) if path.is_file()]

@@ -18,7 +18,7 @@ from accel_fsdp.checkpoints import file_names, torch_zip
 from accel_fsdp.checkpoints.pickle_opcodes import Inert
 from accel_fsdp.checkpoints.safe_unpickle import ERRORS
 from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, FileReader, Piece, Stored, damaged
-from accel_fsdp.checkpoints.torch_zip import TENSORS, View
+from accel_fsdp.checkpoints.torch_zip import View
 from accel_fsdp.errors import UserError
 from accel_fsdp.units import counted
 
@@ -29,21 +29,11 @@ Groups = list[View]
 """A rank's flat tensors, one per group of parameters."""
 
 
-def _from_type(build: Any, kind: Any, arguments: tuple[Any, ...], state: Any) -> Any:
-    """A parameter with attributes, which DeepSpeed's partitions are."""
-    if build not in (TENSORS["torch._utils", "_rebuild_tensor_v2"], TENSORS["torch._utils", "_rebuild_parameter"]):
-        raise ValueError("a tensor built by something else")
-    return build(*arguments)
-
-
 def _stage(number: Any) -> int:
     return int(number)
 
 
 ADMITTED: dict[tuple[str, str], Any] = {
-    ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
-    ("torch", "Tensor"): Inert,
-    ("torch.nn.parameter", "Parameter"): Inert,
     ("deepspeed.runtime.fp16.loss_scaler", "LossScaler"): Inert,
     ("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler"): Inert,
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage,

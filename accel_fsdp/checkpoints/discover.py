@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Literal
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import completeness, deepspeed, file_names, safetensors_header, summary, tensor_names
+from accel_fsdp.checkpoints import (
+    completeness,
+    deepspeed,
+    file_names,
+    marker,
+    safetensors_header,
+    summary,
+    tensor_names,
+)
 from accel_fsdp.errors import UsageError, UserError
 
 CheckpointKind = Literal["sharded (DCP)", "FSDP full", "safetensors", "adapter", "ZeRO", "torch.save"]
@@ -90,7 +98,7 @@ def check_bytes(checkpoint: CheckpointLocation, optimizer: bool = False) -> None
             and not name.startswith(file_names.SPARED)
         )
 
-    if what := completeness.damage(checkpoint.folder, read):
+    if what := marker.damage(checkpoint.folder, read):
         raise UserError(
             f"{checkpoint.folder} is damaged: {what}",
             why="the model would be another than was trained",

@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.time_limits import at_most
+from accel_fsdp.units import counted
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 """The names under which FSDP1, activation checkpointing and torch.compile hold what they wrap."""
@@ -29,11 +30,9 @@ WRAPPED = re.compile(r"\.(?:token_adapter\.)?(?:(?:base_layer|original_module)\.
 UNDER = re.compile(r"\.base_layer(?=\.)")
 EXTENDED = {"layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.", "modules_to_save": r"(^|.*\.){}($|\..*)"}
 """Settings of parts of patterns, and what PEFT puts around each."""
-ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
-ALL_LINEAR, HEADS = "all-linear", ("lm_head", "embed_out")
 T = TypeVar("T")
 PATTERN_SECONDS = 5.0
-SHOWN = 60
+SHOWN, MODULES_SHOWN = 60, 4
 
 
 def clean_name(name: str) -> str:
@@ -111,64 +110,21 @@ def _listed(setting: Any) -> list[str]:
     return [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, Iterable) else []
 
 
-def chooses(settings: Mapping[str, Any], module: str) -> bool:
-    """Whether PEFT gives a module LoRA matrices by these settings, as its `check_target_module_exists` does.
-
-    True too where only the model's code tells: without `target_modules`, and for modules outside of the layers that
-    `ensure_weight_tying` may have added. `check_patterns` has to come first.
-    """
-    left_out, targets = settings.get("exclude_modules"), settings.get("target_modules")
-    if left_out and (re.fullmatch(left_out, module) if isinstance(left_out, str) else _ends_in(module, left_out)):
-        return False
-    if any(
-        re.match(EXTENDED["modules_to_save"].format(kept), module) for kept in _listed(settings.get("modules_to_save"))
-    ):
-        return False
-    parameters = _listed(settings.get("target_parameters"))
-    if _ends_in(module, [kept.rpartition(".")[0] for kept in parameters]):
-        return True
-    if targets is None:
-        return not parameters
-    if settings.get("ensure_weight_tying") and not LAYER.search(f"{module}."):
-        return True
-    if isinstance(targets, str):
-        if targets.lower() == ALL_LINEAR:
-            return not module.endswith(HEADS)
-        return re.fullmatch(targets, module) is not None
-    return module in _listed(targets) or (_ends_in(module, targets) and _is_in_layers(settings, module))
+def module_of(tensor: str) -> str:
+    """The plain name of the module that a tensor of LoRA belongs to."""
+    return plain(f"{LORA.split(tensor)[0]}.").rstrip(".")
 
 
-def names(settings: Mapping[str, Any], module: str) -> bool:
-    """Whether `target_modules` itself names a module that has a weight, so that PEFT must have made it a pair.
-
-    False where only the model's code tells: for all linear layers, and without `target_modules`.
-    """
-    targets = settings.get("target_modules")
-    is_explicit = _listed(targets) and (not isinstance(targets, str) or targets.lower() != ALL_LINEAR)
-    apart = settings.get("ensure_weight_tying") and not LAYER.search(f"{module}.")
-    return bool(is_explicit) and not apart and not settings.get("target_parameters") and chooses(settings, module)
-
-
-def _ends_in(module: str, names: Any) -> bool:
-    return any(f".{module}".endswith(f".{name}") for name in _listed(names))
-
-
-def _is_in_layers(settings: Mapping[str, Any], module: str) -> bool:
-    """Whether `layers_to_transform` has the first number in a module's name, or the one behind `layers_pattern`."""
-    layers = settings.get("layers_to_transform")
-    if layers is None or layers == []:
-        return True
-    prefixes = _listed(settings.get("layers_pattern"))
-    patterns = [re.compile(EXTENDED["layers_pattern"].format(prefix)) for prefix in prefixes] or [ANY_LAYER]
-    number = next((match for pattern in patterns if (match := pattern.match(module))), None)
-    return number is not None and int(number["idx"]) in (layers if isinstance(layers, list) else [layers])
-
-
-def saves(settings: Mapping[str, Any], tensor: str) -> bool:
-    """Whether a tensor is of a module of `modules_to_save`: PEFT looks at how modules' names end."""
-    names = tuple(name for name in _listed(settings.get("modules_to_save")) if name)
-    parts = tensor.split(".")
-    return any(".".join(parts[:count]).endswith(names) for count in range(1, len(parts)))
+def lacking(held: Iterable[str], needed: Iterable[str]) -> str:
+    """What an adapter lacks of the tensors that it needs, both as named in files, in words; empty if it has all."""
+    needed = set(needed)
+    missing = needed.difference(held)
+    modules = {module_of(name) for name in needed if LORA.search(name)}
+    if broken := sorted({module_of(name) for name in missing if LORA.search(name)}):
+        shown = ", ".join(broken[:MODULES_SHOWN])
+        more = f" and {len(broken) - MODULES_SHOWN} more" if broken[MODULES_SHOWN:] else ""
+        return f"LoRA tensors of {len(broken)} of {counted(len(modules), 'module')} ({shown}{more})"
+    return plain(min(missing)) if missing else ""
 
 
 def pattern_of(key: str) -> str:
@@ -177,6 +133,11 @@ def pattern_of(key: str) -> str:
 
 def plain(name: str) -> str:
     return WRAPPED.sub(".", name).removeprefix(PEFT_PREFIX)
+
+
+def filed(name: str) -> str:
+    """The name in an adapter's file of a tensor of a model with that adapter, or of such a file."""
+    return _prefixed(_in_file(clean_name(name))[1])
 
 
 def _prefixed(name: str) -> str:

@@ -8,8 +8,6 @@ from . import transformers_probe as transformers_probe
 from . import verification as verification
 from .command import exported as exported
 from .command import run as run
-from .contents import ExportPlan as ExportPlan
-from .contents import OtherPlan as OtherPlan
 from .contents import Planner as Planner
 from .flags import ExportCommand as ExportCommand
 from .transformers_probe import Description as Description

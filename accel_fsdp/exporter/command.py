@@ -14,9 +14,17 @@ from accel_fsdp import atomic_files, console, untrusted_files
 from accel_fsdp.checkpoints import CheckpointLocation, FileReader, Weights, discover, file_names, open_checkpoint
 from accel_fsdp.config import DTYPES
 from accel_fsdp.errors import UsageError, UserError, nearest, require
-from accel_fsdp.exporter import companion_files, hub, safetensors_writer, transformers_probe, verification
+from accel_fsdp.exporter import (
+    companion_files,
+    hub,
+    merge_lora,
+    pth_writer,
+    safetensors_writer,
+    transformers_probe,
+    verification,
+)
 from accel_fsdp.exporter.companion_files import Papers
-from accel_fsdp.exporter.contents import ExportPlan, OtherPlan, Planner
+from accel_fsdp.exporter.contents import Planner
 from accel_fsdp.exporter.flags import ExportCommand, Verify
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, TensorPlacement
 from accel_fsdp.exporter.verification import ExportReport
@@ -228,54 +236,52 @@ class _Export:
         weights = open_checkpoint.read(self.checkpoint, self.reader, options.with_optimizer, options.adapter)
         adapter = bool(weights.adapter) and not options.merge_adapter
         _refuse(options, weights, named)
+        if options.merge_adapter:
+            self._check_adapter(weights, named)
         dtype = dtype_asked or (None if adapter else named.dtype)
         planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
+        description, unknown = (None, "") if adapter else planner.described(asked, by_name=options.verify == "bytes")
+        outputs = planner.outputs(description)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
-            plan = ExportPlan(planner, None if adapter else asked, by_name=options.verify == "bytes")
-            report = self._proven(folder, plan, named, adapter)
+            report = self._verified(folder, planner, outputs, adapter)
+            if unknown:
+                console.say(f"names and ties are those of the checkpoint: {unknown}", style="yellow")
             report.save(folder)
         return report.timed(time.monotonic() - started)
 
-    def _proven(self, folder: Path, plan: ExportPlan, named: Papers, adapter: bool) -> ExportReport:
-        """Writes the weights by the checkpoint's names, and again if transformers reports another layout."""
-        try:
-            return self._attempt(folder, plan, named, adapter)
-        except OtherPlan as answer:
-            shutil.rmtree(folder)
-            folder.mkdir()
-            return self._attempt(folder, answer.plan, named, adapter)
+    def _check_adapter(self, weights: Weights, named: Papers) -> None:
+        assert named.adapter  # else `_refuse` raised
+        merge_lora.check_settings(named.settings, trained_base=bool(weights.tensors))
+        made = self.pool.submit(transformers_probe.describe_adapter, named.adapter, named.folder).result()
+        merge_lora.check_saved(weights.adapter, *made)
 
-    def _attempt(self, folder: Path, plan: ExportPlan, named: Papers, adapter: bool) -> ExportReport:
+    def _verified(self, folder: Path, planner: Planner, outputs: list[Output], adapter: bool) -> ExportReport:
         """Writes headers and papers first: from_pretrained needs only those, and can load them during the streaming."""
-        placed = self._place(folder, plan, adapter)
-        taken = named.copy_adapter(folder) if adapter else named.copy(folder, plan.planner.dtype)
+        named, options = planner.papers, self.options
+        placed = self._place(folder, outputs, planner.weights, adapter)
+        taken = named.copy_adapter(folder) if adapter else named.copy(folder, planner.dtype)
         loading = None
-        if self.options.verify != "bytes" and self.options.format == "safetensors":
+        if options.verify != "bytes" and options.format == "safetensors":
             loading = verification.ask(folder, self.pool, named.folder if adapter else None)
-        hashes = self._write(folder, placed, plan)
+        hashes = self._write(folder, placed)
         report = ExportReport.of(self.checkpoint.folder.name, self.checkpoint.kind, placed, hashes, self.reader.check())
         with console.progress("verifying", report.size_bytes) as progress:
             report = verification.verify(folder, report, THREADS, progress)
-        report = report if self.options.allow_non_finite else verification.check_finite(report)
-        plan.settle()
+        report = report if options.allow_non_finite else verification.check_finite(report)
         if taken:
             console.say(f"taken from {named.run}: {', '.join(taken)}", style="cyan")
         if loading is not None:
             report = verification.loaded(report, loading)
-        if plan.unknown:
-            console.say(f"names and ties are those of the checkpoint: {plan.unknown}", style="yellow")
-        if self.options.verify == "logits":
+        if options.verify == "logits":
             report = verification.same_logits(folder, report, self.pool, self.checkpoint, named)
         return report
 
-    def _place(self, folder: Path, plan: ExportPlan, adapter: bool) -> list[TensorPlacement]:
-        options, outputs = self.options, plan.outputs
-        state = [Output(name, output.dtype, output) for name, output in sorted(plan.planner.weights.optimizer.items())]
+    def _place(self, folder: Path, outputs: list[Output], weights: Weights, adapter: bool) -> list[TensorPlacement]:
+        options = self.options
+        state = [Output(name, tensor.dtype, tensor) for name, tensor in sorted(weights.optimizer.items())]
         total = sum(output.size_bytes for output in (*outputs, *state))
         _check_space(self.out, total, wide=any(output.dtype in ("F32", "F64") for output in outputs))
         if options.format == "pth":
-            from accel_fsdp.exporter import pth_writer
-
             placed = pth_writer.place(outputs, folder / file_names.TORCH_MODEL)
         elif adapter:
             placed = safetensors_writer.place(outputs, folder, file_names.ADAPTER_STEM, total + 1)
@@ -285,13 +291,11 @@ class _Export:
             placed += safetensors_writer.place(state, folder, file_names.OPTIMIZER, options.max_shard_size)
         return placed
 
-    def _write(self, folder: Path, placed: list[TensorPlacement], plan: ExportPlan) -> dict[str, str]:
+    def _write(self, folder: Path, placed: list[TensorPlacement]) -> dict[str, str]:
         options = self.options
         with console.progress("exporting", sum(placement.output.size_bytes for placement in placed)) as progress:
-            hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, not options.no_sync, plan.look)
+            hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, sync=not options.no_sync)
         if options.format == "pth":
-            from accel_fsdp.exporter import pth_writer
-
             pth_writer.seal(folder / file_names.TORCH_MODEL)
         return hashes
 

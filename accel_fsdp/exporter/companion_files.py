@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import atomic_files, untrusted_files
+from accel_fsdp import atomic_files, models, untrusted_files
 from accel_fsdp.checkpoints import TORCH_NAMES, CheckpointLocation, file_names, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
-from accel_fsdp.models import inspect_model
 
 COPIED = (
     *("generation_config.json", "*processor_config.json", "audio_tokenizer_config.json"),
@@ -155,7 +154,7 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
     with contextlib.suppress(UserError):  # then it is the dtype that was loaded
         name, code_runs = str(inner.config._name_or_path), inner.config.is_remote_code()
         config = summary.read_json(folder / file_names.CONFIG)
-        filed = inspect_model.read_config(name, run_code=code_runs)
+        filed = models.read_config(name, run_code=code_runs)
         if filed.dtype is not None:
             config["dtype"] = str(filed.dtype).removeprefix("torch.")
             atomic_files.write_text(folder / file_names.CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -1,19 +1,36 @@
 """An export against its checkpoint, as the library that wrote it puts it together: the same logits for the same tokens.
 
-This route shares the export's readers of files, and nothing of what the export does with what they read. It holds two
-models in memory, and runs in the second process.
+torch's and DeepSpeed's own readers load pickles that a stranger wrote, and look for files in places of their own. So
+this route shares the export's readers of files, and nothing of what the export does with what they read: torch gets the
+chunks of a tensor, DeepSpeed a folder written anew. It holds two models in memory, and runs in the second process.
 """
 
 import copy
+import tempfile
 from contextlib import closing
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import MODEL_KEYS, CheckpointLocation, FileReader, clean_name, open_checkpoint, tensor_names
-from accel_fsdp.exporter import reload, transformers_probe
+from accel_fsdp.checkpoints import (
+    ITEM_BYTES,
+    MODEL_KEYS,
+    CheckpointLocation,
+    FileReader,
+    Inert,
+    View,
+    clean_name,
+    dcp,
+    deepspeed,
+    file_names,
+    open_checkpoint,
+    tensor_names,
+    torch_zip,
+)
+from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.exporter.companion_files import Papers
-from accel_fsdp.exporter.safetensors_writer import whole
+from accel_fsdp.exporter.safetensors_writer import torch_dtype, whole
 from accel_fsdp.models import model_class, part_for, read_config
 
 if TYPE_CHECKING:
@@ -21,6 +38,15 @@ if TYPE_CHECKING:
     from torch import nn
 
 TOKENS = 16
+MODEL_STATE = (
+    *("buffer_names", "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"),
+    *("ds_version", "mp_world_size", "dp_world_size"),
+)
+OPTIMIZER_STATE = (
+    *("zero_stage", "partition_count", "fp32_flat_groups", "single_partition_of_fp32_groups"),
+    "param_alignment_paddings",
+)
+"""What DeepSpeed's conversion reads of its files."""
 
 
 def difference(folder: Path, checkpoint: CheckpointLocation, papers: Papers) -> tuple[float, float]:
@@ -87,13 +113,13 @@ class _Original:
     def _state(self) -> "dict[str, torch.Tensor]":
         state: dict[str, Any]
         if self.checkpoint.kind == "ZeRO":
-            return reload.of_zero(self.checkpoint.weights, self.reader, self.room)
+            return _of_zero(self.checkpoint.weights, self.reader, self.room)
         if self.checkpoint.kind == "sharded (DCP)":
-            paths = reload.of_dcp(self.checkpoint.weights, self.reader)
+            paths = _of_dcp(self.checkpoint.weights, self.reader)
             nested = {path[-1]: value for path, value in paths.items() if set(path[:-1]) <= MODEL_KEYS and path[:-1]}
             state = nested or {path[-1]: value for path, value in paths.items() if len(path) == 1}
         else:
-            state = reload.of_file(self.checkpoint.weights, self.reader)
+            state = _thawed(torch_zip.load(self.reader, self.checkpoint.weights), self.reader)
             while inner := next((key for key in state if key in MODEL_KEYS), None):
                 state = state[inner]
         return {clean_name(name).removeprefix("module."): tensor for name, tensor in state.items()}
@@ -115,3 +141,62 @@ def _copies(model: "nn.Module", state: "dict[str, torch.Tensor]") -> "dict[str, 
         groups.setdefault(id(parameter), []).append(name)
     by_parameter = {key: next(state[name] for name in names if name in state) for key, names in groups.items()}
     return {name: by_parameter[key] for key, names in groups.items() for name in names}
+
+
+def _tensor(reader: FileReader, view: View) -> "torch.Tensor":
+    import torch
+
+    piece = view.piece((0,) * len(view.shape))
+    needed = 1 + sum((size - 1) * stride for size, stride in zip(view.shape, view.strides, strict=True))
+    if not prod(view.shape):
+        return torch.empty(view.shape, dtype=torch_dtype(view.dtype))
+    content = bytearray(needed * ITEM_BYTES[view.dtype])
+    reader.read(piece.record, piece.skip, memoryview(content))
+    return torch.frombuffer(content, dtype=torch_dtype(view.dtype)).as_strided(view.shape, view.strides)
+
+
+def _thawed(value: Any, reader: FileReader) -> Any:
+    """With tensors for views, sizes for tuples of numbers, and nothing for what stands for other things."""
+    import torch
+
+    if isinstance(value, View):
+        return _tensor(reader, value)
+    if isinstance(value, dict):
+        return {key: _thawed(part, reader) for key, part in value.items() if not isinstance(key, Inert)}
+    if isinstance(value, tuple) and all(type(part) is int for part in value):
+        return torch.Size(value)
+    if isinstance(value, (list, tuple)):
+        return [_thawed(part, reader) for part in value]
+    return None if isinstance(value, Inert) else value
+
+
+def _of_dcp(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Tensor]":
+    """The tensors of a distributed checkpoint by path, each put together from its chunks by torch."""
+    import torch
+
+    tensors: dict[tuple[str, ...], torch.Tensor] = {}
+    for entry in dcp.entries(folder, reader).values():
+        tensors[entry.path] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        for offsets, view in entry.chunks:
+            box = tuple(slice(at, at + size) for at, size in zip(offsets, view.shape, strict=True))
+            tensors[entry.path][box] = _tensor(reader, view)
+    return tensors
+
+
+def _of_zero(folder: Path, reader: FileReader, room: Path) -> "dict[str, torch.Tensor]":
+    """The float32 weights of a ZeRO checkpoint, put together by DeepSpeed from files written anew into `room`."""
+    import torch
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with tempfile.TemporaryDirectory(prefix=".zero-", dir=room) as place:
+        made = Path(place) / "step"
+        made.mkdir()
+        for path in [*folder.glob(file_names.ZERO_MODELS), *folder.glob(file_names.ZERO_OPTIMIZERS)]:
+            content = torch_zip.load(reader, path, deepspeed.ADMITTED)
+            held = content.get("optimizer_state_dict")
+            kept: dict[str, Any] = {key: content[key] for key in MODEL_STATE if key in content}
+            if path.match(file_names.ZERO_OPTIMIZERS) and isinstance(held, dict):
+                kept = {"optimizer_state_dict": {key: held[key] for key in OPTIMIZER_STATE if key in held}}
+            torch.save(_thawed(kept, reader), made / path.name)
+        weights = get_fp32_state_dict_from_zero_checkpoint(place, tag=made.name)
+        return {name: tensor.clone() for name, tensor in weights.items()}

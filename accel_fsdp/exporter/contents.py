@@ -19,6 +19,7 @@ from accel_fsdp.checkpoints import (
     tensor_names,
 )
 from accel_fsdp.errors import NotInstalled, UserError
+from accel_fsdp.exporter import hf_layout, merge_lora
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, Output, cast_to
 from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
@@ -44,6 +45,24 @@ class Planner:
     dtype: str | None
     merge: bool = False
 
+    def described(self, asked: "Future[Description]", by_name: bool) -> tuple[Description | None, str]:
+        """Waits for what transformers says of the model's files; None if the config alone is enough, and why.
+
+        It is under `by_name`, where only the model's own code knows its tensors, or transformers isn't installed and
+        the model is of a type of `FILED_AS_NAMED`.
+        """
+        try:
+            return asked.result(), ""
+        except remote_code.NeedsCode:
+            if not by_name:
+                raise
+            return None, "transformers has no such model"
+        except NotInstalled:
+            kind = self.papers.config.get("model_type")
+            if not by_name or self.merge or kind not in FILED_AS_NAMED:
+                raise
+            return None, "transformers isn't installed"
+
     def outputs(self, description: Description | None) -> list[Output]:
         """The tensors to write. Without a description names and ties are taken as the config lets expect."""
         _check_matrices(self.weights.adapter)
@@ -60,15 +79,11 @@ class Planner:
         compared = _compared(tensors, expected, description.floating, self.papers)
         if filed or not description.converts:
             return self._named(compared, description.wider)
-        from accel_fsdp.exporter import hf_layout
-
         return self._named(hf_layout.converted(compared, description, self.papers.folder), description.wider)
 
     def _tensors(self, description: Description | None) -> Mapping[str, Source]:
         if not self.merge:
             return self.weights.tensors
-        from accel_fsdp.exporter import merge_lora
-
         adapter, settings = self.weights.adapter, self.papers.settings
         turned = description.turned if description else None
         method = config_json.quant_method(self.papers.config.get("quantization_config"))
@@ -76,9 +91,8 @@ class Planner:
             raise _quantised(self.papers, method)
         base: Mapping[str, Source] = self.weights.tensors or open_checkpoint.of_folder(self.papers.folder)
         ties = self._ties(base, description)
-        merge_lora.check_saved(adapter, settings, description.memory if description else base, ties)
         if self.weights.tensors:
-            return merge_lora.merged(base, adapter, settings, self.dtype, trained_base=True, turned=turned)
+            return merge_lora.merged(base, adapter, settings, self.dtype, turned=turned)
         filed_as = description.filed_as if description else None
         adapter = merge_lora.tied_once(adapter, settings, ties)
         return merge_lora.merged(base, adapter, settings, self.dtype, filed_as=filed_as, turned=turned)
@@ -107,77 +121,6 @@ class Planner:
             if there and there[0] != group[0]:
                 kept[group[0]] = kept.pop(there[0])
         return kept
-
-
-class ExportPlan:
-    """What is written, before and after transformers has said what the model's files hold."""
-
-    def __init__(self, planner: Planner, asked: "Future[Description] | None", by_name: bool = False) -> None:
-        """Plans by the names that the config lets expect, or waits for the answer where those are likely others.
-
-        `by_name`: where only the model's own code knows its tensors, or transformers isn't installed and the model is
-        of a type of `FILED_AS_NAMED`, what the config lets expect is enough; `unknown` then says why.
-        """
-        self.planner, self._asked, self._by_name = planner, asked, by_name
-        self.unknown = ""
-        self.outputs = planner.outputs(self._settled() if self._is_likely_other() else None)
-
-    def _is_likely_other(self) -> bool:
-        """Whether to wait before anything is written: for stacked experts, and for merges, which cost more."""
-        stacked = any(len(tensor.shape) > 2 for tensor in self.planner.weights.tensors.values())
-        return stacked or self.planner.merge
-
-    def _settled(self) -> Description | None:
-        asked, self._asked = self._asked, None
-        try:
-            return asked.result() if asked else None
-        except remote_code.NeedsCode:
-            if not self._by_name:
-                raise
-            self.unknown = "transformers has no such model"
-        except NotInstalled:
-            kind = self.planner.papers.config.get("model_type")
-            if not self._by_name or self.planner.merge or kind not in FILED_AS_NAMED:
-                raise
-            self.unknown = "transformers isn't installed"
-        return None
-
-    def look(self) -> None:
-        """Once the answer is there, compares it with what is being written.
-
-        Raises:
-            UserError: the checkpoint isn't of that model.
-            OtherPlan: it has to be written otherwise.
-        """
-        if self._asked is not None and self._asked.done():
-            self.settle()
-
-    def settle(self) -> None:
-        """Waits for the answer, and compares.
-
-        Raises:
-            UserError, OtherPlan: as `look`.
-        """
-        if (description := self._settled()) is None:
-            return
-        final = self.planner.outputs(description)
-        if not _same(final, self.outputs):
-            self.outputs = final
-            raise OtherPlan(self)
-
-
-class OtherPlan(Exception):
-    """What is to be written is something else than what is being written."""
-
-    def __init__(self, plan: ExportPlan) -> None:
-        super().__init__()
-        self.plan = plan
-
-
-def _same(before: list[Output], after: list[Output]) -> bool:
-    """Whether the same tensors are written from the same sources: a converted one may keep its name and shape."""
-    first, second = ({(out.name, out.dtype, id(out.source)) for out in outputs} for outputs in (before, after))
-    return first == second
 
 
 def equal(reader: FileReader, first: Source, second: Source) -> bool:

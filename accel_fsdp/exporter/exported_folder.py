@@ -4,12 +4,11 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from accel_fsdp import atomic_files
-from accel_fsdp.checkpoints import file_names
+from accel_fsdp import atomic_files, models
+from accel_fsdp.checkpoints import DTYPES, file_names, safetensors_header
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import inspect_model
 from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
@@ -108,7 +107,7 @@ def _gathered(model: "nn.Module", trained_as: "torch.dtype | None") -> "dict[str
 
 def _castable(model: "nn.Module", blueprint: "dict[str, torch.Tensor]", dtype: "torch.dtype") -> list[str]:
     """The trained parameters of another floating dtype, without those that need float32; 4-bit weights stay packed."""
-    kept = set(inspect_model.kept_in_float32(model, str(dtype).removeprefix("torch.")))
+    kept = set(models.kept_in_float32(model, str(dtype).removeprefix("torch.")))
     trained = [name for name, parameter in _all_parameters(model) if parameter.requires_grad and name not in kept]
     return [name for name in trained if blueprint[name].is_floating_point() and blueprint[name].dtype != dtype]
 
@@ -164,23 +163,13 @@ def ties_of(model: "nn.Module") -> tuple[tuple[str, ...], ...]:
 
 
 def _spec(tensor: "torch.Tensor") -> Spec:
-    from safetensors.torch import _TYPES
-
-    names = {dtype: name for name, dtype in _TYPES.items()}
-    return Spec(tuple(tensor.shape), names[tensor.dtype])
+    return Spec(tuple(tensor.shape), DTYPES[str(tensor.dtype).removeprefix("torch.")])
 
 
 def read_specs(folder: Path) -> dict[str, Spec]:
     """Reads the header of every safetensors file in `folder`; no tensor is loaded."""
-    from safetensors import safe_open
-
-    specs = {}
-    for path in sorted(folder.glob(file_names.ALL_SAFETENSORS)):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is not a mapping)
-                header: Any = file.get_slice(name)
-                specs[name] = Spec(tuple(header.get_shape()), header.get_dtype())
-    return specs
+    headers = [safetensors_header.read(path) for path in sorted(folder.glob(file_names.ALL_SAFETENSORS))]
+    return {name: Spec(tensor.shape, tensor.dtype) for header in headers for name, tensor in header.items()}
 
 
 def verify(folder: Path, expected: Expected) -> int:

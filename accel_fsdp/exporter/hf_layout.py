@@ -6,7 +6,7 @@ transformers knows how to turn one into the other. It is asked for one layer at 
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,30 +22,22 @@ if TYPE_CHECKING:
 LAYER = re.compile(r"^.*?\.\d+\.")
 
 
-@dataclass
-class Layer:
-    """The tensors of one layer, and what they become in files; kept until the next layer is asked for."""
+class Conversion:
+    """Makes the tensors of files from those of one layer, and keeps them until another layer is asked for."""
 
-    tensors: Mapping[str, Source]
-    model: Any
-    shared: "Shared"
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._lock = threading.Lock()
+        self._layer: Mapping[str, Source] = {}
+        self._content: dict[str, torch.Tensor] = {}
 
-    def made(self, reader: FileReader) -> "dict[str, torch.Tensor]":
-        with self.shared.lock:
-            if self.shared.layer is not self:
-                self.shared.content = {}
-                self.shared.content = _convert(
-                    self.model, {name: whole(reader, source) for name, source in self.tensors.items()}
-                )
-                self.shared.layer = self
-            return self.shared.content
-
-
-@dataclass
-class Shared:
-    lock: Any = field(default_factory=threading.Lock)
-    layer: Layer | None = None
-    content: "dict[str, torch.Tensor]" = field(default_factory=dict)
+    def of(self, layer: Mapping[str, Source], reader: FileReader) -> "dict[str, torch.Tensor]":
+        with self._lock:
+            if self._layer is not layer:
+                self._content = {}
+                self._content = _convert(self.model, {name: whole(reader, source) for name, source in layer.items()})
+                self._layer = layer
+            return self._content
 
 
 @dataclass(frozen=True)
@@ -53,13 +45,14 @@ class Converted:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    layer: Layer
+    layer: Mapping[str, Source]
+    conversion: Conversion
     unit: int = 1
 
     def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
         import torch
 
-        elements = self.layer.made(reader)[self.name].reshape(-1)[start:stop].contiguous()
+        elements = self.conversion.of(self.layer, reader)[self.name].reshape(-1)[start:stop].contiguous()
         torch.frombuffer(buffer, dtype=elements.dtype).copy_(elements)
 
 
@@ -67,7 +60,7 @@ def converted(tensors: Mapping[str, Source], description: Description, folder: P
     """All tensors in the layout of files; those that stay as they are are not touched."""
     import torch
 
-    model, shared = transformers_probe.build(folder), Shared()
+    conversion = Conversion(transformers_probe.build(folder))
     groups: dict[str, dict[str, Source]] = {}
     for name, source in tensors.items():
         layer_match = LAYER.match(name)
@@ -78,14 +71,13 @@ def converted(tensors: Mapping[str, Source], description: Description, folder: P
             name: torch.empty(source.shape, dtype=torch_dtype(source.dtype), device="meta")
             for name, source in group.items()
         }
-        layer = Layer(group, model, shared)
-        for name, tensor in _convert(model, blank).items():
+        for name, tensor in _convert(conversion.model, blank).items():
             kept = group[name] if blank.get(name) is tensor else None
             dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
-            sources[name] = kept or Converted(name, dtype, tuple(tensor.shape), layer)
+            sources[name] = kept or Converted(name, dtype, tuple(tensor.shape), group, conversion)
     if {name: source.shape for name, source in sources.items()} != description.files:
         raise UserError(
-            f"the layout of {type(model).__name__}'s files can't be made layer by layer",
+            f"the layout of {type(conversion.model).__name__}'s files can't be made layer by layer",
             why="its conversion joins tensors of several layers",
             fix="export at the end of training with FULL_STATE_DICT, or load the checkpoint and save_pretrained it",
         )

@@ -6,7 +6,7 @@ The formulas are those of PEFT's `merge_and_unload` (peft 0.21, `tuners/lora/lay
 import math
 import re
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -19,17 +19,14 @@ from accel_fsdp.checkpoints import (
     Source,
     Stored,
     check_patterns,
-    chooses,
     file_names,
-    names,
     part_of,
     pattern_of,
     plain,
-    saves,
+    tensor_names,
 )
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, check_range, torch_dtype, whole
-from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +42,6 @@ KNOWN = frozenset(
     }
 )
 """The settings of LoRA that are heeded here or don't matter to a merge. Any other one that is on makes another one."""
-WEIGHT, SHOWN = ".weight", 4
 HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base as it was."""
 
@@ -229,26 +225,20 @@ def merged(
     adapter: Mapping[str, Stored],
     settings: Mapping[str, Any],
     wanted: str | None = None,
-    trained_base: bool = False,
     filed_as: Mapping[str, str] | None = None,
     turned: frozenset[str] | None = None,
 ) -> dict[str, Source]:
     """The base with all of the adapter's changes; changed weights in float32 unless `wanted` is the base's dtype.
 
-    Without `wanted` they have the base's dtype. `trained_base`: it was saved with the adapter, so that it is what the
-    adapter's initialisation has made of it. `filed_as`: what the model's tensors are called in a base of files.
+    Without `wanted` they have the base's dtype. `filed_as`: what the model's tensors are called in a base of files.
     `turned`: as of `Merger`.
     """
-    _check(settings, trained_base)
     merger = Merger(dict(base), adapter, settings, wanted, filed_as, turned)
     for name, tensor in adapter.items():
         if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding that lies with its adapter
             merger.tensors[merger.named(plain(name))] = tensor
     modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
-    named = _modules(adapter)
-    check_patterns(settings, named)
-    if unchosen := next((name for name in named if not chooses(settings, name)), None):
-        raise _contradicted(f"holds LoRA matrices of {unchosen}, and adapter_config.json chooses other modules")
+    check_patterns(settings, map(tensor_names.module_of, modules))
     for module in modules:
         merger.lora(module)
     for name in adapter:
@@ -257,42 +247,17 @@ def merged(
     return merger.tensors
 
 
-def _modules(adapter: Iterable[str]) -> list[str]:
-    modules = dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name))
-    return [plain(f"{module}.").rstrip(".") for module in modules]
-
-
-def check_saved(
-    adapter: Mapping[str, Stored],
-    settings: Mapping[str, Any],
-    model: Iterable[str],
-    ties: Iterable[tuple[str, ...]],
-) -> None:
-    """Compares what the settings say was trained with what was saved; `model` are the names of the model's tensors.
-
-    Names that no module of the model has are passed over: PEFT adds some to the settings by the kind of task. One of
-    tied weights stands for all that `ensure_weight_tying` keeps so.
+def check_saved(adapter: Collection[str], needed: Iterable[str], possible: Collection[str]) -> None:
+    """Compares an adapter's tensors with those that PEFT makes by its settings.
 
     Raises:
-        UserError: the weights of a module that was trained aren't there, or a pattern of the settings can't be used.
+        UserError: some are missing, or are LoRA matrices of modules that the settings don't choose.
     """
-    model = list(model)
-    weights = dict.fromkeys(name.removesuffix(WEIGHT) for name in model if name.endswith(WEIGHT))
-    pairs = _modules(adapter)
-    check_patterns(settings, [*pairs, *weights])
-    chosen = [name for name in weights if names(settings, name)]
-    if lacking := sorted(set(chosen) - set(pairs)):
-        shown = ", ".join(lacking[:SHOWN]) + (f" and {len(lacking) - SHOWN} more" if lacking[SHOWN:] else "")
-        raise _contradicted(
-            f"lacks the LoRA matrices of {len(lacking)} of {counted(len(chosen), 'module')}, "
-            f"which target_modules in adapter_config.json chooses: {shown}"
-        )
-    saved, groups = {plain(name) for name in adapter}, list(ties)
-    for group in groups:
-        saved |= set(group) if settings.get("ensure_weight_tying") and saved & set(group) else set()
-    tensors = dict.fromkeys([*model, *(name for group in groups for name in group)])
-    if unsaved := next((name for name in tensors if name not in saved and saves(settings, name)), None):
-        raise _contradicted(f"lacks {unsaved}, which modules_to_save in adapter_config.json says was trained")
+    if lacks := tensor_names.lacking(adapter, needed):
+        raise _contradicted(f"lacks {lacks}, which {file_names.ADAPTER_CONFIG} asks for")
+    if unchosen := next((name for name in adapter if LORA.search(name) and name not in possible), None):
+        module = tensor_names.module_of(unchosen)
+        raise _contradicted(f"holds LoRA matrices of {module}, and {file_names.ADAPTER_CONFIG} chooses other modules")
 
 
 def tied_once(
@@ -335,7 +300,11 @@ def _in(base: Mapping[str, Source], name: str) -> str:
     return name
 
 
-def _check(settings: Mapping[str, Any], trained_base: bool) -> None:
+def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:
+    """Refuses adapters that are computed otherwise.
+
+    `trained_base`: the base was saved with the adapter, so that it is what the adapter's initialisation made of it.
+    """
     if settings.get("peft_type") != "LORA":
         raise _unmergeable(f"of kind {settings.get('peft_type')}")
     others = {key: value for key, value in settings.items() if key not in KNOWN and value}
@@ -364,8 +333,8 @@ def _unmergeable(what: str) -> UserError:
 def _contradicted(what: str) -> UserError:
     return UserError(
         f"the adapter's file {what}",
-        why="one of the two is of another adapter, and the merge would not be the model that was trained",
-        fix=f"put {file_names.ADAPTER_CONFIG} and {file_names.ADAPTER} of one save_pretrained together",
+        why="the file is incomplete or of another adapter, and the merge would not be the model that was trained",
+        fix=f"copy {file_names.ADAPTER_CONFIG} and {file_names.ADAPTER} again, from one save_pretrained",
     )
 
 

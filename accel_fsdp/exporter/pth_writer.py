@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from accel_fsdp.checkpoints import GAP_BYTES, Archive, FileReader, View, torch_zip
+from accel_fsdp.checkpoints import GAP_BYTES, Archive, FileReader, View, safetensors_header, torch_zip
 from accel_fsdp.exporter.safetensors_writer import Output, TensorPlacement, torch_dtype
 
 DESCRIPTOR = b"PK\x07\x08"
@@ -25,19 +25,22 @@ def place(outputs: Sequence[Output], path: Path) -> list[TensorPlacement]:
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         blank = {output.name: torch.empty(output.source.shape, dtype=torch_dtype(output.dtype)) for output in outputs}
         torch.save(blank, path)
-    pairs = zip(outputs, views(path).values(), strict=True)
-    return [TensorPlacement(output, path, _start(view)) for output, view in pairs]
+    places = tensors_in(path)
+    return [TensorPlacement(output, path, places[output.name].start) for output in outputs]
 
 
-def views(path: Path) -> dict[str, View]:
+def tensors_in(path: Path) -> dict[str, safetensors_header.Tensor]:
+    """The tensors of such a file, with the places of their bytes."""
     with closing(FileReader()) as reader:
         content: dict[str, View] = torch_zip.load(reader, path)
-        return content
+    return {name: _placed(path, view) for name, view in content.items()}
 
 
-def _start(view: View) -> int:
+def _placed(path: Path, view: View) -> safetensors_header.Tensor:
     piece = view.piece((0,) * len(view.shape))
-    return piece.record.start + piece.skip
+    return safetensors_header.Tensor(
+        path, view.dtype, view.shape, piece.record.start + piece.skip, piece.record.start + piece.record.length
+    )
 
 
 def seal(path: Path) -> None:

@@ -7,7 +7,6 @@ larger than memory. A block is hashed when it is written and again when the file
 import contextlib
 import json
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,6 @@ CACHED_ELEMENTS = 1 << 15
 INFINITY, QUIET = 0x7F800000, 0x40
 """float32's infinity, and the bit that keeps the upper half of a NaN a NaN."""
 SYNC_SECONDS = 0.2
-NICE = 5
 LARGEST = {"F16": "65504, the largest of float16", "BF16": "3.389e38, the largest of bfloat16"}
 LARGEST["F32"] = "3.402e38, the largest of float32"
 NARROWER = {"F16": ("BF16", "F32", "F64"), "BF16": ("F32", "F64"), "F32": ("F64",)}
@@ -161,12 +159,10 @@ def write(
     threads: int,
     progress: Progress,
     sync: bool,
-    look: Callable[[], None],
 ) -> dict[str, str]:
     """Fills files whose headers `place` has written; returns the hash of each tensor by name.
 
-    With `sync`, what has been written is flushed to the disk while more is written, and all of it in the end. `look`
-    is called before each block, and may end the writing with an error.
+    With `sync`, what has been written is flushed to the disk while more is written, and all of it in the end.
 
     Raises:
         OSError: the disk is full.
@@ -185,7 +181,7 @@ def write(
             progress(len(content))
             return _hash(content)
 
-        return _hashes(placed, block, threads, look)
+        return _hashes(placed, block, threads)
 
 
 def _block(output: Output, reader: FileReader, buffers: Buffers, start: int, stop: int) -> memoryview:
@@ -261,18 +257,14 @@ def _hash(content: memoryview) -> bytes:
 
 
 def _hashes(
-    placed: Sequence[TensorPlacement],
-    block: Callable[[TensorPlacement, int, int], bytes],
-    threads: int,
-    look: Callable[[], None] = lambda: None,
+    placed: Sequence[TensorPlacement], block: Callable[[TensorPlacement, int, int], bytes], threads: int
 ) -> dict[str, str]:
     """Runs `block` for all blocks of all tensors, and joins the hashes of each tensor's blocks."""
     parts_of: dict[str, dict[int, bytes]] = {placement.output.name: {} for placement in placed}
-    with ThreadPoolExecutor(threads, initializer=_stand_back) as pool:
+    with ThreadPoolExecutor(threads) as pool:
         running: dict[Future[bytes], tuple[str, int]] = {}
         try:
             for placement, start, stop in _blocks(placed):
-                look()
                 if len(running) >= 2 * threads:
                     _collect(running, parts_of)
                 running[pool.submit(block, placement, start, stop)] = (placement.output.name, start)
@@ -283,12 +275,6 @@ def _hashes(
             raise
     joined = {name: b"".join(parts[at] for at in sorted(parts)) for name, parts in parts_of.items()}
     return {name: _hash(memoryview(hashes)).hex() for name, hashes in joined.items()}
-
-
-def _stand_back() -> None:
-    """Lowers this thread's priority: the process that asks transformers takes longest, and may end the export early."""
-    if sys.platform == "linux":  # elsewhere it would lower the whole process
-        os.nice(NICE)
 
 
 def _collect(running: dict[Future[bytes], tuple[str, int]], parts_of: dict[str, dict[int, bytes]]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import TORCH_NAMES, file_names, tensor_names
-from accel_fsdp.errors import NotInstalled, UserError, is_installed
+from accel_fsdp.errors import UserError, is_installed, require
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
 from accel_fsdp.exporter.second_process import SecondProcess
 from accel_fsdp.models import (
@@ -82,26 +82,13 @@ class Here(Executor):
         return asked
 
 
-class Nobody(Executor):
-    """Runs nothing, because the light installation has no transformers."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """The error that says so, to be raised where the answer is taken."""
-        asked: Future[Any] = Future()
-        asked.set_exception(NotInstalled.of("transformers", "the layout of this model's files"))
-        return asked
-
-
 @contextmanager
 def aside() -> Iterator[Executor]:
     """A process for this module's functions; it ends with this one, however that ends.
 
-    One that has loaded transformers already, such as a notebook's, asks itself.
+    One that has loaded transformers already, such as a notebook's, or that can't load it, asks itself.
     """
-    if not (is_installed("transformers") and is_installed("torch")):
-        yield Nobody()
-        return
-    if "transformers" in sys.modules:
+    if "transformers" in sys.modules or not (is_installed("transformers") and is_installed("torch")):
         yield Here()
         return
     with SecondProcess() as pool:
@@ -145,6 +132,7 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
 
 def describe(folder: Path, dtype: str | None = None) -> Description:
     """What an export with this folder's config must hold, where its weights are asked for in this dtype."""
+    require("the layout of this model's files", "transformers", "torch")
     from transformers.pytorch_utils import Conv1D
 
     from accel_fsdp.exporter import exported_folder

@@ -20,11 +20,11 @@ from accel_fsdp.checkpoints import (
     discover,
     file_names,
     open_checkpoint,
+    safetensors_header,
     summary,
-    torch_zip,
 )
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import compare_logits, transformers_probe
+from accel_fsdp.exporter import compare_logits, pth_writer, transformers_probe
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Progress, TensorPlacement, reread
 from accel_fsdp.units import MIB, counted, gb_or_mb
@@ -191,13 +191,6 @@ def _same_papers(folder: Path, report: ExportReport) -> ExportReport:
     return report.proven(f"{len(there)} other files are what was written")
 
 
-@dataclass(frozen=True)
-class _There:
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-
 def verify(folder: Path, report: ExportReport, threads: int, progress: Progress) -> ExportReport:
     """Reopens all files: names, shapes, dtypes and hashes must be those of the report."""
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
@@ -248,19 +241,13 @@ def _odd(report: ExportReport) -> str:
     return f"{numbers:,} numbers are NaN or infinite, in {tensors} of {counted(len(report.tensors), 'tensor')}"
 
 
-def _tensors(path: Path) -> dict[str, _There]:
-    if path.suffix == file_names.SAFETENSORS:
-        headers = summary.tensors_of(path)
-        if headers is None:
-            raise damaged(path, "is damaged or cut short")
-        return {name: _There(header.dtype, header.shape, header.start) for name, header in headers.items()}
-    with closing(FileReader()) as reader:
-        content = torch_zip.load(reader, path)
-    pieces = {name: view.piece((0,) * len(view.shape)) for name, view in content.items()}
-    return {
-        name: _There(view.dtype, view.shape, pieces[name].record.start + pieces[name].skip)
-        for name, view in content.items()
-    }
+def _tensors(path: Path) -> dict[str, safetensors_header.Tensor]:
+    if path.suffix != file_names.SAFETENSORS:
+        return pth_writer.tensors_in(path)
+    tensors = summary.tensors_of(path)
+    if tensors is None:
+        raise damaged(path, "is damaged or cut short")
+    return tensors
 
 
 @dataclass(frozen=True)

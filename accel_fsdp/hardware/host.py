@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fsdp import atomic_files
+from accel_fsdp.errors import is_installed
 from accel_fsdp.hardware import gpus
 from accel_fsdp.hardware.machines import CPU, MachineFacts
+from accel_fsdp.units import GIB
 
 NVIDIA_SMI_SECONDS = 20
 OTHER_ACCELERATORS = ("kfd", "accel*", "davinci*", "hl*", "neuron*")
@@ -94,6 +96,20 @@ def listed_gpus() -> MachineFacts:
         return CPU
     name, mib = cards[0]
     return MachineFacts(name, count, gpus.sold_gib(name, int(mib) / 1024) if mib.isdecimal() else None)
+
+
+def read_machine() -> MachineFacts:
+    """Counts the accelerators that torch sees on this machine; without torch, the GPUs that NVIDIA's driver lists."""
+    if not is_installed("torch"):
+        return listed_gpus()
+    import torch
+
+    if not torch.accelerator.is_available():
+        return CPU
+    if torch.cuda.is_available():
+        name, total_bytes = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+        return MachineFacts(name, torch.cuda.device_count(), gpus.sold_gib(name, total_bytes / GIB))
+    return MachineFacts(str(torch.accelerator.current_accelerator()), torch.accelerator.device_count())
 
 
 def memory_limit() -> int | None:

@@ -9,12 +9,11 @@ from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
 
-from accel_fsdp import console, cpu, flag_words
+from accel_fsdp import console, cpu, flag_words, models
 from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.models import inspect_model
 from accel_fsdp.training import flag_hints, flag_values
 from accel_fsdp.training.data import DataArguments
 
@@ -223,9 +222,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         RuntimeError,
         OSError,
     ) as error:
-        raise UsageError(
-            inspect_model.first_line(error), why="Trainer refuses these arguments", fix=SEE_HELP
-        ) from error
+        raise UsageError(models.first_line(error), why="Trainer refuses these arguments", fix=SEE_HELP) from error
     if data.max_length < 2:
         raise UsageError(f"--max_length {data.max_length} is too short", why="nothing is left to predict", fix=SEE_HELP)
     if data.streaming and training.max_steps < 1:

@@ -5,11 +5,10 @@ from typing import Any
 
 import torch
 
-from accel_fsdp import atomic_files, disks
+from accel_fsdp import atomic_files, disks, models
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder
-from accel_fsdp.models import inspect_model
 from accel_fsdp.training import gather, load_model
 from accel_fsdp.units import counted
 
@@ -32,7 +31,7 @@ class Export:
         if hasattr(model, "peft_config"):
             return ""
         revision = getattr(model.config, "_commit_hash", None) or "main"
-        return inspect_model.stored_dtype(model.config._name_or_path, revision, model.config.is_remote_code())
+        return models.stored_dtype(model.config._name_or_path, revision, model.config.is_remote_code())
 
     def _trained_as(self) -> torch.dtype | None:
         """Mixed precision: FSDP trains float32 master weights, DeepSpeed a 16-bit model beside its own."""

@@ -9,11 +9,11 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from accel_fsdp import console
+from accel_fsdp import console, models
 from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.models import causal, counting, inspect_model
+from accel_fsdp.models import causal, counting
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.arguments import ModelArguments
 from accel_fsdp.units import counted, millions
@@ -35,10 +35,10 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     """Loads the model's tokenizer; one without a padding token pads with its end-of-sequence token."""
     asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
-    config = inspect_model.read_config(*asked)
+    config = models.read_config(*asked)
     if _first_rank():
         causal.check_config(config, options.model_name_or_path, options.trust_remote_code)
-    tokenizer: PreTrainedTokenizerBase = inspect_model.read_tokenizer(*asked)
+    tokenizer: PreTrainedTokenizerBase = models.read_tokenizer(*asked)
     known = tokenizer.get_vocab()
     for name in ("eos_token", "pad_token"):
         value = getattr(options, name)
@@ -73,7 +73,7 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
             causal.check_model(model, options.model_name_or_path)
         dtype, reason = weight_dtype(options)
         console.say(f"weights: {str(dtype).removeprefix('torch.')} ({reason})", style="cyan")
-        if language := inspect_model.language_parameters(model):
+        if language := models.language_parameters(model):
             whole = sum(map(counting.numel, model.parameters()))
             part = f"language part {millions(language, 1)} of {millions(whole, 1)}"
             console.say(f"{type(model).__name__}, {part}: rows of text reach no other weights", style="cyan")
@@ -88,7 +88,7 @@ def _unloadable(name: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
-            f"cannot load the weights of {name}: {inspect_model.first_line(error)}",
+            f"cannot load the weights of {name}: {models.first_line(error)}",
             why="there is nothing to train",
             fix="check the name, or give a folder that save_pretrained wrote",
         ) from error
@@ -111,10 +111,10 @@ def _without_weights(options: ModelArguments) -> Any:
     Not on the meta device: Accelerate's FSDP2 path tells parameters apart by their addresses (1.15). A model that keeps
     some weights in another dtype, or is quantised, is known only once it is loaded.
     """
-    config = inspect_model.read_config(options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    config = models.read_config(options.model_name_or_path, options.model_revision, options.trust_remote_code)
     dtype, _ = weight_dtype(options)
     with no_init_weights():
-        model = inspect_model.text_class(config).from_config(
+        model = models.text_class(config).from_config(
             config,
             dtype=dtype,
             attn_implementation=options.attn_implementation,
@@ -129,7 +129,7 @@ def _without_weights(options: ModelArguments) -> Any:
 
 def _with_weights(options: ModelArguments) -> Any:
     asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
-    model, loading = inspect_model.text_class(inspect_model.read_config(*asked)).from_pretrained(
+    model, loading = models.text_class(models.read_config(*asked)).from_pretrained(
         options.model_name_or_path,
         revision=options.model_revision,
         trust_remote_code=options.trust_remote_code,
@@ -170,7 +170,7 @@ def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
     if not options.use_peft:
         return torch.float32, "master weights of full training"
     asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
-    stored = inspect_model.read_config(*asked).dtype
+    stored = models.read_config(*asked).dtype
     return (stored, "the checkpoint's own, frozen under the adapter") if stored else (torch.float32, "none is named")
 
 
@@ -243,7 +243,7 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
         adapted: nn.Module = get_peft_model(model, config)
     except ValueError as error:
         raise UserError(
-            f"no adapter can be made: {inspect_model.first_line(error)}",
+            f"no adapter can be made: {models.first_line(error)}",
             why="nothing would be trained",
             fix="--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj",
         ) from error

@@ -20,11 +20,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import set_seed
 from transformers.trainer_pt_utils import safe_globals
 
-from accel_fsdp import console
+from accel_fsdp import console, models
 from accel_fsdp.checkpoints import clean_name, file_names, optimizer_names, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.models import inspect_model
 from accel_fsdp.training import resuming
 
 RELIES_ON = (
@@ -54,13 +53,13 @@ def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> N
 
 
 def check_adapter(trainer: Any, checkpoint: str) -> None:
-    """Compares an adapter's tensors with the checkpoint's, as FSDP would load only the matching ones.
+    """Compares an adapter's tensors with the checkpoint's, as FSDP and PEFT would load only the matching ones.
 
     Raises:
         UserError: they differ.
     """
-    if _has_adapter(trainer) and trainer.is_fsdp_enabled:
-        trained = [clean_name(name) for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
+    if _has_adapter(trainer) and not trainer.is_deepspeed_enabled:
+        trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
         resuming.check_adapter(Path(checkpoint), trained)
 
 
@@ -107,7 +106,7 @@ def cause(error: BaseException) -> str:
     """The error in one line: for a sharded checkpoint that of the first failed rank; without gloo's advice."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return re.sub(r"^\[[^]]*\] ", "", inspect_model.first_line(error)).partition(" This is typically caused")[0]
+    return re.sub(r"^\[[^]]*\] ", "", models.first_line(error)).partition(" This is typically caused")[0]
 
 
 def _has_adapter(trainer: Any) -> bool:

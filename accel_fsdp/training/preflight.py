@@ -9,11 +9,11 @@ from accelerate.utils import gather
 from torch import nn
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
-from accel_fsdp import console
+from accel_fsdp import console, models
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.models import check_layer_classes, inspect_model
+from accel_fsdp.models import check_layer_classes
 from accel_fsdp.units import gib_or_mib
 
 
@@ -41,20 +41,20 @@ def check_wrap_classes(model: nn.Module) -> None:
     if not launch.wraps_layer_classes:
         return
     names = launch.layer_classes or tuple(getattr(model, "_no_split_modules", None) or ())
-    layer_names = ", ".join(layer.name for layer in inspect_model.wrap_classes(model))
+    layer_names = ", ".join(layer.name for layer in models.wrap_classes(model))
     if not names:
         raise UserError(
             "the YAML names no transformer layer class, and the model doesn't either",
             why="FSDP would make one unit of the whole model and save no memory",
             fix=f"fsdp_transformer_layer_cls_to_wrap: {layer_names or 'NAME'}",
         )
-    check_layer_classes(names, inspect_model.class_names(model))
+    check_layer_classes(names, models.class_names(model))
 
 
 def check_buffers(model: nn.Module) -> None:
     """Refuses what accelerate 1.15 fails on: its FSDP2 loading takes every entry of the state dict for a DTensor."""
     launch = LaunchEnvironment.now()
-    stored = inspect_model.persistent_buffers(model)
+    stored = models.persistent_buffers(model)
     if launch.uses_fsdp2 and launch.loads_on_rank_zero and stored:
         raise UserError(
             f"the model stores {stored} buffers, and the YAML asks FSDP2 for RAM-efficient loading",

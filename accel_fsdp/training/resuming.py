@@ -1,18 +1,22 @@
 """Chooses the checkpoint that a run resumes, and checks before loading that its settings fit."""
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from accel_fsdp import console
 from accel_fsdp.checkpoints import (
+    LORA,
     CheckpointFacts,
     FileReader,
     Origin,
     completeness,
     file_names,
+    marker,
+    safetensors_header,
     summary,
+    tensor_names,
     torch_zip,
 )
 from accel_fsdp.config import ANY_FSDP, ANY_ZERO, Engine
@@ -38,7 +42,7 @@ def chosen(training: "TrainingArguments") -> str | None:
     checkpoint = _wanted(training)
     if checkpoint is None:
         return None
-    origin = completeness.origin_of(checkpoint)
+    origin = marker.origin_of(checkpoint)
     if origin and LaunchEnvironment.now().may_restart and not training.ignore_data_skip:
         _keep_rows(origin, training)
     _check_rows(checkpoint, origin, _rows_per_step(training), training.ignore_data_skip)
@@ -130,7 +134,7 @@ def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
     )
     try:
         problem = completeness.flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
-        problem = problem or completeness.damage(checkpoint, part=part, of=of)
+        problem = problem or marker.damage(checkpoint, part=part, of=of)
     except (OSError, UserError) as error:
         problem = getattr(error, "what", "") or str(error)
     return next(filter(None, _agreed([problem])), "")
@@ -156,7 +160,7 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
         UserError: a part is missing (Trainer would start that part anew, silently), it is of another engine or number
             of ranks in a format that can't change them, or the same step would be another place in the data.
     """
-    facts, origin = summary.facts_of(checkpoint), completeness.origin_of(checkpoint)
+    facts, origin = summary.facts_of(checkpoint), marker.origin_of(checkpoint)
     stored = origin.engine if origin else _engine(checkpoint, facts)
     if lacking := completeness.lacking_to_resume(checkpoint, facts):
         raise UserError(
@@ -176,32 +180,33 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     _check_rows(checkpoint, origin, here.rows_per_step, not skips_data)
 
 
-def check_adapter(checkpoint: Path, names: Collection[str], adapter: str = "default") -> None:
-    """Compares the adapter in a full state dict with the model's: FSDP2 loads what fits and leaves the rest as it is.
+def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
+    """Compares an adapter's file with the model's adapter: FSDP2 and PEFT load what fits and leave the rest as it is.
 
     `names` are those of the trained parameters. Sharded checkpoints are compared by torch itself.
 
     Raises:
         UserError: they differ; PEFT alone writes such files empty under FSDP1 and activation checkpointing.
     """
-    path = checkpoint / file_names.FULL_MODEL
-    if not path.is_file():
+    full, alone = checkpoint / file_names.FULL_MODEL, checkpoint / file_names.ADAPTER
+    if full.is_file():
+        path = full
+        with closing(FileReader()) as reader:
+            held = set(map(tensor_names.filed, torch_zip.load(reader, path)))
+    elif alone.is_file():
+        path, held = alone, set(safetensors_header.read(alone))
+    else:
         return
-    with closing(FileReader()) as reader:
-        stored = {_without_adapter(name, adapter) for name in torch_zip.load(reader, path)}
-    expected = {_without_adapter(name, adapter) for name in names}
-    if stored != expected:
-        differing = min(stored ^ expected)
+    needed = set(map(tensor_names.filed, names))
+    lacks = tensor_names.lacking(held, needed)
+    extra = min((name for name in held - needed if LORA.search(name)), default="")
+    if lacks or extra:
         raise UserError(
-            f"{path} holds {len(stored & expected)} of the adapter's {counted(len(expected), 'tensor')}; "
-            f"{'it lacks' if differing in expected else 'it has'} {differing}",
+            f"{path} holds {len(held & needed)} of the adapter's {counted(len(needed), 'tensor')}; "
+            + (f"it lacks {lacks}" if lacks else f"it has {extra}"),
             why="training would go on from a partly new adapter",
             fix="resume with the model and the LoRA flags of that run, or from an older checkpoint-N",
         )
-
-
-def _without_adapter(name: str, adapter: str) -> str:
-    return name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
 
 
 def _engine(checkpoint: Path, facts: CheckpointFacts) -> str:

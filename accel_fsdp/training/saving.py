@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from accel_fsdp import disks
-from accel_fsdp.checkpoints import Origin, completeness, file_names
+from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import UserError
 from accel_fsdp.training import disk_room
@@ -113,7 +113,7 @@ class Checkpoints:
             return None
         own, failed = dict[str, str](), None
         try:
-            own = completeness.own_hashes(folder, self.args.process_index, self.args.world_size)
+            own = marker.own_hashes(folder, self.args.process_index, self.args.world_size)
         except (OSError, UserError) as error:
             failed = error
         parts: list[tuple[dict[str, str], str]] = gather_object([(own, cause(failed) if failed else "")])

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, Trainer
 
-from accel_fsdp import atomic_files, console, library_internals
+from accel_fsdp import atomic_files, console, library_internals, models
 from accel_fsdp.checkpoints import clean_name, file_names
 from accel_fsdp.errors import Stopped, UserError
 from accel_fsdp.exporter import companion_files
@@ -19,7 +19,7 @@ from accel_fsdp.job import from_run
 from accel_fsdp.launch import beats
 from accel_fsdp.launch.ranks import holding as holdings
 from accel_fsdp.library_internals import TRAINER, Internal
-from accel_fsdp.models import counting, inspect_model
+from accel_fsdp.models import counting
 from accel_fsdp.training import (
     disk_room,
     gather,
@@ -102,7 +102,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         self.use_cache = getattr(model.config, "use_cache", None)
         counts = counting.weights(model)
         self.parameters = sum(count for p, count in counts.items() if p.requires_grad), sum(counts.values())
-        self.beside_text = inspect_model.beside_text(model)
+        self.beside_text = models.beside_text(model)
         preflight.before_trainer(model, training)
         layers = profiling.layers_of(model) if training.profile_steps else []
         if training.process_index == 0:
@@ -113,7 +113,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             super().__init__(*args, **kwargs)
         except (ValueError, ImportError) as error:
             raise UserError(
-                f"Trainer refuses this combination: {inspect_model.first_line(error)}",
+                f"Trainer refuses this combination: {models.first_line(error)}",
                 why="training can't start",
                 fix=SEE_HELP,
             ) from error

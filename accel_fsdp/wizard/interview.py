@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
-from accel_fsdp import console
+from accel_fsdp import console, models
 from accel_fsdp.errors import UsageError, UserError, joined
-from accel_fsdp.hardware import MachineFacts, gpus
+from accel_fsdp.hardware import MachineFacts, gpus, host
 from accel_fsdp.job import Recipe
-from accel_fsdp.models import ModelFacts, catalogue, inspect_model, remote_code
+from accel_fsdp.models import ModelFacts, catalogue, remote_code
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import parameters
 from accel_fsdp.wizard import notes
@@ -151,14 +151,14 @@ def in_words(text: str, between: str = " ") -> str:
 @cache
 def _machine() -> MachineFacts:
     with console.waiting("Looking at this machine"):
-        return inspect_model.read_machine()
+        return host.read_machine()
 
 
 @cache
 def read_model(name: str) -> ModelFacts:
     """The facts about a model, built once."""
     with console.waiting(f"Building {name} on the meta device"):
-        return inspect_model.read_model(name)
+        return models.read_model(name)
 
 
 def _traced(context: Context) -> notes.Known:

@@ -38,7 +38,18 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from transformers import LlamaConfig
 
 from accel_fsdp import atomic_files
-from accel_fsdp.checkpoints import TENSORS, FileRecord, Piece, completeness, dcp, discover, file_names, tensor, unpickle
+from accel_fsdp.checkpoints import (
+    TENSORS,
+    FileRecord,
+    Origin,
+    Piece,
+    completeness,
+    dcp,
+    discover,
+    file_names,
+    tensor,
+    unpickle,
+)
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import hub as upload
 from accel_fsdp.exporter import transformers_probe
@@ -545,7 +556,7 @@ def test_weights_are_enough(run_folder: Path, tmp_path: Path) -> None:
     for name in ("optimizer_0/__0_0.distcp", "scheduler.pt", "rng_state_0.pth"):
         (folder / name).write_bytes(b"1")
     (folder / file_names.MARKER).write_text("{}")
-    completeness.seal(folder, completeness.Origin("FSDP"))
+    completeness.seal(folder, Origin("FSDP"))
     shutil.rmtree(folder / "optimizer_0")
     (folder / "scheduler.pt").unlink()
     export(run_folder, tmp_path / "out")

@@ -5,7 +5,6 @@ import shutil
 import sys
 import zipfile
 import zlib
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +30,10 @@ from transformers import (
 )
 
 from accel_fsdp import exporter
-from accel_fsdp.checkpoints import FileReader, FileRecord, completeness, deepspeed, discover, open_checkpoint
+from accel_fsdp.checkpoints import FileReader, FileRecord, Origin, completeness, deepspeed, discover, open_checkpoint
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import (
     Description,
-    ExportPlan,
-    OtherPlan,
     Planner,
     companion_files,
     safetensors_writer,
@@ -299,7 +296,6 @@ def test_files_that_differ_in_the_order_of_elements(tmp_path: Path) -> None:
 
 
 def assert_converted(tmp_path: Path) -> None:
-    """The plan without transformers' answer is another one than with it."""
     sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, architectures=["LlamaForCausalLM"]))
@@ -309,16 +305,12 @@ def assert_converted(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(theirs[name], model.state_dict()[name].T)
 
-    reader, found, asked = FileReader(), discover.find(tmp_path / "model.pth")[0], Future[Description]()
-    planner = Planner(
-        open_checkpoint.read(found, reader), companion_files.find(found, str(tmp_path / "model")), reader, None
+    reader, found = FileReader(), discover.find(tmp_path / "model.pth")[0]
+    papers = companion_files.find(found, str(tmp_path / "model"))
+    outputs = Planner(open_checkpoint.read(found, reader), papers, reader, None).outputs(
+        transformers_probe.describe(tmp_path / "model")
     )
-    plan = ExportPlan(planner, asked)
-    plan.look()  # no answer yet
-    asked.set_result(transformers_probe.describe(tmp_path / "model"))
-    with pytest.raises(OtherPlan):
-        plan.look()
-    same({one.name: safetensors_writer.whole(reader, one.source) for one in plan.outputs}, theirs)
+    same({one.name: safetensors_writer.whole(reader, one.source) for one in outputs}, theirs)
     reader.close()
 
 
@@ -525,7 +517,7 @@ def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) 
     for number in (2, 10, 12):
         folder = Path(shutil.copytree(written / "fsdp2-2" / "checkpoint-1", run_folder / f"checkpoint-{number}"))
         (folder / "pytorch_model_fsdp_0" / ".metadata").rename(tmp_path / "lost") if number == 12 else None
-        completeness.seal(folder, completeness.Origin("FSDP"))
+        completeness.seal(folder, Origin("FSDP"))
     shutil.copytree(run_folder / "checkpoint-10", run_folder / "checkpoint-11")
     (run_folder / "checkpoint-11" / "complete.json").write_text('{"complete": false}')
     found, newer = discover.find(run_folder)

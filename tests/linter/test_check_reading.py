@@ -22,7 +22,7 @@ from conftest import ROOT, accel_fsdp, run
 from safetensors.numpy import save_file
 
 from accel_fsdp import reference_docs
-from accel_fsdp.checkpoints import completeness, discover, summary
+from accel_fsdp.checkpoints import Origin, completeness, discover, summary
 from accel_fsdp.hardware import host
 from accel_fsdp.linter import PAINS, UNSEEN, command_words, starter_of
 from accel_fsdp.linter.rules import RULES
@@ -105,7 +105,7 @@ def test_a_marked_checkpoint_is_as_complete_as_a_resume_finds_it(
     spoil: Callable[[Path], Any], said: str, tmp_path: Path, fsdp2: Path
 ) -> None:
     folder = sharded_checkpoint(tmp_path / "checkpoint-10")
-    completeness.seal(folder, completeness.Origin("FSDP"))
+    completeness.seal(folder, Origin("FSDP"))
     assert found(fsdp2, "--checkpoint", folder) == {}
     spoil(folder)
     assert said in found(fsdp2, "--checkpoint", folder)["AF803"]

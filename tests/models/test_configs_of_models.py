@@ -16,10 +16,10 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_fsdp import cli
+from accel_fsdp import cli, models
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import Recipe
-from accel_fsdp.models import config_json, inspect_model
+from accel_fsdp.models import config_json
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.training.data import chat_template
 
@@ -80,7 +80,7 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
 def test_a_config_that_no_model_can_have_is_one_message(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", {**LLAMA, **change})
     with pytest.raises(UserError, match=said):
-        inspect_model.read_model(str(folder))
+        models.read_model(str(folder))
     with pytest.raises(UserError, match=said):
         by_name.read_shape(str(folder), Recipe("full", "bf16", "float32"))
 
@@ -88,7 +88,7 @@ def test_a_config_that_no_model_can_have_is_one_message(change: dict[str, Any], 
 def test_a_model_of_more_parts_than_any_other_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_json, "MOST_CALLS", 50)
     with pytest.raises(UserError, match="many times the layers and experts"):
-        inspect_model.read_model(str(write(tmp_path / "model", LLAMA)))
+        models.read_model(str(write(tmp_path / "model", LLAMA)))
 
 
 Main = Callable[..., tuple[int, str]]
@@ -133,7 +133,7 @@ def test_the_training_script_says_it(tmp_path: Path) -> None:
 
 
 def test_a_believable_config_is_read(tmp_path: Path) -> None:
-    assert inspect_model.read_model(str(write(tmp_path / "model", LLAMA))).parameters == 139_584
+    assert models.read_model(str(write(tmp_path / "model", LLAMA))).parameters == 139_584
 
 
 @pytest.mark.parametrize("library", ["torch", "transformers", "accelerate"])
@@ -181,7 +181,7 @@ def test_whatever_a_config_says_ends_in_a_model_or_one_message(data: Any, tmp_pa
         part[data.draw(st.sampled_from(sorted(part)))] = data.draw(ODD)
     begun, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with suppress(UserError):
-        inspect_model.read_model(str(write(tmp_path / "model", content)))
+        models.read_model(str(write(tmp_path / "model", content)))
     assert time.process_time() - begun < 10
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000
 
@@ -206,7 +206,7 @@ def test_a_damaged_tokenizer_is_one_message(file: str, content: bytes, tiny_mode
     folder = shutil.copytree(tiny_model, tmp_path / "model")
     (folder / file).write_bytes(content)
     with pytest.raises(UserError):
-        inspect_model.read_tokenizer(str(folder))
+        models.read_tokenizer(str(folder))
 
 
 def test_a_pipe_among_a_tokenizers_files_is_not_waited_for(tiny_model: Path, tmp_path: Path) -> None:
@@ -215,9 +215,9 @@ def test_a_pipe_among_a_tokenizers_files_is_not_waited_for(tiny_model: Path, tmp
         (folder / name).unlink()
         os.mkfifo(folder / name)
         with pytest.raises(UserError, match="it is a pipe"):
-            inspect_model.read_tokenizer(str(folder))
+            models.read_tokenizer(str(folder))
     with pytest.raises(UserError, match="it is a pipe"):
-        inspect_model.read_config(str(folder))
+        models.read_config(str(folder))
 
 
 def test_a_models_files_may_be_links_to_another_disk(tiny_model: Path, tmp_path: Path) -> None:
@@ -226,8 +226,8 @@ def test_a_models_files_may_be_links_to_another_disk(tiny_model: Path, tmp_path:
     for path in tiny_model.iterdir():
         (folder / path.name).symlink_to(path)
     (folder / "gone.json").symlink_to(tmp_path / "nowhere")
-    assert inspect_model.read_model(str(folder)).model_type == "llama"
-    assert len(inspect_model.read_tokenizer(str(folder))) == 509
+    assert models.read_model(str(folder)).model_type == "llama"
+    assert len(models.read_tokenizer(str(folder))) == 509
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_a_models_files_may_be_links_to_another_disk(tiny_model: Path, tmp_path:
 def test_a_chat_template_without_end_is_refused(
     template: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokenizer = inspect_model.read_tokenizer(str(tiny_model))
+    tokenizer = models.read_tokenizer(str(tiny_model))
     tokenizer.chat_template = template
     monkeypatch.setattr(chat_template, "TRIAL_SECONDS", 0.5)
     with pytest.raises(UserError, match="chat template takes more than"):
@@ -259,7 +259,7 @@ def test_a_chat_template_without_end_is_refused(
     ],
 )
 def test_a_chat_template_stays_in_its_sandbox(template: str, tiny_model: Path) -> None:
-    tokenizer = inspect_model.read_tokenizer(str(tiny_model))
+    tokenizer = models.read_tokenizer(str(tiny_model))
     tokenizer.chat_template = template
     chat_template.require_template(tokenizer)
     with pytest.raises(UserError, match="the chat template fails"):

@@ -11,7 +11,6 @@ from accel_fsdp import models, planner
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.job import Recipe
-from accel_fsdp.models import inspect_model
 
 NESTED = {
     "MllamaForConditionalGeneration": "two parts, of which AutoModelForCausalLM builds one",
@@ -68,7 +67,7 @@ def test_the_text_alone_is_built_where_the_config_names_its_class(tmp_path: Path
 
 
 def test_mamba_is_wrapped_block_by_block() -> None:
-    facts = inspect_model.model_facts("mamba", transformers.MambaConfig())
+    facts = models.model_facts("mamba", transformers.MambaConfig())
     assert [layer.name for layer in facts.wrap_classes] == ["MambaBlock"]
 
 

@@ -15,7 +15,8 @@ import pytest
 from conftest import ROOT, warm_python
 from transformers import LlamaConfig
 
-from accel_fsdp.models import inspect_model, remote_code
+from accel_fsdp import models
+from accel_fsdp.models import remote_code
 
 READERS = {"from_pretrained", "from_config"}
 CODE = """import pathlib
@@ -125,8 +126,8 @@ def test_a_known_model_is_read_without_the_code_beside_it(
 ) -> None:
     edit(planted / "config.json", model_type="llama", architectures=["LlamaForCausalLM"])
     edit(planted / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
-    assert inspect_model.read_model(str(planted)).model_type == "llama"
-    assert len(inspect_model.read_tokenizer(str(planted))) == 509
+    assert models.read_model(str(planted)).model_type == "llama"
+    assert len(models.read_tokenizer(str(planted))) == 509
     assert not trace.exists()
     assert capsys.readouterr().out == ""
 
@@ -144,7 +145,7 @@ def test_code_in_a_nested_config_is_not_run(planted: Path, trace: Path) -> None:
     inner = json.loads((planted / "config.json").read_text())
     (planted / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": inner, "auto_map": MAPS}))
     with pytest.raises(remote_code.UserError):
-        inspect_model.read_model(str(planted))
+        models.read_model(str(planted))
     assert not trace.exists()
 
 
@@ -157,13 +158,13 @@ def test_a_config_cannot_name_a_repository_of_kernels(key: str, nested: bool, pl
     else:
         edit(planted / "config.json", model_type="llama", **{key: "some/kernel"})
     with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
-        inspect_model.read_config(str(planted))
+        models.read_config(str(planted))
 
 
 def test_a_config_cannot_rename_the_setting_of_kernels(planted: Path) -> None:
     edit(planted / "config.json", model_type="llama", attribute_map={"a": "_attn_implementation"}, a="some/kernel")
     with pytest.raises(remote_code.UserError, match="attribute_map would give its keys other meanings"):
-        inspect_model.read_config(str(planted))
+        models.read_config(str(planted))
 
 
 def test_a_class_that_renames_the_setting_of_kernels(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +172,7 @@ def test_a_class_that_renames_the_setting_of_kernels(planted: Path, monkeypatch:
     monkeypatch.setattr(LlamaConfig, "attribute_map", {"a": "_attn_implementation"})
     edit(planted / "config.json", model_type="llama", a="some/kernel")
     with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
-        inspect_model.read_config(str(planted))
+        models.read_config(str(planted))
 
 
 def test_flash_attention_is_not_fetched_to_look_at_a_model(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +184,7 @@ def test_flash_attention_is_not_fetched_to_look_at_a_model(planted: Path, monkey
     monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", lambda *given, **_: fetched.append(given))
     edit(planted / "config.json", model_type="llama", _attn_implementation="flash_attention_2")
     transformers_probe.build(planted)
-    inspect_model.read_model(str(planted))
+    models.read_model(str(planted))
     assert not fetched
 
 

@@ -15,11 +15,12 @@ from conftest import ROOT
 from older_libraries import tapes_of
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig
 
+from accel_fsdp import models
 from accel_fsdp.config import Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.launch.ranks import hang
-from accel_fsdp.models import catalogue, inspect_model
+from accel_fsdp.models import catalogue
 from accel_fsdp.prediction import capacity, trace_store
 from accel_fsdp.prediction.memory import (
     ACTIVATIONS,
@@ -361,7 +362,7 @@ def test_tapes_of_other_models_are_cached(tmp_path: Path, monkeypatch: pytest.Mo
 def test_blocks_are_grouped_by_what_they_hold_and_how_they_attend() -> None:
     found = trace_store.find("google/gemma-2-2b") or pytest.fail("not bundled")
     assert [block.layers for block in found[0].blocks] == [tuple(range(0, 26, 2)), tuple(range(1, 26, 2))]
-    shape = model_shape.shape_of("tiny", MIXTRAL, inspect_model.build("tiny", MIXTRAL))
+    shape = model_shape.shape_of("tiny", MIXTRAL, models.build("tiny", MIXTRAL))
     kinds = {parameter.name: parameter.kind for parameter in shape.blocks[0].parameters}
     assert kinds["self_attn.q_proj.weight"] == "linear"
     assert kinds["mlp.experts.gate_up_proj"] == "experts"
@@ -405,7 +406,7 @@ def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
     assert tapes["fp32-full-sdpa"].blocks[count:] == blind["fp32-full-sdpa"].blocks
     layout, recipe = Layout(Engine.NONE, 1, 1, 1), Recipe(precision="no", rows=1, length=128)
     made = [predict(one, each["fp32-full-sdpa"], recipe, layout) for one, each in ((shape, tapes), (alone, blind))]
-    more = sum(p.numel() for p in inspect_model.build("sees", config).parameters()) - capacity.model_numel(alone)
+    more = sum(p.numel() for p in models.build("sees", config).parameters()) - capacity.model_numel(alone)
     assert made[0].peak.live[OPTIMIZER] - made[1].peak.live[OPTIMIZER] == 8 * more
     assert made[0].peak.live[ACTIVATIONS] == pytest.approx(made[1].peak.live[ACTIVATIONS], rel=0.001)
 

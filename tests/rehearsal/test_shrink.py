@@ -16,7 +16,6 @@ from transformers import AutoTokenizer, logging
 
 from accel_fsdp import models
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import inspect_model
 from accel_fsdp.models.shrink import SmallModel, layer_kinds, shrink
 from accel_fsdp.rehearsal import cut
 
@@ -197,7 +196,7 @@ def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> Non
     config, real_config = models.read_config(str(small.folder)), models.read_config(str(real))
     assert {key: value(config, key) for key in case.has} == case.has
     assert config.tie_word_embeddings == real_config.tie_word_embeddings
-    assert inspect_model.stored_dtype(str(small.folder)) == (CONFIGS[name].get("dtype") or "float32")
+    assert models.stored_dtype(str(small.folder)) == (CONFIGS[name].get("dtype") or "float32")
     stored = load_file(small.folder / "model.safetensors")
     kept = ("e_score_correction_bias",)  # a buffer, float32 in the real checkpoint too
     dtypes = {one.dtype for name, one in stored.items() if not name.endswith(kept)}

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, Qwen3_5Config
 
-from accel_fsdp.models import inspect_model
+from accel_fsdp import models
 from accel_fsdp.models.shrink import shrink
 from accel_fsdp.training import load_model
 from accel_fsdp.training.arguments import ModelArguments
@@ -24,7 +24,7 @@ def test_the_class_that_the_config_names_is_loaded_with_all_its_weights(
     assert type(model).__name__ == "Qwen3_5ForConditionalGeneration"
     assert "language part 0.5 M of 1.8 M" in " ".join("".join(capfd.readouterr()).split())
     trainer = SftTrainer.__new__(SftTrainer)
-    trainer.beside_text = inspect_model.beside_text(model)
+    trainer.beside_text = models.beside_text(model)
     decayed = trainer.get_decay_parameter_names(model)
     assert "model.language_model.embed_tokens.weight" in decayed
     assert not [name for name in decayed if "visual" in name]  # FSDP1 gives them gradients of zeros, which decay them

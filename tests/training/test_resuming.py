@@ -3,16 +3,19 @@
 import json
 import os
 import random
+from collections import OrderedDict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
-from accel_fsdp.checkpoints import Origin, completeness, discover, file_names
+from accel_fsdp.checkpoints import Origin, completeness, discover, file_names, marker
 from accel_fsdp.errors import UserError
-from accel_fsdp.training import SftTrainer, resuming
+from accel_fsdp.training import SftTrainer, loading, resuming
 
 HERE = Origin("FSDP", ranks=2, rows_per_step=8)
 SHARDED = ("pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/.metadata", "optimizer_0/__0_0.distcp")
@@ -181,15 +184,11 @@ def test_other_bytes_of_the_right_size_are_seen_by_one_of_the_ranks(tmp_path: Pa
         for name in REST[1:]:
             (folder / name).write_text(f'"{name}"')
         completeness.seal(folder, HERE)
-        assert completeness.damage(folder) == ""
+        assert marker.damage(folder) == ""
         spoil(folder)
         assert completeness.flaw(folder) == ""  # sizes alone don't tell
-        assert "other bytes than were written" in completeness.damage(folder)
-        assert sum(bool(completeness.damage(folder, part=rank, of=3)) for rank in range(3)) in (1, 2)
-        names = [
-            name for rank in range(3) for name in completeness._share(completeness.read(folder).sizes, {}, rank, 3)
-        ]  # type: ignore[union-attr]
-        assert sorted(names) == sorted(completeness.read(folder).sizes)  # type: ignore[union-attr]
+        assert "other bytes than were written" in marker.damage(folder)
+        assert sum(bool(marker.damage(folder, part=rank, of=3)) for rank in range(3)) in (1, 2)
 
 
 def emptied(content: dict[str, Any]) -> None:
@@ -206,14 +205,14 @@ def test_a_file_that_the_marker_does_not_list_is_damage(spoil: Any, tmp_path: Pa
     folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST)
     for name in ("ema.safetensors", "notes.json", "pytorch_model_fsdp_0/__7_0.distcp"):
         (folder / name).write_text("x")
-    assert completeness.damage(folder) == ""
-    marker = folder / file_names.MARKER
-    content = json.loads(marker.read_text())
+    assert marker.damage(folder) == ""
+    path = folder / file_names.MARKER
+    content = json.loads(path.read_text())
     spoil(content)
-    marker.write_text(json.dumps(content))
+    path.write_text(json.dumps(content))
     assert completeness.flaw(folder) == ""  # sizes alone don't tell
     for rank in range(3):
-        assert "is not in the list of complete.json" in completeness.damage(folder, part=rank, of=3)
+        assert "is not in the list of complete.json" in marker.damage(folder, part=rank, of=3)
     with pytest.raises(UserError, match=r"is damaged: .* is not in the list of complete\.json"):
         discover.check_bytes(discover.find(tmp_path)[0])
 
@@ -221,9 +220,9 @@ def test_a_file_that_the_marker_does_not_list_is_damage(spoil: Any, tmp_path: Pa
 def test_each_rank_hashes_what_it_wrote(tmp_path: Path) -> None:
     names = (*SHARDED, *REST, "pytorch_model_fsdp_0/__1_0.distcp", *ZERO, "checkpoint.json")
     folder = written(tmp_path / "checkpoint-4", *names)
-    parts = [completeness.own_hashes(folder, rank, 2) for rank in range(2)]
+    parts = [marker.own_hashes(folder, rank, 2) for rank in range(2)]
     assert set(parts[1]) == {"rng_state_1.pth", "pytorch_model_fsdp_0/__1_0.distcp", ZERO[1]}
-    whole = completeness.read(folder)
+    whole = marker.read(folder)
     assert whole is not None
     assert {**parts[0], **parts[1]} == whole.hashes
     assert whole.hashes.keys() == whole.sizes.keys()
@@ -257,7 +256,7 @@ def test_a_marker_that_is_cut_or_odd_is_damaged_and_not_none(text: str, tmp_path
     assert "complete.json" in choice.skipped[folder]
     assert "damaged" in choice.skipped[folder]
     with pytest.raises(UserError, match="damaged"):
-        completeness.read(folder)
+        marker.read(folder)
     found, passed = discover.find(tmp_path)
     assert found.folder == older
     assert "marker" in str(passed[0])
@@ -292,3 +291,23 @@ def test_the_first_rank_goes_on_from_its_random_state(
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
     assert "no random state" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("gone", ["", "up.lora_B.weight", "up.lora_"])
+def test_an_adapter_that_lacks_tensors_is_not_resumed(gone: str, tmp_path: Path) -> None:
+    """Without FSDP Trainer has PEFT load the file, which warns of nothing that is missing."""
+    layers = torch.nn.Sequential(OrderedDict(down=torch.nn.Linear(4, 4), up=torch.nn.Linear(4, 4)))
+    adapted = get_peft_model(layers, LoraConfig(target_modules=["down", "up"]))
+    adapted.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    save_file({name: one for name, one in load_file(path).items() if not gone or gone not in name}, path)
+    one = object.__new__(SftTrainer)
+    one.model, one.is_fsdp_enabled, one.is_deepspeed_enabled = adapted, False, False
+    if not gone:
+        loading.check_adapter(one, str(tmp_path))
+        return
+    held = 3 if gone.endswith("weight") else 2
+    with pytest.raises(
+        UserError, match=rf"holds {held} of the adapter's 4 tensors; it lacks LoRA tensors of 1 of 2 modu"
+    ):
+        one._load_from_checkpoint(str(tmp_path))

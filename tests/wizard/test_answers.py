@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import CLIPConfig, PreTrainedConfig, ViTConfig, WhisperConfig
 
-from accel_fsdp import cli, linter, planner, wizard
+from accel_fsdp import cli, linter, models, planner, wizard
 from accel_fsdp.config import Engine, Method
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, find, machines
 from accel_fsdp.job import Checkpointing, Job, Layout, Recipe, combinations, from_yaml
 from accel_fsdp.linter import read_subject
-from accel_fsdp.models import catalogue, config_json, inspect_model
+from accel_fsdp.models import catalogue, config_json
 from accel_fsdp.prediction import search
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import Answers, interview, questions, to_yaml
@@ -159,7 +159,7 @@ def test_hybrid_sharding_of_one_gpu_is_refused_and_the_fix_works(
 def test_a_short_name_is_the_catalogues_model() -> None:
     made = settled(model="llama-3.1-8b", gpus="8xH100")
     assert made.model == "meta-llama/Llama-3.1-8B"  # what `train/sft.py` can load
-    assert inspect_model.read_model("llama-3.1-8b").parameters == 8_030_261_248  # `check --model`
+    assert models.read_model("llama-3.1-8b").parameters == 8_030_261_248  # `check --model`
 
 
 @pytest.mark.parametrize(

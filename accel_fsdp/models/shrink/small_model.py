@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from accel_fsdp import atomic_files, models
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import config_json, first_line, inspect_model, remote_code
+from accel_fsdp.models import config_json, first_line, remote_code
 from accel_fsdp.models.shrink import layer_kinds, made_up_tokenizer, small_config
 from accel_fsdp.models.shrink.config_parts import TOKENS, parts_of
 from accel_fsdp.models.shrink.small_config import ATTEMPTS, Attempt, Change, Words
@@ -70,7 +70,7 @@ def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallMod
     words = Words(_rows(config, tokenizer, named)) if tokenizer else _made_up_words(named)
     tokenizer_is: Literal["real", "made up"] = "real" if tokenizer else "made up"
     small = _first_that_works(model, config, real, layers, seed, words)
-    _store(small.model, inspect_model.stored_dtype(model))
+    _store(small.model, models.stored_dtype(model))
     with atomic_files.replaced_folder(target) as folder:
         _write(model, small.model, folder, words)
         (tokenizer or made_up_tokenizer.make(named)).save_pretrained(folder)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import console
-from accel_fsdp.checkpoints import completeness, file_names, summary
+from accel_fsdp.checkpoints import file_names, marker, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.units import counted
@@ -175,7 +175,7 @@ def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data
     """
     if checkpoint is None:
         return History(here)
-    origin = completeness.origin_of(checkpoint)
+    origin = marker.origin_of(checkpoint)
     if origin is None or not origin.settings:
         return History(here, unknown=True, step=step_of(checkpoint))
     differences = list(changes(origin.settings, here))

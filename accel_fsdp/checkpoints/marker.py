@@ -1,0 +1,152 @@
+"""The marker of a checkpoint, `complete.json`: its files with their sizes and hashes, and the run that wrote them."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import untrusted_files
+from accel_fsdp.checkpoints import file_names
+
+HASHED_TOGETHER = 4
+HASHED_BYTES = 1 << 22
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The properties of the run that wrote a checkpoint that a run that resumes it must share.
+
+    `engine` is FSDP, DDP (one process too) or ZeRO with its stage; `rows_per_step` counts the rows of all ranks in one
+    step of the optimizer. Zeros are unknown.
+    """
+
+    engine: str
+    ranks: int = 0
+    rows_per_step: int = 0
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The settings of the training, by the names of `lineage.settings`; empty: unknown."""
+    before: Sequence[Mapping[str, Any]] = ()
+    """Earlier parts of the run with other settings: the last step and the settings of each."""
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The content of `complete.json`: sizes and hashes by the files' paths relative to the checkpoint."""
+
+    complete: bool
+    origin: Origin | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+
+
+def read(checkpoint: Path) -> Marker | None:
+    """The marker; None if there is none."""
+    path = checkpoint / file_names.MARKER
+    content = untrusted_files.read_json(path)
+    if content is None:
+        return None
+    if content.get("complete") is False:
+        return Marker(complete=False)
+    sizes, hashes, origin = content.get("files"), content.get("hashes", {}), content.get("origin", {})
+    if content.get("complete") is not True or not _is_list(sizes, int) or not _is_list(hashes, str):
+        raise untrusted_files.broken(path, "is damaged: no list of files")
+    return Marker(True, _origin(path, origin), dict(sizes or {}), dict(hashes))
+
+
+def _is_list(value_by_name: Any, kind: type) -> bool:
+    """Whether it maps names of files inside the folder to values of `kind`."""
+    return isinstance(value_by_name, dict) and all(
+        type(value) is kind and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
+        for name, value in value_by_name.items()
+    )
+
+
+def _origin(path: Path, content: Any) -> Origin | None:
+    if not content:
+        return None
+    try:
+        origin = Origin(**content)
+        whole = type(origin.ranks) is type(origin.rows_per_step) is int and isinstance(origin.engine, str)
+        groups = [origin.settings, *(part["settings"] for part in origin.before)]
+        plain = all(isinstance(values, dict) for part in groups for values in part.values())
+        steps = all(type(part["last_step"]) is int for part in origin.before)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise untrusted_files.broken(path, "is damaged: what it says of the run") from error
+    if not (whole and plain and steps):
+        raise untrusted_files.broken(path, "is damaged: what it says of the run")
+    return origin
+
+
+def origin_of(checkpoint: Path) -> Origin | None:
+    marker = read(checkpoint)
+    return marker.origin if marker else None
+
+
+def files_in(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()]
+
+
+def sizes_of(checkpoint: Path) -> dict[str, int]:
+    """The sizes of all files but the marker, by their paths relative to the checkpoint."""
+    sizes = {str(path.relative_to(checkpoint)): path.stat().st_size for path in files_in(checkpoint)}
+    sizes.pop(file_names.MARKER, None)
+    return sizes
+
+
+def rank_in(name: str) -> str:
+    """The number of the rank that wrote a file, by its name; empty if it has none."""
+    match = file_names.OF_RANK.search(name)
+    return match[1] if match else ""
+
+
+def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Hashes of the files that this rank wrote, which are still in the system's cache: those with its number in their
+    names, and on the first rank all others.
+    """
+    return hashes_of(checkpoint, [name for name in sizes_of(checkpoint) if int(rank_in(name) or 0) % ranks == rank])
+
+
+def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
+    names = list(names)
+    with ThreadPoolExecutor(HASHED_TOGETHER) as pool:
+        return dict(zip(names, pool.map(lambda name: _hash(checkpoint / name, checkpoint), names), strict=True))
+
+
+def _hash(path: Path, within: Path) -> str:
+    import xxhash
+
+    digest, block = xxhash.xxh3_128(), memoryview(bytearray(HASHED_BYTES))
+    with untrusted_files.opened(path, within) as file:
+        while count := file.readinto(block):  # type: ignore[attr-defined]
+            digest.update(block[:count])
+    return digest.hexdigest()
+
+
+def damage(checkpoint: Path, needed: Callable[[str], bool] = bool, part: int = 0, of: int = 1) -> str:
+    """Names the first `needed` file whose bytes have changed or that is not listed; empty if there is none.
+
+    Each of several ranks reads a `part` of about the same size. Missing files are skipped, and a marker without hashes,
+    from an earlier version, can't show changed bytes.
+    """
+    marker = read(checkpoint)
+    if marker is None:
+        return ""
+    if extra := next(filter(needed, _unlisted(checkpoint, marker)), ""):
+        return f"{extra} is not in the list of {file_names.MARKER}"
+    names = [name for name in marker.hashes if needed(name) and (checkpoint / name).exists()]
+    names.sort(key=lambda name: (-marker.sizes.get(name, 0), name))
+    hashes = hashes_of(checkpoint, names[part::of])
+    wrong = sorted(name for name, hashed in hashes.items() if hashed != marker.hashes[name])
+    return f"{wrong[0]} holds other bytes than were written" if wrong else ""
+
+
+def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:
+    """The checkpoint's own files that the marker doesn't list.
+
+    Files of a rank are skipped if the marker lists other ranks' only: they were on another machine's disk.
+    """
+    listed = marker.sizes.keys() | marker.hashes.keys()
+    ranks = {rank for name in listed if (rank := rank_in(name))}
+    extra = [name for name in sizes_of(checkpoint) if name.startswith(file_names.OF_CHECKPOINTS) and name not in listed]
+    return [name for name in extra if not (ranks and (rank := rank_in(name)) and rank not in ranks)]

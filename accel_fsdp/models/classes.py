@@ -1,0 +1,158 @@
+"""The class of transformers that a config means, and a model of it on the meta device."""
+
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.models import config_json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CAUSAL, SEQ2SEQ, MASKED = "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM"
+CLASSIFIER, IMAGE_TEXT = "AutoModelForSequenceClassification", "AutoModelForImageTextToText"
+AUTO_CLASSES = (CAUSAL, IMAGE_TEXT, SEQ2SEQ, MASKED, CLASSIFIER)
+"""The classes to build, in this order if `architectures` is missing."""
+BARE = "AutoModel"
+"""Builds the layers of any model, without a head: those for images and sound too."""
+
+
+def model_class(config: Any) -> Any:
+    """The class of transformers that a config's `architectures` names, else the one that is trained.
+
+    AutoModelForCausalLM where neither is known: it loads what brings its own code.
+    """
+    import transformers
+
+    return _named_class(config) or trained_class(config) or transformers.AutoModelForCausalLM
+
+
+def _named_class(config: Any) -> Any:
+    """The class that `architectures` names, if transformers has it and builds it from such a config; else None."""
+    import transformers
+
+    listed = getattr(config, "architectures", None)
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
+    named = getattr(transformers, names[0], None) if names else None
+    if not (isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)):
+        return None
+    kind: Any = named
+    fits = kind.config_class and (isinstance(config, kind.config_class) or _reads_text_part(kind, config))
+    return kind if fits else None
+
+
+def _reads_text_part(kind: Any, config: Any) -> bool:
+    """Whether a class is built from the part of a config that is about text, as the Auto classes decide it."""
+    own = getattr(kind, "config_class", None)  # which Auto classes lack
+    return own is not None and own == config.sub_configs.get("text_config")
+
+
+def trained_class(config: Any) -> Any:
+    """The class that is trained: the one that `architectures` names, else that of `auto_class`; None for neither.
+
+    A class without a head is not trained itself. Without `architectures` a config with several parts is of the class
+    for all of them, not of the one for text that AutoModelForCausalLM builds from a part.
+    """
+    named, known = _named_class(config), _known(config)
+    headless = bool(known) and _has_no_head(named, config)
+    if named is not None and not headless and not (named is known.get(MASKED) and _is_decoder(config)):
+        return named
+    kind = auto_class(config)
+    if kind == MASKED and CAUSAL in known:
+        return known[CAUSAL]  # the same layers
+    if kind == CAUSAL and _reads_text_part(known[CAUSAL], config):
+        return known.get(IMAGE_TEXT, known[CAUSAL])
+    return known.get(kind)
+
+
+def auto_class(config: Any) -> str:
+    """The Auto class that trains the class that a config's `architectures` names, else the first that knows the config.
+
+    The class's own name where no Auto class of `AUTO_CLASSES` builds it; empty if nothing is known of the config. What
+    AutoModelForCausalLM knows is trained on text, with its parts for images too. An encoder that could also be a
+    decoder, such as BERT, reads both ways and is trained to fill in masked words.
+    """
+    known, named = _known(config), _named_class(config)
+    fits = [kind for kind, built in known.items() if built is named]
+    if named is not None and not fits and not (known and _has_no_head(named, config)):
+        return str(named.__name__)
+    if CLASSIFIER in fits:
+        return CLASSIFIER
+    bare = BARE if _bare_class(config) else ""
+    if config.is_encoder_decoder:
+        return SEQ2SEQ if SEQ2SEQ in known else bare
+    if MASKED in known and not _is_decoder(config):
+        return MASKED
+    return next(iter(known), bare)
+
+
+def text_class(config: Any) -> Any:
+    """The Auto class with which a script that trains on text loads the model, such as train/sft.py."""
+    import transformers
+
+    known = _known(config)
+    whole = IMAGE_TEXT in known and trained_class(config) is known[IMAGE_TEXT]
+    return transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
+
+
+def _known(config: Any) -> dict[str, Any]:
+    """The class that each of `AUTO_CLASSES` builds from this config, of those that know it."""
+    import transformers
+
+    mappings = {kind: getattr(transformers, kind)._model_mapping for kind in AUTO_CLASSES}
+    return {kind: mapping[type(config)] for kind, mapping in mappings.items() if type(config) in mapping}
+
+
+def _has_no_head(kind: Any, config: Any) -> bool:
+    return kind is not None and kind is _bare_class(config)
+
+
+def _bare_class(config: Any) -> Any:
+    """The class that AutoModel builds: the layers of any model, without a head; None if it doesn't know the config."""
+    import transformers
+
+    return transformers.AutoModel._model_mapping.get(type(config), None)
+
+
+def _is_decoder(config: Any) -> bool:
+    """Whether the config of a masked language model makes it a decoder."""
+    return bool(getattr(config, "is_decoder", False))
+
+
+def build(name: str, config: Any, **options: Any) -> "nn.Module":
+    """Builds the model on the meta device, without weights, as the class that is trained.
+
+    Models for images and sound whose `architectures` are missing are built without a head, as AutoModel does.
+
+    Raises:
+        UserError: transformers knows no class for it, or no model can have its config.
+        ValueError, ImportError: it may have no such attention as `attn_implementation` asks for.
+    """
+    kind = trained_class(config) or _bare_class(config)
+    if kind is None:
+        raise UserError(
+            f"the config of {name} ({config.model_type}) names no class in architectures",
+            why="none of " + ", ".join((*AUTO_CLASSES, BARE)) + " builds one from it",
+            fix="name the model's class in its config.json: architectures",
+        )
+    asked = (ValueError, ImportError) if "attn_implementation" in options else ()
+    return on_meta(name, kind, config, asked, **options)
+
+
+def on_meta(
+    name: str, kind: Any, config: Any, passing: tuple[type[Exception], ...] = (), **options: Any
+) -> "nn.Module":
+    """Builds a transformers class on the meta device, without weights.
+
+    Raises:
+        UserError: no model of that class can have the config. What `passing` names is raised as it is.
+    """
+    import torch
+
+    with config_json.believed(name, passing), torch.device("meta"), config_json.bounded(name):
+        model: nn.Module = kind._from_config(part_for(kind, config), **options)
+    return model
+
+
+def part_for(kind: Any, config: Any) -> Any:
+    """The part of a config that a class is built from: the text part for a text class."""
+    return config.get_text_config() if _reads_text_part(kind, config) else config

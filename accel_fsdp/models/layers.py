@@ -1,0 +1,135 @@
+"""What a built model consists of: the layers that FSDP wraps, experts, the part that text goes through."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.models import counting
+from accel_fsdp.models.facts import LayerClass
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def class_names(model: "nn.Module") -> frozenset[str]:
+    return frozenset(type(module).__name__ for module in model.modules())
+
+
+def persistent_buffers(model: "nn.Module") -> int:
+    """Counts the buffers that are part of the state dict."""
+    return len(model.state_dict().keys() & {name for name, _ in model.named_buffers()})
+
+
+def kept_in_float32(model: "nn.Module", dtype: str) -> list[str]:
+    """The parameters that transformers keeps in float32 when a model is loaded in `dtype`, a 16-bit one."""
+    kinds = ("_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == "float16" else []))
+    patterns = [pattern for kind in kinds for pattern in getattr(model, kind, None) or ()]
+    globs = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
+    whole = [re.compile(rf"(^|\.){glob}(\.|$)") for glob in globs]
+    return [name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in whole)]
+
+
+def expert_classes(model: "nn.Module") -> frozenset[str]:
+    """The classes of single experts: what lists named `experts` hold."""
+    from torch import nn
+
+    lists = (m for name, m in model.named_modules() if name.endswith("experts") and isinstance(m, nn.ModuleList))
+    return frozenset(type(expert).__name__ for experts in lists for expert in experts)
+
+
+def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
+    """Finds the layer classes that FSDP should make units of.
+
+    First choice: the names in `_no_split_modules` that exist in the built model (those that don't would stop
+    Accelerate), but for those that hold the embedding alone that the head shares, and of nested ones the layers alone.
+    Otherwise the classes of the longest `ModuleList` of equal layers.
+    """
+    present = Counter(type(module).__name__ for module in model.modules())
+    names = [name for name in (getattr(model, "_no_split_modules", None) or ()) if present[name]]
+    names = _outermost(model, [name for name in names if not _parts_tied_embedding(model, name)])
+    if not names:
+        names = _repeated_layer(model)
+    return tuple(LayerClass(name, present[name], _parameters_of_one(model, name)) for name in sorted(names))
+
+
+def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
+    """Of nested classes those of the layers: neither a stack of layers nor a part of one."""
+    from torch import nn
+
+    classes = {path: type(module).__name__ for path, module in model.named_modules()}
+    lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    around = {path: set(_around(path)) for path, name in classes.items() if name in names}
+    stacks = {
+        classes[outer]
+        for path, outside in around.items()
+        if path.rpartition(".")[0] in lists
+        for outer in outside & around.keys()
+    }
+    kept = {path for path in around if classes[path] not in stacks}
+    free = {classes[path] for path in kept if not around[path] & kept}
+    return [name for name in names if name in free]
+
+
+def _around(path: str) -> Iterator[str]:
+    while path:
+        path = path.rpartition(".")[0]
+        yield path
+
+
+def _parts_tied_embedding(model: "nn.Module", name: str) -> bool:
+    """Whether modules of this class hold the embedding and not the head that shares its weight, as BertEmbeddings do.
+
+    A unit of them would gather the weight for itself: the head then sees a shard.
+    """
+    from transformers import PreTrainedModel
+
+    if not isinstance(model, PreTrainedModel):
+        return False
+    try:
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    except NotImplementedError:  # it has no words
+        return False
+    if head is None or getattr(head, "weight", None) is not getattr(table, "weight", head):
+        return False
+    inside = [set(module.modules()) for module in model.modules() if type(module).__name__ == name]
+    return any(table in inner and head not in inner for inner in inside)
+
+
+def _repeated_layer(model: "nn.Module") -> list[str]:
+    from torch import nn
+
+    stacks = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    uniform = [stack for stack in stacks if len({type(layer) for layer in stack}) == 1]
+    if not uniform:
+        return []
+    largest = max(uniform, key=lambda stack: sum(p.numel() for layer in stack for p in layer.parameters()))
+    return [type(largest[0]).__name__]
+
+
+def _parameters_of_one(model: "nn.Module", name: str) -> int:
+    instances = (module for module in model.modules() if type(module).__name__ == name)
+    return max(sum(parameter.numel() for parameter in module.parameters()) for module in instances)
+
+
+def language_parameters(model: Any) -> int:
+    """The parameters of the part that text goes through, of a model with others for images or sound; 0 of one without.
+
+    A language model is that part as a whole, and one with an encoder and a decoder is not told apart.
+    """
+    beside = beside_text(model)
+    read = (counting.numel(parameter) for name, parameter in model.named_parameters() if name not in beside)
+    return sum(read) if beside else 0
+
+
+def beside_text(model: Any) -> frozenset[str]:
+    """The names of the parameters that text doesn't reach, as those of an image encoder."""
+    if model.config.is_encoder_decoder or model.config.get_text_config() is model.config:
+        return frozenset()
+    try:
+        parts = (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings())
+    except (AttributeError, NotImplementedError):
+        return frozenset()
+    read = {parameter for part in parts if part is not None for parameter in part.parameters()}
+    unread = (name for name, parameter in model.named_parameters() if parameter not in read)
+    return frozenset(unread) if read else frozenset()

@@ -1,0 +1,137 @@
+"""Reads a model's config and tokenizer from a hub id or a local folder."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp.errors import LIBRARIES, NotInstalled, UserError, did_you_mean, is_installed, require
+from accel_fsdp.models import catalogue, config_json, remote_code
+from accel_fsdp.models.config_json import first_line
+
+
+def read_config(name: str, revision: str = "main", run_code: bool = False) -> Any:
+    """Reads a model's config from a hub id or a local folder. Its own Python runs with `run_code` alone.
+
+    Raises:
+        UserError: there is none, it can't be read, or not without its own Python.
+    """
+    settings = read_settings(name, revision)
+    _require_reading(name)
+    from transformers import AutoConfig
+
+    if not run_code:
+        remote_code.check_kernels(name, settings)
+    with config_json.believed(name):
+        try:
+            config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=run_code)
+        except ValueError as error:
+            if remote_code.is_refusal(error):
+                raise remote_code.refusal(name, "its config") from error
+            raise _unknown_kind(name, settings) or error from error
+        if not run_code:
+            remote_code.check_built_kernels(name, config)
+        return config
+
+
+def _unknown_kind(name: str, settings: Mapping[str, Any]) -> UserError | None:
+    from transformers import CONFIG_MAPPING, __version__
+
+    kind = str(settings.get("model_type", ""))
+    if kind in CONFIG_MAPPING:
+        return None
+    what = f"is of model_type {kind}" if kind else "has no model_type in its config"
+    return UserError(
+        f"{name} {what}, which transformers {__version__} doesn't know.{did_you_mean(kind, CONFIG_MAPPING)}",
+        why="the layer classes and sizes come from its code for that type",
+        fix="correct model_type in config.json; for a newer model: pip install --upgrade transformers",
+    )
+
+
+def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
+    """What a model's config.json says, by a hub id or from a local folder; its sizes are those of a model.
+
+    Raises:
+        UserError: there is none, it can't be read, or no model can be like that.
+    """
+    check_local_path(name, "model")
+    if Path(name).is_dir():
+        return config_json.settings_in(Path(name))
+    _require_reading(name)
+    from transformers import PreTrainedConfig
+
+    try:
+        settings: dict[str, Any] = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"cannot read the config of {name}: {first_line(error)}{catalogue.did_you_mean(name)}",
+            why="the layer classes and sizes come from it",
+            fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
+        ) from error
+    config_json.check(name, settings)
+    return settings
+
+
+def _require_reading(name: str) -> None:
+    """Goes on if there is what reads models that aren't bundled.
+
+    Raises:
+        NotInstalled: there isn't. UserError: there isn't either, and a bundled model has nearly that name.
+    """
+    purpose, libraries = f"reading the model {name}", ("transformers", "torch")
+    lacking = next((library for library in libraries if not is_installed(library)), "")
+    if lacking and not Path(name).exists() and (near := catalogue.near(name)):
+        raise UserError(
+            f"{name} is none of the bundled models.{catalogue.did_you_mean(name)}",
+            why=NotInstalled.of(lacking, "reading another model").what,
+            fix=f"give {near}; or, if {name} is another model: {NotInstalled.of(lacking).fix}",
+        )
+    require(purpose, *libraries)
+
+
+def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) -> Any:
+    """Reads a model's tokenizer from a hub id or a local folder. Its own Python runs with `run_code` alone.
+
+    Raises:
+        UserError: there is none, it can't be read, or not without its own Python.
+    """
+    from transformers import AutoTokenizer
+
+    if Path(name).is_dir():
+        config_json.check_files(Path(name))
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=run_code)
+    except BaseException as error:  # the Rust library's panics are no Exception
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:
+            raise
+        if remote_code.is_refusal(error):
+            raise remote_code.refusal(name, "its tokenizer") from error
+        raise UserError(
+            f"cannot load a tokenizer from {name}: {first_line(error)}",
+            why="the data can't be turned into tokens",
+            fix="copy the tokenizer files of the base model into that folder",
+        ) from error
+
+
+def check_local_path(name: str, what: str, example: str = "HuggingFaceTB/SmolLM2-135M-Instruct") -> None:
+    """Refuses a name that can only be a folder and isn't there; hub ids pass, and `example` is one."""
+    path = Path(name)
+    if os.path.exists(name) or _looks_like_hub_id(name):  # of any length, which Path.exists refuses
+        return
+    try:
+        siblings = os.listdir(path.parent)
+    except OSError:
+        siblings = []
+    raise UserError(
+        f"{what} {name} does not exist.{did_you_mean(path.name, siblings)}",
+        why="nothing can be read from it",
+        fix=f"give an existing path, or a hub id such as {example}",
+    )
+
+
+def _looks_like_hub_id(name: str) -> bool:
+    """`owner/name` or `name`, not a path: no leading dot, slash or tilde and at most one slash."""
+    path_like = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name
+    return not path_like
