@@ -17,9 +17,6 @@ from accel_fsdp.models import catalogue
 from accel_fsdp.wizard import MODEL as PRESET_MODEL
 from accel_fsdp.wizard import Answers, interview, to_yaml
 
-ADDRESS = "HOST"
-"""The placeholder for the first machine's address, which a plan doesn't have."""
-ANY_ADDRESS = "10.0.0.1"
 OUTPUT = "fsdp.yaml"
 
 
@@ -62,7 +59,7 @@ class Proposer:
             except UserError as error:
                 self._faults[key][""] = f"{error.what.rstrip('.')}: {error.why}"
             else:
-                findings = _findings(Subject(_addressed(values), args=arguments(recipe, layout)))
+                findings = _findings(Subject(values, args=arguments(recipe, layout)))
                 faults = (finding for finding in findings if finding.severity != "note")
                 self._faults[key] |= {fault.code: sentence(fault) for fault in faults}
         return self._faults[key]
@@ -101,8 +98,8 @@ class Proposer:
             return self._of_one_process(recipe, layout, environment)
         answers, words = _settled(self._flags(recipe, layout)), _argument_words(recipe, layout)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
-        launch = header.launch_line(THIS_FILE, script, answers.num_machines > 1, environment)
-        return to_yaml.to_text(answers, launch)
+        line = header.engine_line if answers.needs_engine else header.launch_line
+        return to_yaml.to_text(answers, line(THIS_FILE, script, environment=environment))
 
     def _of_one_process(self, recipe: Recipe, layout: Layout, environment: Mapping[str, str]) -> str:
         """The YAML for one GPU, without an engine; the wizard would write FSDP."""
@@ -141,12 +138,7 @@ class Proposer:
             words["engine"] = ENGINE_NAMES[layout.engine]
         if layout.engine is Engine.DEEPSPEED:
             words |= {"zero_stage": str(layout.strategy), "cpu_offload": "false"}
-        return words | ({"main_process_ip": ADDRESS} if machines > 1 else {})
-
-
-def _addressed(values: dict[str, Any]) -> dict[str, Any]:
-    """The YAML as its user completes it, with an address in the place of `ADDRESS`, which the linter warns of."""
-    return {**values, "main_process_ip": ANY_ADDRESS} if values.get("main_process_ip") == ADDRESS else values
+        return words
 
 
 def _settled(flags: dict[str, str]) -> Answers:

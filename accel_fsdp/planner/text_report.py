@@ -154,8 +154,7 @@ class PlanReport:
             yield "Where machines have less memory than that: " + "; or ".join(more) + "."
         yield from self._padding()
         if command := self.command():
-            place = f"; {proposal.ADDRESS} is the first machine's address" if proposal.ADDRESS in command else ""
-            yield f"Its YAML (or -o FILE{place}):"
+            yield "Its YAML (or -o FILE):"
             yield f"  {command}"
         if self.proposer:
             yield "The script's arguments:"
