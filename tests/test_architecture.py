@@ -43,9 +43,16 @@ MAY_PRINT = {
     "errors",
     "cpu",
     "launch.launcher",
-    "launch.ranks.__main__",
+    "launch.ranks.on_cpu",
 }  # all but console speak before it can be imported
-PATCHING = {"cpu", "launch.ranks.saves", "launch.ranks.watch", "launch.ranks.weights", "training.peft_patches"}
+PATCHING = {
+    "cpu",
+    "launch.ranks.observing",
+    "launch.ranks.saves",
+    "launch.ranks.watch",
+    "launch.ranks.weights",
+    "training.peft_patches",
+}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
     for path in sorted(PACKAGE.rglob("*.py"))

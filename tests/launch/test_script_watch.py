@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, accel_fsdp, made_yaml
+from conftest import accel_fsdp, made_yaml
 
 from accel_fsdp.launch import hangs, launcher, script_watch
 from accel_fsdp.launch.beats import COMPUTES, DEBUGGED, Beat
@@ -100,7 +100,7 @@ def test_a_rank_that_sleeps_is_named(body: str, waits: str, job: Path, tmp_path:
     assert re.search(said, ended.output), ended.output
     assert re.search(rf"why: rank 1 of \S+ is at \S+own\.py:8 in sleep; {waits}", ended.output), ended.output
     assert re.search(r"--- rank 1 of \S+, at .*\n(  .*\n)*  File .*own\.py\", line 8, in sleep\n", ended.output)
-    assert "--hang-timeout SECONDS" in ended.output
+    assert "--hang-timeout SECONDS" in ended.output[ended.output.index("--- rank 1 of") :]  # the advice comes last
     assert "the script has ended" not in ended.output
 
 
@@ -160,18 +160,23 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("kind", SCRIPTS)
-def test_a_watched_script_runs_as_python_runs_it(kind: str, tmp_path: Path) -> None:
-    script = tmp_path / "own.py"
-    script.write_text(SCRIPTS[kind])
+@pytest.mark.parametrize(
+    ("kind", "before"),
+    [
+        *((kind, (launcher.WATCHED, launcher.BY_COLLECTIVES)) for kind in SCRIPTS),
+        *((kind, (launcher.ON_CPU,)) for kind in ("names", "error")),
+    ],
+)
+def test_a_script_of_a_launch_runs_as_python_runs_it(kind: str, before: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SCRIPTS[kind])
     (tmp_path / "own_helper.py").touch()
 
     def run(*before: str) -> tuple[int, str, str]:
-        words = [sys.executable, *before, str(script), "--a", "b"]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, timeout=100)
+        words = [sys.executable, *before, "own.py", "--a", "b"]
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=100)
         return done.returncode, done.stdout, done.stderr
 
-    assert run(launcher.WATCHED, launcher.BY_COLLECTIVES) == run()
+    assert run(*before) == run()
 
 
 @pytest.mark.parametrize("seconds", ["-1", "inf", "nan"])

@@ -1,7 +1,10 @@
 """What is observed inside a rank, and the library internals that it relies on; one line reports those that changed."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
+from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.launch.ranks import events
@@ -27,3 +30,16 @@ class Observation:
                     console.say(f"accel-fsdp: not watched: {self.what}; {why}")
                 return False
         return True
+
+
+def after(owner: Any, name: str, then: Callable[..., None]) -> None:
+    """Calls `then` with the same arguments after each call of a function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then(*args, **kwargs)
+        return result
+
+    setattr(owner, name, watched)

@@ -1,9 +1,37 @@
-"""Finds the line of the user's script where something happened: its innermost line on a stack."""
+"""Runs the user's script as Python would, and finds its line where something happened."""
 
 import os
 import sys
 import traceback
+from importlib.machinery import SourceFileLoader
 from types import FrameType
+from typing import Any
+
+OF_SOME_PYTHONS: dict[str, Any] = {"__annotations__": {}, "__cached__": None}
+"""Names that some versions of Python give a script."""
+
+
+def run(path: str) -> None:
+    """Executes a script in `__main__`, with the names that Python would give it; raises what it raises."""
+    absolute = os.path.abspath(path)  # as Python names it, whatever was typed
+    with open(path, "rb") as file:
+        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+    names = vars(sys.modules["__main__"])
+    given = {name: value for name, value in OF_SOME_PYTHONS.items() if name in names}
+    given |= {"__name__": "__main__", "__file__": absolute, "__loader__": SourceFileLoader("__main__", absolute)}
+    given |= {"__builtins__": sys.modules["builtins"], **dict.fromkeys(("__doc__", "__package__", "__spec__"))}
+    names.clear()
+    names.update(given)
+    exec(code, names)
+
+
+def show_error(error: BaseException) -> None:
+    """Prints an error of the script as Python would: the traceback begins with the script's own frame."""
+    trace = error.__traceback__
+    while trace and trace.tb_frame.f_globals is not vars(sys.modules["__main__"]):
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    sys.excepthook(type(error), error, trace)
 
 
 def line_of_stack(frame: FrameType | None) -> str:

@@ -20,7 +20,7 @@ from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.launch.ranks import events, holding, script
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
-from accel_fsdp.launch.ranks.observing import Observation
+from accel_fsdp.launch.ranks.observing import Observation, after
 from accel_fsdp.launch.ranks.saves import Saves
 from accel_fsdp.launch.ranks.weights import Weights, shards_in
 from accel_fsdp.library_internals import Internal
@@ -64,19 +64,19 @@ def begin() -> Callable[[], None]:
     import torch
 
     steps = _Steps(os.environ.get(HOLD_AFTER), HOLDING.is_possible)
-    if LOSSES.is_possible:
-        _after(torch.Tensor, "backward", steps.ran_backward)
-    if TORCH_SAVES.is_possible:
-        _after(torch, "save", steps.torch_saved)
-    if CLIPPING.is_possible:
-        _after(torch.nn.utils, "clip_grad_norm_", _tell_clipping)
-    if CHECKPOINTING.is_possible:
-        _watch_checkpointing()
-    if TRACKERS.is_possible:
-        _watch_trackers()
-    if PREPARING.is_possible:
-        _watch_prepare(steps.measures)
-    steps.install()
+    installers: dict[Observation, Callable[[], None]] = {
+        LOSSES: lambda: after(torch.Tensor, "backward", steps.ran_backward),
+        TORCH_SAVES: lambda: after(torch, "save", steps.torch_saved),
+        CLIPPING: lambda: after(torch.nn.utils, "clip_grad_norm_", _tell_clipping),
+        CHECKPOINTING: _watch_checkpointing,
+        TRACKERS: _watch_trackers,
+        PREPARING: lambda: _watch_prepare(steps.measures),
+        STEPS: steps.install,
+    }
+    for observation, install in installers.items():
+        if observation.is_possible:
+            install()
+    steps.weights.install()
     return steps.tell_end
 
 
@@ -93,19 +93,6 @@ def _of_wrapped(error: BaseException) -> str:
         return ""
     inner, name = unwrapped(error.obj), error.name or ""
     return name if inner is not error.obj and hasattr(inner, name) else ""
-
-
-def _after(owner: Any, name: str, then: Callable[..., None]) -> None:
-    """Calls `then` with the same arguments after each call of a function."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        then(*args, **kwargs)
-        return result
-
-    setattr(owner, name, watched)
 
 
 def _tell_clipping(parameters: Any, *_: Any, **__: Any) -> None:
@@ -153,7 +140,7 @@ def _watch_trackers() -> None:
         if asked is not None and (lacking := [name for name in names if name not in (*kept, "all")]):
             events.tell("no-tracker", names=lacking, line=script.line_of_stack(sys._getframe(2)))
 
-    _after(Accelerator, "__init__", check_trackers)
+    after(Accelerator, "__init__", check_trackers)
 
 
 def _watch_prepare(measures: bool) -> None:
@@ -213,12 +200,9 @@ class _Steps:
         self.rows_line = ""
         self.saves = Saves()
         self.weights = Weights()
+        self.of_modules: list[Any] = []
 
     def install(self) -> None:
-        self.weights.install()
-        self.of_modules: list[Any] = []
-        if not STEPS.is_possible:
-            return
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 

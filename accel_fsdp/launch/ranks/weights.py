@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.launch.ranks import events, script
 from accel_fsdp.launch.ranks.holding import FLAT, user_name
-from accel_fsdp.launch.ranks.observing import Observation
+from accel_fsdp.launch.ranks.observing import Observation, after
 from accel_fsdp.library_internals import Internal
 
 if TYPE_CHECKING:
@@ -61,54 +61,35 @@ class Weights:
     def install(self) -> None:
         """Reads each weight at the last moment before FSDP shards it: after FSDP1 has sent it to all ranks."""
         if OPTIMIZERS.is_possible:
-            self._watch_optimizers()
+            from torch.optim import Optimizer
+
+            after(Optimizer, "__init__", self._made_optimizer)
         if FSDP1.is_possible:
-            self._watch_fsdp1()
+            from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+            self._watch_sharding(FlatParamHandle, "shard", lambda handle: _sums_of_flat(handle.flat_param))
         if FSDP2.is_possible:
-            self._watch_fsdp2()
+            from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-    def _watch_optimizers(self) -> None:
-        from torch.optim import Optimizer
+            self._watch_sharding(FSDPParam, "_init_sharded_param", lambda _, param, *__: _sums_of_plain(param))
 
-        original = Optimizer.__init__
+    def _made_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.optimizers += 1
+        self.made_at[id(optimizer)] = script.line_of_stack(sys._getframe(2))
 
-        @functools.wraps(original)
-        def init(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            self.optimizers += 1
-            self.made_at[id(args[0])] = script.line_of_stack(sys._getframe())
-
-        Optimizer.__init__ = init  # type: ignore[method-assign]
-
-    def _watch_fsdp1(self) -> None:
-        from torch.distributed.fsdp._flat_param import FlatParamHandle
-
-        original = FlatParamHandle.shard
+    def _watch_sharding(self, owner: Any, name: str, sums: Callable[..., Sequence[tuple[float, float]]]) -> None:
+        """Notes the weights of each unit before a method of it shards them, and this rank's part after it."""
+        original = getattr(owner, name)
 
         @functools.wraps(original)
-        def shard(handle: Any) -> None:
-            whole = _sums_of_flat(handle.flat_param)
-            original(handle)  # type: ignore[no-untyped-call]
+        def shard(unit: Any, *args: Any, **kwargs: Any) -> None:
+            whole = sums(unit, *args)
+            original(unit, *args, **kwargs)
             if whole:
                 self.sharded_at = self.sharded_at or script.line_of_stack(sys._getframe())
-                self.begun.append(_Begun(weakref.ref(handle), whole, checksum(_part(handle))))
+                self.begun.append(_Begun(weakref.ref(unit), whole, checksum(_part(unit))))
 
-        FlatParamHandle.shard = shard  # type: ignore[method-assign]
-
-    def _watch_fsdp2(self) -> None:
-        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-        original = FSDPParam._init_sharded_param
-
-        @functools.wraps(original)
-        def init(sharded: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-            whole = [_sums(param)] if _is_plain(param) else []
-            original(sharded, param, *args, **kwargs)
-            if whole:
-                self.sharded_at = self.sharded_at or script.line_of_stack(sys._getframe())
-                self.begun.append(_Begun(weakref.ref(sharded), whole, checksum(_part(sharded))))
-
-        FSDPParam._init_sharded_param = init  # type: ignore[method-assign, assignment]
+        setattr(owner, name, shard)
 
     def ran_backward(self, models: Iterable["nn.Module"]) -> None:
         """Called after each backward pass; `models` are the outermost that ran."""
@@ -183,11 +164,12 @@ def is_sharded(parameter: Any) -> bool:
     return isinstance(parameter, kinds) or bool(getattr(parameter, "_fsdp_flattened", False))
 
 
-def _is_plain(parameter: Any) -> bool:
-    """Whether it has values that are neither quantized nor sharded."""
+def _sums_of_plain(parameter: Any) -> list[tuple[float, float]]:
+    """Sum and norm of a weight; empty for one that is quantized or sharded, or has no values."""
     import torch
 
-    return type(parameter) in (torch.Tensor, torch.nn.Parameter) and not parameter.is_meta
+    is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and not parameter.is_meta
+    return [_sums(parameter)] if is_plain else []
 
 
 def _sums(values: "torch.Tensor") -> tuple[float, float]:
