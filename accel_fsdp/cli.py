@@ -228,7 +228,7 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     if parses:
         for name, value in sorted(launcher.environment(args).items()):
             console.put(f"{name}={shlex.quote(value)}", lines=True)
-    console.put(shlex.join(launcher.command(words)), lines=True)
+    console.put(shlex.join(["accelerate", "launch", *words]), lines=True)
     if not parses:
         shown = NotInstalled.of("accelerate", "Accelerate's parser was skipped, since it")
         also = "the environment of the ranks isn't known either"
@@ -323,7 +323,7 @@ COMMANDS = {
         _init,
     ),
     "doctor": Command(
-        "Look at this machine, and at what lies between machines and ranks; say what is wrong and what to type.",
+        "Examine this machine, and the connections between machines and ranks; say what is wrong and what to type.",
         "accel_fsdp.launch.doctor:DoctorCommand",
         _doctor,
     ),

@@ -19,6 +19,7 @@ from typing import Any
 from accel_fsdp.errors import is_installed
 from accel_fsdp.launch_environment import OFFLOAD_DEVICES, LaunchEnvironment
 from accel_fsdp.library_internals import Internal, patch
+from accel_fsdp.units import counted
 
 INIT_UTILS = "torch.distributed.fsdp._init_utils"
 OPTIM_UTILS = "torch.distributed.fsdp._optim_utils"
@@ -133,10 +134,8 @@ def _announce(launch: LaunchEnvironment) -> None:
         return
     engine = "DeepSpeed" if launch.uses_deepspeed else "FSDP"
     offload = "; CPU offload has no meaning here and is off" if launch.offloads else ""
-    print(
-        f"accel-fsdp: no accelerator found, running real {engine} on {launch.world_size} CPU processes (gloo){offload}",
-        file=sys.stderr,
-    )
+    processes = counted(launch.world_size, "CPU process", "CPU processes")
+    print(f"accel-fsdp: no accelerator found, running real {engine} on {processes} (gloo){offload}", file=sys.stderr)
 
 
 def _prepare_deepspeed() -> None:

@@ -14,20 +14,22 @@ class DoctorCommand(PlaceFlags):
     file: Annotated[
         tyro.conf.Positional[Optional[Path]],
         tyro.conf.arg(
-            metavar="FILE", help="An Accelerate YAML to hold against this machine.", help_behavior_hint="(optional)"
+            metavar="FILE", help="An Accelerate YAML to compare with this machine.", help_behavior_hint="(optional)"
         ),
     ] = None
-    folder: Annotated[Path, tyro.conf.arg(metavar="FOLDER", help="Where the job will write: its disk is measured.")] = (
-        Path(".")
-    )
-    timeout: Annotated[int, tyro.conf.arg(metavar="SECONDS", help="How long the machines wait for each other.")] = 60
+    folder: Annotated[
+        Path, tyro.conf.arg(metavar="FOLDER", help="Folder of the job's output, whose disk is measured.")
+    ] = Path(".")
+    timeout: Annotated[int, tyro.conf.arg(metavar="SECONDS", help="How long machines wait for each other.")] = 60
     explain: Annotated[
         Optional[str],
         tyro.conf.arg(
-            metavar="MESSAGE", help="Say what is often behind a pasted error; - reads it from stdin. No tests."
+            metavar="MESSAGE",
+            help="Print the usual cause of an error message, and test nothing; - reads it from stdin.",
+            help_behavior_hint="(optional)",
         ),
     ] = None
-    json: Annotated[bool, tyro.conf.arg(help="The report as JSON.")] = False
+    json: Annotated[bool, tyro.conf.arg(help="Print the report as JSON.")] = False
     report: Annotated[
-        bool, tyro.conf.arg(help="The report for a bug report: no paths, tokens, host names and addresses.")
+        bool, tyro.conf.arg(help="Print the report for a bug report, without paths, tokens, host names and addresses.")
     ] = False

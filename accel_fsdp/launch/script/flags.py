@@ -2,13 +2,18 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import tyro
 
 EngineWord = Literal["slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"]
 KubernetesApi = Literal["trainjob", "pytorchjob"]
 LEAST_GRACE = 30
+
+
+def _optional(metavar: str, text: str, default: str) -> Any:
+    """A flag without which the job has this `default`."""
+    return tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint=f"(default: {default})")
 
 
 @dataclass(frozen=True)
@@ -26,71 +31,53 @@ class ScriptCommand:
     ]
     output: Annotated[
         Optional[Path],
-        tyro.conf.arg(
-            aliases=["-o"],
-            metavar="FILE",
-            help="The job file to write.",
-            help_behavior_hint="(default: it is printed)",
-        ),
+        tyro.conf.arg(aliases=["-o"]),
+        _optional("FILE", "The job file to write.", "it is printed"),
     ] = None
     force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing job file.")] = False
-    name: Annotated[
-        Optional[str],
-        tyro.conf.arg(metavar="NAME", help="Of the job.", help_behavior_hint="(default: that of the YAML's file)"),
-    ] = None
+    name: Annotated[Optional[str], _optional("NAME", "Name of the job.", "from the YAML's file name")] = None
     gpus: Annotated[
         Optional[str],
-        tyro.conf.arg(
-            metavar="NxNAME[-MEMORYGB]",
-            help="8xH100-80GB; 2x8xA100-40GB: two machines.",
-            help_behavior_hint="(default: what the YAML and the comment at its top say)",
+        _optional(
+            "NxNAME[-MEMORYGB]",
+            "GPUs of a machine, such as 8xH100-80GB; 2x8xA100-40GB means two machines.",
+            "from the YAML and the comment at its top",
         ),
     ] = None
     time: Annotated[
         Optional[str],
-        tyro.conf.arg(
-            metavar="TIME",
-            help="The longest that the job may take: 90m, 36h, 2d12h or 36:00:00.",
-            help_behavior_hint="(default: under SLURM predicted, else 24h; no limit elsewhere)",
+        _optional(
+            "TIME",
+            "Time limit of the job: 90m, 36h, 2d12h or 36:00:00.",
+            "under SLURM a prediction, or 24h without one; elsewhere no limit",
         ),
     ] = None
     grace: Annotated[
-        int,
-        tyro.conf.arg(metavar="SECONDS", help="Time between the signal to stop and the end: a checkpoint's, and more."),
+        int, tyro.conf.arg(metavar="SECONDS", help="Time to save a checkpoint, between the signal to stop and the end.")
     ] = 120
-    cpus: Annotated[
-        Optional[int],
-        tyro.conf.arg(metavar="N", help="CPU cores of one machine.", help_behavior_hint="(default: 4 for each GPU)"),
-    ] = None
+    cpus: Annotated[Optional[int], _optional("N", "CPU cores of one machine.", "4 for each GPU")] = None
     host_memory: Annotated[
-        Optional[int],
-        tyro.conf.arg(
-            metavar="GIB",
-            help="Memory of one machine.",
-            help_behavior_hint="(default: all of it under SLURM, else what the engine gives)",
-        ),
+        Optional[int], _optional("GIB", "Memory of one machine.", "under SLURM all of it, else the engine's default")
     ] = None
     shared: Annotated[
         Optional[str],
-        tyro.conf.arg(
-            metavar="FOLDER",
-            help="An absolute path at which all machines see the same files.",
-            help_behavior_hint="(default: where the job is submitted under SLURM and torchrun, else /shared)",
+        _optional(
+            "FOLDER",
+            "Absolute path of a folder that all machines share.",
+            "under SLURM and torchrun where the job is submitted, else /shared",
         ),
     ] = None
     image: Annotated[
         Optional[str],
-        tyro.conf.arg(
-            metavar="IMAGE",
-            help="The container's image; kubernetes, skypilot and dstack.",
-            help_behavior_hint="(default: the engine's)",
-        ),
+        _optional("IMAGE", "Container image, for kubernetes, skypilot and dstack.", "the engine's"),
     ] = None
     api: Annotated[
         KubernetesApi,
-        tyro.conf.arg(help="Of kubernetes: Kubeflow Trainer's TrainJob, or the older operator's PyTorchJob."),
+        tyro.conf.arg(help="Kind of Kubernetes job: Kubeflow Trainer's TrainJob, or the older operator's PyTorchJob."),
     ] = "trainjob"
     spot: Annotated[
-        bool, tyro.conf.arg(help="Machines that are cheaper, and may be taken away; skypilot and dstack.")
+        bool, tyro.conf.arg(help="Use cheaper machines that may be taken away, for skypilot and dstack.")
     ] = False
-    no_check: Annotated[bool, tyro.conf.arg(help="Write it although the linter finds errors; they are shown.")] = False
+    no_check: Annotated[
+        bool, tyro.conf.arg(help="Write the file even if the linter finds errors; they are still shown.")
+    ] = False
