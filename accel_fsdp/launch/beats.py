@@ -8,7 +8,7 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from accel_fsdp.launch import rendezvous
+from accel_fsdp.launch.store import Board
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
@@ -63,7 +64,7 @@ class Beat:
         return f"rank {self.rank} of {self.host} (process {self.pid})"
 
 
-def own_beat(rank: int) -> Beat:
+def first_of(rank: int) -> Beat:
     """The first beat of this process. Ranks with the same `machine` see each other's processes."""
     host = machine = socket.gethostname()
     with contextlib.suppress(OSError):  # these files exist on Linux only
@@ -80,72 +81,48 @@ def store_of_job(prefix: str) -> Any:
     return dist.PrefixStore(prefix, store.clone() if store else dist.HashStore())  # type: ignore[attr-defined]
 
 
-class Board:
-    """Reads and writes the messages of all ranks in the job's store.
+@dataclass(frozen=True)
+class RankBoard(Board):
+    """The messages of all ranks in the job's store.
 
     Calls raise `torch.distributed.DistError`, or a RuntimeError, if the store has gone. If its machine is off, they
     block for many minutes.
     """
 
-    def __init__(self, rank: int, ranks: int, prefix: str) -> None:
-        self.rank, self.ranks = rank, ranks
-        self._store = store_of_job(f"{prefix}/{LaunchEnvironment.now().restarts}")
+    ranks: int = 1
 
-    def put(self, beat: Beat, stack: str) -> None:
-        """Publishes this rank's sign of life and its stack."""
-        self._store.set(f"stack/{self.rank}", stack)
-        self._store.set(f"beat/{self.rank}", json.dumps(asdict(beat)))
+    @classmethod
+    def of_job(cls, prefix: str, ranks: int) -> "RankBoard":
+        return cls(store_of_job(f"{prefix}/{LaunchEnvironment.now().restarts}"), ranks=ranks)
 
     def beats(self) -> list[Beat]:
         """The last beat of each rank; empty until all have published one."""
         keys = [f"beat/{rank}" for rank in range(self.ranks)]
-        return [Beat(**json.loads(text)) for text in self._store.multi_get(keys)] if self._store.check(keys) else []
+        return [Beat(**json.loads(text)) for text in self.store.multi_get(keys)] if self.store.check(keys) else []
 
-    def stacks(self) -> dict[int, str]:
-        """The stacks of all ranks at their last signs."""
-        return self._of_ranks("stack")
-
-    def put_words(self, words: Mapping[str, Any]) -> None:
-        """Publishes this rank's last report."""
-        self._store.set(f"words/{self.rank}", json.dumps(words))
-
-    def words(self) -> dict[int, dict[str, Any]]:
-        """The last reports that ranks have published."""
-        return {rank: json.loads(text) for rank, text in self._of_ranks("words").items()}
-
-    def _of_ranks(self, kind: str) -> dict[int, str]:
-        keys = {rank: f"{kind}/{rank}" for rank in range(self.ranks)}
-        there = [rank for rank, key in keys.items() if self._store.check([key])]
-        texts = self._store.multi_get([keys[rank] for rank in there]) if there else []
-        return {rank: text.decode() for rank, text in zip(there, texts, strict=True)}
-
-    def agree(self, name: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Publishes content that one rank sets for all; returns that of the first rank, which may be another one."""
-        agreed: dict[str, Any] = json.loads(self._store.compare_set(name, "", json.dumps(content)))
-        return agreed
-
-    def agreed(self, name: str) -> dict[str, Any] | None:
-        return json.loads(self._store.get(name)) if self._store.check([name]) else None
+    def of_ranks(self, kind: str) -> dict[int, Any]:
+        """The last message of a kind of each rank that has published one."""
+        messages = {rank: self.get(f"{kind}/{rank}") for rank in range(self.ranks)}
+        return {rank: message for rank, message in messages.items() if message is not None}
 
 
-class Mates:
-    """The processes of other ranks on this machine, as the system sees them."""
+def state_of(pid: int, computed: dict[int, float] | None = None) -> str:
+    """The state of another rank's process: GONE, STOPPED, DEBUGGED or COMPUTES; empty for one that waits.
 
-    def __init__(self) -> None:
-        self._computed: dict[int, float] = {}
-
-    def look(self, pid: int) -> str:
-        """GONE, STOPPED, DEBUGGED or COMPUTES (since the last look); empty for a process that waits."""
-        try:
-            process = psutil.Process(pid)
-            status, times = process.status(), process.cpu_times()
-        except psutil.NoSuchProcess:
-            return GONE
-        if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-            return GONE
-        if status == psutil.STATUS_TRACING_STOP:
-            return DEBUGGED
-        if status == psutil.STATUS_STOPPED:
-            return STOPPED
-        before, self._computed[pid] = self._computed.get(pid), times.user + times.system
-        return COMPUTES if before is not None and self._computed[pid] > before else ""
+    It computes if its CPU time has grown since the last call with the same `computed`, which holds these times.
+    """
+    try:
+        process = psutil.Process(pid)
+        status, times = process.status(), process.cpu_times()
+    except psutil.NoSuchProcess:
+        return GONE
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return GONE
+    if status == psutil.STATUS_TRACING_STOP:
+        return DEBUGGED
+    if status == psutil.STATUS_STOPPED:
+        return STOPPED
+    if computed is None:
+        return ""
+    before, computed[pid] = computed.get(pid), times.user + times.system
+    return COMPUTES if before is not None and computed[pid] > before else ""

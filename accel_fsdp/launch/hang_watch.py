@@ -6,7 +6,6 @@ every second whether the first one still gets answers, and where the main thread
 
 import contextlib
 import dataclasses
-import json
 import os
 import pickle
 import signal
@@ -14,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,9 +22,9 @@ import torch.distributed as dist
 from accel_fsdp import console, errors
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError, in_a_line
-from accel_fsdp.launch import hangs, rendezvous
-from accel_fsdp.launch.beats import GONE, STOPPED, Beat, Board, Mates, own_beat
-from accel_fsdp.launch.hangs import LastSeen, Patience, Seen
+from accel_fsdp.launch import beats, flight_records, hangs, rendezvous
+from accel_fsdp.launch.beats import GONE, STOPPED, Beat, RankBoard
+from accel_fsdp.launch.hangs import Failure, LastSeen, Patience, Seen
 from accel_fsdp.launch.ranks import hang
 from accel_fsdp.launch_environment import LaunchEnvironment
 
@@ -38,8 +37,6 @@ DISK_SECONDS = 3.0
 """How long to wait for the disk to name the newest checkpoint: a hanging disk may be the cause of the hang."""
 RECORDS = "hang"
 """The folder in `output_dir` for torch's flight recorder, which `torchfrtrace` reads."""
-NCCL_BACKENDS = ("nccl", "nccl2", "nccl-lazy")
-"""The names of torch 2.15's backends for NCCL."""
 
 
 class Watch:
@@ -53,7 +50,7 @@ class Watch:
     def __init__(self, patience: Patience, output_dir: Path | None = None) -> None:
         self.patience, self.output_dir = patience, output_dir
         self.rank, self.seen = LaunchEnvironment.now().rank, dict[int, Seen]()
-        self.board: Board | None = None
+        self.board: RankBoard | None = None
         self._over = threading.Event()
         self._doing, self._since = "the start", time.monotonic()
         self._step: int | None = None
@@ -61,17 +58,17 @@ class Watch:
         self._place_since = self._last_round = self._since
         self._rounds, self._store_is_gone, self._failed_since = 0, False, 0.0
         self._changed: dict[int, tuple[int, float]] = {}
-        self._mates = Mates()
+        self._computed: dict[int, float] = {}
         self._threads: list[threading.Thread] = []
 
     def begin(self, main: int | None = None) -> None:
         """Begins to watch a thread of this process, by default the calling one. Call on all ranks."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.board, self._main = Board(self.rank, ranks, self.prefix), main or threading.get_ident()
+        self.board, self._main = RankBoard.of_job(self.prefix, ranks), main or threading.get_ident()
         self.every = max(BEAT_SECONDS, ranks / RANKS_PER_SECOND)
-        self._first = own_beat(self.rank)
+        self._first = beats.first_of(self.rank)
         self._since = self._place_since = self._last_round = time.monotonic()
-        self.board.put(self._first, "")
+        self._publish(self._first, "")
         self._threads = [
             threading.Thread(target=run, name=hang.WATCHES, daemon=True) for run in (self._talk, self._look)
         ]
@@ -87,42 +84,55 @@ class Watch:
         self._doing, self._since = hangs.AFTER, time.monotonic()
         if self.board is not None:
             with contextlib.suppress(RuntimeError, OSError):
-                self.board.put(*self._own())
+                self._publish(*self._own())
 
     def verdict(self) -> str:
         """Why the job has to end, as far as this rank sees; empty where it goes on."""
         return hangs.verdict(self.seen, self.patience, machine_answers)
 
+    @property
+    def _board(self) -> RankBoard:
+        """Only after `begin`."""
+        assert self.board is not None
+        return self.board
+
     # The two threads
 
     def _talk(self) -> None:
-        board = self.board
-        assert board is not None
         while not self._over.wait(self.every if self.seen else self.every / 10):  # soon, to know all by name
             try:
-                self._round(board)
+                self._round()
             except (RuntimeError, OSError):  # a DistError is one
                 self._store_is_gone = True
                 return
             self._rounds += 1
 
-    def _round(self, board: Board) -> None:
+    def _round(self) -> None:
         began, before = time.monotonic(), self._last_round
         longest = max(self.patience.silence / 2, LOST_BEATS * self.every)
         if began - before > longest:  # this process was stopped or cut off, so what it knows is old
             self._forget()
         self._last_round = began
-        board.put(*self._own())
-        self._read(board, began)
-        failure = board.agreed("failure")
-        if failure and failure["rank"] != self.rank:
+        self._publish(*self._own())
+        self._read(began)
+        failure = self._failure()
+        if failure and failure.told_by != self.rank:
             self._failed_since = self._failed_since or began
             if began - self._failed_since > self._grace:
-                self._stop(failure["what"])
-        if agreed := board.agreed("verdict"):
-            self._stop(agreed["what"])
+                self._stop(failure)
+        if agreed := self._board.get("verdict"):
+            self._stop(Failure(**agreed))
         if verdict := self.verdict():
-            self._stop(verdict)
+            self._stop(Failure(verdict))
+
+    def _publish(self, beat: Beat, stack: str) -> None:
+        self._board.put(f"stack/{self.rank}", stack)
+        self._board.put(f"beat/{self.rank}", dataclasses.asdict(beat))
+
+    def _failure(self) -> Failure | None:
+        """The failure that a rank has reported, if one has."""
+        content = self._board.get("failure")
+        return Failure(**content) if content else None
 
     @property
     def _grace(self) -> float:
@@ -148,11 +158,12 @@ class Watch:
     def _looks(self) -> dict[str, str]:
         """The states of the silent ranks' processes on this machine."""
         silent = (peer.beat for peer in self.seen.values() if peer.silent > self.patience.silence / 2)
-        return {str(beat.rank): self._mates.look(beat.pid) for beat in silent if beat.machine == self._first.machine}
+        here = (beat for beat in silent if beat.machine == self._first.machine)
+        return {str(beat.rank): beats.state_of(beat.pid, self._computed) for beat in here}
 
-    def _read(self, board: Board, now: float) -> None:
+    def _read(self, now: float) -> None:
         changed, seen = self._changed, dict[int, Seen]()
-        for beat in board.beats():
+        for beat in self._board.beats():
             number, since = changed.get(beat.rank, (-1, now))
             if number != beat.number:
                 changed[beat.rank] = beat.number, (since := now)
@@ -193,7 +204,7 @@ class Watch:
         if not own:
             launched = LaunchEnvironment.now()
             return hangs.describe_machine(rendezvous.answers(launched.main_address, launched.main_port))
-        stopped = Mates().look(os.getppid()) == STOPPED
+        stopped = beats.state_of(os.getppid()) == STOPPED
         return ": a signal has stopped the launcher here" if stopped else ": the launcher here doesn't answer"
 
     def _of_store(self) -> str:
@@ -210,85 +221,85 @@ class Watch:
         """Reports to the other ranks that this one has failed, and ends the watch."""
         if self.board is not None and not self._over.is_set():
             stack = "".join(traceback.format_tb(error.__traceback__))
-            reason = in_a_line(error)
             with contextlib.suppress(RuntimeError, OSError):
                 beat = dataclasses.replace(self._own()[0], collective="", caller=hang.caller_of_error(error))
-                self.board.put_words({"record": "", "beat": dataclasses.asdict(beat), "stack": stack, "failed": True})
-            self._blame(f"rank {self.rank} of {self._first.host} failed: {reason}", stack)
+                self._report(LastSeen(beat, stack, failed=True))
+            what = f"rank {self.rank} of {self._first.host} failed: {in_a_line(error)}"
+            self._blame(Failure(what, error.fix) if isinstance(error, UserError) else Failure(what, stack=stack))
         self.end()
 
-    def _blame(self, what: str, stack: str = "") -> None:
-        assert self.board is not None
-        with contextlib.suppress(RuntimeError, OSError):
-            self.board.agree("failure", {"rank": self.rank, "what": what, "stack": stack})
+    def _report(self, state: LastSeen) -> None:
+        """Publishes where this rank ends."""
+        self._board.put(f"report/{self.rank}", dataclasses.asdict(state))
 
-    def culprit(self) -> tuple[str, str]:
-        """Returns which rank or host has gone, and the stack if it failed; empty where unknown. Waits some seconds.
+    def _blame(self, failure: Failure) -> None:
+        with contextlib.suppress(RuntimeError, OSError):
+            self._board.agree("failure", dataclasses.asdict(dataclasses.replace(failure, told_by=self.rank)))
+
+    def culprit(self) -> Failure | None:
+        """Returns which rank or host has gone, and how; None where that is unknown. Waits some seconds.
 
         Call after a failed collective. A rank that raised has reported it; a lost one gives no more signs. Ends the
         watch.
         """
         if self.board is None:
-            return "", ""
-        until, culprit = time.monotonic() + self._grace, ("", "")
-        while not any(culprit) and time.monotonic() < until:
-            culprit = self._known()
+            return None
+        until, failure = time.monotonic() + self._grace, None
+        while failure is None and time.monotonic() < until:
+            failure = self._known()
             time.sleep(0.2)
-        if culprit[0]:
-            self._blame(*culprit)
+        if failure is not None:
+            self._blame(failure)
         self.end()
-        return culprit
+        return failure
 
-    def _known(self) -> tuple[str, str]:
-        assert self.board is not None
+    def _known(self) -> Failure | None:
         try:
-            if failure := self.board.agreed("failure"):
-                return failure["what"], failure["stack"]
+            if failure := self._failure():
+                return failure
         except (RuntimeError, OSError):
             self._store_is_gone = True
         if self._store_is_gone:
-            return f"no connection to {self._of_store()}", ""
+            return Failure(f"no connection to {self._of_store()}")
         seen = dict(self.seen)
         for rank, peer in seen.items():
             if rank != self.rank and peer.beat.machine == self._first.machine:
-                state = Mates().look(peer.beat.pid)
+                state = beats.state_of(peer.beat.pid)
                 if state in (GONE, STOPPED):
-                    return hangs.describe_process(peer, state), ""
+                    return Failure(hangs.describe_process(peer, state))
         gone = hangs.silent_ranks(seen, LOST_BEATS * self.every)
-        return (hangs.describe_silent(gone, seen, machine_answers) if gone else ""), ""
+        return Failure(hangs.describe_silent(gone, seen, machine_answers)) if gone else None
 
     # The end
 
-    def _stop(self, what: str) -> NoReturn:
+    def _stop(self, failure: Failure) -> NoReturn:
         """Ends this rank, as all others do; the lowest that still gives signs collects and prints their reports."""
-        board = self.board
-        assert board is not None
         if self._over.is_set():
             sys.exit()  # ends this thread: the main one has noticed by itself
-        states: dict[int, LastSeen] = {}
+        board, states = self._board, dict[int, LastSeen]()
         speaks = late = False
         try:
-            late = board.agreed("said") is not None
-            what = board.agree("verdict", {"what": what})["what"]
-            board.put_words({"record": _record(), "beat": dataclasses.asdict(self._own()[0]), "stack": self._own()[1]})
+            late = board.get("said") is not None
+            failure = Failure(**board.agree("verdict", dataclasses.asdict(failure)))
+            self._report(LastSeen(*self._own(), _last_collective()))
             in_time(self._keep_record)
             silent = set(hangs.silent_ranks(self.seen, self.patience.silence / 2))
             living = {rank for rank in self.seen if rank not in silent} | {self.rank}
-            self._wait_for(lambda: living <= board.words().keys())
-            states = self._collected(board)
+            self._wait_for(lambda: living <= board.of_ranks("report").keys())
+            states = self._collected()
             speaks = self.rank == min(living) and not late
             if not speaks:
-                self._wait_for(lambda: board.agreed("said") is not None)
+                self._wait_for(lambda: board.get("said") is not None)
         except (RuntimeError, OSError):
             pass
         self._wake_stopped()
-        self._leave(what, states, speaks, silently=late)
+        self._leave(failure, states, speaks, silently=late)
 
     def _wake_stopped(self) -> None:
         """Wakes ranks of this machine that a signal stopped, so that they end too: their launcher waits for them."""
         for peer in self.seen.values():
             here = peer.beat.machine == self._first.machine and peer.beat.pid != os.getpid()
-            if here and peer.silent and Mates().look(peer.beat.pid) == STOPPED:
+            if here and peer.silent and beats.state_of(peer.beat.pid) == STOPPED:
                 with contextlib.suppress(OSError):
                     os.kill(peer.beat.pid, signal.SIGCONT)
 
@@ -297,36 +308,39 @@ class Watch:
         while not done() and time.monotonic() < until:
             time.sleep(0.1)
 
-    def _collected(self, board: Board) -> dict[int, LastSeen]:
-        last, reports = board.stacks(), board.words()
+    def _collected(self) -> dict[int, LastSeen]:
+        """The last report of each rank; of one that hasn't reported, its last sign."""
+        stacks, reports = self._board.of_ranks("stack"), self._board.of_ranks("report")
         states = {}
         for rank, peer in sorted(self.seen.items()):
-            if own := reports.get(rank):
-                states[rank] = LastSeen(**{**own, "beat": Beat(**own["beat"])})
+            if report := reports.get(rank):
+                states[rank] = LastSeen(**{**report, "beat": Beat(**report["beat"])})
             else:
-                states[rank] = LastSeen(peer.beat, last.get(rank, ""), ago=peer.silent)
+                states[rank] = LastSeen(peer.beat, stacks.get(rank, ""), ago=peer.silent)
         return states
 
     def _stop_alone(self, what: str) -> NoReturn:
         """Ends this rank when the store doesn't answer. The lowest rank of each machine reports."""
-        beat, stack = self._own()
         here = [peer.beat for peer in self.seen.values() if peer.beat.machine == self._first.machine]
         speaker = min(here, key=lambda neighbour: neighbour.rank, default=self._first)
+        silently = False
         if speaker.rank != self.rank:
-            self._wait_for(lambda: Mates().look(speaker.pid) == GONE)
-        silently = speaker.rank != self.rank and Mates().look(speaker.pid) == GONE
-        self._leave(what, {self.rank: LastSeen(beat, stack, _record())}, speaks=not silently, silently=silently)
+            self._wait_for(lambda: beats.state_of(speaker.pid) == GONE)
+            silently = beats.state_of(speaker.pid) == GONE
+        states = {self.rank: LastSeen(*self._own(), _last_collective())}
+        self._leave(Failure(what), states, speaks=not silently, silently=silently)
 
-    def _leave(self, what: str, states: dict[int, LastSeen], speaks: bool, silently: bool = False) -> NoReturn:
-        error = self._error(what, states)
+    def _leave(self, failure: Failure, states: dict[int, LastSeen], speaks: bool, silently: bool) -> NoReturn:
+        """Ends this process; the cause and its fix are printed last."""
+        error = self._error(failure, states)
         errors.tell_launcher(error)
         ranks_here = [rank for rank, state in states.items() if self._is_here(state)]
         first_here = min(ranks_here, default=self.rank) == self.rank
         if (speaks or first_here) and not silently:
-            console.say(f"{error}\n{hangs.stacks(states)}" if speaks else str(error), lines=True)
+            console.say(f"{hangs.stacks(states)}\n{error}" if speaks else str(error), lines=True)
         if speaks and self.board is not None and len(states) > 1:
             with contextlib.suppress(RuntimeError, OSError):
-                self.board.agree("said", {})
+                self.board.agree("said", True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.exit_code)
@@ -334,24 +348,33 @@ class Watch:
     def _is_here(self, state: LastSeen) -> bool:
         return state.beat.machine == self._first.machine and state.ago is None
 
-    def _error(self, what: str, states: dict[int, LastSeen]) -> UserError:
+    def _error(self, failure: Failure, states: dict[int, LastSeen]) -> UserError:
         folder = self.output_dir
         newest: Path | None = in_time(lambda: completeness.choose(folder).newest) if folder else None
         kept = f"; {newest} is the newest complete checkpoint" if newest else ""
         resume = "the same command with --resume_from_checkpoint true" if newest else "start again"
         return UserError(
-            what,
+            failure.what,
             why=f"{hangs.differences(states) or 'no rank can go on'}{kept}",
-            fix=f"mend the cause, then {resume}; {self.advice}",
+            fix=f"{failure.fix or 'mend the cause'}, then {resume}; {self.advice}",
         )
 
     def _keep_record(self) -> None:
         """Writes torch's record of this rank's collectives, for `torchfrtrace`."""
-        dump, _ = newest_record("", pickle.loads) if self.output_dir else (b"", {})
+        dump, _ = flight_records.newest("", pickle.loads) if self.output_dir else (b"", {})
         if dump and self.output_dir:
             folder = self.output_dir / RECORDS
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank_{self.rank}").write_bytes(dump)
+
+
+def _last_collective() -> str:
+    """The last collective that torch has recorded, as the end of a sentence; empty if it records none."""
+    with contextlib.suppress(KeyError):
+        last = flight_records.last_collective()
+        name = f"{last['profiling_name']} number {last['collective_seq_id']}"
+        return f" (its last collective: {name} of group {last['process_group'][0]})"
+    return ""
 
 
 def machine_answers(beat: Beat) -> bool | None:
@@ -371,37 +394,3 @@ def in_time(act: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(DISK_SECONDS)
     return next(iter(results), None)
-
-
-def _records(form: str) -> Iterator[bytes]:
-    """The dumps of torch's flight recorders, pickled or, with the form "_json", as JSON.
-
-    A CUDA build has a recorder for NCCL and one for all other backends; torch 2.15 has one for each backend.
-    """
-    from torch._C import _distributed_c10d as recorders
-
-    others = f"_dump_fr_trace{form}"
-    calls = [(f"_dump_nccl_trace{form}", {}), (others, {}), *((others, {"backend": name}) for name in NCCL_BACKENDS)]
-    for function, words in calls:
-        with contextlib.suppress(AttributeError, TypeError):  # builds without NCCL; torch before 2.15
-            yield getattr(recorders, function)(**words)
-
-
-def newest_record(form: str, load: Callable[[bytes], Any]) -> tuple[bytes, dict[str, Any]]:
-    """The record with the latest collective, and that collective; both empty if none was recorded."""
-    newest: tuple[bytes, dict[str, Any]] = b"", {}
-    for dump in _records(form):
-        entries = load(dump).get("entries")
-        if entries and entries[-1]["time_created_ns"] > newest[1].get("time_created_ns", 0):
-            newest = dump, entries[-1]
-    return newest
-
-
-def _record() -> str:
-    """The last collective that torch has recorded, as the end of a sentence; empty if it records none."""
-    with contextlib.suppress(Exception):
-        _, last = newest_record("_json", json.loads)
-        if last:
-            name = f"{last['profiling_name']} number {last['collective_seq_id']}"
-            return f" (its last collective: {name} of group {last['process_group'][0]})"
-    return ""

@@ -61,6 +61,16 @@ class Seen:
     silent: float
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why a job ends. Of a rank that raised: the `fix` of an error for users, the `stack` of another one."""
+
+    what: str
+    fix: str = ""
+    stack: str = ""
+    told_by: int | None = None
+
+
 Answers = Callable[[Beat], bool | None]
 """Tries a connection to the machine of a rank: whether it answers; None where its address is unknown."""
 

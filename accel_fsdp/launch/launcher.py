@@ -1,6 +1,5 @@
 """Starts a job through Accelerate's launcher, and reports failures in words that a user can act on."""
 
-import ast
 import contextlib
 import copy
 import logging
@@ -46,6 +45,14 @@ TELL_SECONDS = 2.0
 
 C10D = "c10d"
 """torchrun's rendezvous in which machines may join in any order."""
+
+MAKES_GLOO_A_DEVICE = re.compile(
+    r"^\s*(import|from)\s+accel_fsdp\.(cpu|training)\b|^\s*from\s+accel_fsdp\s+import\s+(\([^)]*|.*)\b(cpu|training)\b",
+    re.MULTILINE,
+)
+"""In a script: an import of `accel_fsdp.cpu` or `accel_fsdp.training`, with which FSDP runs on gloo."""
+ASKS_FOR_CPU = re.compile(r"cpu\s*=\s*True")
+"""In a script that asks Accelerate or Trainer for the CPU."""
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 """What torchrun forwards to the ranks, and SLURM's warning, which would otherwise end the launcher alone."""
@@ -198,36 +205,20 @@ def _refuse_unsharded(args: Any) -> None:
     Raises:
         UserError: there is no accelerator, and the script doesn't ask for `cpu.enable`.
     """
-    script = Path(args.training_script)
-    if args.training_script == ON_CPU or not cpu.is_needed() or _runs_on_cpu(script):
+    if args.training_script == ON_CPU or not cpu.is_needed():
         return
-    on_cpu = LaunchEnvironment.now().uses_cpu or _asks_for_cpu(args)
+    text = Path(args.training_script).read_text(encoding="utf-8", errors="replace")
+    if MAKES_GLOO_A_DEVICE.search(text):
+        return
+    asks_for_cpu = ASKS_FOR_CPU.search(text) or "--use_cpu" in args.training_script_args
+    on_cpu = LaunchEnvironment.now().uses_cpu or asks_for_cpu  # on which plain DDP works
     if on_cpu and not (args.use_fsdp or args.use_deepspeed):
         return
     raise UserError(
-        f"{script} would train unsharded: this machine has no accelerator, and Accelerate shards on nothing else",
+        f"{args.training_script} would train unsharded: Accelerate shards on accelerators, and this machine has none",
         why=f"each of {args.num_processes} processes would train the whole model by itself, into the same folder",
         fix="start it where there are GPUs; or, to try it here, accel-fsdp launch --cpu FILE SCRIPT",
     )
-
-
-def _runs_on_cpu(script: Path) -> bool:
-    """Whether a script imports `accel_fsdp.cpu` or `accel_fsdp.training`, which make gloo on CPU an FSDP device."""
-    try:
-        tree = ast.parse(script.read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return False
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return bool(names & {"accel_fsdp.cpu", "accel_fsdp.training"})
-
-
-def _asks_for_cpu(args: Any) -> bool:
-    """Whether a script or its arguments ask Accelerate or Trainer for the CPU, on which plain DDP works."""
-    text = Path(args.training_script).read_text(encoding="utf-8", errors="replace")
-    return bool(re.search(r"cpu\s*=\s*True", text)) or "--use_cpu" in args.training_script_args
 
 
 def _check_ranks(args: Any) -> str:
@@ -241,10 +232,6 @@ def _check_ranks(args: Any) -> str:
         environment(copy.copy(args))
     _refuse_unsharded(args)
     return meeting
-
-
-def command(words: list[str]) -> list[str]:
-    return ["accelerate", "launch", *words]
 
 
 def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = None) -> int:

@@ -54,14 +54,11 @@ def _watch(note: Path, over: threading.Event) -> None:
 
 
 def _ranks() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if _runs(child)]
-
-
-def _runs(process: psutil.Process) -> bool:
-    try:
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    running = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            running += [child] if child.status() != psutil.STATUS_ZOMBIE else []
+    return running
 
 
 def _longest() -> float:

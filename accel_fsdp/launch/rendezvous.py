@@ -3,7 +3,7 @@
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from ipaddress import ip_address
 
@@ -120,39 +120,33 @@ def _resolved(address: str) -> list[str]:
 
 
 def check_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> None:
-    """Compares the names in variables with the network interfaces of this machine."""
+    """Compares the names in variables with the network interfaces of this machine.
+
+    Raises:
+        UserError: a variable names an interface that doesn't exist.
+    """
+    for variable, name, interfaces in named_interfaces(variables, there):
+        if not interfaces:
+            raise UserError(
+                f"{variable}={variables[variable]}: this machine has no interface {name}",
+                why=f"it has {', '.join(there)}",
+                fix=f"unset {variable}, or name an interface that each machine has",
+            )
+
+
+def named_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+    """Yields each name in a variable, with the existing interfaces that it stands for.
+
+    NCCL takes all interfaces that begin with the name, unless the value begins with =. A ^ names those to leave out.
+    A port may follow a name after a colon.
+    """
     for variable in INTERFACES:
-        for name in _wanted(variable, variables.get(variable, "")):
-            if not _named_by(variable, name, there):
-                raise UserError(
-                    f"{variable}={variables[variable]}: this machine has no interface {name.removeprefix('=')}",
-                    why=f"it has {', '.join(there)}",
-                    fix=f"unset {variable}, or name an interface that each machine has",
+        value = variables.get(variable, "")
+        is_prefix = variable.startswith("NCCL") and not value.startswith("=")
+        for word in value.removeprefix("=").split(","):
+            name = word.partition(":")[0]
+            if name and not value.startswith("^"):
+                matches = (
+                    interface for interface in there if (interface.startswith(name) if is_prefix else interface == name)
                 )
-
-
-def chosen_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> dict[str, list[str]]:
-    """The existing interfaces that each variable names."""
-    chosen = {
-        variable: [
-            name for pattern in _wanted(variable, variables[variable]) for name in _named_by(variable, pattern, there)
-        ]
-        for variable in INTERFACES
-        if variable in variables
-    }
-    return {variable: names for variable, names in chosen.items() if names}
-
-
-def _named_by(variable: str, pattern: str, there: Sequence[str]) -> list[str]:
-    begins = variable.startswith("NCCL") and not pattern.startswith("=")  # NCCL takes all that begin so
-    name = pattern.removeprefix("=")
-    return [interface for interface in there if (interface.startswith(name) if begins else interface == name)]
-
-
-def _wanted(variable: str, value: str) -> list[str]:
-    """The interfaces that must exist: a ^ names those to leave out, and a port may follow a name after a colon."""
-    if value.startswith("^"):
-        return []
-    exact = "=" if value.startswith("=") and variable.startswith("NCCL") else ""
-    names = value.removeprefix("=").split(",") if exact else value.split(",")
-    return [f"{exact}{name.partition(':')[0]}" for name in names if name]
+                yield variable, name, list(matches)

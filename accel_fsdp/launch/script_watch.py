@@ -6,7 +6,6 @@ whether it waits in a collective, or torch's record of collectives if C++ or a G
 
 import contextlib
 import dataclasses
-import json
 import threading
 import time
 from pathlib import Path
@@ -14,9 +13,9 @@ from pathlib import Path
 from torch.distributed import distributed_c10d
 
 from accel_fsdp import console
-from accel_fsdp.launch import hangs
+from accel_fsdp.launch import flight_records, hangs
 from accel_fsdp.launch.beats import Beat
-from accel_fsdp.launch.hang_watch import DISK_SECONDS, Watch, in_time, machine_answers, newest_record
+from accel_fsdp.launch.hang_watch import DISK_SECONDS, Watch, in_time, machine_answers
 from accel_fsdp.launch.hangs import Patience
 from accel_fsdp.launch.ranks import hang
 from accel_fsdp.library_internals import Internal, flaw
@@ -131,12 +130,10 @@ def _timeouts() -> dict[str, float]:
 
 def _pending_collective(still: float) -> str:
     """The last collective in torch's record, as `gloo:all_reduce`, if it is pending since this rank stopped."""
-    with contextlib.suppress(Exception):
-        _, last = newest_record("_json", json.loads)
-        age = time.time() - last["time_created_ns"] / 1e9
-        if not last["retired"] and age >= still / 2:
-            return str(last["profiling_name"])
-    return ""
+    last = flight_records.last_collective()
+    if last.get("retired", True) or time.time() - last["time_created_ns"] / 1e9 < still / 2:
+        return ""
+    return str(last["profiling_name"])
 
 
 def _moved_bytes() -> float:

@@ -5,7 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class Address:
             raise RuntimeError(
                 "what answers there is no machine 0 of this program" if not self.hosts else "no store could be opened"
             )
-        return Board(PrefixStore(PREFIX, opened[0]), replace(self, port=opened[0].port))
+        return Board(PrefixStore(PREFIX, opened[0]), opened[0].port)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Board:
     """Values by name, as JSON. Every method raises RuntimeError if machine 0 is gone."""
 
     store: "Store"
-    address: Address
+    port: int = 0
+    """That of the machine that holds the store, if it was opened at an address."""
 
     def put(self, name: str, value: Any) -> None:
         self.store.set(name, json.dumps(value))

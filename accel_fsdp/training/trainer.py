@@ -191,10 +191,15 @@ class SftTrainer(Trainer):  # type: ignore[misc]
 
     def _blame(self, error: BaseException) -> NoReturn:
         """Raises a UserError that names the lost rank or host, if known; local rank 0 shows the stack of a failure."""
-        who, stack = self.watch.culprit()
-        if stack and self.args.local_process_index == 0:
-            console.say(f"{who}\n{stack.rstrip()}", lines=True)
-        self.checkpoints.refuse(f"a collective failed: {who or loading.cause(error)}", error)
+        failure = self.watch.culprit()
+        if failure is None:
+            self.checkpoints.refuse(f"a collective failed: {loading.cause(error)}", error)
+        if failure.stack and self.args.local_process_index == 0:
+            console.say(f"{failure.what}\n{failure.stack.rstrip()}", lines=True)
+        has_raised = failure.stack or failure.fix
+        self.checkpoints.refuse(
+            failure.what if has_raised else f"a collective failed: {failure.what}", error, failure.fix
+        )
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> Any:
         if self.args.logs_often:  # before Trainer compares it with a checkpoint's

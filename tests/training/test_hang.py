@@ -29,7 +29,7 @@ SAID = {
         r"--- rank 0 of \S+, after .*last collective: gloo:barrier.*\n(  .*\n)+  File .*hanging.py.* in take_part\n",
     ),
     "raise": (
-        r"error: a collective failed: rank 1 of \S+ failed: ValueError: a fault of one rank\n",
+        r"error: rank 1 of \S+ failed: ValueError: a fault of one rank\n",
         r"\nrank 1 of \S+ failed: ValueError: a fault of one rank\n",
         r"failed: ValueError: a fault of one rank\n(  .*\n)+  File .*hanging.py.* in on_step_end\n",
     ),

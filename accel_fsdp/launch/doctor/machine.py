@@ -187,7 +187,7 @@ def _interfaces(facts: Facts, several: bool) -> Iterator[Row]:
 
 def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
     """Those that variables name, that are there, and that lead to no other machine."""
-    for variable, names in rendezvous.chosen_interfaces(facts.variables, list(facts.addresses)).items():
+    for variable, _, names in rendezvous.named_interfaces(facts.variables, list(facts.addresses)):
         for name in names:
             inside = name == "lo" or name.startswith(BRIDGES)
             if not inside and (facts.addresses[name] or not any(facts.addresses.values())):

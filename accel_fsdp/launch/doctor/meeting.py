@@ -142,7 +142,8 @@ class Meeting:
         self, numbers: Sequence[int], task: str, members: list[int], seconds: float, bandwidth: float = 0.0
     ) -> None:
         """Starts this machine's processes of a task; ends those that hang."""
-        team, address = self.team, replace(self.board.address, hosts=False)
+        team = self.team
+        address = replace(team.address, port=self.board.port, hosts=False)
         tasks = [
             probing.Task(task, address, number, members, team.device_of(place), bandwidth)
             for place, number in enumerate(numbers)

@@ -22,6 +22,8 @@ from accel_fsdp.units import MIB
 if TYPE_CHECKING:
     import torch
 
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+"""Those that FSDP uses."""
 PAIR_SECONDS = 10.0
 """Until a machine that doesn't answer another counts as unreachable."""
 COLLECTIVE_SECONDS = 20.0
@@ -250,6 +252,27 @@ class Prepared:
     factor: float
 
 
+def _prepare(name: str, count: int, device: str) -> Prepared:
+    import torch
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    part = torch.full((count // world,), float(rank), device=device)
+    parts = torch.arange(world, device=device).repeat_interleave(len(part)).float()  # those of all ranks
+    of_others = (world - 1) / world
+    if name == "all_gather":
+        gathered = torch.empty_like(parts)
+        return Prepared(lambda: dist.all_gather_into_tensor(gathered, part), gathered, parts, of_others)
+    if name == "reduce_scatter":
+        expected = torch.full_like(part, float(rank * world))
+        return Prepared(lambda: dist.reduce_scatter_tensor(part, parts), part, expected, of_others)
+    data = torch.full((count,), float(rank), device=device)
+    if name == "broadcast":
+        return Prepared(lambda: dist.broadcast(data, 0), data, torch.zeros_like(data), 1.0)
+    expected = torch.full_like(data, world * (world + 1) / 2)
+    return Prepared(lambda: dist.all_reduce(data.fill_(rank + 1)), data, expected, 2 * of_others)
+
+
 def _collectives(task: Task, board: Board) -> None:
     import torch.distributed as dist
 
@@ -258,10 +281,10 @@ def _collectives(task: Task, board: Board) -> None:
     board.wait([_started_key(number) for number in task.members], START_SECONDS)
     try:
         _join(task, board, "collectives/group", task.number, len(task.members), COLLECTIVE_SECONDS)
-        for name, prepare in COLLECTIVES.items():
+        for name in COLLECTIVES:
             board.put(at_key(task.number), name)
             for size in sizes(task.device != "cpu", task.bytes_per_second):
-                result = _measure(name, size, prepare(size // 4, task.device))
+                result = _measure(name, size, _prepare(name, size // 4, task.device))
                 if task.number == 0:
                     board.put(collective_key(name, size), asdict(result))
         board.put(done_key(task.number), "")
@@ -275,17 +298,14 @@ def _started_key(rank: int) -> str:
 
 
 def at_key(rank: int) -> str:
-    """Where a rank says which collective it is in."""
     return f"collectives/{rank}/at"
 
 
 def done_key(rank: int) -> str:
-    """Where a rank says that it is through, or what stopped it."""
     return f"collectives/{rank}"
 
 
 def collective_key(name: str, size: int) -> str:
-    """Where a measurement is left."""
     return f"collectives/{name}/{size}"
 
 
@@ -302,55 +322,6 @@ def _measure(name: str, size: int, prepared: Prepared) -> CollectiveResult:
         raise RuntimeError("the result is wrong")
     took = statistics.median(times[1:])
     return CollectiveResult(name, size, took, prepared.factor * size / took)
-
-
-def _all_reduce(count: int, device: str) -> Prepared:
-    import torch
-    import torch.distributed as dist
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    data = torch.empty(count, device=device)
-    expected = torch.full_like(data, world * (world + 1) / 2)
-    return Prepared(lambda: dist.all_reduce(data.fill_(rank + 1)), data, expected, 2 * (world - 1) / world)
-
-
-def _all_gather(count: int, device: str) -> Prepared:
-    import torch
-    import torch.distributed as dist
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    part = torch.full((count // world,), float(rank), device=device)
-    whole = torch.empty(len(part) * world, device=device)
-    expected = torch.arange(world, device=device).repeat_interleave(len(part)).float()
-    return Prepared(lambda: dist.all_gather_into_tensor(whole, part), whole, expected, (world - 1) / world)
-
-
-def _reduce_scatter(count: int, device: str) -> Prepared:
-    import torch
-    import torch.distributed as dist
-
-    rank, world = dist.get_rank(), dist.get_world_size()
-    part = torch.empty(count // world, device=device)
-    whole = torch.arange(world, device=device).repeat_interleave(len(part)).float()  # on each rank the same
-    expected = torch.full_like(part, float(rank * world))
-    return Prepared(lambda: dist.reduce_scatter_tensor(part, whole), part, expected, (world - 1) / world)
-
-
-def _broadcast(count: int, device: str) -> Prepared:
-    import torch
-    import torch.distributed as dist
-
-    data = torch.full((count,), float(dist.get_rank()), device=device)
-    return Prepared(lambda: dist.broadcast(data, 0), data, torch.zeros_like(data), 1.0)
-
-
-COLLECTIVES: dict[str, Callable[[int, str], Prepared]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "broadcast": _broadcast,
-}
-"""Those that FSDP uses."""
 
 
 def _end_with_parent() -> None:
