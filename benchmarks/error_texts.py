@@ -2,8 +2,9 @@
 
     python benchmarks/error_texts.py --write
 
-An answer is right if its row is one of those that have the thread's cause, wrong if it is another, and silent if the
-table knows nothing of the text. `data/error_texts.json` says how the texts were collected.
+An answer is right if its row is one of those that have the thread's cause, a meaning if the row says truly what the
+message means and doesn't name that cause, wrong if it is another, and silent if the table knows nothing of the text.
+`data/error_texts.json` says how the texts were collected.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import results
 from accel_fsdp.launch.doctor import known_errors
 
 DATA = Path(__file__).parent / "data" / "error_texts.json"
-VERDICTS = ("right", "wrong", "silent")
+VERDICTS = ("right", "meaning", "wrong", "silent")
 
 
 def main() -> None:
@@ -32,11 +33,13 @@ def main() -> None:
 
 
 def verdict(text: dict[str, Any]) -> str:
-    """Right, wrong or silent."""
+    """One of `VERDICTS`."""
     row = known_errors.find(text["text"])
     if row is None:
         return "silent"
-    return "right" if row.name in text["rows"] else "wrong"
+    if row in text["rows"]:
+        return "right"
+    return "meaning" if row in text.get("meant", ()) else "wrong"
 
 
 def counts(texts: list[dict[str, Any]]) -> dict[str, Counter[str]]:
@@ -50,19 +53,18 @@ def counts(texts: list[dict[str, Any]]) -> dict[str, Counter[str]]:
 def report(data: dict[str, Any]) -> Iterator[str]:
     """The part of RESULTS.md."""
     yield from ("## Error messages of public reports", "", "`python benchmarks/error_texts.py --write`", "")
-    yield from (f"| texts | n | table | {' | '.join(VERDICTS)} |", "|---|---|---|---|---|---|")
+    yield from (f"| texts | n | table | {' | '.join(VERDICTS)} |", "|---" * (3 + len(VERDICTS)) + "|")
     for part, now in counts(data["texts"]).items():
         earlier = data["parts"][part]
         for key, name in {"before": "before it was rewritten", "first_sight": "at first sight"}.items():
             if key in earlier:
                 yield _line(part, name, earlier[key])
         yield _line(part, "today's", now)
-    yield from ("", data["about"], "", "Wrong and silent today:", "")
+    yield from ("", data["about"], "", "Neither right nor silent today:", "")
     for text in data["texts"]:
-        said = verdict(text)
-        if said != "right":
+        if verdict(text) in {"meaning", "wrong"}:
             row = known_errors.find(text["text"])
-            yield f"- {text['part']}, {text['source']}: {f'says {row.name}' if row else said}; {text['cause']}"
+            yield f"- {text['part']}, {text['source']}: {verdict(text)}, says {row}; {text['cause']}"
 
 
 def _line(part: str, table: str, verdicts: dict[str, int]) -> str:

@@ -63,10 +63,10 @@ def test_script_flags_of_the_pages_exist() -> None:
 
 
 def test_the_doctors_page_has_every_message_that_it_knows() -> None:
-    rows = {f"| {one.name} | {one.cause} | {one.fix} |" for one in known_errors.KNOWN}
+    rows = {f"| {name} | {row.means} | {row.cause} | {row.fix} |" for name, row in known_errors.KNOWN.items()}
     page = PAGES["doctor.md"].partition("## What it knows of messages")[2]
     assert rows == {line for line in page.splitlines() if line.startswith("|") and "---" not in line} - {
-        "| name | cause | what to do |"
+        "| name | it means | often | what to do |"
     }
 
 

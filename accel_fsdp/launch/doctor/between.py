@@ -5,8 +5,8 @@ from typing import Any
 
 from accel_fsdp.launch import agreement
 from accel_fsdp.launch.doctor import known_errors
+from accel_fsdp.launch.doctor.error_row import KnownError
 from accel_fsdp.launch.doctor.facts import Facts
-from accel_fsdp.launch.doctor.known_errors import KnownError
 from accel_fsdp.launch.doctor.meeting import BUSY, Found
 from accel_fsdp.launch.doctor.probing import PAIR_SECONDS, SMALL_BYTES, PairResult
 from accel_fsdp.launch.doctor.rows import Row, Verdict
@@ -151,8 +151,8 @@ def _unreachable(subject: str, what: str, pair: PairResult) -> Row:
 
 def _known(message: str) -> KnownError | None:
     """What is behind a message of the test itself, in which all take part: none is elsewhere in the script."""
-    known = known_errors.find(message)
-    return None if known is None or known.name in OF_SCRIPTS else known
+    name = known_errors.find(message)
+    return None if name is None or name in OF_SCRIPTS else known_errors.KNOWN[name]
 
 
 def _cut_off(pair: PairResult) -> Row:

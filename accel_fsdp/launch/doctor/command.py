@@ -30,15 +30,16 @@ def explain(message: str) -> int:
     text = sys.stdin.read() if message == "-" else message
     if not text.strip():
         raise UsageError("no message", why="there is nothing to explain", fix='accel-fsdp doctor --explain "MESSAGE"')
-    known = known_errors.find(text)
-    if known is None:
+    name = known_errors.find(text)
+    if name is None:
         console.say(
             "nothing is known of it; the first error in the logs of all ranks says more than the last", wrap=True
         )
         return 1
-    console.put(f"{known.name}\n  {known.often}\n  fix: {known.fix}", lines=True)
-    if known.sources:
-        console.put(f"  seen in: {', '.join(known.sources)}")
+    row = known_errors.KNOWN[name]
+    means = [f"means: {row.means}"] if row.means else []
+    seen = [f"seen in: {', '.join(row.seen)}"] if row.seen else []
+    console.put("\n  ".join([name, *means, row.often, f"fix: {row.fix}", *seen]), lines=True)
     return 0
 
 

@@ -10,7 +10,7 @@ from accel_fsdp.errors import TESTED, UserError
 from accel_fsdp.launch import rendezvous
 from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.launch.doctor.facts import PROBE_BYTES, Facts
-from accel_fsdp.launch.doctor.known_errors import SHM
+from accel_fsdp.launch.doctor.machine_errors import SHM
 from accel_fsdp.launch.doctor.rows import Row, of_error
 from accel_fsdp.units import MIB, about_gib, counted, gib_or_mib, kib_or_mib, per_second
 
@@ -77,7 +77,7 @@ def _ranges() -> dict[str, "SpecifierSet"]:
 
 def _gpus(facts: Facts, several: bool) -> Iterator[Row]:
     if facts.gpu_problem:
-        known = known_errors.find(facts.gpu_problem)
+        known = known_errors.KNOWN.get(known_errors.find(facts.gpu_problem) or "")
         yield Row(
             "GPUs",
             "error",

@@ -1,0 +1,26 @@
+"""A row in the tables of error messages."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class KnownError:
+    """`pattern`: what a user sees, in any case. `cause`: what is often behind it. `means`: what the message says by
+    itself, where it doesn't name the cause; such a row comes after those whose message does.
+
+    `seen`: reports of it, as repository#issue. `unless`: a text that matches is another error. `follows`: it also
+    follows from an error of the script on another rank, which is then the cause.
+    """
+
+    pattern: str
+    cause: str
+    fix: str
+    seen: tuple[str, ...] = ()
+    means: str = ""
+    unless: str = ""
+    follows: bool = False
+
+    @property
+    def often(self) -> str:
+        """The cause as a table can know it: from others' reports, not from a look at this machine."""
+        return f"often: {self.cause}"
