@@ -60,7 +60,7 @@ lint: $(VENV)/.test
 check: lint test
 
 docs: $(VENV)/.base
-	python -m accel_fsdp.reference_docs
+	python tests/reference_docs.py
 
 clean:
 	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(ENGINES) demo runs site web/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis

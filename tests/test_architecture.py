@@ -35,7 +35,7 @@ ORDER = [  # a room imports rooms of the lines above it, never one of its own li
     {"testing"},
     {"commands"},
 ]
-COMMANDS = {"cli", "__main__", "api", "init_command", "reference_docs"}
+COMMANDS = {"cli", "__main__", "api", "init_command"}
 """The modules at the top that stand above all rooms; the others there are helpers of all."""
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "peft"}
 MAY_PRINT = {

@@ -6,13 +6,14 @@ import sys
 from dataclasses import fields
 
 import pytest
+import reference_docs
 import yaml
 from conftest import ROOT, SFT, accel_fsdp, run
 from hypothesis import given
 from jsonschema import Draft202012Validator
 from test_config import answers
 
-from accel_fsdp import cli, reference_docs
+from accel_fsdp import cli
 from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.training import ModelArguments, SftArguments
 from accel_fsdp.training.data import DataArguments

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference_docs
 import test_check
 import test_check_facts
 import test_check_script
@@ -21,7 +22,6 @@ from checking import V1, V2, codes_of, subject
 from conftest import ROOT, accel_fsdp, run
 from safetensors.numpy import save_file
 
-from accel_fsdp import reference_docs
 from accel_fsdp.checkpoints import Origin, completeness, discover, summary
 from accel_fsdp.hardware import host
 from accel_fsdp.linter import PAINS, UNSEEN, command_words, starter_of

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import reference_docs
 import yaml
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import (
@@ -24,7 +25,7 @@ from checking import DS, TOP, V1, V2, WRAP, codes_of, subject
 from conftest import accel_fsdp
 from jsonschema import Draft202012Validator
 
-from accel_fsdp import cli, linter, reference_docs
+from accel_fsdp import cli, linter
 from accel_fsdp.config import BY_NAME, MISNAMED, Kind
 from accel_fsdp.config.schema import DYNAMO_FIELDS, FP8_FIELDS
 from accel_fsdp.errors import UserError, edits, near_key, typo_of

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import reference_docs
 import torch
 from conftest import CHAT_DATA, PROBE, ROOT, accelerate_launch
 from offline import assert_exports_offline
 from test_engines import SHIPPED
 
-from accel_fsdp import linter, reference_docs
+from accel_fsdp import linter
 from accel_fsdp.models import catalogue
 from accel_fsdp.training import arguments
 from accel_fsdp.wizard import MODEL, PRESETS

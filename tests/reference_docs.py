@@ -1,4 +1,4 @@
-"""Pages and schema made from the tables: `python -m accel_fsdp.reference_docs` writes them, a test compares."""
+"""Pages and schema made from the tables: `make docs` writes them, `test_docs.py` compares."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def rules_page() -> str:
     lines = [
         "# Rules of `accel-fsdp check`",
         "",
-        "Made by `python -m accel_fsdp.reference_docs` from the rules' docstrings.",
+        "Made by `make docs` from the rules' docstrings.",
         "",
     ]
     for rule in linter.all_rules():
@@ -92,7 +92,7 @@ def keys_page() -> str:
     lines = [
         "# Keys of an Accelerate YAML",
         "",
-        "Made by `python -m accel_fsdp.reference_docs` from the table in `schema.py`.",
+        "Made by `make docs` from the table in `schema.py`.",
         "",
     ]
     for section in dict.fromkeys(section for section, _ in BY_NAME):
@@ -160,7 +160,7 @@ def coverage_page() -> str:
     lines = [
         "# What goes wrong, and which rule sees it",
         "",
-        "Made by `python -m accel_fsdp.reference_docs` from `known_issues.py` and the rules. "
+        "Made by `make docs` from `known_issues.py` and the rules. "
         f"{sum(map(bool, seen.values()))} of {len(PAINS)} are seen, some only with `--model`, `--args`, "
         "`--checkpoint`, `--script` or `--here`; [rules.md](rules.md) says which.",
         "",
