@@ -5,7 +5,7 @@ Ito's, which colour-blind people tell apart). The page gives --ink, --back, --ru
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate, groupby, pairwise
@@ -15,6 +15,8 @@ from accel_fsdp.units import GIB, about_gib, gib_in_figure, number_in_figure, tw
 TEXT, LINE = 13, 16
 LEFT, BOTTOM = 44, 40
 NARROW = 500
+PHASES = 5
+"""With more phases than these, their names are short."""
 AROUND_CAPACITY = 1.12
 STYLE = """
 text{font:13px system-ui,sans-serif;fill:var(--ink)}.name{font-weight:600}
@@ -134,14 +136,8 @@ def ranges(words: Words, rows: Sequence[Range], width: int) -> str:
     return _figure(words, width, 44 * len(rows), shapes)
 
 
-def pairs(
-    words: Words,
-    rows: Sequence[tuple[str, str, float, float]],
-    names: tuple[str, str],
-    width: int,
-    write: Callable[[float], str] = gib_in_figure,
-) -> str:
-    """Of each kind (letter, name) two bars, one per way of training; `write` puts a size into words."""
+def pairs(words: Words, rows: Sequence[tuple[str, str, float, float]], names: tuple[str, str], width: int) -> str:
+    """Of each kind (letter, name) two bars, one per way of training."""
     scale = (width - 152) / max(1e-9, *(size for row in rows for size in row[2:]))
     shapes: list[str] = []
     for place, (letter, kind, *sizes) in enumerate(rows):
@@ -149,7 +145,7 @@ def pairs(
         shapes.append(_text(0, y + 13, kind, style="name"))
         for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
             shapes.append(_rect(0, y + 18 + 19 * number, max(size * scale, 1), 17, letter))
-            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {write(size)}"))
+            shapes.append(_text(max(size * scale, 1) + 6, y + 31 + 19 * number, f"{name} {gib_in_figure(size)}"))
     return _figure(words, width, 66 * len(rows) - 6, shapes)
 
 
@@ -190,9 +186,7 @@ def lines(
     return _figure(words, width, height, shapes)
 
 
-def areas(
-    words: Words, samples: Sequence[tuple[str, Mapping[str, float]]], capacity: Capacity, width: int, phases: int = 5
-) -> str:
+def areas(words: Words, samples: Sequence[tuple[str, Mapping[str, float]]], capacity: Capacity, width: int) -> str:
     """Sizes by letter on top of each other over phases, with the highest point named."""
     height, top = 320, 12
     totals = [sum(sizes.values()) for _, sizes in samples]
@@ -213,7 +207,7 @@ def areas(
             shapes.append(f'<polygon class="area {letter}" points="{_points([*upper, *reversed(lower)])}"/>')
     for (name, _), (start, end) in zip(counts, pairwise(bounds), strict=True):
         shapes.append(_line(start, top, start, height - BOTTOM, "rung"))
-        for row, word in enumerate(_phase(name, len(counts) > phases)):
+        for row, word in enumerate(_phase(name, len(counts) > PHASES)):
             last = end == bounds[-1]
             x, anchor = (width, "end") if last else ((start + end) / 2, "middle")
             shapes.append(_text(x, height - BOTTOM + LINE * (row + 1), word, anchor))

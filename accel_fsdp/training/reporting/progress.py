@@ -95,6 +95,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         self.job, self.accelerator, self.tally = job, accelerator, Tally()
         self.gpu, self.why_unknown = run_plan.gpu_here()
         self.forecast: Forecast | None = None
+        self.why_no_plan = ""
         self.steps_here = 0
         self.seconds_per_step = 0.0
         self.peaks: dict[str, int] = {}
@@ -142,7 +143,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
             if self.gpu is None and torch.cuda.is_available():
                 console.say(f"MFU: unknown, {self.why_unknown}")
             if torch.cuda.is_available():
-                self.forecast = self._read()
+                self.read_plan()
         self.tally.skip()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -180,16 +181,17 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         if state.is_world_process_zero and text:
             say(text)
 
-    def _read(self) -> Forecast | None:
-        """The forecast, or None with the reason said: whatever keeps it from being made must not stop a run."""
-        if self.job is None:
-            console.say("plan: unknown for this engine, optimizer or dtype", style="yellow")
-            return None
+    def read_plan(self) -> None:
+        """Reads the forecast, or says why there is none: whatever keeps it from being made must not stop a run."""
+        if self.forecast is not None or self.why_no_plan:
+            return
         try:
-            return run_plan.read(self.job)
+            self.forecast = run_plan.read(self.job) if self.job is not None else None
+            self.why_no_plan = "" if self.forecast else "unknown for this engine, optimizer or dtype"
         except Exception as error:
-            console.say(f"plan: unknown, {in_a_line(error)}", style="yellow")
-            return None
+            self.why_no_plan = f"unknown, {in_a_line(error)}"
+        if self.why_no_plan:
+            console.say(f"plan: {self.why_no_plan}", style="yellow")
 
     def _comparison(self) -> str:
         batch = f"{self.tally.rows} x {self.tally.length:,} tokens"
@@ -217,7 +219,8 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
             raise self._out_of_memory(error) from error
 
     def _out_of_memory(self, error: RuntimeError) -> UserError:
-        plan = self.forecast or self._read()
+        self.read_plan()
+        plan = self.forecast
         rows, length = max(self.tally.rows, 1), max(self.tally.length, 1)
         advice = plan.advice(rows, length) if plan else []
         what = str(error).split(". ")[0].splitlines()[0]

@@ -2,19 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from accel_fsdp import console
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.job import Job
-from accel_fsdp.prediction import predicted, savings, speed
-from accel_fsdp.prediction.memory import ModelShape, Tapes
+from accel_fsdp.prediction import by_unit, predicted, savings, speed, workspace_bytes
+from accel_fsdp.prediction.memory import ModelShape, Tapes, variant_of
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import GIB, gib_or_mib
-
-if TYPE_CHECKING:
-    pass
 
 SHOWN_SAVINGS = 5
 
@@ -38,6 +34,16 @@ class Forecast:
         flops_per_token = speed.useful_flops(self.shape, recipe) / recipe.length
         return tokens_per_s * flops_per_token / (self.job.layout.ranks * speed.peak_flops(recipe, gpu))
 
+    def unit_steps(
+        self, rows: int, length: int, micro_batches: int, gpu: Gpu | None, on_gpu: bool
+    ) -> by_unit.UnitSteps:
+        """A step of so many micro-batches, unit by unit."""
+        layout, recipe = self.job.layout, replace(self.job.of_rows(rows, length).recipe, accumulation=micro_batches)
+        workspace = workspace_bytes(gpu) if on_gpu else 0
+        return by_unit.unit_steps(
+            self.shape, self.tapes[variant_of(recipe, layout.engine)], recipe, layout, gpu, workspace
+        )
+
     def advice(self, rows: int, length: int) -> list[str]:
         """What would free memory, the most first, as lines of text."""
         recipe = self.job.of_rows(rows, length).recipe
@@ -56,7 +62,9 @@ def read(job: Job) -> Forecast:
 
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices), console.waiting("Reading the model for the plan"):
-        return Forecast(job, *by_name.read_shape(job.model, job.recipe))
+        forecast = Forecast(job, *by_name.read_shape(job.model, job.recipe))
+        forecast.tapes[variant_of(job.recipe, job.layout.engine)]  # recorded here, if it has to be
+        return forecast
 
 
 def gpu_here() -> tuple[Gpu | None, str]:

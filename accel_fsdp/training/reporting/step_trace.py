@@ -7,9 +7,10 @@ and each change since. Pure.
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Any, Literal
 
 from accel_fsdp.prediction import by_unit
@@ -102,16 +103,6 @@ class StepTrace:
     backend_bytes: int = 0
 
     @property
-    def end_bytes(self) -> int:
-        """The allocated bytes after the step."""
-        return self.stretches[-1].after_bytes
-
-    @property
-    def highest_bytes(self) -> int:
-        """The most bytes that were allocated at once."""
-        return max(stretch.peak_bytes for stretch in self.stretches)
-
-    @property
     def seconds(self) -> float:
         return sum(stretch.seconds for stretch in self.stretches)
 
@@ -195,49 +186,40 @@ def _ledger(
     events: Iterable[Mapping[str, Any]], before_bytes: int, backend: _Backend
 ) -> tuple[list[tuple[float, int]], int]:
     """Tracks the allocated bytes by address. Memory that a backend allocated is counted apart, with its releases."""
-    levels, level, alive = [(float("-inf"), before_bytes)], before_bytes, dict[int, int]()
-    of_backend, backend_level, most = dict[int, int](), 0, 0
+    levels, totals, most = [(float("-inf"), before_bytes)], {False: before_bytes, True: 0}, 0
+    alive: dict[int, tuple[int, bool]] = {}
     for event in events:
-        size, place = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
-        if size > 0:
-            level -= alive.pop(place, 0)  # its release wasn't recorded: it was on a thread that isn't profiled
-            backend_level -= of_backend.pop(place, 0)
-            if backend.owns(event):
-                of_backend[place] = size
-                backend_level += size
-                most = max(most, backend_level)
-                continue
-            alive[place] = size
-            level += size
-        elif place in of_backend:
-            backend_level -= of_backend.pop(place)
+        change, address = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
+        known, owned = alive.pop(address, (0, False))
+        if change > 0:
+            totals[owned] -= known  # its release wasn't recorded: it was on a thread that isn't profiled
+            owned = backend.owns(event)
+            alive[address] = change, owned
+        elif not known and event["tid"] in backend.threads:
             continue
-        elif place in alive or event["tid"] not in backend.threads:
-            alive.pop(place, None)
-            level += size
-        levels.append((float(event["ts"]), level))
+        totals[owned] += change
+        most = max(most, totals[True])
+        if not owned:
+            levels.append((float(event["ts"]), totals[False]))
     return levels, most
 
 
-def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterable[Collective]:
+def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[Collective]:
     """The calls with their sizes; for lists of tensors, the backend's own range has the dtype."""
-    dtypes = {}
-    for event in events:
-        if BACKEND.match(str(event.get("name", ""))):
-            arguments = event["args"]
-            for dims, dtype in zip(arguments.get("Input Dims", ()), arguments.get("Input type", ()), strict=False):
-                dtypes[_numel(dims)] = dtype
+    dtypes: dict[int, str] = {}
+    for event in (event for event in events if BACKEND.match(str(event.get("name", "")))):
+        arguments = event["args"]
+        for dims, dtype in zip(arguments.get("Input Dims", ()), arguments.get("Input type", ()), strict=False):
+            dtypes |= dict.fromkeys(map(prod, _shapes(dims)), dtype)
     named = [event for event in events if FOR_MODULE.match(str(event.get("name", ""))) and "dur" in event]
-    for event in events:
-        if event.get("cat") != "cpu_op" or not event["name"].startswith("c10d::"):
-            continue
-        dims, kinds = event["args"].get("Input Dims", []), event["args"].get("Input type", [])
+    for event in (event for event in events if event.get("cat") == "cpu_op"):
         kind = KINDS.get(event["name"].removeprefix("c10d::"))
+        dims, types = event["args"].get("Input Dims", []), event["args"].get("Input type", [])
         place = 1 if kind == "all-gather" else 0
         if kind is None or len(dims) <= place:
             continue
-        sizes = [_numel(shape) for shape in _each(dims[place])]
-        dtype = kinds[place] if kinds[place] in WIDTHS else dtypes.get(sizes[0] if sizes else 0, "")
+        sizes = [prod(shape) for shape in _shapes(dims[place])]
+        dtype = types[place] if types[place] in WIDTHS else dtypes.get(sizes[0] if sizes else 0, "")
         width = WIDTHS.get(dtype, 1 if dtype else 4)
         yield Collective(kind, sum(sizes), width, _ranks(kind, dims), _modules(event, named))
 
@@ -255,18 +237,12 @@ def _modules(call: Mapping[str, Any], named: Sequence[Mapping[str, Any]]) -> tup
 def _ranks(kind: Kind, dims: Sequence[Any]) -> int:
     """The number of ranks of a call: the ratio of the whole to a shard, if both are single tensors; else 0."""
     whole, shard = (dims[0], dims[1]) if kind == "all-gather" else (dims[1], dims[0])
-    plain = kind != "all-reduce" and whole and shard and not isinstance(whole[0], list)
-    return _numel(whole) // max(_numel(shard), 1) if plain and not isinstance(shard[0], list) else 0
+    if kind == "all-reduce" or not (whole and shard) or isinstance(whole[0], list) or isinstance(shard[0], list):
+        return 0
+    return int(prod(whole) // max(prod(shard), 1))
 
 
-def _each(dims: Sequence[Any]) -> list[Sequence[Any]]:
+def _shapes(dims: Sequence[Any]) -> list[Sequence[int]]:
     """The shapes of a tensor or of a list of tensors."""
     nested = bool(dims) and isinstance(dims[0], list)
-    return [shape for inner in dims for shape in _each(inner)] if nested else [dims]
-
-
-def _numel(dims: Sequence[Any]) -> int:
-    total = 1
-    for size in dims:
-        total *= size if isinstance(size, int) else _numel(size)
-    return total
+    return [shape for inner in dims for shape in _shapes(inner)] if nested else [dims]
