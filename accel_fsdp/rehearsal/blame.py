@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from accel_fsdp.config import JobConfig
 from accel_fsdp.rehearsal import verdict, without_gpu
 from accel_fsdp.rehearsal.job import Hang, Outcome
-from accel_fsdp.rehearsal.scaled import ScaledJob
+from accel_fsdp.rehearsal.scaled import machines_of
 
 SCRIPT = "the script"
 """The key of failures that the YAML can't fix."""
@@ -119,9 +120,10 @@ ABSENT = "this rank never comes to what the others wait for: see why it stays at
 HANGING = "every rank must call what all of them do together: no collective behind `if rank == 0`"
 
 
-def judge(scaled: ScaledJob, classes: tuple[str, ...], outcome: Outcome) -> None:
+def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome) -> None:
     """Compares the ranks' shards with the YAML."""
-    for wrong in verdict.differences(verdict.of_job(scaled, classes), outcome.holdings):
+    asked = verdict.of_job(job, job.number("num_processes"), machines_of(job), classes)
+    for wrong in verdict.differences(asked, outcome.holdings):
         raise Failure(wrong.what, key=wrong.key, fix="see what accel-fsdp check says of it")
 
 

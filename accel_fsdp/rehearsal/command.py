@@ -98,28 +98,23 @@ def _steps(
     if not launcher.cold:
         warm.start_server(folder)
     yield "check", lambda: _check(options, launcher, words)
-    scaled = scale(job, options.processes)
-    report.changes = list(scaled.changes)
+    small_job, report.changes = scale(job, options.processes)
     if options.script is not None:
-        yield from OwnRehearsal(launcher, scaled, words).steps()
+        yield from OwnRehearsal(launcher, small_job, words).steps()
         return
     prepared_jobs: list[prepare.Prepared] = []
 
     def shrink() -> str:
-        prepared_jobs.append(prepare.prepare(scaled, model, words, launcher))
+        prepared_jobs.append(prepare.prepare(small_job, model, words, launcher))
         return prepared_jobs[0].said
 
     yield "make the model small", shrink
     (prepared,) = prepared_jobs
-    report.changes = [*prepared.scaled.changes, *map(str, prepared.model.changed)]
+    report.changes += [*prepared.changes, *map(str, prepared.model.changed)]
     report.left_out += [f"--{name}" for name in prepared.run.left_out]
     report.of_real_model += prepared.model.not_shown
     report.of_real_model += ["the rows of the data set: made-up ones take their place"] if prepared.not_read else []
-    small = prepared.model
-    run = prepared.run
-    yield from SftRehearsal(
-        launcher, prepared.scaled, run, small.folder, prepared.rows, small.layer_classes, words
-    ).steps()
+    yield from SftRehearsal(launcher, prepared, words).steps()
 
 
 def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]) -> str:

@@ -15,12 +15,12 @@ import psutil
 import yaml
 
 from accel_fsdp import python_child
-from accel_fsdp.config import Engine
+from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.hardware import host
 from accel_fsdp.launch import launcher, ranks
 from accel_fsdp.launch.ranks import Event, Holding, Stand
 from accel_fsdp.rehearsal import warm
-from accel_fsdp.rehearsal.scaled import ScaledJob
+from accel_fsdp.rehearsal.scaled import machines_of
 
 Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
 RANK = "accel_fsdp.launch.ranks"
@@ -97,14 +97,14 @@ class Rehearsed:
     seconds: float = 600
     cold: bool = False
 
-    def launch(self, name: str, scaled: ScaledJob, words: Sequence[str], kill_after: Path | None = None) -> Outcome:
+    def launch(self, name: str, job: JobConfig, words: Sequence[str], kill_after: Path | None = None) -> Outcome:
         """Runs the script on the job's ranks; SIGKILL ends all of them in a step after the checkpoint `kill_after`.
 
         Accelerate's functions turn the YAML into the variables of its launcher, and the ranks start as under torchrun:
         the launcher itself takes as long to load as a rank.
         """
         own = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else {}
-        variables_of = environments(scaled, self.folder / f"{name}.yaml", self.script)
+        variables_of = environments(job, self.folder / f"{name}.yaml", self.script)
         return self._run(name, RANK, [str(self.script), *words], [own | variables for variables in variables_of])
 
     def command(self, name: str, words: Sequence[str]) -> Outcome:
@@ -166,25 +166,27 @@ class Rehearsed:
         return None, Hang({})
 
 
-def environments(scaled: ScaledJob, config: Path, script: Path) -> list[dict[str, str]]:
+def environments(job: JobConfig, config: Path, script: Path) -> list[dict[str, str]]:
     """The variables of each rank: its place, and those of the YAML, which is written to `config` for Accelerate."""
-    config.write_text(yaml.safe_dump(dict(scaled.job.values)), encoding="utf-8")
+    config.write_text(yaml.safe_dump(dict(job.values)), encoding="utf-8")
     common = launcher.rank_environment(config, script)
-    return [common | place for place in (places(scaled) if scaled.job.engine is not Engine.NONE else [{}])]
+    if job.engine is Engine.NONE:
+        return [common]
+    return [common | place for place in places(job.number("num_processes"), machines_of(job))]
 
 
 def _code(process: Process) -> int | None:
     return process.poll() if isinstance(process, subprocess.Popen) else process.exitcode
 
 
-def places(scaled: ScaledJob) -> list[dict[str, str]]:
+def places(ranks: int, machines: int = 1) -> list[dict[str, str]]:
     """Each rank's variables as torchrun sets them, on several machines if the ranks represent several."""
-    per_node = scaled.ranks_per_node
-    numbers = {"WORLD_SIZE": scaled.processes, "LOCAL_WORLD_SIZE": per_node, "MASTER_PORT": host.free_port()}
+    per_node = ranks // machines
+    numbers = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": per_node, "MASTER_PORT": host.free_port()}
     common = {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
     return [
         {**common, "RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "GROUP_RANK": str(rank // per_node)}
-        for rank in range(scaled.processes)
+        for rank in range(ranks)
     ]
 
 

@@ -7,7 +7,6 @@ from accel_fsdp import console
 from accel_fsdp.config import JobConfig
 from accel_fsdp.launch import ranks
 from accel_fsdp.rehearsal import janitor, verdict, without_gpu
-from accel_fsdp.rehearsal.scaled import ScaledJob
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, which leaves nothing to measure."""
@@ -28,9 +27,10 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
         return code
     rows = verdict.table(holdings)
     console.show_table(verdict.TITLES, rows, [""] * len(rows), to_stderr=True)
-    nodes = job.number("num_machines") or 1
-    scaled = ScaledJob(job, job.number("num_processes") or len(holdings), nodes, ())
-    wrong = list(verdict.differences(verdict.of_job(scaled, verdict.repeated(next(iter(holdings.values())))), holdings))
+    ranks_in_all = job.number("num_processes") or len(holdings)
+    classes = verdict.repeated(next(iter(holdings.values())))
+    asked = verdict.of_job(job, ranks_in_all, job.number("num_machines") or 1, classes)
+    wrong = list(verdict.differences(asked, holdings))
     for difference in wrong:
         console.say(f"not what the YAML asks for: {difference.what} ({difference.key})", style="red")
     return code or int(bool(wrong))

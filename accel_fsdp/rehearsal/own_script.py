@@ -4,12 +4,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fsdp.config import Engine
+from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.rehearsal import mistakes, saved, verdict
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.report import Proof
-from accel_fsdp.rehearsal.scaled import ScaledJob
 
 LAST_LINES, LINE_LETTERS = 5, 160
 SAVE = (
@@ -30,7 +29,7 @@ SAVE_OF_ADAPTER = (
 @dataclass(frozen=True)
 class OwnRehearsal:
     launcher: Rehearsed
-    scaled: ScaledJob
+    job: JobConfig
     words: tuple[str, ...]
 
     def steps(self) -> Iterator[tuple[str, Any]]:
@@ -39,7 +38,7 @@ class OwnRehearsal:
 
     def run(self) -> Proof:
         """Runs the script to its end; then compares the ranks' shards with the YAML."""
-        outcome = self.launcher.launch("script", self.scaled, self.words)
+        outcome = self.launcher.launch("script", self.job, self.words)
         self._judge(outcome)
         for mistake in mistakes.found(outcome.events):  # first, as it may have caused the failure
             raise mistake
@@ -61,7 +60,7 @@ class OwnRehearsal:
 
     def _unsaved(self, bad: saved.BadSave) -> Failure:
         key, fix = SCRIPT, SAVE
-        job = self.scaled.job
+        job = self.job
         checkpointed = job.is_fsdp and job.on("fsdp_activation_checkpointing")
         if bad.is_adapter and (checkpointed or job.engine is Engine.FSDP1):
             key, fix = "fsdp_activation_checkpointing" if checkpointed else "fsdp_version", SAVE_OF_ADAPTER
@@ -72,7 +71,7 @@ class OwnRehearsal:
     def _judge(self, outcome: Outcome) -> None:
         if outcome.holdings:
             classes = tuple(verdict.repeated(next(iter(outcome.holdings.values()))))
-            judge(self.scaled, classes, outcome)
+            judge(self.job, classes, outcome)
 
 
 def of_unwatched(why: str) -> Failure:

@@ -15,20 +15,21 @@ from accel_fsdp.models import catalogue
 from accel_fsdp.models.shrink import SmallModel, shrink
 from accel_fsdp.rehearsal import hub_rows, rows
 from accel_fsdp.rehearsal.job import Rehearsed
-from accel_fsdp.rehearsal.scaled import ScaledJob, by_size, with_smaller_units
+from accel_fsdp.rehearsal.scaled import by_size, with_smaller_units
 from accel_fsdp.rehearsal.small_run import SmallRun, small_run
 from accel_fsdp.training.data import load
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """The parts of a rehearsal, in its folder. `scaled` is the job for this model, `said` the line for the user.
+    """The parts of a rehearsal, in its folder. `job` has units for this model, `said` is the line for the user.
 
     `not_read`: why the rows aren't from the named data set; empty if they are, or if none was named.
     """
 
     model: SmallModel
-    scaled: ScaledJob
+    job: JobConfig
+    changes: list[str]
     rows: Path
     run: SmallRun
     said: str
@@ -40,22 +41,22 @@ def model_of(flag: str | None, words: tuple[str, ...]) -> str | None:
     return flag or _text(flag_words.parse_command_line(words), "model_name_or_path")
 
 
-def prepare(scaled: ScaledJob, model: str | None, words: tuple[str, ...], launcher: Rehearsed) -> Prepared:
+def prepare(job: JobConfig, model: str | None, words: tuple[str, ...], launcher: Rehearsed) -> Prepared:
     """Makes the model small and the data short, in the launcher's folder.
 
     Raises:
         UserError: the model can't be read or isn't named, or the data doesn't fit the arguments.
     """
     folder = launcher.folder
-    source, origin = _source(scaled.job, model, folder)
+    source, origin = _source(job, model, folder)
     small = shrink(source, folder / "model")
     small_rows, why = _rows(flag_words.parse_command_line(words), launcher, _has_chat_template(small.folder))
     _without_dropout(small.folder)
-    scaled = with_smaller_units(scaled, *small.layer_parameters)
-    units = "by size" if by_size(scaled.job) else f"of {', '.join(small.layer_classes)}"
+    job, changes = with_smaller_units(job, *small.layer_parameters)
+    units = "by size" if by_size(job) else f"of {', '.join(small.layer_classes)}"
     data = f"rows {small_rows.origin}{why and ', as ' + why}"
     summary = f"{origin}{small.parameters:,} weights, units {units}; tokenizer {small.tokenizer}, {data}"
-    return Prepared(small, scaled, small_rows.folder, small_run(words, small_rows), summary, why)
+    return Prepared(small, job, changes, small_rows.folder, small_run(words, small_rows), summary, why)
 
 
 def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tuple[rows.Rows, str]:

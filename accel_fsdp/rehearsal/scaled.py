@@ -1,7 +1,5 @@
 """Scales the user's YAML down for a rehearsal: fewer processes on one machine, with the same shape of mesh. Pure."""
 
-from dataclasses import dataclass, replace
-
 from accel_fsdp.config import HYBRID, Engine, JobConfig
 from accel_fsdp.errors import UsageError
 from accel_fsdp.job import from_yaml
@@ -21,22 +19,10 @@ class CannotRehearse(UsageError):
     """The job's engine or mesh doesn't run on CPUs."""
 
 
-@dataclass(frozen=True)
-class ScaledJob:
-    """A YAML for this machine. `nodes`: machines that its ranks represent; `changes`: differences from the file."""
+def scale(job: JobConfig, processes: int | None = None) -> tuple[JobConfig, list[str]]:
+    """The job on `processes` ranks of this machine, and its differences from the file.
 
-    job: JobConfig
-    processes: int
-    nodes: int
-    changes: tuple[str, ...]
-
-    @property
-    def ranks_per_node(self) -> int:
-        return self.processes // self.nodes
-
-
-def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
-    """The job on `processes` ranks of this machine, by default 2, or 4 if copies of the model are sharded too.
+    By default there are 2 ranks, or 4 if copies of the model are sharded too.
 
     Raises:
         CannotRehearse: the engine or mesh doesn't run on CPUs. UsageError: the mesh doesn't fit so many processes.
@@ -44,13 +30,12 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
     _refuse_unknown(job)
     mesh = from_yaml.mesh_of(job)
     hybrid = mesh["dp_replicate"] > 1 and mesh["dp_shard"] > 1
-    nodes = 2 if job.engine is Engine.FSDP1 and job.strategy in HYBRID else 1
-    least = 2 * PROCESSES if hybrid or nodes > 1 else PROCESSES
+    least = 2 * PROCESSES if hybrid or _is_hybrid_of_fsdp1(job) else PROCESSES
     ranks = least if processes is None else processes
     check_processes(ranks, least)
     values = {key: value for key, value in job.values.items() if key not in OF_MACHINES}
     in_file = job.number("num_processes")
-    changes = [f"num_processes {in_file or 'not in_file'} -> {ranks}"] if in_file != ranks else []
+    changes = [f"num_processes {in_file or 'not given'} -> {ranks}"] if in_file != ranks else []
     if job.number("num_machines") > 1:
         changes.append(f"num_machines {job.number('num_machines')} -> 1")
     values |= {"num_processes": ranks, "num_machines": 1}
@@ -58,7 +43,16 @@ def scale(job: JobConfig, processes: int | None = None) -> ScaledJob:
         replicas = 2 if hybrid else ranks if mesh["dp_replicate"] > 1 else 1
         values["parallelism_config"] = {**section, REPLICAS: replicas, SHARDS: ranks // replicas}
         changes.append(f"mesh {mesh['dp_replicate']} x {mesh['dp_shard']} -> {replicas} x {ranks // replicas}")
-    return ScaledJob(JobConfig(values), ranks, nodes, tuple(changes))
+    return JobConfig(values), changes
+
+
+def machines_of(job: JobConfig) -> int:
+    """The machines that the ranks of a scaled job represent."""
+    return 2 if _is_hybrid_of_fsdp1(job) and job.number("num_processes") > PROCESSES else 1
+
+
+def _is_hybrid_of_fsdp1(job: JobConfig) -> bool:
+    return job.engine is Engine.FSDP1 and job.strategy in HYBRID
 
 
 def check_processes(processes: int, least: int = PROCESSES) -> None:
@@ -101,12 +95,11 @@ def by_size(job: JobConfig) -> bool:
     return job.engine is Engine.FSDP1 and job.wrap_policy == "SIZE_BASED_WRAP"
 
 
-def with_smaller_units(scaled: ScaledJob, real: int, small: int) -> ScaledJob:
+def with_smaller_units(job: JobConfig, real: int, small: int) -> tuple[JobConfig, list[str]]:
     """Adapts the size of units to a layer of `small` weights instead of `real`, for as many units in each layer."""
-    before = scaled.job.fsdp(SMALLEST_UNIT) if by_size(scaled.job) else 0
+    before = job.fsdp(SMALLEST_UNIT) if by_size(job) else 0
     if not (isinstance(before, int) and before > 0 and real > small > 0):
-        return scaled
+        return job, []
     fewer = max(1, before * small // real)
-    section = {**scaled.job.section("fsdp_config"), SMALLEST_UNIT: fewer}
-    job = JobConfig({**scaled.job.values, "fsdp_config": section})
-    return replace(scaled, job=job, changes=(*scaled.changes, f"{SMALLEST_UNIT} {before} -> {fewer}"))
+    section = {**job.section("fsdp_config"), SMALLEST_UNIT: fewer}
+    return JobConfig({**job.values, "fsdp_config": section}), [f"{SMALLEST_UNIT} {before} -> {fewer}"]

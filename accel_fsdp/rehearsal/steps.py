@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,8 @@ from accel_fsdp.models import config_json
 from accel_fsdp.rehearsal import mistakes, verdict
 from accel_fsdp.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
-from accel_fsdp.rehearsal.scaled import ScaledJob, without_mesh
+from accel_fsdp.rehearsal.prepare import Prepared
+from accel_fsdp.rehearsal.scaled import without_mesh
 from accel_fsdp.rehearsal.small_run import PLACES, SAVED, STEPS, SmallRun, readable, replaced
 from accel_fsdp.training.reporting import run_record
 from accel_fsdp.units import counted
@@ -38,14 +39,10 @@ READS = "accel_fsdp.rehearsal.read_arguments"
 
 @dataclass(frozen=True)
 class SftRehearsal:
-    """`model` and `rows` are the small ones, `classes` the model's layer classes, `given` the user's own words."""
+    """`given` are the user's own words."""
 
     launcher: Rehearsed
-    scaled: ScaledJob
-    run: SmallRun
-    model: Path
-    rows: Path
-    classes: tuple[str, ...]
+    small: Prepared
     given: tuple[str, ...]
 
     def steps(self) -> Iterator[tuple[str, Any]]:
@@ -56,25 +53,35 @@ class SftRehearsal:
         yield "train and save", self.train_and_save
         yield "resume after SIGKILL", self.resume
         yield "compare with one process", self.compare
-        if self.scaled.job.engine is not Engine.DEEPSPEED:
+        if self.job.engine is not Engine.DEEPSPEED:
             yield f"resume on {counted(self.others, 'rank')}", self.resume_on_others
         yield "export", self.export
         yield "reload", self.reload
 
     @property
+    def job(self) -> JobConfig:
+        return self.small.job
+
+    @property
+    def run(self) -> SmallRun:
+        return self.small.run
+
+    @property
+    def ranks(self) -> int:
+        return self.job.number("num_processes")
+
+    @property
     def precision(self) -> str:
-        return str(self.scaled.job.top("mixed_precision"))
+        return str(self.job.top("mixed_precision"))
 
     @property
     def others(self) -> int:
-        return self.scaled.processes // 2
+        return self.ranks // 2
 
     @cached_property
-    def in_float32(self) -> ScaledJob:
+    def in_float32(self) -> JobConfig:
         """The job without mixed precision, so that losses can be compared."""
-        if self.run.quantized:
-            return self.scaled
-        return replace(self.scaled, job=JobConfig({**self.scaled.job.values, "mixed_precision": "no"}))
+        return self.job if self.run.quantized else JobConfig({**self.job.values, "mixed_precision": "no"})
 
     @property
     def tolerance(self) -> float:
@@ -84,7 +91,7 @@ class SftRehearsal:
     @property
     def autocast_tolerance(self) -> float:
         """The relative tolerance of losses against plain autocast's."""
-        settings = config_json.settings_in(self.model)
+        settings = config_json.settings_in(self.small.model.folder)
         parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
         counts = [part.get(name) or 0 for part in parts for name in config_json.EXPERTS]
         return AUTOCAST_MIXTURE if max(counts) > 1 else AUTOCAST
@@ -101,7 +108,7 @@ class SftRehearsal:
 
     def train_as_written(self) -> str:
         """Trains two steps in the YAML's precision; in bfloat16 compares losses with one process under autocast."""
-        outcome = self._ran("written", self.scaled, self._written("written", self.scaled.processes))
+        outcome = self._ran("written", self.job, self._written("written", self.ranks))
         if not outcome.losses or not outcome.has_finite_losses:
             raise Failure(f"losses {outcome.losses}", key="mixed_precision", fix="bf16, which has the range of float32")
         sharded = self._sharded(outcome)
@@ -114,7 +121,7 @@ class SftRehearsal:
     def train_and_save(self) -> str:
         """Trains up to a checkpoint; then every process is killed."""
         checkpoint = self._output("run") / f"{file_names.CHECKPOINT}{SAVED}"
-        words = self._words("run", self.scaled.processes)
+        words = self._words("run", self.ranks)
         outcome = self._ran("saved", self.in_float32, words, kill_after=checkpoint)
         if flaw := completeness.flaw(checkpoint):
             raise Failure(f"{checkpoint.name} is not complete: {flaw}", output=outcome.tail)
@@ -124,29 +131,29 @@ class SftRehearsal:
 
     def resume(self) -> str:
         """Trains from that checkpoint to the end, on as many ranks."""
-        words = self._words("run", self.scaled.processes, resume_from_checkpoint="true")
+        words = self._words("run", self.ranks, resume_from_checkpoint="true")
         self._ran("resumed", self.in_float32, words)
         losses = self._losses("run")
         return f"steps {SAVED + 1} to {STEPS}, loss {losses[SAVED + 1]:.4f} -> {losses[STEPS]:.4f}"
 
     def compare(self) -> str:
         """Trains all steps in one process, without sharding, and compares the losses."""
-        self._ran("alone", self._alone(self.in_float32.job.top("mixed_precision")), self._words("alone", 1))
+        self._ran("alone", self._alone(self.in_float32.top("mixed_precision")), self._words("alone", 1))
         return _same(self._losses("run"), self._losses("alone"), range(1, STEPS + 1), self.tolerance)
 
     def resume_on_others(self) -> str:
         """Resumes the first checkpoint with another world size."""
         checkpoint = self._output("elsewhere") / f"{file_names.CHECKPOINT}{SAVED}"
-        job = without_mesh(self.in_float32.job, self.others)
+        job = without_mesh(self.in_float32, self.others)
         words = self._words("elsewhere", self.others, resume_from_checkpoint=str(checkpoint))
-        self._ran("elsewhere", ScaledJob(job, self.others, 1, ()), words)
+        self._ran("elsewhere", job, words)
         steps = range(SAVED + 1, STEPS + 1)
         return _same(self._losses("elsewhere"), self._losses("alone"), steps, self.tolerance)
 
     def export(self) -> str:
         """Exports the killed run in a separate process."""
         out = self.launcher.folder / "exported"
-        words = ["export", str(self._output("killed")), str(out), "--model", str(self.model)]
+        words = ["export", str(self._output("killed")), str(out), "--model", str(self.small.model.folder)]
         merged = ["--merge-adapter"] if self.run.adapter else []
         outcome = self.launcher.command("export", [*words, "--verify", "logits", *merged])
         if outcome.code:
@@ -168,30 +175,30 @@ class SftRehearsal:
         return self.launcher.folder / "runs" / name
 
     def _places(self, name: str) -> dict[str, str]:
-        return dict(zip(PLACES, map(str, (self.model, self.rows, self._output(name))), strict=True))
+        return dict(zip(PLACES, map(str, (self.small.model.folder, self.small.rows, self._output(name))), strict=True))
 
     def _words(self, name: str, ranks: int, exact: bool = True, **more: str) -> list[str]:
-        words = self.run.words(self._places(name), ranks, self.scaled.processes, **more)
+        words = self.run.words(self._places(name), ranks, self.ranks, **more)
         return self.run.exact(words) if exact else words
 
     def _written(self, name: str, ranks: int) -> list[str]:
-        rows = {"per_device_train_batch_size": str(WRITTEN_ROWS * self.scaled.processes // ranks)}
+        rows = {"per_device_train_batch_size": str(WRITTEN_ROWS * self.ranks // ranks)}
         steady = {"lora_dropout": "0"} if self.run.adapter else {}
         return self._words(name, ranks, exact=False, **{**WRITTEN, **rows, **steady})
 
-    def _alone(self, precision: object) -> ScaledJob:
+    def _alone(self, precision: object) -> JobConfig:
         """The job of one process, without sharding."""
         values = {"distributed_type": "NO", "num_processes": 1, "num_machines": 1, "mixed_precision": precision}
-        return ScaledJob(JobConfig(values), 1, 1, ())
+        return JobConfig(values)
 
-    def _ran(self, name: str, job: ScaledJob, words: list[str], kill_after: Path | None = None) -> Outcome:
+    def _ran(self, name: str, job: JobConfig, words: list[str], kill_after: Path | None = None) -> Outcome:
         outcome = self.launcher.launch(name, job, words, kill_after)
         if outcome.hang or outcome.code:
             raise next(mistakes.found(outcome.events), of_outcome(outcome))
         return outcome
 
     def _sharded(self, outcome: Outcome) -> str:
-        judge(self.scaled, self.classes, outcome)
+        judge(self.job, self.small.model.layer_classes, outcome)
         return verdict.summary(outcome.holdings)
 
     def _losses(self, name: str) -> Mapping[int, float]:

@@ -4,10 +4,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import Engine
+from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.job import Job, from_yaml
 from accel_fsdp.launch.ranks import Holding, Unit
-from accel_fsdp.rehearsal.scaled import ScaledJob
 from accel_fsdp.units import counted
 
 
@@ -70,17 +69,17 @@ def _name(unit: Unit) -> str:
     return unit.name or f"{unit.kind}, the model itself"
 
 
-def of_job(scaled: ScaledJob, own_classes: tuple[str, ...]) -> Job:
-    """The job of a YAML on the ranks of the rehearsal; `own_classes`: the model's layer classes, if the YAML has none.
+def of_job(config: JobConfig, ranks: int, machines: int, own_classes: tuple[str, ...]) -> Job:
+    """The job of a YAML on so many ranks; `own_classes`: the model's layer classes, if the YAML has none.
 
     Raises:
         UsageError: its mesh doesn't fit the ranks.
     """
-    from_yaml.check_sharding(scaled.job, scaled.processes)
-    job = from_yaml.job_of(scaled.job, ranks=scaled.processes)
+    from_yaml.check_sharding(config, ranks)
+    job = from_yaml.job_of(config, ranks=ranks)
     by_class = job.wrap_policy == "TRANSFORMER_BASED_WRAP"
     hybrid = job.engine is Engine.FSDP2 and job.layout.strategy in (4, 5)  # its replicas represent machines
-    layout = job.layout if hybrid else replace(job.layout, ranks_per_node=scaled.ranks_per_node)
+    layout = job.layout if hybrid else replace(job.layout, ranks_per_node=ranks // machines)
     return replace(job, layout=layout, layer_classes=(job.layer_classes or own_classes) if by_class else ())
 
 

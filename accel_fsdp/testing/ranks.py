@@ -86,8 +86,8 @@ class Ranks:
         Raises:
             UserError: the YAML can't be read, or can't run on CPU processes, or on this number of them.
         """
-        self._scaled = _scaled(processes, config_file)
-        self.processes, self.timeout_seconds = self._scaled.processes, timeout_seconds
+        self._job = _scaled(processes, config_file)
+        self.processes, self.timeout_seconds = self._job.number("num_processes"), timeout_seconds
         self._has_yaml = config_file is not None
         self._started: list[_Rank] = []
         self._folder = contextlib.ExitStack()
@@ -132,9 +132,8 @@ class Ranks:
 
     def _start(self) -> None:
         folder = self._folder.enter_context(janitor.folder())
-        own = (
-            environments(self._scaled, folder / "fsdp.yaml", Path(__file__)) if self._has_yaml else places(self._scaled)
-        )
+        config = folder / "fsdp.yaml"
+        own = environments(self._job, config, Path(__file__)) if self._has_yaml else places(self.processes)
         for number, environment in enumerate(own):
             self._started.append(_started({**environment, **janitor.mark(folder)}, folder, folder / f"{number}.log"))
         try:
@@ -182,14 +181,14 @@ class Ranks:
                 sys.stdout.write(f"--- output of rank {number} ---\n{text.rstrip()}\n")
 
 
-def _scaled(processes: int | None, config_file: str | Path | None) -> scaled.ScaledJob:
+def _scaled(processes: int | None, config_file: str | Path | None) -> JobConfig:
     if processes is not None and processes < 1:
         raise UsageError(f"{processes} processes", why="nothing would run", fix="Ranks(2), or Ranks() for as many")
     if config_file is None:
-        return scaled.ScaledJob(JobConfig({}), processes or scaled.PROCESSES, 1, ())
+        return JobConfig({"num_processes": processes or scaled.PROCESSES})
     job = read_config(Path(config_file))[0]
     try:
-        return scaled.scale(job, processes)
+        return scaled.scale(job, processes)[0]
     except scaled.CannotRehearse as error:
         what = f"{config_file} can't run on CPU ranks: {error.what}"
         raise UserError(what, why=error.why, fix=error.fix) from None

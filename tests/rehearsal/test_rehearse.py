@@ -233,25 +233,25 @@ def job(**values: object) -> JobConfig:
 
 def test_the_shape_of_a_mesh_stays() -> None:
     mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 8}
-    found = scaled.scale(job(fsdp_config={"fsdp_version": 2}, parallelism_config=mesh))
-    small = yaml.safe_load(yaml.safe_dump(dict(found.job.values)))
-    assert (found.processes, small["num_processes"], small["num_machines"]) == (4, 4, 1)
+    small_job, changes = scaled.scale(job(fsdp_config={"fsdp_version": 2}, parallelism_config=mesh))
+    small = yaml.safe_load(yaml.safe_dump(dict(small_job.values)))
+    assert (scaled.machines_of(small_job), small["num_processes"], small["num_machines"]) == (1, 4, 1)
     assert list(small["parallelism_config"].values()) == [2, 2]
-    assert found.changes == ("num_processes 16 -> 4", "num_machines 2 -> 1", "mesh 2 x 8 -> 2 x 2")
+    assert changes == ["num_processes 16 -> 4", "num_machines 2 -> 1", "mesh 2 x 8 -> 2 x 2"]
 
 
 def test_hybrid_of_fsdp1_has_two_nodes() -> None:
-    found = scaled.scale(job(fsdp_config={"fsdp_sharding_strategy": 4}))
-    assert (found.processes, found.nodes, found.ranks_per_node) == (4, 2, 2)
+    small, _ = scaled.scale(job(fsdp_config={"fsdp_sharding_strategy": 4}))
+    assert (small.number("num_processes"), scaled.machines_of(small)) == (4, 2)
 
 
 def test_units_chosen_by_size_shrink_with_the_layers() -> None:
     given = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 196_300_800}
-    found = scaled.with_smaller_units(scaled.scale(job(fsdp_config=given)), real=218_112_000, small=213_248)
-    assert found.job.fsdp("fsdp_min_num_params") == 191_923
-    assert found.changes[-1] == "fsdp_min_num_params 196300800 -> 191923"
-    by_class = scaled.scale(job(fsdp_config=given | {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}))
-    assert scaled.with_smaller_units(by_class, real=218_112_000, small=213_248) is by_class
+    small, changes = scaled.with_smaller_units(job(fsdp_config=given), real=218_112_000, small=213_248)
+    assert small.fsdp("fsdp_min_num_params") == 191_923
+    assert changes == ["fsdp_min_num_params 196300800 -> 191923"]
+    by_class = job(fsdp_config=given | {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"})
+    assert scaled.with_smaller_units(by_class, real=218_112_000, small=213_248) == (by_class, [])
 
 
 def test_what_cannot_be_rehearsed_is_said() -> None:
