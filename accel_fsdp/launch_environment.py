@@ -1,9 +1,10 @@
 """The variables of torchrun and `accelerate launch` for this rank; only this module reads them."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Generic, TypeVar
 
 EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 """How the names begin by which Accelerate hands the YAML to the ranks."""
@@ -13,6 +14,41 @@ MACHINE_RANK = "ACCEL_FSDP_MACHINE_RANK"
 MEETING = "ACCEL_FSDP_MEETING"
 """The variable by which it tells them where the launchers of all machines meet: port and address."""
 OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
+
+
+T = TypeVar("T")
+
+
+class _Variable(Generic[T]):
+    """A property of `LaunchEnvironment`: the value of a variable, or the default, as `read` understands it."""
+
+    def __init__(self, name: str, read: Callable[[str], T], default: str) -> None:
+        self.name, self.read, self.default = name, read, default
+
+    def __get__(self, launch: "LaunchEnvironment", owner: type) -> T:
+        return self.read(launch.variables.get(self.name, self.default))
+
+
+def _number(name: str, default: int = 0) -> _Variable[int]:
+    return _Variable(name, int, str(default))
+
+
+def _text(name: str, default: str = "") -> _Variable[str]:
+    return _Variable(name, str, default)
+
+
+def _switch(name: str, default: str = "false") -> _Variable[bool]:
+    return _Variable(name, _is_on, default)
+
+
+def _is_on(word: str) -> bool:
+    """Whether it is one of the words that Accelerate reads as true."""
+    from accelerate.utils import str_to_bool
+
+    try:
+        return bool(str_to_bool(word.lower()))
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -25,38 +61,26 @@ class LaunchEnvironment:
     def now(cls) -> "LaunchEnvironment":
         return cls(dict(os.environ))
 
-    def _is_on(self, name: str, default: bool = False) -> bool:
-        """A switch, in any of the words that Accelerate takes; another word is none of them."""
-        from accelerate.utils import str_to_bool
-
-        try:
-            return bool(str_to_bool(self.variables.get(name, str(default)).lower()))
-        except ValueError:
-            return default
-
     # This rank's place, as torchrun says it
 
-    @property
-    def is_rank(self) -> bool:
-        """Whether torchrun or `accelerate launch` started this process as one rank of a job."""
-        return int(self.variables.get("LOCAL_RANK", "-1")) >= 0
-
-    @property
-    def rank(self) -> int:
-        return int(self.variables.get("RANK", "0"))
-
-    @property
-    def local_rank(self) -> int:
-        return int(self.variables.get("LOCAL_RANK", "0"))
-
-    @property
-    def restarts(self) -> int:
-        """How often torchrun has started the ranks anew."""
-        return int(self.variables.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-    @property
-    def world_size(self) -> int:
-        return int(self.variables.get("WORLD_SIZE", "1"))
+    is_rank = _Variable("LOCAL_RANK", lambda place: int(place) >= 0, "-1")
+    """Whether torchrun or `accelerate launch` started this process as one rank of a job."""
+    rank = _number("RANK")
+    local_rank = _number("LOCAL_RANK")
+    world_size = _number("WORLD_SIZE", 1)
+    machines = _number("GROUP_WORLD_SIZE", 1)
+    main_address = _text("MASTER_ADDR", "127.0.0.1")
+    main_port = _number("MASTER_PORT")
+    restarts = _number("TORCHELASTIC_RESTART_COUNT")
+    """How often torchrun has started the ranks anew."""
+    may_restart = _Variable("TORCHELASTIC_MAX_RESTARTS", lambda most: int(most) > 0, "0")
+    """Whether torchrun starts the ranks again when one has failed, or machines come or go (`--max-restarts`)."""
+    has_store = _Variable("TORCHELASTIC_USE_AGENT_STORE", lambda word: word == "True", "")
+    """Whether the launcher holds the store at which ranks meet, so that no rank has to."""
+    error_file = _text("TORCHELASTIC_ERROR_FILE")
+    """Where torch's launcher looks for what a rank failed of; empty: nowhere."""
+    failure_file = _text(FAILURE_FILE)
+    """What a rank that fails makes for `accel-fsdp launch`; empty: nothing."""
 
     @property
     def local_world_size(self) -> int:
@@ -74,43 +98,25 @@ class LaunchEnvironment:
         return address, int(port)
 
     @property
-    def machines(self) -> int:
-        return int(self.variables.get("GROUP_WORLD_SIZE", "1"))
-
-    @property
-    def main_address(self) -> str:
-        return self.variables.get("MASTER_ADDR", "127.0.0.1")
-
-    @property
-    def main_port(self) -> int:
-        return int(self.variables.get("MASTER_PORT", "0"))
-
-    @property
-    def has_store(self) -> bool:
-        """Whether the launcher holds the store at which ranks meet, so that no rank has to."""
-        return self.variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-    @property
-    def may_restart(self) -> bool:
-        """Whether torchrun starts the ranks again when one has failed, or machines come or go (`--max-restarts`)."""
-        return int(self.variables.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
-
-    @property
     def restarts_meet_in_one_store(self) -> bool:
         """Whether ranks that are started again find the keys of those before them (torch 2.13, c10d rendezvous)."""
         return self.may_restart and self.has_store
 
-    @property
-    def error_file(self) -> str:
-        """Where torch's launcher looks for what a rank failed of; empty: nowhere."""
-        return self.variables.get("TORCHELASTIC_ERROR_FILE", "")
-
-    @property
-    def failure_file(self) -> str:
-        """What a rank that fails makes for `accel-fsdp launch`; empty: nothing."""
-        return self.variables.get(FAILURE_FILE, "")
-
     # The YAML, as Accelerate exports it
+
+    mixed_precision = _text("ACCELERATE_MIXED_PRECISION", "no")
+    uses_cpu = _switch("ACCELERATE_USE_CPU")
+    uses_deepspeed = _switch("ACCELERATE_USE_DEEPSPEED")
+    uses_fsdp = _switch("ACCELERATE_USE_FSDP")
+    sharding_strategy = _Variable("FSDP_SHARDING_STRATEGY", str.upper, "")
+    state_dict_type = _text("FSDP_STATE_DICT_TYPE")
+    layer_classes = _Variable("FSDP_TRANSFORMER_CLS_TO_WRAP", lambda names: tuple(filter(None, names.split(","))), "")
+    """Their names; empty: the model's own."""
+    ignores_modules = _Variable("FSDP_IGNORED_MODULES", bool, "")
+    loads_on_rank_zero = _switch("FSDP_CPU_RAM_EFFICIENT_LOADING")
+    recomputes_units = _switch("FSDP_ACTIVATION_CHECKPOINTING")
+    keeps_original_parameters = _switch("FSDP_USE_ORIG_PARAMS", default="true")
+    syncs_module_states = _switch("FSDP_SYNC_MODULE_STATES")
 
     @property
     def has_config(self) -> bool:
@@ -120,22 +126,6 @@ class LaunchEnvironment:
     @property
     def settings(self) -> dict[str, str]:
         return {name: value for name, value in sorted(self.variables.items()) if name.startswith(EXPORTED)}
-
-    @property
-    def mixed_precision(self) -> str:
-        return self.variables.get("ACCELERATE_MIXED_PRECISION", "no")
-
-    @property
-    def uses_cpu(self) -> bool:
-        return self._is_on("ACCELERATE_USE_CPU")
-
-    @property
-    def uses_deepspeed(self) -> bool:
-        return self._is_on("ACCELERATE_USE_DEEPSPEED")
-
-    @property
-    def uses_fsdp(self) -> bool:
-        return self._is_on("ACCELERATE_USE_FSDP")
 
     @property
     def shards(self) -> bool:
@@ -150,48 +140,14 @@ class LaunchEnvironment:
         return self.uses_fsdp and self.variables.get("FSDP_VERSION") == "2"
 
     @property
-    def sharding_strategy(self) -> str:
-        return self.variables.get("FSDP_SHARDING_STRATEGY", "").upper()
-
-    @property
-    def state_dict_type(self) -> str:
-        return self.variables.get("FSDP_STATE_DICT_TYPE", "")
-
-    @property
     def wraps_layer_classes(self) -> bool:
         return self.uses_fsdp and self.variables.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "TRANSFORMER_BASED_WRAP"
-
-    @property
-    def layer_classes(self) -> tuple[str, ...]:
-        """Their names; empty: the model's own."""
-        names = self.variables.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
-        return tuple(names.split(",")) if names else ()
-
-    @property
-    def ignores_modules(self) -> bool:
-        return bool(self.variables.get("FSDP_IGNORED_MODULES"))
-
-    @property
-    def loads_on_rank_zero(self) -> bool:
-        return self._is_on("FSDP_CPU_RAM_EFFICIENT_LOADING")
-
-    @property
-    def recomputes_units(self) -> bool:
-        return self._is_on("FSDP_ACTIVATION_CHECKPOINTING")
-
-    @property
-    def flattens(self) -> bool:
-        return not self._is_on("FSDP_USE_ORIG_PARAMS", default=True)
-
-    @property
-    def syncs_module_states(self) -> bool:
-        return self._is_on("FSDP_SYNC_MODULE_STATES")
 
     @property
     def offloads(self) -> bool:
         """Whether something is to rest in the host's memory."""
         devices = (self.variables.get(name, "none") for name in OFFLOAD_DEVICES)
-        return self._is_on("FSDP_OFFLOAD_PARAMS") or any(device != "none" for device in devices)
+        return _is_on(self.variables.get("FSDP_OFFLOAD_PARAMS", "")) or any(device != "none" for device in devices)
 
     @property
     def mesh(self) -> dict[str, int]:

@@ -66,7 +66,7 @@ def check_buffers(model: nn.Module) -> None:
 def check_weight_decay(args: TrainingArguments) -> None:
     """Refuses flattened parameters of FSDP1: they lose the names by which Trainer exempts norms from decay."""
     launch = LaunchEnvironment.now()
-    if launch.uses_fsdp1 and launch.flattens and args.weight_decay > 0:
+    if launch.uses_fsdp1 and not launch.keeps_original_parameters and args.weight_decay > 0:
         raise UserError(
             f"fsdp_use_orig_params: false with --weight_decay {args.weight_decay}",
             why="norms and biases would be decayed too: in FSDP1's flat parameters nobody can tell them apart",
