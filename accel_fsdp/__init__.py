@@ -19,6 +19,23 @@ __version__ = "0.1.0"
 # transformers imports PEFT, and that bitsandbytes, which warns on CPUs of a kernel that training doesn't use (0.50)
 logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
 
+_retried: set[str] = set()
+
+
+def _says_something_new(record: logging.LogRecord) -> bool:
+    """Of huggingface_hub's two lines for each of its retries, lets the first pass."""
+    text = record.getMessage()
+    cause, thrown, _ = text.partition(" thrown while ")
+    if cause in _retried or text.startswith(("Retrying in ", "Rate limited. Waiting ")):
+        return False
+    if thrown:
+        _retried.add(cause)
+        record.msg = f"{text}; trying again"
+    return True
+
+
+logging.getLogger("huggingface_hub.utils._http").addFilter(_says_something_new)
+
 # torch reads it when it is imported: its warnings, such as DDP's about a search for unused parameters, come per rank
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 

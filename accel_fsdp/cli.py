@@ -9,28 +9,15 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Union
+from typing import Annotated, Any, NoReturn, Union
 
 import tyro
 
 from accel_fsdp import __version__, flag_words
 from accel_fsdp.errors import NotInstalled, UsageError, did_you_mean, guard, is_installed, to_stdout
 
-if TYPE_CHECKING:
-    from accel_fsdp.exporter import ExportCommand
-    from accel_fsdp.init_command import InitCommand
-    from accel_fsdp.launch import LaunchCommand
-    from accel_fsdp.launch.doctor import DoctorCommand
-    from accel_fsdp.launch.script import ScriptCommand
-    from accel_fsdp.linter import CheckCommand
-    from accel_fsdp.migration import MigrateCommand
-    from accel_fsdp.planner import PlanCommand
-    from accel_fsdp.rehearsal import RehearseCommand
-
 NO_SOURCE = {"__module__": "builtins"}
 """For a class without comments: otherwise tyro parses whole modules for them, a quarter of the time of `--help`."""
-EXPORT_ENDED = "OUT is as it was"
-CLEANED = "nothing is left of the rehearsal"
 BEFORE_ARGS = {"launch": 2, "script": 3}
 """The number of positional words before the arguments of a script: FILE SCRIPT, and ENGINE before them."""
 
@@ -49,8 +36,9 @@ def main() -> None:
             return
         code = call(words)
 
-    ends = {"launch": "interrupted", "export": f"interrupted, {EXPORT_ENDED}", "rehearse": f"interrupted, {CLEANED}"}
-    sys.exit(guard(run, ends.get(words[0] if words else "", "interrupted, nothing written")) or code)
+    command = COMMANDS.get(words[0] if words else "")
+    outcome = (command.cleaned or command.outcome) if command else "nothing written"
+    sys.exit(guard(run, f"interrupted, {outcome}" if outcome else "interrupted") or code)
 
 
 def call(words: list[str]) -> int:
@@ -60,7 +48,11 @@ def call(words: list[str]) -> int:
         UserError: the command failed. SystemExit: help was asked for, or a flag is wrong.
     """
     command, flags, script_args = _parse(words)
-    return command.run(flags, script_args)
+    if command.cleaned:
+        _end_as_ctrl_c_does(command.cleaned)
+    run = _named(command.run) if isinstance(command.run, str) else command.run
+    code: int = run(flags, script_args) if command.has_script else run(flags)
+    return code
 
 
 def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
@@ -117,7 +109,7 @@ def _without_flags(name: str, summary: str) -> type:
     return dataclasses.make_dataclass(name, [], namespace=NO_SOURCE | {"__doc__": summary})
 
 
-def _config(options: Any, _: tuple[str, ...]) -> int:
+def _config(options: Any) -> int:
     from accel_fsdp import wizard
 
     asked = [question.field for question in wizard.QUESTIONS]
@@ -125,13 +117,13 @@ def _config(options: Any, _: tuple[str, ...]) -> int:
     return wizard.configure(options, flags)
 
 
-def _plan(options: "PlanCommand", _: tuple[str, ...]) -> int:
+def _plan(options: Any) -> int:
     from accel_fsdp import planner
 
     return planner.show_comparison(options) if options.compare else planner.show_plan(planner.options_of(options))
 
 
-def _check(options: "CheckCommand", _: tuple[str, ...]) -> int:
+def _check(options: Any) -> int:
     from accel_fsdp import linter
 
     if options.list_rules or options.explain:
@@ -139,17 +131,10 @@ def _check(options: "CheckCommand", _: tuple[str, ...]) -> int:
     return linter.lint_all(options.files, options)
 
 
-def _migrate(options: "MigrateCommand", _: tuple[str, ...]) -> int:
-    from accel_fsdp import migration
+def _doctor(options: Any) -> int:
+    from accel_fsdp.launch import doctor
 
-    return migration.migrate(options)
-
-
-def _export(options: "ExportCommand", _: tuple[str, ...]) -> int:
-    from accel_fsdp import exporter
-
-    _end_as_ctrl_c_does(EXPORT_ENDED)
-    return exporter.run(options)
+    return doctor.explain(options.explain) if options.explain is not None else doctor.examine(options)
 
 
 def _end_as_ctrl_c_does(outcome: str) -> None:
@@ -191,7 +176,7 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     return words[:end], script_args
 
 
-def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
+def _launch(options: Any, script_args: tuple[str, ...]) -> int:
     from accel_fsdp import console, linter
     from accel_fsdp.config import read_config
     from accel_fsdp.launch import launcher, place
@@ -236,44 +221,29 @@ def _launch(options: "LaunchCommand", script_args: tuple[str, ...]) -> int:
     return 0
 
 
-def _script(options: "ScriptCommand", script_args: tuple[str, ...]) -> int:
-    from accel_fsdp.launch import script
-
-    return script.write(options, script_args)
-
-
-def _doctor(options: "DoctorCommand", _: tuple[str, ...]) -> int:
-    from accel_fsdp.launch import doctor
-
-    _end_as_ctrl_c_does("nothing is left of the test")
-    return doctor.explain(options.explain) if options.explain is not None else doctor.examine(options)
-
-
-def _rehearse(options: "RehearseCommand", script_args: tuple[str, ...]) -> int:
-    from accel_fsdp import rehearsal
-
-    _end_as_ctrl_c_does(CLEANED)
-    return rehearsal.rehearse(options, script_args)
-
-
-def _init(options: "InitCommand", _: tuple[str, ...]) -> int:
-    from accel_fsdp import init_command
-
-    return init_command.init(options.folder, options.config, options.native)
-
-
 @dataclass(frozen=True)
 class Command:
-    """`summary`: its line in the help; `place`: the class of its flags; `run` takes them and a script's arguments."""
+    """`summary` is its line in the help, `place` the class of its flags, `run` the function that takes them.
+
+    `cleaned`: what a command that cleans up says when Ctrl-C, SIGTERM or SIGHUP ends it; `outcome`: what the others say
+    at Ctrl-C.
+    """
 
     summary: str
     place: str
-    run: Callable[[Any, tuple[str, ...]], int]
+    run: str | Callable[..., int]
+    outcome: str = "nothing written"
+    cleaned: str = ""
+    has_script: bool = False
 
     def flags(self) -> type:
-        room, _, name = self.place.partition(":")
-        flags_class: type = getattr(import_module(room), name)
+        flags_class: type = _named(self.place)
         return flags_class
+
+
+def _named(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name)
 
 
 COMMANDS = {
@@ -295,36 +265,43 @@ COMMANDS = {
     "migrate": Command(
         "Rewrite an Accelerate YAML for another engine, in place or with -o, and say what becomes of each key.",
         "accel_fsdp.migration:MigrateCommand",
-        _migrate,
+        "accel_fsdp.migration:migrate",
     ),
     "launch": Command(
         "Lint the YAML, then run the script with it: accel-fsdp launch [flags] FILE SCRIPT [script arguments].",
         "accel_fsdp.launch:LaunchCommand",
         _launch,
+        outcome="",
+        has_script=True,
     ),
     "script": Command(
         "Write the job file of a cluster: accel-fsdp script ENGINE [flags] FILE SCRIPT [script arguments].",
         "accel_fsdp.launch.script:ScriptCommand",
-        _script,
+        "accel_fsdp.launch.script:write",
+        has_script=True,
     ),
     "rehearse": Command(
         "Run the job in small on this machine, on CPU: train, save, kill, resume, export, reload; compare each.",
         "accel_fsdp.rehearsal:RehearseCommand",
-        _rehearse,
+        "accel_fsdp.rehearsal:rehearse",
+        cleaned="nothing is left of the rehearsal",
+        has_script=True,
     ),
     "export": Command(
         "Write a checkpoint as a verified Hugging Face folder, in bounded memory: accel-fsdp export SRC OUT.",
         "accel_fsdp.exporter:ExportCommand",
-        _export,
+        "accel_fsdp.exporter:run",
+        cleaned="OUT is as it was",
     ),
     "init": Command(
         "Copy the training script, a YAML and a short README into a project of your own; nothing is overwritten.",
         "accel_fsdp.init_command:InitCommand",
-        _init,
+        "accel_fsdp.init_command:init",
     ),
     "doctor": Command(
         "Examine this machine, and the connections between machines and ranks; say what is wrong and what to type.",
         "accel_fsdp.launch.doctor:DoctorCommand",
         _doctor,
+        cleaned="nothing is left of the test",
     ),
 }

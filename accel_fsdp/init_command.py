@@ -30,8 +30,9 @@ def configs() -> dict[str, Path]:
     return {path.stem: path for path in sorted((shipped.source() / "accelerate_configs").glob("*.yaml"))}
 
 
-def init(target: Path, config: str = CONFIG, native: bool = False) -> int:
-    """Copies the files to `target` and says what to type next; returns 0. All of them are new, or none is written."""
+def init(command: InitCommand) -> int:
+    """Copies the files and says what to type next; returns 0. All of them are new, or none is written."""
+    target, config, native = command.folder, command.config, command.native
     contents = _contents(config, native)
     _refuse_file(target)
     there = [str(target / name) for name in contents if atomic_files.is_taken(target / name)]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, made_yaml, run
+from conftest import ROOT, SFT, accel_fsdp, accelerate_launch, free_port, made_yaml, run
 from safetensors.torch import load_file, save_file
 
 from accel_fsdp import __version__, atomic_files, cli, flag_words, units
@@ -370,3 +370,15 @@ def test_one_thing_is_not_several() -> None:
     yaml = ROOT / "accelerate_configs" / "fsdp2.yaml"
     with pytest.raises(UsageError, match="--gpus 1xH100 is 1 GPU, the YAML has 8 processes"):
         cli.call(["plan", "--model", "gpt2", "--gpus", "1xH100", "--config", str(yaml)])
+
+
+def test_a_hub_that_cannot_be_reached_takes_one_line() -> None:
+    """huggingface_hub alone prints eleven, of five retries."""
+    impatient = "import time; time.sleep = lambda seconds: None; from accel_fsdp.cli import main; main()"
+    words = ["check", str(ROOT / "accelerate_configs" / "fsdp2.yaml"), "--model", "nobody/nothing"]
+    hub = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HUB_OFFLINE": "0", "WARM": "0"}
+    finished = run([sys.executable, "-c", impatient, *words], **hub)
+    assert finished.code == 2, finished.output
+    said = [line for line in finished.output.splitlines() if re.search("thrown while|Retrying in", line)]
+    assert len(said) == 1, finished.output
+    assert said[0].endswith("/nobody/nothing/resolve/main/config.json; trying again")
