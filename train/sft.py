@@ -10,30 +10,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp import atomic_files, console, training
+from accel_fsdp import console, training
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import guard
-from accel_fsdp.training import Diverged, arguments, load_model, resuming, together
-from accel_fsdp.training.data import DataArguments, batching, chat_template, load, tokenizing
-from accel_fsdp.training.reporting import lineage, model_card, progress, run_record
+from accel_fsdp.training import arguments, load_model, resuming, together
+from accel_fsdp.training.data import DataArguments, batching, load, tokenizing
+from accel_fsdp.training.reporting import lineage, model_card, progress
 
 
 def main() -> None:
     # Parse
     model_args, data_args, training_args = arguments.parse()
-    output = Path(training_args.output_dir)
 
     with together.Peers(training_args.ddp_timeout) as ranks:  # all ranks end if one fails or has other settings
         ranks.compare("arguments", together.of_arguments(model_args, data_args, training_args))
         checkpoint = resuming.chosen(training_args)
-        atomic_files.check_writable(output)
-        training.begin(training_args)
-        arguments_used = run_record.arguments_of(model_args, data_args, training_args)
-        record = run_record.RunRecord(output, arguments_used, first_rank=training_args.process_index == 0)
+        record = training.begin(model_args, data_args, training_args)
 
         # Data: one rank per node tokenizes on all cores, and the others read its cache
-        tokenizer = load_model.load_tokenizer(model_args)
-        chat_template.use_template(tokenizer, data_args.chat_template_path)
+        tokenizer = load_model.load_tokenizer(model_args, data_args.chat_template_path)
         tokens, longest = tokenize(tokenizer, data_args, training_args)
         history = lineage.of_run(checkpoint, model_args, data_args, training_args, tokens["train"])
         ranks.compare("data", together.of_data(history.settings, tokens.get("test"), tokenizer))
@@ -42,37 +37,25 @@ def main() -> None:
         # Model and Trainer
         model = load_model.load_model(model_args, tokenizer)
         ranks.compare("model", together.of_model(model, load_model.receives_weights(model_args)))
-        collator = batching.collator(tokenizer, model, data_args.packing)
-        collator.check_length(longest)
         trainer = training.SftTrainer(
             model=model,
             args=training_args,
             train_dataset=tokens["train"],
             eval_dataset=tokens.get("test"),
             processing_class=tokenizer,
-            data_collator=collator,
+            data_collator=batching.collator(tokenizer, model, data_args.packing, longest),
             history=history,
         )
-        if data_args.packing:  # runs after the sharding check: a forward pass leaves FSDP's root unit gathered
-            trainer.add_callback(batching.IsolationCheck(collator))
         record.begin(trainer.report.plan())
     record.lap("model")
 
     # Train
-    try:
-        with load.reading(data_args.dataset_name):  # streams are read during training
-            trainer.train(resume_from_checkpoint=checkpoint)
-    except Diverged:
-        record.trained(history.account(trainer.state.global_step))
-        record.finish(trainer.state.log_history, trainer.report.totals(), status="diverged")
-        raise
-    record.lap("training")
-    record.trained(history.account(trainer.state.global_step))
+    with training.recorded(record, trainer), load.reading(data_args.dataset_name):  # streams are read during training
+        trainer.train(resume_from_checkpoint=checkpoint)
 
     # Export: gathered on all ranks, written and verified on the first
-    rounding = trainer.exporter.expected.rounding
-    card = model_card.text(record.content, trainer.state.log_history, rounding)
-    tensors = trainer.export(output / file_names.FINAL, card)
+    final, rounding = Path(training_args.output_dir) / file_names.FINAL, trainer.exporter.expected.rounding
+    tensors = trainer.export(final, model_card.text(record.content, trainer.state.log_history, rounding))
     record.lap("export")
     record.finish(trainer.state.log_history, trainer.report.totals())
 
@@ -80,7 +63,7 @@ def main() -> None:
     if trainer.is_world_process_zero():
         for line in progress.summary(trainer.state, training_args.load_best_model_at_end):
             console.say(line)
-        console.say(training.exported(output / file_names.FINAL, tensors, rounding), style="green")
+        console.say(training.exported(final, tensors, rounding), style="green")
 
 
 def tokenize(

@@ -19,5 +19,6 @@ from .preemption import SIGNALS as SIGNALS
 from .preemption import Stop as Stop
 from .process import begin as begin
 from .process import finish as finish
+from .process import recorded as recorded
 from .saving import Checkpoints as Checkpoints
 from .trainer import SftTrainer as SftTrainer

@@ -2,12 +2,13 @@
 
 import os
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from transformers import HfArgumentParser, TrainingArguments
+from transformers.hf_argparser import HfArg
 
 from accel_fsdp import console, cpu, flag_words, models
 from accel_fsdp.config import yaml_file
@@ -28,58 +29,49 @@ SEE_HELP = "see all arguments: python train/sft.py --help"
 class ModelArguments:
     """Which model, and what of it is trained."""
 
-    model_name_or_path: str = field(metadata={"help": "Hub id or local folder."})
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit on the hub."})
-    trust_remote_code: bool = field(
-        default=False,
-        metadata={"help": "Run the Python code that comes with the model. Read it first: it can do whatever you can."},
+    model_name_or_path: str = HfArg(help="Hub id or local folder.")
+    model_revision: str = HfArg(default="main", help="Branch, tag or commit on the hub.")
+    trust_remote_code: bool = HfArg(
+        default=False, help="Run the Python code that comes with the model. Read it first: it can do whatever you can."
     )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = HfArg(
         default="auto",
-        metadata={
-            "help": "Dtype of the loaded weights. auto: float32 for full training (the master weights), the "
-            "checkpoint's own for the frozen base of --use_peft. The compute precision is the YAML's mixed_precision."
-        },
+        help="Dtype of the loaded weights. auto: float32 for full training (the master weights), the "
+        "checkpoint's own for the frozen base of --use_peft. The compute precision is the YAML's mixed_precision.",
     )
-    attn_implementation: str | None = field(default=None, metadata={"help": "eager, sdpa, flash_attention_2, ..."})
-    resize_vocab: bool = field(
-        default=False,
-        metadata={"help": "Add embedding rows where the tokenizer has more tokens than the model; never shrinks."},
+    attn_implementation: str | None = HfArg(default=None, help="eager, sdpa, flash_attention_2, ...")
+    resize_vocab: bool = HfArg(
+        default=False, help="Add embedding rows where the tokenizer has more tokens than the model; never shrinks."
     )
-    use_peft: bool = field(default=False, metadata={"help": "Train a LoRA adapter; the base model stays frozen."})
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter matrices."})
-    lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapter: alpha / r."})
-    lora_dropout: float = field(default=0.05, metadata={"help": "Dropout on the adapter's input."})
-    use_dora: bool = field(
-        default=False, metadata={"help": "DoRA: the adapter also learns each output's magnitude. Needs --use_peft."}
+    use_peft: bool = HfArg(default=False, help="Train a LoRA adapter; the base model stays frozen.")
+    lora_r: int = HfArg(default=16, help="Rank of the adapter matrices.")
+    lora_alpha: int = HfArg(default=32, help="Scale of the adapter: alpha / r.")
+    lora_dropout: float = HfArg(default=0.05, help="Dropout on the adapter's input.")
+    use_dora: bool = HfArg(
+        default=False, help="DoRA: the adapter also learns each output's magnitude. Needs --use_peft."
     )
-    load_in_4bit: bool = field(
-        default=False, metadata={"help": "QLoRA: quantise the frozen base to 4 bits (bitsandbytes). Needs --use_peft."}
+    load_in_4bit: bool = HfArg(
+        default=False, help="QLoRA: quantise the frozen base to 4 bits (bitsandbytes). Needs --use_peft."
     )
-    bnb_4bit_quant_type: Literal["nf4", "fp4"] = field(default="nf4", metadata={"help": "4-bit data type."})
-    bnb_4bit_quant_storage: Literal["bfloat16", "float16", "float32", "uint8"] = field(
+    bnb_4bit_quant_type: Literal["nf4", "fp4"] = HfArg(default="nf4", help="4-bit data type.")
+    bnb_4bit_quant_storage: Literal["bfloat16", "float16", "float32", "uint8"] = HfArg(
         default="bfloat16",
-        metadata={
-            "help": "Dtype that the 4-bit weights are packed in: FSDP shards floating ones only, and casts those "
-            "that differ from mixed_precision."
-        },
+        help="Dtype that the 4-bit weights are packed in: FSDP shards floating ones only, and casts those "
+        "that differ from mixed_precision.",
     )
-    lora_target_modules: list[str] = field(
+    lora_target_modules: list[str] = HfArg(
         default_factory=lambda: ["all-linear"],
-        metadata={"help": "Names of the modules that get an adapter; all-linear: every linear layer but the head."},
+        help="Names of the modules that get an adapter; all-linear: every linear layer but the head.",
     )
-    lora_modules_to_save: list[str] = field(
-        default_factory=list,
-        metadata={"help": "Modules trained in full beside the adapter, such as lm_head. One process or DDP."},
+    lora_modules_to_save: list[str] = HfArg(
+        default_factory=list, help="Modules trained in full beside the adapter, such as lm_head. One process or DDP."
     )
-    use_rslora: bool = field(
-        default=False, metadata={"help": "Scale the adapter by alpha / sqrt(r) instead of alpha / r. Needs --use_peft."}
+    use_rslora: bool = HfArg(
+        default=False, help="Scale the adapter by alpha / sqrt(r) instead of alpha / r. Needs --use_peft."
     )
-    eos_token: str | None = field(
-        default=None, metadata={"help": "Token that ends a text, where the tokenizer has another or none."}
-    )
-    pad_token: str | None = field(
-        default=None, metadata={"help": "Token that fills short rows, where the tokenizer has none of its own."}
+    eos_token: str | None = HfArg(default=None, help="Token that ends a text, where the tokenizer has another or none.")
+    pad_token: str | None = HfArg(
+        default=None, help="Token that fills short rows, where the tokenizer has none of its own."
     )
 
 
@@ -87,61 +79,47 @@ class ModelArguments:
 class SftArguments(TrainingArguments):  # type: ignore[misc]
     """Everything of `TrainingArguments`. On a machine without accelerator, gloo on CPU is set up first."""
 
-    accelerate_config: str | None = field(
+    accelerate_config: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "The Accelerate YAML, under torchrun (the number of processes is torchrun's) and on TPU. "
-            "Under accelerate launch it is --config_file instead."
-        },
+        help="The Accelerate YAML, under torchrun (the number of processes is torchrun's) and on TPU. "
+        "Under accelerate launch it is --config_file instead.",
     )
 
-    early_stopping_patience: int | None = field(
+    early_stopping_patience: int | None = HfArg(
         default=None,
-        metadata={
-            "help": "Stop after so many evaluations without a better held-out loss, and export the best model; needs "
-            "--eval_strategy and the same --save_strategy."
-        },
+        help="Stop after so many evaluations without a better held-out loss, and export the best model; needs "
+        "--eval_strategy and the same --save_strategy.",
     )
-    resume_with_changes: bool = field(
+    resume_with_changes: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Resume although model, data, their order or the schedule differ from the checkpoint's. Each "
-            "change is said; run.json and the card keep what was trained with what."
-        },
+        help="Resume although model, data, their order or the schedule differ from the checkpoint's. Each "
+        "change is said; run.json and the card keep what was trained with what.",
     )
-    logging_steps: float = field(
+    logging_steps: float = HfArg(
         default=0,
-        metadata={
-            "help": "Steps from one line of the log to the next; a share of all steps below 1. 0: every 10 steps, in "
-            "shorter runs a tenth of them. The first and the last step always have one."
-        },
+        help="Steps from one line of the log to the next; a share of all steps below 1. 0: every 10 steps, in "
+        "shorter runs a tenth of them. The first and the last step always have one.",
     )
-    ignore_nan_inf: bool = field(
+    ignore_nan_inf: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Leave out the update of a step whose loss or gradient norm is NaN or infinite, and go on. Without "
-            "it, training stops there: later steps would be NaN too."
-        },
+        help="Leave out the update of a step whose loss or gradient norm is NaN or infinite, and go on. Without "
+        "it, training stops there: later steps would be NaN too.",
     )
-    hang_timeout: float | None = field(
+    hang_timeout: float | None = HfArg(
         default=None,
-        metadata={
-            "help": "Seconds without a finished step after which the job ends and says where each rank stands; three "
-            "times as many before the first step and in saves, evaluations and the export. 0: never. (default: 20 "
-            "times the slowest of the last 20 steps, at least 600)"
-        },
+        help="Seconds without a finished step after which the job ends and says where each rank stands; three "
+        "times as many before the first step and in saves, evaluations and the export. 0: never. (default: 20 "
+        "times the slowest of the last 20 steps, at least 600)",
     )
-    profile_steps: str | None = field(
+    profile_steps: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Profile these steps: 3:5 are 3, 4 and 5, as the log counts them. The folder profile of "
-            "--output_dir then holds a trace of each step and rank, on GPUs a memory snapshot, and step.html, which "
-            "lays the last of them beside the prediction, unit by unit. The step before the first one warms up."
-        },
+        help="Profile these steps: 3:5 are 3, 4 and 5, as the log counts them. The folder profile of "
+        "--output_dir then holds a trace of each step and rank, on GPUs a memory snapshot, and step.html, which "
+        "lays the last of them beside the prediction, unit by unit. The step before the first one warms up.",
     )
-    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
+    export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = HfArg(
         default="auto",
-        metadata={"help": "Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained."},
+        help="Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained.",
     )
 
     def __post_init__(self) -> None:

@@ -16,6 +16,7 @@ from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import causal, counting
 from accel_fsdp.training import peft_patches
 from accel_fsdp.training.arguments import ModelArguments
+from accel_fsdp.training.data import chat_template
 from accel_fsdp.units import counted, millions
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """What FSDP casts to under `mixed_precision`."""
 
 
-def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
+def load_tokenizer(options: ModelArguments, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
     """Loads the model's tokenizer; one without a padding token pads with its end-of-sequence token."""
     asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
     config = models.read_config(*asked)
@@ -53,6 +54,7 @@ def load_tokenizer(options: ModelArguments) -> PreTrainedTokenizerBase:
     tokenizer.pad_token = options.pad_token or tokenizer.pad_token or tokenizer.eos_token
     if tokenizer.eos_token is None and _first_rank():
         console.say("the tokenizer has no end token: the model won't learn where to stop (--eos_token)", style="yellow")
+    chat_template.use_template(tokenizer, chat_template_path)
     return tokenizer
 
 

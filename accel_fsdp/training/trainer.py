@@ -39,7 +39,7 @@ from accel_fsdp.training.export import Export
 from accel_fsdp.training.hang_watch import HangWatch
 from accel_fsdp.training.losses import Losses
 from accel_fsdp.training.preemption import Stop
-from accel_fsdp.training.reporting import History, profile_flag, profiling, progress
+from accel_fsdp.training.reporting import History, profiling, progress
 from accel_fsdp.training.saving import Checkpoints, own_retention
 
 RELIES_ON = (
@@ -96,7 +96,6 @@ class SftTrainer(Trainer):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, history: History | None = None, **kwargs: Any) -> None:
-        check_libraries()
         model, training = kwargs["model"], kwargs["args"]
         output = Path(training.output_dir)
         self.use_cache = getattr(model.config, "use_cache", None)
@@ -104,7 +103,6 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         self.parameters = sum(count for p, count in counts.items() if p.requires_grad), sum(counts.values())
         self.beside_text = models.beside_text(model)
         preflight.before_trainer(model, training)
-        layers = profiling.layers_of(model) if training.profile_steps else []
         if training.process_index == 0:
             self.lock = atomic_files.only_run(output)
             companion_files.describe(model, kwargs.get("processing_class"), output / file_names.DESCRIBED)
@@ -122,14 +120,12 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         self.stop, self.watch = Stop(), HangWatch(training.hang_timeout, output, training.ddp_timeout)
         self.checkpoints = Checkpoints(run, history or History({}))
         self.report = progress.ProgressReport(from_run.job_of(model, self.args, self.accelerator), self.accelerator)
-        self.profiler = self._profiler(layers) if training.profile_steps else None
+        self.profiler = None
+        if training.profile_steps:
+            during = self.watch.doing
+            self.profiler = profiling.StepProfiler(training, model, lambda: run.model_wrapped, during, self.report)
         self._add_callbacks()
         self.exporter = Export(run)
-
-    def _profiler(self, layers: list[profiling.ProfiledLayer]) -> profiling.StepProfiler:
-        reporter = profiling.Reporter(self.report, Path(self.args.output_dir), layers, self.model)
-        steps = profile_flag.steps_asked(self.args.profile_steps)
-        return profiling.StepProfiler(steps, layers, self.args, lambda: self.model_wrapped, self.watch.doing, reporter)
 
     def _add_callbacks(self) -> None:
         self.add_callback(self.stop)
@@ -149,6 +145,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             alone = "one process, which holds the whole model"
             several = f"{kind}: no FSDP was asked for; each rank may hold the whole model"
             console.say(several if self.args.world_size > 1 else alone, style="yellow")
+        if self.data_collator.packed:  # after the sharding check: a forward pass leaves FSDP's root unit gathered
+            self.add_callback(batching.IsolationCheck(self.data_collator))
 
     @property
     def on_tpu(self) -> bool:

@@ -96,14 +96,20 @@ def _tensor(table: "np.ndarray[Any, Any]") -> "Tensor":
     return torch.from_numpy(table.astype(np.int64, copy=False))
 
 
-def collator(tokenizer: "PreTrainedTokenizerBase", model: "nn.Module", packed: bool) -> Collator:
-    """The collator that fits the model's attention. What a padding token is doesn't matter: nothing looks at it."""
+def collator(tokenizer: "PreTrainedTokenizerBase", model: "nn.Module", packed: bool, longest: int = 0) -> Collator:
+    """The collator that fits the model's attention. What a padding token is doesn't matter: nothing looks at it.
+
+    Raises:
+        UserError: the `longest` document doesn't fit the model's positions.
+    """
     from transformers.utils.generic import is_flash_attention_requested
 
     config: Any = model.config
     pad = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    return Collator(pad, packed, flat=packed and is_flash_attention_requested(config), positions=positions)
+    made = Collator(pad, packed, flat=packed and is_flash_attention_requested(config), positions=positions)
+    made.check_length(longest)
+    return made
 
 
 NO_ROW = -1

@@ -1,7 +1,9 @@
 """The flags of `train/sft.py` about its data: what is read, how rows become tokens."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+from transformers.hf_argparser import HfArg
 
 from accel_fsdp.errors import UsageError
 
@@ -10,63 +12,50 @@ from accel_fsdp.errors import UsageError
 class DataArguments:
     """What it is trained on."""
 
-    dataset_name: str = field(metadata={"help": "Hub id, local folder, or a .jsonl, .json, .csv or .parquet file."})
-    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
-    dataset_train_split: str = field(default="train", metadata={"help": "Split to train on."})
-    dataset_test_split: str = field(default="test", metadata={"help": "Split for evaluation (--eval_strategy)."})
-    streaming: bool = field(
-        default=False,
-        metadata={"help": "Read the training split while training, again and again. Needs --max_steps."},
+    dataset_name: str = HfArg(help="Hub id, local folder, or a .jsonl, .json, .csv or .parquet file.")
+    dataset_config: str | None = HfArg(default=None, help="Configuration of a hub data set.")
+    dataset_train_split: str = HfArg(default="train", help="Split to train on.")
+    dataset_test_split: str = HfArg(default="test", help="Split for evaluation (--eval_strategy).")
+    streaming: bool = HfArg(
+        default=False, help="Read the training split while training, again and again. Needs --max_steps."
     )
-    streaming_buffer: int = field(
-        default=1000, metadata={"help": "Rows of a stream that are shuffled, and packed, together."}
-    )
-    columns: list[str] = field(
+    streaming_buffer: int = HfArg(default=1000, help="Rows of a stream that are shuffled, and packed, together.")
+    columns: list[str] = HfArg(
         default_factory=list,
-        metadata={
-            "help": "Columns that aren't found by themselves, as PART=COLUMN. The parts: messages; prompt and "
-            "completion; instruction, input and output."
-        },
+        help="Columns that aren't found by themselves, as PART=COLUMN. The parts: messages; prompt and "
+        "completion; instruction, input and output.",
     )
-    dataset_text_field: str = field(default="text", metadata={"help": "Column of plain text."})
-    prompt_template: str | None = field(
+    dataset_text_field: str = HfArg(default="text", help="Column of plain text.")
+    prompt_template: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "Jinja text or file that makes the prompt from a row's columns, such as "
-            r"'{{ question }}\n{{ options | lettered }}'. The model's chat template goes around it."
-        },
+        help="Jinja text or file that makes the prompt from a row's columns, such as "
+        r"'{{ question }}\n{{ options | lettered }}'. The model's chat template goes around it.",
     )
-    completion_template: str | None = field(
+    completion_template: str | None = HfArg(
         default=None,
-        metadata={
-            "help": "The same for the answer, such as '{{ \"ABCD\"[answer] }}'. Default: the column completion, "
-            "output, answer or response."
-        },
+        help="The same for the answer, such as '{{ \"ABCD\"[answer] }}'. Default: the column completion, "
+        "output, answer or response.",
     )
-    chat_template_path: str | None = field(
-        default=None,
-        metadata={"help": "Jinja file, or model whose chat template is used in place of this model's."},
+    chat_template_path: str | None = HfArg(
+        default=None, help="Jinja file, or model whose chat template is used in place of this model's."
     )
-    assistant_only_loss: bool = field(
-        default=False, metadata={"help": "Train what the assistant says and its end tokens, nothing else."}
+    assistant_only_loss: bool = HfArg(
+        default=False, help="Train what the assistant says and its end tokens, nothing else."
     )
-    completion_only_loss: bool | None = field(
-        default=None,
-        metadata={"help": "Train the completion without its prompt. Default: yes where rows have such parts."},
+    completion_only_loss: bool | None = HfArg(
+        default=None, help="Train the completion without its prompt. Default: yes where rows have such parts."
     )
-    max_length: int = field(default=1024, metadata={"help": "Tokens per row, also of a packed one."})
-    truncation_mode: Literal["keep_start", "keep_end", "drop"] = field(
-        default="keep_start", metadata={"help": "What becomes of a longer row. It is counted."}
+    max_length: int = HfArg(default=1024, help="Tokens per row, also of a packed one.")
+    truncation_mode: Literal["keep_start", "keep_end", "drop"] = HfArg(
+        default="keep_start", help="What becomes of a longer row. It is counted."
     )
-    packing: bool = field(
+    packing: bool = HfArg(
         default=False,
-        metadata={
-            "help": "Put several rows into one of max_length tokens. None is cut for it, none sees another, and the "
-            "loss is the same."
-        },
+        help="Put several rows into one of max_length tokens. None is cut for it, none sees another, and the "
+        "loss is the same.",
     )
-    dataset_num_proc: int | None = field(
-        default=None, metadata={"help": "Processes that tokenize. Default: one per core, fewer for little data."}
+    dataset_num_proc: int | None = HfArg(
+        default=None, help="Processes that tokenize. Default: one per core, fewer for little data."
     )
 
     def named_columns(self) -> dict[str, str]:
