@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,6 +77,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
     for said in dict.fromkeys(crash.message for crash in crashes if crash is not None):
         terminalreporter.section("a fixture failed")
         terminalreporter.write_line(said[-OUTPUT_LETTERS:])
+    cold = Path(os.environ.get(SHARED, "")) / warm.COLD
+    if cold.is_file():  # each costs ten seconds: a worker's environment has changed
+        reasons = Counter(cold.read_text().splitlines())
+        terminalreporter.section("programs that had to import their libraries, and the variables that were others")
+        terminalreporter.write_line("\n".join(f"{count} x {reason}" for reason, count in reasons.most_common(10)))
 
 
 @dataclass(frozen=True)

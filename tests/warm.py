@@ -3,8 +3,8 @@
 `python tests/warm.py SOCKET` imports what training and Accelerate's launcher need, then forks a process for each
 program that the stub of `stub_text` asks for, with the stub's arguments, environment, folder and open files. What runs
 is the same program in a process of its own, in the stub's namespaces. A program whose environment differs from the
-server's in anything that libraries may read while they are imported is started by the stub itself, as usual; WARM_LOG
-names a file that says why.
+server's in anything that libraries may read while they are imported is started by the stub itself, as usual; the file
+COLD beside the socket says which variables differed.
 """
 
 import contextlib
@@ -56,10 +56,12 @@ READ_LATER = (
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     *("XDG_CACHE_HOME", "TOKENIZERS_PARALLELISM", "FILL", "SEVERAL", "PROBE_", "KILL_", "SCARCE", "ASK_FOR_CPU"),
     *("HANG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PYTORCH_NVML_BASED_CUDA_CHECK", "TMPDIR"),
+    *("KINETO_", "TORCH_FR_"),  # which torch itself sets, in a worker that has trained or profiled
 )
 """How the names of variables begin that programs read when they run, not when they are imported."""
 WHILE_IMPORTING = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """With the last two, torch.cuda is asked for GPUs without a call of CUDA's driver, after which no fork may use it."""
+COLD = "cold"
 LENGTH = 8
 MOST_FILES = 64
 NAMESPACES = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
@@ -154,6 +156,7 @@ class Server:
         self.listener.bind(str(path))
         self.listener.listen()
         self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+        self.cold = path.with_name(COLD)
         self.set_by_imports = {name: value for name, value in os.environ.items() if name not in before}
         self.environment = self.relevant(before)
 
@@ -188,10 +191,9 @@ class Server:
             client.close()
             return
         if self.relevant(environment) != self.environment:
-            if log := os.environ.get("WARM_LOG"):
-                odd = self.relevant(environment).items() ^ self.environment.items()
-                with open(log, "a") as file:
-                    file.write(f"{sorted({name for name, _ in odd})} {words[:4]}\n")
+            odd = self.relevant(environment).items() ^ self.environment.items()
+            with self.cold.open("a") as file:
+                file.write(f"{sorted({name for name, _ in odd})} {words[:3]}\n")
             with contextlib.suppress(OSError):
                 client.sendall(b"n")
         else:
