@@ -8,9 +8,7 @@ from .header import THIS_FILE as THIS_FILE
 from .header import made_with as made_with
 from .header import script_arguments as script_arguments
 from .header import with_header as with_header
-from .job_config import FALSE_WORDS as FALSE_WORDS
 from .job_config import NULL_IS_ABSENT as NULL_IS_ABSENT
-from .job_config import TRUE_WORDS as TRUE_WORDS
 from .job_config import JobConfig as JobConfig
 from .read import ReadConfig as ReadConfig
 from .read import read_config as read_config
@@ -19,10 +17,12 @@ from .schema import AXES as AXES
 from .schema import BY_NAME as BY_NAME
 from .schema import DEFAULT_PORT as DEFAULT_PORT
 from .schema import EXACT as EXACT
+from .schema import FALSE_WORDS as FALSE_WORDS
 from .schema import FIELDS as FIELDS
 from .schema import MISNAMED as MISNAMED
 from .schema import NUMBERED as NUMBERED
 from .schema import RETIRED as RETIRED
+from .schema import TRUE_WORDS as TRUE_WORDS
 from .schema import Field as Field
 from .schema import Kind as Kind
 from .schema import full_name as full_name

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from accel_fsdp.config.schema import AXES, BY_NAME, full_name, size_key
+from accel_fsdp.config.schema import AXES, BY_NAME, TRUE_WORDS, full_name, size_key
 from accel_fsdp.config.vocabulary import (
     DDP_TYPES,
     DISTRIBUTED_TYPES,
@@ -19,10 +19,6 @@ from accel_fsdp.config.vocabulary import (
     TORCH_STRATEGIES,
     Engine,
 )
-
-TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
-"""The words that Accelerate's `str_to_bool` reads as true."""
-FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
 
 OTHER_TOOLS = {
     "Axolotl": {"base_model", "datasets", "sequence_len", "micro_batch_size", "num_epochs", "adapter", "val_set_size"},

@@ -27,6 +27,9 @@ class Kind(Enum):
     SECTION = "a section of keys"
 
 
+TRUE_WORDS = ("true", "yes", "on", "y", "t", "1")
+"""The words that Accelerate's `str_to_bool` reads as true."""
+FALSE_WORDS = ("false", "no", "off", "n", "f", "0")
 DEFAULT_PORT = 29500
 """The default port of machine 0, where several machines meet."""
 FSDP = frozenset({Engine.FSDP1, Engine.FSDP2})
@@ -75,6 +78,14 @@ class Field:
         if text.upper() in NUMBERED.get(self.key, ()):
             return True
         return text.lower() in [choice.lower() for choice in self.choices]
+
+    def accepts(self, value: Any) -> bool:
+        """Whether Accelerate can read a value, as far as the kind of the key shows."""
+        if self.kind is Kind.BOOL:
+            return str(value).lower() in TRUE_WORDS + FALSE_WORDS
+        if self.kind is Kind.CHOICE:
+            return self.takes(str(value))
+        return self.kind is not Kind.INT or isinstance(value, int)
 
     @property
     def choices(self) -> tuple[str, ...]:

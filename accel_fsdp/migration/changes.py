@@ -10,14 +10,12 @@ from typing import Any, Literal
 from accel_fsdp.config import (
     AXES,
     BY_NAME,
-    FALSE_WORDS,
     RETIRED,
     STRATEGIES,
     TORCH_STRATEGIES,
     TRUE_WORDS,
     Edit,
     Engine,
-    Field,
     JobConfig,
     Kind,
     full_name,
@@ -222,15 +220,9 @@ def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple
         return f"had no effect: {engine.label} ignores it", False
     if value is None:
         return "had no value", section == "fsdp_config" and known.default is not None
-    if not _is_valid(known, str(value)):
+    if known.kind in (Kind.BOOL, Kind.CHOICE) and not known.accepts(value):
         return f"Accelerate does not take {value}", True
     return "", False
-
-
-def _is_valid(known: Field, text: str) -> bool:
-    if known.kind is Kind.BOOL:
-        return text.lower() in TRUE_WORDS + FALSE_WORDS
-    return known.kind is not Kind.CHOICE or known.takes(text)
 
 
 def as_int(value: Any) -> int | None:

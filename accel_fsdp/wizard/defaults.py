@@ -27,14 +27,13 @@ def num_machines(context: Context) -> tuple[int, str]:
 
 def strategy(context: Context) -> tuple[int, str]:
     ranks = context.machine.count * context["num_machines"]
-    if context.model is None or context["method"] != "full" or not ranks:
-        legend = notes.legend(context)
-        return 1, "FULL_SHARD fits the largest model" + (f"; {legend}" if legend else "")
-    total = context.model.parameters * state_bytes.PER_PARAMETER["full"]
+    reason = "FULL_SHARD fits the largest model"
+    if context.model is not None and context["method"] == "full" and ranks:
+        total = context.model.parameters * state_bytes.PER_PARAMETER["full"]
+        whole, share = about_gib(total), about_gib(total / ranks)
+        reason = f"{whole} of weights, gradients and Adam's state: {share} on each of {ranks} GPUs"
     legend = notes.legend(context)
-    whole, share = about_gib(total), about_gib(total / ranks)
-    shared = f"{whole} of weights, gradients and Adam's state: {share} on each of {ranks} GPUs"
-    return 1, shared + (f"; {legend}" if legend else "")
+    return 1, reason + (f"; {legend}" if legend else "")
 
 
 def layer_class(context: Context) -> tuple[tuple[str, ...], str]:
@@ -76,9 +75,7 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
         )
     if why := validation.reason("activation_checkpointing", True, context):
         return False, why
-    if not notes.checkpoints_in_yaml(context):
-        return False, "costs about a third more compute"
-    advice = notes.advice(context)
+    advice = notes.advice(context) if notes.checkpoints_in_yaml(context) else None
     if advice is None:
         return False, "costs about a third more compute"
     if advice.checkpointing:

@@ -116,14 +116,10 @@ def _meant(job: JobConfig, section: str, key: str) -> Any:
 
 
 def _is_readable(field: Field, value: Any) -> bool:
-    """Whether Accelerate can read a value, judged by the key's kind."""
-    if field.kind is Kind.BOOL:
-        return str(value).lower() in TRUE_WORDS + FALSE_WORDS
-    if field.kind is Kind.CHOICE:
-        return value is not False and field.takes(str(value))  # a bare no is false
+    """Whether Accelerate can read a value; a bare no is false, and no choice."""
     if field.kind is Kind.NAMES:
         return bool(value == _class_names(value))
-    return isinstance(value, {Kind.INT: int}.get(field.kind, object))
+    return field.accepts(value) and not (field.kind is Kind.CHOICE and value is False)
 
 
 def _class_names(value: Any) -> str:

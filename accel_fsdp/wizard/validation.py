@@ -1,7 +1,6 @@
 """The answers that can't be used, each with its reason: options that are out of place, values that would fail. Pure."""
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,9 +24,8 @@ MOST_RANKS = 1_000_000
 
 def reason(question: str, value: Any, context: Context) -> str:
     """Why this option can't be chosen with the answers so far; empty if it can."""
-    check = _OPTIONS.get((question, value))
     fatal = (clash.what for clash in _clashes(question, value, context) if not clash.mended)
-    return (check(context) if check else "") or next(fatal, "")
+    return _misplaced(question, value, context) or next(fatal, "")
 
 
 def caution(question: str, value: Any, context: Context) -> str:
@@ -69,24 +67,18 @@ _PARTS = {
 by then."""
 
 
-def _unless(allowed: Callable[[Context], bool], why: str) -> Callable[[Context], str]:
-    return lambda context: "" if allowed(context) else why
-
-
-_OPTIONS: dict[tuple[str, Any], Callable[[Context], str]] = {
-    ("engine", "deepspeed"): _unless(
-        lambda c: c["method"] != "qlora",
-        "ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and ZeRO-2 they are untried",
-    ),
-    ("engine", "tpu"): _unless(
-        lambda c: c["num_machines"] == 1, "a TPU pod is started by gcloud, not by main_process_ip"
-    ),
-    ("mixed_precision", "fp16"): _unless(lambda c: c["engine"] != "tpu", "a TPU computes in bf16"),
-    **dict.fromkeys(
-        (("mixed_precision", "no"), ("mixed_precision", "fp8")),
-        _unless(lambda c: c["method"] != "qlora", "the 4-bit weights are stored in the compute dtype, a 16-bit one"),
-    ),
-}
+def _misplaced(question: str, value: Any, context: Context) -> str:
+    """Why an option is out of place, besides the table of combinations; empty if it isn't."""
+    four_bits = context.given.get("method") == "qlora"
+    if (question, value) == ("engine", "deepspeed") and four_bits:
+        return "ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and ZeRO-2 they are untried"
+    if (question, value) == ("engine", "tpu") and context["num_machines"] > 1:
+        return "a TPU pod is started by gcloud, not by main_process_ip"
+    if (question, value) == ("mixed_precision", "fp16") and context["engine"] == "tpu":
+        return "a TPU computes in bf16"
+    if question == "mixed_precision" and value in ("no", "fp8") and four_bits:
+        return "the 4-bit weights are stored in the compute dtype, a 16-bit one"
+    return ""
 
 
 def check_model(context: Context, value: Any) -> str:
@@ -117,12 +109,10 @@ def check_gpus(context: Context, value: Any) -> str:
         raise _wrong_gpus(text, "a machine without GPUs is called cpu", "processes have a flag of their own", "cpu")
     if machine.count * number > MOST_RANKS:
         raise _wrong_gpus(text, f"that is {machine.count * number:,} GPUs", "no cluster has them", "8xH100")
-    meant = "" if gpus.is_known(name) else name.translate(LOOKALIKES)
-    if sized := gpus.with_size(name):
-        what = f"{name} is an unknown GPU. Did you mean {sized}?"
-        raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, sized))
-    if gpus.is_known(meant):
-        what = f"{name} is an unknown GPU. Did you mean {gpus.find(meant).name}?"
+    alike = name.translate(LOOKALIKES)
+    typed_wrong = not gpus.is_known(name) and gpus.is_known(alike)
+    if meant := gpus.with_size(name) or (gpus.find(alike).name if typed_wrong else ""):
+        what = f"{name} is an unknown GPU. Did you mean {meant}?"
         raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, meant))
     if gpus.is_known(name):
         most = max(gpu.memory_gib for gpu in gpus.GPUS if gpu.name == gpus.find(name).name)

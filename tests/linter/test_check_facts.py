@@ -67,10 +67,6 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     "AF322": (subject(BF16.replace("es: 2", "es: 64")), subject(BF16)),
     "AF408": (subject(V2, "--bf16", starter="torchrun"), subject(V2, "--bf16", starter="accelerate")),
     "AF409": (subject(V2, "--multi_gpu", starter="accelerate"), subject(V2, "--multi_gpu")),
-    "AF410": (
-        subject(V2 + MESH, "--use_fsdp", starter="accelerate"),
-        subject(V2, "--use_fsdp", starter="accelerate"),
-    ),
     "AF414": (
         subject(V2, launcher={"mixed_precision": "fp16"}),
         subject(V2, launcher={"mixed_precision": "no", "machine_rank": "1"}),
@@ -131,15 +127,9 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     ),
     "AF619": (
         subject(V2, '--fsdp_config={"offload_params":true}'),
-        subject(V2, '--fsdp_config={"fsdp_version":2}'),
-    ),
-    "AF620": (subject(V2, "--fsdp_config f.json"), subject(V2, "--fsdp_config f.json --fsdp true")),
-    "AF621": (
-        subject(V2, '--fsdp_config={"auto_wrap_policy":"SIZE_BASED_WRAP"}'),
-        subject(V2, '--fsdp_config={"auto_wrap_policy":"SIZE_BASED_WRAP","min_num_params":9}'),
+        subject(V2, '--fsdp_config={"fsdp_version":2} --fsdp true'),
     ),
     "AF622": (on(V2, TIED, "--modules_to_save lm_head"), on(V2, TIED, "--modules_to_save embed_tokens")),
-    "AF623": (on(V2, TIED, "--trainable_token_indices 1,2"), on(V1, TIED, "--trainable_token_indices 1,2")),
     "AF624": (on(V2 + FULL, BIG, "--lr 1"), on(V2 + FULL, BIG, "--ddp_timeout 7200")),
     "AF625": (on(V2, LLAMA, "--gradient_accumulation_steps 4"), on(V2, LLAMA, NO_SYNC)),
     "AF626": (on(BF16, LOW, "--dtype float32"), on(BF16, LOW, "--dtype bfloat16")),
@@ -164,10 +154,6 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
         folder(V2, EXPORT, architecture="LlamaForCausalLM"),
     ),
     "AF812": (folder(V2, EXPORT, hub=False), folder(V2, EXPORT)),
-    "AF814": (
-        subject(V2, checkpoint=CheckpointFacts("run/empty")),
-        subject(V2, checkpoint=EXPORT),
-    ),
     "AF813": (folder(V2, EXPORT, private="model.safetensors"), folder(V2, EXPORT)),
 }
 
@@ -182,12 +168,17 @@ def test_rule_on_facts(code: str) -> None:
 @pytest.mark.parametrize(
     ("code", "bad"),
     [
+        ("AF409", subject(V2 + MESH, "--use_fsdp", starter="accelerate")),
         ("AF411", subject(V2 + "machine_rank: 1\n")),
         ("AF503", on(UNNAMED, replace(LLAMA, declared_classes=()))),
         ("AF608", subject(V2 + FULL, "--save_only_model --load_best_model_at_end")),
         ("AF611", on(V1, replace(LOW, quantized=8))),
         ("AF613", on(V2, LOW, "--lr 1")),
         ("AF616", folder(V1 + SHARDED, SHARDED_CHECKPOINT)),
+        ("AF619", subject(V2, "--fsdp_config f.json")),
+        ("AF619", subject(V2, '--fsdp_config={"auto_wrap_policy":"SIZE_BASED_WRAP"}')),
+        ("AF622", on(V2, TIED, "--trainable_token_indices 1,2")),
+        ("AF812", subject(V2, checkpoint=CheckpointFacts("run/empty"))),
     ],
 )
 def test_what_else_a_rule_sees(code: str, bad: Subject) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from accel_fsdp.config import LOW_DTYPES, Engine
 from accel_fsdp.errors import near_key
-from accel_fsdp.job import UNLESS_OURS
+from accel_fsdp.job import UNLESS_OURS, from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.linter.rules.script import TRL, trainer_classes
 from accel_fsdp.models import state_bytes
@@ -93,43 +93,25 @@ def offload_from_the_arguments(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _near(key: str) -> str:
-    near = near_key(key, TRAINING_KEYS)
-    return f" Did you mean {near}?" if near else ""
+@rule("AF619", pains=("P28", "P52"))
+def training_config_without_effect(subject: Subject) -> Iterator[Finding]:
+    """`--fsdp_config` with keys that transformers doesn't read, or without `--fsdp`, which turns it on.
 
-
-@rule("AF619", pains=("P52",))
-def unknown_training_key(subject: Subject) -> Iterator[Finding]:
-    """A key in `--fsdp_config` that transformers doesn't read: TrainingArguments has other names.
-
-    Offload is `cpu_offload` there, and any text in it counts as true, "false" too.
+    TrainingArguments have other names than this file. Offload is `cpu_offload` there, and any text in it counts as
+    true, "false" too. SIZE_BASED_WRAP without `min_num_params`, which is 0 there, wraps nothing.
     """
     config = training_config(subject)
-    for key in config:
-        if key not in TRAINING_KEYS:
-            near = " Did you mean cpu_offload?" if key == "offload_params" else _near(key)
-            yield Finding(
-                "", f"--fsdp_config: nothing reads {key}.{near}", "it is dropped without a word", f"remove {key}"
-            )
-    if str(config.get("cpu_offload")).lower() in ("false", "no", "0") and config["cpu_offload"]:
-        yield Finding("", '--fsdp_config: cpu_offload is the text "false"', "text counts as true", "cpu_offload: false")
-
-
-@rule("AF620", pains=("P52",))
-def training_config_alone(subject: Subject) -> Iterator[Finding]:
-    """`--fsdp_config` without `--fsdp`: transformers ignores it."""
     if subject.arg("fsdp_config") and not subject.arg("fsdp"):
         yield Finding("", "--fsdp_config without --fsdp", "it is ignored", "put its settings into this file")
-
-
-@rule("AF621", "warning", pains=("P28",))
-def training_config_wraps_nothing(subject: Subject) -> Iterator[Finding]:
-    """SIZE_BASED_WRAP in `--fsdp_config` without `min_num_params`, which is 0 there: nothing is wrapped."""
-    config = training_config(subject)
+    for key in (key for key in config if key not in TRAINING_KEYS):
+        near = "cpu_offload" if key == "offload_params" else near_key(key, TRAINING_KEYS)
+        what = f"--fsdp_config: nothing reads {key}.{f' Did you mean {near}?' if near else ''}"
+        yield Finding("", what, "it is dropped without a word", f"remove {key}")
+    if str(config.get("cpu_offload")).lower() in ("false", "no", "0") and config["cpu_offload"]:
+        yield Finding("", '--fsdp_config: cpu_offload is the text "false"', "text counts as true", "cpu_offload: false")
     if config.get("auto_wrap_policy") == "SIZE_BASED_WRAP" and not config.get("min_num_params"):
-        yield Finding(
-            "", "--fsdp_config: SIZE_BASED_WRAP without min_num_params", "nothing is wrapped", "min_num_params: N"
-        )
+        what = "--fsdp_config: SIZE_BASED_WRAP without min_num_params"
+        yield Finding("", what, "nothing is wrapped", "min_num_params: N", milder="warning")
 
 
 @rule("AF622", pains=("P73",))
@@ -138,7 +120,8 @@ def adapter_on_a_tied_weight(subject: Subject) -> Iterator[Finding]:
 
     `modules_to_save` copies the head, or with `fsdp_cpu_ram_efficient_loading: false` the embedding: transformers ties
     the weights again under names that PEFT has moved, or the tied weight belongs to two units. An adapter on `lm_head`
-    moves its name as well, which train/sft.py repairs. FSDP1 trains all of these.
+    moves its name as well, which train/sft.py repairs. `trainable_token_indices` hides the embedding. FSDP1 trains all
+    of these.
     """
     if subject.engine is not Engine.FSDP2 or subject.model is None or not subject.model.tied:
         return
@@ -146,6 +129,13 @@ def adapter_on_a_tied_weight(subject: Subject) -> Iterator[Finding]:
     saved = _words(subject.arg("modules_to_save") or subject.arg("lora_modules_to_save"))
     adapted = _words(subject.arg("target_modules") or subject.arg("lora_target_modules"))
     stops = "prepare stops: KeyError: attribute 'weight' already exists"
+    if subject.arg("trainable_token_indices"):
+        yield Finding(
+            "fsdp_config.fsdp_version",
+            "trainable_token_indices hides the tied embedding from FSDP2",
+            "prepare stops: neither a parameter nor a buffer",
+            "modules_to_save: embed_tokens, without trainable_token_indices",
+        )
     if saved & (set(HEAD) if loads_once else {*HEAD, *EMBEDDING}):
         yield Finding(
             "",
@@ -164,19 +154,6 @@ def adapter_on_a_tied_weight(subject: Subject) -> Iterator[Finding]:
 
 HEAD, EMBEDDING = ("lm_head",), ("embed_tokens",)
 """The ends of a tied weight, as most models call them."""
-
-
-@rule("AF623", pains=("P73",))
-def trainable_tokens_under_fsdp2(subject: Subject) -> Iterator[Finding]:
-    """LoRA's `trainable_token_indices` on a tied model (`--model`) under FSDP2: prepare finds no such parameter."""
-    tied = subject.model is not None and subject.model.tied
-    if subject.engine is Engine.FSDP2 and tied and subject.arg("trainable_token_indices"):
-        yield Finding(
-            "fsdp_config.fsdp_version",
-            "trainable_token_indices hides the tied embedding from FSDP2",
-            "prepare stops: neither a parameter nor a buffer",
-            "modules_to_save: embed_tokens, without trainable_token_indices",
-        )
 
 
 @rule("AF624", "warning", pains=("P16",))
@@ -342,10 +319,7 @@ def dropout_drawn_twice(subject: Subject) -> Iterator[Finding]:
 
 
 def _positive(value: Any) -> bool:
-    try:
-        return float(value) > 0
-    except (TypeError, ValueError):
-        return False
+    return (from_arguments.number(value, 0) or 0) > 0
 
 
 @rule("AF635", "warning", pains=("P104",))

@@ -179,26 +179,23 @@ def export_of_the_wrapper(subject: Subject) -> Iterator[Finding]:
 
 
 @rule("AF812", pains=("P03",))
-def export_without_weights(subject: Subject) -> Iterator[Finding]:
-    """A folder with config or tokenizer and no weights: `save_model()` writes none under SHARDED_STATE_DICT."""
-    saved = subject.checkpoint
-    if saved is None or saved.is_checkpoint or saved.hub or not saved.has_config:
-        return
-    yield Finding(
-        "",
-        f"{saved.name} holds no weights",
-        "save_model writes none under SHARDED_STATE_DICT",
-        "set_state_dict_type('FULL_STATE_DICT') before save_model, on all ranks",
-    )
+def folder_without_weights(subject: Subject) -> Iterator[Finding]:
+    """A folder of `--checkpoint` that holds neither a checkpoint nor weights.
 
-
-@rule("AF814")
-def folder_without_checkpoint(subject: Subject) -> Iterator[Finding]:
-    """The folder of `--checkpoint` holds neither a checkpoint nor an export."""
+    Beside a config or a tokenizer there are none if `save_model()` was called under SHARDED_STATE_DICT.
+    """
     saved = subject.checkpoint
-    if saved is None or saved.is_checkpoint or saved.by_accelerator or saved.rng_states or saved.without_metadata:
+    if saved is None or saved.is_checkpoint or saved.hub:
         return
-    if not (saved.hub or saved.has_config or saved.broken or saved.adapter_tensors is not None):
+    parts = (saved.by_accelerator, saved.rng_states, saved.without_metadata, saved.broken)
+    if saved.has_config:
+        yield Finding(
+            "",
+            f"{saved.name} holds no weights",
+            "save_model writes none under SHARDED_STATE_DICT",
+            "set_state_dict_type('FULL_STATE_DICT') before save_model, on all ranks",
+        )
+    elif not any(parts) and saved.adapter_tensors is None:
         yield Finding(
             "",
             f"{saved.name} holds no checkpoint",

@@ -20,6 +20,7 @@ from accel_fsdp.config import (
     known_fields,
 )
 from accel_fsdp.errors import did_you_mean, near_key, typo_of
+from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_config", "fp8_config")
@@ -335,23 +336,15 @@ def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
             continue
         if isinstance(value, str) and value.isdecimal():
             continue
-        number = _as_number(value)
-        edits = (Edit(known.section, known.key, number),) if number is not None else ()
+        number = from_arguments.number(value, None)
+        whole = int(number) if number is not None and number.is_integer() else None
         yield Finding(
             path,
             f"{known.key}: {value!r} is not a whole number",
             "Accelerate stops: invalid literal for int()",
-            f"{known.key}: {number if number is not None else 'N'}",
-            edits,
+            f"{known.key}: {'N' if whole is None else whole}",
+            () if whole is None else (Edit(known.section, known.key, whole),),
         )
-
-
-def _as_number(value: Any) -> int | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    return int(number) if number.is_integer() and not isinstance(value, bool) else None
 
 
 @rule("AF206", pains=("P65",))

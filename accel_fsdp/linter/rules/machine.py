@@ -23,24 +23,18 @@ def started_without_accelerate(subject: Subject) -> Iterator[Finding]:
         )
 
 
-@rule("AF409", pains=("P08",))
+@rule("AF409", pains=("P08", "P41"))
 def launched_as_something_else(subject: Subject) -> Iterator[Finding]:
-    """A flag such as `--multi_gpu` before the script: the launcher then doesn't look at `distributed_type`."""
-    for name in ("multi_gpu", "use_deepspeed", "use_megatron_lm", "tpu"):
-        if subject.is_fsdp and subject.starter == "accelerate" and subject.arg_on(name):
-            yield Finding(
-                "distributed_type",
-                f"--{name} overrides distributed_type: FSDP",
-                "FSDP is not used and every GPU holds the whole model",
-                f"drop --{name}",
-            )
-
-
-@rule("AF410", pains=("P41",))
-def mesh_beside_use_fsdp(subject: Subject) -> Iterator[Finding]:
-    """`accelerate launch --use_fsdp` with a `parallelism_config`: given the flag, the launcher drops the mesh."""
-    mesh = subject.section("parallelism_config")
-    if subject.starter == "accelerate" and subject.arg_on("use_fsdp") and mesh:
+    """A flag before the script that overrides the file: `--multi_gpu` its engine, `--use_fsdp` its device mesh."""
+    flags = [name for name in ("multi_gpu", "use_deepspeed", "use_megatron_lm", "tpu") if subject.arg_on(name)]
+    for name in flags if subject.is_fsdp and subject.starter == "accelerate" else []:
+        yield Finding(
+            "distributed_type",
+            f"--{name} overrides distributed_type: FSDP",
+            "FSDP is not used and every GPU holds the whole model",
+            f"drop --{name}",
+        )
+    if subject.starter == "accelerate" and subject.arg_on("use_fsdp") and subject.section("parallelism_config"):
         yield Finding(
             "parallelism_config", "--use_fsdp drops parallelism_config", "the mesh is not built", "drop --use_fsdp"
         )

@@ -29,11 +29,14 @@ def receiver(call: ast.Call) -> str:
     return ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
 
 
+def nodes(subject: Subject) -> Iterator[ast.AST]:
+    """All nodes of the script's tree; none without a script, or without FSDP."""
+    return ast.walk(subject.script.tree) if subject.script and subject.is_fsdp else iter(())
+
+
 def calls(subject: Subject, *names: str) -> list[ast.Call]:
-    """The script's calls of these names, in the order of lines; empty without a script."""
-    if subject.script is None or not subject.is_fsdp:
-        return []
-    matches = [node for node in ast.walk(subject.script.tree) if isinstance(node, ast.Call) and name_of(node) in names]
+    """The script's calls of these names, in the order of lines."""
+    matches = [node for node in nodes(subject) if isinstance(node, ast.Call) and name_of(node) in names]
     return sorted(matches, key=lambda call: (call.lineno, call.col_offset))
 
 
@@ -50,8 +53,9 @@ def at(subject: Subject, node: ast.AST, what: str, why: str, fix: str) -> Findin
     return Finding("", f"{name}:{getattr(node, 'lineno', 0)}: {what}", why, fix)
 
 
-def scopes(tree: ast.Module) -> list[ast.Module | ast.FunctionDef]:
-    return [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))]
+def calls_by_scope(subject: Subject) -> list[list[ast.Call]]:
+    """The calls of the module, and those of each function."""
+    return [own_calls(node) for node in nodes(subject) if isinstance(node, ast.Module | ast.FunctionDef)]
 
 
 def own_calls(scope: ast.Module | ast.FunctionDef) -> list[ast.Call]:
@@ -69,7 +73,7 @@ def own_calls(scope: ast.Module | ast.FunctionDef) -> list[ast.Call]:
 
 def assigned(subject: Subject) -> Iterator[tuple[str, ast.expr]]:
     """Every assigned name or attribute with its value; elements of a tuple have the same value."""
-    for node in ast.walk(subject.script.tree) if subject.script else []:
+    for node in nodes(subject):
         if isinstance(node, ast.Assign):
             targets = node.targets
         elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
@@ -93,9 +97,9 @@ def _makes_trainer(call: ast.Call) -> bool:
 
 def trainer_classes(subject: Subject) -> set[str]:
     """The Trainer classes that the script instantiates or derives from."""
-    nodes = list(ast.walk(subject.script.tree)) if subject.script else []
-    bases = {ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases}
-    instances = {name_of(node) for node in nodes if isinstance(node, ast.Call) and _makes_trainer(node)}
+    classes = [node for node in nodes(subject) if isinstance(node, ast.ClassDef)]
+    bases = {ast.unparse(base) for node in classes for base in node.bases}
+    instances = {name_of(node) for node in nodes(subject) if isinstance(node, ast.Call) and _makes_trainer(node)}
     return instances | {name.rpartition(".")[2] for name in bases if name.endswith("Trainer")}
 
 
@@ -170,8 +174,7 @@ def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
 
     Seen below `if ...is_main_process`, `if rank == 0` and their like, and in the `else` of `if not ...is_main_process`.
     """
-    everything = ast.walk(subject.script.tree) if subject.script and subject.is_fsdp else iter(())
-    alone = [part for node in everything if isinstance(node, ast.If) for part in _of_one_rank(node)]
+    alone = [part for node in nodes(subject) if isinstance(node, ast.If) for part in _of_one_rank(node)]
     known, seen = trainers(subject), set()
     for call in (call for part in alone for call in ast.walk(part)):
         gathers = isinstance(call, ast.Call) and name_of(call) in GATHERING and call not in seen
@@ -215,12 +218,8 @@ def checkpoint_after_the_switch(subject: Subject) -> Iterator[Finding]:
     switches = [call for call in calls(subject, "set_state_dict_type") if call.args and "FULL" in ast.unparse(call)]
     if subject.engine is not Engine.FSDP1 or not subject.sharded_state_dict or not switches:
         return
-    resets = (
-        [line for line in ast.unparse(subject.script.tree).splitlines() if "state_dict_config = None" in line]
-        if (subject.script)
-        else []
-    )
-    for call in [] if resets else calls(subject, "train", "save_state", "save_fsdp_model"):
+    values = [ast.unparse(value) for name, value in assigned(subject) if name.endswith("state_dict_config")]
+    for call in [] if "None" in values else calls(subject, "train", "save_state", "save_fsdp_model"):
         trains = name_of(call) != "train" or on_trainer(call, trainers(subject))
         if trains and call.lineno > switches[0].lineno:
             yield at(
@@ -236,8 +235,8 @@ def checkpoint_after_the_switch(subject: Subject) -> Iterator[Finding]:
 def evaluating_first(subject: Subject) -> Iterator[Finding]:
     """`trainer.evaluate()` before `trainer.train()`: FSDP2 stops there, FSDP1 in `train()`."""
     known = trainers(subject)
-    for scope in scopes(subject.script.tree) if subject.script and subject.is_fsdp else []:
-        inside = [call for call in own_calls(scope) if on_trainer(call, known)]
+    for scope in calls_by_scope(subject):
+        inside = [call for call in scope if on_trainer(call, known)]
         trains = {receiver(call): call.lineno for call in reversed(inside) if name_of(call) == "train"}
         first = [c for c in inside if name_of(c) == "evaluate" and c.lineno < trains.get(receiver(c), 0)]
         for call in first[:1]:
@@ -256,8 +255,7 @@ def accelerator_before_arguments(subject: Subject) -> Iterator[Finding]:
 
     The process group exists already, with 10 minutes.
     """
-    for scope in scopes(subject.script.tree) if subject.script and subject.is_fsdp else []:
-        inside = own_calls(scope)
+    for inside in calls_by_scope(subject):
         last = max((call.lineno for call in inside if name_of(call) in ARGUMENT_CLASSES), default=0)
         early = [c for c in inside if name_of(c) in ("Accelerator", "PartialState") and c.lineno < last]
         for call in early[:1]:
@@ -287,17 +285,16 @@ def generating_in_the_script(subject: Subject) -> Iterator[Finding]:
 @rule("AF908", "warning", pains=("P79",))
 def optimizers_for_trainer(subject: Subject) -> Iterator[Finding]:
     """`optimizers=` for a Trainer: it refuses them under FSDP."""
-    for node in ast.walk(subject.script.tree) if subject.script and subject.is_fsdp else []:
-        if isinstance(node, ast.Call) and name_of(node).endswith("Trainer"):
-            optimizers = keyword(node, "optimizers")
-            if optimizers is not None and ast.unparse(optimizers) not in ("(None, None)", "None"):
-                yield at(
-                    subject,
-                    node,
-                    "optimizers given to the Trainer",
-                    "it stops: Passing optimizers is not allowed",
-                    "optimizer_cls_and_kwargs, or override create_optimizer",
-                )
+    for call in calls(subject, *trainer_classes(subject)):
+        optimizers = keyword(call, "optimizers")
+        if optimizers is not None and ast.unparse(optimizers) not in ("(None, None)", "None"):
+            yield at(
+                subject,
+                call,
+                "optimizers given to the Trainer",
+                "it stops: Passing optimizers is not allowed",
+                "optimizer_cls_and_kwargs, or override create_optimizer",
+            )
 
 
 @rule("AF909", "warning", pains=("P87",))

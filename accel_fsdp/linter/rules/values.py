@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from accel_fsdp.config import DEFAULT_PORT, FALSE_WORDS, TRUE_WORDS, Edit, Engine, full_name, size_key
+from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.linter.rules.fsdp import uses_mesh
 from accel_fsdp.linter.rules.keys import SECTIONS
@@ -163,35 +164,20 @@ def deepspeed_number(subject: Subject) -> Iterator[Finding]:
         return
     section = subject.section("deepspeed_config")
     clipping, steps = section.get("gradient_clipping"), section.get("gradient_accumulation_steps")
-    if clipping is not None and str(clipping).lower() != "auto" and not _is_float(str(clipping)):
+    if clipping is not None and str(clipping).lower() != "auto" and from_arguments.number(clipping, None) is None:
         yield Finding(
             "deepspeed_config.gradient_clipping",
             f"gradient_clipping: {clipping} is neither a number nor auto",
             "Accelerate stops: could not convert string to float",
             "gradient_clipping: 1.0, or auto; without clipping leave it out",
         )
-    if steps is not None and str(steps) != "auto" and not str(steps).isdigit():
+    if steps is not None and str(steps) != "auto" and not from_arguments.whole(steps):
         yield Finding(
             "deepspeed_config.gradient_accumulation_steps",
-            f"gradient_accumulation_steps: {steps} is neither a whole number nor auto",
-            "DeepSpeed gets it as text",
+            f"gradient_accumulation_steps: {steps} is neither a whole number above 0 nor auto",
+            "DeepSpeed gets it as text, or stops at 0",
             "gradient_accumulation_steps: 1, or auto",
         )
-    elif steps is not None and str(steps).isdigit() and int(steps) == 0:
-        yield Finding(
-            "deepspeed_config.gradient_accumulation_steps",
-            "gradient_accumulation_steps: 0",
-            "DeepSpeed stops: Gradient accumulation steps: 0 has to be greater than 0",
-            "gradient_accumulation_steps: 1, or auto",
-        )
-
-
-def _is_float(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 @rule("AF214")
