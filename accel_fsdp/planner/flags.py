@@ -27,7 +27,7 @@ class PlanCommand:
         tyro.conf.arg(
             metavar="NxNAME[-MEMORYGB]",
             help="8xH100-80GB; 2x8xA100-40GB: two machines.",
-            help_behavior_hint="(required, unless --compare, or as --model)",
+            help_behavior_hint="(required, unless --compare, or as with --model)",
         ),
     ] = None
     nodes: Annotated[
