@@ -90,7 +90,7 @@ def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
     """
     from accel_fsdp import planner
 
-    return planner.make_plan(planner.options_of(_plan_command("plan", WRITING, model=model, gpus=gpus, **flags)))
+    return planner.make_plan(_plan_command("plan", WRITING, model=model, gpus=gpus, **flags))
 
 
 def compare(model: str, machines: Iterable[str], **flags: Any) -> Comparison:

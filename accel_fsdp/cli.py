@@ -120,7 +120,7 @@ def _config(options: Any) -> int:
 def _plan(options: Any) -> int:
     from accel_fsdp import planner
 
-    return planner.show_comparison(options) if options.compare else planner.show_plan(planner.options_of(options))
+    return planner.show_comparison(options) if options.compare else planner.show_plan(options)
 
 
 def _check(options: Any) -> int:

@@ -229,7 +229,7 @@ def needed(one: Case) -> int:
     """Roughly what a case takes: its step, or its whole model beside the shards while it is prepared."""
     shape, _ = shape_and_tapes(one)
     width = 4 if one.recipe.precision != "no" and one.recipe.method == "full" else 2
-    loading = capacity.model_numel(shape) * max(width, 4 if one.recipe.dtype == "float32" else 2)
+    loading = shape.numel * max(width, 4 if one.recipe.dtype == "float32" else 2)
     return round(1.25 * max(predicted(one, 0)["peak"], 1.25 * loading)) + SPARE_BYTES
 
 

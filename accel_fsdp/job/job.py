@@ -1,7 +1,7 @@
 """The description of one training job; YAML files, the wizard's answers and live runs are converted to it."""
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from accel_fsdp.config import Engine, Method
 from accel_fsdp.job.layout import FSDP_KINDS, Layout
@@ -52,8 +52,16 @@ class Job:
         """Whether FSDP gathers the whole model at once: NO_WRAP, which is also what a missing wrap policy means."""
         return self.layout.is_fsdp and self.wrap_policy == "NO_WRAP"
 
-    def of_rows(self, rows: int, length: int) -> "Job":
-        return replace(self, recipe=replace(self.recipe, rows=rows, length=length))
+    @property
+    def rows_per_step(self) -> int:
+        """The rows of one optimizer step on all ranks."""
+        return self.layout.data_ranks * self.recipe.rows * self.recipe.accumulation
+
+    def with_recipe(self, **changed: Any) -> "Job":
+        return replace(self, recipe=replace(self.recipe, **changed))
+
+    def with_layout(self, **changed: Any) -> "Job":
+        return replace(self, layout=replace(self.layout, **changed))
 
 
 def recompute_by(engine: Engine, method: Method) -> Recompute:

@@ -76,6 +76,11 @@ class Layout:
         return self.tensor * self.context
 
     @property
+    def data_ranks(self) -> int:
+        """The groups of ranks that train on different rows."""
+        return self.ranks // self.ranks_per_row
+
+    @property
     def reshards(self) -> bool:
         """Whether FSDP shards the weights again between forward and backward."""
         return self.strategy in (1, 4)

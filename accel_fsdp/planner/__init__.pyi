@@ -6,10 +6,8 @@ from . import html_report as html_report
 from . import proposal as proposal
 from . import text_report as text_report
 from . import workload as workload
-from .command import PlanOptions as PlanOptions
-from .command import make_job as make_job
 from .command import make_plan as make_plan
-from .command import options_of as options_of
+from .command import make_problem as make_problem
 from .command import show_plan as show_plan
 from .comparison import Comparison as Comparison
 from .comparison import compare as compare

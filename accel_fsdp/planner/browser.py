@@ -15,7 +15,7 @@ from accel_fsdp.flag_words import Flag
 from accel_fsdp.hardware import gpus
 from accel_fsdp.models import catalogue, first_line
 from accel_fsdp.planner import html_report
-from accel_fsdp.planner.command import make_plan, options_of
+from accel_fsdp.planner.command import make_plan
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.text_report import PlanReport
 
@@ -115,9 +115,9 @@ def answer(text: str) -> Iterator[str]:
     inputs, words = json.loads(text), list[str]()
     try:
         words = _words(inputs)
-        report = make_plan(options_of(_command(inputs, words)))
+        report = make_plan(_command(inputs, words))
         yield json.dumps({"plan": _plan(report, words)})
-        for section in html_report.sections(report.job, report.plan, report.headline(), list(report.advice())):
+        for section in html_report.sections(report):
             yield json.dumps({"section": section})
     except NotInstalled:
         yield _refusal(_takes_torch("This choice", words))
@@ -150,7 +150,7 @@ def _takes_torch(what: str, words: list[str], question: str = "") -> UserError:
 def _plan(report: PlanReport, words: list[str]) -> dict[str, Any]:
     """The results to copy: the YAML, empty if nothing fits, the numbers, and the command that prints them."""
     return {
-        "title": html_report.title_of(report.job),
+        "title": html_report.title_of(report.problem),
         "command": f"{COMMAND} {shlex.join(words)}",
         "yaml": report.yaml(),
         "json": json.dumps(report.as_json(), indent=2),

@@ -9,11 +9,9 @@ from typing import Any
 from accel_fsdp import atomic_files, console
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, machines
-from accel_fsdp.job import Recipe
 from accel_fsdp.planner import command, cost_report, html_report, workload
 from accel_fsdp.planner.flags import PlanCommand
-from accel_fsdp.prediction import Candidate, PlanJob, capacity, checkpointing_in, cost, search
-from accel_fsdp.prediction.memory import Prediction
+from accel_fsdp.prediction import Candidate, Problem, capacity, checkpointing_in, cost, rows_in, search
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.svg import Range
 from accel_fsdp.units import about_gib, gib_of, parameters, two_digits
@@ -45,9 +43,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All machines in the order they were named. `job` is that of the first; `assumed`: nobody said how much work."""
+    """All machines in the order they were named. `problem` is that of the first; `assumed`: no work was given."""
 
-    job: PlanJob
+    problem: Problem
     work: cost.Work
     machines: tuple[Machine, ...]
     assumed: bool
@@ -72,13 +70,12 @@ class Comparison:
 
     def headline(self) -> str:
         """What is compared, in a sentence."""
-        job, work = self.job, self.work
+        shape, recipe, work = self.problem.shape, self.problem.job.recipe, self.work
         much = f"{work.tokens:,} tokens" if work.tokens else f"{work.rows:,} rows, {work.epochs:g} times"
         usual = ", the default without --tokens or --dataset-rows" if self.assumed else ""
-        numel = parameters(capacity.model_numel(job.shape), job.shape.language)
         return (
-            f"{job.shape.name}: {numel}, {job.recipe.method} training on {much}{usual}, "
-            f"{job.recipe.length:,} tokens per sequence; all of it predicted."
+            f"{shape.name}: {parameters(shape.numel, shape.language)}, {recipe.method} training on {much}{usual}, "
+            f"{recipe.length:,} tokens per sequence; all of it predicted."
         )
 
     def rows(self) -> list[list[str]]:
@@ -147,7 +144,7 @@ class Comparison:
             )
 
     def _assumptions(self) -> Iterator[str]:
-        yield from self.job.notes
+        yield from self.problem.notes
         for machine in self.machines:
             yield from machine.choice.step.assumptions if machine.choice else ()
 
@@ -162,7 +159,7 @@ class Comparison:
         hours = [Range(machine.name, *vars(spent.hours).values()) for machine, spent in self._spent]
         money = [Range(machine.name, *vars(spent.money).values()) for machine, spent in self._spent if spent.money]
         figures = {"Hours": hours, **({"Cost": money} if money else {})}
-        title = f"{self.job.shape.name} on {len(self.machines)} machines"
+        title = f"{self.problem.shape.name} on {len(self.machines)} machines"
         return html_report.make_comparison(
             title, self.headline(), list(self.sentences()), figures if hours else {}, (COLUMNS, self.rows())
         )
@@ -170,9 +167,9 @@ class Comparison:
     def as_json(self) -> dict[str, Any]:
         return {
             "schema_version": SCHEMA_VERSION,
-            "model": self.job.shape.name,
-            "method": self.job.recipe.method,
-            "sequence_length": self.job.recipe.length,
+            "model": self.problem.shape.name,
+            "method": self.problem.job.method,
+            "sequence_length": self.problem.job.recipe.length,
             "machines": [self._row(machine) for machine in self.machines],
             "cheapest": self.cheapest.name if self.cheapest else None,
             "fastest": self.fastest.name if self.fastest else None,
@@ -219,53 +216,46 @@ def compare(flags: PlanCommand) -> Comparison:
     kinds = {name: command.gpu_of(machine, "--compare") for name, (machine, _) in described.items()}
     _refuse_twice({name: (kinds[name], machine.count, several) for name, (machine, several) in described.items()})
     _refuse_beside(flags, {gpu.name for gpu in kinds.values()})
-    prices = workload.prices_of(flags)
-    asked = workload.job_of(flags)
-    usual = asked.work == cost.Work()
-    asked = replace(asked, work=USUAL) if usual else asked
+    asked = [workload.inputs_of(flags, gpu) for gpu in kinds.values()]
+    usual = asked[0].work == cost.Work()
     results: list[Machine] = []
-    jobs: list[PlanJob] = []
+    problems: list[Problem] = []
     errors: list[UsageError] = []
-    read, remembered = cache(by_name.read_shape), dict[tuple[Recipe, Any, int], Prediction]()
-    for name, (machine, several) in described.items():
-        options = replace(
-            command.options_of(replace(flags, gpus=name, compare=None, price=None, prices=None)),
-            work=asked,
-            prices=prices,
-        )
+    read = cache(by_name.read_shape)
+    for (name, (machine, several)), work in zip(described.items(), asked, strict=True):
         try:
-            job, _ = command.search_job(options, read)
+            problem, _ = command.search_problem(replace(flags, gpus=name), read)
         except UsageError as error:  # such as attention that a GPU doesn't have, which is said in its row
             errors.append(error)
             results.append(Machine(name, kinds[name], machine.count * several, why=f"{error.what}: {error.why}"))
             continue
-        job = replace(job, remembered=remembered)
-        jobs.append(job)
-        results.append(_on(name, job, options))
-    if not jobs:
+        problems.append(problem)
+        results.append(_on(name, problem, replace(work, work=USUAL) if usual else work))
+    if not problems:
         raise errors[0]
-    return Comparison(jobs[0], asked.work, tuple(results), usual)
+    return Comparison(problems[0], USUAL if usual else asked[0].work, tuple(results), usual)
 
 
-def _on(name: str, job: PlanJob, options: command.PlanOptions) -> Machine:
-    choice = search.best(job)
-    why = "" if choice else _why_not(job)
-    return Machine(name, job.gpu, job.ranks, choice, command.spent_on(options, job, choice), why)
+def _on(name: str, problem: Problem, work: cost.CostInputs) -> Machine:
+    choice = search.best(problem)
+    why = "" if choice else _why_not(problem)
+    spent = command.spent_on(work, problem, choice)
+    return Machine(name, problem.gpu, problem.job.layout.ranks, choice, spent, why)
 
 
-def _why_not(job: PlanJob) -> str:
+def _why_not(problem: Problem) -> str:
     """Why nothing fits: the memory that the smallest candidate needs, or the reason why none works."""
-    smallest = search.least(job)
+    smallest = search.least(problem)
     if smallest.refused:
         return f"no strategy works: {smallest.refused}"
-    how = f"{smallest.layout.name}, {search.rows_in(smallest.recipe)} per GPU and {checkpointing_in(smallest.recipe)}"
-    need = f"the least that a GPU needs are {gib_of(smallest.device.needed, job.capacity_bytes)}, with {how}"
-    offloads = replace(smallest.layout, offload=smallest.layout.is_fsdp)
-    hosted = search.host_bytes(job, smallest.recipe, offloads)
-    if offloads != smallest.layout and hosted > job.host_bytes:
-        need += (
-            f"; offload needs {about_gib(hosted)} of each machine's memory, and {about_gib(job.host_bytes)} are there"
-        )
+    how = f"{smallest.layout.name}, {rows_in(smallest.recipe)} per GPU and {checkpointing_in(smallest.recipe)}"
+    need = f"the least that a GPU needs are {gib_of(smallest.device.needed, problem.capacity_bytes)}, with {how}"
+    offloaded = smallest.job.with_layout(offload=smallest.layout.is_fsdp)
+    hosted, has = problem.host(offloaded).training, problem.host_bytes
+    if smallest.fits and hosted > has:
+        return f"{need}; loading needs {about_gib(hosted)} of each machine's memory, and {about_gib(has)} are there"
+    if offloaded != smallest.job and hosted > has:
+        need += f"; offload needs {about_gib(hosted)} of each machine's memory, and {about_gib(has)} are there"
     return need
 
 

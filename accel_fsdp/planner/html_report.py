@@ -1,17 +1,18 @@
 """A plan as one HTML page: the recommendation, the memory of each GPU, and the reasons. Loads nothing. Pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from html import escape
 
 from accel_fsdp import __version__, html_page, svg
 from accel_fsdp.config import Engine
 from accel_fsdp.html_page import WIDTHS
-from accel_fsdp.job import Layout, Recipe
+from accel_fsdp.job import Job, Layout, Recipe
+from accel_fsdp.planner.text_report import PlanReport
 from accel_fsdp.prediction import (
     Candidate,
     Plan,
-    PlanJob,
+    Problem,
     capacity,
     checkpointing_in,
     rows_in,
@@ -43,23 +44,24 @@ AGAINST = {kind: kind for kind in (PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS
     GATHERED: "gathered units (FSDP alone)",
     BUFFERS: "buffers (DDP: its buckets)",
 }
+ALONE = "one GPU"
 TOO_THIN = 0.01
-LOGARITHMIC = "Each mark is twice the one before, on both axes."
 CASTS = " DDP's are larger here: it keeps tensors in two dtypes where FSDP computes in one."
 SHORT_PHASES = " Between steps (idle), forward (fwd), loss, backward (bwd) of two micro-batches, optimizer step (step)."
 
 
 @dataclass(frozen=True)
 class Series:
-    """The highest point in bytes, by the name of the strategy, for growing numbers of something."""
+    """The highest point in bytes, by the name of the strategy, for growing numbers on an axis; `here` names one."""
 
+    axis: str
+    here: tuple[int, str]
     sizes: Sequence[int]
     peaks: Mapping[str, Sequence[int]]
 
 
-def make_page(job: PlanJob, plan: Plan, headline: str, advice: Sequence[str]) -> str:
-    """The whole page; `headline` and `advice` are the sentences of the terminal."""
-    return html_page.page(title_of(job), "predicted memory", sections(job, plan, headline, advice))
+def make_page(report: PlanReport) -> str:
+    return html_page.page(title_of(report.problem), "predicted memory", sections(report))
 
 
 def make_comparison(
@@ -98,24 +100,27 @@ def _ranges(name: str, rows: Sequence[Range]) -> str:
     )
 
 
-def title_of(job: PlanJob) -> str:
-    return f"{job.shape.name} on {job.ranks} x {job.gpu.name}"
+def title_of(problem: Problem) -> str:
+    return f"{problem.shape.name} on {problem.ranks} x {problem.gpu.name}"
 
 
-def sections(job: PlanJob, plan: Plan, headline: str, advice: Sequence[str]) -> Iterator[str]:
+def sections(report: PlanReport) -> Iterator[str]:
     """Yields the sections of the page: the answer and the figures first, the slowest last."""
+    problem, plan = report.problem, report.plan
     shown = plan.choice or min(plan.rows, key=lambda candidate: candidate.prediction.peak.total)
-    yield f"<header><h1>{escape(title_of(job))}</h1><p>{escape(headline)}</p></header>"
-    yield f'<section class="advice">{"".join(map(_advised, advice))}</section>'
-    if job.ranks > 1:
-        yield _against(job)
-    yield _strategies(job, plan)
-    yield _step(job, shown, chosen=plan.choice is not None)
-    yield _numbers(job, plan)
-    by_gpus = _over_gpus(job, shown.recipe)
-    yield _more_gpus(job, shown, by_gpus)
-    by_tokens = _over_tokens(job, shown.recipe)
-    yield _longer(job, shown, by_tokens)
+    yield f"<header><h1>{escape(title_of(problem))}</h1><p>{escape(report.headline())}</p></header>"
+    yield f'<section class="advice">{"".join(map(_advised, report.advice()))}</section>'
+    if problem.ranks > 1:
+        yield _against(problem)
+    yield _strategies(problem, plan)
+    yield _step(problem, shown, chosen=plan.choice is not None)
+    yield _numbers(problem, plan)
+    by_gpus = _over_gpus(problem, shown.recipe)
+    lead, also = "More GPUs make the sharded state smaller, not the activations.", f"{shown.recipe.length:,} tokens"
+    yield _growing("More GPUs", lead, f"{also} per sequence", problem, shown, by_gpus)
+    by_tokens = _over_tokens(problem, shown.recipe)
+    lead, also = "Longer sequences make the activations larger.", f"on {_gpus(problem)}"
+    yield _growing("Longer sequences", lead, also, problem, shown, by_tokens)
     yield _more_numbers(shown, by_gpus, by_tokens)
     yield (
         f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
@@ -129,9 +134,9 @@ def _advised(line: str) -> str:
     return f"<{kind}>{escape(line.strip())}</{kind}>"
 
 
-def _against(job: PlanJob) -> str:
-    layouts = (Layout(*CURVES[name], job.ranks, job.ranks_per_node) for name in ("DDP", "FULL_SHARD"))
-    ddp, fsdp = (_timeline(job, job.recipe, layout).most for layout in layouts)
+def _against(problem: Problem) -> str:
+    jobs = (_curve(problem, problem.job.recipe, name, problem.ranks) for name in ("DDP", "FULL_SHARD"))
+    ddp, fsdp = (_timeline(problem, job).most for job in jobs)
     least = max(ddp.values()) * TOO_THIN
     kinds = [kind for kind in AGAINST if max(ddp[kind], fsdp[kind]) > least]
     rows = [(LETTERS[kind], AGAINST[kind], ddp[kind] / GIB, fsdp[kind] / GIB) for kind in kinds]
@@ -147,16 +152,16 @@ def _against(job: PlanJob) -> str:
         + (CASTS if ddp[ACTIVATIONS] > 1.05 * fsdp[ACTIVATIONS] else ""),
         html_page.figure(
             [svg.pairs(words, rows, ("DDP", "FULL_SHARD"), width) for width in WIDTHS],
-            f"Predicted for FSDP2 on {job.ranks:,} GPUs, {_how(job.recipe)}. Each kind where it is highest; they are "
-            "not all at their highest at once.",
+            f"Predicted for FSDP2 on {problem.ranks:,} GPUs, {_how(problem.job.recipe)}. Each kind where it is "
+            "highest; they are not all at their highest at once.",
         ),
     )
 
 
-def _strategies(job: PlanJob, plan: Plan) -> str:
+def _strategies(problem: Problem, plan: Plan) -> str:
     rows = [_bar(candidate, candidate.layout.name) for candidate in plan.rows]
-    how = f"The highest point of one step, {_how(job.recipe)}."
-    if plan.choice and plan.choice.recipe != job.recipe:
+    how = f"The highest point of one step, {_how(problem.job.recipe)}."
+    if plan.choice and plan.choice.recipe != problem.job.recipe:
         rows.insert(0, _bar(plan.choice, f"Recommended, {rows_in(plan.choice.recipe)}"))
         how += f" The recommended one: {plan.choice.layout.name}, {_how(plan.choice.recipe)}."
     summary = "; ".join(f"{row.name}: {row.note}" for row in rows)
@@ -166,7 +171,7 @@ def _strategies(job: PlanJob, plan: Plan) -> str:
         how,
         _key(KINDS)
         + html_page.figure(
-            [svg.bars(words, rows, _capacity(job), width) for width in WIDTHS],
+            [svg.bars(words, rows, _capacity(problem), width) for width in WIDTHS],
             "Predicted. The dashed line is the whole memory of one GPU. CUDA and NCCL need some of it too, so a bar "
             "that ends just before it is over. An arrow: the bar goes on beyond the edge."
             + (
@@ -185,8 +190,8 @@ def _bar(candidate: Candidate, name: str) -> Bar:
     return Bar(name, f"{gib_in_figure(candidate.prediction.peak.total / GIB)}, {fits}", parts)
 
 
-def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
-    samples = _timeline(job, shown.recipe, shown.layout).samples
+def _step(problem: Problem, shown: Candidate, chosen: bool) -> str:
+    samples = _timeline(problem, shown.job).samples
     drawn = [(moment.phase, {LETTERS[kind]: size / GIB for kind, size in moment.live.items()}) for moment in samples]
     name = f"{shown.layout.name}, {_how(shown.recipe)}"
     peaks = "; ".join(f"{moment.phase}: {gib_in_figure(moment.total / GIB)}" for moment in shown.prediction.moments)
@@ -197,7 +202,7 @@ def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
         f"{'Recommended' if chosen else 'Nothing fits; the smallest is shown'}: {name}.",
         _key(seen)
         + html_page.figure(
-            [svg.areas(words, drawn, _capacity(job), width) for width in WIDTHS],
+            [svg.areas(words, drawn, _capacity(problem), width) for width in WIDTHS],
             "Predicted. From left to right the events in their order, not seconds: for each unit (embedding, block, "
             "head) its highest point and what it leaves. The dot is the highest point of all."
             + (SHORT_PHASES if shown.recipe.accumulation > 1 else ""),
@@ -205,37 +210,9 @@ def _step(job: PlanJob, shown: Candidate, chosen: bool) -> str:
     )
 
 
-def _more_gpus(job: PlanJob, shown: Candidate, by_gpus: Series) -> str:
-    here = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs"
-    return html_page.section(
-        "More GPUs",
-        f"With {_kept(shown)}. More GPUs make the sharded state smaller, not the activations.",
-        html_page.figure(
-            _lines(job, by_gpus, "GPUs", (job.ranks, here)),
-            f"Predicted, {shown.recipe.length:,} tokens per sequence. {LOGARITHMIC}",
-        ),
-    )
-
-
-def _longer(job: PlanJob, shown: Candidate, by_tokens: Series) -> str:
-    gpus, tokens = "1 GPU" if job.ranks == 1 else f"{job.ranks:,} GPUs", shown.recipe.length
-    return html_page.section(
-        "Longer sequences",
-        f"With {_kept(shown)}. Longer sequences make the activations larger.",
-        html_page.figure(
-            _lines(job, by_tokens, "tokens per sequence", (tokens, f"{tokens:,} tokens")),
-            f"Predicted, on {gpus}. {LOGARITHMIC}",
-        ),
-    )
-
-
-def _kept(shown: Candidate) -> str:
-    """The settings that stay fixed while a number grows."""
-    how = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}"
-    return f"{how}; sharded by FSDP2, without offload"
-
-
-def _lines(job: PlanJob, series: Series, axis: str, here: tuple[int, str]) -> list[str]:
+def _growing(title: str, lead: str, predicted: str, problem: Problem, shown: Candidate, series: Series) -> str:
+    """How the peak grows with a number while the rest stays."""
+    kept = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}; sharded by FSDP2, without offload"
     curves = [
         Curve(name, f"c{number}", [(x, peak / GIB) for x, peak in zip(series.sizes, peaks, strict=True)])
         for number, (name, peaks) in enumerate(series.peaks.items(), start=1)
@@ -244,22 +221,29 @@ def _lines(job: PlanJob, series: Series, axis: str, here: tuple[int, str]) -> li
         f"{curve.name}: {number_in_figure(curve.points[0][1])} to {gib_in_figure(curve.points[-1][1])}"
         for curve in curves
     )
-    span = f"from {series.sizes[0]:,} to {series.sizes[-1]:,} {axis}"
-    words = Words(f"Highest memory of one GPU by number of {axis}", f"{span}: {summary}")
-    return [svg.lines(words, curves, _capacity(job), here, axis, width) for width in WIDTHS]
+    span = f"from {series.sizes[0]:,} to {series.sizes[-1]:,} {series.axis}"
+    words = Words(f"Highest memory of one GPU by number of {series.axis}", f"{span}: {summary}")
+    drawn = [svg.lines(words, curves, _capacity(problem), series.here, series.axis, width) for width in WIDTHS]
+    figure = html_page.figure(drawn, f"Predicted, {predicted}. Each mark is twice the one before, on both axes.")
+    return html_page.section(title, f"With {kept}. {lead}", figure)
 
 
-def _over_gpus(job: PlanJob, recipe: Recipe) -> Series:
-    counts = _doublings(1, MOST_GPUS, job.ranks)
-    return Series(counts, {name: [_peak(job, recipe, name, count) for count in counts] for name in CURVES})
+def _over_gpus(problem: Problem, recipe: Recipe) -> Series:
+    counts = _doublings(1, MOST_GPUS, problem.ranks)
+    peaks = {name: [_peak(problem, _curve(problem, recipe, name, count)) for count in counts] for name in CURVES}
+    return Series("GPUs", (problem.ranks, _gpus(problem)), counts, peaks)
 
 
-def _over_tokens(job: PlanJob, recipe: Recipe) -> Series:
-    most = min(MOST_TOKENS, job.shape.positions or MOST_TOKENS)
+def _over_tokens(problem: Problem, recipe: Recipe) -> Series:
+    most = min(MOST_TOKENS, problem.shape.positions or MOST_TOKENS)
     lengths = _doublings(min(LEAST_TOKENS, most), most, recipe.length)
-    names = CURVES if job.ranks > 1 else ("one GPU",)
-    recipes = [replace(recipe, length=length) for length in lengths]
-    return Series(lengths, {name: [_peak(job, variant, name, job.ranks) for variant in recipes] for name in names})
+    jobs = {name: _curve(problem, recipe, name, problem.ranks) for name in (CURVES if problem.ranks > 1 else [ALONE])}
+    peaks = {name: [_peak(problem, job.with_recipe(length=length)) for length in lengths] for name, job in jobs.items()}
+    return Series("tokens per sequence", (recipe.length, f"{recipe.length:,} tokens"), lengths, peaks)
+
+
+def _gpus(problem: Problem) -> str:
+    return "1 GPU" if problem.ranks == 1 else f"{problem.ranks:,} GPUs"
 
 
 def _doublings(first: int, last: int, here: int) -> list[int]:
@@ -267,27 +251,31 @@ def _doublings(first: int, last: int, here: int) -> list[int]:
     return sorted({*powers, last, here})
 
 
-def _peak(job: PlanJob, recipe: Recipe, name: str, ranks: int) -> int:
-    layout = Layout(Engine.NONE, 1, 1, 1)
-    if ranks > 1:
-        layout = Layout(*CURVES[name], ranks, min(ranks, job.ranks_per_node))
-    return job.predicted(recipe, layout).peak.total
+def _curve(problem: Problem, recipe: Recipe, name: str, ranks: int) -> Job:
+    """The recipe in one of `CURVES` on so many ranks."""
+    if ranks == 1:
+        return Job(Layout.alone(), recipe)
+    return Job(Layout(*CURVES[name], ranks, min(ranks, problem.job.layout.ranks_per_node)), recipe)
 
 
-def _timeline(job: PlanJob, recipe: Recipe, layout: Layout) -> step.Timeline:
-    tapes = job.tapes[variant_of(recipe, layout.engine)]
-    return step.timeline(job.shape, tapes, recipe, layout, workspace_bytes(job.gpu))
+def _peak(problem: Problem, job: Job) -> int:
+    return problem.predicted(job).peak.total
 
 
-def _numbers(job: PlanJob, plan: Plan) -> str:
+def _timeline(problem: Problem, job: Job) -> step.Timeline:
+    tapes = problem.tapes[variant_of(job.recipe, job.engine)]
+    return step.timeline(problem.shape, tapes, job.recipe, job.layout, workspace_bytes(problem.gpu))
+
+
+def _numbers(problem: Problem, plan: Plan) -> str:
     titles = ("strategy", "batch", "checkpointing", "fits", "GiB", *KINDS, "highest in", "step s", "tokens/s per GPU")
     rows = [_cells(candidate, candidate.layout.name) for candidate in plan.rows]
     if plan.choice:
         rows.insert(0, _cells(plan.choice, f"{plan.choice.layout.name} (recommended)"))
     return html_page.section(
         "The numbers",
-        f"All predicted, {job.recipe.length:,} tokens per sequence. GiB at the highest point of the step, then what is "
-        "alive there.",
+        f"All predicted, {problem.job.recipe.length:,} tokens per sequence. GiB at the highest point of the step, then "
+        "what is alive there.",
         html_page.table(titles, rows, "wide"),
     )
 
@@ -304,18 +292,18 @@ def _more_numbers(shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
     phases = [[moment.phase, _cell(moment.total)] for moment in shown.prediction.moments]
     folded = (
         ("One step: the highest point of each phase", html_page.table(("phase", "GiB"), phases)),
-        ("Number of GPUs", _series_table("GPUs", by_gpus)),
-        ("Sequence length", _series_table("tokens per sequence", by_tokens)),
+        ("Number of GPUs", _series_table(by_gpus)),
+        ("Sequence length", _series_table(by_tokens)),
     )
     return "".join(f"<details><summary>{name}, predicted</summary>{table}</details>" for name, table in folded)
 
 
-def _series_table(axis: str, series: Series) -> str:
+def _series_table(series: Series) -> str:
     rows = [
         [f"{size:,}", *(_cell(peaks[place]) for peaks in series.peaks.values())]
         for place, size in enumerate(series.sizes)
     ]
-    return html_page.table((axis, *(f"{name}, GiB" for name in series.peaks)), rows)
+    return html_page.table((series.axis, *(f"{name}, GiB" for name in series.peaks)), rows)
 
 
 def _cell(size: int) -> str:
@@ -331,8 +319,8 @@ def _key(kinds: Iterable[str]) -> str:
     return f'<ul class="key">{items}</ul>'
 
 
-def _capacity(job: PlanJob) -> Capacity:
-    return Capacity(f"one {job.gpu.name}", job.gpu.usable_gib)
+def _capacity(problem: Problem) -> Capacity:
+    return Capacity(f"one {problem.gpu.name}", problem.gpu.usable_gib)
 
 
 def _how(recipe: Recipe) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from accel_fsdp import flag_words
 from accel_fsdp.config import ENGINE_NAMES, THIS_FILE, TORCH_DTYPES, Engine, as_scalar, header, yaml_file
 from accel_fsdp.errors import UserError
-from accel_fsdp.job import Layout, Recipe, combinations, of_plan
+from accel_fsdp.job import Job, Recipe, combinations, of_plan, recompute_by
 from accel_fsdp.linter.rules import Finding, Subject, run
 from accel_fsdp.models import catalogue
 from accel_fsdp.wizard import MODEL as PRESET_MODEL
@@ -22,10 +22,10 @@ OUTPUT = "fsdp.yaml"
 
 @dataclass
 class Proposer:
-    """Puts layouts into the words of wizard, YAML and script, for one model on machines of one kind.
+    """Puts jobs into the words of wizard, YAML and script, for one model on machines of one kind.
 
     `gpus` is one machine as `machines.parse` reads it, `layer_class` what to wrap. `common` are the rules that speak of
-    every layout alike, such as those about a precision that was asked for: they decide nothing.
+    every job alike, such as those about a precision that was asked for: they decide nothing.
     """
 
     model: str
@@ -36,45 +36,47 @@ class Proposer:
     _answers: dict[tuple[Any, ...], Answers] = field(default_factory=dict)
     _faults: dict[tuple[Any, ...], dict[str, str]] = field(default_factory=dict)
 
-    def over(self, recipe: Recipe, layouts: list[Layout]) -> "Proposer":
-        """The same proposer, which ignores faults that all these layouts share."""
-        faults = [frozenset(self.faults(recipe, layout)) for layout in layouts]
+    def over(self, jobs: list[Job]) -> "Proposer":
+        """The same proposer, which ignores faults that all these jobs share."""
+        faults = [frozenset(self.faults(job)) for job in jobs]
         return replace(self, common=frozenset.intersection(*faults) if len(faults) > 1 else frozenset())
 
-    def refuses(self, recipe: Recipe, layout: Layout) -> str:
-        """Why a layout doesn't work, in a sentence; empty if it does."""
-        faults = self.faults(recipe, layout)
+    def refuses(self, job: Job) -> str:
+        """Why a job doesn't work, in a sentence; empty if it does."""
+        faults = self.faults(job)
         return next((reason for code, reason in faults.items() if code not in self.common), "")
 
-    def faults(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
-        """The objections of combinations, wizard and linter to a layout, by the row's name or the rule's code."""
-        if layout.engine is Engine.NONE:
+    def faults(self, job: Job) -> dict[str, str]:
+        """The objections of combinations, wizard and linter to a job, by the row's name or the rule's code."""
+        if job.engine is Engine.NONE:
             return {}  # one process has no setting that could clash
-        key = (layout, recipe.method, recipe.precision, recipe.dtype, recipe.optimizer, recipe.checkpointing)
+        recipe = job.recipe
+        key = (job.layout, recipe.method, recipe.precision, recipe.dtype, recipe.optimizer, recipe.checkpointing)
         if key not in self._faults:
-            clashes = combinations.clashes(of_plan(layout, recipe))
+            clashes = combinations.clashes(of_plan(job.layout, recipe))
             self._faults[key] = {clash.name: f"{clash.what}: {clash.why}" for clash in clashes}
             try:
-                values = to_yaml.to_mapping(self.answers(recipe, layout))
+                values = to_yaml.to_mapping(self.answers(job))
             except UserError as error:
                 self._faults[key][""] = f"{error.what.rstrip('.')}: {error.why}"
             else:
-                findings = _findings(Subject(values, args=arguments(recipe, layout)))
+                findings = run(Subject(values, args=arguments(job)))
                 faults = (finding for finding in findings if finding.severity != "note")
                 self._faults[key] |= {fault.code: sentence(fault) for fault in faults}
         return self._faults[key]
 
-    def answers(self, recipe: Recipe, layout: Layout) -> Answers:
-        """The wizard's answers that write the YAML of a layout.
+    def answers(self, job: Job) -> Answers:
+        """The wizard's answers that write the YAML of a job.
 
         A model outside of the catalogue isn't built for it, which takes torch and seconds: its layer class is known.
 
         Raises:
             UserError: the wizard refuses one of them.
         """
-        key = (layout.engine, layout.ranks, layout.ranks_per_node, recipe.method, recipe.precision)
+        layout = job.layout
+        key = (layout.engine, layout.ranks, layout.ranks_per_node, job.method, job.recipe.precision)
         if key not in self._answers:
-            preset = self._given(recipe, layout)
+            preset = self._given(job)
             known = catalogue.canonical(self.model)
             settled = _settled({**preset, "model": known or PRESET_MODEL})
             own = settled if known else replace(settled, model=self.model, layer_class=self.layer_class)
@@ -85,52 +87,52 @@ class Proposer:
             strategy=layout.strategy if sharded else base.strategy,
             zero_stage=layout.strategy if layout.engine is Engine.DEEPSPEED else base.zero_stage,
             cpu_offload=layout.offload,
-            activation_checkpointing=in_yaml(recipe, layout),
+            activation_checkpointing=in_yaml(job),
         )
 
-    def written(self, recipe: Recipe, layout: Layout, environment: Mapping[str, str]) -> str:
+    def written(self, job: Job, environment: Mapping[str, str]) -> str:
         """The YAML's text, as the wizard writes it for the model itself, with all of the job in its launch command.
 
         Raises:
             UserError: the model can't be read.
         """
-        if layout.engine is Engine.NONE:
-            return self._of_one_process(recipe, layout, environment)
-        answers, words = _settled(self._flags(recipe, layout)), _argument_words(recipe, layout)
+        if job.engine is Engine.NONE:
+            return self._of_one_process(job, environment)
+        answers, words = _settled(self._flags(job)), _argument_words(job)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
         line = header.engine_line if answers.needs_engine else header.launch_line
         return to_yaml.to_text(answers, line(THIS_FILE, script, environment=environment))
 
-    def _of_one_process(self, recipe: Recipe, layout: Layout, environment: Mapping[str, str]) -> str:
+    def _of_one_process(self, job: Job, environment: Mapping[str, str]) -> str:
         """The YAML for one GPU, without an engine; the wizard would write FSDP."""
         values = {
             "compute_environment": "LOCAL_MACHINE",
             "distributed_type": as_scalar("NO"),
-            "mixed_precision": as_scalar(recipe.precision),
+            "mixed_precision": as_scalar(job.recipe.precision),
             "num_processes": 1,
             "num_machines": 1,
         }
-        title = f"{self.model}, {recipe.method} training with one process, which has nothing to shard."
-        script = header.example_run(self.model, _argument_words(recipe, layout))
+        title = f"{self.model}, {job.method} training with one process, which has nothing to shard."
+        script = header.example_run(self.model, _argument_words(job))
         launch = header.launch_line(THIS_FILE, script, environment=environment)
         return "\n".join([*header.comment(title, "accel-fsdp plan", launch), yaml_file.dump(values)])
 
-    def command(self, recipe: Recipe, layout: Layout) -> str:
+    def command(self, job: Job) -> str:
         """The command that writes it: only what the wizard wouldn't take by itself."""
-        chosen = self._flags(recipe, layout).items()
+        chosen = self._flags(job).items()
         flags = [word for name, value in chosen for word in (flag_words.flag_of(name), value)]
         return shlex.join(["accel-fsdp", "config", "--yes", "-o", OUTPUT, *flags])
 
-    def _flags(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
+    def _flags(self, job: Job) -> dict[str, str]:
         """The wizard's flags, by the names of its questions."""
-        answers = self.answers(recipe, layout)
-        names = (*self._given(recipe, layout), *(["strategy"] if layout.is_fsdp else []))
+        answers = self.answers(job)
+        names = (*self._given(job), *(["strategy"] if job.layout.is_fsdp else []))
         return {name: to_yaml.flag_text(getattr(answers, name)) for name in names}
 
-    def _given(self, recipe: Recipe, layout: Layout) -> dict[str, str]:
-        machines = max(layout.ranks // self.gpus_each, 1)
-        words = {"model": self.model, "method": recipe.method, "gpus": self.gpus, "num_machines": str(machines)}
-        words["mixed_precision"] = recipe.precision
+    def _given(self, job: Job) -> dict[str, str]:
+        layout, machines = job.layout, max(job.layout.ranks // self.gpus_each, 1)
+        words = {"model": self.model, "method": job.method, "gpus": self.gpus, "num_machines": str(machines)}
+        words["mixed_precision"] = job.recipe.precision
         if layout.is_fsdp:
             words |= {"engine": "fsdp", "fsdp_version": layout.engine.removeprefix("fsdp")}
             words |= {"cpu_offload": "false", "activation_checkpointing": "false"}
@@ -145,19 +147,20 @@ def _settled(flags: dict[str, str]) -> Answers:
     return interview.answers(interview.Interview(flags, dict(flags), quiet=True))
 
 
-def in_yaml(recipe: Recipe, layout: Layout) -> bool:
+def in_yaml(job: Job) -> bool:
     """Whether activation checkpointing is the YAML's: with an adapter, and outside of FSDP, it is the script's."""
-    return recipe.checkpointing == "full" and of_plan(layout, recipe).recompute == "engine"
+    return job.recipe.checkpointing == "full" and recompute_by(job.engine, job.method) == "engine"
 
 
-def arguments(recipe: Recipe, layout: Layout) -> dict[str, Any]:
-    """The script's arguments of a recipe, under Trainer's names."""
+def arguments(job: Job) -> dict[str, Any]:
+    """The script's arguments of a job, under Trainer's names."""
+    recipe = job.recipe
     words: dict[str, Any] = {
         "per_device_train_batch_size": recipe.rows,
         "gradient_accumulation_steps": recipe.accumulation,
         "max_length": recipe.length,
     }
-    if recipe.recomputes and not in_yaml(recipe, layout):
+    if recipe.recomputes and not in_yaml(job):
         words["gradient_checkpointing"] = True
     if recipe.checkpointing == "reentrant":
         words["gradient_checkpointing_kwargs"] = '{"use_reentrant": true}'
@@ -174,13 +177,13 @@ def arguments(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     return words
 
 
-def argument_line(recipe: Recipe, layout: Layout) -> str:
+def argument_line(job: Job) -> str:
     """The same as a command line has them."""
-    return shlex.join(_argument_words(recipe, layout))
+    return shlex.join(_argument_words(job))
 
 
-def _argument_words(recipe: Recipe, layout: Layout) -> list[str]:
-    items = arguments(recipe, layout).items()
+def _argument_words(job: Job) -> list[str]:
+    items = arguments(job).items()
     return [word for name, value in items for word in (f"--{name}", to_yaml.flag_text(value))]
 
 
@@ -189,14 +192,10 @@ def sentence(finding: Finding) -> str:
     return f"{finding.what}: {finding.why} ({finding.code})"
 
 
-def first_error(subject: Subject, recipe: Recipe, layout: Layout) -> str:
+def first_error(subject: Subject, job: Job) -> str:
     """The first error of a given YAML that would stop or ruin a run, in a line; empty without one.
 
-    Without the script's arguments these are the recipe's.
+    Without the script's arguments these are the job's.
     """
-    findings = _findings(subject if subject.args is not None else replace(subject, args=arguments(recipe, layout)))
+    findings = run(subject if subject.args is not None else replace(subject, args=arguments(job)))
     return next((sentence(finding) for finding in findings if finding.severity == "error"), "")
-
-
-def _findings(subject: Subject) -> list[Finding]:
-    return run(subject)

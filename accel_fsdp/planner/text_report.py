@@ -13,7 +13,7 @@ from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.prediction import (
     Candidate,
     Plan,
-    PlanJob,
+    Problem,
     capacity,
     checkpointing_in,
     cost,
@@ -22,7 +22,7 @@ from accel_fsdp.prediction import (
     search,
     step_traffic,
 )
-from accel_fsdp.prediction.memory import KINDS, LETTERS, ModelShape, Reservation, shards, units_of
+from accel_fsdp.prediction.memory import KINDS, LETTERS, ModelShape, Reservation, shards
 from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_in_figure, gib_or_mib, number_in_figure, parameters
 
 SCHEMA_VERSION = 2
@@ -40,12 +40,12 @@ COLOURS = dict(
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan with its job, ready to be told. `proposer` writes what is recommended; None where `config` is judged.
+    """A plan with its problem, ready to be told. `proposer` writes what is recommended; None where `config` is judged.
 
     `spent` is what the work costs in the way that was chosen, None where nobody asked. `args` are the script's.
     """
 
-    job: PlanJob
+    problem: Problem
     plan: Plan
     proposer: Proposer | None
     config: Path | None = None
@@ -54,33 +54,27 @@ class PlanReport:
 
     def yaml(self) -> str:
         """The recommended YAML; empty if there is none."""
-        proposed = self._proposed()
-        return proposed[0].written(proposed[1].recipe, proposed[1].layout, self.environment()) if proposed else ""
+        choice = self.plan.choice
+        return self.proposer.written(choice.job, self.environment()) if choice and self.proposer else ""
 
     def command(self) -> str:
         """The command that writes the recommended YAML; empty if there is none."""
-        proposed = self._proposed()
-        if proposed is None or proposed[1].layout.engine is Engine.NONE:  # the wizard would write FSDP for one GPU
+        choice = self.plan.choice
+        if not choice or not self.proposer or choice.job.engine is Engine.NONE:  # the wizard would write FSDP for it
             return ""
-        return proposed[0].command(proposed[1].recipe, proposed[1].layout)
+        return self.proposer.command(choice.job)
 
     def environment(self) -> dict[str, str]:
         """The variables that the job needs on every machine."""
         choice = self.plan.choice
         return dict(choice.device.environment) if choice else {}
 
-    def _proposed(self) -> tuple[Proposer, Candidate] | None:
-        """The proposer and the candidate of the recommended YAML; None without a recommendation."""
-        choice = self.plan.choice
-        return None if choice is None or self.proposer is None else (self.proposer, choice)
-
     def headline(self) -> str:
         """What was asked, in a sentence."""
-        job, recipe = self.job, self.job.recipe
+        problem, shape, recipe = self.problem, self.problem.shape, self.problem.job.recipe
         return (
-            f"{job.shape.name}: {parameters(capacity.model_numel(job.shape), job.shape.language)}, "
-            f"{recipe.method} training on "
-            f"{job.ranks} x {job.gpu.name} with {gib_or_mib(job.capacity_bytes)}, "
+            f"{shape.name}: {parameters(shape.numel, shape.language)}, {recipe.method} training on "
+            f"{problem.job.layout.ranks} x {problem.gpu.name} with {gib_or_mib(problem.capacity_bytes)}, "
             f"{recipe.rows} x {recipe.length:,} tokens per GPU"
             + (f", {recipe.accumulation} times a step" if recipe.accumulation > 1 else "")
             + "; all of it predicted."
@@ -97,13 +91,13 @@ class PlanReport:
             console.put(line, wrap=not line.startswith(COPIED))
 
     def _cells(self, candidate: Candidate, width: int) -> dict[str, Any]:
-        traffic = step_traffic(self.job.shape, candidate.recipe, candidate.layout)
+        traffic = step_traffic(self.problem.shape, candidate.recipe, candidate.layout)
         sent = (traffic.intra_bytes + traffic.inter_bytes + traffic.pcie_bytes) / 1e9
         parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in candidate.prediction.peak.live.items() if size]
         cells = (
             candidate.layout.name,
             number_in_figure(candidate.device.allocated / GIB),
-            console.bar(parts, self.job.capacity_bytes, width),
+            console.bar(parts, self.problem.capacity_bytes, width),
             candidate.verdict,
             candidate.prediction.peak.phase,
             f"{sent:,.1f}",
@@ -116,7 +110,7 @@ class PlanReport:
         """Explains the words that occur in the column `fits`."""
         outside = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
         seen = {candidate.verdict for candidate in self.plan.rows}
-        nccl = " and NCCL" * (self.job.ranks > 1)
+        nccl = " and NCCL" * (self.problem.job.layout.ranks > 1)
         words = [f"yes with {outside} more for CUDA{nccl} and 5% to spare"]
         if "expandable" in seen:
             words.append(f"expandable {capacity.NEEDS_EXPANDABLE}")
@@ -134,7 +128,7 @@ class PlanReport:
 
     def advice(self) -> Iterator[str]:
         """What to take and why, or what would make it fit; a sentence or two a line."""
-        job, choice = self.job, self.plan.choice
+        problem, choice = self.problem, self.plan.choice
         if choice is None:
             yield from self._nothing()
             return
@@ -143,14 +137,14 @@ class PlanReport:
         yield f"Take {choice.layout.name}{needs} with {how}. {self.plan.reason}"
         yield self._one_step(choice)
         if self.spent:
-            yield from cost_report.sentences(self.spent, self.job.gpu)
+            yield from cost_report.sentences(self.spent, problem.gpu)
         elif self.args:
             yield cost_report.UNKNOWN
         yield from self._others(choice)
         yield from self._reserved(choice)
         yield self._longest(choice)
         yield self._host(choice)
-        if choice.layout.offload and (more := list(remedies.remedies(job, choice.layout))):
+        if choice.layout.offload and (more := list(remedies.remedies(problem, choice.layout))):
             yield "Where machines have less memory than that: " + "; or ".join(more) + "."
         yield from self._padding()
         if command := self.command():
@@ -158,35 +152,36 @@ class PlanReport:
             yield f"  {command}"
         if self.proposer:
             yield "The script's arguments:"
-            yield f"  {proposal.argument_line(choice.recipe, choice.layout)}"
+            yield f"  {proposal.argument_line(choice.job)}"
         if environment := self.environment():
             yield "On every machine, before the launch:"
             yield from (f"  export {name}={value}" for name, value in environment.items())
-        yield "Assumed: " + " ".join((*job.notes, *choice.step.assumptions, *self._full_rows()))
-
-    def _full_rows(self) -> tuple[str, ...]:
-        return (cost_report.FULL_ROWS,) if self.spent else ()
+        full_rows = (cost_report.FULL_ROWS,) if self.spent else ()
+        yield "Assumed: " + " ".join((*problem.notes, *choice.step.assumptions, *full_rows))
 
     def _nothing(self) -> Iterator[str]:
         """Why nothing fits, and which changes would."""
         refused = [candidate.refused for candidate in self.plan.rows if candidate.refused]
         if len(refused) == len(self.plan.rows) == 1 and self.config:
             yield f"This YAML doesn't work, whatever memory it needs: {refused[0]}."
-            yield f"  accel-fsdp check {self.config} --model {self.job.shape.name}"
+            yield f"  accel-fsdp check {self.config} --model {self.problem.shape.name}"
             return
         phase = self.plan.rows[0].device.runs_out if self.config else ""
         where = f"It doesn't fit: memory runs out in the {phase}." if phase else "Nothing fits."
-        yield f"{where} Each GPU has {gib_or_mib(self.job.capacity_bytes)}. What would fit:"
+        yield f"{where} Each GPU has {gib_or_mib(self.problem.capacity_bytes)}. What would fit:"
         layout = self.plan.rows[0].layout if self.config else None
-        changes = list(remedies.remedies(self.job, layout)) or ["a smaller model, or GPUs with more memory"]
+        changes = list(remedies.remedies(self.problem, layout)) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
         yield from self._padding()
-        yield from self.job.notes
+        yield from self.problem.notes
 
     def _one_step(self, choice: Candidate) -> str:
-        recipe, ranks = choice.recipe, self.job.ranks
-        rows = ranks * recipe.rows * recipe.accumulation
-        times = [str(ranks), *([str(recipe.accumulation)] if recipe.accumulation > 1 else []), str(recipe.rows)]
+        recipe, rows = choice.recipe, choice.job.rows_per_step
+        times = [
+            str(choice.layout.data_ranks),
+            *([str(recipe.accumulation)] if recipe.accumulation > 1 else []),
+            str(recipe.rows),
+        ]
         shortest, longest = choice.step.range_seconds
         return (
             f"One optimizer step takes {' x '.join(times)} = {counted(rows, 'sequence')} "
@@ -225,8 +220,8 @@ class PlanReport:
 
     def _replayed(self, choice: Candidate) -> tuple[Reservation, Reservation, tuple[int, int]]:
         """The allocator as it is, with expandable segments, and the range of the first's reserved bytes."""
-        replay = self.job.replay(choice.recipe, choice.layout)
-        room = self.job.capacity_bytes - choice.device.outside
+        replay = self.problem.replay(choice.job)
+        room = self.problem.capacity_bytes - choice.device.outside
         plain = replay(False, room)
         return plain, replay(True, room), capacity.replayed_range(plain.reserved, room)
 
@@ -242,25 +237,24 @@ class PlanReport:
         }
 
     def _longest(self, choice: Candidate) -> str:
-        longest, limit = self.plan.longest, self.job.shape.positions
+        chosen, alone, limit = self.plan.longest, self.plan.longest_alone, self.problem.shape.positions
         whose = ", the model's limit" if limit else ""
 
         def tokens(count: int) -> str:
             return f"{count:,} tokens" + (whose if count == limit else "")
 
-        if choice.recipe.rows == 1 or longest.chosen == longest.alone:
-            return f"The longest sequence that fits this way has {tokens(longest.alone)}."
+        if choice.recipe.rows == 1 or chosen == alone:
+            return f"The longest sequence that fits this way has {tokens(alone)}."
         return (
-            f"The longest sequences that fit this way have {tokens(longest.chosen)} with {rows_in(choice.recipe)} per "
-            f"GPU, {tokens(longest.alone)} with one."
+            f"The longest sequences that fit this way have {tokens(chosen)} with {rows_in(choice.recipe)} per "
+            f"GPU, {tokens(alone)} with one."
         )
 
     def _host(self, choice: Candidate) -> str:
-        job = self.job
-        host = capacity.host(job.shape, choice.recipe, choice.layout, job.ram_efficient)
+        host, has = self.problem.host(choice.job), self.problem.host_bytes
         offload = f" and {about_gib(host.offload)} to train, offloaded" if host.offload else ""
-        most, has = max(host.loading, host.offload), job.host_bytes
-        usual = f" (more than the {about_gib(has)} {'it has' if job.host_gib else 'that are usual'})" * (most > has)
+        usual = f" (more than the {about_gib(has)} {'it has' if self.problem.host_gib else 'that are usual'})"
+        usual = usual if host.training > has else ""
         return (
             f"Each machine needs {about_gib(host.loading)} of its own memory to load the model{offload}{usual}; "
             f"a checkpoint takes {about_gb(host.checkpoint)} of disk, the exported model "
@@ -273,7 +267,7 @@ class PlanReport:
         worst = max(fsdp2, default=None, key=self._padded)
         if worst is None or (times := self._padded(worst)) < MOST_PADDING:
             return
-        shape, layout = self.job.shape, worst.layout
+        shape, layout = self.problem.shape, worst.layout
         thing = f"a layer's {shape.experts} experts" if shape.experts else "a tensor's rows"
         yield (
             f"FSDP2 shares out {thing} whole, so on {layout.shard_ranks} GPUs each holds and sends {times:.1f} times "
@@ -282,41 +276,42 @@ class PlanReport:
 
     def _padded(self, candidate: Candidate) -> float:
         ranks = candidate.layout.shard_ranks
-        units = units_of(self.job.shape, candidate.recipe, candidate.layout)
-        params = [param for unit in units for param in unit.held]
-        return sum(shards.shard_numel(param, ranks) for param in params) * ranks / sum(param.numel for param in params)
+        units = shards.counted_units(self.problem.shape, candidate.recipe, candidate.layout)
+        params = [(param, count) for unit, count in units for param in unit.held]
+        held = sum(shards.shard_numel(param, ranks) * count for param, count in params) * ranks
+        return held / sum(param.numel * count for param, count in params)
 
     def as_json(self) -> dict[str, Any]:
-        job, plan = self.job, self.plan
-        recipe, choice = job.recipe, plan.choice
-        changes = [] if choice and not choice.layout.offload else list(remedies.remedies(job, self._given()))
+        problem, plan, choice = self.problem, self.plan, self.plan.choice
+        shape, recipe, layout = problem.shape, problem.job.recipe, problem.job.layout
+        changes = [] if choice and not choice.layout.offload else list(remedies.remedies(problem, self._given()))
         return {
             "schema_version": SCHEMA_VERSION,
-            "model": job.shape.name,
-            "parameters": capacity.model_numel(job.shape),
-            "language_parameters": job.shape.language or capacity.model_numel(job.shape),
+            "model": shape.name,
+            "parameters": shape.numel,
+            "language_parameters": shape.language or shape.numel,
             "method": recipe.method,
             "precision": recipe.precision,
             "sequence_length": recipe.length,
-            "gpu": job.gpu.name,
-            "gpu_memory_sold_gib": job.gpu.memory_gib,
-            "gpu_memory_usable_bytes": job.capacity_bytes,
-            "host_memory_bytes": job.host_bytes,
-            "gpus": job.ranks,
-            "gpus_per_machine": job.ranks_per_node,
+            "gpu": problem.gpu.name,
+            "gpu_memory_sold_gib": problem.gpu.memory_gib,
+            "gpu_memory_usable_bytes": problem.capacity_bytes,
+            "host_memory_bytes": problem.host_bytes,
+            "gpus": layout.ranks,
+            "gpus_per_machine": layout.ranks_per_node,
             "strategies": [self._row(candidate) for candidate in plan.rows],
             "choice": self._row(choice) if choice else None,
             "allocator": self._allocator(choice),
             "ties": [self._row(candidate) for candidate in plan.ties],
             "runner_up": self._row(plan.runner_up) if plan.runner_up else None,
             "reason": plan.reason,
-            "longest_sequence": plan.longest.chosen,
-            "longest_sequence_alone": plan.longest.alone,
+            "longest_sequence": plan.longest,
+            "longest_sequence_alone": plan.longest_alone,
             "config_command": self.command(),
             "environment": self.environment(),
-            "script_arguments": proposal.arguments(choice.recipe, choice.layout) if choice else {},
+            "script_arguments": proposal.arguments(choice.job) if choice else {},
             "changes": changes,
-            "cost": cost_report.as_json(self.spent, job.gpu) if self.spent else None,
+            "cost": cost_report.as_json(self.spent, problem.gpu) if self.spent else None,
         }
 
     def _given(self) -> Layout | None:
@@ -325,14 +320,13 @@ class PlanReport:
         return self.plan.rows[0].layout if self.config else None
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
-        job, peak = self.job, candidate.prediction.peak
-        traffic = step_traffic(job.shape, candidate.recipe, candidate.layout)
-        host = capacity.host(job.shape, candidate.recipe, candidate.layout, job.ram_efficient)
+        peak, host = candidate.prediction.peak, self.problem.host(candidate.job)
+        traffic = step_traffic(self.problem.shape, candidate.recipe, candidate.layout)
         return {
             "strategy": candidate.layout.name,
             "batch_per_gpu": candidate.recipe.rows,
             "accumulation": candidate.recipe.accumulation,
-            "global_batch": candidate.recipe.rows * candidate.recipe.accumulation * job.ranks,
+            "global_batch": candidate.job.rows_per_step,
             "checkpointing": candidate.recipe.checkpointing,
             "fits": candidate.verdict,
             "runs_out": candidate.device.runs_out,
@@ -360,7 +354,7 @@ class PlanReport:
             "tokens_per_s_per_gpu": candidate.tokens_per_s,
             "mfu": candidate.step.mfu,
             "bound": candidate.step.bound,
-            "assumptions": (*job.notes, *candidate.step.assumptions),
+            "assumptions": (*self.problem.notes, *candidate.step.assumptions),
         }
 
 

@@ -25,16 +25,16 @@ MOST = 10**18
 Prices = Mapping[tuple[str, float | None], float]
 
 
-def count_of(text: str, flag: str = "--tokens") -> int:
+def count_of(text: str) -> int:
     """The number of a count: `2B` and `2e9` are 2,000,000,000, `1.5T` is 1,500,000,000,000."""
     match = COUNT.fullmatch(text.strip()) if len(text) <= LONGEST else None
     power = UNITS.get(match["unit"].upper()) if match else None
     exact = Decimal(re.sub("[_,]", "", match["number"])).scaleb(power) if match and power is not None else Decimal(0)
     if exact < 1 or exact > MOST or exact != int(exact):
         raise UsageError(
-            f"{flag} {text[:LONGEST]} is not a number of tokens",
+            f"--tokens {text[:LONGEST]} is not a number of tokens",
             why="it has to be a whole number above 0; K, M, B and T stand for 10^3, 10^6, 10^9 and 10^12",
-            fix=f"{flag} 2B, {flag} 500M, {flag} 1.5T or {flag} 2000000000",
+            fix="--tokens 2B, --tokens 500M, --tokens 1.5T or --tokens 2000000000",
         )
     return int(exact)
 
@@ -64,8 +64,9 @@ def work_of(command: PlanCommand) -> cost.Work:
     return cost.Work(tokens=tokens, rows=command.dataset_rows or 0, epochs=command.epochs or 1)
 
 
-def job_of(command: PlanCommand) -> cost.CostInputs:
-    """The work of the flags, without a price: `prices_of` finds that of the GPU."""
+def inputs_of(command: PlanCommand, gpu: Gpu) -> cost.CostInputs:
+    """What the flags say of the work, of a GPU's price, and of the disk."""
+    price = _price(command, gpu)
     if command.disk_speed is not None:
         _refuse_below("--disk-speed", command.disk_speed, above=True)
         if command.args is None:
@@ -76,6 +77,7 @@ def job_of(command: PlanCommand) -> cost.CostInputs:
             )
     return cost.CostInputs(
         work_of(command),
+        price,
         disk_bytes_per_s=(command.disk_speed or 0) * 1e9,
         evaluation_rows=command.eval_rows or 0,
     )
@@ -88,28 +90,24 @@ def _refuse_below(flag: str, value: float, above: bool = False) -> None:
         raise UsageError(f"{flag} {value:g}", why=f"it has to be a number, {least}", fix=f"{flag} 2.5")
 
 
-def prices_of(command: PlanCommand) -> Prices | float | None:
-    """The prices of a file by GPU, the price of a flag, or None without any."""
+def _price(command: PlanCommand, gpu: Gpu) -> float | None:
+    """The price of a GPU for an hour; None if unknown."""
+    flag = "--price" if command.price is not None else "--prices" if command.prices is not None else ""
     if command.price is not None and command.prices is not None:
         raise UsageError("--price beside --prices", why="both say what a GPU costs", fix="leave out one of them")
+    price = command.price if command.prices is None else price_for(read_prices(command.prices), gpu)
     if command.price is not None:
         _refuse_below("--price", command.price)
-        return command.price
-    return None if command.prices is None else read_prices(command.prices)
-
-
-def refuse_idle_prices(command: PlanCommand) -> None:
-    """Refuses a price without an amount of training."""
-    flag = "--price" if command.price is not None else "--prices" if command.prices is not None else ""
-    if flag and (command.tokens, command.dataset_rows, command.args) == (None, None, None):
+    if flag and (command.tokens, command.dataset_rows, command.args, command.compare) == (None,) * 4:
         raise UsageError(
             f"{flag} without --tokens", why="the amount of training is missing", fix=f"{flag} beside --tokens 2B"
         )
+    return price
 
 
-def price_for(prices: Prices | float | None, gpu: Gpu) -> float | None:
-    """The price of a GPU hour; None if unknown."""
-    return cost.priced(prices, gpu) if isinstance(prices, Mapping) else prices
+def price_for(prices: Prices, gpu: Gpu) -> float | None:
+    """The price of a GPU by its name and size, else of its name with any; None without one."""
+    return prices.get((gpu.name, gpu.memory_gib), prices.get((gpu.name, None)))
 
 
 def read_prices(path: Path) -> dict[tuple[str, float | None], float]:

@@ -2,22 +2,21 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from accel_fsdp.config import Engine
 from accel_fsdp.hardware import Gpu, gpus
-from accel_fsdp.job import Layout, Recipe
+from accel_fsdp.job import Job, Layout
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import (
     ModelShape,
     Prediction,
     Reservation,
     Tapes,
-    idle_units,
     predict,
     reserve,
     shards,
-    units_of,
     variant_of,
 )
 from accel_fsdp.units import GIB
@@ -73,25 +72,28 @@ def workspace_bytes(gpu: Gpu | None) -> int:
     return HOPPER_WORKSPACE_BYTES if gpu is not None and gpus.is_hopper(gpu) else WORKSPACE_BYTES
 
 
-def predicted(
-    shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, layout: Layout, gpu: Gpu | None
-) -> Prediction:
+def predicted(shape: ModelShape, tapes: Mapping[str, Tapes], job: Job, gpu: Gpu | None) -> Prediction:
     """The allocated memory of one rank on this GPU, shared by plan, wizard and a run's report."""
-    return predict(shape, tapes[variant_of(recipe, layout.engine)], recipe, layout, workspace_bytes(gpu))
+    chosen = tapes[variant_of(job.recipe, job.engine)]
+    return _remembered(shape, chosen, job.recipe, job.layout, workspace_bytes(gpu))
+
+
+_remembered = lru_cache(4096)(predict)  # a search asks for the same prediction several times
 
 
 @dataclass(frozen=True)
 class Device:
     """One rank's needs of its GPU: the allocator's reserved bytes and the driver's total, as ranges.
 
-    `replayed` are the reserved bytes of the allocator's replay, 0 without. `runs_out` is the phase in which memory runs
-    out, or may.
+    `capacity` are the bytes of the GPU, `outside` those of CUDA and NCCL outside the allocator. `replayed` are the
+    reserved bytes of the allocator's replay, 0 without. `runs_out` is the phase in which memory runs out, or may.
     """
 
     allocated: int
     reserved: tuple[int, int]
     verdict: Verdict
     outside: int
+    capacity: int
     replayed: int = 0
     runs_out: str = ""
 
@@ -117,16 +119,29 @@ class Device:
         return self.allocated + self.outside
 
 
-Replay = Callable[[bool, int | None], Reservation]
+Replay = Callable[[bool, int], Reservation]
 """Plays the steps into an allocator: with expandable segments or without, and the bytes that it can get."""
 
 
-def replay_of(shape: ModelShape, tapes: Mapping[str, Tapes], recipe: Recipe, layout: Layout, gpu: Gpu | None) -> Replay:
-    """Returns a function that replays the allocator for one recipe and layout."""
+@lru_cache(256)
+def replay_of(shape: ModelShape, tapes: Tapes, job: Job, workspace_bytes: int) -> Replay:
+    """Returns a function that replays the allocator for one job, and remembers the results.
 
-    def replayed(expandable: bool, room_bytes: int | None) -> Reservation:
-        chosen = tapes[variant_of(recipe, layout.engine)]
-        return reserve(shape, chosen, recipe, layout, workspace_bytes(gpu), expandable, room_bytes)
+    If a GPU has room for all reserved memory, the result without a limit is reused. Expandable segments are replayed
+    each time, because their addresses depend on the GPU's size.
+    """
+    known: dict[tuple[bool, int], Reservation] = {}
+    unlimited: list[Reservation] = []
+
+    def replayed(expandable: bool, room_bytes: int) -> Reservation:
+        if not expandable and unlimited and unlimited[0].reserved <= room_bytes:
+            return unlimited[0]
+        if (expandable, room_bytes) not in known:
+            given = (job.recipe, job.layout, workspace_bytes, expandable, room_bytes)
+            known[expandable, room_bytes] = reservation = reserve(shape, tapes, *given)
+            if not expandable and not reservation.met_limit:
+                unlimited.append(reservation)
+        return known[expandable, room_bytes]
 
     return replayed
 
@@ -158,16 +173,17 @@ def device(
     ranged = (min(low, max(room, allocated)), min(high, max(room, allocated)))
     phase = prediction.peak.phase
     if allocated > room:
-        return Device(allocated, ranged, "no", outside, runs_out=phase)
+        return Device(allocated, ranged, "no", outside, capacity_bytes, runs_out=phase)
     if allocated > spared or (replay is None and usual > spared):
-        return Device(allocated, ranged, "tight", outside, runs_out=phase)
+        return Device(allocated, ranged, "tight", outside, capacity_bytes, runs_out=phase)
     if replay is None or layout.engine is Engine.DEEPSPEED or (high <= spared and not unusual):
-        return Device(allocated, ranged, "yes", outside)
-    return _replayed(allocated, outside, replay, room, spared)
+        return Device(allocated, ranged, "yes", outside, capacity_bytes)
+    return _replayed(Device(allocated, ranged, "yes", outside, capacity_bytes), replay, spared)
 
 
-def _replayed(allocated: int, outside: int, replay: Replay, room: int, spared: int) -> Device:
+def _replayed(device: Device, replay: Replay, spared: int) -> Device:
     """The verdict of the allocator's replay: fits with 5 % to spare, with expandable segments, or without margin."""
+    room = device.capacity - device.outside
     plain = reservation = replay(False, spared)
     verdict: Verdict = "yes"
     if plain.failed_at or plain.thrashes:
@@ -178,7 +194,8 @@ def _replayed(allocated: int, outside: int, replay: Replay, room: int, spared: i
             verdict = "no" if reservation.failed_at else "tight"
     low, high = replayed_range(reservation.reserved, room)
     runs_out = "" if verdict == "yes" else plain.failed_at or plain.thrashes
-    return Device(allocated, (max(low, allocated), high), verdict, outside, reservation.reserved, runs_out)
+    reserved = (max(low, device.allocated), high)
+    return replace(device, reserved=reserved, verdict=verdict, replayed=reservation.reserved, runs_out=runs_out)
 
 
 def replayed_range(reserved: int, room: int) -> tuple[int, int]:
@@ -197,8 +214,13 @@ class Host:
     checkpoint: int
     export: int
 
+    @property
+    def training(self) -> int:
+        """The bytes to load the model and to train it."""
+        return max(self.loading, self.offload)
 
-def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool = True) -> Host:
+
+def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     """Host memory and disk of the first machine.
 
     Loading: the whole model, on rank 0 with RAM-efficient loading, else on each of the machine's ranks. Offload: pinned
@@ -206,20 +228,15 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     has the parameters as stored, only the adapters' if there are any, and the optimizer's state; DeepSpeed's also has
     copies of the weights. An adapter is exported as it was trained.
     """
+    recipe, layout = job.recipe, job.layout
     loaders = 1 if layout.is_fsdp and ram_efficient else layout.ranks_per_node
-    units = (*units_of(shape, recipe, layout), *idle_units(shape, recipe, layout))
+    units = shards.counted_units(shape, recipe, layout)
     master = shards.master_bytes(recipe, layout)
 
     def total(layout: Layout) -> tuple[int, int, int]:
-        sizes = [
-            (
-                shards.shard_bytes(unit, layout),
-                shards.optimizer_bytes(unit, recipe, layout),
-                shards.trained_bytes(unit, layout, master, shard=True),
-            )
-            for unit in units
-        ]
-        stored, optimizer, trained = (sum(column) for column in zip(*sizes, strict=True))
+        stored = sum(shards.shard_bytes(unit, layout) * count for unit, count in units)
+        optimizer = sum(shards.optimizer_bytes(unit, recipe, layout) * count for unit, count in units)
+        trained = sum(shards.trained_bytes(unit, layout, master, shard=True) * count for unit, count in units)
         return stored, optimizer, trained
 
     alone = replace(layout, ranks=1, ranks_per_node=1)
@@ -228,14 +245,9 @@ def host(shape: ModelShape, recipe: Recipe, layout: Layout, ram_efficient: bool 
     forward = trained * shards.compute_bytes(recipe) // master
     stage = layout.strategy if layout.engine is Engine.DEEPSPEED else None
     return Host(
-        loading=model_numel(shape) * state_bytes.DTYPE_BYTES[recipe.dtype] * loaders,
+        loading=shape.numel * state_bytes.DTYPE_BYTES[recipe.dtype] * loaders,
         offload=sum(total(layout)) * layout.ranks_per_node if layout.offload else 0,
         gathering=stored if layout.is_fsdp else 0,
         checkpoint=state_bytes.checkpoint_bytes(weights, optimizer, zero_stage=stage, forward=forward),
-        export=trained if recipe.method != "full" else model_numel(shape) * shards.compute_bytes(recipe),
+        export=trained if recipe.method != "full" else shape.numel * shards.compute_bytes(recipe),
     )
-
-
-def model_numel(shape: ModelShape) -> int:
-    inside = sum(len(block.layers) * sum(parameter.numel for parameter in block.parameters) for block in shape.blocks)
-    return inside + sum(parameter.numel for parameter in shape.outer)

@@ -1,11 +1,10 @@
 """The cost of a job: steps, hours, energy, money, checkpoints; ranges, because a step's time is one. Pure."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_fsdp.hardware import Gpu
-from accel_fsdp.job import Event, Layout, Recipe, Schedule
+from accel_fsdp.job import Event, Job, Layout, Schedule
 from accel_fsdp.prediction.amounts import Amounts
 from accel_fsdp.prediction.speed import RANGE, Step
 
@@ -30,23 +29,19 @@ class Work:
     rows: int = 0
     epochs: float = 1
 
-    def steps_of(self, recipe: Recipe, ranks: int) -> int:
-        """The optimizer steps on so many ranks, 0 if unknown; the last one counts as full."""
+    def steps_of(self, job: Job) -> int:
+        """The optimizer steps, 0 if unknown; the last one counts as full."""
         if self.steps:
             return self.steps
         if self.tokens:
-            return -(-self.tokens // tokens_per_step(recipe, ranks))
-        return math.ceil(self.epochs * steps_per_epoch(self.rows, recipe, ranks)) if self.rows else 0
+            return -(-self.tokens // (job.rows_per_step * job.recipe.length))
+        return math.ceil(self.epochs * steps_per_epoch(self.rows, job)) if self.rows else 0
 
 
-def tokens_per_step(recipe: Recipe, ranks: int) -> int:
-    return ranks * recipe.rows * recipe.accumulation * recipe.length
-
-
-def steps_per_epoch(rows: int, recipe: Recipe, ranks: int) -> int:
+def steps_per_epoch(rows: int, job: Job) -> int:
     """As Trainer counts them: every rank has as many micro-batches, and the last step may have fewer of them."""
-    batches = -(-rows // (recipe.rows * ranks))
-    return -(-batches // recipe.accumulation)
+    batches = -(-rows // (job.recipe.rows * job.layout.data_ranks))
+    return -(-batches // job.recipe.accumulation)
 
 
 def work_of(schedule: Schedule, rows: int = 0) -> Work:
@@ -91,15 +86,6 @@ class Saves:
         return self.at_once * self.each_bytes
 
 
-def stall(each_bytes: int, disk_bytes_per_s: float, writers: int) -> Span:
-    """How long training waits for a checkpoint that so many machines write to a disk that takes so much from one.
-
-    At best it takes as much from each of them at once; at worst they share it, which is expected.
-    """
-    longest = each_bytes / disk_bytes_per_s
-    return Span(longest, longest / writers, longest)
-
-
 @dataclass(frozen=True)
 class Evaluations:
     """The evaluations of a run: their number, and the seconds of each; None if unknown."""
@@ -108,15 +94,9 @@ class Evaluations:
     each_seconds: Span | None
 
 
-def evaluation_seconds(rows: int, recipe: Recipe, ranks: int, forward_seconds: float) -> Span:
-    """How long all ranks take for so many rows, when one rank's `recipe.eval_batch` of them takes `forward_seconds`."""
-    batches = -(-rows // (recipe.eval_batch * ranks))
-    return Span(1, *RANGE).times(batches * forward_seconds)
-
-
 @dataclass(frozen=True)
 class CostInputs:
-    """The inputs of a job's cost besides recipe and layout.
+    """The inputs of a job's cost besides the job.
 
     `price` is that of one GPU for an hour, None if unknown. `schedule` None: no cost of checkpoints.
     """
@@ -150,54 +130,61 @@ class Cost:
 
 
 def cost(
-    job: CostInputs,
-    recipe: Recipe,
-    layout: Layout,
-    step: Step,
-    gpu: Gpu,
-    checkpoint_bytes: int = 0,
-    forward_seconds: float = 0,
+    inputs: CostInputs, job: Job, step: Step, gpu: Gpu, checkpoint_bytes: int = 0, forward_seconds: float = 0
 ) -> Cost | None:
-    """The cost of a job with this recipe and layout; None if the number of its steps is unknown.
+    """The cost of a job; None if the number of its steps is unknown.
 
     `forward_seconds` are those of one evaluation batch.
     """
-    ranks = layout.ranks
-    steps = job.work.steps_of(recipe, ranks)
+    steps = inputs.work.steps_of(job)
     if not steps:
         return None
     seconds = seconds_of(steps, step)
     saves = evaluations = None
-    if job.schedule:
-        per_epoch = steps_per_epoch(job.work.rows, recipe, ranks)
-        saves = _saves(job, job.schedule, steps, per_epoch, checkpoint_bytes, layout)
-        rows = job.evaluation_rows if recipe.eval_batch else 0
-        seconds_each = evaluation_seconds(rows, recipe, ranks, forward_seconds) if rows else None
-        evaluations = Evaluations(evaluations_in(job.schedule, steps, per_epoch), seconds_each)
+    if inputs.schedule:
+        per_epoch = steps_per_epoch(inputs.work.rows, job)
+        saves = _saves(inputs, inputs.schedule, steps, per_epoch, checkpoint_bytes, job.layout)
+        each = _evaluation_seconds(inputs.evaluation_rows, job, forward_seconds)
+        evaluations = Evaluations(evaluations_in(inputs.schedule, steps, per_epoch), each)
         if saves and saves.stall_seconds:
             seconds += saves.stall_seconds.times(saves.count)
-        if evaluations.each_seconds and evaluations.count:
-            seconds += evaluations.each_seconds.times(evaluations.count)
-    hours = seconds.times(1 / HOUR)
+        if each and evaluations.count:
+            seconds += each.times(evaluations.count)
+    hours, ranks = seconds.times(1 / HOUR), job.layout.ranks
     return Cost(
         steps=steps,
-        tokens=steps * tokens_per_step(recipe, ranks),
+        tokens=steps * job.rows_per_step * job.recipe.length,
         hours=hours,
         gpu_hours=hours.times(ranks),
         most_kwh=hours.most * ranks * gpu.board_watts / 1000,
-        price=job.price,
+        price=inputs.price,
         saves=saves,
         evaluations=evaluations,
     )
 
 
-def _saves(job: CostInputs, schedule: Schedule, steps: int, per_epoch: int, size: int, layout: Layout) -> Saves | None:
+def _saves(
+    inputs: CostInputs, schedule: Schedule, steps: int, per_epoch: int, size: int, layout: Layout
+) -> Saves | None:
+    """The checkpoints of a run; None if their number is unknown.
+
+    At best the disk takes its speed from each machine at once; at worst they share it, which is expected.
+    """
     if schedule.saves == "epoch" and not per_epoch:
         return None
     count = events(schedule.saves, schedule.save_steps, steps, per_epoch)
     writers = max(layout.ranks // layout.ranks_per_node, 1)
-    wait = stall(size, job.disk_bytes_per_s, writers) if job.disk_bytes_per_s else None
+    longest = size / inputs.disk_bytes_per_s if inputs.disk_bytes_per_s else 0
+    wait = Span(longest, longest / writers, longest) if longest else None
     return Saves(count, at_once(count, schedule.kept), size, wait)
+
+
+def _evaluation_seconds(rows: int, job: Job, forward_seconds: float) -> Span | None:
+    """The seconds of one evaluation of so many rows, a batch of which takes `forward_seconds`; None if unknown."""
+    if not rows or not job.recipe.eval_batch:
+        return None
+    batches = -(-rows // (job.recipe.eval_batch * job.layout.data_ranks))
+    return Span(1, *RANGE).times(batches * forward_seconds)
 
 
 def evaluations_in(schedule: Schedule, steps: int, per_epoch: int) -> int | None:
@@ -206,8 +193,3 @@ def evaluations_in(schedule: Schedule, steps: int, per_epoch: int) -> int | None
     if not every:
         return None
     return events(schedule.evaluates, every, steps, per_epoch) + schedule.eval_on_start
-
-
-def priced(prices: Mapping[tuple[str, float | None], float], gpu: Gpu) -> float | None:
-    """The price of a GPU by its name and size, else of its name with any; None without one."""
-    return prices.get((gpu.name, gpu.memory_gib), prices.get((gpu.name, None)))

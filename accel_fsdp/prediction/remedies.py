@@ -4,124 +4,121 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from accel_fsdp.config import Engine, Method
-from accel_fsdp.job import Layout, Recipe
-from accel_fsdp.prediction.search import (
-    PlanJob,
-    evaluate,
-    has_room,
-    host_bytes,
-    layouts,
-    longest_sequence,
-    offloads,
-)
-from accel_fsdp.units import about_gib, gib_or_mib
+from accel_fsdp.job import Job, Layout, Recipe
+from accel_fsdp.prediction.problem import Problem, layouts, offloads
+from accel_fsdp.prediction.search import largest
+from accel_fsdp.units import gib_or_mib
 
 MOST_DOUBLINGS = 10
 SMALLER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
 """The methods that hold less."""
+SHARDS_ALL = {Engine.FSDP2: 1, Engine.FSDP1: 1, Engine.DEEPSPEED: 3, Engine.NONE: 1}
+"""The strategy of each engine that shards everything, the preferred engine first."""
 
 
-def remedies(job: PlanJob, given: Layout | None) -> Iterator[str]:
+def remedies(problem: Problem, given: Layout | None) -> Iterator[str]:
     """The changes that would make it fit, each alone with one sequence per GPU and full checkpointing.
 
     They change the `given` layout if that helps, else the one that shards everything. Offload comes last, unless it is
     given, with its host memory.
     """
-    if given and job.recipe.eval_batch and evaluate(job, replace(job.recipe, eval_batch=0), given).fits:
-        yield _smaller_evaluation(job, given)
+    trained = problem.job.with_recipe(eval_batch=0)
+    if given and trained != problem.job and problem.evaluate(replace(trained, layout=given)).fits:
+        yield _smaller_evaluation(problem, replace(problem.job, layout=given))
         return
-    job = replace(job, recipe=replace(job.recipe, eval_batch=0))
-    smallest = replace(job.recipe, checkpointing="full", rows=1)
+    smallest = trained.with_recipe(checkpointing="full", rows=1)
     used = "1 sequence per GPU and activation checkpointing"
-    if given and smallest != job.recipe and not given.offload and _fits(job, smallest, given):
+    if given and smallest != trained and not given.offload and _fits(problem, replace(smallest, layout=given)):
         yield used
         return
-    yield from _other_optimizer(job, smallest, given)
-    layout = sharded(job, smallest, job.ranks)
-    if layout is None:
+    yield from _other_optimizer(problem, smallest, given)
+    job = _sharded(problem, smallest)
+    if job is None:
         return
-    if given and given != layout:
-        used = f"{layout.name}, {used}"
-    if _fits(job, smallest, layout):
-        yield used
-    elif length := longest_sequence(job, smallest, layout, job.recipe.length - 1):
+    if given and given != job.layout:
+        used = f"{job.layout.name}, {used}"
+    if _has_room(problem, job):
+        yield used + _to_load(problem, job)
+    elif length := largest(problem, job, "length", job.recipe.length - 1):
         yield f"--seq-len {length}, with {used}"
-    yield from _other_methods(job, smallest, given)
-    yield from _more_gpus(job, smallest, given)
-    if layout.is_fsdp and not (given and given.offload):
-        yield from _offload(job, smallest, replace(layout, offload=True), used)
+    yield from _other_methods(problem, smallest, given)
+    yield from _more_gpus(problem, smallest, given)
+    offloaded = job.with_layout(offload=True)
+    if job.layout.is_fsdp and not (given and given.offload) and _has_room(problem, offloaded):
+        need = problem.host_need(problem.host(offloaded).training)
+        yield f"CPU offload, with {used}: several times slower, and {need}"
 
 
-def _smaller_evaluation(job: PlanJob, layout: Layout) -> str:
+def _smaller_evaluation(problem: Problem, job: Job) -> str:
     """The largest evaluation batch that fits, if the training steps do."""
     rows = job.recipe.eval_batch // 2
-    while rows and not evaluate(job, replace(job.recipe, eval_batch=rows), layout).fits:
+    while rows and not problem.evaluate(job.with_recipe(eval_batch=rows)).fits:
         rows //= 2
     return f"--per_device_eval_batch_size {rows}" if rows else "--eval_strategy no, as a single row runs out"
 
 
-def _other_methods(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:
-    for method in SMALLER[job.recipe.method]:
-        recipe = replace(smallest, method=method, dtype="bfloat16")
-        layout = sharded(job, recipe, job.ranks)
-        if layout and _fits(job, recipe, layout):
-            size = gib_or_mib(evaluate(job, recipe, layout).device.allocated)
-            yield f"--method {method}, with {_how(job, recipe, layout, given)}: {size}"
+def _other_methods(problem: Problem, smallest: Job, given: Layout | None) -> Iterator[str]:
+    for method in SMALLER[smallest.method]:
+        job = _sharded(problem, smallest.with_recipe(method=method, dtype="bfloat16"))
+        if job and _fits(problem, job):
+            size = gib_or_mib(problem.predicted(job).peak.total)
+            yield f"--method {method}, with {_how(job, given)}: {size}"
 
 
-def _other_optimizer(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:
+def _other_optimizer(problem: Problem, smallest: Job, given: Layout | None) -> Iterator[str]:
     """Trainer's default optimizer instead of the requested one, which may allow fewer layouts or need more."""
-    if smallest.optimizer == Recipe.optimizer:
+    if smallest.recipe.optimizer == Recipe.optimizer:
         return
-    recipe = replace(smallest, optimizer=Recipe.optimizer)
-    layout = sharded(job, recipe, job.ranks)
-    for tried in offloads(layout) if layout else ():
-        if _fits(job, recipe, tried) and not (tried.offload and host_bytes(job, recipe, tried) > job.host_bytes):
-            yield f"--optimizer {recipe.optimizer}, with {_how(job, recipe, tried, given)}"
+    job = _sharded(problem, smallest.with_recipe(optimizer=Recipe.optimizer))
+    for tried in offloads(job) if job else ():
+        if _fits(problem, tried):
+            yield f"--optimizer {tried.recipe.optimizer}, with {_how(tried, given)}"
             return
 
 
-def _more_gpus(job: PlanJob, smallest: Recipe, given: Layout | None) -> Iterator[str]:
+def _more_gpus(problem: Problem, smallest: Job, given: Layout | None) -> Iterator[str]:
     """The smallest sufficient number of GPUs; else with a smaller method; else the memory that each would need."""
     least: tuple[int, str] | None = None
-    for method in (job.recipe.method, *SMALLER[job.recipe.method]):
-        changed = method != job.recipe.method
-        recipe = replace(smallest, method=method, dtype="bfloat16") if changed else smallest
-        flag = f"--method {method}" if changed else ""
-        for layout in (sharded(job, recipe, job.ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1)):
-            if layout is None:
+    ranks = smallest.layout.ranks
+    for method in (smallest.method, *SMALLER[smallest.method]):
+        flag = f"--method {method}" if method != smallest.method else ""
+        asked = smallest.with_recipe(method=method, dtype="bfloat16") if flag else smallest
+        for job in (_sharded(problem, asked, ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1)):
+            if job is None:
                 continue
-            if _fits(job, recipe, layout):
-                yield f"{layout.ranks} GPUs{f' and {flag}' if changed else ''}, with {_how(job, recipe, layout, given)}"
+            if _has_room(problem, job):
+                how = _how(job, given) + _to_load(problem, job)
+                yield f"{job.layout.ranks} GPUs{f' and {flag}' if flag else ''}, with {how}"
                 return
-            size = evaluate(job, recipe, layout).device.allocated
-            least = min(least or (size, ""), (size, f"{layout.ranks:,} of these{f' with {flag}' if changed else ''}"))
+            size = problem.predicted(job).peak.total
+            least = min(least or (size, ""), (size, f"{job.layout.ranks:,} of these{f' with {flag}' if flag else ''}"))
     if least:
         yield f"a smaller model, or GPUs with more memory: each of {least[1]} would still hold {gib_or_mib(least[0])}"
 
 
-def _offload(job: PlanJob, smallest: Recipe, layout: Layout, used: str) -> Iterator[str]:
-    if not _fits(job, smallest, layout):
-        return
-    needs, has = host_bytes(job, smallest, layout), job.host_bytes
-    slow = f"CPU offload, with {used}: several times slower, and {about_gib(needs)} of memory on each machine"
-    yield slow if needs <= has else f"{slow}, where {about_gib(has)} {'are' if job.host_gib else 'are usual'}"
-
-
-def _how(job: PlanJob, recipe: Recipe, layout: Layout, given: Layout | None) -> str:
-    checkpointing = "activation checkpointing" + ("" if recipe.method == "full" else " in the script")
-    named = f"{layout.name}, " if given != layout and layout.engine is not Engine.NONE else ""
+def _how(job: Job, given: Layout | None) -> str:
+    checkpointing = "activation checkpointing" + ("" if job.method == "full" else " in the script")
+    named = f"{job.layout.name}, " if given != job.layout and job.engine is not Engine.NONE else ""
     return f"{named}1 sequence per GPU and {checkpointing}"
 
 
-def sharded(job: PlanJob, recipe: Recipe, ranks: int) -> Layout | None:
-    """The first layout that works and shards everything over the ranks, or the single process."""
-    together = job.ranks_per_node if ranks > job.ranks_per_node else ranks
-    full = {("fsdp2", 1), ("fsdp1", 1), ("zero", 3), ("single", 1)}
-    layouts_of_all = (layout for layout in layouts(ranks, together) if (layout.engine, layout.strategy) in full)
-    ordered = sorted(layouts_of_all, key=lambda layout: ("fsdp2", "fsdp1", "zero", "single").index(layout.engine))
-    return next((layout for layout in ordered if not job.refuses(recipe, layout)), None)
+def _to_load(problem: Problem, job: Job) -> str:
+    """What loading takes, if machines usually have less memory."""
+    return "" if problem.is_hosted(job) else f"; loading takes {problem.host_need(problem.host(job).loading)}"
 
 
-def _fits(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
-    return not job.refuses(recipe, layout) and has_room(job, recipe, layout)
+def _sharded(problem: Problem, job: Job, ranks: int = 0) -> Job | None:
+    """The job in the first layout that works and shards everything over the ranks, or the single process."""
+    ranks, together = ranks or job.layout.ranks, job.layout.ranks_per_node
+    spread = job.with_layout(ranks=ranks, ranks_per_node=min(together, ranks))
+    whole = [job for job in layouts(spread) if SHARDS_ALL.get(job.engine) == job.layout.strategy]
+    whole.sort(key=lambda job: list(SHARDS_ALL).index(job.engine))
+    return next((job for job in whole if not problem.refuses(job)), None)
+
+
+def _fits(problem: Problem, job: Job) -> bool:
+    return _has_room(problem, job) and problem.is_hosted(job)
+
+
+def _has_room(problem: Problem, job: Job) -> bool:
+    return not problem.refuses(job) and problem.has_room(job)

@@ -1,16 +1,15 @@
 """Searches layouts and batches to train a model on given GPUs: keeps those that fit, ranks by predicted time. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from accel_fsdp.config import Engine
-from accel_fsdp.hardware import Gpu
-from accel_fsdp.job import Layout, Recipe
+from accel_fsdp.job import Job, Layout
 from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.capacity import Device, Replay
-from accel_fsdp.prediction.memory import ModelShape, Prediction, Reservation, Tapes
-from accel_fsdp.prediction.speed import RANGE, Step, step_time
-from accel_fsdp.units import GIB, gib_of
+from accel_fsdp.prediction.capacity import Device
+from accel_fsdp.prediction.problem import Candidate, Problem, layouts, offloads, rows_in
+from accel_fsdp.prediction.speed import RANGE
+from accel_fsdp.units import gib_of
 
 MOST_ROWS = 256
 """Beyond this a larger micro-batch gains no speed on any GPU."""
@@ -22,181 +21,31 @@ ENOUGH = 0.95
 """The share of a strategy's highest speed that a micro-batch must reach: a larger one fills memory and gains little."""
 FINE = 64
 """A limit found by replaying the allocator, which may take a second, is exact to one part in this many."""
-HOST_PER_GPU = 3
-"""Assumed host memory of a machine, as a multiple of its GPUs': 3.2 in a DGX H100 (2 TB), 3.6 in AWS
-p4d.24xlarge (1,152 GiB), 3 in g4dn.metal (384 GiB), 4 in g5.48xlarge (768 GiB)."""
 
 
-def _allowed(recipe: Recipe, layout: Layout) -> str:
-    return ""
+def largest(problem: Problem, job: Job, field: str, most: int, like: Candidate | None = None) -> int:
+    """The largest value of a field of the recipe, such as its rows, that fits; 0 if none does.
 
-
-@dataclass(frozen=True)
-class PlanJob:
-    """The input of a search: model, recipe, GPUs. `fixed_rows` keeps the recipe's micro-batch.
-
-    `global_rows` are the sequences of one optimizer step on all GPUs, 0 for any number with the recipe's accumulation.
-    `host_gib` is one machine's memory, 0 if unknown. `refuses` returns why a layout doesn't work although it may fit.
-    `ram_efficient`: one rank of a machine reads the weights. `notes` are assumptions besides those of a step.
-    `remembered` caches predictions by recipe, layout and the GPU's workspace, `replays` results of the allocator.
+    It is at least that of `like`, whose verdict it needs.
     """
 
-    shape: ModelShape
-    tapes: Mapping[str, Tapes]
-    recipe: Recipe
-    gpu: Gpu
-    ranks: int
-    ranks_per_node: int
-    fixed_rows: bool = False
-    ram_efficient: bool = True
-    notes: tuple[str, ...] = ()
-    global_rows: int = 0
-    host_gib: float = 0
-    refuses: Callable[[Recipe, Layout], str] = _allowed
-    remembered: dict[tuple[Recipe, Layout, int], Prediction] = field(default_factory=dict, repr=False, compare=False)
-    replays: dict[tuple[object, ...], Reservation] = field(default_factory=dict, repr=False, compare=False)
+    def needs(number: int) -> Device:
+        return _room(problem, job.with_recipe(**{field: number}), like)
 
-    def predicted(self, recipe: Recipe, layout: Layout) -> Prediction:
-        """The predicted memory, cached because a search asks for the same one several times."""
-        key = (recipe, layout, capacity.workspace_bytes(self.gpu))
-        if key not in self.remembered:
-            self.remembered[key] = capacity.predicted(self.shape, self.tapes, recipe, layout, self.gpu)
-        return self.remembered[key]
-
-    def replay(self, recipe: Recipe, layout: Layout) -> Replay:
-        """Returns a cached function that replays the allocator for one recipe and layout.
-
-        If a GPU has room for all reserved memory, the result without a limit is reused. Expandable segments are
-        replayed each time, because their addresses depend on the GPU's size.
-        """
-        replayed = capacity.replay_of(self.shape, self.tapes, recipe, layout, self.gpu)
-        variant = (recipe, layout, capacity.workspace_bytes(self.gpu))
-
-        def once(expandable: bool, room_bytes: int | None) -> Reservation:
-            unlimited = None if expandable else self.replays.get((*variant, False, None))
-            if unlimited and (room_bytes is None or unlimited.reserved <= room_bytes):
-                return unlimited
-            key = (*variant, expandable, room_bytes)
-            if key not in self.replays:
-                self.replays[key] = reservation = replayed(expandable, room_bytes)
-                if not expandable and not reservation.met_limit:
-                    self.replays[(*variant, False, None)] = reservation
-            return self.replays[key]
-
-        return once
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The memory of one GPU, as CUDA reports it."""
-        return round(self.gpu.usable_gib * GIB)
-
-    @property
-    def host_bytes(self) -> int:
-        """The memory of one machine, assumed if unknown."""
-        return round((self.host_gib or HOST_PER_GPU * self.ranks_per_node * self.gpu.memory_gib) * GIB)
+    return _largest(needs, problem.capacity_bytes, most, getattr(like.recipe, field) if like else 0)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A recipe with a layout, its predicted memory and step time; `refused` is the reason why it can't work."""
-
-    recipe: Recipe
-    layout: Layout
-    prediction: Prediction
-    device: Device
-    step: Step
-    refused: str = ""
-
-    @property
-    def verdict(self) -> str:
-        """The table's word: whether it fits, or that it fails regardless of memory."""
-        return "fails" if self.refused else self.device.verdict
-
-    @property
-    def fits(self) -> bool:
-        """Whether it works and fits with the margin, if necessary with expandable segments."""
-        return not self.refused and self.device.fits
-
-    @property
-    def tokens_per_s(self) -> float:
-        return self.step.tokens_per_s_per_gpu
-
-
-def layouts(ranks: int, ranks_per_node: int) -> Iterator[Layout]:
-    """All strategies that make sense for so many ranks, in the order of the table."""
-    if ranks == 1:
-        yield Layout(Engine.NONE, 1, 1, 1)
-        return
-    yield Layout(Engine.DDP, 1, ranks, ranks_per_node)
-    numbers = (1, 2, 4, 5) if ranks > ranks_per_node > 1 else (1, 2)
-    for engine in (Engine.FSDP2, Engine.FSDP1):
-        for number in numbers:
-            yield Layout(engine, number, ranks, ranks_per_node)
-    for stage in (1, 2, 3):
-        yield Layout(Engine.DEEPSPEED, stage, ranks, ranks_per_node)
-
-
-def evaluate(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool = False) -> Candidate:
-    """Predicts memory and time; a `quick` verdict assumes usual fragmentation instead of a replay."""
-    prediction, device = _memory(job, recipe, layout, quick)
-    step = step_time(job.shape, recipe, layout, job.gpu)
-    return Candidate(recipe, layout, prediction, device, step, job.refuses(recipe, layout))
-
-
-def _memory(job: PlanJob, recipe: Recipe, layout: Layout, quick: bool) -> tuple[Prediction, Device]:
-    prediction = job.predicted(recipe, layout)
-    replay = None if quick else job.replay(recipe, layout)
-    return prediction, capacity.device(
-        prediction, layout, job.capacity_bytes, job.gpu, replay, unusual=recipe.eval_batch > 0 or recipe.varied
-    )
-
-
-def table(job: PlanJob) -> list[Candidate]:
-    """One candidate per strategy, with the unchanged recipe."""
-    return [evaluate(job, job.recipe, layout) for layout in layouts(job.ranks, job.ranks_per_node)]
-
-
-def largest_rows(job: PlanJob, recipe: Recipe, layout: Layout, like: Candidate | None = None) -> int:
-    """The largest micro-batch that fits, at least that of `like`, whose verdict it needs; 0 if no row fits."""
-    return _largest(
-        lambda rows: _room(job, replace(recipe, rows=rows), layout, like),
-        job.capacity_bytes,
-        MOST_ROWS,
-        like.recipe.rows if like else 0,
-    )
-
-
-def longest_sequence(job: PlanJob, recipe: Recipe, layout: Layout, most: int, like: Candidate | None = None) -> int:
-    """The longest sequence up to `most` that fits, at least that of `like`, whose verdict it needs; 0 if none fits."""
-    return _largest(
-        lambda length: _room(job, replace(recipe, length=length), layout, like),
-        job.capacity_bytes,
-        most,
-        like.recipe.length if like else 0,
-    )
-
-
-def _room(job: PlanJob, recipe: Recipe, layout: Layout, like: Candidate | None) -> Device:
-    """Memory and verdict of a recipe: with the usual fragmentation, or with `like` by replaying the allocator."""
-    device = _memory(job, recipe, layout, quick=True)[1]
+def _room(problem: Problem, job: Job, like: Candidate | None) -> Device:
+    """Memory and verdict of a job: with the usual fragmentation, or with `like` by replaying the allocator."""
+    device = problem.device(job)
     if like is None or device.verdict == "no":
         return device
-    spared = capacity.spared_bytes(job.capacity_bytes) - device.outside
+    spared = capacity.spared_bytes(problem.capacity_bytes) - device.outside
     if device.allocated > spared:
         return device
-    reservation = job.replay(recipe, layout)(like.verdict == "expandable", spared)
+    reservation = problem.replay(job)(like.verdict == "expandable", spared)
     wasted = reservation.failed_at or (like.verdict == "yes" and reservation.thrashes)
     return replace(device, verdict="tight" if wasted else "yes")
-
-
-def _replayed(job: PlanJob, candidate: Candidate) -> Candidate | None:
-    """The candidate if it fits only by the allocator's replay, which then decides its limits; else None."""
-    return None if candidate.verdict == "yes" and has_room(job, candidate.recipe, candidate.layout) else candidate
-
-
-def has_room(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
-    """Whether a GPU has the memory, with the margin, at the usual fragmentation."""
-    return _memory(job, recipe, layout, quick=True)[1].verdict == "yes"
 
 
 def _largest(needs: Callable[[int], Device], has: int, most: int, fitting: int = 0) -> int:
@@ -224,43 +73,31 @@ def _meets(known: Mapping[int, int], low: int, high: int, has: int) -> int:
     return first + int((has / (1 + capacity.MARGIN) - known[first]) / slope) if slope > 0 else high - 1
 
 
-def host_bytes(job: PlanJob, recipe: Recipe, layout: Layout) -> int:
-    """The peak of one machine's host memory."""
-    host = capacity.host(job.shape, recipe, layout, job.ram_efficient)
-    return max(host.loading, host.offload)
-
-
-@dataclass(frozen=True)
-class Longest:
-    """The longest sequences that fit: in the recommended micro-batch, and alone."""
-
-    chosen: int = 0
-    alone: int = 0
-
-
 @dataclass(frozen=True)
 class Plan:
-    """The table, the choice, and its reason. `choice` is None if nothing fits; then `remedies` lists changes.
+    """The table, the choice, and its reason. `choice` is None if nothing fits.
 
     `ties` are the best candidates of other layouts that are as fast as the choice, within the prediction's error;
-    `runner_up` is the next slower one.
+    `runner_up` is the next slower one. `longest` and `longest_alone` are the longest sequences that fit, in the
+    recommended micro-batch and alone.
     """
 
     rows: tuple[Candidate, ...]
-    choice: Candidate | None
-    runner_up: Candidate | None
-    ties: tuple[Candidate, ...]
-    reason: str
-    longest: Longest
+    choice: Candidate | None = None
+    runner_up: Candidate | None = None
+    ties: tuple[Candidate, ...] = ()
+    reason: str = ""
+    longest: int = 0
+    longest_alone: int = 0
 
 
-def make_plan(job: PlanJob) -> Plan:
+def make_plan(problem: Problem) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; chooses the simplest of the fastest that fit."""
-    rows = tuple(table(job))
-    candidates = list(_search(job))
-    choice = _sure(job, candidates)
+    rows = tuple(_loadable(problem, problem.evaluate(job)) for job in layouts(problem.job))
+    candidates = list(_search(problem))
+    choice = _sure(problem, candidates)
     if choice is None:
-        return Plan(rows, None, None, (), "", Longest())
+        return Plan(rows)
     bests: dict[Layout, Candidate] = {choice.layout: choice}  # the fastest of each layout
     for candidate in sorted(candidates, key=lambda candidate: -candidate.tokens_per_s):
         bests.setdefault(candidate.layout, candidate)
@@ -268,150 +105,130 @@ def make_plan(job: PlanJob) -> Plan:
     fastest = max(candidate.tokens_per_s for candidate in bests.values())
     ties = tuple(candidate for candidate in others if candidate.tokens_per_s >= TIE * fastest)
     second = next((candidate for candidate in others if candidate not in ties), None)
-    return Plan(rows, choice, second, ties, _reason(job, choice, alone=not ties), _longest(job, choice))
+    return Plan(rows, choice, second, ties, _reason(problem, choice, alone=not ties), *_longest(problem, choice))
 
 
-def best(job: PlanJob) -> Candidate | None:
+def best(problem: Problem) -> Candidate | None:
     """The choice of `make_plan` alone; None if nothing fits."""
-    return _sure(job, list(_search(job, all_ways=False)))
+    return _sure(problem, list(_search(problem, all_ways=False)))
 
 
-def _sure(job: PlanJob, candidates: list[Candidate]) -> Candidate | None:
+def judge(problem: Problem) -> Plan:
+    """Judges the job of the problem as it is: whether it fits, and the largest micro-batch and sequence that do."""
+    candidate = problem.evaluate(problem.job)
+    if not candidate.fits:
+        return Plan((candidate,))
+    most = largest(problem, problem.job, "rows", MOST_ROWS, _replayed(problem, candidate))
+    reason = f"It fits, up to {rows_in(replace(candidate.recipe, rows=most))} per GPU."
+    return Plan((candidate,), candidate, None, (), reason, *_longest(problem, candidate))
+
+
+def least(problem: Problem) -> Candidate:
+    """The candidate with the least GPU memory, one that works if any does; offload where host memory allows it."""
+    smallest = problem.job.with_recipe(checkpointing="full")
+    smallest = smallest if problem.fixed_rows else smallest.with_recipe(rows=1)
+    jobs = (variant for job in layouts(smallest) for variant in offloads(job))
+    tried = (problem.evaluate(job) for job in jobs if not job.layout.offload or problem.is_hosted(job))
+    return min(tried, key=lambda candidate: (bool(candidate.refused), candidate.device.needed))
+
+
+def _sure(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
     """The simplest of the fastest candidates, confirmed by the allocator's replay; those that fail it are shrunk."""
     asked: list[Candidate] = []
     while candidates:
-        choice = min(_equal(candidates), key=_burden)
+        ordered = sorted(candidates, key=lambda candidate: -candidate.tokens_per_s)
+        equal = [candidate for candidate in ordered if candidate.tokens_per_s >= TIE * ordered[0].tokens_per_s]
+        choice = min(equal, key=_burden)
         if any(choice is known for known in asked):
             return choice
         place = candidates.index(choice)
-        candidates[place] = sure = evaluate(job, choice.recipe, choice.layout)
+        candidates[place] = sure = problem.evaluate(choice.job)
         if sure.fits:
             asked.append(sure)
             continue
-        smaller = _best(job, choice.recipe, choice.layout, below=choice.recipe.rows)
+        smaller = _best(problem, choice.job, below=choice.recipe.rows)
         candidates[place : place + 1] = [smaller] if smaller else []
     return None
 
 
-def _equal(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """The candidates as fast as the fastest, within the prediction's error; fastest first."""
-    ordered = sorted(candidates, key=lambda candidate: -candidate.tokens_per_s)
-    return [candidate for candidate in ordered if candidate.tokens_per_s >= TIE * ordered[0].tokens_per_s]
+def _longest(problem: Problem, candidate: Candidate) -> tuple[int, int]:
+    most, like = problem.shape.positions or MOST_TOKENS, _replayed(problem, candidate)
+    jobs = candidate.job, candidate.job.with_recipe(rows=1)
+    chosen, alone = (largest(problem, job, "length", most, like) for job in jobs)
+    return chosen, max(chosen, alone)
 
 
-def least(job: PlanJob) -> Candidate:
-    """The candidate with the least GPU memory, one that works if any does; offload where host memory allows it."""
-    smallest = replace(job.recipe, checkpointing="full", rows=job.recipe.rows if job.fixed_rows else 1)
-    tried = (evaluate(job, smallest, layout) for layout in _hosted_ways(job, smallest))
-    return min(tried, key=lambda candidate: (bool(candidate.refused), candidate.device.needed))
+def _replayed(problem: Problem, candidate: Candidate) -> Candidate | None:
+    """The candidate if it fits only by the allocator's replay, which then decides its limits; else None."""
+    return None if candidate.verdict == "yes" and problem.has_room(candidate.job) else candidate
 
 
-def judge(job: PlanJob, layout: Layout) -> Plan:
-    """Judges a given layout: whether it fits, and the largest micro-batch and sequence that do."""
-    candidate = evaluate(job, job.recipe, layout)
-    if not candidate.fits:
-        return Plan((candidate,), None, None, (), "", Longest())
-    most = replace(job.recipe, rows=largest_rows(job, job.recipe, layout, _replayed(job, candidate)))
-    return Plan((candidate,), candidate, None, (), f"It fits, up to {rows_in(most)} per GPU.", _longest(job, candidate))
+def _loadable(problem: Problem, candidate: Candidate) -> Candidate:
+    """The candidate, refused if it would fit but can't be loaded."""
+    if not candidate.fits or problem.is_hosted(candidate.job):
+        return candidate
+    return replace(candidate, refused=f"Loading takes {problem.host_need(problem.host(candidate.job).loading)}")
 
 
-def _longest(job: PlanJob, candidate: Candidate) -> Longest:
-    most, like = job.shape.positions or MOST_TOKENS, _replayed(job, candidate)
-    single = replace(candidate.recipe, rows=1)
-    chosen, alone = (
-        longest_sequence(job, recipe, candidate.layout, most, like) for recipe in (candidate.recipe, single)
-    )
-    return Longest(chosen, max(chosen, alone))
-
-
-def _is_hosted(job: PlanJob, recipe: Recipe, layout: Layout) -> bool:
-    """Whether the machines have enough host memory for the offload."""
-    return not layout.offload or host_bytes(job, recipe, layout) <= job.host_bytes
-
-
-def _hosted_ways(job: PlanJob, recipe: Recipe) -> Iterator[Layout]:
-    """Every layout, also with offload where host memory allows it."""
-    variants = (variant for layout in layouts(job.ranks, job.ranks_per_node) for variant in offloads(layout))
-    return (layout for layout in variants if _is_hosted(job, recipe, layout))
-
-
-def _smallest_way(job: PlanJob, recipe: Recipe, layout: Layout) -> Candidate | None:
-    """The smallest micro-batch, if it fits by the allocator's replay rather than at usual fragmentation."""
-    smallest = _smallest(job, recipe)
-    if job.refuses(smallest, layout) or not _is_hosted(job, smallest, layout):
-        return None
-    candidate = evaluate(job, smallest, layout)
-    return candidate if candidate.fits else None
-
-
-def _search(job: PlanJob, all_ways: bool = True) -> Iterator[Candidate]:
+def _search(problem: Problem, all_ways: bool = True) -> Iterator[Candidate]:
     """Yields the best micro-batch of each strategy and checkpointing that works and fits.
 
     Without `all_ways`, candidates are skipped that can't be as fast as an earlier one.
     """
     fastest = 0.0
-    for layout in layouts(job.ranks, job.ranks_per_node):
+    for job in layouts(problem.job):
         for kind in dict.fromkeys((job.recipe.checkpointing, "full")):
-            recipe = replace(job.recipe, checkpointing=kind)
-            if not all_ways and _at_most(job, recipe, layout) < TIE * fastest:
+            asked = job.with_recipe(checkpointing=kind)
+            if not all_ways and _at_most(problem, asked) < TIE * fastest:
                 continue
-            for tried in offloads(layout):
-                if candidate := _best(job, recipe, tried) or _smallest_way(job, recipe, tried):
+            for tried in offloads(asked):
+                if candidate := _best(problem, tried) or _smallest_way(problem, tried):
                     fastest = max(fastest, candidate.tokens_per_s)
                     yield candidate
                     break  # offload only where nothing fits without
 
 
-def _at_most(job: PlanJob, recipe: Recipe, layout: Layout) -> float:
+def _at_most(problem: Problem, job: Job) -> float:
     """An upper bound of the speed: larger micro-batches share a step's fixed costs among more tokens."""
-    if job.fixed_rows:
-        return _speed(job, recipe, layout)
-    return max(_speed(job, batch, layout) for batch in (_split(job, recipe) or [replace(recipe, rows=MOST_ROWS)]))
+    jobs = [job] if problem.fixed_rows else _split(problem, job) or [job.with_recipe(rows=MOST_ROWS)]
+    return max(problem.step(batch).tokens_per_s_per_gpu for batch in jobs)
 
 
-def _speed(job: PlanJob, recipe: Recipe, layout: Layout) -> float:
-    return step_time(job.shape, recipe, layout, job.gpu).tokens_per_s_per_gpu
-
-
-def offloads(layout: Layout) -> tuple[Layout, ...]:
-    """The layout, and with FSDP's offload."""
-    return (layout, replace(layout, offload=True)) if layout.is_fsdp else (layout,)
-
-
-def _best(job: PlanJob, recipe: Recipe, layout: Layout, below: int = MOST_TOKENS) -> Candidate | None:
+def _best(problem: Problem, job: Job, below: int = MOST_TOKENS) -> Candidate | None:
     """The smallest micro-batch that is about as fast as the fastest; None if none `below` that number fits."""
-    if job.refuses(recipe, layout) or not _is_hosted(job, recipe, layout):
+    if problem.refuses(job) or not problem.is_hosted(job):
         return None
-    speeds = [(batch, _speed(job, batch, layout)) for batch in _batches(job, recipe, layout) if batch.rows < below]
-    if speeds:
-        enough = ENOUGH * max(speed for _, speed in speeds)
-        return evaluate(job, next(batch for batch, speed in speeds if speed >= enough), layout, quick=True)
-    return None
+    batches = [batch for batch in _batches(problem, job) if batch.recipe.rows < below]
+    speeds = [problem.step(batch).tokens_per_s_per_gpu for batch in batches]
+    enough = (batch for batch, speed in zip(batches, speeds, strict=True) if speed >= ENOUGH * max(speeds))
+    return next((problem.evaluate(batch, quick=True) for batch in enough), None)
 
 
-def _smallest(job: PlanJob, recipe: Recipe) -> Recipe:
-    """The recipe with its smallest possible micro-batch."""
-    if job.fixed_rows:
-        return recipe
-    return (_split(job, recipe) or [recipe])[0] if job.global_rows else replace(recipe, rows=1)
+def _smallest_way(problem: Problem, job: Job) -> Candidate | None:
+    """The smallest micro-batch, if it fits by the allocator's replay rather than at usual fragmentation."""
+    if not problem.fixed_rows:
+        job = (_split(problem, job) or [job])[0] if problem.global_rows else job.with_recipe(rows=1)
+    if problem.refuses(job) or not problem.is_hosted(job):
+        return None
+    candidate = problem.evaluate(job)
+    return candidate if candidate.fits else None
 
 
-def _batches(job: PlanJob, recipe: Recipe, layout: Layout) -> list[Recipe]:
+def _batches(problem: Problem, job: Job) -> list[Job]:
     """The micro-batches that fit, of those worth trying, smallest first."""
-    if job.fixed_rows:
-        return [recipe] if has_room(job, recipe, layout) else []
-    if job.global_rows:
-        return [batch for batch in _split(job, recipe) if has_room(job, batch, layout)]
-    most = largest_rows(job, recipe, layout)
-    powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
-    return [replace(recipe, rows=rows) for rows in dict.fromkeys((*powers, *([most] if most else [])))]
+    if problem.fixed_rows or problem.global_rows:
+        given = [job] if problem.fixed_rows else _split(problem, job)
+        return [batch for batch in given if problem.has_room(batch)]
+    most = largest(problem, job, "rows", MOST_ROWS)
+    powers = [2**power for power in range(most.bit_length())]
+    return [job.with_recipe(rows=rows) for rows in dict.fromkeys((*powers, *([most] if most else [])))]
 
 
-def _split(job: PlanJob, recipe: Recipe) -> list[Recipe]:
+def _split(problem: Problem, job: Job) -> list[Job]:
     """The micro-batches that a global batch can be split into, smallest first."""
-    rows = job.global_rows // job.ranks
-    split = [replace(recipe, rows=size, accumulation=rows // size) for size in range(1, min(rows, MOST_ROWS) + 1)]
-    return [batch for batch in split if batch.rows * batch.accumulation == rows]
+    rows = problem.global_rows // job.layout.data_ranks
+    sizes = (size for size in range(1, min(rows, MOST_ROWS) + 1) if rows % size == 0)
+    return [job.with_recipe(rows=size, accumulation=rows // size) for size in sizes]
 
 
 BURDENS = (
@@ -422,7 +239,7 @@ BURDENS = (
     "leaves more memory free",
 )
 """The criteria that decide among equals, in this order."""
-OLDER = {"fsdp1": 1, "zero": 2}
+OLDER = {Engine.FSDP1: 1, Engine.DEEPSPEED: 2}
 
 
 def _burden(candidate: Candidate) -> tuple[bool, int, bool, bool, int]:
@@ -442,26 +259,10 @@ def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:
     return [words for place, words in enumerate(BURDENS) if place in deciding]
 
 
-def _reason(job: PlanJob, choice: Candidate, alone: bool) -> str:
-    used = gib_of(choice.device.allocated, job.capacity_bytes)
+def _reason(problem: Problem, choice: Candidate, alone: bool) -> str:
+    contest = "It is the fastest that fits" if alone else "Nothing that fits is clearly faster"
     return (
-        f"{_contest(choice.layout, alone)}: {used} at its peak, "
+        f"{'It fits' if choice.layout.engine is Engine.NONE else contest}: "
+        f"{gib_of(choice.device.allocated, problem.capacity_bytes)} at its peak, "
         f"about {choice.tokens_per_s:,.0f} tokens/s per GPU, bound by {choice.step.bound}."
     )
-
-
-def _contest(layout: Layout, alone: bool) -> str:
-    if layout.engine is Engine.NONE:
-        return "It fits"
-    return "It is the fastest that fits" if alone else "Nothing that fits is clearly faster"
-
-
-def checkpointing_in(recipe: Recipe) -> str:
-    """The recipe's activation checkpointing in words."""
-    kinds = {"none": "no checkpointing", "selective": "selective checkpointing"}
-    return kinds.get(recipe.checkpointing, "activation checkpointing")
-
-
-def rows_in(recipe: Recipe) -> str:
-    """The recipe's micro-batch in words."""
-    return "1 sequence" if recipe.rows == 1 else f"{recipe.rows} sequences"

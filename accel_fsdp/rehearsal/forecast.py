@@ -15,11 +15,9 @@ def of_job(job: JobConfig, model: str | None, words: tuple[str, ...]) -> str:
         return ""
     try:
         real = from_yaml.predictable(job, flag_words.parse_command_line(words))
-        layout, recipe = real.layout, real.recipe
-        shape, tapes = by_name.read_shape(model, recipe)
-        peak = predicted(shape, tapes, recipe, layout, None).peak.total
+        peak = predicted(*by_name.read_shape(model, real.recipe), real, None).peak.total
     except (UserError, RuntimeError, KeyError):
         return ""
-    batch = f"{counted(recipe.rows, 'row')} of {recipe.length} tokens"
-    ranks = counted(layout.ranks, "rank")
-    return f"predicted for the real job: {about_gib(peak)} at the peak of each of {ranks} ({layout.name}, {batch})"
+    batch = f"{counted(real.recipe.rows, 'row')} of {real.recipe.length} tokens"
+    ranks = counted(real.layout.ranks, "rank")
+    return f"predicted for the real job: {about_gib(peak)} at the peak of each of {ranks} ({real.layout.name}, {batch})"

@@ -52,7 +52,7 @@ def min_num_params(context: Context) -> tuple[int, str]:
 def cpu_offload(context: Context) -> tuple[bool, str]:
     advice = notes.advice(context)
     if advice is not None:
-        if advice.offload:
+        if advice.layout.offload:
             host = notes.host_words(notes.with_answers(context, cpu_offload=True))
             return True, f"even with it, it {advice.words}" if not advice.fits else f"fits only with it; {host}"
         return False, "doesn't help" if not advice.fits else f"several times slower; without it, it {advice.words}"
@@ -78,7 +78,7 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
     advice = notes.advice(context) if notes.checkpoints_in_yaml(context) else None
     if advice is None:
         return False, "costs about a third more compute"
-    if advice.checkpointing:
+    if advice.recipe.recomputes:
         return True, f"needed; costs about a third more compute. With it, it {advice.words}"
     return False, f"would cost about a third more compute; without it, it {advice.words}"
 

@@ -130,10 +130,8 @@ def answers(talk: Interview) -> Answers:
     judged = None if talk.quiet or talk.as_written else notes.judgement(context)
     if judged is None:
         return to_answers(context)
-    chosen = judged.chosen
-    return replace(
-        to_answers(context), length=chosen.recipe.length, environment=tuple(chosen.device.environment.items())
-    )
+    environment = tuple(judged.device.environment.items())
+    return replace(to_answers(context), length=judged.recipe.length, environment=environment)
 
 
 def warnings(talk: Interview) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ weights. The prediction is imported on first use: `accel-fsdp --help` lists the 
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accel_fsdp.config import TORCH_DTYPES, Engine, Precision
@@ -16,12 +15,12 @@ from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Layout
 from accel_fsdp.models import ModelFacts, state_bytes
 from accel_fsdp.prediction.memory import ModelShape
-from accel_fsdp.units import GIB, about_gib, gib_of, gib_or_mib
+from accel_fsdp.units import GIB, gib_of, gib_or_mib
 from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.question import Context, engine_of, is_ddp
 
 if TYPE_CHECKING:
-    from accel_fsdp.prediction import Advice, PlanJob
+    from accel_fsdp.prediction import Candidate, Problem
     from accel_fsdp.prediction.memory import Tapes
 
 Known: TypeAlias = "tuple[ModelShape, Mapping[str, Tapes]] | None"
@@ -40,9 +39,9 @@ def may_be_too_large(model: ModelFacts) -> bool:
     return model.parameters * state_bytes.PER_PARAMETER["full"] > SMALL_STATE_GIB * GIB
 
 
-def layout_of(context: Context, **changed: Any) -> Layout | None:
+def layout_of(context: Context) -> Layout | None:
     """How the ranks share the model, as `accel-fsdp plan --config` reads the YAML; None on CPU and TPU."""
-    answers = {**context.given, **changed}
+    answers = context.given
     count, number = context.machine.count, answers["num_machines"]
     ranks = answers.get("num_processes") or count * number
     if not count or answers["engine"] == "tpu":
@@ -60,62 +59,53 @@ def note(question: str, value: int, context: Context) -> str:
     """The predicted peak of a strategy on the GPUs of the answers, in a few words; empty for other questions."""
     if question != "strategy" or (value in (4, 5) and context["num_machines"] == 1):
         return ""
-    judged = _judged(context, strategy=value)
-    several = judged is not None and judged.chosen.layout.ranks > 1
-    return f", ~{gib_or_mib(judged.chosen.device.allocated)}" if judged and several else ""
+    candidate = _evaluated(_several(context, value), False)
+    return f", ~{gib_or_mib(candidate.device.allocated)}" if candidate else ""
+
+
+def _several(context: Context, strategy: int) -> "Problem | None":
+    """The problem in a strategy, if several ranks share the model."""
+    problem = _problem(with_answers(context, strategy=strategy))
+    return problem if problem and problem.ranks > 1 else None
 
 
 def legend(context: Context) -> str:
     """Explains the numbers of `note`; empty without any."""
-    planned = _planned(context, strategy=1)
-    if planned is None or planned[1].ranks == 1:
+    problem = _several(context, 1)
+    if problem is None:
         return ""
-    job = planned[0]
-    return f"~GiB: predicted peak with 1 x {job.recipe.length:,} tokens, of {gib_or_mib(job.capacity_bytes)} on a GPU"
+    has, length = gib_or_mib(problem.capacity_bytes), problem.job.recipe.length
+    return f"~GiB: predicted peak with 1 x {length:,} tokens, of {has} on a GPU"
 
 
-def advice(context: Context, **changed: Any) -> "Advice | None":
+def advice(context: Context, **changed: Any) -> "Candidate | None":
     """The switches to turn on so that it fits; None if the model or the GPU is unknown."""
-    layout = layout_of(context, **changed)
-    if layout is None or _is_unknown(context):
-        return None
-    answers = {**context.given, **changed}
-    layout = replace(layout, offload=False)  # what it decides
-    asked = (answers["model"], context.machine, layout, answers["method"], _precision(context))
-    return _advise_anew(*asked, context.traced) if context.traced else _advise(*asked)
-
-
-def _advise_anew(*asked: Any) -> "Advice | None":
     from accel_fsdp.prediction import advise
 
+    problem = _problem(with_answers(context, **changed))
     try:
-        return advise(*asked)
+        return advise(problem) if problem else None
     except UserError:  # what this method allocates can't be recorded
         return None
 
 
-_advise = lru_cache(_advise_anew)
-
-
-def _judged(context: Context, checkpointing: bool = False, **changed: Any) -> "Advice | None":
-    from accel_fsdp.prediction import judge
-
-    planned = _planned(context, **changed)
+def _evaluated(problem: "Problem | None", checkpointing: bool) -> "Candidate | None":
+    if problem is None:
+        return None
     try:
-        return judge(*planned, checkpointing) if planned else None
+        return problem.evaluate(problem.job.with_recipe(checkpointing="full" if checkpointing else "none"))
     except UserError:
         return None
 
 
-def _planned(context: Context, **changed: Any) -> "tuple[PlanJob, Layout] | None":
-    """The answers as a job of the planner, with its layout; None if the model or the GPU is unknown."""
-    from accel_fsdp.prediction import make_job
+def _problem(context: Context) -> "Problem | None":
+    """The answers as a problem of the planner; None if the model or the GPU is unknown."""
+    from accel_fsdp.prediction import problem_of
 
-    answers, layout = {**context.given, **changed}, layout_of(context, **changed)
+    layout, precision = layout_of(context), _precision(context)
     if layout is None or _is_unknown(context):
         return None
-    job = make_job(answers["model"], context.machine, layout, answers["method"], _precision(context), context.traced)
-    return (job, layout) if job else None
+    return problem_of(context["model"], context.machine, layout, context["method"], precision, context.traced)
 
 
 def _precision(context: Context) -> Precision:
@@ -147,7 +137,7 @@ def checkpoints_in_script(context: Context) -> bool:
     if checkpoints_in_yaml(context):
         return False
     needed = advice(context)
-    return needed is not None and needed.checkpointing
+    return needed is not None and needed.recipe.recomputes
 
 
 def warnings(context: Context) -> tuple[str, ...]:
@@ -166,9 +156,10 @@ def _of_the_plan(context: Context) -> tuple[str, ...]:
     return lines if not host or any(host in line for line in lines) else (*lines, f"note: {host}")
 
 
-def judgement(context: Context) -> "Advice | None":
+def judgement(context: Context) -> "Candidate | None":
     """The plan's verdict on settled answers; None if the model or the GPU is unknown."""
-    return _judged(context, context["activation_checkpointing"] or checkpoints_in_script(context))
+    checkpointing = context["activation_checkpointing"] or checkpoints_in_script(context)
+    return _evaluated(_problem(context), checkpointing)
 
 
 def misfit(context: Context) -> tuple[str, ...]:
@@ -179,8 +170,7 @@ def misfit(context: Context) -> tuple[str, ...]:
     judged = judgement(context)
     if judged is None:
         return _misfit_of_state(context)
-    host = _host_memory(context)
-    if judged.fits and (host is None or host[0] <= host[1]):
+    if judged.fits and _is_hosted(context):
         return ()
     how = f"this leaves too little free memory: it {judged.words}" if judged.verdict == "tight" else host_words(context)
     how = f"this doesn't fit: it {judged.words}" if judged.verdict == "no" else how
@@ -190,23 +180,19 @@ def misfit(context: Context) -> tuple[str, ...]:
 
 def host_words(context: Context) -> str:
     """The host memory that offload needs per machine; empty without offload."""
-    memory = _host_memory(context)
-    if memory is None:
-        return ""
-    needed, usual = memory
-    words = f"CPU offload needs {about_gib(needed)} of memory on each machine"
-    return words if needed <= usual else f"{words}, where {about_gib(usual)} are usual"
+    problem = _offloading(context)
+    return f"CPU offload needs {problem.host_need(problem.host(problem.job).training)}" if problem else ""
 
 
-def _host_memory(context: Context, **changed: Any) -> tuple[int, int] | None:
-    """The bytes that offload needs on each machine, and what the plan takes a machine to have; None without offload."""
-    from accel_fsdp.prediction import host_bytes
+def _is_hosted(context: Context) -> bool:
+    """Whether each machine has the memory that offload needs, as far as it is known."""
+    problem = _offloading(context)
+    return problem is None or problem.is_hosted(problem.job)
 
-    planned = _planned(context, **changed)
-    if planned is None or not planned[1].offload:
-        return None
-    job, layout = planned
-    return host_bytes(job, job.recipe, layout), job.host_bytes
+
+def _offloading(context: Context) -> "Problem | None":
+    problem = _problem(context)
+    return problem if problem and problem.job.layout.offload else None
 
 
 def _misfit_of_state(context: Context) -> tuple[str, ...]:
@@ -253,17 +239,16 @@ def _fits(context: Context, **changed: Any) -> bool:
     fitting = advice(context, **changed)
     if fitting is None or not fitting.fits:
         return False
-    host = _host_memory(context, **{**changed, "cpu_offload": fitting.offload})
-    return host is None or host[0] <= host[1]
+    return _is_hosted(with_answers(context, **changed, cpu_offload=fitting.layout.offload))
 
 
 def with_answers(context: Context, **changed: Any) -> Context:
     return replace(context, given={**context.given, **changed})
 
 
-def _switches(context: Context, needed: "Advice") -> Iterator[str]:
+def _switches(context: Context, needed: "Candidate") -> Iterator[str]:
     """The flags by which the answers differ from the advice."""
-    if needed.checkpointing and checkpoints_in_yaml(context) and not context["activation_checkpointing"]:
+    if needed.recipe.recomputes and checkpoints_in_yaml(context) and not context["activation_checkpointing"]:
         yield "--activation-checkpointing true"
-    if needed.offload and not context["cpu_offload"]:
+    if needed.layout.offload and not context["cpu_offload"]:
         yield "--cpu-offload true"

@@ -10,7 +10,6 @@ import transformers
 from accel_fsdp import models, planner
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
-from accel_fsdp.job import Recipe
 
 NESTED = {
     "MllamaForConditionalGeneration": "two parts, of which AutoModelForCausalLM builds one",
@@ -74,7 +73,7 @@ def test_mamba_is_wrapped_block_by_block() -> None:
 def test_the_language_part_is_named(tmp_path: Path) -> None:
     facts = models.read_model(str(written("MllamaForConditionalGeneration", tmp_path)))
     assert (facts.language_parameters, facts.parameters) == (9_775_192_080, 10_642_941_475)
-    report = planner.make_plan(planner.PlanOptions(str(tmp_path), "8xH100", None, Recipe()))
+    report = planner.make_plan(planner.PlanCommand(str(tmp_path), "8xH100"))
     assert "10,642.9 M parameters (language part 9,775.2 M)" in report.headline()
 
 

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from test_page import Balance
 
 import accel_fsdp as package
-from accel_fsdp.config import Engine
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import GPUS, gpus, machines
-from accel_fsdp.job import Layout, Recipe, from_arguments
+from accel_fsdp.job import Job, Layout, Recipe, from_arguments
 from accel_fsdp.planner import proposal, workload
 from accel_fsdp.prediction import RANGE, cost, search
 from accel_fsdp.units import two_digits
@@ -455,8 +454,7 @@ RECIPES = st.builds(
 @given(RECIPES)
 def test_what_a_plan_proposes_is_read_back(recipe: Recipe) -> None:
     """The arguments that the plan writes for a recipe say that recipe, where the YAML doesn't say a part of it."""
-    layout = Layout(Engine.DDP, 1, 8, 8)
-    again = from_arguments.recipe_of(proposal.arguments(recipe, layout))
+    again = from_arguments.recipe_of(proposal.arguments(Job(Layout.ddp(8, 8), recipe)))
     for name in ("method", "rows", "length", "accumulation", "optimizer", "checkpointing", "attention", "kernels"):
         assert getattr(again, name) == getattr(recipe, name), name
     assert recipe.method == "full" or again.lora_rank == recipe.lora_rank
@@ -512,8 +510,8 @@ def test_steps_of_an_epoch_are_accelerates(rows: int, batch: int, accumulation: 
         process_index=0,
         put_on_device=False,
     )
-    recipe = Recipe(rows=batch, accumulation=accumulation)
-    assert cost.steps_per_epoch(rows, recipe, ranks) == max(math.ceil(len(loader) / accumulation), 1)
+    job = Job(Layout.ddp(ranks, ranks), Recipe(rows=batch, accumulation=accumulation))
+    assert cost.steps_per_epoch(rows, job) == max(math.ceil(len(loader) / accumulation), 1)
 
 
 # Speed

@@ -10,9 +10,9 @@ import pytest
 from conftest import accel_fsdp
 
 from accel_fsdp.hardware import gpus
-from accel_fsdp.job import Layout, Recipe
-from accel_fsdp.planner import html_report
-from accel_fsdp.prediction import search, trace_store
+from accel_fsdp.job import Job, Layout, Recipe
+from accel_fsdp.planner import PlanReport, html_report
+from accel_fsdp.prediction import Problem, search, trace_store
 from accel_fsdp.prediction.memory import KINDS, step, variant_of
 from accel_fsdp.units import GIB
 
@@ -53,14 +53,15 @@ class Balance(HTMLParser):
             self.rows[-1].append(data)
 
 
-def job(recipe: Recipe, model: str = LLAMA, gpu: str = "H100", ranks: int = 8, per_node: int = 8) -> search.PlanJob:
+def problem(recipe: Recipe, model: str = LLAMA, gpu: str = "H100", ranks: int = 8, per_node: int = 8) -> Problem:
     found = trace_store.find(model)
     assert found is not None
-    return search.PlanJob(*found, recipe, gpus.find(gpu, 80), ranks, per_node)
+    layout = Layout.ddp(ranks, per_node) if ranks > 1 else Layout.alone()
+    return Problem(*found, gpus.find(gpu, 80), Job(layout, recipe))
 
 
-def made(given: search.PlanJob) -> str:
-    return html_report.make_page(given, search.make_plan(given), "what is planned", ["what to take"])
+def made(given: Problem) -> str:
+    return html_report.make_page(PlanReport(given, search.make_plan(given), None))
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_an_existing_file_is_kept(written: tuple[str, dict[str, object], Path]) 
 
 
 def test_a_name_can_not_become_markup() -> None:
-    given = job(Recipe(length=512))
+    given = problem(Recipe(length=512))
     text = made(replace(given, shape=replace(given.shape, name="<script>alert(1)</script>&")))
     assert "script" not in {tag for tag, _ in Balance(text).tags}
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in text
@@ -133,14 +134,14 @@ def test_a_name_can_not_become_markup() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        job(Recipe(length=512), "openai-community/gpt2", ranks=1, per_node=1),
-        job(Recipe(length=4096), "meta-llama/Llama-3.1-70B", "A100", ranks=1, per_node=1),
-        job(Recipe("lora", dtype="bfloat16", accumulation=4, checkpointing="full"), ranks=12, per_node=4),
-        job(Recipe(length=300), "openai-community/gpt2", ranks=2048),
+        problem(Recipe(length=512), "openai-community/gpt2", ranks=1, per_node=1),
+        problem(Recipe(length=4096), "meta-llama/Llama-3.1-70B", "A100", ranks=1, per_node=1),
+        problem(Recipe("lora", dtype="bfloat16", accumulation=4, checkpointing="full"), ranks=12, per_node=4),
+        problem(Recipe(length=300), "openai-community/gpt2", ranks=2048),
     ],
     ids=["one small", "nothing fits", "micro-batches and machines", "many"],
 )
-def test_odd_plans_make_a_page(given: search.PlanJob) -> None:
+def test_odd_plans_make_a_page(given: Problem) -> None:
     text = made(given)
     Balance(text)
     assert not re.search(r"nan|inf[^o]|-\d+\.\d\" (?:width|height)|(?:width|height)=\"-", text.partition("</style>")[2])

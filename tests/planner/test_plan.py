@@ -2,7 +2,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ from conftest import ROOT, accel_fsdp, run
 
 from accel_fsdp.config import Engine
 from accel_fsdp.hardware import gpus
-from accel_fsdp.job import Layout, Recipe
-from accel_fsdp.prediction import RANGE, advice, search, trace_store
+from accel_fsdp.job import Job, Layout, Recipe
+from accel_fsdp.prediction import RANGE, Problem, advice, search, trace_store
 from accel_fsdp.prediction.memory import (
     GRADIENTS,
     OPTIMIZER,
@@ -131,11 +130,11 @@ def test_more_ranks_never_take_more_memory_each(ranks: int) -> None:
 def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
     found = trace_store.find(LLAMA)
     assert found is not None
-    recipe, layout = Recipe(length=2048, checkpointing="full"), Layout(Engine.FSDP2, 1, 8, 8)
-    job = search.PlanJob(*found, recipe, gpus.find("H100", 80), 8, 8)
-    rows = search.largest_rows(job, recipe, layout)
-    assert search.evaluate(job, replace(recipe, rows=rows), layout).fits
-    at, above = (search.has_room(job, replace(recipe, rows=count), layout) for count in (rows, rows + 1))
+    job = Job(Layout(Engine.FSDP2, 1, 8, 8), Recipe(length=2048, checkpointing="full"))
+    problem = Problem(*found, gpus.find("H100", 80), job)
+    rows = search.largest(problem, job, "rows", search.MOST_ROWS)
+    assert problem.evaluate(job.with_recipe(rows=rows)).fits
+    at, above = (problem.has_room(job.with_recipe(rows=count)) for count in (rows, rows + 1))
     assert (at, above) == (True, False)
 
 
@@ -178,7 +177,7 @@ def test_the_wizard_shows_the_same_prediction() -> None:
     given = {"model": LLAMA, "method": "full", "gpus": "8xH100-80GB", "num_machines": 1, "fsdp_version": 2}
     context = Context({**given, "engine": "fsdp"})
     layout = Layout(Engine.FSDP2, 1, 8, 8)
-    peak = search.evaluate(job_of(layout), Recipe(length=advice.LENGTH), layout).prediction.peak.total
+    peak = peak_of(layout, Recipe(length=advice.LENGTH))
     assert notes.note("strategy", 1, context) == f", ~{peak / GIB:,.1f} GiB"
     assert notes.note("strategy", 4, context) == ""  # hybrid sharding on one machine is full sharding
     assert notes.note("method", 1, context) == ""
@@ -201,7 +200,7 @@ def test_a_yaml_is_predicted_as_it_is(name: str, gpus_flag: str, layout: Layout)
     finished = accel_fsdp("plan", "--config", path, "--model", LLAMA, "--gpus", gpus_flag, "--json")
     row = json.loads(finished.output)["strategies"]
     assert len(row) == 1
-    assert row[0]["peak_bytes"] == search.evaluate(job_of(layout), Recipe(), layout).prediction.peak.total
+    assert row[0]["peak_bytes"] == peak_of(layout, Recipe())
 
 
 def test_a_yaml_made_here_says_its_model_and_machine(tmp_path: Path) -> None:
@@ -212,10 +211,10 @@ def test_a_yaml_made_here_says_its_model_and_machine(tmp_path: Path) -> None:
     assert "--gpus is missing" in accel_fsdp("plan", "--config", fewer).output
 
 
-def job_of(layout: Layout) -> search.PlanJob:
+def peak_of(layout: Layout, recipe: Recipe) -> int:
     found = trace_store.find(LLAMA)
     assert found is not None
-    return search.PlanJob(*found, Recipe(), gpus.find("H100", None), layout.ranks, layout.ranks_per_node)
+    return Problem(*found, gpus.find("H100", None), Job(layout, recipe)).evaluate(Job(layout, recipe)).device.allocated
 
 
 def test_a_yaml_for_other_gpus_is_refused() -> None:

@@ -45,10 +45,9 @@ def shown(*flags: str | Path) -> str:
     return " ".join(here("plan", *flags).split())
 
 
-def told(model: str, machine: str, method: Method = "full", **options: Any) -> text_report.PlanReport:
+def told(model: str, machine: str, method: Method = "full") -> text_report.PlanReport:
     """The plan as the command makes it."""
-    recipe = Recipe(method, dtype="float32" if method == "full" else "bfloat16")
-    return planner.make_plan(planner.PlanOptions(model, machine, None, recipe, **options))
+    return planner.make_plan(planner.PlanCommand(model, machine, method=method))
 
 
 def launch_words(path: Path) -> list[str]:
@@ -133,12 +132,36 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
         ways = [found.plan.choice, *found.plan.ties, found.plan.runner_up]
         for one in (way for way in ways if way is not None):
             assert one.fits, name
+            assert found.problem.is_hosted(one.job), name
             if one.layout.engine is Engine.NONE:
                 continue
             assert found.proposer is not None
-            values = to_yaml.to_mapping(found.proposer.answers(one.recipe, one.layout))
-            faults = run(Subject(values, args=proposal.arguments(one.recipe, one.layout)), rules)
+            values = to_yaml.to_mapping(found.proposer.answers(one.job))
+            faults = run(Subject(values, args=proposal.arguments(one.job)), rules)
             assert [fault for fault in faults if fault.severity != "note"] == [], name
+
+
+@pytest.mark.parametrize(
+    ("flags", "choice"),
+    [
+        (("--model", "deepseek-v3", "--gpus", "16x8xH100", "--method", "lora"), "FSDP2 HYBRID_SHARD offload"),
+        (("--model", "deepseek-v3", "--gpus", "64x8xH100"), None),
+        (("--model", "llama-3.1-8b", "--gpus", "8xH100", "--host-memory", "100"), "FSDP2 SHARD_GRAD_OP"),
+        (("--model", "llama-3.1-8b", "--gpus", "8xH100", "--host-memory", "20"), None),
+    ],
+)
+def test_what_is_recommended_can_be_loaded(flags: tuple[str, ...], choice: str | None) -> None:
+    """Each rank of ZeRO and DDP reads the whole model, and one of FSDP's; without enough memory nothing fits."""
+    content = planned(*flags)
+    taken = [content["choice"], *content["ties"], content["runner_up"]] if choice else []
+    assert (content["choice"] and content["choice"]["strategy"]) == choice
+    assert all(row["host_loading_bytes"] <= content["host_memory_bytes"] for row in taken if row)
+    if flags[-1] in ("100", "20"):
+        zero = next(row for row in content["strategies"] if row["strategy"] == "ZeRO-3")
+        loading = f"239 GiB of memory on each machine, where {flags[-1]} GiB are"
+        assert (zero["fits"], zero["refused"]) == ("fails", f"Loading takes {loading}")
+    if flags[-1] == "20":
+        assert content["changes"][0].endswith("; loading takes 30 GiB of memory on each machine, where 20 GiB are")
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])

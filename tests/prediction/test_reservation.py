@@ -12,7 +12,7 @@ from conftest import accel_fsdp
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
-from accel_fsdp.prediction import capacity, trace_store
+from accel_fsdp.prediction import trace_store
 from accel_fsdp.prediction.memory import (
     ModelShape,
     Reservation,
@@ -114,7 +114,7 @@ def test_where_it_runs_out() -> None:
     """The phase is named; just enough memory is enough."""
     whole = reserved(FULL, ONE)
     assert reserved(FULL, ONE, whole.reserved) == whole
-    weights = 4 * capacity.model_numel(model(FULL, ONE)[0])
+    weights = 4 * model(FULL, ONE)[0].numel
     assert reserved(FULL, ONE, 0.9 * weights).failed_at == "loading"
     assert reserved(FULL, ONE, 1.1 * weights).failed_at == "forward of step 1"
     states = 0.99 * 4 * weights  # weights, gradients and both moments

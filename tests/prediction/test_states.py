@@ -9,7 +9,7 @@ from conftest import ROOT, accelerate_launch
 from held import ODD
 
 from accel_fsdp.config import Engine, Precision
-from accel_fsdp.job import Layout, Recipe
+from accel_fsdp.job import Job, Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, deepspeed, shards, step
@@ -63,8 +63,8 @@ def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precisio
     """On one rank nothing is padded: the linter's and the wizard's formulas are the planner's sums."""
     shape, layout = odd_llama(), Layout(Engine.FSDP2, 1, 1, 1, offload=True)
     recipe = Recipe("full", precision=precision, dtype="float32" if precision == "no" else "bfloat16")
-    weights = capacity.model_numel(shape) * state_bytes.MASTER
-    host = capacity.host(shape, recipe, layout)
+    weights = shape.numel * state_bytes.MASTER
+    host = capacity.host(shape, Job(layout, recipe))
     assert host.offload == state_bytes.training_bytes(weights)
     assert host.checkpoint == state_bytes.checkpoint_bytes(weights, 2 * weights)
     assert host.gathering == weights
@@ -74,11 +74,11 @@ def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precisio
 def test_who_loads_the_model(engine: Engine, ranks: int) -> None:
     """Rank 0 of a machine where loading is RAM-efficient, which is FSDP's alone; else each of its ranks."""
     shape, layout = odd_llama(), Layout(engine, 2 if engine is Engine.DEEPSPEED else 1, 8, 4)
-    numel = capacity.model_numel(shape)
+    numel = shape.numel
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        recipe = Recipe("full", precision="bf16", dtype=dtype)
-        assert capacity.host(shape, recipe, layout).loading == numel * size * ranks
-        assert capacity.host(shape, recipe, layout, ram_efficient=False).loading == numel * size * 4
+        job = Job(layout, Recipe("full", precision="bf16", dtype=dtype))
+        assert capacity.host(shape, job).loading == numel * size * ranks
+        assert capacity.host(shape, job, ram_efficient=False).loading == numel * size * 4
 
 
 @pytest.mark.parametrize(("engine", "table"), [("single", 8), ("ddp", 8), ("zero", 2)])

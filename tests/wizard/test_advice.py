@@ -26,9 +26,10 @@ def test_the_advice_is_what_plan_says_of_the_yaml_that_follows_it(
     model: str, machine: str, count: int, checkpointing: bool, offload: bool, tmp_path: Path
 ) -> None:
     one, _ = machines.parse(machine)
-    found = advice.advise(model, one, Layout(Engine.FSDP2, 1, one.count * count, one.count))
-    assert found is not None
-    assert (found.checkpointing, found.offload, found.fits) == (checkpointing, offload, True)
+    problem = advice.problem_of(model, one, Layout(Engine.FSDP2, 1, one.count * count, one.count))
+    assert problem is not None
+    found = advice.advise(problem)
+    assert (found.recipe.recomputes, found.layout.offload, found.fits) == (checkpointing, offload, True)
     path, number = tmp_path / "fsdp.yaml", str(count)
     switched = {True: "true", False: "false"}
     config = ("config", "--yes", "-o", path, "--model", model, "--gpus", machine, "--num-machines", number)
@@ -37,24 +38,25 @@ def test_the_advice_is_what_plan_says_of_the_yaml_that_follows_it(
     assert accel_fsdp(*config, *where, *how).code == 0
     judged = accel_fsdp("plan", "--config", path, "--model", model, "--gpus", machine, "--nodes", number, "--json")
     row = json.loads(judged.output)["strategies"][0]
-    assert (row["fits"], row["peak_bytes"]) == ("yes", found.chosen.prediction.peak.total)
+    assert (row["fits"], row["peak_bytes"]) == ("yes", found.prediction.peak.total)
 
 
 @pytest.mark.parametrize(("method", "verdict"), [("full", "no"), ("qlora", "yes")])
 def test_what_does_not_fit_is_said(method: Method, verdict: str) -> None:
     one, _ = machines.parse("1xA100-80GB")
-    found = advice.advise("meta-llama/Llama-3.1-70B", one, Layout(Engine.NONE, 1, 1, 1), method)
-    assert found is not None
+    problem = advice.problem_of("meta-llama/Llama-3.1-70B", one, Layout.alone(), method)
+    assert problem is not None
+    found = advice.advise(problem)
     assert found.verdict == verdict
-    assert found.words.startswith(f"needs {found.chosen.device.needed / GIB:,.1f} of 79.2 GiB")
-    assert not found.offload  # one GPU has nobody to shard with
+    assert found.words.startswith(f"needs {found.device.needed / GIB:,.1f} of 79.2 GiB")
+    assert not found.layout.offload  # one GPU has nobody to shard with
 
 
 def test_there_is_no_advice_without_the_model_or_the_gpu() -> None:
     layout = Layout(Engine.FSDP2, 1, 8, 8)
-    assert advice.advise("me/unheard-of", machines.parse("8xH100")[0], layout) is None
-    assert advice.advise("gpt2", machines.parse("8xH1OO")[0], layout) is None
-    assert advice.advise("gpt2", machines.CPU, layout) is None
+    assert advice.problem_of("me/unheard-of", machines.parse("8xH100")[0], layout) is None
+    assert advice.problem_of("gpt2", machines.parse("8xH1OO")[0], layout) is None
+    assert advice.problem_of("gpt2", machines.CPU, layout) is None
 
 
 @pytest.mark.parametrize(

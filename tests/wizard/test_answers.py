@@ -23,7 +23,7 @@ from accel_fsdp.hardware import MachineFacts, find, machines
 from accel_fsdp.job import Checkpointing, Job, Layout, Recipe, combinations, from_yaml
 from accel_fsdp.linter import read_subject
 from accel_fsdp.models import catalogue, config_json
-from accel_fsdp.prediction import search
+from accel_fsdp.prediction import layouts, search
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import Answers, interview, questions, to_yaml
 
@@ -240,12 +240,12 @@ def test_models_for_images_and_sound_get_a_yaml(config: PreTrainedConfig, layers
     assert layers <= set(made.layer_class)
     assert "YOUR_SCRIPT.py" in to_yaml.launch_line(made, "made.yaml")
     with pytest.raises(UserError, match=r"is not a language model|has an encoder and a decoder"):
-        planner.make_job(planner.PlanOptions(str(tmp_path), "2xA100", None, Recipe()))
+        planner.make_problem(planner.PlanCommand(str(tmp_path), "2xA100"))
 
 
 def test_a_plan_refuses_what_has_an_encoder_and_a_decoder(folder: Callable[[str], Path]) -> None:
     with pytest.raises(UserError, match="has an encoder and a decoder"):
-        planner.make_job(planner.PlanOptions(str(folder("t5")), "2xA100", None, Recipe()))
+        planner.make_problem(planner.PlanCommand(str(folder("t5")), "2xA100"))
 
 
 def test_a_number_out_of_range_gets_a_fix_that_works() -> None:
@@ -294,9 +294,8 @@ def judged_to_fit(path: Path, made: Answers) -> bool:
     checkpointing: Checkpointing = "full" if made.script_checkpoints else "none"
     recipe = Recipe(made.method, dtype="float32" if made.method == "full" else "bfloat16", checkpointing=checkpointing)
     written = from_yaml.predictable(subject, recipe=recipe)
-    layout, recipe = written.layout, written.recipe
-    options = planner.PlanOptions(made.model, made.gpus, None, recipe)
-    return search.judge(planner.make_job(options, layout, made.num_machines), layout).choice is not None
+    problem = planner.make_problem(planner.PlanCommand(made.model, made.gpus), written, made.num_machines)
+    return search.judge(problem).choice is not None
 
 
 @pytest.mark.parametrize(
@@ -363,12 +362,12 @@ def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
         context = interview.interview({"model": model, "gpus": "8xH100"}, {}, defaults=True).settled(until="strategy")
         question = next(one for one in questions.QUESTIONS if one.field == "strategy")
         assert f"1 x {length} tokens" in question.default(context)[1]
-        job = planner.make_job(planner.PlanOptions(model, "8xH100", None, Recipe()))
-        table = {one.layout.name: one for one in search.table(job)}
+        problem = planner.make_problem(planner.PlanCommand(model, "8xH100"))
+        table = {job.layout.name: problem.predicted(job).peak.total for job in layouts(problem.job)}
         for option, name in zip(
             question.options(context), ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "DDP"), strict=False
         ):
-            assert option.label.endswith(f"~{table[name].device.allocated / GIB:,.1f} GiB")
+            assert option.label.endswith(f"~{table[name] / GIB:,.1f} GiB")
 
 
 @pytest.mark.parametrize(
@@ -495,8 +494,8 @@ def test_full_training_of_a_quantised_model_is_warned_of(folder: Callable[[str],
     path.write_text(to_yaml.to_text(settled(**flags, method="lora")))
     (alone,) = (one for one in linter.lint(path, linter.LintOptions(model=str(made))) if one.code == "AF512")
     assert alone.severity == "warning"
-    job = planner.make_job(planner.PlanOptions(str(made), "8xH100", None, Recipe()))
-    assert any("refuses full training" in note for note in job.notes)
+    problem = planner.make_problem(planner.PlanCommand(str(made), "8xH100"))
+    assert any("refuses full training" in note for note in problem.notes)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 from accel_fsdp.config import JobConfig, header
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, gpus
-from accel_fsdp.job import Layout, from_arguments, from_yaml
+from accel_fsdp.job import from_arguments, from_yaml
 from accel_fsdp.models import catalogue
-from accel_fsdp.prediction import PlanJob, Step, cost, evaluate, step_time
+from accel_fsdp.prediction import Problem, Step, cost
 from accel_fsdp.prediction.tracing import by_name
 
 Arguments: TypeAlias = Mapping[str, Any]
@@ -40,9 +40,9 @@ class Duration:
 def predicted(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Duration | None:
     """Of `train/sft.py` with these arguments, rows as long as they may be; None where something isn't known."""
     with contextlib.suppress(*UNKNOWN):
-        layout, job = _planned(arguments, config, machines, machine)
-        steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(job.recipe, layout.ranks)
-        return Duration(steps, step_time(job.shape, job.recipe, layout, job.gpu)) if steps else None
+        problem = _planned(arguments, config, machines, machine)
+        steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(problem.job)
+        return Duration(steps, problem.step(problem.job)) if steps else None
     return None
 
 
@@ -51,17 +51,15 @@ def environment(
 ) -> Mapping[str, str]:
     """The variables with which alone it fits: as the plan says, or where it can't, the YAML's own comment."""
     with contextlib.suppress(*UNKNOWN):
-        layout, job = _planned(arguments, config, machines, machine)
-        return evaluate(job, job.recipe, layout).device.environment
+        problem = _planned(arguments, config, machines, machine)
+        return problem.evaluate(problem.job).device.environment
     return header.variables(config.source)
 
 
 UNKNOWN = (UserError, RuntimeError, KeyError, ImportError)
 
 
-def _planned(
-    arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None
-) -> tuple[Layout, PlanJob]:
+def _planned(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Problem:
     """The job as the plan knows it.
 
     A model is known that is bundled or lies here: a job file is written without the network.
@@ -77,5 +75,4 @@ def _planned(
     ranks = {"num_machines": machines, "num_processes": machines * machine.count}
     gpu = gpus.find(machine.accelerator, machine.memory_gib)
     job = from_yaml.predictable(JobConfig({**config.values, **ranks}, config.source, config.absent), arguments)
-    shape, tapes = by_name.read_shape(model, job.recipe)
-    return job.layout, PlanJob(shape, tapes, job.recipe, gpu, job.layout.ranks, job.layout.ranks_per_node)
+    return Problem(*by_name.read_shape(model, job.recipe), gpu, job)

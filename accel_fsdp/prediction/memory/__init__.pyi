@@ -12,9 +12,7 @@ from .shards import compute_bytes as compute_bytes
 from .shards import master_bytes as master_bytes
 from .shards import outer_parts as outer_parts
 from .step import Prediction as Prediction
-from .step import idle_units as idle_units
 from .step import predict as predict
-from .step import units_of as units_of
 from .timeline import ACTIVATIONS as ACTIVATIONS
 from .timeline import BUFFERS as BUFFERS
 from .timeline import GATHERED as GATHERED

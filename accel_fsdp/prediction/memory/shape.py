@@ -78,6 +78,7 @@ class ModelShape:
         return hash((self.name, self.hidden, self.vocab))
 
     @property
-    def layers(self) -> int:
-        """How many blocks the model is made of."""
-        return sum(len(block.layers) for block in self.blocks)
+    def numel(self) -> int:
+        """How many elements all parameters have."""
+        inside = sum(len(block.layers) * parameter.numel for block in self.blocks for parameter in block.parameters)
+        return inside + sum(parameter.numel for parameter in self.outer)

@@ -90,6 +90,13 @@ def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
     return _distinct_units(shape, alike, Layout(layout.engine, 1, 1, 1))
 
 
+def counted_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[tuple[Unit, int]]:
+    """The distinct units, each with the number of them in the model."""
+    blocks, first, last = distinct_units(shape, recipe, layout)
+    counts = (len(block.layers) for block in shape.blocks)
+    return [(first, 1), *zip(blocks, counts, strict=True), *([(last, 1)] if last else [])]
+
+
 @lru_cache(CACHED)
 def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
     def unit(name: str, parameters: tuple[Parameter, ...], inside: bool = False) -> Unit:

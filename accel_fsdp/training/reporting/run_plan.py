@@ -25,8 +25,8 @@ class Forecast:
 
     def peak_bytes(self, rows: int, length: int, gpu: Gpu | None) -> int:
         """What one rank allocates at most in a step of this batch."""
-        recipe = self.job.of_rows(rows, length).recipe
-        return predicted(self.shape, self.tapes, recipe, self.job.layout, gpu).peak.total
+        job = self.job.with_recipe(rows=rows, length=length)
+        return predicted(self.shape, self.tapes, job, gpu).peak.total
 
     def mfu(self, tokens_per_s: float, length: float, gpu: Gpu) -> float:
         """The share of all ranks' peak that training documents of a mean `length` at that rate takes."""
@@ -38,16 +38,15 @@ class Forecast:
         self, rows: int, length: int, micro_batches: int, gpu: Gpu | None, on_gpu: bool
     ) -> by_unit.UnitSteps:
         """A step of so many micro-batches, unit by unit."""
-        layout, recipe = self.job.layout, replace(self.job.of_rows(rows, length).recipe, accumulation=micro_batches)
+        job = self.job.with_recipe(rows=rows, length=length, accumulation=micro_batches)
         workspace = workspace_bytes(gpu) if on_gpu else 0
-        return by_unit.unit_steps(
-            self.shape, self.tapes[variant_of(recipe, layout.engine)], recipe, layout, gpu, workspace
-        )
+        tapes = self.tapes[variant_of(job.recipe, job.engine)]
+        return by_unit.unit_steps(self.shape, tapes, job.recipe, job.layout, gpu, workspace)
 
     def advice(self, rows: int, length: int) -> list[str]:
         """What would free memory, the most first, as lines of text."""
-        recipe = self.job.of_rows(rows, length).recipe
-        options = savings(self.shape, self.tapes, recipe, self.job.layout)[:SHOWN_SAVINGS]
+        job = self.job.with_recipe(rows=rows, length=length)
+        options = savings(self.shape, self.tapes, job)[:SHOWN_SAVINGS]
         return [f"{gib_or_mib(option.freed_bytes, gib_from=GIB / 10)} less: {option.change}" for option in options]
 
 

@@ -1,0 +1,161 @@
+"""A job to plan for a model on given GPUs, and what is predicted of one job: memory, verdict, time. Pure."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from accel_fsdp.config import Engine
+from accel_fsdp.hardware import Gpu
+from accel_fsdp.job import Job, Layout, Recipe
+from accel_fsdp.prediction import capacity
+from accel_fsdp.prediction.capacity import Device, Host, Replay
+from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes, variant_of
+from accel_fsdp.prediction.speed import Step, step_time
+from accel_fsdp.units import GIB, about_gib, gib_of
+
+HOST_PER_GPU = 3
+"""Assumed host memory of a machine, as a multiple of its GPUs': 3.2 in a DGX H100 (2 TB), 3.6 in AWS
+p4d.24xlarge (1,152 GiB), 3 in g4dn.metal (384 GiB), 4 in g5.48xlarge (768 GiB)."""
+
+
+def _allowed(job: Job) -> str:
+    return ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The input of a search: a model, its GPUs, and a job to begin with, of which a search keeps the number of ranks.
+
+    `fixed_rows` keeps the job's micro-batch. `global_rows` are the sequences of one optimizer step on all GPUs, 0 for
+    any number with the job's accumulation. `host_gib` is one machine's memory, 0 if unknown. `refuses` returns why a
+    job doesn't work although it may fit. `ram_efficient`: one rank of a machine reads the weights. `notes` are
+    assumptions besides those of a step.
+    """
+
+    shape: ModelShape
+    tapes: Mapping[str, Tapes]
+    gpu: Gpu
+    job: Job
+    fixed_rows: bool = False
+    ram_efficient: bool = True
+    notes: tuple[str, ...] = ()
+    global_rows: int = 0
+    host_gib: float = 0
+    refuses: Callable[[Job], str] = _allowed
+
+    def predicted(self, job: Job) -> Prediction:
+        return capacity.predicted(self.shape, self.tapes, job, self.gpu)
+
+    def replay(self, job: Job) -> Replay:
+        tapes = self.tapes[variant_of(job.recipe, job.engine)]
+        return capacity.replay_of(self.shape, tapes, job, capacity.workspace_bytes(self.gpu))
+
+    def step(self, job: Job) -> Step:
+        return step_time(self.shape, job.recipe, job.layout, self.gpu)
+
+    def host(self, job: Job) -> Host:
+        return capacity.host(self.shape, job, self.ram_efficient)
+
+    def evaluate(self, job: Job, quick: bool = False) -> "Candidate":
+        """Predicts memory and time; a `quick` verdict assumes usual fragmentation instead of a replay."""
+        return Candidate(job, self.predicted(job), self.device(job, quick), self.step(job), self.refuses(job))
+
+    def device(self, job: Job, quick: bool = True) -> Device:
+        return capacity.device(
+            *(self.predicted(job), job.layout, self.capacity_bytes, self.gpu, None if quick else self.replay(job)),
+            unusual=job.recipe.eval_batch > 0 or job.recipe.varied,
+        )
+
+    def has_room(self, job: Job) -> bool:
+        """Whether a GPU has the memory, with the margin, at the usual fragmentation."""
+        return self.device(job).verdict == "yes"
+
+    def is_hosted(self, job: Job) -> bool:
+        """Whether a machine has the memory to load the model, and for the offload."""
+        return self.host(job).training <= self.host_bytes
+
+    def host_need(self, needed: int) -> str:
+        """A need of host memory in words, with what there is if that is less."""
+        need, has = f"{about_gib(needed)} of memory on each machine", self.host_bytes
+        return need if needed <= has else f"{need}, where {about_gib(has)} {'are' if self.host_gib else 'are usual'}"
+
+    @property
+    def ranks(self) -> int:
+        return self.job.layout.ranks
+
+    @property
+    def capacity_bytes(self) -> int:
+        """The memory of one GPU, as CUDA reports it."""
+        return round(self.gpu.usable_gib * GIB)
+
+    @property
+    def host_bytes(self) -> int:
+        """The memory of one machine, assumed if unknown."""
+        return round((self.host_gib or HOST_PER_GPU * self.job.layout.ranks_per_node * self.gpu.memory_gib) * GIB)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A job with its predicted memory and step time; `refused` is the reason why it can't work."""
+
+    job: Job
+    prediction: Prediction
+    device: Device
+    step: Step
+    refused: str = ""
+
+    @property
+    def layout(self) -> Layout:
+        return self.job.layout
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.job.recipe
+
+    @property
+    def verdict(self) -> str:
+        """The table's word: whether it fits, or that it fails regardless of memory."""
+        return "fails" if self.refused else self.device.verdict
+
+    @property
+    def fits(self) -> bool:
+        """Whether it works and fits with the margin, if necessary with expandable segments."""
+        return not self.refused and self.device.fits
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.step.tokens_per_s_per_gpu
+
+    @property
+    def words(self) -> str:
+        """Such as: needs 63.7 of 39.4 GiB with 1 x 2,048 tokens per GPU."""
+        memory = gib_of(self.device.needed, self.device.capacity)
+        return f"needs {memory} with {self.recipe.rows} x {self.recipe.length:,} tokens per GPU"
+
+
+def layouts(job: Job) -> Iterator[Job]:
+    """The job in all strategies that make sense for its ranks, in the order of the table."""
+    ranks, together = job.layout.ranks, job.layout.ranks_per_node
+    if ranks == 1:
+        yield replace(job, layout=Layout.alone())
+        return
+    numbers: tuple[int, ...] = (1, 2, 4, 5) if ranks > together > 1 else (1, 2)
+    strategies = {Engine.DDP: (1,), Engine.FSDP2: numbers, Engine.FSDP1: numbers, Engine.DEEPSPEED: (1, 2, 3)}
+    for engine in strategies:
+        for strategy in strategies[engine]:
+            yield job.with_layout(engine=engine, strategy=strategy, offload=False)
+
+
+def offloads(job: Job) -> tuple[Job, ...]:
+    """The job, and with FSDP's offload."""
+    return (job, job.with_layout(offload=True)) if job.layout.is_fsdp else (job,)
+
+
+def checkpointing_in(recipe: Recipe) -> str:
+    """The recipe's activation checkpointing in words."""
+    kinds = {"none": "no checkpointing", "selective": "selective checkpointing"}
+    return kinds.get(recipe.checkpointing, "activation checkpointing")
+
+
+def rows_in(recipe: Recipe) -> str:
+    """The recipe's micro-batch in words."""
+    return "1 sequence" if recipe.rows == 1 else f"{recipe.rows} sequences"
