@@ -6,7 +6,8 @@ The user's variables for the hub apply here too: endpoint, token, proxies, cache
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from accel_fsdp.errors import UserError
@@ -20,17 +21,6 @@ PROBE_SECONDS = 5
 OFFLINE = "HF_HUB_OFFLINE"
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The rows to fetch, the folder to write them to, and the file for the result."""
-
-    dataset: str
-    config_name: str | None
-    split: str
-    target: str
-    told: str
-
-
 def fetch(launcher: Rehearsed, dataset: str, config_name: str | None, split: str, target: Path) -> str:
     """Writes the rows to the folder `target`; returns why that failed, empty on success.
 
@@ -40,35 +30,34 @@ def fetch(launcher: Rehearsed, dataset: str, config_name: str | None, split: str
         UserError: the data set exists, but without this configuration or split, or it can't be read.
     """
     alone = replace(launcher, seconds=SECONDS, cold=True)
-    request = Wanted(dataset, config_name, split, str(target), str(launcher.folder / "rows.json"))
-    why, may_be_cached = _asked(alone, request, "rows")
-    if why and may_be_cached and _asked(alone, request, "rows-offline", **{OFFLINE: "1"})[0] == "":
+    words = [str(target), dataset, split, *([config_name] if config_name else [])]
+    why, may_be_cached = _asked(alone, "rows", words)
+    if may_be_cached and _asked(alone, "rows-offline", words, **{OFFLINE: "1"})[0] == "":
         return ""
     return why
 
 
-def _asked(launcher: Rehearsed, request: Wanted, name: str, **environment: str) -> tuple[str, bool]:
-    """Why there are no rows, and whether a cache may have them; both are empty if the rows were written."""
-    file = Path(request.told)
-    file.unlink(missing_ok=True)
-    outcome = launcher.python(name, __name__, [json.dumps(asdict(request))], **environment)
-    if not file.is_file():
-        crashed = f"the process that reads it ended with exit code {outcome.code}"
-        return f"the hub gave none in {SECONDS} seconds" if outcome.code is None else crashed, True
-    answer = json.loads(file.read_text(encoding="utf-8"))
+def _asked(launcher: Rehearsed, name: str, words: Sequence[str], **environment: str) -> tuple[str, bool]:
+    """Why there are no rows, empty if they were written, and whether a cache may have them."""
+    outcome = launcher.python(name, __name__, words, **environment)
+    if outcome.code is None:
+        return f"the hub gave none in {SECONDS} seconds", True
+    if outcome.code:
+        return f"the process that reads it ended with exit code {outcome.code}", True
+    answer = json.loads(outcome.printed.splitlines()[-1])
     if answer["error"]:
-        raise UserError(answer["error"][0], why=answer["error"][1], fix=answer["error"][2])
+        what, why, fix = answer["error"]
+        raise UserError(what, why=why, fix=fix)
     return answer["why"], answer["may_be_cached"]
 
 
-def main(request: Wanted) -> None:
-    """The process itself: writes the rows, or the reason why not."""
-    why, may_be_cached, error = _unreachable(request.dataset), False, None
-    if why and not _offline():
-        may_be_cached = True
-    else:
+def main(target: str, dataset: str, split: str, config_name: str | None = None) -> None:
+    """The process itself: writes the rows, and reports why it can't."""
+    why, error = _unreachable(dataset), None
+    may_be_cached = bool(why) and not _offline()
+    if not may_be_cached:
         try:
-            _write(request)
+            rows.cut(dataset, Path(target), split, config_name=config_name, from_hub=True)
             why = ""
         except UserError as raised:
             cause = raised.__cause__ or raised
@@ -77,13 +66,8 @@ def main(request: Wanted) -> None:
             why = why or first_line(cause)
         except Exception as raised:  # whatever a network brings: rows can be made up
             why = why or first_line(raised)
-    answer = json.dumps({"why": why, "may_be_cached": may_be_cached, "error": error})
-    Path(request.told).write_text(answer, encoding="utf-8")
-
-
-def _write(request: Wanted) -> None:
-    splits = (request.split,)
-    rows.cut(request.dataset, Path(request.target), splits=splits, config_name=request.config_name, from_hub=True)
+    sys.stdout.write(json.dumps({"why": why, "may_be_cached": may_be_cached, "error": error}) + "\n")
+    sys.stdout.flush()
 
 
 def _is_gone(error: BaseException) -> bool:
@@ -117,5 +101,5 @@ def _unreachable(dataset: str) -> str:
 
 
 if __name__ == "__main__":
-    main(Wanted(**json.loads(sys.argv[1])))
+    main(*sys.argv[1:])
     os._exit(0)  # threads of a stream may still wait

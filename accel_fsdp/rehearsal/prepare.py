@@ -68,9 +68,9 @@ def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tup
     if dataset is not None and not Path(dataset).exists():
         why = _from_hub(launcher, dataset, config_name, split, folder)
         if not why:
-            return rows.Rows(folder, "cut", {split: rows.COUNT}), ""
+            return rows.Rows(folder, "cut"), ""
         dataset = None
-    return rows.cut(dataset, folder, splits=(split,), config_name=config_name, chats=chats), why
+    return rows.cut(dataset, folder, split, config_name=config_name, chats=chats), why
 
 
 def _from_hub(launcher: Rehearsed, dataset: str, config_name: str | None, split: str, folder: Path) -> str:

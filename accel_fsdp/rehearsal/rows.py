@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -25,18 +25,17 @@ LENGTHS = (3, 40, 9, 120, 20, 6, 70, 14)
 
 @dataclass(frozen=True)
 class Rows:
-    """A folder with a file of rows for each split, which `train/sft.py --dataset_name` takes.
+    """A folder with a file of rows, which `train/sft.py --dataset_name` takes.
 
-    `origin` is "cut" for rows of the user's own data set, "made up" for others. `count` holds the rows of each split.
+    `origin` is "cut" for rows of the user's own data set, "made up" for others.
     """
 
     folder: Path
     origin: Origin
-    count: dict[str, int]
 
     @property
     def columns(self) -> frozenset[str]:
-        file = next(iter(sorted(self.folder.glob("data/*.jsonl"))))
+        (file,) = self.folder.glob("data/*.jsonl")
         with file.open(encoding="utf-8") as lines:
             return frozenset(json.loads(next(lines, "{}")))
 
@@ -44,14 +43,14 @@ class Rows:
 def cut(
     dataset: str | None,
     target: Path,
-    count: int = COUNT,
+    split: str = "train",
     *,
-    splits: Sequence[str] = ("train",),
+    count: int = COUNT,
     config_name: str | None = None,
     chats: bool = True,
     from_hub: bool = False,
 ) -> Rows:
-    """Writes `count` rows for each split to the folder `target`, which it replaces; the same ones every time.
+    """Writes `count` rows of a split to the folder `target`, which it replaces; the same ones every time.
 
     They are the first rows of `dataset` where that is a file or folder on this machine, or with `from_hub` a name on
     the hub; repeated if it has fewer. Otherwise they are made up: conversations, or without `chats` plain texts, for a
@@ -59,28 +58,18 @@ def cut(
     """
     if dataset is not None:
         load.check_name(dataset)
-    name = dataset if dataset is not None and (from_hub or Path(dataset).exists()) else None
-    splits_there = load.load(name, config_name, streaming=True) if name else {}
-    written: dict[str, int] = {}
+    origin: Origin = "made up"
+    rows = _made_up(count, split, chats)
+    if dataset is not None and (from_hub or Path(dataset).exists()):
+        with load.reading(dataset):
+            first = list(islice(load.split(load.load(dataset, config_name, streaming=True), split), count))
+        origin, rows = "cut", islice(cycle(first), count)
     with atomic_files.replaced_folder(target) as folder:
-        for split in splits:
-            rows = _first(name, load.split(splits_there, split), count) if name else _made_up(count, split, chats)
-            written[split] = _write(folder, split, rows)
-    return Rows(target, "cut" if name else "made up", written)
-
-
-def _first(dataset: str, rows: Any, count: int) -> Iterator[dict[str, Any]]:
-    with load.reading(dataset):
-        taken = list(islice(rows, count))
-    return islice(cycle(taken), count)
-
-
-def _write(folder: Path, split: str, rows: Iterator[dict[str, Any]]) -> int:
-    """One row a line; what JSON has no word for, such as a date, becomes text."""
-    (folder / "data").mkdir(exist_ok=True)
-    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
-    (folder / "data" / f"{split}-00000-of-00001.jsonl").write_text("".join(lines), encoding="utf-8")
-    return len(lines)
+        (folder / "data").mkdir()
+        # what JSON has no word for, such as a date, becomes text
+        lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+        (folder / "data" / f"{split}-00000-of-00001.jsonl").write_text("".join(lines), encoding="utf-8")
+    return Rows(target, origin)
 
 
 def _made_up(count: int, split: str, chats: bool) -> Iterator[dict[str, Any]]:

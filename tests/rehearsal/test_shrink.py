@@ -331,7 +331,7 @@ def test_nothing_becomes_larger(tiny_model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "phi-3-mini-128k"])
 def test_it_is_trained_by_the_script(name: str, sft: Callable[..., Finished], tmp_path: Path) -> None:
     small = shrink(str(written(tmp_path / "real", CONFIGS[name])), tmp_path / "small")
-    rows = cut(None, tmp_path / "rows", 8)
+    rows = cut(None, tmp_path / "rows", count=8)
     words = ["--model_name_or_path", small.folder, "--dataset_name", rows.folder, "--output_dir", tmp_path / "run"]
     finished = sft(*words, "--max_steps", "2", "--max_length", "64", "--report_to", "none")
     assert finished.code == 0, finished.output
