@@ -63,7 +63,6 @@ class Patch:
         return not self.until or Version(metadata.version(self.library)) < Version(self.until)
 
     def __call__(self) -> None:
-        """Patches the library, if it has the fault."""
         if self.is_needed:
             check(*self.relies_on, why=self.why)
             self.apply()

@@ -121,7 +121,6 @@ HANGING = "every rank must call what all of them do together: no collective behi
 
 
 def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome) -> None:
-    """Compares the ranks' shards with the YAML."""
     asked = verdict.of_job(job, job.number("num_processes"), machines_of(job), classes)
     for wrong in verdict.differences(asked, outcome.holdings):
         raise Failure(wrong.what, key=wrong.key, fix="see what accel-fsdp check says of it")

@@ -1,7 +1,6 @@
 """One launch of a rehearsal: starts its ranks under `launch.ranks`, reads their events, and ends a hang."""
 
 import contextlib
-import math
 import os
 import subprocess
 import time
@@ -64,21 +63,15 @@ class Outcome:
 
     @property
     def failures(self) -> list[Event]:
-        """The failures of the ranks, the first one first."""
         return [event for event in self.events if event.kind == "failed"]
 
     @property
     def ends(self) -> list[Event]:
-        """The ends of the scripts, the first one first."""
         return [event for event in self.events if event.kind == "ended"]
 
     @property
     def losses(self) -> list[float]:
         return [event.content["value"] for event in self.events if event.kind == "loss"]
-
-    @property
-    def has_finite_losses(self) -> bool:
-        return all(math.isfinite(loss) for loss in self.losses)
 
     @property
     def tail(self) -> str:
@@ -106,9 +99,6 @@ class Rehearsed:
         own = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else {}
         variables_of = environments(job, self.folder / f"{name}.yaml", self.script)
         return self._run(name, RANK, [str(self.script), *words], [own | variables for variables in variables_of])
-
-    def command(self, name: str, words: Sequence[str]) -> Outcome:
-        return self.python(name, "accel_fsdp", words)
 
     def python(self, name: str, module: str, words: Sequence[str], **environment: str) -> Outcome:
         """Runs a module with these words in a new process."""
@@ -204,7 +194,6 @@ def hang_in(events: Sequence[Event], processes: int) -> Hang | None:
 
 
 def _kill(started: Sequence[Process]) -> None:
-    """Kills processes and their children."""
     for process in started:
         with contextlib.suppress(psutil.NoSuchProcess):
             parent = psutil.Process(process.pid)

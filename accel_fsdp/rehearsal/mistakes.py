@@ -89,7 +89,6 @@ def _untied(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Fa
 
 
 def _unit_of(name: str, holding: Holding) -> str:
-    """The path of the innermost unit that has this weight."""
     paths = (unit.name for unit in holding.units if not unit.name or name.startswith(f"{unit.name}."))
     return max(paths, key=len, default="")
 
@@ -259,7 +258,6 @@ def _no_tracker(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterato
 
 
 def _all_ended(events: Sequence[Event]) -> bool:
-    """Whether the script ended on each rank."""
     began, trained = ({event.rank for event in _of(kind, events)} for kind in ("began", "trained"))
     return bool(events) and began == trained
 

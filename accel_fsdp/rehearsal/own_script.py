@@ -46,7 +46,10 @@ class OwnRehearsal:
             raise self._failed(outcome)
         unwatched = [event.content for event in outcome.events if event.kind == "unwatched" and event.rank == 0]
         if not outcome.holdings:
-            raise of_unwatched(unwatched[0]["why"]) if unwatched else of_no_training(outcome)
+            if not unwatched:
+                raise of_no_training(outcome)
+            what = f"what the ranks hold can't be seen: {unwatched[0]['why']}"
+            raise Failure(what, SCRIPT, "the versions that README names as tested")
         for bad in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
             raise self._unsaved(bad)
         off = "".join(f"; not watched: {event['what']} ({event['why']})" for event in unwatched)
@@ -72,11 +75,6 @@ class OwnRehearsal:
         if outcome.holdings:
             classes = tuple(verdict.repeated(next(iter(outcome.holdings.values()))))
             judge(self.job, classes, outcome)
-
-
-def of_unwatched(why: str) -> Failure:
-    """The failure of a rehearsal that observed nothing, because the internals of a library have changed."""
-    return Failure(f"what the ranks hold can't be seen: {why}", SCRIPT, "the versions that README names as tested")
 
 
 def last_lines(printed: str) -> str:

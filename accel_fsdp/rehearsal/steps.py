@@ -1,6 +1,7 @@
 """The steps of a rehearsal with `train/sft.py`, in order. Each returns what it proved, or raises why it failed."""
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -85,12 +86,10 @@ class SftRehearsal:
 
     @property
     def tolerance(self) -> float:
-        """The relative tolerance of losses."""
         return ROUNDED if self.run.quantized and self.precision != "no" else EXACT
 
     @property
     def autocast_tolerance(self) -> float:
-        """The relative tolerance of losses against plain autocast's."""
         settings = config_json.settings_in(self.small.model.folder)
         parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
         counts = [part.get(name) or 0 for part in parts for name in config_json.EXPERTS]
@@ -109,7 +108,7 @@ class SftRehearsal:
     def train_as_written(self) -> str:
         """Trains two steps in the YAML's precision; in bfloat16 compares losses with one process under autocast."""
         outcome = self._ran("written", self.job, self._written("written", self.ranks))
-        if not outcome.losses or not outcome.has_finite_losses:
+        if not outcome.losses or not all(map(math.isfinite, outcome.losses)):
             raise Failure(f"losses {outcome.losses}", key="mixed_precision", fix="bf16, which has the range of float32")
         sharded = self._sharded(outcome)
         if self.precision != "bf16" or self.run.draws_noise:
@@ -151,11 +150,10 @@ class SftRehearsal:
         return _same(self._losses("elsewhere"), self._losses("alone"), steps, self.tolerance)
 
     def export(self) -> str:
-        """Exports the killed run in a separate process."""
         out = self.launcher.folder / "exported"
         words = ["export", str(self._output("killed")), str(out), "--model", str(self.small.model.folder)]
         merged = ["--merge-adapter"] if self.run.adapter else []
-        outcome = self.launcher.command("export", [*words, "--verify", "logits", *merged])
+        outcome = self.launcher.python("export", "accel_fsdp", [*words, "--verify", "logits", *merged])
         if outcome.code:
             raise Failure("the checkpoint can't be exported", output=outcome.tail)
         return "every tensor read back; its logits are the checkpoint's"
@@ -187,7 +185,6 @@ class SftRehearsal:
         return self._words(name, ranks, exact=False, **{**WRITTEN, **rows, **steady})
 
     def _alone(self, precision: object) -> JobConfig:
-        """The job of one process, without sharding."""
         values = {"distributed_type": "NO", "num_processes": 1, "num_machines": 1, "mixed_precision": precision}
         return JobConfig(values)
 

@@ -70,11 +70,7 @@ def _name(unit: Unit) -> str:
 
 
 def of_job(config: JobConfig, ranks: int, machines: int, own_classes: tuple[str, ...]) -> Job:
-    """The job of a YAML on so many ranks; `own_classes`: the model's layer classes, if the YAML has none.
-
-    Raises:
-        UsageError: its mesh doesn't fit the ranks.
-    """
+    """The job of a YAML on so many ranks; `own_classes`: the model's layer classes, if the YAML has none."""
     from_yaml.check_sharding(config, ranks)
     job = from_yaml.job_of(config, ranks=ranks)
     by_class = job.wrap_policy == "TRANSFORMER_BASED_WRAP"
@@ -108,7 +104,6 @@ def repeated(holding: Holding) -> tuple[str, ...]:
 
 
 def summary(ranks: Mapping[int, Holding]) -> str:
-    """One line on what the ranks hold."""
     most = _fullest(ranks)
     if most.units and all(unit.states_alone for unit in most.units):
         (unit,) = most.units
@@ -121,5 +116,4 @@ def summary(ranks: Mapping[int, Holding]) -> str:
 
 
 def _fullest(ranks: Mapping[int, Holding]) -> Holding:
-    """The holding of the rank that holds most."""
     return max(ranks.values(), key=lambda holding: holding.held)

@@ -53,7 +53,6 @@ def _set_with_gpu_alone(error: str, line: str) -> str:
 
 
 def _set_in(branch: ast.If) -> Iterator[str]:
-    """The names and attributes that its body assigns."""
     for node in (inner for statement in branch.body for inner in ast.walk(statement)):
         if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node.id if isinstance(node, ast.Name) else node.attr

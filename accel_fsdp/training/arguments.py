@@ -22,6 +22,8 @@ RECORDER = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
 """The size of torch's flight recorder, by its new name and its old one."""
 RECORDED = "2000"
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ImportError, RuntimeError, OSError)
+"""What Trainer raises for arguments that it can't use."""
 SEE_HELP = "see all arguments: python train/sft.py --help"
 
 
@@ -179,7 +181,6 @@ def xla_settings(path: Path) -> dict[str, Any]:
 
 
 def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
-    """Parses the command line of `train/sft.py`."""
     parser = _Parser([ModelArguments, DataArguments, SftArguments], allow_abbrev=False)
     _require_launcher()
     known = {option for action in parser._actions for option in action.option_strings}
@@ -190,16 +191,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
             raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
     try:
         model, data, training = parser.parse_args_into_dataclasses()
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        OverflowError,
-        ImportError,
-        RuntimeError,
-        OSError,
-    ) as error:
+    except REFUSALS as error:
         raise UsageError(models.first_line(error), why="Trainer refuses these arguments", fix=SEE_HELP) from error
     if data.max_length < 2:
         raise UsageError(f"--max_length {data.max_length} is too short", why="nothing is left to predict", fix=SEE_HELP)

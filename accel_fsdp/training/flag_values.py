@@ -47,13 +47,8 @@ COUNT, SIZE, SHARE, ABOVE = Bounds(1), Bounds(), Bounds(under=1), Bounds(open=Tr
 RANGES = {
     **dict.fromkeys(
         (
-            *(
-                "per_device_train_batch_size",
-                "per_device_eval_batch_size",
-                "gradient_accumulation_steps",
-                "ddp_timeout",
-            ),
-            *("eval_accumulation_steps", "torch_empty_cache_steps", "dataloader_prefetch_factor", "lora_r"),
+            *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r"),
+            *("eval_accumulation_steps", "torch_empty_cache_steps", "dataloader_prefetch_factor", "ddp_timeout"),
             *("streaming_buffer", "dataset_num_proc", "save_total_limit"),
         ),
         COUNT,
@@ -69,11 +64,6 @@ RANGES = {
 
 
 def check(model: Any, data: Any, training: TrainingArguments) -> None:
-    """Looks at all three groups of arguments.
-
-    Raises:
-        UserError: a number is out of its range, a package is missing, or the parts of the job can't be combined.
-    """
     for group in (model, data, training):
         for name, allowed in RANGES.items():
             value = getattr(group, name, None)
@@ -112,11 +102,7 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
 
 
 def _check_profile(training: TrainingArguments) -> None:
-    """Looks whether the steps to profile can be, as far as is known before the data is read.
-
-    Raises:
-        UsageError: they are no steps of this run, or units can't be told apart.
-    """
+    """Looks whether the steps to profile can be, as far as is known before the data is read."""
     if training.profile_steps is None:
         return
     steps = profile_flag.steps_asked(training.profile_steps)
@@ -131,11 +117,7 @@ def _check_profile(training: TrainingArguments) -> None:
 
 
 def _check_unsharded(model: Any) -> None:
-    """Adapters of more than LoRA's own matrices are shown to train, save and resume in one process and DDP alone.
-
-    Raises:
-        UserError: the weights are sharded.
-    """
+    """Adapters of more than LoRA's own matrices are shown to train, save and resume in one process and DDP alone."""
     where = from_run.engine_here()
     for name in UNSHARDED if where not in (Engine.NONE, Engine.DDP) else ():
         if getattr(model, name, None):
@@ -147,7 +129,7 @@ def _check_unsharded(model: Any) -> None:
 
 
 def _check_combination(model: Any, training: TrainingArguments) -> None:
-    on = [name for name in ("use_dora", "load_in_8bit") if getattr(model, name, False)]
+    on = ["use_dora"] if model.use_dora else []
     on += ["label_smoothing_factor"] if training.label_smoothing_factor else []
     launch = LaunchEnvironment.now()
     job = Job(
@@ -198,11 +180,7 @@ def _wants_model(optimizer: str) -> bool:
 
 @contextlib.contextmanager
 def _understood(flag: str) -> Iterator[None]:
-    """Turns what torch or a package says of a value into one error.
-
-    Raises:
-        UsageError: there is something that it can't take.
-    """
+    """Turns what torch or a package says of a value into one error."""
     try:
         yield
     except (ValueError, TypeError, AssertionError, AttributeError, KeyError) as error:

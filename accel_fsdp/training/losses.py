@@ -220,7 +220,6 @@ class Losses:
     # Held-out rows
 
     def begin_evaluation(self) -> None:
-        """Resets the sums of `add_held_out`."""
         self._held_out = torch.zeros(3, dtype=torch.double, device=self.args.device)
 
     def add_held_out(self, model: nn.Module, inputs: dict[str, Any]) -> None:

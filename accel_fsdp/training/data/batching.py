@@ -70,11 +70,7 @@ class Collator:
         return {name: _tensor(_padded(lines, fills[name])) for name, lines in parts.items()}
 
     def check_length(self, longest: int) -> None:
-        """Stops before a document is longer than the positions that the model was made for.
-
-        Raises:
-            UserError: it is; some models would stop in the middle of the run, others learn positions they never saw.
-        """
+        """Stops before a document is longer than the positions that the model was made for."""
         if self.positions and longest > self.positions:
             raise UserError(
                 f"a row has {longest:,} tokens, and the model {self.positions:,} positions",
@@ -97,11 +93,7 @@ def _tensor(table: "np.ndarray[Any, Any]") -> "Tensor":
 
 
 def collator(tokenizer: "PreTrainedTokenizerBase", model: "nn.Module", packed: bool, longest: int = 0) -> Collator:
-    """The collator that fits the model's attention. What a padding token is doesn't matter: nothing looks at it.
-
-    Raises:
-        UserError: the `longest` document doesn't fit the model's positions.
-    """
+    """The collator that fits the model's attention. What a padding token is doesn't matter: nothing looks at it."""
     from transformers.utils.generic import is_flash_attention_requested
 
     config: Any = model.config

@@ -59,7 +59,6 @@ class DataArguments:
     )
 
     def named_columns(self) -> dict[str, str]:
-        """`--columns` as a mapping."""
         pairs = [entry.partition("=") for entry in self.columns]
         for (part, equals, column), entry in zip(pairs, self.columns, strict=True):
             if not (part and equals and column):

@@ -65,8 +65,6 @@ class Packed:
 
 
 def pack_stream(rows: "IterableDataset", max_length: int, window: int) -> "IterableDataset":
-    """Packs every `window` rows of a stream."""
-
     def pack(batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
         ids, labels = ([np.asarray(tokens) for tokens in batch[name]] for name in ("input_ids", "labels"))
         bins = best_fit(np.asarray([len(tokens) for tokens in ids]), max_length)

@@ -50,12 +50,10 @@ class TokenSummary:
 
     @property
     def tokens(self) -> int:
-        """All tokens of the rows that are left."""
         return int(self.lengths.sum())
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest row, before packing."""
         return int(self.lengths.max())
 
     def __str__(self) -> str:

@@ -39,7 +39,7 @@ def text(
         datasets=[dataset] if _on_hub(dataset) else None,
         tags=["sft", "fsdp", "accel-fsdp", *(["lora"] if peft else [])],
     )
-    body = "\n".join(_body(run, results(log_history), rounding, base, dataset, METHODS[peft]))
+    body = "\n".join(_body(run, results(log_history), rounding))
     return str(ModelCard(f"---\n{front.to_yaml()}\n---\n\n{body}\n"))
 
 
@@ -53,25 +53,22 @@ def _name(name: str) -> str:
 
 
 def _body(
-    run: Mapping[str, Any],
-    found: Mapping[str, Mapping[str, float]],
-    rounding: exported_folder.Rounding | None,
-    base: str,
-    dataset: str,
-    method: str,
+    run: Mapping[str, Any], losses: Mapping[str, Mapping[str, float]], rounding: exported_folder.Rounding | None
 ) -> Iterator[str]:
     arguments, training = run["arguments"], run["arguments"]["training"]
+    base, dataset = str(arguments["model"]["model_name_or_path"]), str(arguments["data"]["dataset_name"])
+    peft = bool(arguments["model"]["use_peft"])
     yield f"# {_name(base)}, fine-tuned on {_name(dataset)}\n"
     revision = f", revision {arguments['model']['model_revision']}" if _on_hub(base) else ""  # a folder has none
     yield f"- base model: {_name(base)}{revision}"
     yield f"- data: {_name(dataset)}, split {arguments['data']['dataset_train_split']}"
-    yield f"- method: supervised fine-tuning of {method}"
+    yield f"- method: supervised fine-tuning of {METHODS[peft]}"
     if run["plan"]:
         yield f"- trained {_where(run)}, {run['machine']['device']}"
     yield from _segments(run.get("segments", []))
     yield "\n## Results\n"
     yield "| | first | best | last |\n|---|---|---|---|"
-    for name, values in found.items():
+    for name, values in losses.items():
         yield f"| {name} | {values['first']:.4f} | {values['best']:.4f} | {values['last']:.4f} |"
     if smoothing := training.get("label_smoothing_factor"):
         yield f"\nThe training loss is smoothed (label_smoothing_factor {smoothing:g}); the held-out loss is not."
@@ -82,7 +79,7 @@ def _body(
         )
     yield "\n## Arguments\n"
     yield "| argument | value |\n|---|---|"
-    yield from _arguments(arguments, method == METHODS[True])
+    yield from _arguments(arguments, peft)
     yield "\n## Versions\n"
     yield "| package | version |\n|---|---|"
     yield from (f"| {name} | {version} |" for name, version in run["versions"].items())

@@ -161,7 +161,6 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.mark("rest", "clearing gradients")
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Ends the profile of the step and writes it."""
         if self._warming is not None:  # an evaluation that it saw as well would fill the memory
             self._warming.stop()
             self._warming = None
@@ -315,7 +314,6 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     # What is written
 
     def _write(self, step: ProfiledStep) -> None:
-        """Reads the step's trace, and writes it with the units."""
         device, seconds = -1, None
         if self.on_gpu:
             torch.cuda.synchronize()
@@ -330,7 +328,6 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
                 json.dump(step_trace.annotated(events, step.trace), packed)
 
     def _show(self, step: ProfiledStep) -> None:
-        """Writes the page and the numbers of a step, and prints what differs."""
         assert step.trace is not None
         comparison = step_report.compare(step.number, step.batches, step.trace, self._known(step))
         numbers = json.dumps(comparison.numbers(), indent=1)

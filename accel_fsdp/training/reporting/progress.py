@@ -206,11 +206,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def explains_out_of_memory(self) -> Iterator[None]:
-        """Turns an out-of-memory error into the plan's advice.
-
-        Raises:
-            UserError: memory is used up; with the changes that would free most of it.
-        """
+        """Turns an out-of-memory error into the plan's advice."""
         try:
             yield
         except RuntimeError as error:
