@@ -6,7 +6,7 @@ from . import rendezvous as rendezvous
 from . import watched as watched
 from .flags import LaunchCommand as LaunchCommand
 from .flags import PlaceFlags as PlaceFlags
-from .hang_watch import Watch as Watch
+from .hang_watch import Watchdog as Watchdog
 from .hangs import Patience as Patience
 from .store import FAILED as FAILED
 from .store import Address as Address

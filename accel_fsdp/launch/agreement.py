@@ -12,8 +12,9 @@ import platform
 import re
 import socket
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -177,12 +178,12 @@ def flags_of(words: Sequence[str]) -> dict[str, str]:
             values_of.setdefault(name, []).append(value)
         else:
             values_of.setdefault(flag, []).append(word)
-    joined = {flag: " ".join(map(_portable, values)) or "given" for flag, values in values_of.items()}
-    return {
-        flag: digest_of(value.encode()) if SECRET_FLAGS.fullmatch(_key(flag)) else value
-        for flag, value in joined.items()
-        if not is_own(flag)
-    }
+    flags = {}
+    for flag, values in values_of.items():
+        if not is_own(flag):
+            value = " ".join(map(_portable, values)) or "given"
+            flags[flag] = digest_of(value.encode()) if SECRET_FLAGS.fullmatch(_key(flag)) else value
+    return flags
 
 
 def _portable(value: str) -> str:
@@ -230,7 +231,7 @@ def compare(
         UserError: the store is gone.
     """
     text = json.dumps(settings, sort_keys=True, default=str)
-    own = Member(own.number, own.machine, own.host, hashlib.sha256(text.encode()).hexdigest(), own.may_differ)
+    own = replace(own, digest=hashlib.sha256(text.encode()).hexdigest())
     try:
         if not store.check([f"{name}/settings/{own.digest}"]):
             store.set(f"{name}/settings/{own.digest}", text)
@@ -292,24 +293,23 @@ def _judge(store: "Store", name: str, members: int, seconds: float, wait: str) -
 
 def _table(odd: Iterable[Difference], holders: Mapping[int, Sequence[Member]]) -> list[str]:
     """A line for each value of each setting, the value of the first machine first."""
-    rows, shown, left = [("what", "value", "machine")], dict[str, int](), dict[str, int]()
+    rows, counts = [("what", "value", "machine")], Counter[str]()
     for diff in odd:
-        shown[diff.group] = shown.get(diff.group, 0) + 1
-        if shown[diff.group] > SHOWN_NAMES:
-            left[diff.group] = left.get(diff.group, 0) + 1
+        counts[diff.group] += 1
+        if counts[diff.group] > SHOWN_NAMES:
             continue
-        holders_of = {
-            value: sorted((m for number in diff.values[whole] for m in holders[number]), key=lambda m: m.machine)
-            for value, whole in zip(_shortened(list(diff.values)), diff.values, strict=True)
-        }
-        by_rank = len({m.place for members in holders_of.values() for m in members}) < sum(
-            len({m.place for m in members}) for members in holders_of.values()
-        )
+        members_of = [
+            sorted((member for number in numbers for member in holders[number]), key=lambda member: member.machine)
+            for numbers in diff.values.values()
+        ]
+        places = [{member.place for member in members} for members in members_of]
+        by_rank = len(set().union(*places)) < sum(map(len, places))
         name = f"{diff.group}: {diff.name}"
-        for value, members in sorted(holders_of.items(), key=lambda item: item[1][0].machine):
+        values = zip(members_of, _shortened(list(diff.values)), strict=True)
+        for members, value in sorted(values, key=lambda pair: pair[0][0].machine):
             rows.append((name, value, _places(members, by_rank)))
             name = ""
-    rows += [(f"{group}: {count} more", "", "") for group, count in left.items()]
+    rows += [(f"{group}: {count - SHOWN_NAMES} more", "", "") for group, count in counts.items() if count > SHOWN_NAMES]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return [f"{name:{widths[0]}}  {value:{widths[1]}}  {place}".rstrip() for name, value, place in rows]
 
@@ -321,14 +321,11 @@ def _places(members: Sequence[Member], by_rank: bool) -> str:
     return ", ".join(named[:SHOWN_MACHINES]) + (f" and {more} more" if more > 0 else "")
 
 
-def _shortened(values: Sequence[str]) -> list[str]:
-    if all(len(value) <= LONGEST_VALUE for value in values):
-        return list(values)
-    shortest = min(map(len, values))
-    same = next((n for n, letters in enumerate(zip(*values, strict=False)) if len(set(letters)) > 1), shortest)
+def _shortened(values: list[str]) -> list[str]:
+    """The values as they fit into the table: if one is long, the part of each around the first difference."""
+    if max(map(len, values)) <= LONGEST_VALUE:
+        return values
+    same = len(os.path.commonprefix(values))  # noqa: RUF071  # letter by letter
     start = max(same - LONGEST_VALUE // 3, 0)
-    before = "..." if start else ""
-    return [
-        before + value[start : start + LONGEST_VALUE] + ("..." if value[start + LONGEST_VALUE :] else "")
-        for value in values
-    ]
+    end = start + LONGEST_VALUE
+    return [f"{'...' if start else ''}{value[start:end]}{'...' if value[end:] else ''}" for value in values]

@@ -24,7 +24,7 @@ from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch import beats, flight_records, hangs, rendezvous
 from accel_fsdp.launch.beats import GONE, STOPPED, Beat, RankBoard
-from accel_fsdp.launch.hangs import Failure, LastSeen, Patience, Seen
+from accel_fsdp.launch.hangs import Cause, LastSeen, Patience, Seen
 from accel_fsdp.launch.ranks import hang
 from accel_fsdp.launch_environment import LaunchEnvironment
 
@@ -39,7 +39,7 @@ RECORDS = "hang"
 """The folder in `output_dir` for torch's flight recorder, which `torchfrtrace` reads."""
 
 
-class Watch:
+class Watchdog:
     """Its threads run from `begin` to `end`. Without an `output_dir`, reports name no checkpoint."""
 
     advice = ""
@@ -115,24 +115,24 @@ class Watch:
         self._last_round = began
         self._publish(*self._own())
         self._read(began)
-        failure = self._failure()
-        if failure and failure.told_by != self.rank:
+        cause = self._reported()
+        if cause and cause.told_by != self.rank:
             self._failed_since = self._failed_since or began
             if began - self._failed_since > self._grace:
-                self._stop(failure)
+                self._stop(cause)
         if agreed := self._board.get("verdict"):
-            self._stop(Failure(**agreed))
+            self._stop(Cause(**agreed))
         if verdict := self.verdict():
-            self._stop(Failure(verdict))
+            self._stop(Cause(verdict))
 
     def _publish(self, beat: Beat, stack: str) -> None:
         self._board.put(f"stack/{self.rank}", stack)
         self._board.put(f"beat/{self.rank}", dataclasses.asdict(beat))
 
-    def _failure(self) -> Failure | None:
+    def _reported(self) -> Cause | None:
         """The failure that a rank has reported, if one has."""
         content = self._board.get("failure")
-        return Failure(**content) if content else None
+        return Cause(**content) if content else None
 
     @property
     def _grace(self) -> float:
@@ -225,18 +225,18 @@ class Watch:
                 beat = dataclasses.replace(self._own()[0], collective="", caller=hang.caller_of_error(error))
                 self._report(LastSeen(beat, stack, failed=True))
             what = f"rank {self.rank} of {self._first.host} failed: {in_a_line(error)}"
-            self._blame(Failure(what, error.fix) if isinstance(error, UserError) else Failure(what, stack=stack))
+            self._blame(Cause(what, error.fix) if isinstance(error, UserError) else Cause(what, stack=stack))
         self.end()
 
     def _report(self, state: LastSeen) -> None:
         """Publishes where this rank ends."""
         self._board.put(f"report/{self.rank}", dataclasses.asdict(state))
 
-    def _blame(self, failure: Failure) -> None:
+    def _blame(self, cause: Cause) -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            self._board.agree("failure", dataclasses.asdict(dataclasses.replace(failure, told_by=self.rank)))
+            self._board.agree("failure", dataclasses.asdict(dataclasses.replace(cause, told_by=self.rank)))
 
-    def culprit(self) -> Failure | None:
+    def culprit(self) -> Cause | None:
         """Returns which rank or host has gone, and how; None where that is unknown. Waits some seconds.
 
         Call after a failed collective. A rank that raised has reported it; a lost one gives no more signs. Ends the
@@ -244,35 +244,35 @@ class Watch:
         """
         if self.board is None:
             return None
-        until, failure = time.monotonic() + self._grace, None
-        while failure is None and time.monotonic() < until:
-            failure = self._known()
+        until, cause = time.monotonic() + self._grace, None
+        while cause is None and time.monotonic() < until:
+            cause = self._known()
             time.sleep(0.2)
-        if failure is not None:
-            self._blame(failure)
+        if cause is not None:
+            self._blame(cause)
         self.end()
-        return failure
+        return cause
 
-    def _known(self) -> Failure | None:
+    def _known(self) -> Cause | None:
         try:
-            if failure := self._failure():
-                return failure
+            if cause := self._reported():
+                return cause
         except (RuntimeError, OSError):
             self._store_is_gone = True
         if self._store_is_gone:
-            return Failure(f"no connection to {self._of_store()}")
+            return Cause(f"no connection to {self._of_store()}")
         seen = dict(self.seen)
         for rank, peer in seen.items():
             if rank != self.rank and peer.beat.machine == self._first.machine:
                 state = beats.state_of(peer.beat.pid)
                 if state in (GONE, STOPPED):
-                    return Failure(hangs.describe_process(peer, state))
+                    return Cause(hangs.describe_process(peer, state))
         gone = hangs.silent_ranks(seen, LOST_BEATS * self.every)
-        return Failure(hangs.describe_silent(gone, seen, machine_answers)) if gone else None
+        return Cause(hangs.describe_silent(gone, seen, machine_answers)) if gone else None
 
     # The end
 
-    def _stop(self, failure: Failure) -> NoReturn:
+    def _stop(self, cause: Cause) -> NoReturn:
         """Ends this rank, as all others do; the lowest that still gives signs collects and prints their reports."""
         if self._over.is_set():
             sys.exit()  # ends this thread: the main one has noticed by itself
@@ -280,7 +280,7 @@ class Watch:
         speaks = late = False
         try:
             late = board.get("said") is not None
-            failure = Failure(**board.agree("verdict", dataclasses.asdict(failure)))
+            cause = Cause(**board.agree("verdict", dataclasses.asdict(cause)))
             self._report(LastSeen(*self._own(), _last_collective()))
             in_time(self._keep_record)
             silent = set(hangs.silent_ranks(self.seen, self.patience.silence / 2))
@@ -293,7 +293,7 @@ class Watch:
         except (RuntimeError, OSError):
             pass
         self._wake_stopped()
-        self._leave(failure, states, speaks, silently=late)
+        self._leave(cause, states, speaks, silently=late)
 
     def _wake_stopped(self) -> None:
         """Wakes ranks of this machine that a signal stopped, so that they end too: their launcher waits for them."""
@@ -328,11 +328,11 @@ class Watch:
             self._wait_for(lambda: beats.state_of(speaker.pid) == GONE)
             silently = beats.state_of(speaker.pid) == GONE
         states = {self.rank: LastSeen(*self._own(), _last_collective())}
-        self._leave(Failure(what), states, speaks=not silently, silently=silently)
+        self._leave(Cause(what), states, speaks=not silently, silently=silently)
 
-    def _leave(self, failure: Failure, states: dict[int, LastSeen], speaks: bool, silently: bool) -> NoReturn:
+    def _leave(self, cause: Cause, states: dict[int, LastSeen], speaks: bool, silently: bool) -> NoReturn:
         """Ends this process; the cause and its fix are printed last."""
-        error = self._error(failure, states)
+        error = self._error(cause, states)
         errors.tell_launcher(error)
         ranks_here = [rank for rank, state in states.items() if self._is_here(state)]
         first_here = min(ranks_here, default=self.rank) == self.rank
@@ -348,15 +348,15 @@ class Watch:
     def _is_here(self, state: LastSeen) -> bool:
         return state.beat.machine == self._first.machine and state.ago is None
 
-    def _error(self, failure: Failure, states: dict[int, LastSeen]) -> UserError:
+    def _error(self, cause: Cause, states: dict[int, LastSeen]) -> UserError:
         folder = self.output_dir
         newest: Path | None = in_time(lambda: completeness.choose(folder).newest) if folder else None
         kept = f"; {newest} is the newest complete checkpoint" if newest else ""
         resume = "the same command with --resume_from_checkpoint true" if newest else "start again"
         return UserError(
-            failure.what,
+            cause.what,
             why=f"{hangs.differences(states) or 'no rank can go on'}{kept}",
-            fix=f"{failure.fix or 'mend the cause'}, then {resume}; {self.advice}",
+            fix=f"{cause.fix or 'mend the cause'}, then {resume}; {self.advice}",
         )
 
     def _keep_record(self) -> None:

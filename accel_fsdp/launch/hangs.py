@@ -62,7 +62,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Failure:
+class Cause:
     """Why a job ends. Of a rank that raised: the `fix` of an error for users, the `stack` of another one."""
 
     what: str

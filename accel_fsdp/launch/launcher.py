@@ -34,6 +34,7 @@ ON_CPU = str(Path(ranks.__file__).with_name("__main__.py"))
 
 WATCHED = str(Path(__file__).with_name("__main__.py"))
 """The program that runs a script, as Python would, under the hang watch; it goes before the script's path."""
+
 BY_COLLECTIVES = "auto"
 """Stands for the timeout of collectives. Not an empty word: Accelerate fails on an empty first argument of a script."""
 
@@ -157,7 +158,7 @@ def environment(args: Any) -> dict[str, str]:
     try:
         if args.use_deepspeed:  # in the order of launch_command
             prepared = prepare_deepspeed_cmd_env(args)[1]
-        elif args.use_fsdp or args.use_megatron_lm or args.multi_gpu:
+        elif distributed(args):
             prepared = prepare_multi_gpu_env(args)
         elif args.tpu:
             prepared = prepare_tpu(args, dict(os.environ))[1]
@@ -271,10 +272,10 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
                 launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        failure_words = f"rank {rank} ended with exit code {failure.exitcode}"
-        print(f"accel-fsdp: {failure_words}", file=sys.stderr)
+        what = f"rank {rank} ended with exit code {failure.exitcode}"
+        print(f"accel-fsdp: {what}", file=sys.stderr)
         if meeting:
-            _tell_failure(failure_words)
+            _tell_failure(what)
         return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
     except ImportError as error:  # DeepSpeed
         raise _refused(args.config_file, error) from error
@@ -284,8 +285,8 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     except (DistError, RendezvousError) as error:
         if not meeting:
             raise
-        failure_words = f"the launchers of the machines lost each other at {meeting}: {first_line(error)}"
-        print(f"accel-fsdp: {failure_words}", file=sys.stderr)
+        what = f"the launchers of the machines lost each other at {meeting}: {first_line(error)}"
+        print(f"accel-fsdp: {what}", file=sys.stderr)
         return 1
     return 0
 
@@ -293,7 +294,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
 def _meet(args: Any, address: str, seconds: float) -> None:
     """Waits until all machines have connected, and compares their settings."""
     place: Place = args.place
-    own = roll_call.Machine.here(int(place.value("machine_rank", 0)), place.machines, place.value("num_processes"))
+    own = roll_call.Attendee(int(place.value("machine_rank", 0)), place.machines, place.value("num_processes"))
     with warnings.catch_warnings():  # the launcher repeats them
         warnings.simplefilter("ignore")
         variables = {**os.environ, **environment(copy.copy(args))}
@@ -310,8 +311,7 @@ def _tell_failure(what: str) -> None:
     """Reports this machine's failure to the ranks of the other machines, through the store where the launchers meet."""
     launch = LaunchEnvironment.now()
     address, port = launch.meeting
-    if not address:
-        return
-    with contextlib.suppress(RuntimeError):
-        board = Address(address, port, hosts=False).open(TELL_SECONDS)
-        board.agree(FAILED, f"machine {launch.machine_rank} ({socket.gethostname()}) failed: {what}")
+    if address:
+        with contextlib.suppress(RuntimeError):
+            board = Address(address, port, hosts=False).open(TELL_SECONDS)
+            board.agree(FAILED, f"machine {launch.machine_rank} ({socket.gethostname()}) failed: {what}")

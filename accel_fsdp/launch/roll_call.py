@@ -1,14 +1,14 @@
 """The machines of a job meet before ranks start, and report which have connected and which are missing.
 
-Machine 0 holds a store at the job's port, and closes it when all have connected: torchrun's launchers then meet there.
+Attendee 0 holds a store at the job's port, and closes it when all have connected: torchrun's launchers then meet there.
 """
 
 import contextlib
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import NoReturn
 
 from accel_fsdp import console
@@ -31,26 +31,25 @@ HEARD_SECONDS = 2.0
 """How long machine 0 keeps the store open, so that the others can read its message."""
 REFUSED, NONE = "refused", list[str]()
 """The name of the value that ends the roll call, and its content if machine 0 lets ranks start."""
+FIX_REACH = "start machine 0, or look at what it printed; accel-fsdp doctor on both shows what is between them"
 FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-node=1, which tells each its own"
 
 
 @dataclass(frozen=True)
-class Machine:
+class Attendee:
+    """The launcher of a machine, with the numbers that it was told."""
+
     rank: int
     machines: int
     processes: int | None
-    host: str
-    process: int
-
-    @classmethod
-    def here(cls, rank: int, machines: int, processes: int | None) -> "Machine":
-        return cls(rank, machines, processes, socket.gethostname(), os.getpid())
+    host: str = field(default_factory=socket.gethostname)
+    process: int = field(default_factory=os.getpid)
 
     def __str__(self) -> str:
         return f"machine {self.rank} ({self.host})"
 
 
-def attend(own: Machine, address: str, port: int, seconds: float, settings: Settings) -> None:
+def attend(own: Attendee, address: str, port: int, seconds: float, settings: Settings) -> None:
     """Waits until all machines have connected and compared their settings, and the port is free again.
 
     Raises:
@@ -84,7 +83,7 @@ def _endpoint(address: str, port: int) -> str:
 # Reaching machine 0
 
 
-def _hold(own: Machine, address: str, port: int) -> Board:
+def _hold(own: Attendee, address: str, port: int) -> Board:
     """The store, held by this machine, if it is the one that others reach at the address."""
     board = Address("127.0.0.1", port, hosts=True).open(OPEN_SECONDS)
     if rendezvous.is_own(address):
@@ -102,7 +101,7 @@ def _hold(own: Machine, address: str, port: int) -> Board:
     return board
 
 
-def _reach(own: Machine, address: str, port: int, seconds: float) -> Board:
+def _reach(own: Attendee, address: str, port: int, seconds: float) -> Board:
     """The store of machine 0, as soon as it listens."""
     began, here = time.monotonic(), rendezvous.is_own(address)
     limit = min(seconds, OWN_SECONDS) if here else seconds
@@ -114,57 +113,44 @@ def _reach(own: Machine, address: str, port: int, seconds: float) -> Board:
             return Address(address, port, hosts=False).open(OPEN_SECONDS)
         waited = time.monotonic() - began
         report = f"machine 0 at {_endpoint(address, port)} has not been reached for {waited:.0f} s: {problem}{note}"
-        if waited >= limit:
-            raise UserError(report, why=_why_not_reached(problem, here), fix=FIX_RANKS if here else _FIX_REACH)
-        console.say(f"accel-fsdp: {report}")
-
-
-_FIX_REACH = "start machine 0, or look at what it printed; accel-fsdp doctor on both shows what is between them"
-
-
-def _why_not_reached(problem: str, here: bool) -> str:
-    if here:
-        return "no process with machine rank 0 listens there"
-    if "refused" in problem:
-        return "the machine with that address answers, and nothing listens at the port"
-    return "nothing answers: often a firewall drops the port, or the address is another machine's"
+        if waited < limit:
+            console.say(f"accel-fsdp: {report}")
+        elif here:
+            raise UserError(report, why="no process with machine rank 0 listens there", fix=FIX_RANKS)
+        elif "refused" in problem:
+            why = "the machine with that address answers, and nothing listens at the port"
+            raise UserError(report, why=why, fix=FIX_REACH)
+        else:
+            why = "nothing answers: often a firewall drops the port, or the address is another machine's"
+            raise UserError(report, why=why, fix=FIX_REACH)
 
 
 # Which machines have connected
 
 
-def _key(rank: int) -> str:
-    return f"machine/{rank}"
-
-
-def _seen_key(rank: int) -> str:
-    return f"complete/{rank}"
-
-
-def _call(board: Board, own: Machine, seconds: float, deadline: float) -> None:
-    there = Machine(**board.agree(_key(own.rank), asdict(own)))
+def _call(board: Board, own: Attendee, seconds: float, deadline: float) -> None:
+    there = Attendee(**board.agree(f"machine/{own.rank}", asdict(own)))
     if there != own:
         both = f"{there.host} (process {there.process}) and {own.host} (process {own.process})"
         _refuse(board, f"two machines were told that they are machine {own.rank}: {both}")
-    complete = False
     try:
         _wait_for_all(board, own, seconds, deadline)
-        complete = True
-    finally:
-        if not complete:
-            with contextlib.suppress(RuntimeError):
-                board.remove(_key(own.rank))
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            board.remove(f"machine/{own.rank}")
+        raise
 
 
-def _wait_for_all(board: Board, own: Machine, seconds: float, deadline: float) -> None:
+def _wait_for_all(board: Board, own: Attendee, seconds: float, deadline: float) -> None:
     began = last_report = time.monotonic()
     while True:
         if refusal := board.get(REFUSED):
             if own.rank == 0:
                 time.sleep(HEARD_SECONDS)
             raise _refusal(*refusal)
-        present = {rank: Machine(**machine) for rank in range(own.machines) if (machine := board.get(_key(rank)))}
-        if difference := _difference(present):
+        machines = {rank: board.get(f"machine/{rank}") for rank in range(own.machines)}
+        present = {rank: Attendee(**machine) for rank, machine in machines.items() if machine}
+        if difference := _difference(present.values()):
             _refuse(board, difference, "the same YAML and flags on all machines")
         if len(present) == own.machines:
             return
@@ -181,41 +167,38 @@ def _wait_for_all(board: Board, own: Machine, seconds: float, deadline: float) -
         time.sleep(ASK_SECONDS)
 
 
-def _part(board: Board, own: Machine) -> None:
+def _part(board: Board, own: Attendee) -> None:
     """Machine 0 keeps the store until all know that none is missing; the others stay until it is closed."""
     if own.rank:
-        board.put(_seen_key(own.rank), True)
+        board.put(f"complete/{own.rank}", True)
         with contextlib.suppress(RuntimeError):
             while not (refusal := board.get(REFUSED)):
                 time.sleep(ASK_SECONDS / 4)
             raise _refusal(*refusal)
         return
-    others = {_seen_key(rank): rank for rank in range(1, own.machines)}
+    others = {f"complete/{rank}": rank for rank in range(1, own.machines)}
     answered = board.wait(others, OPEN_SECONDS)
-    quiet = [rank for key, rank in others.items() if key not in answered]
-    if quiet:
-        gone = Machine(**board.get(_key(quiet[0])))
+    if quiet := [rank for key, rank in others.items() if key not in answered]:
+        gone = Attendee(**board.get(f"machine/{quiet[0]}"))
         _refuse(board, f"{gone} has connected, and has not answered for {OPEN_SECONDS:.0f} s", "look at its log")
     if refusal := board.agree(REFUSED, NONE):  # one that came meanwhile; a later one ends its sender alone
         time.sleep(HEARD_SECONDS)
         raise _refusal(*refusal)
 
 
-def _roll(present: Mapping[int, Machine], machines: int) -> str:
+def _roll(present: Mapping[int, Attendee], machines: int) -> str:
     missing = [str(rank) for rank in range(machines) if rank not in present]
     shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
     names = f"machine {shown} is" if len(missing) == 1 else f"machines {shown} are"
     return f"{len(present)} of {counted(machines, 'machine')} connected; {names} missing"
 
 
-def _difference(present: Mapping[int, Machine]) -> str:
+def _difference(present: Collection[Attendee]) -> str:
     """The first setting in which two machines differ; empty if they agree."""
-    first = next(iter(present.values()))
-    for machine in present.values():
-        for name in ("machines", "processes"):
-            here, there = getattr(first, name), getattr(machine, name)
-            if None not in (here, there) and here != there:
-                return f"num_{name} is {here} on {first}, and {there} on {machine}"
+    for name in ("machines", "processes"):
+        told = {number: machine for machine in present if (number := getattr(machine, name)) is not None}
+        if len(told) > 1:
+            return f"num_{name} is " + ", and ".join(f"{number} on {machine}" for number, machine in told.items())
     return ""
 
 

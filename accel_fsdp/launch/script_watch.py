@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 from accel_fsdp import console
 from accel_fsdp.launch import flight_records, hangs
 from accel_fsdp.launch.beats import Beat
-from accel_fsdp.launch.hang_watch import DISK_SECONDS, Watch, in_time, machine_answers
+from accel_fsdp.launch.hang_watch import DISK_SECONDS, Watchdog, in_time, machine_answers
 from accel_fsdp.launch.hangs import Patience
 from accel_fsdp.launch.ranks import hang
 from accel_fsdp.library_internals import Internal, flaw
@@ -36,7 +36,7 @@ BUSY, BYTES_PER_SECOND = 0.05, 16_384
 """The share of a core, and the bytes read and written, above which a rank counts as busy."""
 
 
-class ScriptWatch(Watch):
+class ScriptWatch(Watchdog):
     """Ends only jobs that torch would end: without `seconds`, ranks may wait for 0.9 of their collectives' timeout."""
 
     advice = "accel-fsdp launch --hang-timeout SECONDS ends a job sooner or later, 0 never"

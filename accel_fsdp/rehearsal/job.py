@@ -17,7 +17,7 @@ from accel_fsdp import python_child
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.hardware import host
 from accel_fsdp.launch import launcher, ranks
-from accel_fsdp.launch.ranks import Event, Holding, Stand
+from accel_fsdp.launch.ranks import Holding, RankEvent, Stand
 from accel_fsdp.rehearsal import warm
 from accel_fsdp.rehearsal.scaled import machines_of
 
@@ -52,7 +52,7 @@ class Outcome:
     """
 
     code: int | None
-    events: list[Event]
+    events: list[RankEvent]
     output: str
     hang: Hang | None = None
     printed: str = ""
@@ -62,11 +62,11 @@ class Outcome:
         return ranks.holdings(self.events)
 
     @property
-    def failures(self) -> list[Event]:
+    def failures(self) -> list[RankEvent]:
         return [event for event in self.events if event.kind == "failed"]
 
     @property
-    def ends(self) -> list[Event]:
+    def ends(self) -> list[RankEvent]:
         return [event for event in self.events if event.kind == "ended"]
 
     @property
@@ -180,9 +180,9 @@ def places(ranks: int, machines: int = 1) -> list[dict[str, str]]:
     ]
 
 
-def hang_in(events: Sequence[Event], processes: int) -> Hang | None:
+def hang_in(events: Sequence[RankEvent], processes: int) -> Hang | None:
     """A hang, if every rank that has not ended is stuck, and one of them in a collective; else None."""
-    last: dict[int, Event] = {}
+    last: dict[int, RankEvent] = {}
     for event in events:
         last[event.rank] = event
     waiting = {rank: event.content for rank, event in last.items() if event.kind == "still"}

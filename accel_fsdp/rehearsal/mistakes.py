@@ -6,7 +6,7 @@ from itertools import zip_longest
 from typing import Any
 
 from accel_fsdp.config import Engine
-from accel_fsdp.launch.ranks import Event, Holding, holdings
+from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.units import counted
 
@@ -14,14 +14,14 @@ APART = 1e-3
 """The largest difference of a weight's sums on two ranks, relative to its norm; other random values differ by 1."""
 
 
-def found(events: Sequence[Event]) -> Iterator[Failure]:
+def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Each mistake once, the gravest first."""
     by_rank = holdings(events)
     for look in LOOKS:
         yield from look(events, by_rank)
 
 
-def _another_optimizer(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _another_optimizer(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """The optimizer was made before the parameters were sharded: its steps change none of them, or only some."""
     for event in _of("optimizer", events)[:1]:
         holding = by_rank.get(event.rank)
@@ -41,7 +41,7 @@ def _another_optimizer(events: Sequence[Event], by_rank: dict[int, Holding]) -> 
             )
 
 
-def _same_rows(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _same_rows(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """A dataloader that was not prepared gives each rank the same rows."""
     row_events = _of("rows", events)
     rows = [event.content["hashes"] for event in row_events]
@@ -55,7 +55,7 @@ def _same_rows(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator
         )
 
 
-def _other_units(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _other_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """FSDP gathers a unit from all ranks: ranks that run another unit meanwhile mix up the weights, or hang."""
     orders = {event.rank: event.content["names"] for event in _of("units", events)}
     first, *others = sorted(orders) or [0]
@@ -71,7 +71,7 @@ def _other_units(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterat
                 return
 
 
-def _untied(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _untied(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """FSDP1 gathers a weight with the unit that has it first; a module of another unit then sees a shard of it."""
     for event in _of("prepared", events)[:1]:
         holding = by_rank[event.rank]
@@ -93,7 +93,7 @@ def _unit_of(name: str, holding: Holding) -> str:
     return max(paths, key=len, default="")
 
 
-def _clipped_by_torch(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _clipped_by_torch(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Each rank takes the norm of its own shards, so the ranks scale their gradients differently."""
     for event in _of("clipped", events)[:1]:
         holding = by_rank.get(event.rank)
@@ -106,7 +106,7 @@ def _clipped_by_torch(events: Sequence[Event], by_rank: dict[int, Holding]) -> I
             )
 
 
-def _forgotten_rng(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _forgotten_rng(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Dropout draws another mask when a layer runs again, so the gradients belong to another forward pass."""
     for event in _of("forgot-rng", events)[:1]:
         of_yaml = event.content["by_wrapper"]
@@ -121,7 +121,7 @@ def _forgotten_rng(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iter
         )
 
 
-def _begun_apart(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _begun_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Each rank shards its own random model, so the shards don't fit together. A weight loaded later has no value here.
 
     DDP, FSDP1's `sync_module_states` and Accelerate's loading on rank 0 send rank 0's weights to all before.
@@ -156,7 +156,7 @@ def _other_value(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]])
     return ""
 
 
-def _no_step(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _no_step(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Gradients alone train nothing. A script without an optimizer may want only gradients."""
     reports = [event.content for event in _of("trained", events)]
     if any(report.engine.startswith(Engine.DEEPSPEED.label) for report in by_rank.values()):  # which steps by itself
@@ -172,7 +172,7 @@ def _no_step(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[F
         )
 
 
-def _steps_apart(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _steps_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """The ranks took different numbers of steps, so the shards of the model don't fit together."""
     counts = _final_steps(events, by_rank) if _all_ended(events) else _steps_until_now(events)
     if len(set(counts.values())) < 2:
@@ -187,7 +187,7 @@ def _steps_apart(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterat
     )
 
 
-def _final_steps(events: Sequence[Event], by_rank: dict[int, Holding]) -> dict[int, int]:
+def _final_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> dict[int, int]:
     """Each rank's steps on sharded weights; under DDP all steps, if a rank took none after as many backward passes."""
     reports = {event.rank: event.content for event in _of("trained", events)}
     sharded = {rank: report["sharded_steps"] for rank, report in reports.items()}
@@ -198,7 +198,7 @@ def _final_steps(events: Sequence[Event], by_rank: dict[int, Holding]) -> dict[i
     return {} if all(counts.values()) else counts
 
 
-def _steps_until_now(events: Sequence[Event]) -> dict[int, int]:
+def _steps_until_now(events: Sequence[RankEvent]) -> dict[int, int]:
     """Each rank's steps before its last backward pass, if all ran as many passes and one never stepped.
 
     Such a script fails or hangs when it saves the optimizer, with an unrelated message.
@@ -212,7 +212,7 @@ def _steps_until_now(events: Sequence[Event]) -> dict[int, int]:
     return counts if as_many and everywhere and not all(counts.values()) else {}
 
 
-def _saved_shards(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _saved_shards(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """One file per shard can be resumed on as many ranks; a single file with one shard isn't a model."""
     saves = _of("saved-shards", events) if _all_ended(events) else []  # others may have been about to write theirs
     writers: dict[str, set[int]] = {}
@@ -232,7 +232,7 @@ def _saved_shards(events: Sequence[Event], by_rank: dict[int, Holding]) -> Itera
         )
 
 
-def _not_finite(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Reports the first loss that isn't finite: later ones follow from it."""
     for event in _of("loss", events):
         if not math.isfinite(event.content["value"]):
@@ -245,7 +245,7 @@ def _not_finite(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterato
             return
 
 
-def _no_tracker(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _no_tracker(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Accelerate leaves out trackers that aren't installed, and the run isn't recorded."""
     for event in _of("no-tracker", events)[:1]:
         names = event.content["names"]
@@ -257,16 +257,16 @@ def _no_tracker(events: Sequence[Event], by_rank: dict[int, Holding]) -> Iterato
         )
 
 
-def _all_ended(events: Sequence[Event]) -> bool:
+def _all_ended(events: Sequence[RankEvent]) -> bool:
     began, trained = ({event.rank for event in _of(kind, events)} for kind in ("began", "trained"))
     return bool(events) and began == trained
 
 
-def _of(kind: str, events: Sequence[Event]) -> list[Event]:
+def _of(kind: str, events: Sequence[RankEvent]) -> list[RankEvent]:
     return [event for event in events if event.kind == kind]
 
 
-LOOKS: tuple[Callable[[Sequence[Event], dict[int, Holding]], Iterator[Failure]], ...] = (
+LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failure]], ...] = (
     _another_optimizer,
     _begun_apart,
     _other_units,

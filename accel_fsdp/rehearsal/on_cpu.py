@@ -36,7 +36,7 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     return code or int(bool(wrong))
 
 
-def _say_what_needs_a_gpu(events: Sequence[ranks.Event]) -> None:
+def _say_what_needs_a_gpu(events: Sequence[ranks.RankEvent]) -> None:
     """Prints a fix for the rank that failed first, below its traceback."""
     failed = next((event.content for event in events if event.kind == "failed"), None)
     if failed and (fix := without_gpu.instead(failed["error"], failed["line"])):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel_fsdp.checkpoints import FileReader, discover, file_names, open_checkpoint
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.ranks import Event
+from accel_fsdp.launch.ranks import RankEvent
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class BadSave:
     is_adapter: bool
 
 
-def bad(events: Sequence[Event], weights: int) -> Iterator[BadSave]:
+def bad(events: Sequence[RankEvent], weights: int) -> Iterator[BadSave]:
     """Yields the folders with fewer than `weights` weights, and empty adapters."""
     saves = {event.content["folder"]: event.content for event in events if event.kind == "saved"}
     for folder, content in saves.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.job import Job, from_yaml
-from accel_fsdp.launch.ranks import Holding, Unit
+from accel_fsdp.launch.ranks import HeldUnit, Holding
 from accel_fsdp.units import counted
 
 
@@ -65,7 +65,7 @@ def _of_units(asked: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
         yield Wrong(f"units stay {kept} between forward and backward", key)
 
 
-def _name(unit: Unit) -> str:
+def _name(unit: HeldUnit) -> str:
     return unit.name or f"{unit.kind}, the model itself"
 
 
@@ -84,7 +84,7 @@ TITLES = ("unit", "modules", "weights", "on a rank", "ranks that share it")
 
 def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
     """A table of the units on the rank that holds most, one row for all units of a class and size."""
-    counts: Counter[Unit] = Counter()
+    counts: Counter[HeldUnit] = Counter()
     most = _fullest(ranks)
     for unit in most.units:
         counts[replace(unit, name="")] += 1

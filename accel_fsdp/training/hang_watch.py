@@ -9,17 +9,17 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from accel_fsdp.launch import Patience, Watch, watched
+from accel_fsdp.launch import Patience, Watchdog, watched
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 
-class HangWatch(Watch, TrainerCallback):  # type: ignore[misc]
+class HangWatch(Watchdog, TrainerCallback):  # type: ignore[misc]
     """A `timeout` of 0 turns the watch off."""
 
     advice = "--hang_timeout says how long a step may take"
 
     def __init__(self, timeout: float | None, output_dir: Path, ddp_timeout: float = 0.0) -> None:
-        Watch.__init__(self, Patience(timeout, ddp_timeout), output_dir)
+        Watchdog.__init__(self, Patience(timeout, ddp_timeout), output_dir)
         self.off, self._step = timeout == 0, 0
 
     def begin(self, main: int | None = None) -> None:

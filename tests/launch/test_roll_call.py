@@ -127,7 +127,7 @@ def test_machines_that_were_told_other_numbers(machines: list[Host], launch: Lau
 
 def test_a_refusal_in_the_last_second_is_read() -> None:
     """One that comes while machine 0 waits for the last answers ends all; a later one ends its sender."""
-    first, late = (roll_call.Machine(rank, 2, 2, f"n{rank}", 7) for rank in (0, 1))
+    first, late = (roll_call.Attendee(rank, 2, 2, f"n{rank}", 7) for rank in (0, 1))
     board = Address("127.0.0.1", 0, hosts=True).open(10)
     board.put("complete/1", True)
     board.put(roll_call.REFUSED, ["two machines are one", "another rank"])

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from conftest import ROOT, accel_fsdp
 
-from accel_fsdp.launch.ranks import Event, script
+from accel_fsdp.launch.ranks import RankEvent, script
 from accel_fsdp.rehearsal import mistakes, own_script
 
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
@@ -177,7 +177,7 @@ def said_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
     """The mistakes of a script of two ranks, of which each told the first event, or one told each."""
     others = [] if events[0][0] == "trained" else [trained()]
     told = [(0, *events[0]), (1, *events[-1]), *((rank, *one) for one in [("began", {}), *others] for rank in (0, 1))]
-    return [one.what for one in mistakes.found([Event(rank, 0.0, kind, content) for rank, kind, content in told])]
+    return [one.what for one in mistakes.found([RankEvent(rank, 0.0, kind, content) for rank, kind, content in told])]
 
 
 def trained(**values: int | bool) -> tuple[str, dict[str, Any]]:
@@ -195,7 +195,7 @@ def test_the_last_lines_of_a_script_are_few_and_short() -> None:
 def test_rows_that_are_alike_may_be_so_in_the_data() -> None:
     rows = ("rows", {"hashes": [7], "line": ""})
     assert said_of(rows) == ["all 2 ranks train on the same rows"]
-    prepared = [Event(0, 0.0, "prepared-rows", {}), *(Event(rank, 1.0, *rows) for rank in (0, 1))]
+    prepared = [RankEvent(0, 0.0, "prepared-rows", {}), *(RankEvent(rank, 1.0, *rows) for rank in (0, 1))]
     assert not list(mistakes.found(prepared))
 
 
@@ -227,7 +227,7 @@ def test_ranks_that_hang_may_still_have_stepped_apart() -> None:
     def said(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> list[str]:
         told = [("began", {})]
         both = [(rank, *one) for rank, several in enumerate((ours, theirs)) for one in told + several]
-        return [one.what for one in mistakes.found([Event(rank, 0.0, *one) for rank, *one in both])]
+        return [one.what for one in mistakes.found([RankEvent(rank, 0.0, *one) for rank, *one in both])]
 
     assert said(losses(1, 2), losses(1, 1))
     assert not said(losses(1, 2), losses(1, 2))

@@ -116,11 +116,8 @@ def _pairs(results: Found) -> Iterator[Row]:
         yield _unreachable(f"machine {machine}", "none of the others reaches it, or it ended", pair)
     for pair in failed:
         if not {pair.one, pair.other} & set(dead):
-            yield (
-                _cut_off(pair)
-                if pair.failed_bytes
-                else _unreachable(_name(pair), "they can't talk to each other", pair)
-            )
+            is_silent = not pair.failed_bytes
+            yield _unreachable(_name(pair), "they can't talk to each other", pair) if is_silent else _cut_off(pair)
     yield from (_slow_machine(results, machine) for machine in slow)
     for pair in results.pairs:
         if not pair.error and not {pair.one, pair.other} & set(slow):
@@ -139,20 +136,16 @@ def _name(pair: PairResult) -> str:
 
 
 def _unreachable(subject: str, what: str, pair: PairResult) -> Row:
-    known = _known(pair.error)
     first = pair.error.strip().splitlines()[0] if pair.error.strip() else "no answer"
-    fix = (
-        known.fix
-        if known
-        else "another interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or a firewall that opens all ports above 1024"
-    )
-    return Row(subject, "error", f"{what}: {first}", known.often if known else "ranks on them would hang", fix)
+    fix = "another interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or a firewall that opens all ports above 1024"
+    return Row(subject, "error", f"{what}: {first}", *_explained(pair.error, "ranks on them would hang", fix))
 
 
-def _known(message: str) -> KnownError | None:
-    """What is behind a message of the test itself, in which all take part: none is elsewhere in the script."""
+def _explained(message: str, why: str, fix: str) -> tuple[str, str]:
+    """Cause and fix of a message of the test itself, in which all take part: none is elsewhere in the script."""
     name = known_errors.find(message)
-    return None if name is None or name in OF_SCRIPTS else known_errors.KNOWN[name]
+    known = None if name is None or name in OF_SCRIPTS else known_errors.KNOWN[name]
+    return (known.often, known.fix) if known else (why, fix)
 
 
 def _cut_off(pair: PairResult) -> Row:
@@ -208,9 +201,7 @@ def _collectives(results: Found) -> Iterator[Row]:
     for rank, failure in results.failed_ranks.items():
         if silent and rank not in silent:
             continue  # these failed because of the silent ones
-        known = _known(failure)
-        why = known.often if known else "a job would hang or stop there"
-        fix = known.fix if known else "accel-fsdp doctor --explain with the message"
-        yield Row(f"rank {rank}", "error", failure.strip().splitlines()[0], why, fix)
+        first, fix = failure.strip().splitlines()[0], "accel-fsdp doctor --explain with the message"
+        yield Row(f"rank {rank}", "error", first, *_explained(failure, "a job would hang or stop there", fix))
     if not results.failed_ranks:
         yield Row("collectives", "ok", f"{counted(results.ranks, 'rank')}: each collective gives the right result")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from accel_fsdp import console, flag_words
-from accel_fsdp.config import DEFAULT_PORT, read_config
+from accel_fsdp.config import DEFAULT_PORT, ReadConfig, read_config
 from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.launch import Address, agreement, place, rendezvous
 from accel_fsdp.launch.doctor import between, facts, known_errors, machine, report
@@ -44,24 +44,25 @@ def explain(message: str) -> int:
 
 
 def examine(options: DoctorCommand) -> int:
-    """Looks at everything and says it; returns 1 if something would stop a job."""
+    """Looks at everything and reports it; returns 1 if something would stop a job."""
     launched = LaunchEnvironment.now()
     _check(options, launched)
     if launched.is_rank and launched.local_rank != 0:
         return 0  # one process of each machine is enough
-    values, unread = _read(options)
+    read, unread = _read(options)
+    values = read[0].values if read else {}
     here, rows = _place(options, values, launched)
     number = int(here.value("machine_rank", 0))
     with console.stopwatch("looking at this machine"):
         own = facts.look(options.folder, _asked(here, values))
-    rows += [replace(row, machine=number) for row in unread or _lint(options, here)]
+    rows += [replace(row, machine=number) for row in (_lint(options, here, read) if read else unread)]
     done = Examination(number, here.machines, rows)
     done.found.facts = {number: own}
     team = _team(options, here, launched, len(own.gpus))
     if team is not None:
         _meet(options, team, own, done)
     if not done.met:
-        done.rows[:0] = _judged(done, {number: own})
+        done.rows[:0] = _judged(done)
     done.healthy = done.healthy and is_healthy(done.rows)
     if options.json:
         console.put(report.as_json(done), lines=True)
@@ -120,28 +121,24 @@ def _place(
 
 def _of_launcher(launched: LaunchEnvironment) -> place.Place:
     values = {
-        "num_machines": (launched.machines, "GROUP_WORLD_SIZE"),
-        "num_processes": (launched.world_size, "WORLD_SIZE"),
-        "machine_rank": (launched.machine_rank, "GROUP_RANK"),
-        "main_process_ip": (launched.main_address, "MASTER_ADDR"),
-        "main_process_port": (launched.main_port, "MASTER_PORT"),
+        "num_machines": place.Said(launched.machines, "GROUP_WORLD_SIZE"),
+        "num_processes": place.Said(launched.world_size, "WORLD_SIZE"),
+        "machine_rank": place.Said(launched.machine_rank, "GROUP_RANK"),
+        "main_process_ip": place.Said(launched.main_address, "MASTER_ADDR"),
+        "main_process_port": place.Said(launched.main_port, "MASTER_PORT"),
     }
-    return place.Place("torchrun", {name: place.Said(value, source) for name, (value, source) in values.items()})
+    return place.Place("torchrun", values)
 
 
 def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched: LaunchEnvironment) -> list[Row]:
     """What the engine and the YAML say, and the launcher that started this process didn't do."""
     rows = []
-    expected = {
-        "num_machines": (launched.machines, engine.said.get("num_machines"), values.get("num_machines")),
-        "num_processes": (launched.world_size, engine.said.get("num_processes"), values.get("num_processes")),
-    }
-    for name, (started, of_engine, in_file) in expected.items():
-        sources = [(of_engine.value, of_engine.source)] if of_engine else []
-        for value, source in (*sources, (in_file, "the YAML")):
-            fewer = of_engine and of_engine.at_most and isinstance(value, int) and started < value
-            if isinstance(value, int) and value != started and not fewer:
-                what = f"{source} says {name} {value}, and the launcher started {started}"
+    for name, started in (("num_machines", launched.machines), ("num_processes", launched.world_size)):
+        of_engine, in_file = engine.said.get(name), place.Said(values.get(name), "the YAML")
+        for said in (of_engine or in_file, in_file):
+            fewer = of_engine and of_engine.at_most and isinstance(said.value, int) and started < said.value
+            if isinstance(said.value, int) and said.value != started and not fewer:
+                what = f"{said.source} says {name} {said.value}, and the launcher started {started}"
                 why = "each machine would train alone, or ranks would wait for others that never come"
                 rows.append(Row("job", "error", what, why, "accel-fsdp launch FILE SCRIPT, which reads both"))
                 break
@@ -149,25 +146,25 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
 
 
 def _asked(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
-    numbers = {name: here.value(name) for name in ("num_machines", "num_processes") if here.value(name) is not None}
-    in_file = agreement.flat(values)
-    return {**{name: value for name, value in in_file.items() if name not in (*place.FLAGS, *OF_A_MACHINE)}, **numbers}
+    """What this machine was told of the job, without what may differ between machines."""
+    own = (*place.FLAGS, *OF_A_MACHINE)
+    in_file = {name: value for name, value in agreement.flat(values).items() if name not in own}
+    return in_file | {name: said.value for name, said in here.said.items() if name in ("num_machines", "num_processes")}
 
 
-def _read(options: DoctorCommand) -> tuple[Mapping[str, Any], list[Row]]:
+def _read(options: DoctorCommand) -> tuple[ReadConfig | None, list[Row]]:
     if options.file is None:
-        return {}, []
+        return None, []
     try:
-        return read_config(options.file)[0].values, []
+        return read_config(options.file), []
     except UserError as error:
-        return {}, [of_error("YAML", error)]
+        return None, [of_error("YAML", error)]
 
 
-def _lint(options: DoctorCommand, here: place.Place) -> list[Row]:
-    """What the linter finds in the file, held against this machine, with the numbers that this job has here."""
-    if options.file is None:
-        return []
-    job, document = read_config(options.file)
+def _lint(options: DoctorCommand, here: place.Place, read: ReadConfig) -> list[Row]:
+    """The linter's findings for the file on this machine, with the numbers that this job has here."""
+    job, document = read
+    assert options.file is not None
     try:
         findings = lint(options.file, LintOptions(here=True), read=(here.applied(job), document))
     except UserError as error:
@@ -180,12 +177,11 @@ def _lint(options: DoctorCommand, here: place.Place) -> list[Row]:
     return rows or [Row("YAML", "ok", "the linter finds nothing that this machine contradicts")]
 
 
-def _judged(done: Examination, facts: Mapping[int, facts.Facts]) -> list[Row]:
-    several, talked = done.machines > 1, done.found.talked
+def _judged(done: Examination) -> list[Row]:
     return [
         replace(row, machine=number)
-        for number, own in sorted(facts.items())
-        for row in machine.judge(own, several, talked)
+        for number, own in sorted(done.found.facts.items())
+        for row in machine.judge(own, done.machines > 1, done.found.talked)
     ]
 
 
@@ -228,7 +224,7 @@ def _meet(options: DoctorCommand, team: Team, own: facts.Facts, done: Examinatio
         return
     if team.machine == 0:
         done.found, done.met = meeting.found, True
-        done.rows += [*_judged(done, done.found.facts), *between.judge(done.found)]
+        done.rows += [*_judged(done), *between.judge(done.found)]
     try:
         done.healthy = meeting.end(is_healthy(done.rows))
         done.found.talked = meeting.found.talked

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,9 +70,6 @@ class Facts:
     @property
     def gpus_in_words(self) -> str:
         return f"{len(self.gpus)} x {self.gpus[0]}" if self.gpus else "no GPU"
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def look(folder: Path, asks_for: dict[str, Any]) -> Facts:

@@ -1,8 +1,7 @@
 """Judges one machine, from its own facts."""
 
 import ipaddress
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from importlib import metadata
 from typing import TYPE_CHECKING
 
@@ -32,27 +31,22 @@ ON = ("1", "true", "yes", "on", "detail")
 
 def judge(facts: Facts, several: bool, talked: bool = False) -> list[Row]:
     """All rows of one machine. `several`: it works together with others; `talked`: it was seen to exchange data."""
-    checks: tuple[Callable[[Facts, bool], Iterator[Row]], ...] = (
-        _system,
-        _libraries,
-        _gpus,
-        _memory,
-        _shared_memory,
-        _limits,
-        _disk,
-        partial(_host_name, talked=talked),
-        _interfaces,
-        _infiniband,
-        _variables,
-    )
-    return [row for check in checks for row in check(facts, several)]
+    return [
+        Row("system", "ok", f"{facts.system}, Python {facts.python}, {counted(facts.cores, 'core')}"),
+        *_libraries(facts),
+        *_gpus(facts),
+        *_memory(facts),
+        *_shared_memory(facts),
+        *_limits(facts),
+        *_disk(facts),
+        *_host_name(facts, several, talked),
+        *_interfaces(facts, several),
+        *_infiniband(facts),
+        *_variables(facts),
+    ]
 
 
-def _system(facts: Facts, several: bool) -> Iterator[Row]:
-    yield Row("system", "ok", f"{facts.system}, Python {facts.python}, {counted(facts.cores, 'core')}")
-
-
-def _libraries(facts: Facts, several: bool) -> Iterator[Row]:
+def _libraries(facts: Facts) -> Iterator[Row]:
     yield Row("libraries", "ok", ", ".join(f"{name} {version}" for name, version in facts.versions.items()))
     for name in ("torch", "accelerate", "transformers"):
         if name not in facts.versions:
@@ -75,16 +69,12 @@ def _ranges() -> dict[str, "SpecifierSet"]:
     return {requirement.name: requirement.specifier for requirement in requirements if requirement.name in TESTED}
 
 
-def _gpus(facts: Facts, several: bool) -> Iterator[Row]:
+def _gpus(facts: Facts) -> Iterator[Row]:
     if facts.gpu_problem:
         known = known_errors.KNOWN.get(known_errors.find(facts.gpu_problem) or "")
-        yield Row(
-            "GPUs",
-            "error",
-            facts.gpu_problem,
-            known.often if known else NO_JOB,
-            known.fix if known else "nvidia-smi; a restart of the machine, if it says the same",
-        )
+        why = known.often if known else NO_JOB
+        fix = known.fix if known else "nvidia-smi; a restart of the machine, if it says the same"
+        yield Row("GPUs", "error", facts.gpu_problem, why, fix)
     elif not facts.gpus:
         yield Row("GPUs", "ok", "none: ranks compute on the CPU and talk by gloo")
     else:
@@ -95,7 +85,7 @@ def _gpus(facts: Facts, several: bool) -> Iterator[Row]:
         yield Row("torch", "error", what, why, "pip install torch, from the index that pytorch.org names for your CUDA")
 
 
-def _memory(facts: Facts, several: bool) -> Iterator[Row]:
+def _memory(facts: Facts) -> Iterator[Row]:
     if facts.memory_bytes is None:
         yield Row("memory", "unknown", "this system doesn't tell")
         return
@@ -103,7 +93,7 @@ def _memory(facts: Facts, several: bool) -> Iterator[Row]:
     yield Row("memory", "ok", f"{about_gib(facts.memory_bytes)}{free}")
 
 
-def _shared_memory(facts: Facts, several: bool) -> Iterator[Row]:
+def _shared_memory(facts: Facts) -> Iterator[Row]:
     size, free = facts.shared_memory_bytes, facts.free_shared_memory_bytes
     if size is None or free is None:
         yield Row("/dev/shm", "unknown", "there is none")
@@ -119,7 +109,7 @@ def _shared_memory(facts: Facts, several: bool) -> Iterator[Row]:
         yield Row("/dev/shm", "ok", what)
 
 
-def _limits(facts: Facts, several: bool) -> Iterator[Row]:
+def _limits(facts: Facts) -> Iterator[Row]:
     locked = "unlimited" if facts.locked_bytes is None else gib_or_mib(facts.locked_bytes)
     few = 0 <= facts.open_files < FEW_FILES
     if few:
@@ -132,7 +122,7 @@ def _limits(facts: Facts, several: bool) -> Iterator[Row]:
         yield Row("limits", "ok", f"{facts.open_files:,} open files, {locked} of locked memory")
 
 
-def _disk(facts: Facts, several: bool) -> Iterator[Row]:
+def _disk(facts: Facts) -> Iterator[Row]:
     speed, where = facts.disk_bytes_per_second, f"on {facts.filesystem}" if facts.filesystem else ""
     if speed is None:
         what, fix = f"{facts.disk_problem} {where}".strip(), "make room or get the right to write there"
@@ -199,26 +189,24 @@ def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
             yield Row("interfaces", "error", f"{variable}={facts.variables[variable]}: {name}", why, fix)
 
 
-def _infiniband(facts: Facts, several: bool) -> Iterator[Row]:
-    if not facts.infiniband:
-        return
+def _infiniband(facts: Facts) -> Iterator[Row]:
     shown = ", ".join(f"{port} {state}" for port, state in facts.infiniband.items())
     if "ACTIVE" in facts.infiniband.values():
         yield Row("InfiniBand", "ok", shown)
-    else:
-        yield Row(
-            "InfiniBand", "warning", shown, "NCCL falls back to TCP, which is slow", "ibstat; ask who runs the network"
-        )
+    elif shown:
+        why = "NCCL falls back to TCP, which is slow"
+        yield Row("InfiniBand", "warning", shown, why, "ibstat; ask who runs the network")
 
 
-def _variables(facts: Facts, several: bool) -> Iterator[Row]:
-    rows = list(_odd_variables(facts))
-    yield from rows
-    if not rows:
-        names = [name for name in facts.variables if not name.startswith("PET_")]
-        yield Row(
-            "variables", "ok", ", ".join(f"{name}={facts.variables[name]}" for name in names) or "none that matter"
-        )
+def _variables(facts: Facts) -> Iterator[Row]:
+    is_odd = False
+    for name, (values, why) in ODD.items():
+        if (value := facts.variables.get(name, "")).lower() in values:
+            is_odd = True
+            yield Row("variables", "warning", f"{name}={value}", why, f"unset {name}, unless you know what it is for")
+    if not is_odd:
+        shown = [f"{name}={value}" for name, value in facts.variables.items() if not name.startswith("PET_")]
+        yield Row("variables", "ok", ", ".join(shown) or "none that matter")
 
 
 ODD: dict[str, tuple[tuple[str, ...], str]] = {
@@ -231,9 +219,3 @@ ODD: dict[str, tuple[tuple[str, ...], str]] = {
     "NCCL_IB_DISABLE": (ON, "machines talk by TCP even where InfiniBand is there"),
 }
 """Variables with values that slow a job down or hide what goes wrong; each is a way around some problem."""
-
-
-def _odd_variables(facts: Facts) -> Iterator[Row]:
-    for name, (values, why) in ODD.items():
-        if (value := facts.variables.get(name, "")).lower() in values:
-            yield Row("variables", "warning", f"{name}={value}", why, f"unset {name}, unless you know what it is for")

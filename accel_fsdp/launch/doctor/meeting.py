@@ -7,10 +7,11 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 from accel_fsdp import atomic_files, python_child
 from accel_fsdp.launch import Address
@@ -36,9 +37,6 @@ class Team:
     ranks_each: int
     on_gpus: bool
     seconds: float
-
-    def device_of(self, place: int) -> str:
-        return f"cuda:{place}" if self.on_gpus else "cpu"
 
 
 @dataclass
@@ -89,32 +87,39 @@ class Meeting:
 
     def gather(self, facts: Facts, folder: Path) -> None:
         """Learns who is there; machine 0 also what each knows of itself."""
-        self.board.put(_facts_key(self.team.machine), facts.as_json())
-        with _mark(folder if self.team.machine == 0 else None) as mark:
-            if self.team.machine == 0:
-                self._call_the_roll(mark)
-            else:
-                self._answer(facts, folder)
+        self.board.put(f"facts/{self.team.machine}", asdict(facts))
+        if self.team.machine:
+            self._answer(facts, folder)
+            return
+        mark: Any = contextlib.nullcontext()
+        with contextlib.suppress(OSError):  # then no file is looked for
+            mark = tempfile.NamedTemporaryFile(prefix=MARK, dir=atomic_files.existing_part(folder))  # noqa: SIM115
+        with mark as file:
+            self._call_the_roll(os.path.basename(file.name) if file else "")
 
     def _call_the_roll(self, mark: str) -> None:
-        everyone, results = range(self.team.machines), self.found
-        known = self.board.wait(map(_facts_key, everyone), self.team.seconds)
-        came = [number for number in everyone if _facts_key(number) in known]
-        results.facts = {number: Facts(**known[_facts_key(number)]) for number in came}
-        results.missing = [number for number in everyone if number not in results.facts]
-        others = [number for number in results.facts if number]
-        self.board.put("present", {"machines": sorted(results.facts), "mark": mark, "clock": time.time()})
-        seen = self.board.wait(map(_sees_key, others), FOLDER_SECONDS + LEAVE_SECONDS)
-        answers = {number: seen[_sees_key(number)] for number in others if _sees_key(number) in seen}
+        results = self.found
+        known = self._from_machines("facts", range(self.team.machines), self.team.seconds)
+        results.facts = {number: Facts(**facts) for number, facts in known.items()}
+        results.missing = [number for number in range(self.team.machines) if number not in known]
+        self.board.put("present", {"machines": sorted(known), "mark": mark, "clock": time.time()})
+        others = [number for number in known if number]
+        answers = self._from_machines("sees", others, FOLDER_SECONDS + LEAVE_SECONDS)
         results.folder_unseen = [number for number, answer in answers.items() if not answer["mark"]]
         results.clock_seconds = {number: answer["ahead"] for number, answer in answers.items()}
+
+    def _from_machines(self, name: str, numbers: Iterable[int], seconds: float) -> dict[int, Any]:
+        """What these machines have put under a name, as far as it comes in time."""
+        keys = {f"{name}/{number}": number for number in numbers}
+        values = self.board.wait(keys, seconds)
+        return {number: values[key] for key, number in keys.items() if key in values}
 
     def _answer(self, facts: Facts, folder: Path) -> None:
         roll = self.board.wait(["present"], self.team.seconds + LEAVE_SECONDS).get("present")
         if roll is None or self.team.machine not in roll["machines"]:
             raise RuntimeError("machine 0 went on without this one")
         ahead = time.time() - roll["clock"]
-        self.board.put(_sees_key(self.team.machine), {"ahead": ahead, "mark": _sees(folder, roll["mark"])})
+        self.board.put(f"sees/{self.team.machine}", {"ahead": ahead, "mark": _sees(folder, roll["mark"])})
         self.found.facts = dict.fromkeys(roll["machines"], facts)
 
     def test_network(self) -> None:
@@ -144,19 +149,17 @@ class Meeting:
         """Starts this machine's processes of a task; ends those that hang."""
         team = self.team
         address = replace(team.address, port=self.board.port, hosts=False)
-        tasks = [
-            probing.Task(task, address, number, members, team.device_of(place), bandwidth)
-            for place, number in enumerate(numbers)
-        ]
+        started: list[subprocess.Popen[bytes]] = []
         with tempfile.TemporaryFile() as output:
-            words = python_child.module(probing.__name__)
-            env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            commands = [[*words, json.dumps(asdict(own_task))] for own_task in tasks]
-            started = [
-                subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env)
-                for command in commands
-            ]
             try:
+                for local_rank, number in enumerate(numbers):
+                    device = f"cuda:{local_rank}" if team.on_gpus else "cpu"
+                    own = probing.Task(task, address, number, members, device, bandwidth)
+                    words = python_child.module(probing.__name__, json.dumps(asdict(own)))
+                    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+                    started.append(
+                        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env)
+                    )
                 deadline = time.monotonic() + seconds
                 for process in started:
                     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -189,36 +192,15 @@ class Meeting:
         """Tells how it went, and stays until the others have heard; they return what machine 0 tells."""
         if self.team.machine == 0:
             self.board.put("healthy", [healthy, self.found.talked])
-            self.board.wait([f"left/{number}" for number in self.found.facts if number], LEAVE_SECONDS)
+            self._from_machines("left", filter(None, self.found.facts), LEAVE_SECONDS)
             return healthy
         healthy_all, self.found.talked = self.board.wait(["healthy"], self.team.seconds).get("healthy", (False, False))
         self.board.put(f"left/{self.team.machine}", True)
         return healthy and bool(healthy_all)
 
 
-def _facts_key(machine: int) -> str:
-    return f"facts/{machine}"
-
-
-def _sees_key(machine: int) -> str:
-    return f"sees/{machine}"
-
-
-@contextlib.contextmanager
-def _mark(folder: Path | None) -> Iterator[str]:
-    """The name of a file that is in the folder for a while; empty where none can be."""
-    with contextlib.ExitStack() as stack:
-        name = ""
-        if folder is not None:
-            with contextlib.suppress(OSError):
-                place = atomic_files.existing_part(folder)
-                file = stack.enter_context(tempfile.NamedTemporaryFile(prefix=MARK, dir=place))
-                name = os.path.basename(file.name)
-        yield name
-
-
 def _sees(folder: Path, mark: str) -> bool:
-    """Whether that file is here too; true where there is none to look for."""
+    """Whether machine 0's file is here too; true where there is none to look for."""
     deadline = time.monotonic() + FOLDER_SECONDS
     while mark and not (atomic_files.existing_part(folder) / mark).exists():
         if time.monotonic() > deadline:

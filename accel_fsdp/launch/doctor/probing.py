@@ -243,7 +243,7 @@ def _finish(tensor: "torch.Tensor") -> None:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCollective:
     """A collective at one size: `run` it, and `result` is `expected`. `factor`: bus bytes for each byte."""
 
     run: Callable[[], object]
@@ -252,7 +252,7 @@ class Prepared:
     factor: float
 
 
-def _prepare(name: str, count: int, device: str) -> Prepared:
+def _prepare(name: str, count: int, device: str) -> PreparedCollective:
     import torch
     import torch.distributed as dist
 
@@ -262,15 +262,15 @@ def _prepare(name: str, count: int, device: str) -> Prepared:
     of_others = (world - 1) / world
     if name == "all_gather":
         gathered = torch.empty_like(parts)
-        return Prepared(lambda: dist.all_gather_into_tensor(gathered, part), gathered, parts, of_others)
+        return PreparedCollective(lambda: dist.all_gather_into_tensor(gathered, part), gathered, parts, of_others)
     if name == "reduce_scatter":
         expected = torch.full_like(part, float(rank * world))
-        return Prepared(lambda: dist.reduce_scatter_tensor(part, parts), part, expected, of_others)
+        return PreparedCollective(lambda: dist.reduce_scatter_tensor(part, parts), part, expected, of_others)
     data = torch.full((count,), float(rank), device=device)
     if name == "broadcast":
-        return Prepared(lambda: dist.broadcast(data, 0), data, torch.zeros_like(data), 1.0)
+        return PreparedCollective(lambda: dist.broadcast(data, 0), data, torch.zeros_like(data), 1.0)
     expected = torch.full_like(data, world * (world + 1) / 2)
-    return Prepared(lambda: dist.all_reduce(data.fill_(rank + 1)), data, expected, 2 * of_others)
+    return PreparedCollective(lambda: dist.all_reduce(data.fill_(rank + 1)), data, expected, 2 * of_others)
 
 
 def _collectives(task: Task, board: Board) -> None:
@@ -309,7 +309,7 @@ def collective_key(name: str, size: int) -> str:
     return f"collectives/{name}/{size}"
 
 
-def _measure(name: str, size: int, prepared: Prepared) -> CollectiveResult:
+def _measure(name: str, size: int, prepared: PreparedCollective) -> CollectiveResult:
     import torch
 
     times = []

@@ -15,6 +15,7 @@ from accel_fsdp.units import counted, kib_or_mib, per_second
 
 COLOURS: dict[Verdict, str] = {"ok": "", "unknown": "cyan", "warning": "yellow", "error": "red"}
 VERDICT_WIDTH, SUBJECT_WIDTH = 9, 14
+COLLECTIVE_TITLES = ("collective", "size", "time", "bus bandwidth")
 PUBLIC_PATHS = ("/dev/shm", "/etc/hosts")
 TOKEN = re.compile(r"\b(?:hf|gh[a-z]|sk|xox[a-z]|AKIA|glpat|wandb)[_-]?\w{8,}|\b(?=\w*\d)\w{24,}\b")
 MAIL = re.compile(r"\b[\w.+-]+@[\w.-]+")
@@ -53,7 +54,7 @@ def as_json(done: Examination) -> str:
         "machine": done.machine,
         "machines": done.machines,
         "rows": [asdict(row) for row in done.rows],
-        "facts": {number: facts.as_json() for number, facts in done.found.facts.items()},
+        "facts": {number: asdict(facts) for number, facts in done.found.facts.items()},
         "missing": done.found.missing,
         "pairs": [asdict(pair) for pair in done.found.pairs],
         "collectives": [asdict(result) for result in done.found.collectives],
@@ -68,19 +69,14 @@ def show(done: Examination) -> None:
         for row in rows:
             if done.machine and row.verdict == "ok":  # machine 0 shows those
                 continue
-            console.put(_line(row), style=COLOURS[row.verdict])
+            line = f"  {row.verdict:{VERDICT_WIDTH}}{row.subject:{SUBJECT_WIDTH}} {row.what}"
+            console.put(line, style=COLOURS[row.verdict])
             for word, text in (("why", row.why), ("fix", row.fix)):
                 if text:
                     console.put(f"{' ' * (VERDICT_WIDTH + 2)}{word}: {text}")
-    if done.found.collectives:
-        console.show_table(
-            ("collective", "size", "time", "bus bandwidth"), table := list(_table(done.found)), [""] * len(table)
-        )
+    if table := list(_table(done.found)):
+        console.show_table(COLLECTIVE_TITLES, table, [""] * len(table))
     console.say(summary(done))
-
-
-def _line(row: Row) -> str:
-    return f"  {row.verdict:{VERDICT_WIDTH}}{row.subject:{SUBJECT_WIDTH}} {row.what}"
 
 
 def _table(results: Found) -> Iterator[list[str]]:
@@ -109,8 +105,8 @@ def for_bug_report(done: Examination) -> str:
         shown = (without_values(" ".join(cell.split()), done.found.facts).replace("|", "/") for cell in cells)
         lines.append(f"| {' | '.join(shown)} |")
     if done.found.collectives:
-        lines += ["", "| collective | size | time | bus bandwidth |", "|---|---|---|---|"]
-        lines += [f"| {' | '.join(cells)} |" for cells in _table(done.found)]
+        titles = ["", f"| {' | '.join(COLLECTIVE_TITLES)} |", "|---|---|---|---|"]
+        lines += [*titles, *(f"| {' | '.join(cells)} |" for cells in _table(done.found))]
     return without_private("\n".join(lines), done.found.facts)
 
 

@@ -1,11 +1,11 @@
 """The driver's side of a job on Ray: starts it, hands signals on to the ranks, and ends as training does."""
 
 import contextlib
+import math
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 from accel_fsdp import console
@@ -30,78 +30,55 @@ def fit(trainer: Any, *, grace: int = 120, minutes: int | None = None) -> int:
     if not ray.is_initialized():
         ray.init()
     messages = meeting.open_messages()
-    running = _Running(trainer)
-    stopping = Stopping(messages, grace, minutes)
-    with stopping.listening():
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            trainer.fit()
+        except BaseException as error:
+            errors.append(error)
+
+    running = threading.Thread(target=run, daemon=True)  # in the main thread Ray would answer Ctrl-C, without saving
+    with _noted_signals() as signals:
         running.start()
-        while running.is_alive() and not stopping.gives_up():
-            running.join(POLL_SECONDS)
-    code = stopping.code if running.is_alive() else _code(running.error, *ray.get(messages.outcome.remote()))
+        _wait(running, messages, signals, grace, minutes * 60 if minutes else math.inf)
+    code = 128 + signals[0] if running.is_alive() else _code(errors, *ray.get(messages.outcome.remote()))
     ray.shutdown()  # which ends what is left of the workers
     return code
 
 
-class _Running(threading.Thread):
-    """Ray Train's own part. In the main thread it would answer Ctrl-C itself, by ending the ranks without saving."""
-
-    def __init__(self, trainer: Any) -> None:
-        super().__init__(daemon=True)
-        self._trainer = trainer
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._trainer.fit()
-        except BaseException as error:
-            self.error = error
+@contextlib.contextmanager
+def _noted_signals() -> Iterator[list[int]]:
+    """Notes signals meanwhile; Ray's own handlers would end this process."""
+    noted: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in SIGNALS}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-class Stopping:
-    """The wish to stop, from a signal or from the clock."""
+def _wait(running: threading.Thread, messages: Any, signals: list[int], grace: float, seconds: float) -> None:
+    """Returns when the job has ended, or is to be ended because its ranks didn't stop after a signal."""
+    import ray
 
-    def __init__(self, messages: Any, grace: int, minutes: int | None) -> None:
-        self._messages, self._grace = messages, grace
-        self._ends_at = time.monotonic() + minutes * 60 if minutes else None
-        self._noted: list[int] = []
-        self._handed_on = 0
-        self._asked_at = 0.0
-
-    @property
-    def code(self) -> int:
-        """Of a job that was ended before its ranks could end."""
-        return 128 + self._noted[0]
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Notes signals meanwhile; Ray's own handlers would end this process."""
-        before = {number: signal.signal(number, self._note) for number in SIGNALS}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted.append(number)
-
-    def gives_up(self) -> bool:
-        """Hands on what was noted; returns whether the job is to be left to its end."""
-        import ray
-
-        now = time.monotonic()
-        if self._ends_at and now > self._ends_at and not self._noted:
-            self._noted.append(signal.SIGUSR1)
-        if not self._noted:
-            return False
-        if self._handed_on:
-            return len(self._noted) > 1 or now - self._asked_at > self._grace
-        self._handed_on, self._asked_at = self._noted[0], now
-        name = signal.Signals(self._handed_on).name
-        console.say(f"{name}: training saves a checkpoint and stops; a second signal ends it at once", style="yellow")
-        return not ray.get(self._messages.stop.remote(self._handed_on))
+    ends_at = time.monotonic() + seconds
+    while running.is_alive() and not signals:
+        running.join(POLL_SECONDS)
+        if not signals and time.monotonic() > ends_at:
+            signals.append(signal.SIGUSR1)
+    if not running.is_alive():
+        return
+    name = signal.Signals(signals[0]).name
+    console.say(f"{name}: training saves a checkpoint and stops; a second signal ends it at once", style="yellow")
+    has_ranks = ray.get(messages.stop.remote(signals[0]))
+    ends_at = time.monotonic() + grace
+    while has_ranks and running.is_alive() and len(signals) == 1 and time.monotonic() < ends_at:
+        running.join(POLL_SECONDS)
 
 
-def _code(error: BaseException | None, starts: int, over: int | None, failures: list[tuple[int, int]]) -> int:
+def _code(errors: list[BaseException], starts: int, over: int | None, failures: list[tuple[int, int]]) -> int:
     """The job's, once Ray has ended it; says which rank failed first."""
     if over is not None:
         return over
@@ -110,5 +87,6 @@ def _code(error: BaseException | None, starts: int, over: int | None, failures: 
         rank, code = failures[0]
         console.say(f"accel-fsdp: rank {rank} ended with {described(code)}, the last of {times}", style="red")
         return code
+    error = next(iter(errors), None)
     console.say(f"accel-fsdp: Ray ended the job after {times}: {error}", style="red", lines=True)
     return 1

@@ -2,12 +2,12 @@ from . import hang as hang
 from . import holding as holding
 from . import script as script
 from .events import EVENTS as EVENTS
-from .events import Event as Event
 from .events import EventReader as EventReader
+from .events import RankEvent as RankEvent
 from .events import read as read
 from .hang import Stand as Stand
+from .holding import HeldUnit as HeldUnit
 from .holding import Holding as Holding
-from .holding import Unit as Unit
 from .holding import holdings as holdings
 from .holding import measure as measure
 from .watch import HOLD_AFTER as HOLD_AFTER

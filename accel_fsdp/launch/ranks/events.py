@@ -14,7 +14,7 @@ EVENTS = "ACCEL_FSDP_EVENTS"
 
 
 @dataclass(frozen=True)
-class Event:
+class RankEvent:
     """`content` depends on the `kind`; `seconds` is the machine's monotonic clock."""
 
     rank: int
@@ -41,7 +41,7 @@ class EventReader:
         self.folder = folder
         self._read_bytes: dict[Path, int] = {}
 
-    def new(self) -> list[Event]:
+    def new(self) -> list[RankEvent]:
         """The events since the last call, in order of time."""
         events = []
         for path in self.folder.glob("*.jsonl"):
@@ -51,10 +51,10 @@ class EventReader:
             self._read_bytes[path] = self._read_bytes.get(path, 0) + sum(map(len, lines))
             for line in lines:
                 content = json.loads(line)
-                events.append(Event(int(path.stem), content.pop("seconds"), content.pop("kind"), content))
+                events.append(RankEvent(int(path.stem), content.pop("seconds"), content.pop("kind"), content))
         return sorted(events, key=lambda event: event.seconds)
 
 
-def read(folder: Path) -> list[Event]:
+def read(folder: Path) -> list[RankEvent]:
     """All events so far, in order of time."""
     return EventReader(folder).new()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import tensor_names
 from accel_fsdp.job import from_run
-from accel_fsdp.launch.ranks.events import Event
+from accel_fsdp.launch.ranks.events import RankEvent
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import counting
 
@@ -29,7 +29,7 @@ WRAPPERS = (*tensor_names.WRAPPERS, "module")
 
 
 @dataclass(frozen=True)
-class Unit:
+class HeldUnit:
     """Weights that are gathered together: `weights` in all, `held` on this rank, `share` at most on any rank.
 
     `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
@@ -59,7 +59,7 @@ class Holding:
 
     model: str
     engine: str
-    units: tuple[Unit, ...]
+    units: tuple[HeldUnit, ...]
     whole: int
     kinds: dict[str, int]
 
@@ -74,7 +74,7 @@ class Holding:
         return self.whole + sum(unit.held for unit in self.units if not unit.states_alone)
 
 
-def holdings(events: Iterable[Event]) -> dict[int, Holding]:
+def holdings(events: Iterable[RankEvent]) -> dict[int, Holding]:
     """What each rank held at its first step, or when the model was prepared if it took no step."""
     by_rank: dict[int, Holding] = {}
     listed = list(events)
@@ -84,7 +84,7 @@ def holdings(events: Iterable[Event]) -> dict[int, Holding]:
 
 
 def _parse_holding(content: Mapping[str, Any]) -> Holding:
-    return Holding(**{**content, "units": tuple(Unit(**unit) for unit in content["units"])})
+    return Holding(**{**content, "units": tuple(HeldUnit(**unit) for unit in content["units"])})
 
 
 def measure(model: "nn.Module") -> Holding:
@@ -137,7 +137,7 @@ def _wraps(model: Any, name: str) -> bool:
     return name in getattr(model, "_modules", ())
 
 
-def _units(model: Any) -> Iterator[tuple[Unit, set[int]]]:
+def _units(model: Any) -> Iterator[tuple[HeldUnit, set[int]]]:
     """Yields each unit with the ids of the parameters that it shards."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
@@ -153,7 +153,7 @@ def _units(model: Any) -> Iterator[tuple[Unit, set[int]]]:
             yield from _of_fsdp2(name, module, seen)
 
 
-def _of_fsdp1(name: str, module: Any) -> tuple[Unit, set[int]]:
+def _of_fsdp1(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
     from torch.distributed.fsdp import ShardingStrategy
 
     flat, several = module._handle.flat_param, module._handle.world_size
@@ -165,12 +165,14 @@ def _of_fsdp1(name: str, module: Any) -> tuple[Unit, set[int]]:
     ranks = 1 if alone else several
     own_weights, share = flat.numel() * weights // elements, _part(elements, ranks) * weights // elements
     stored, trained = flat.numel(), flat.numel() * flat.requires_grad
-    unit = Unit(name, class_name(module), weights, own_weights, share, ranks, reshards, stored=stored, trained=trained)
+    unit = HeldUnit(
+        name, class_name(module), weights, own_weights, share, ranks, reshards, stored=stored, trained=trained
+    )
     views = {id(view) for view in module.parameters(recurse=True)} if module._use_orig_params else set()
     return unit, {id(flat), *views}
 
 
-def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[Unit, set[int]]]:
+def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[HeldUnit, set[int]]]:
     """A module may have several groups, one per mesh, or share one with others; `seen` holds the ids of done ones."""
     for group in _groups(module._get_fsdp_state()):
         if id(group) in seen:
@@ -181,7 +183,7 @@ def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[Unit, se
         several = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]
         ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
         pairs = list(zip(parameters, several, strict=True))
-        unit = Unit(
+        unit = HeldUnit(
             name,
             class_name(module),
             weights=sum(p.numel() * count for p, count in pairs),
@@ -207,7 +209,7 @@ def _part(whole: int, ranks: int) -> int:
     return -(-whole // ranks)
 
 
-def _of_deepspeed(model: Any) -> Iterator[tuple[Unit, set[int]]]:
+def _of_deepspeed(model: Any) -> Iterator[tuple[HeldUnit, set[int]]]:
     """Yields each module with direct weights as a unit in stage 3, and in stages 1 and 2 the optimizer's states."""
     import torch.distributed as dist
 
@@ -217,11 +219,11 @@ def _of_deepspeed(model: Any) -> Iterator[tuple[Unit, set[int]]]:
         held = sum(p.numel() for p in parts)
         trained = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
         share = _part(trained, ranks) + DEEPSPEED_ALIGNMENT * len(parts)
-        yield Unit("", "optimizer states", trained, held, share, ranks, states_alone=True), set()
+        yield HeldUnit("", "optimizer states", trained, held, share, ranks, states_alone=True), set()
     if stage < 3:
         return
     for path, module in model.module.named_modules():
         if own := list(module.parameters(recurse=False)):
             total, held = sum(p.ds_numel for p in own), sum(p.ds_tensor.ds_numel for p in own)
             share = sum(_part(p.ds_numel, ranks) for p in own)
-            yield Unit(path, type(module).__name__, total, held, share, ranks), {id(p) for p in own}
+            yield HeldUnit(path, type(module).__name__, total, held, share, ranks), {id(p) for p in own}

@@ -31,7 +31,7 @@ def _has_been_imported(module: str, kind: str) -> bool:
     return there is not None and (hasattr(there, kind) or not getattr(spec, "_initializing", False))
 
 
-class Saves:
+class ObservedSaves:
     """Reports the outermost call that saves; Trainer's `save_model` calls `save_pretrained`."""
 
     def __init__(self) -> None:

@@ -50,9 +50,9 @@ def is_calling(frame: FrameType | None) -> bool:
 
 
 def line_of(places: list[tuple[str, int | None]]) -> str:
-    """The innermost line of the script, from a stack's files and lines, outermost first."""
-    own = [f"{file}:{line}" for file, line in places if _is_own(file)]
-    return own[-1] if own else ""
+    """The innermost line of the script, from a stack's files and lines, outermost first; its folder is as typed."""
+    own = [(file, line) for file, line in places if _is_own(file)]
+    return f"{os.path.join(os.path.dirname(sys.argv[0]), os.path.basename(own[-1][0]))}:{own[-1][1]}" if own else ""
 
 
 def _is_own(file: str) -> bool:

@@ -21,8 +21,8 @@ from accel_fsdp.errors import in_a_line
 from accel_fsdp.launch.ranks import events, holding, script
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.launch.ranks.observing import Observation, after
-from accel_fsdp.launch.ranks.saves import Saves
-from accel_fsdp.launch.ranks.weights import Weights, shards_in
+from accel_fsdp.launch.ranks.saves import ObservedSaves
+from accel_fsdp.launch.ranks.weights import ObservedWeights, shards_in
 from accel_fsdp.library_internals import Internal
 
 if TYPE_CHECKING:
@@ -198,8 +198,8 @@ class _Steps:
         self.units: list[int] = []
         self.awaits_rows = False
         self.rows_line = ""
-        self.saves = Saves()
-        self.weights = Weights()
+        self.saves = ObservedSaves()
+        self.weights = ObservedWeights()
         self.of_modules: list[Any] = []
 
     def install(self) -> None:

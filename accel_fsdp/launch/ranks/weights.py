@@ -47,7 +47,7 @@ class _Begun:
     part: int
 
 
-class Weights:
+class ObservedWeights:
     """Counts backward passes and steps of optimizers, and records the weights' first values."""
 
     def __init__(self) -> None:

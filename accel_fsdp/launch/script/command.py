@@ -59,6 +59,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
         atomic_files.refuse_existing(options.output, "it may be the file of another job")
     _check_words(options, script_args)
     _refuse_unread(options)
+    _check_numbers(options)
     kind = ENGINES[options.engine]
     job, document = read_config(options.file)
     made = _settle(options, job, script_args)
@@ -140,32 +141,28 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
     resumed = RESUMES in arguments
     known = options.engine == "slurm" and ours and options.time is None  # the others need no time
     return JobFile(
-        file=options.file,
-        script=options.script,
+        flags=options,
         words=(*script_args, f"--{RESUMES}", "auto") if ours and not resumed else script_args,
         name=_name(options),
         machines=found,
         gpus=gpus,
         kind=kind,
-        cpus=_at_least("--cpus", options.cpus, 1) or CPUS_PER_GPU * gpus,
-        memory=_at_least("--host-memory", options.host_memory, 1),
+        cpus=options.cpus or CPUS_PER_GPU * gpus,
         predicted=duration.predicted(arguments, config, found, kind) if known else None,
         minutes=None if options.time is None else _minutes(options.time, options.grace),
-        grace=_at_least("--grace", options.grace, LEAST_GRACE) or LEAST_GRACE,
-        shared=options.shared,
-        image=options.image,
         ours=ours,
-        checked=not options.no_check,
-        api=options.api,
-        spot=options.spot,
         environment=duration.environment(arguments if ours else {}, config, found, kind),
     )
 
 
-def _at_least(flag: str, value: int | None, least: int) -> int | None:
-    if value is not None and value < least:
-        raise UsageError(f"{flag} {value}", why=f"it takes {least} or more", fix=f"{flag} {least}, or leave it out")
-    return value
+LEAST = {"cpus": 1, "host_memory": 1, "grace": LEAST_GRACE}
+
+
+def _check_numbers(options: ScriptCommand) -> None:
+    for name, least in LEAST.items():
+        value, flag = getattr(options, name), flag_words.flag_of(name)
+        if value is not None and value < least:
+            raise UsageError(f"{flag} {value}", why=f"it takes {least} or more", fix=f"{flag} {least}, or leave it out")
 
 
 def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, MachineFacts | None]:

@@ -3,13 +3,12 @@
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from accel_fsdp import __version__, flag_words
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts
 from accel_fsdp.launch.script.duration import Duration
-from accel_fsdp.launch.script.flags import KubernetesApi
+from accel_fsdp.launch.script.flags import ScriptCommand
 from accel_fsdp.units import counted
 
 SHARED = "/shared"
@@ -28,31 +27,23 @@ NCCL_DEBUG = "NCCL's log says which network it takes"
 
 @dataclass(frozen=True)
 class JobFile:
-    """One job. `gpus` and `cpus` are those of each machine, `memory` its GiB, `minutes` the longest that it may take.
+    """One job. `gpus` and `cpus` are those of each machine, `minutes` the longest that it may take, if a flag says so.
 
-    `predicted` is how long it will take, where nobody said `minutes` and it is known.
-    `environment` are the variables with which alone it fits, as far as the plan or the YAML's own comment can tell.
-    `ours`: the script is train/sft.py or made of its parts. `resumes`: a later start goes on from a checkpoint.
+    `predicted` is how long it will take, where no flag says it and it is known.
+    `environment` are the variables without which it doesn't fit, by the plan or the YAML's own comment.
+    `ours`: the script is train/sft.py or made of its parts.
     """
 
-    file: Path
-    script: Path
+    flags: ScriptCommand
     words: tuple[str, ...]
     name: str
     machines: int
     gpus: int
     kind: MachineFacts | None
     cpus: int
-    memory: int | None
     minutes: int | None
     predicted: Duration | None
-    grace: int
-    shared: str | None
-    image: str | None
     ours: bool
-    checked: bool
-    api: KubernetesApi
-    spot: bool
     environment: Mapping[str, str]
 
     @property
@@ -62,24 +53,30 @@ class JobFile:
 
     @property
     def folder(self) -> str:
-        return self.shared or SHARED
+        return self.flags.shared or SHARED
 
     @property
     def shutdown(self) -> int:
         """Seconds that torch's launcher gives the ranks between the signal and SIGKILL."""
-        return self.grace - LAUNCHER_SECONDS
+        return self.flags.grace - LAUNCHER_SECONDS
 
     @property
     def title(self) -> str:
-        return f"{self.script} with {self.file} on {counted(self.machines, 'machine')} of {counted(self.gpus, 'GPU')}."
+        machines = f"{counted(self.machines, 'machine')} of {counted(self.gpus, 'GPU')}"
+        return f"{self.flags.script} with {self.flags.file} on {machines}."
 
     @property
     def made_by(self) -> str:
         return f"Made by accel-fsdp {__version__}. Lines with <- are yours to edit."
 
     def command(self, indent: str = "") -> str:
-        words = ["accel-fsdp", "launch", *([] if self.checked else ["--no-check"]), str(self.file), str(self.script)]
+        unchecked = ["--no-check"] if self.flags.no_check else []
+        words = ["accel-fsdp", "launch", *unchecked, str(self.flags.file), str(self.flags.script)]
         return in_lines(words, self.words, indent)
+
+    def under_timeout(self, command: str) -> str:
+        """A shell command that keeps the time limit itself, and then ends with 124, which starts nothing again."""
+        return f"timeout --foreground --signal=USR1 {self.minutes}m {command}" if self.minutes else command
 
 
 def shell_variables(job: JobFile) -> list[str]:

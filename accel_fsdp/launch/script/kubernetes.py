@@ -11,7 +11,7 @@ RESTARTS = 3
 
 
 def text(job: JobFile) -> str:
-    return pytorch_job(job) if job.api == "pytorchjob" else train_job(job)
+    return pytorch_job(job) if job.flags.api == "pytorchjob" else train_job(job)
 
 
 def train_job(job: JobFile) -> str:
@@ -104,13 +104,13 @@ def _deadline(job: JobFile, indent: str) -> list[str]:
 
 
 def _image(job: JobFile, indent: str, otherwise: str = "") -> list[str]:
-    if job.image is None and otherwise:
+    if job.flags.image is None and otherwise:
         return [f"{indent}# image: IMAGE    # <- or {otherwise}"]
-    return [f"{indent}image: {job.image or 'pytorch/pytorch:latest    # <- one with torch'}"]
+    return [f"{indent}image: {job.flags.image or 'pytorch/pytorch:latest    # <- one with torch'}"]
 
 
 def _resources(job: JobFile, indent: str) -> list[str]:
-    memory = [f"  memory: {job.memory}Gi"] if job.memory else []
+    memory = [f"  memory: {job.flags.host_memory}Gi"] if job.flags.host_memory else []
     devices = ["limits:", f"  nvidia.com/gpu: {job.gpus}"]
     network = ["  # vpc.amazonaws.com/efa: 1    # <- AWS with EFA", "  # rdma/ib: 1    # <- InfiniBand"]
     asked = ["requests:", f"  cpu: {job.cpus}", *memory]
@@ -142,7 +142,7 @@ def _own_variables() -> list[str]:
 def _pod(job: JobFile, indent: str) -> list[str]:
     """What else a pod needs. Without /dev/shm in memory it has 64 MB, too little for NCCL and workers of a loader."""
     lines = [
-        f"terminationGracePeriodSeconds: {job.grace}",
+        f"terminationGracePeriodSeconds: {job.flags.grace}",
         "# nodeSelector: {nvidia.com/gpu.product: NAME}    # <- which GPU",
         "volumes:",
         "  - name: shm",

@@ -11,6 +11,7 @@ RESULTS = "ray"
 
 def text(job: JobFile) -> str:
     """The driver. What a worker does, and how the job ends, is `launch.on_ray`'s; here stands what a user may edit."""
+    limit = f", minutes={job.minutes}" if job.minutes else ""
     refuse_own_disk(job, "Ray starts the workers again on any of its machines")
     return "\n".join(
         [
@@ -44,7 +45,7 @@ def text(job: JobFile) -> str:
             f"        failure_config=FailureConfig(max_failures={RESTARTS if job.resumes else 0}),{_again(job)}",
             "    ),",
             ")",
-            f"sys.exit(on_ray.fit(trainer, grace={job.grace}{f', minutes={job.minutes}' if job.minutes else ''}))",
+            f"sys.exit(on_ray.fit(trainer, grace={job.flags.grace}{limit}))",
             "",
         ]
     )
@@ -65,8 +66,8 @@ def _loop(job: JobFile) -> list[str]:
     ]
     return [
         '        "folder": os.getcwd(),  # <- where each machine finds the two files',
-        f'        "config_file": {_quoted(str(job.file))},',
-        f'        "script": {_quoted(str(job.script))},',
+        f'        "config_file": {_quoted(str(job.flags.file))},',
+        f'        "script": {_quoted(str(job.flags.script))},',
         '        "arguments": [',
         *(f"            {line}," for line in _arguments(job.words)),
         "        ],",
@@ -88,7 +89,7 @@ def _arguments(words: tuple[str, ...]) -> list[str]:
 
 def _resources(job: JobFile) -> str:
     """Of each worker, a machine's part; `use_gpu` asks for its GPU."""
-    memory = f', "memory": {job.memory // job.gpus or 1} << 30' if job.memory else ""
+    memory = f', "memory": {job.flags.host_memory // job.gpus or 1} << 30' if job.flags.host_memory else ""
     return f'{{"CPU": {max(1, job.cpus // job.gpus)}{memory}}}'
 
 

@@ -32,9 +32,9 @@ def text(job: JobFile) -> str:
             "resources:",
             f"  accelerators: {_gpu(job.kind, job)}:{job.gpus}",
             f"  cpus: {job.cpus}+",
-            *([f"  memory: {job.memory}+"] if job.memory else []),
-            *([f"  image_id: docker:{job.image}"] if job.image else []),
-            *(["  use_spot: true"] if job.spot else []),
+            *([f"  memory: {job.flags.host_memory}+"] if job.flags.host_memory else []),
+            *([f"  image_id: docker:{job.flags.image}"] if job.flags.image else []),
+            *(["  use_spot: true"] if job.flags.spot else []),
             *(["  # network_tier: best    # <- InfiniBand or EFA"] if job.machines > 1 else []),
             *(_recovery() if job.resumes else []),
             "volumes:",
@@ -50,7 +50,7 @@ def text(job: JobFile) -> str:
             f"  {INSTALL}",
             "run: |",
             "  set -euo pipefail",
-            indented(f"{_limit(job)}{job.command()}", "  "),
+            indented(job.under_timeout(job.command()), "  "),
             "",
         ]
     )
@@ -60,7 +60,7 @@ def _gpu(kind: MachineFacts | None, job: JobFile) -> str:
     """What SkyPilot calls it."""
     if kind is None or kind.accelerator is None:
         raise UsageError(
-            f"{job.file} doesn't say which GPU",
+            f"{job.flags.file} doesn't say which GPU",
             why="SkyPilot looks for machines that have it",
             fix=f"accel-fsdp script --gpus {f'{job.machines}x' if job.machines > 1 else ''}{job.gpus}xH100-80GB",
         )
@@ -75,8 +75,3 @@ def _recovery() -> list[str]:
         f"    max_restarts_on_errors: {RESTARTS}",
         f"    recover_on_exit_codes: [{codes}]    # the job was told to stop, and has saved a checkpoint",
     ]
-
-
-def _limit(job: JobFile) -> str:
-    """SkyPilot itself has no limit; `timeout` ends with 124, which starts nothing again."""
-    return f"timeout --foreground --signal=USR1 {job.minutes}m " if job.minutes else ""

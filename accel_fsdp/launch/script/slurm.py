@@ -15,7 +15,7 @@ def text(job: JobFile) -> str:
 def _asked(job: JobFile) -> list[str]:
     said, limit = _limit(job)
     days, minutes = divmod(limit, 24 * 60)
-    whole = [] if job.memory else ["# All of each machine's memory:"]
+    whole = [] if job.flags.host_memory else ["# All of each machine's memory:"]
     return [
         "#!/bin/bash",
         f"# {job.title}",
@@ -27,13 +27,13 @@ def _asked(job: JobFile) -> list[str]:
         f"#SBATCH --gpus-per-node={job.gpus}",
         f"#SBATCH --cpus-per-task={job.cpus}",
         *whole,
-        f"#SBATCH --mem={f'{job.memory}G' if job.memory else 0}",
+        f"#SBATCH --mem={f'{job.flags.host_memory}G' if job.flags.host_memory else 0}",
         *said,
         f"#SBATCH --time={f'{days}-' if days else ''}{minutes // 60:02d}:{minutes % 60:02d}:00",
         "#SBATCH --output=%x-%j.out",
         "#SBATCH --open-mode=append",
-        *([f"#SBATCH --chdir={job.shared}"] if job.shared else []),
-        *([f"#SBATCH --signal=USR1@{job.grace}"] if job.ours else []),
+        *([f"#SBATCH --chdir={job.flags.shared}"] if job.flags.shared else []),
+        *([f"#SBATCH --signal=USR1@{job.flags.grace}"] if job.ours else []),
         "#SBATCH --requeue" if job.resumes else "#SBATCH --no-requeue",
         "# <- With one # where your cluster wants them:",
         "##SBATCH --partition=NAME",
@@ -45,7 +45,7 @@ def _limit(job: JobFile) -> tuple[list[str], int]:
     """The minutes after which SLURM ends the job, and where they come from unless a flag gave them."""
     if job.minutes:
         return [], job.minutes
-    if job.predicted and job.predicted.minutes * 60 > job.grace:
+    if job.predicted and job.predicted.minutes * 60 > job.flags.grace:
         return [f"# <- Predicted: {job.predicted}. --time sets another:"], job.predicted.minutes
     return ["# <- No duration was given. A shorter limit lets the scheduler start the job earlier:"], DEFAULT_MINUTES
 

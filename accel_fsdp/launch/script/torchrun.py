@@ -16,7 +16,7 @@ def text(job: JobFile) -> str:
     """
     if not job.ours:
         raise UsageError(
-            f"torchrun reads no Accelerate YAML, and {job.script} doesn't either",
+            f"torchrun reads no Accelerate YAML, and {job.flags.script} doesn't either",
             why="the script would train without FSDP",
             fix="accel-fsdp launch --machine-rank N --main-process-ip ADDRESS FILE SCRIPT, on each machine",
         )
@@ -29,14 +29,14 @@ def text(job: JobFile) -> str:
             f"# {job.made_by}",
             f"# Start it {'on each machine ' if several else ''}from a folder that all machines see: {usage}",
             "set -euo pipefail",
-            *([f"cd {job.shared}"] if job.shared else []),
+            *([f"cd {job.flags.shared}"] if job.flags.shared else []),
             "# source .venv/bin/activate    # <- where accel-fsdp is installed",
             'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
             *shell_variables(job),
             f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}",
             *(_meeting() if several else []),
             f"mkdir -p logs/{job.name}",
-            f"exec {_limit(job)}{_command(job)}",
+            f"exec {job.under_timeout(_command(job))}",
             "",
         ]
     )
@@ -60,15 +60,11 @@ def _command(job: JobFile) -> str:
         if job.machines > 1
         else "--standalone"
     )
-    words = ["--accelerate_config", str(job.file)]
-    script = in_lines([str(job.script), *words], job.words, "    ")
+    words = ["--accelerate_config", str(job.flags.file)]
+    script = in_lines([str(job.flags.script), *words], job.words, "    ")
     lines = [
         f"torchrun --nnodes={job.machines} --nproc-per-node={job.gpus} {meeting}",
         f"--signals-to-handle={launcher.SIGNALS} --log-dir=logs/{shlex.quote(job.name)} --tee=3",
         script,
     ]
     return " \\\n    ".join(lines)
-
-
-def _limit(job: JobFile) -> str:
-    return f"timeout --foreground --signal=USR1 {job.minutes}m " if job.minutes else ""

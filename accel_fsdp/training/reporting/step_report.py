@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any, Literal
 
 from accel_fsdp.hardware import Gpu
-from accel_fsdp.launch.ranks import Unit, holding
+from accel_fsdp.launch.ranks import HeldUnit, holding
 from accel_fsdp.prediction import Traffic, by_unit
 from accel_fsdp.training.reporting.step_trace import Collective, Measured, StepTrace
 from accel_fsdp.units import any_size, any_time, counted
@@ -130,7 +130,7 @@ class Known:
     why_no_gpu: str
     on_gpu: bool
     ranks: int
-    units: Sequence[tuple[str, Unit]]
+    units: Sequence[tuple[str, HeldUnit]]
     buckets: Sequence[int]
     own_engine: bool
     quick_seconds: Sequence[float] = ()
@@ -285,7 +285,7 @@ def _all(sent: Traffic) -> float:
     return sent.intra_bytes + sent.inter_bytes
 
 
-def unit_names(units: Sequence[Unit], layers: Mapping[str, str], embedding: str) -> list[tuple[str, Unit]]:
+def unit_names(units: Sequence[HeldUnit], layers: Mapping[str, str], embedding: str) -> list[tuple[str, HeldUnit]]:
     """The prediction's name of each of FSDP's units. `layers` are classes by path; an adapter's unit is its layer's."""
     outside = [unit for unit in units if not _layer(unit.name, layers) and unit.weights]
     ends = {embedding: by_unit.EMBEDDING} if len(outside) > 1 else {}
