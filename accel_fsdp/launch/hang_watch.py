@@ -54,7 +54,7 @@ class Watchdog:
         self._over = threading.Event()
         self._doing, self._since = "the start", time.monotonic()
         self._step: int | None = None
-        self._place: hang.Place = ()
+        self._place: hang.Instructions = ()
         self._place_since = self._last_round = self._since
         self._rounds, self._store_is_gone, self._failed_since = 0, False, 0.0
         self._changed: dict[int, tuple[int, float]] = {}
@@ -157,9 +157,12 @@ class Watchdog:
 
     def _looks(self) -> dict[str, str]:
         """The states of the silent ranks' processes on this machine."""
-        silent = (peer.beat for peer in self.seen.values() if peer.silent > self.patience.silence / 2)
-        here = (beat for beat in silent if beat.machine == self._first.machine)
-        return {str(beat.rank): beats.state_of(beat.pid, self._computed) for beat in here}
+        silent = (peer.beat for peer in self._here() if peer.silent > self.patience.silence / 2)
+        return {str(beat.rank): beats.state_of(beat.pid, self._computed) for beat in silent}
+
+    def _here(self) -> list[Seen]:
+        """The ranks of this machine."""
+        return [peer for peer in self.seen.values() if peer.beat.machine == self._first.machine]
 
     def _read(self, now: float) -> None:
         changed, seen = self._changed, dict[int, Seen]()
@@ -261,12 +264,10 @@ class Watchdog:
             self._store_is_gone = True
         if self._store_is_gone:
             return Cause(f"no connection to {self._of_store()}")
-        seen = dict(self.seen)
-        for rank, peer in seen.items():
-            if rank != self.rank and peer.beat.machine == self._first.machine:
-                state = beats.state_of(peer.beat.pid)
-                if state in (GONE, STOPPED):
-                    return Cause(hangs.describe_process(peer, state))
+        for peer in self._here():
+            if peer.beat.rank != self.rank and (state := beats.state_of(peer.beat.pid)) in (GONE, STOPPED):
+                return Cause(hangs.describe_process(peer, state))
+        seen = self.seen
         gone = hangs.silent_ranks(seen, LOST_BEATS * self.every)
         return Cause(hangs.describe_silent(gone, seen, machine_answers)) if gone else None
 
@@ -297,9 +298,8 @@ class Watchdog:
 
     def _wake_stopped(self) -> None:
         """Wakes ranks of this machine that a signal stopped, so that they end too: their launcher waits for them."""
-        for peer in self.seen.values():
-            here = peer.beat.machine == self._first.machine and peer.beat.pid != os.getpid()
-            if here and peer.silent and beats.state_of(peer.beat.pid) == STOPPED:
+        for peer in self._here():
+            if peer.beat.rank != self.rank and peer.silent and beats.state_of(peer.beat.pid) == STOPPED:
                 with contextlib.suppress(OSError):
                     os.kill(peer.beat.pid, signal.SIGCONT)
 
@@ -321,8 +321,7 @@ class Watchdog:
 
     def _stop_alone(self, what: str) -> NoReturn:
         """Ends this rank when the store doesn't answer. The lowest rank of each machine reports."""
-        here = [peer.beat for peer in self.seen.values() if peer.beat.machine == self._first.machine]
-        speaker = min(here, key=lambda neighbour: neighbour.rank, default=self._first)
+        speaker = min((peer.beat for peer in self._here()), key=lambda beat: beat.rank, default=self._first)
         silently = False
         if speaker.rank != self.rank:
             self._wait_for(lambda: beats.state_of(speaker.pid) == GONE)
@@ -334,8 +333,8 @@ class Watchdog:
         """Ends this process; the cause and its fix are printed last."""
         error = self._error(cause, states)
         errors.tell_launcher(error)
-        ranks_here = [rank for rank, state in states.items() if self._is_here(state)]
-        first_here = min(ranks_here, default=self.rank) == self.rank
+        here = [peer.beat.rank for peer in self._here() if peer.beat.rank in states]
+        first_here = min((rank for rank in here if states[rank].ago is None), default=self.rank) == self.rank
         if (speaks or first_here) and not silently:
             console.say(f"{hangs.stacks(states)}\n{error}" if speaks else str(error), lines=True)
         if speaks and self.board is not None and len(states) > 1:
@@ -344,9 +343,6 @@ class Watchdog:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.exit_code)
-
-    def _is_here(self, state: LastSeen) -> bool:
-        return state.beat.machine == self._first.machine and state.ago is None
 
     def _error(self, cause: Cause, states: dict[int, LastSeen]) -> UserError:
         folder = self.output_dir

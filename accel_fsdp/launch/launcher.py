@@ -302,7 +302,7 @@ def _meet(args: Any, address: str, seconds: float) -> None:
     script, *words = words[1:] if words[0] == ON_CPU else words
     settings = agreement.of_job(variables, Path(script), words)
     port = int(place.value("main_process_port", DEFAULT_PORT))
-    roll_call.attend(own, address, port, seconds, settings)
+    roll_call.attend(own, Address(address, port, hosts=False), seconds, settings)
     os.environ[MACHINE_RANK] = str(own.rank)  # torchrun numbers the machines by itself
     os.environ[MEETING] = f"{port} {address}"
 

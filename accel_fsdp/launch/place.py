@@ -125,12 +125,13 @@ def _refuse_contradiction(place: Place, name: str, stated: Said, fix: str) -> No
     said = place.said.get(name)
     if said is None or said.value == stated.value:
         return
-    if said.at_most and stated.source.startswith("--") and stated.value < said.value:
+    is_flag = stated.source.startswith("--")
+    if said.at_most and is_flag and stated.value < said.value:
         return
-    there = f"{stated.source} {stated.value}" if stated.source.startswith("--") else f"{name}: {stated.value}"
-    where = "" if stated.source.startswith("--") else f" in {stated.source}"
+    by_flag = f"{stated.source} {stated.value} is on the command line"
+    in_file = f"{name}: {stated.value} is in {stated.source}"
     raise UserError(
-        f"{place.engine} says {name} {said.value} ({said.source}), and {there} is{where or ' on the command line'}",
+        f"{place.engine} says {name} {said.value} ({said.source}), and {by_flag if is_flag else in_file}",
         why="some ranks would wait for others that never come, or each machine would train alone",
         fix=fix,
     )

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import NoReturn
 
 from accel_fsdp import console
@@ -49,20 +49,20 @@ class Attendee:
         return f"machine {self.rank} ({self.host})"
 
 
-def attend(own: Attendee, address: str, port: int, seconds: float, settings: Settings) -> None:
-    """Waits until all machines have connected and compared their settings, and the port is free again.
+def attend(own: Attendee, meeting: Address, seconds: float, settings: Settings) -> None:
+    """Waits until all machines have connected at `meeting` and compared their settings, and its port is free again.
 
     Raises:
         UserError: some didn't connect in time, two have the same rank, or their settings differ.
     """
     deadline = time.monotonic() + seconds
     try:
-        board = _hold(own, address, port) if own.rank == 0 else _reach(own, address, port, seconds)
+        board = _hold(own, meeting) if own.rank == 0 else _reach(own, meeting, seconds)
     except RuntimeError as error:
         raise UserError(
-            f"the machines can't meet at {_endpoint(address, port)}: {error}",
+            f"the machines can't meet at {meeting}: {error}",
             why="another program uses the port",
-            fix=f"another one on all machines: --main-process-port {port + 1}",
+            fix=f"another one on all machines: --main-process-port {meeting.port + 1}",
         ) from error
     try:
         _call(board, own, seconds, deadline)
@@ -70,59 +70,51 @@ def attend(own: Attendee, address: str, port: int, seconds: float, settings: Set
         _part(board, own)
     except RuntimeError as error:  # a DistError is one
         raise UserError(
-            f"machine 0 at {_endpoint(address, port)} closed the connection before all machines had connected",
+            f"machine 0 at {meeting} closed the connection before all machines had connected",
             why="it ended, or the network broke",
             fix="look at what it printed",
         ) from error
 
 
-def _endpoint(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
 # Reaching machine 0
 
 
-def _hold(own: Attendee, address: str, port: int) -> Board:
+def _hold(own: Attendee, meeting: Address) -> Board:
     """The store, held by this machine, if it is the one that others reach at the address."""
-    board = Address("127.0.0.1", port, hosts=True).open(OPEN_SECONDS)
-    if rendezvous.is_own(address):
+    board = replace(meeting, host="127.0.0.1", hosts=True).open(OPEN_SECONDS)
+    if rendezvous.is_own(meeting.host):
         return board
     board.put("holder", asdict(own))
-    if problem := rendezvous.wait_for(address, port, OTHER_SECONDS):
+    if problem := rendezvous.wait_for(meeting.host, meeting.port, OTHER_SECONDS):
         raise UserError(
-            f"this is machine 0, and it doesn't reach itself at {_endpoint(address, port)}: {problem}",
-            why=f"no interface of it has the address of {address}, at which the others look for machine 0",
+            f"this is machine 0, and it doesn't reach itself at {meeting}: {problem}",
+            why=f"no interface of it has the address of {meeting.host}, at which the others look for machine 0",
             fix=rendezvous.FIX_ADDRESS,
         )
-    there = Address(address, port, hosts=False).open(OPEN_SECONDS)
+    there = meeting.open(OPEN_SECONDS)
     if there.get("holder") != asdict(own):
-        _refuse(there, f"two machines were told that they are machine 0: the one at {address}, and {own.host}")
+        _refuse(there, f"two machines were told that they are machine 0: the one at {meeting.host}, and {own.host}")
     return board
 
 
-def _reach(own: Attendee, address: str, port: int, seconds: float) -> Board:
+def _reach(own: Attendee, meeting: Address, seconds: float) -> Board:
     """The store of machine 0, as soon as it listens."""
-    began, here = time.monotonic(), rendezvous.is_own(address)
+    began, here = time.monotonic(), rendezvous.is_own(meeting.host)
     limit = min(seconds, OWN_SECONDS) if here else seconds
-    note = f"; {address} is this machine, which was told that it is machine {own.rank}" if here else ""
+    note = f"; {meeting.host} is this machine, which was told that it is machine {own.rank}" if here else ""
     while True:
         left = began + limit - time.monotonic()
-        problem = rendezvous.wait_for(address, port, max(min(SAY_SECONDS, left), 0.0))
+        problem = rendezvous.wait_for(meeting.host, meeting.port, max(min(SAY_SECONDS, left), 0.0))
         if not problem:
-            return Address(address, port, hosts=False).open(OPEN_SECONDS)
+            return meeting.open(OPEN_SECONDS)
         waited = time.monotonic() - began
-        report = f"machine 0 at {_endpoint(address, port)} has not been reached for {waited:.0f} s: {problem}{note}"
+        report = f"machine 0 at {meeting} has not been reached for {waited:.0f} s: {problem}{note}"
         if waited < limit:
             console.say(f"accel-fsdp: {report}")
         elif here:
             raise UserError(report, why="no process with machine rank 0 listens there", fix=FIX_RANKS)
-        elif "refused" in problem:
-            why = "the machine with that address answers, and nothing listens at the port"
-            raise UserError(report, why=why, fix=FIX_REACH)
         else:
-            why = "nothing answers: often a firewall drops the port, or the address is another machine's"
-            raise UserError(report, why=why, fix=FIX_REACH)
+            raise UserError(report, why=rendezvous.why_unreached(problem), fix=FIX_REACH)
 
 
 # Which machines have connected

@@ -30,6 +30,9 @@ class Address:
     port: int
     hosts: bool
 
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
     def open(self, seconds: float) -> "Board":
         """Connects to the store, or starts it, within `seconds`.
 

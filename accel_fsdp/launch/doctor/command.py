@@ -245,17 +245,12 @@ def _refuse_second_first(team: Team) -> None:
 
 
 def _not_met(team: Team, meeting: Meeting | None, error: RuntimeError) -> Row:
-    host = f"[{team.address.host}]" if ":" in team.address.host else team.address.host
-    at = f"machine 0 at {host}:{team.address.port}"
+    at = f"machine 0 at {team.address}"
     first = (str(error).splitlines() or [type(error).__name__])[0]
     if meeting is not None:
         what, why = f"{at} answered, and doesn't any more: {first}", "it ended, or the network broke"
         return Row("machines", "error", what, why, "look at the report of machine 0")
-    what, refused = f"{at} doesn't answer: {first}", "refused" in first
-    why = "nothing listens there" if refused else "often a firewall drops the port, or the address is another machine's"
-    fix = (
-        "accel-fsdp doctor on machine 0 at the same time"
-        if refused
-        else "open the port, or another --main-process-port"
-    )
-    return Row("machines", "error", what, why, fix)
+    fix = "open the port, or another --main-process-port"
+    if "refused" in first:
+        fix = "accel-fsdp doctor on machine 0 at the same time"
+    return Row("machines", "error", f"{at} doesn't answer: {first}", rendezvous.why_unreached(first), fix)

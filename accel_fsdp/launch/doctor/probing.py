@@ -128,19 +128,16 @@ def sizes(on_gpus: bool, bytes_per_second: float) -> list[int]:
 
 def _pairs(task: Task, board: Board) -> None:
     began = time.monotonic()
-    for pairs in rounds(task.members):
-        for low, high in pairs:
-            if task.number not in (low, high):
-                continue
-            side = int(task.number == high)
-            board.put(f"{pair_key(low, high, side)}/comes", True)
-            comes = f"{pair_key(low, high, 1 - side)}/comes"
-            left = began + START_SECONDS - time.monotonic()
-            if board.wait([comes], max(left, 2 * PAIR_SECONDS)):
-                result = _pair(task, board, low, high)
-            else:
-                result = PairResult(low, high, error=f"machine {low if side else high} gave no sign in its test")
-            board.put(pair_key(low, high, side), asdict(result))
+    own_pairs = (pair for pairs in rounds(task.members) for pair in pairs if task.number in pair)
+    for low, high in own_pairs:
+        side = int(task.number == high)
+        board.put(f"{pair_key(low, high, side)}/comes", True)
+        left = began + START_SECONDS - time.monotonic()
+        if board.wait([f"{pair_key(low, high, 1 - side)}/comes"], max(left, 2 * PAIR_SECONDS)):
+            result = _pair(task, board, low, high)
+        else:
+            result = PairResult(low, high, error=f"machine {low if side else high} gave no sign in its test")
+        board.put(pair_key(low, high, side), asdict(result))
 
 
 def _pair(task: Task, board: Board, first: int, second: int) -> PairResult:

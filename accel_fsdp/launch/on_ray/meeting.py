@@ -32,17 +32,6 @@ def shared_devices() -> Any:
     return Ranks()
 
 
-def store() -> tuple[Any, int]:
-    """The store at which the ranks meet, and its port: of the worker of rank 0, as torchrun's agent has it.
-
-    A port that is chosen for a rank to listen at later may be taken by then.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return server, server.port
-
-
 @dataclass
 class Messages:
     """The actor of a job: what the driver wants of the workers, and how their ranks ended.

@@ -66,14 +66,15 @@ def _variables(messages: Any) -> dict[str, str]:
     """What torchrun would tell the rank: its place, and the store of rank 0's worker as that of its agent."""
     import ray
     from ray.train.collective import broadcast_from_rank_zero
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     context = ray.train.get_context()
     meets = None
     if context.get_world_rank() == 0:
         ray.get(messages.begin.remote(context.get_world_size()))
-        store, port = meeting.store()
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has it
         _kept.append(store)
-        meets = ray.util.get_node_ip_address(), port
+        meets = ray.util.get_node_ip_address(), store.port
     address, port = broadcast_from_rank_zero(meets)
     return {
         "RANK": str(context.get_world_rank()),

@@ -29,7 +29,7 @@ LIBRARIES = ("torch", "accelerate")
 """Packages that call collectives for a script."""
 
 
-Place = tuple[tuple[CodeType, int], ...]
+Instructions = tuple[tuple[CodeType, int], ...]
 """The code and the instruction of each frame of a stack."""
 
 
@@ -80,12 +80,12 @@ def stand_of(thread: int, caller: str = "") -> Stand | None:
     return Stand(line, _collective(stack), frames.text_of(stack[:begins]), _caller(stack))
 
 
-def place_of(thread: int) -> Place:
+def place_of(thread: int) -> Instructions:
     """The instruction at which a thread of this process is, to be compared with an earlier one."""
     return tuple((at.code, at.instruction) for at in frames.stack_of(thread))
 
 
-def is_debugged(place: Place) -> bool:
+def is_debugged(place: Instructions) -> bool:
     """Whether a debugger has stopped a thread there."""
     return any(os.path.basename(code.co_filename) in DEBUGGERS for code, _ in place)
 
