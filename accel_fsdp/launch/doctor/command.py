@@ -16,6 +16,7 @@ from accel_fsdp.launch.doctor.report import Examination
 from accel_fsdp.launch.doctor.rows import Row, is_healthy, of_error
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.linter import LintOptions, lint
+from accel_fsdp.models import first_line
 from accel_fsdp.units import counted
 
 MOST_RANKS_ON_CPU = 8
@@ -246,7 +247,7 @@ def _refuse_second_first(team: Team) -> None:
 
 def _not_met(team: Team, meeting: Meeting | None, error: RuntimeError) -> Row:
     at = f"machine 0 at {team.address}"
-    first = (str(error).splitlines() or [type(error).__name__])[0]
+    first = first_line(error)
     if meeting is not None:
         what, why = f"{at} answered, and doesn't any more: {first}", "it ended, or the network broke"
         return Row("machines", "error", what, why, "look at the report of machine 0")
