@@ -5,7 +5,6 @@ from typing import Any
 
 from accel_fsdp.launch import agreement
 from accel_fsdp.launch.doctor import known_errors
-from accel_fsdp.launch.doctor.error_row import KnownError
 from accel_fsdp.launch.doctor.facts import Facts
 from accel_fsdp.launch.doctor.meeting import BUSY, Found
 from accel_fsdp.launch.doctor.probing import PAIR_SECONDS, SMALL_BYTES, PairResult
