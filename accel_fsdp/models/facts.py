@@ -29,8 +29,9 @@ class ModelFacts:
     `expert_classes` are classes of single experts in a list of experts, `declared_classes` what `_no_split_modules`
     names. `quantized` is the bits of a bitsandbytes checkpoint's weights, 0 if it is none, `quant_storage` their dtype.
     `quant_method` is how a checkpoint's weights are quantised and stay so, such as gptq; empty if they aren't.
-    `auto_class` is the class of transformers that trains it. `language_parameters` are those of the part that text goes
-    through, 0 where the model has no other.
+    `auto_class` is the class of transformers that trains it. `parameters` counts all of it. `language_parameters` are
+    those of the part that text goes through, 0 where the model has no other: `train/sft.py` loads and saves the whole
+    model, and its rows of text train this part alone.
     """
 
     name: str

@@ -45,10 +45,14 @@ CACHED = 1024  # equal layers share one unit, which is compared by identity: eac
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Parameters that are gathered together. Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy)."""
+    """Parameters that are gathered together. Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy).
+
+    `idle` ones are of layers that rows of text skip: held, and without gradients, so that no state is made for them.
+    """
 
     name: str
     held: tuple[Held, ...]
+    idle: bool = False
 
 
 def compute_bytes(recipe: Recipe) -> int:
@@ -99,11 +103,14 @@ def counted_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[tup
 
 @lru_cache(CACHED)
 def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
-    def unit(name: str, parameters: tuple[Parameter, ...], inside: bool = False) -> Unit:
-        return Unit(name, tuple(_held(parameters, recipe, layout, inside)))
+    def unit(name: str, parameters: tuple[Parameter, ...], inside: bool = False, idle: bool = False) -> Unit:
+        return Unit(name, tuple(_held(parameters, recipe, layout, inside)), idle)
 
     first, last = outer_parts(shape, layout)
-    blocks = tuple(unit(block.name, block.parameters, inside=True) for block in shape.blocks)
+    blocks = tuple(
+        unit(block.name, block.parameters, inside=True, idle=index in shape.untraced)
+        for index, block in enumerate(shape.blocks)
+    )
     return Units(blocks, unit("embedding" if last else "root", first), unit("head", last) if last else None)
 
 
@@ -187,7 +194,9 @@ def quantization_bytes(unit: Unit, layout: Layout) -> int:
 
 
 def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
-    """The optimizer state of one unit's trained shards."""
+    """The optimizer state of one unit's trained shards; DeepSpeed makes one of whatever isn't frozen."""
+    if unit.idle and layout.engine is not Engine.DEEPSPEED:
+        return 0
     return _optimizer_bytes(unit, recipe.optimizer, master_bytes(recipe, layout), layout)
 
 
