@@ -15,7 +15,6 @@ from accel_fsdp.linter.rules import SECTIONS
 from accel_fsdp.models import CAUSAL, catalogue, model_facts
 from accel_fsdp.planner import html_report
 from accel_fsdp.prediction import trace_store
-from accel_fsdp.prediction.memory import SHIPPED
 from accel_fsdp.wizard import MODEL, PRESETS, interview, to_yaml
 
 ROOT = Path(__file__).parent.parent
@@ -136,13 +135,15 @@ def recorded_texts() -> Iterator[tuple[str, str]]:
     from accel_fsdp.prediction.tracing import fit
 
     for name, entry in catalogue.entries().items():
-        if trace_store.first_alike(name) != name:
+        variants = trace_store.shipped(name)
+        if trace_store.first_alike(name) != name or not variants:
             continue
         path = f"accel_fsdp/prediction/{trace_store.FOLDER}/{trace_store.file_name(name)}"
-        key = trace_store.key_of(entry["config"], SHIPPED)
+        key = trace_store.key_of(entry["config"], variants)
         text = (ROOT / path).read_text(encoding="utf-8") if (ROOT / path).is_file() else ""
         if not text or trace_store.key_in(text) != key:
-            text = trace_store.to_text(key, *fit.record_model(name, AutoConfig.for_model(**entry["config"])))
+            recorded = fit.record_model(name, AutoConfig.for_model(**entry["config"]), variants)
+            text = trace_store.to_text(key, *recorded)
         yield path, text
 
 

@@ -2,7 +2,8 @@
 
 `catalogue.json` holds, per hub id, the configuration that was used, the positions (the longest sequence that its makers
 name) and the facts of the model built from it on the meta device; `make docs` renews the facts, and a test builds the
-models again.
+models again. `methods` are those whose allocations can be recorded, where some can't: PEFT's LoRA and bitsandbytes wrap
+Llama 4's router as a linear layer, which it isn't, and the linear attention of Qwen3.5 allocates chunk by chunk.
 """
 
 import json
@@ -17,7 +18,7 @@ from accel_fsdp.models.facts import LayerClass, ModelFacts
 
 @cache
 def entries() -> dict[str, dict[str, Any]]:
-    """The file's content by hub id: `config`, `positions` and `facts`."""
+    """The file's content by hub id: `config`, `positions`, `facts` and sometimes `methods`."""
     text = files("accel_fsdp.models").joinpath("catalogue.json").read_text(encoding="utf-8")
     content: dict[str, dict[str, Any]] = json.loads(text)
     return content

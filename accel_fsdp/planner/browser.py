@@ -18,6 +18,7 @@ from accel_fsdp.planner import html_report
 from accel_fsdp.planner.command import make_plan
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.text_report import PlanReport
+from accel_fsdp.prediction import trace_store
 
 COMMAND = "accel-fsdp plan"
 EXAMPLE = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8xH100-80GB", "seq-len": "4096"}
@@ -101,7 +102,7 @@ def _flags() -> dict[str, Flag]:
 def models() -> dict[str, list[str]]:
     """The models of the catalogue by publisher; others need torch, which browsers don't have."""
     by_publisher: dict[str, list[str]] = {}
-    for name in catalogue.entries():
+    for name in filter(trace_store.shipped, catalogue.entries()):
         by_publisher.setdefault(name.partition("/")[0], []).append(name)
     return by_publisher
 

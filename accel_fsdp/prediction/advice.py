@@ -10,7 +10,7 @@ from accel_fsdp.config import Method, Precision
 from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.job import SHARDING_KINDS, Job, Layout, Recipe
 from accel_fsdp.prediction import trace_store
-from accel_fsdp.prediction.memory import ModelShape, Tapes
+from accel_fsdp.prediction.memory import ModelShape, Tapes, Variant
 from accel_fsdp.prediction.problem import Candidate, Problem
 
 LENGTH = 2048
@@ -34,6 +34,8 @@ def problem_of(
     if recorded is None or machine.accelerator is None or not gpus.is_known(machine.accelerator):
         return None
     shape, tapes = recorded
+    if known is None and not any(Variant.of(variant).method == method for variant in tapes):
+        return None
     dtype: Literal["float32", "bfloat16"] = "float32" if method == "full" else "bfloat16"
     recipe = Recipe(method, precision, dtype, length=min(LENGTH, shape.positions or LENGTH))
     return Problem(shape, tapes, gpus.find(machine.accelerator, machine.memory_gib), Job(layout, recipe))

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 from accel_fsdp.atomic_files import write_text
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import catalogue
-from accel_fsdp.prediction.memory import Block, Event, ModelShape, Parameter, Size, Tape, Tapes
+from accel_fsdp.prediction.memory import SHIPPED, Block, Event, ModelShape, Parameter, Size, Tape, Tapes, Variant
 
 RECORDING = 4
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
@@ -26,12 +26,18 @@ TraceRecord: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
 
 
 def find(name: str) -> TraceRecord | None:
-    """The bundled shape and tapes by variant, of a model that `catalogue.canonical` knows, or None."""
+    """The bundled shape and tapes by variant of a model of the catalogue; None if it isn't, or can't be recorded."""
     known = catalogue.canonical(name)
-    if known is None:
+    if known is None or not shipped(known):
         return None
     shape, tapes = _bundled(first_alike(known))
     return replace(shape, name=known, positions=catalogue.entries()[known]["positions"]), tapes
+
+
+def shipped(name: str) -> tuple[str, ...]:
+    """The variants that are bundled for a model of the catalogue."""
+    methods = catalogue.entries()[name].get("methods")
+    return tuple(variant for variant in SHIPPED if methods is None or Variant.of(variant).method in methods)
 
 
 @cache

@@ -92,6 +92,7 @@ def test_the_catalogue_has_the_published_sizes() -> None:
     published |= {"Qwen3-235B-A22B": 235_093_634_560, "mistralai/Mistral-Small-24B-Base-2501": 23_572_403_200}
     published |= {"google/gemma-3-4b-it": 4_300_079_472, "Qwen2.5-VL-3B-Instruct": 3_754_622_976}
     published |= {"Qwen2.5-VL-7B-Instruct": 8_292_166_656, "Qwen2.5-VL-72B-Instruct": 73_410_777_344}
+    published |= {"Llama-4-Scout-17B-16E": 108_641_793_536, "Llama-4-Maverick-17B-128E": 401_583_781_376}
     published |= {"deepseek-ai/DeepSeek-V3": 671_026_404_352}  # without the layer that predicts one token more
     for name, parameters in published.items():
         facts = catalogue.find(name.lower())

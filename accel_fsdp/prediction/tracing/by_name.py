@@ -35,10 +35,13 @@ class Recorded(Mapping[str, Tapes]):
 def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Recorded]:
     """The shape and tapes: bundled, else from the cache, else recorded from the model's config."""
     folder = Path(name)
-    if not folder.exists() and (bundled := trace_store.find(name)):
-        known = bundled[0].name
-        return bundled[0], Recorded(known, catalogue.entries()[known]["config"], dict(bundled[1]))
-    if folder.is_dir():
+    known = None if folder.exists() else catalogue.canonical(name)
+    if known:
+        config = catalogue.entries()[known]["config"]
+        if bundled := trace_store.find(known):
+            return bundled[0], Recorded(known, config, dict(bundled[1]))
+        name = known
+    elif folder.is_dir():
         config = config_json.settings_in(folder)
     else:
         from accel_fsdp.models import read_config

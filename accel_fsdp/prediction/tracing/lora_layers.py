@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
+from accel_fsdp.errors import UserError
 from accel_fsdp.job import ATTENTION_LINEAR
 from accel_fsdp.prediction.memory import Variant
 
@@ -28,6 +29,8 @@ def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
         if _is_linear(module):
             parent, _, own = path.rpartition(".")
             adapted = variant.targets == "all" or own in ATTENTION_LINEAR
+            if adapted or variant.method == "qlora":
+                _check_product(path, module)
             new = _wrapped(module, variant, rank) if adapted else _frozen(module, variant)
             layer.get_submodule(parent)._modules[own] = new
     layer.requires_grad_(False)
@@ -39,6 +42,20 @@ def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
 
 def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear | Conv1D)
+
+
+def _check_product(path: str, module: Any) -> None:
+    """Refuses linear layers with a forward of their own that returns more than a product, as Llama 4's router does."""
+    if type(module).forward in (nn.Linear.forward, Conv1D.forward):
+        return
+    returned = module(module.weight.new_empty(1, module.in_features))
+    if not isinstance(returned, Tensor):
+        raise UserError(
+            f"{type(module).__name__} ({path}) can't get an adapter or 4-bit weights: it returns "
+            f"{len(returned)} tensors",
+            why="PEFT and bitsandbytes take it for a plain linear layer, and training would stop at the first step",
+            fix="--method full",
+        )
 
 
 def _settings(rank: int, transposed: bool, variant: Variant) -> Any:
