@@ -25,31 +25,7 @@ CRC_BYTES = 4
 LARGEST_METADATA = 1 << 28
 
 
-class _Metadata(Inert):
-    pass
-
-
-class _Tensor(Inert):
-    pass
-
-
-class _Properties(Inert):
-    pass
-
-
-class _Chunk(Inert):
-    pass
-
-
 class _Bytes(Inert):
-    pass
-
-
-class _Place(Inert):
-    pass
-
-
-class _Index(Inert):
     pass
 
 
@@ -66,15 +42,15 @@ def _member(kind: Any, name: Any) -> str:
 PATHS = ("Path", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 DCP, FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 ADMITTED: dict[tuple[str, str], Any] = {
-    (DCP, "Metadata"): _Metadata,
-    (DCP, "TensorStorageMetadata"): _Tensor,
+    (DCP, "Metadata"): Inert,
+    (DCP, "TensorStorageMetadata"): Inert,
     (DCP, "BytesStorageMetadata"): _Bytes,
-    (DCP, "TensorProperties"): _Properties,
-    (DCP, "ChunkStorageMetadata"): _Chunk,
-    (DCP, "MetadataIndex"): _Index,
+    (DCP, "TensorProperties"): Inert,
+    (DCP, "ChunkStorageMetadata"): Inert,
+    (DCP, "MetadataIndex"): Inert,
     (DCP, "StorageMeta"): Inert,
     (DCP, "_MEM_FORMAT_ENCODING"): _Format,
-    (FILES, "_StorageInfo"): _Place,
+    (FILES, "_StorageInfo"): Inert,
     ("builtins", "getattr"): _member,
     ("torch", "Size"): torch_zip.size,
     ("torch.serialization", "_get_layout"): Inert,
@@ -115,7 +91,13 @@ def entries(folder: Path, reader: FileReader) -> dict[str, Entry]:
     Pickled values, such as learning rates, are passed over.
     """
     with _listing(folder) as metadata:
-        return _entries(folder, reader, metadata)
+        chunks, items = _Chunks(reader), _items(folder, reader, metadata["storage_data"])
+        paths = metadata.get("planner_data") or {}
+        return {
+            _text(name): _entry(name, _path(paths.get(name) or (name,)), entry.state, items, chunks)
+            for name, entry in metadata["state_dict_metadata"].items()
+            if not isinstance(entry, _Bytes)
+        }
 
 
 def listed(folder: Path, reader: FileReader, needed: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], Any]:
@@ -177,17 +159,6 @@ class _Chunks:
         return view
 
 
-def _entries(folder: Path, reader: FileReader, metadata: dict[str, Any]) -> dict[str, Entry]:
-    chunks = _Chunks(reader)
-    items = _items(folder, reader, metadata["storage_data"])
-    paths = metadata.get("planner_data") or {}
-    return {
-        _text(name): _entry(name, _path(paths.get(name) or (name,)), entry.state, items, chunks)
-        for name, entry in metadata["state_dict_metadata"].items()
-        if not isinstance(entry, _Bytes)
-    }
-
-
 def _text(name: Any) -> str:
     if not isinstance(name, str):
         raise TypeError(f"a name of type {type(name).__name__}")
@@ -200,7 +171,7 @@ def _path(keys: Any) -> tuple[str, ...]:
     return tuple(map(str, keys))
 
 
-def _items(folder: Path, reader: FileReader, listed: dict[_Index, _Place]) -> dict[tuple[str, Any], _Item]:
+def _items(folder: Path, reader: FileReader, listed: dict[Inert, Inert]) -> dict[tuple[str, Any], _Item]:
     """The place of each chunk by name and offset, all of them in plain files of the folder."""
     items: dict[tuple[str, Any], _Item] = {}
     known: dict[str, tuple[Path, int]] = {}

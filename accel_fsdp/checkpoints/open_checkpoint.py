@@ -182,8 +182,8 @@ def split(paths: Paths, adapter: str | None = None) -> Weights:
     if not tensor_names.is_adapted(named):
         _check_unadapted(named)
         return Weights(named, optimizer=optimizer)
-    parts = tensor_names.divided(named)
-    return Weights(parts.base, _chosen(parts.adapters, adapter), optimizer)
+    base, adapters = tensor_names.divided(named)
+    return Weights(base, _chosen(adapters, adapter), optimizer)
 
 
 def _chosen(adapters: Mapping[str, dict[str, Stored]], name: str | None) -> dict[str, Stored]:

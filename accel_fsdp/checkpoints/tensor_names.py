@@ -5,8 +5,7 @@ Adapters stand in a model, which may hold several, or in a file of their own.
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.time_limits import at_most
@@ -42,17 +41,6 @@ def clean_name(name: str) -> str:
     return name
 
 
-@dataclass(frozen=True)
-class Divided(Generic[T]):
-    """The tensors of a model with adapters: its own by their plain names, and each adapter's as in PEFT's files.
-
-    An adapter's name is empty where the tensors are already named as in files.
-    """
-
-    base: dict[str, T]
-    adapters: dict[str, dict[str, T]]
-
-
 def is_adapted(names: Iterable[str]) -> bool:
     return any(LORA.search(name) or TOKENS in name for name in names)
 
@@ -62,11 +50,11 @@ def is_wrapped(names: Iterable[str]) -> bool:
     return any(name.startswith(PEFT_PREFIX) for name in names)
 
 
-def divided(tensors: Mapping[str, T]) -> Divided[T]:
-    """Takes base and adapters apart.
+def divided(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
+    """The tensors of a model with adapters: its own by their plain names, and each adapter's as in PEFT's files.
 
-    Where the adapters alone were saved, what no name tells from their own, such as `modules_to_save` in a file, is of
-    each of them.
+    An adapter's name is empty where the tensors are already named as in files. Where the adapters alone were saved,
+    what no name tells from their own, such as `modules_to_save` in a file, is of each of them.
     """
     base: dict[str, T] = {}
     adapters: dict[str, dict[str, T]] = {}
@@ -79,8 +67,8 @@ def divided(tensors: Mapping[str, T]) -> Divided[T]:
     if not _is_whole(base, tensors):
         for tensors_of in adapters.values():
             tensors_of |= {_prefixed(name): tensor for name, tensor in base.items()}
-        return Divided({}, adapters)
-    return Divided({plain(name): tensor for name, tensor in base.items()}, adapters)
+        return {}, adapters
+    return {plain(name): tensor for name, tensor in base.items()}, adapters
 
 
 def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:

@@ -187,10 +187,7 @@ def _fill(
         return
     content = bytearray(span)
     begin = piece.skip + sum(map(mul, offsets, strides)) * item
-    if piece.strides is None:
-        reader.read(piece.record, begin, memoryview(content))
-    else:
-        reader.read_out_of_order(piece.record, begin, memoryview(content))
+    reader.read(piece.record, begin, memoryview(content), in_order=piece.strides is None)
     target[...] = np.ndarray(target.shape, f"V{item}", content, 0, [stride * item for stride in strides])
 
 
@@ -252,24 +249,18 @@ class FileReader:
         self._lock = threading.Lock()
         self._parts: dict[FileRecord, list[tuple[int, int, int]]] = {}
 
-    def read(self, record: FileRecord, skip: int, view: memoryview) -> None:
-        """Fills `view` from `skip` bytes into the record on."""
-        if skip + len(view) > record.length:
-            raise damaged(record.path, "holds less than its index says")
-        self.read_bytes(record.path, record.start + skip, view)
-        if record.crc is not None:
-            part = (skip, len(view), zlib.crc32(view))
-            with self._lock:
-                self._parts.setdefault(record, []).append(part)
+    def read(self, record: FileRecord, skip: int, view: memoryview, in_order: bool = True) -> None:
+        """Fills `view` from `skip` bytes into the record on.
 
-    def read_out_of_order(self, record: FileRecord, skip: int, view: memoryview) -> None:
-        """As `read`, for many small parts; their checksum is taken in the end, of the whole record."""
+        The checksum of many small parts, which aren't read `in_order`, is taken in the end, of the whole record.
+        """
         if skip + len(view) > record.length:
             raise damaged(record.path, "holds less than its index says")
         self.read_bytes(record.path, record.start + skip, view)
         if record.crc is not None:
+            parts = [(skip, len(view), zlib.crc32(view))] if in_order else []
             with self._lock:
-                self._parts.setdefault(record, [])
+                self._parts.setdefault(record, []).extend(parts)
 
     def read_bytes(self, path: Path, at: int, view: memoryview) -> None:
         descriptor, done = self._open(path), 0

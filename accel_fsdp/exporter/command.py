@@ -263,7 +263,10 @@ class _Export:
         loading = None
         if options.verify != "bytes" and options.format == "safetensors":
             loading = verification.ask(folder, self.pool, named.folder if adapter else None)
-        hashes = self._write(folder, placed)
+        with console.progress("exporting", sum(placement.output.size_bytes for placement in placed)) as progress:
+            hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, sync=not options.no_sync)
+        if options.format == "pth":
+            pth_writer.seal(folder / file_names.TORCH_MODEL)
         report = ExportReport.of(self.checkpoint.folder.name, self.checkpoint.kind, placed, hashes, self.reader.check())
         with console.progress("verifying", report.size_bytes) as progress:
             report = verification.verify(folder, report, THREADS, progress)
@@ -290,14 +293,6 @@ class _Export:
         if state:
             placed += safetensors_writer.place(state, folder, file_names.OPTIMIZER, options.max_shard_size)
         return placed
-
-    def _write(self, folder: Path, placed: list[TensorPlacement]) -> dict[str, str]:
-        options = self.options
-        with console.progress("exporting", sum(placement.output.size_bytes for placement in placed)) as progress:
-            hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, sync=not options.no_sync)
-        if options.format == "pth":
-            pth_writer.seal(folder / file_names.TORCH_MODEL)
-        return hashes
 
 
 def _refuse(options: ExportCommand, weights: Weights, named: Papers) -> None:

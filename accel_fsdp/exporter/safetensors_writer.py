@@ -10,7 +10,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -260,27 +260,16 @@ def _hashes(
     placed: Sequence[TensorPlacement], block: Callable[[TensorPlacement, int, int], bytes], threads: int
 ) -> dict[str, str]:
     """Runs `block` for all blocks of all tensors, and joins the hashes of each tensor's blocks."""
-    parts_of: dict[str, dict[int, bytes]] = {placement.output.name: {} for placement in placed}
+    joined = {placement.output.name: b"" for placement in placed}
+    blocks = list(_blocks(placed))
     with ThreadPoolExecutor(threads) as pool:
-        running: dict[Future[bytes], tuple[str, int]] = {}
         try:
-            for placement, start, stop in _blocks(placed):
-                if len(running) >= 2 * threads:
-                    _collect(running, parts_of)
-                running[pool.submit(block, placement, start, stop)] = (placement.output.name, start)
-            while running:
-                _collect(running, parts_of)
+            for (placement, *_), hashed in zip(blocks, pool.map(block, *zip(*blocks, strict=True)), strict=True):
+                joined[placement.output.name] += hashed
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    joined = {name: b"".join(parts[at] for at in sorted(parts)) for name, parts in parts_of.items()}
     return {name: _hash(memoryview(hashes)).hex() for name, hashes in joined.items()}
-
-
-def _collect(running: dict[Future[bytes], tuple[str, int]], parts_of: dict[str, dict[int, bytes]]) -> None:
-    for future in wait(running, return_when=FIRST_COMPLETED).done:
-        name, start = running.pop(future)
-        parts_of[name][start] = future.result()
 
 
 def _blocks(placed: Sequence[TensorPlacement]) -> Iterator[tuple[TensorPlacement, int, int]]:

@@ -32,7 +32,6 @@ from accel_fsdp.units import MIB, counted, gb_or_mb
 READ_BYTES = MIB
 CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
-UNCOMPARED = "config, tokenizer and other files were not compared: the report has no hashes of them"
 MERGED = 1e-4
 """The largest difference of a merge in float32 from PEFT's, relative to the largest logit."""
 
@@ -114,8 +113,8 @@ def read_report(folder: Path) -> ExportReport | None:
         return None
     try:
         tensors = {str(name): _written(entry) for name, entry in content["tensors"].items()}
-        papers = {str(name): str(sha) for name, sha in content.get("papers", {}).items()}
-        if not papers and {"papers", "non_finite"} & content.keys():  # only the first reports had neither
+        papers = {str(name): str(sha) for name, sha in content["papers"].items()}
+        if not papers:
             raise ValueError("no hashes of config and tokenizer")
         return ExportReport(str(content["source"]), str(content["kind"]), tensors, (), papers=papers)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -194,6 +193,9 @@ def _same_papers(folder: Path, report: ExportReport) -> ExportReport:
 def verify(folder: Path, report: ExportReport, threads: int, progress: Progress) -> ExportReport:
     """Reopens all files: names, shapes, dtypes and hashes must be those of the report."""
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
+    known = {written.file for written in report.tensors.values()}
+    if unknown := next((path.name for path in paths if path.name not in known), ""):
+        raise damaged(folder, f"holds {unknown}, which was not exported")  # even an empty one may be loaded as weights
     in_files = {path.name: _tensors(path) for path in paths}
     placed = []
     for name, written in report.tensors.items():
@@ -213,15 +215,6 @@ def verify(folder: Path, report: ExportReport, threads: int, progress: Progress)
     report = replace(report, non_finite=dict(sorted(read.non_finite.items())))
     hashes = ", and the hash of each tensor" if hashed_too else ""
     return report.proven(f"files reopened: names, shapes, dtypes{hashes}")
-
-
-def _check_listed(folder: Path, report: ExportReport) -> None:
-    """Refuses files that from_pretrained may load as weights, even empty ones, if the export didn't write them."""
-    known = {*report.papers, *(written.file for written in report.tensors.values())}
-    files = (path.name for path in sorted(folder.iterdir()) if path.suffix in file_names.WEIGHTS)
-    extra = [name for name in files if name not in known]
-    if extra:
-        raise damaged(folder, f"holds {', '.join(extra[: transformers_probe.SHOWN])}, which was not exported")
 
 
 def check_finite(report: ExportReport) -> ExportReport:
@@ -310,8 +303,7 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
     _check_links(folder)
     _check_code(folder, report)
     if report is not None:
-        report = _same_papers(folder, report) if report.papers else report.proven(UNCOMPARED)
-        _check_listed(folder, report)
+        report = _same_papers(folder, report)
     report = verify(folder, report or _found(folder), THREADS, lambda _: None)
     report = report if allow_non_finite else check_finite(report)
     if not (folder / file_names.CONFIG).is_file() and not any(

@@ -53,7 +53,7 @@ def trained_class(config: Any) -> Any:
     for all of them, not of the one for text that AutoModelForCausalLM builds from a part.
     """
     named, known = _named_class(config), _known(config)
-    headless = bool(known) and _has_no_head(named, config)
+    headless = bool(known) and named is _bare_class(config)
     if named is not None and not headless and not (named is known.get(MASKED) and _is_decoder(config)):
         return named
     kind = auto_class(config)
@@ -73,7 +73,7 @@ def auto_class(config: Any) -> str:
     """
     known, named = _known(config), _named_class(config)
     fits = [kind for kind, built in known.items() if built is named]
-    if named is not None and not fits and not (known and _has_no_head(named, config)):
+    if named is not None and not fits and not (known and named is _bare_class(config)):
         return str(named.__name__)
     if CLASSIFIER in fits:
         return CLASSIFIER
@@ -100,10 +100,6 @@ def _known(config: Any) -> dict[str, Any]:
 
     mappings = {kind: getattr(transformers, kind)._model_mapping for kind in AUTO_CLASSES}
     return {kind: mapping[type(config)] for kind, mapping in mappings.items() if type(config) in mapping}
-
-
-def _has_no_head(kind: Any, config: Any) -> bool:
-    return kind is not None and kind is _bare_class(config)
 
 
 def _bare_class(config: Any) -> Any:

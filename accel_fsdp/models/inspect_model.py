@@ -33,27 +33,21 @@ def model_facts(name: str, config: Any) -> ModelFacts:
     """Builds the model of a Transformers config on the meta device and looks at it."""
     model = build(name, config)
     with config_json.believed(name):
-        return _facts(name, config, model)
-
-
-def _facts(name: str, config: Any, model: "nn.Module") -> ModelFacts:
-    wrapped = layers.wrap_classes(model)
-    reason = "found in the built model"
-    if not wrapped:
-        reason = "no repeated layer found: name the class"
-    return ModelFacts(
-        name=name,
-        model_type=str(config.model_type),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        wrap_classes=wrapped,
-        wrap_reason=reason,
-        classes=layers.class_names(model),
-        largest_layer_parameters=max((layer.parameters for layer in wrapped), default=0),
-        persistent_buffers=layers.persistent_buffers(model),
-        auto_class=auto_class(config),
-        language_parameters=layers.language_parameters(model),
-        **_formats(name, config, model),
-    )
+        wrapped = layers.wrap_classes(model)
+        reason = "found in the built model" if wrapped else "no repeated layer found: name the class"
+        return ModelFacts(
+            name=name,
+            model_type=str(config.model_type),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            wrap_classes=wrapped,
+            wrap_reason=reason,
+            classes=layers.class_names(model),
+            largest_layer_parameters=max((layer.parameters for layer in wrapped), default=0),
+            persistent_buffers=layers.persistent_buffers(model),
+            auto_class=auto_class(config),
+            language_parameters=layers.language_parameters(model),
+            **_formats(name, config, model),
+        )
 
 
 def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:

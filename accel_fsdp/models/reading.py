@@ -118,7 +118,8 @@ def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) ->
 def check_local_path(name: str, what: str, example: str = "HuggingFaceTB/SmolLM2-135M-Instruct") -> None:
     """Refuses a name that can only be a folder and isn't there; hub ids pass, and `example` is one."""
     path = Path(name)
-    if os.path.exists(name) or _looks_like_hub_id(name):  # of any length, which Path.exists refuses
+    is_path = not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1
+    if not is_path or os.path.exists(name):  # of any length, which Path.exists refuses
         return
     try:
         siblings = os.listdir(path.parent)
@@ -129,9 +130,3 @@ def check_local_path(name: str, what: str, example: str = "HuggingFaceTB/SmolLM2
         why="nothing can be read from it",
         fix=f"give an existing path, or a hub id such as {example}",
     )
-
-
-def _looks_like_hub_id(name: str) -> bool:
-    """`owner/name` or `name`, not a path: no leading dot, slash or tilde and at most one slash."""
-    path_like = name.startswith((".", "~", os.sep)) or name.count("/") > 1 or not name
-    return not path_like

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 from accel_fsdp import exporter
 from accel_fsdp.checkpoints import finite
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import verification
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -67,21 +66,12 @@ def test_a_report_that_cannot_be_read_is_an_error(how: str, made: Path, tmp_path
         export(out, check=True)
 
 
-def first_kind(report: dict[str, Any]) -> dict[str, Any]:
-    """As the first versions wrote it."""
-    return {key: one for key, one in report.items() if key not in ("papers", "non_finite")}
-
-
-@pytest.mark.parametrize("papers", [True, False])
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"])
-def test_weights_beside_the_export_are_named(suffix: str, papers: bool, made: Path, tmp_path: Path) -> None:
+def test_weights_beside_the_export_are_named(suffix: str, made: Path, tmp_path: Path) -> None:
     """from_pretrained prefers a model.safetensors without a tensor to the shards, and loads random numbers."""
     out = tmp_path / "out"
     export(made / "run", out, max_shard_size="100KB")
     assert not (out / "model.safetensors").exists()
-    if not papers:
-        path = out / "export.json"
-        path.write_text(json.dumps(first_kind(json.loads(path.read_text()))))
     save_file({}, out / f"model{suffix}", {"format": "pt"})
     with pytest.raises(UserError, match=rf"model\{suffix}( was not exported|, which was not exported)"):
         export(out, check=True)
@@ -101,13 +91,6 @@ def test_links_to_folders_and_to_nothing_are_named(name: str, target: str, made:
         export(out, check=True)
 
 
-def test_a_report_of_the_first_kind_says_what_it_lacks(made: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    shutil.copytree(made / "out", out)
-    (out / "export.json").write_text(json.dumps(first_kind(json.loads((out / "export.json").read_text()))))
-    assert verification.UNCOMPARED in verification.check(out, None).checks
-
-
 @pytest.mark.parametrize("report", [True, False])
 @pytest.mark.parametrize("name", ["modeling_x.py", "inner/tokenization_x.py", "kernel.so"])
 def test_code_from_elsewhere_is_named(name: str, report: bool, made: Path, tmp_path: Path) -> None:
@@ -115,10 +98,7 @@ def test_code_from_elsewhere_is_named(name: str, report: bool, made: Path, tmp_p
     shutil.copytree(made / "out", out)
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_text("raise SystemExit")
-    if report:  # as older versions wrote it
-        path = out / "export.json"
-        path.write_text(json.dumps(first_kind(json.loads(path.read_text()))))
-    else:
+    if not report:
         (out / "export.json").unlink()
     with pytest.raises(UserError, match=f"holds code that no export writes: {name}"):
         export(out, check=True)

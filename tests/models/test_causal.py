@@ -35,7 +35,6 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "nu
     [
         (BertConfig(**SMALL), "is a Bert that sees the tokens after the one that it predicts"),
         (RobertaConfig(**SMALL, architectures=["RobertaForMaskedLM"]), "is a RobertaForMaskedLM that sees"),
-        (XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=64), "is a XLNet that sees"),
         (T5Config(architectures=["T5ForConditionalGeneration"]), "which has an encoder and a decoder"),
         (ViTConfig(), "of which transformers has no causal language model"),
         (BertConfig(**SMALL, is_decoder=True), ""),
@@ -47,27 +46,24 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "nu
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PreTrainedConfig) else "",
 )
-def test_kinds_are_told_by_a_small_one_of_them(config: PreTrainedConfig, said: str) -> None:
-    before = torch.random.get_rng_state()
-    if said:
-        with pytest.raises(UserError) as refused:
-            causal.check_config(config, "model")
-        assert said in str(refused.value)
-    else:
+def test_kinds_are_told_by_their_configs(config: PreTrainedConfig, said: str) -> None:
+    if not said:
         causal.check_config(config, "model")
-        assert causal.looks_ahead_by(config) is False
-    assert torch.equal(torch.random.get_rng_state(), before)  # the run's own numbers don't depend on it
+        return
+    with pytest.raises(UserError) as refused:
+        causal.check_config(config, "model")
+    assert said in str(refused.value)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_loaded_model_is_asked_where_its_kind_is_large(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(causal, "LARGEST", 10)
+def test_the_loaded_model_is_asked(dtype: torch.dtype) -> None:
     experts = {"num_local_experts": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+    xlnet = XLNetConfig(d_model=32, n_layer=2, n_head=4, d_inner=64, initializer_range=0.2)
     for config, ahead in (
         (BertConfig(**SMALL, initializer_range=0.2), True),
+        *([(xlnet, True)] if dtype is torch.float32 else []),  # transformers' own code fails in bfloat16
         (MixtralConfig(**SMALL, **experts), False),
     ):
-        assert causal.looks_ahead_by(config) is None
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         model.train()
         assert causal.looks_ahead(model) is ahead
