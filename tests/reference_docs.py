@@ -8,9 +8,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from known_issues import PAINS, UNSEEN
+
 from accel_fsdp import api, atomic_files, linter, svg
 from accel_fsdp.config import BY_NAME, EXACT, FIELDS, NUMBERED, Engine, Field, Kind, full_name, short_name
-from accel_fsdp.linter import PAINS, UNSEEN
 from accel_fsdp.linter.rules import SECTIONS
 from accel_fsdp.models import CAUSAL, catalogue, model_facts
 from accel_fsdp.planner import html_report

@@ -56,9 +56,8 @@ NUMBERED = {
 class Field:
     """One key. `section` is the mapping it stands in, empty for the top level; `default` what holds when it is absent.
 
-    `meanings` are the values to choose from, each with its consequence. `variable` is the environment variable by which
-    the launcher hands the value to the ranks, empty where it goes to torchrun or nowhere. A key with no `engines` is
-    accepted and then used by nothing. `question` is how the wizard asks for it, empty where it doesn't.
+    `meanings` are the values to choose from, each with its consequence. A key with no `engines` is accepted and then
+    used by nothing. `question` is how the wizard asks for it, empty where it doesn't.
     """
 
     key: str
@@ -68,7 +67,6 @@ class Field:
     help: str
     section: str = ""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    variable: str = ""
     question: str = ""
 
     def takes(self, text: str) -> bool:
@@ -103,24 +101,17 @@ def _fsdp(
     engines: frozenset[Engine],
     help: str,
     meanings: Mapping[str, str] = _any_of(),
-    variable: str = "",
     question: str = "",
 ) -> Field:
-    name = variable or "FSDP_" + key.removeprefix("fsdp_").upper()
-    return Field(key, kind, default, engines, help, "fsdp_config", meanings, name, question)
+    return Field(key, kind, default, engines, help, "fsdp_config", meanings, question)
 
 
 def _mesh(name: str, kind: Kind, default: Any, help: str, *choices: str, engines: frozenset[Engine] = ONLY2) -> Field:
-    variable = f"PARALLELISM_CONFIG_{name.upper()}"
-    return Field(
-        f"parallelism_config_{name}", kind, default, engines, help, "parallelism_config", _any_of(*choices), variable
-    )
+    return Field(f"parallelism_config_{name}", kind, default, engines, help, "parallelism_config", _any_of(*choices))
 
 
-def _deepspeed(
-    key: str, kind: Kind, help: str, meanings: Mapping[str, str] = _any_of(), variable: str = "", question: str = ""
-) -> Field:
-    return Field(key, kind, None, DS, help, "deepspeed_config", meanings, variable, question)
+def _deepspeed(key: str, kind: Kind, help: str, meanings: Mapping[str, str] = _any_of(), question: str = "") -> Field:
+    return Field(key, kind, None, DS, help, "deepspeed_config", meanings, question)
 
 
 def _xla(name: str, kind: Kind, help: str) -> Field:
@@ -131,7 +122,7 @@ def _xla(name: str, kind: Kind, help: str) -> Field:
 
 def _extra(key: str, kind: Kind, default: Any, help: str, *choices: str) -> Field:
     section = key.partition("_")[0]
-    return Field(key, kind, default, ALL, help, f"{section}_config", _any_of(*choices), f"ACCELERATE_{key.upper()}")
+    return Field(key, kind, default, ALL, help, f"{section}_config", _any_of(*choices))
 
 
 STRATEGY_CHOICES = _any_of(*STRATEGIES.values(), *(str(number) for number in STRATEGIES))
@@ -146,7 +137,7 @@ TOP: tuple[Field, ...] = (
           "memory of gathered parameters and activations; no trains in the dtype the model was loaded in.", "",
           {"bf16": "Ampere and newer, TPU", "fp16": "older GPUs, with loss scaling", "no": "fp32 throughout",
            "fp8": "Hopper and newer, with an fp8_config"},
-          "ACCELERATE_MIXED_PRECISION", "Which precision?"),
+          "Which precision?"),
     Field("num_processes", Kind.INT, -1, ALL, "Ranks in total, over all machines: one per GPU.",
           question="How many processes in total (one per GPU, over all machines)?"),
     Field("num_machines", Kind.INT, 1, ALL, "Machines that take part; num_processes is divided by it.",
@@ -161,8 +152,7 @@ TOP: tuple[Field, ...] = (
     Field("gpu_ids", Kind.TEXT, "all", GPU, "GPUs to use as text such as '0,1'; replaces CUDA_VISIBLE_DEVICES."),
     Field("main_training_function", Kind.TEXT, "main", XLA, "The script's function that a TPU process calls."),
     Field("use_cpu", Kind.BOOL, False, ALL, "Trains on the CPU; not handed to FSDP ranks."),
-    Field("debug", Kind.BOOL, False, ALL, "Checks shapes before each collective; slow.",
-          variable="ACCELERATE_DEBUG_MODE"),
+    Field("debug", Kind.BOOL, False, ALL, "Checks shapes before each collective; slow."),
     Field("downcast_bf16", Kind.TEXT, False, XLA, "On TPU, double tensors become bf16 too."),
     Field("fsdp_config", Kind.SECTION, {}, FSDP, "The FSDP keys."),
     Field("deepspeed_config", Kind.SECTION, {}, DS, "The DeepSpeed keys."),
@@ -203,7 +193,6 @@ FSDP_FIELDS: tuple[Field, ...] = (
           question="How are FSDP units made?"),
     _fsdp("fsdp_transformer_layer_cls_to_wrap", Kind.NAMES, None, FSDP | XLA, "Layer classes that become units under "
           "TRANSFORMER_BASED_WRAP, joined by commas without spaces. Absent: the model's _no_split_modules.",
-          variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
           question="Which transformer layer class? (several: comma-separated)"),
     _fsdp("fsdp_min_num_params", Kind.INT, 100_000_000, ONLY1, "Parameters from which on a module becomes a unit under "
           "SIZE_BASED_WRAP.", question="From how many parameters on does a module become a unit?"),
@@ -265,38 +254,31 @@ def size_key(axis: str) -> str:
 
 
 DEEPSPEED_FIELDS: tuple[Field, ...] = (
-    _deepspeed("deepspeed_config_file", Kind.TEXT, "DeepSpeed's own JSON; most other keys must then be absent.",
-               variable="ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+    _deepspeed("deepspeed_config_file", Kind.TEXT, "DeepSpeed's own JSON; most other keys must then be absent."),
     _deepspeed("zero_stage", Kind.CHOICE, "What DeepSpeed shards; each stage saves memory and adds traffic.",
                {"3": f"parameters, gradients and optimizer state sharded ({ZERO_TWINS[3]})",
                 "2": f"gradients and optimizer state sharded ({ZERO_TWINS[2]})",
                 "1": "optimizer state sharded", "0": "nothing sharded: plain data parallel"},
-               "ACCELERATE_DEEPSPEED_ZERO_STAGE", "Which ZeRO stage?"),
-    _deepspeed("offload_optimizer_device", Kind.CHOICE, "Where the optimizer state lives.", DEVICES,
-               "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"),
-    _deepspeed("offload_param_device", Kind.CHOICE, "Where parameters live (stage 3).", DEVICES,
-               "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"),
+               "Which ZeRO stage?"),
+    _deepspeed("offload_optimizer_device", Kind.CHOICE, "Where the optimizer state lives.", DEVICES),
+    _deepspeed("offload_param_device", Kind.CHOICE, "Where parameters live (stage 3).", DEVICES),
     Field("offload_optimizer_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
           "deepspeed_config_file.", "deepspeed_config"),
     Field("offload_param_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
           "deepspeed_config_file.", "deepspeed_config"),
     Field("seq_parallel_communication_data_type", Kind.TEXT, None, frozenset(), "A key of DeepSpeed's own file, which "
           "the launcher drops.", "deepspeed_config"),
-    _deepspeed("gradient_accumulation_steps", Kind.TEXT, "Micro-batches per step, or auto.",
-               variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS"),
-    _deepspeed("gradient_clipping", Kind.TEXT, "Largest gradient norm, or auto.",
-               variable="ACCELERATE_GRADIENT_CLIPPING"),
-    _deepspeed("zero3_init_flag", Kind.BOOL, "Builds the model sharded (stage 3).",
-               variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"),
+    _deepspeed("gradient_accumulation_steps", Kind.TEXT, "Micro-batches per step, or auto."),
+    _deepspeed("gradient_clipping", Kind.TEXT, "Largest gradient norm, or auto."),
+    _deepspeed("zero3_init_flag", Kind.BOOL, "Builds the model sharded (stage 3)."),
     _deepspeed("zero3_save_16bit_model", Kind.BOOL, "Gathers 16-bit weights on save (stage 3); without it save_model "
-               "writes no model.", variable="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL"),
+               "writes no model."),
     _deepspeed("deepspeed_hostfile", Kind.TEXT, "Hosts for several machines."),
     _deepspeed("deepspeed_exclusion_filter", Kind.TEXT, "Hosts and GPUs to leave out."),
     _deepspeed("deepspeed_inclusion_filter", Kind.TEXT, "Hosts and GPUs to use."),
     _deepspeed("deepspeed_multinode_launcher", Kind.CHOICE, "How processes start on other machines.",
                _any_of("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh")),
-    _deepspeed("deepspeed_moe_layer_cls_names", Kind.NAMES, "Mixture-of-experts layer classes.",
-               variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES"),
+    _deepspeed("deepspeed_moe_layer_cls_names", Kind.NAMES, "Mixture-of-experts layer classes."),
 )  # fmt: skip
 
 DYNAMO_FIELDS: tuple[Field, ...] = (

@@ -10,6 +10,7 @@ from .from_arguments import Schedule as Schedule
 from .job import Job as Job
 from .job import of_plan as of_plan
 from .job import recompute_by as recompute_by
+from .layout import FSDP_KINDS as FSDP_KINDS
 from .layout import SHARDING_KINDS as SHARDING_KINDS
 from .layout import Layout as Layout
 from .recipe import ATTENTION_LINEAR as ATTENTION_LINEAR

@@ -14,5 +14,3 @@ from .inputs import read_given as read_given
 from .inputs import read_launch as read_launch
 from .inputs import read_subject as read_subject
 from .inputs import starter_of as starter_of
-from .known_issues import PAINS as PAINS
-from .known_issues import UNSEEN as UNSEEN

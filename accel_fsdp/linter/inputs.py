@@ -35,30 +35,20 @@ def read_launch(script: Path, words: tuple[str, ...]) -> Subject:
 
     A script that isn't valid Python is left out: the launcher reports it.
     """
-    subject = Subject({}, args=flag_words.parse_command_line(words), starter="accelerate")
-    try:
-        text = _script_text(script)
-    except UserError:
-        return replace(subject, ours=_is_called_ours(script))
-    if _imports_ours(text):
-        return replace(subject, ours=True)
+    subject = Subject({}, args=flag_words.parse_command_line(words), starter="accelerate", ours=_is_ours(script))
+    if subject.ours:
+        return subject
     with contextlib.suppress(UsageError):
-        subject = replace(subject, script=_parsed(script, text))
+        subject = replace(subject, script=_parsed(script, _script_text(script)))
     return subject
 
 
-def _is_called_ours(script: Path) -> bool:
-    return script.parts[-2:] == ("train", "sft.py")
-
-
-def _is_ours_in(words: list[str]) -> bool:
-    script = Path(_script_in(words))
-    if script == Path():
-        return False
+def _is_ours(script: Path) -> bool:
+    """Whether a script is train/sft.py: by its imports, or by its name if it can't be read."""
     try:
         return _imports_ours(_script_text(script))
     except UserError:
-        return _is_called_ours(script)
+        return script.parts[-2:] == ("train", "sft.py")
 
 
 def _imports_ours(text: str) -> bool:
@@ -87,7 +77,7 @@ def read_given(sources: Sources) -> Subject:
         launcher=launcher_flags(words),
         checkpoint=checkpoint,
         script=None if sources.script is None or script is None else _parsed(sources.script, script),
-        ours=_is_ours_in(words) if script is None else _imports_ours(script),
+        ours=_is_ours(Path(_script_in(words))) if script is None else _imports_ours(script),
     )
 
 

@@ -43,7 +43,7 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
         _refuse_existing(options)
     if interactive and output and atomic_files.is_taken(output) and not options.from_file and not options.force:
         console.say(f"{output} exists; before it is overwritten you will be asked.", style="yellow", wrap=True)
-    written = _flags_of(options.from_file) if options.from_file else {}
+    job, written = _read(options.from_file) if options.from_file else (JobConfig({}), {})
     answers = {**_preset(options.preset), **written}
     if "model" not in {**answers, **flags} and (options.from_file or "layer_class" in {**answers, **flags}):
         answers["model"] = interview.WITHOUT_MODEL
@@ -51,7 +51,7 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
         talk = asking.interview(flags, answers)
     else:
         talk = interview.interview(flags, answers, defaults=options.yes)
-    original = _original(options.from_file, written, talk) if options.from_file else None
+    original = _original(options.from_file, job, written, talk) if options.from_file else None
     if interactive:
         return _review(talk, options, original)
     _warn(talk)
@@ -76,26 +76,25 @@ def _preset(name: str | None) -> Mapping[str, str]:
     return PRESETS[name]
 
 
-def _flags_of(path: Path) -> dict[str, str]:
+def _read(path: Path) -> tuple[JobConfig, dict[str, str]]:
+    """The file, and the flags that would make it."""
     from accel_fsdp.config import read_config
 
     if str(path) == yaml_file.STDIN:
         raise UsageError("--from - can't be re-edited", why="it is read several times", fix="--from FILE")
-    job, document = read_config(path)
-    return from_yaml.to_flags(job, document.source)
+    job, _ = read_config(path)
+    return job, from_yaml.to_flags(job)
 
 
-def _original(path: Path, written: Mapping[str, str], talk: interview.Interview) -> Original:
+def _original(path: Path, job: JobConfig, written: Mapping[str, str], talk: interview.Interview) -> Original:
     """The file's answers, completed with the model of the interview and Accelerate's defaults."""
-    from accel_fsdp.config import read_config
-
     unwritten = ("model", "method", "gpus")
     before = {name: value for name, value in talk.given.items() if name in unwritten}
     answers = interview.answers(interview.Interview({}, {**before, **written}, as_written=True))
     new = interview.answers(talk)  # says what it can't use
-    for line in from_yaml.corrections(read_config(path)[0], answers, new, talk.given.keys()):
+    for line in from_yaml.corrections(job, answers, new, talk.given.keys()):
         console.say(f"note: {line}", style="yellow", wrap=True)
-    return Original(path, read_config(path)[0], answers, written.keys())
+    return Original(path, job, answers, written.keys())
 
 
 def _text(talk: interview.Interview, answers: Answers, original: Original | None) -> str:

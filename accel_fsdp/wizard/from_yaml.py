@@ -28,28 +28,22 @@ from accel_fsdp.wizard.questions import QUESTIONS, applying
 from accel_fsdp.wizard.to_yaml import header, to_mapping
 
 
-def to_flags(job: JobConfig, text: str) -> dict[str, str]:
+def to_flags(job: JobConfig) -> dict[str, str]:
     """The flags that would make this YAML: the inverse of `to_yaml.to_mapping`, as far as the wizard has questions.
 
     A missing key means Accelerate's default, not the wizard's. Model, method and machine are not in a YAML but read
     from the command in our own header, if there is one.
     """
     engine = job.engine
-    if job.other_tool:
+    if job.other_tool or engine is Engine.NONE:
+        kind = f"distributed_type {job.values.get('distributed_type')} can't be re-edited"
         raise UsageError(
-            f"this is a configuration of {job.other_tool}, not of Accelerate",
-            why="it has no answers to read back",
-            fix="make a new file: accel-fsdp config -o FILE",
-        )
-    if engine is Engine.NONE:
-        kind = job.values.get("distributed_type")
-        raise UsageError(
-            f"distributed_type {kind} can't be re-edited",
+            f"this is a configuration of {job.other_tool}, not of Accelerate" if job.other_tool else kind,
             why="the wizard knows FSDP, DDP, DeepSpeed and TPU",
             fix="make a new file: accel-fsdp config -o FILE",
         )
     name = ENGINE_NAMES[engine]
-    flags = {**_header_flags(text, name), "engine": name}
+    flags = {**_header_flags(job.source, name), "engine": name}
     for question in QUESTIONS:
         if question.key and engine in BY_NAME[question.key].engines:
             value = _meant(job, *question.key)

@@ -69,9 +69,8 @@ class Interview:
         return self._with_model(context) if question.field == "model" else context
 
     def _settle_given(self, question: Question, context: Context) -> Context:
-        if question.field == "model" and self.is_without_model:
-            return skip(question, context, {})
-        if question.field == "layer_class" and self.is_without_model and not self.given.get("layer_class"):
+        open_ = question.field == "model" or (question.field == "layer_class" and not self.given.get("layer_class"))
+        if open_ and self.is_without_model:
             return skip(question, context, {})
         if question.field in self.given:
             try:

@@ -17,7 +17,7 @@ from accel_fsdp.models import ModelFacts, state_bytes
 from accel_fsdp.prediction.memory import ModelShape
 from accel_fsdp.units import GIB, gib_of, gib_or_mib
 from accel_fsdp.wizard import validation
-from accel_fsdp.wizard.question import Context, engine_of, is_ddp
+from accel_fsdp.wizard.question import Context, engine_of
 
 if TYPE_CHECKING:
     from accel_fsdp.prediction import Candidate, Problem
@@ -127,9 +127,8 @@ def state_memory(context: Context) -> tuple[float, float] | None:
 
 def checkpoints_in_yaml(context: Context) -> bool:
     """Whether Accelerate can checkpoint activations with these answers; where not, the training script can."""
-    sharded = context["engine"] == "fsdp" and not is_ddp(context.given)
     asked = ("activation_checkpointing", True, context)
-    return sharded and not validation.reason(*asked) and not validation.caution(*asked)
+    return context.is_fsdp and not validation.reason(*asked) and not validation.caution(*asked)
 
 
 def checkpoints_in_script(context: Context) -> bool:

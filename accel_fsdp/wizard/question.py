@@ -9,6 +9,7 @@ from accel_fsdp import flag_words
 from accel_fsdp.config import FSDP_VERSIONS, OTHER_ENGINES, Engine
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware import MachineFacts, machines
+from accel_fsdp.job import FSDP_KINDS
 from accel_fsdp.models import ModelFacts
 from accel_fsdp.prediction.memory import ModelShape
 
@@ -18,16 +19,12 @@ if TYPE_CHECKING:
 GivenAnswers = Mapping[str, Any]
 
 
-def is_ddp(answers: GivenAnswers) -> bool:
-    """Whether answers mean plain data parallelism: FSDP2 has no NO_SHARD, and Accelerate would shard."""
-    unsharded = answers["engine"] == "fsdp" and answers["fsdp_version"] == 2 and answers["strategy"] == 3
-    return bool(answers["engine"] == "ddp" or unsharded)
-
-
 def engine_of(answers: GivenAnswers) -> Engine:
     """The engine of answers that may be incomplete; NONE while the version of FSDP is open."""
-    if answers.get("engine") != "fsdp" or is_ddp({"fsdp_version": 0, "strategy": 0, **answers}):
+    if answers.get("engine") != "fsdp":
         return OTHER_ENGINES.get(answers.get("engine", "ddp"), Engine.DDP)
+    if answers.get("fsdp_version") == 2 and answers.get("strategy") == 3:
+        return Engine.DDP  # FSDP2 has no NO_SHARD: it would shard
     return FSDP_VERSIONS.get(answers.get("fsdp_version", 0), Engine.NONE)
 
 
@@ -44,6 +41,14 @@ class Context:
     model: ModelFacts | None = None
     traced: "tuple[ModelShape, Mapping[str, Tapes]] | None" = None
     unread: bool = False
+
+    @property
+    def engine(self) -> Engine:
+        return engine_of(self.given)
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.engine in FSDP_KINDS
 
     @property
     def machine(self) -> MachineFacts:

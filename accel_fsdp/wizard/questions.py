@@ -11,43 +11,42 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from accel_fsdp.config import BY_NAME, DEFAULT_PORT, STRATEGIES, ZERO_STAGES, Kind, WrapPolicy, zero_name
+from accel_fsdp.config import BY_NAME, DEFAULT_PORT, STRATEGIES, ZERO_STAGES, Engine, Kind, WrapPolicy, zero_name
 from accel_fsdp.wizard import defaults, notes, validation
 from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.question import Context, Option, Question, is_ddp
+from accel_fsdp.wizard.question import Context, Option, Question
 
 METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
 Default = Callable[[Context], tuple[Any, str]]
 
 
 def _is_fsdp(context: Context) -> bool:
-    return bool(context["engine"] == "fsdp") and not is_ddp(context.given)
+    return context.is_fsdp
 
 
 def _wraps(policy: WrapPolicy) -> Callable[[Context], bool]:
-    return lambda context: _is_fsdp(context) and bool(context["wrap_policy"] == policy)
+    return lambda context: context.is_fsdp and bool(context["wrap_policy"] == policy)
 
 
 def _names_layers(context: Context) -> bool:
-    return bool(context["engine"] == "tpu") or _wraps("TRANSFORMER_BASED_WRAP")(context)
+    return context.engine is Engine.TPU or _wraps("TRANSFORMER_BASED_WRAP")(context)
 
 
 def _can_offload(context: Context) -> bool:
-    return _is_fsdp(context) or bool(context["engine"] == "deepspeed" and context["zero_stage"] > 0)
+    return context.is_fsdp or (context.engine is Engine.DEEPSPEED and bool(context["zero_stage"] > 0))
 
 
 def _several_machines(context: Context) -> bool:
     return bool(context["num_machines"] > 1)
 
 
-def _engine_is(*engines: str) -> Callable[[Context], bool]:
-    return lambda context: context["engine"] in engines
+def _engine_is(name: str) -> Callable[[Context], bool]:
+    return lambda context: bool(context["engine"] == name)
 
 
 def _free(name: str, prompt: str, default: Default, meanings: dict[Any, str], **rest: Any) -> Question:
     """A question that no single key of the YAML answers."""
-    metavar = rest.pop("metavar", "|".join(meanings))
-    return Question(name, prompt, default, _options(name, meanings), metavar=metavar, **rest)
+    return Question(name, prompt, default, _options(name, meanings), metavar="|".join(meanings), **rest)
 
 
 def _asks(name: str, key: str, default: Default, *, section: str = "fsdp_config", **rest: Any) -> Question:
@@ -199,7 +198,7 @@ QUESTIONS: tuple[Question, ...] = (
         "activation_checkpointing",
         "fsdp_activation_checkpointing",
         defaults.activation_checkpointing,
-        applies=lambda context: _is_fsdp(context) or bool(context["engine"] == "tpu"),
+        applies=lambda context: context.is_fsdp or context.engine is Engine.TPU,
     ),
     _asks(
         "state_dict_type",

@@ -4,13 +4,13 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import DEFAULT_PORT
+from accel_fsdp.config import DEFAULT_PORT, Engine
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, nearest
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes
 from accel_fsdp.models import catalogue, check_layer_classes
 from accel_fsdp.units import GIB, about_gib
-from accel_fsdp.wizard.question import Context, engine_of, is_ddp
+from accel_fsdp.wizard.question import Context, engine_of
 
 LOOKALIKES = str.maketrans("OoIl", "0011")
 """Letters that are typed for digits."""
@@ -209,7 +209,7 @@ def check_processes(context: Context, value: Any) -> int:
             why="it shards inside each machine, so nothing would be sharded",
             fix=f"{_two_on_each(context)}, or --strategy 1",
         )
-    if total < 2 and is_ddp(context.given):
+    if total < 2 and context.engine is Engine.DDP:
         raise UserError(
             "data parallel training with 1 process",
             why="Accelerate refuses it",

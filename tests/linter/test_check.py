@@ -59,7 +59,6 @@ GOLDEN: dict[str, tuple[str, str]] = {
         V2.replace("'no'", "fp8") + "fp8_config: {override_linear_precision: 'true,false,false'}\n",
         V2.replace("'no'", "fp8") + "fp8_config: {override_linear_precision: [true, false, false]}\n",
     ),
-    "AF323": (V2 + MESH + "  parallelism_config_tp_size: 2\n", V2 + MESH + SHARD.format(2)),
     "AF324": (
         DS + "  deepspeed_config_file: ds.json\n",
         DS.replace("mixed_precision: bf16\n", "") + "  deepspeed_config_file: ds.json\n",

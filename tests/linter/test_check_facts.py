@@ -89,10 +89,6 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     ),
     "AF430": (here(V2, torch_xla=True), here(V2, torch_xla=True, gpus=0)),
     "AF431": (here(V2, port_in_use=True), here(V2)),
-    "AF432": (
-        subject(V2, here=EIGHT, versions={"safetensors": "0.8.0"}),
-        subject(V2, here=EIGHT, versions={"safetensors": "0.8.1"}),
-    ),
     "AF433": (here(V2 + TWO, filesystem="ext4"), here(V2 + TWO, filesystem="nfs4")),
     "AF503": (
         on(UNNAMED, replace(LLAMA, declared_classes=("LlamaDecoderLayer", "VisionBlock"))),
@@ -179,6 +175,7 @@ def test_rule_on_facts(code: str) -> None:
         ("AF619", subject(V2, '--fsdp_config={"auto_wrap_policy":"SIZE_BASED_WRAP"}')),
         ("AF622", on(V2, TIED, "--trainable_token_indices 1,2")),
         ("AF812", subject(V2, checkpoint=CheckpointFacts("run/empty"))),
+        ("AF813", subject(V2, here=EIGHT, versions={"safetensors": "0.8.0"})),
     ],
 )
 def test_what_else_a_rule_sees(code: str, bad: Subject) -> None:

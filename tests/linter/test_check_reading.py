@@ -20,11 +20,12 @@ import yaml
 from accelerate.commands.config.config_args import default_yaml_config_file
 from checking import V1, V2, codes_of, subject
 from conftest import ROOT, accel_fsdp, run
+from known_issues import PAINS, UNSEEN
 from safetensors.numpy import save_file
 
 from accel_fsdp.checkpoints import Origin, completeness, discover, summary
 from accel_fsdp.hardware import host
-from accel_fsdp.linter import PAINS, UNSEEN, command_words, starter_of
+from accel_fsdp.linter import command_words, starter_of
 from accel_fsdp.linter.rules import RULES
 
 IDS = {f"P{number:02}" for number in range(1, 107)}

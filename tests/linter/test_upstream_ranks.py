@@ -198,7 +198,7 @@ def test_the_held_out_loss_depends_on_how_rows_fall_to_ranks(sharding: Seen) -> 
 
 @pytest.mark.pain("P103")
 def test_hybrid_with_one_rank_a_copy_shards_nothing(sharding: Seen) -> None:
-    """AF328 of FSDP1 with one process on each machine; AF323 of FSDP2, which stops."""
+    """AF328 of FSDP1 with one process on each machine; AF316 of FSDP2, which stops."""
     seen = same(sharding["copies_of_one_rank"])
     assert seen["FSDP1"] == {"2": 0.5, "1": 1.0}
     assert "no dimension for FSDP to shard across" in seen["FSDP2"]

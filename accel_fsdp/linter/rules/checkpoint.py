@@ -205,8 +205,12 @@ def folder_without_weights(subject: Subject) -> Iterator[Finding]:
 
 
 @rule("AF813", "note", pains=("P62",))
-def export_is_private(subject: Subject) -> Iterator[Finding]:
-    """Weights that only their owner may read: safetensors 0.8.0 sets that mode regardless of the umask."""
+def exports_are_private(subject: Subject) -> Iterator[Finding]:
+    """Weights that only their owner may read: safetensors 0.8.0 sets that mode regardless of the umask.
+
+    It is installed (`--here`), or an export of it is there (`--checkpoint`). train/sft.py sets the mode; most scripts
+    don't.
+    """
     saved = subject.checkpoint
     if saved is not None and saved.private and not saved.is_checkpoint:
         yield Finding(
@@ -214,4 +218,11 @@ def export_is_private(subject: Subject) -> Iterator[Finding]:
             f"{saved.name}/{saved.private} can be read by its owner only",
             "other users and serving containers can't load it",
             f"chmod a+r {saved.name}/*.safetensors",
+        )
+    if subject.versions.get("safetensors") == "0.8.0" and subject.here is not None and subject.here.others_may_read:
+        yield Finding(
+            "",
+            "safetensors 0.8.0 makes its files private",
+            f"others can't read an export{UNLESS_OURS}",
+            "chmod a+r on the export",
         )

@@ -153,7 +153,7 @@ Check = Callable[[Subject], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check with its stable code; `pains` are the rows of `known_issues.PAINS` that it detects."""
+    """A check with its stable code; `pains` are the rows of `tests/known_issues.py` that it detects."""
 
     code: str
     severity: Severity

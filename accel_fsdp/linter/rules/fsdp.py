@@ -306,22 +306,31 @@ def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def uses_mesh(subject: Subject) -> bool:
-    """Whether there is a `parallelism_config` under an engine that Accelerate builds a mesh for."""
-    engines = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)
-    return subject.engine in engines and bool(subject.section("parallelism_config"))
+@rule("AF316", pains=("P42", "P103"))
+def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
+    """A `parallelism_config` that Accelerate refuses.
 
-
-@rule("AF316", pains=("P42",))
-def mesh_has_another_size(subject: Subject) -> Iterator[Finding]:
-    """The sizes in `parallelism_config` multiplied are not `num_processes`.
-
-    Accelerate stops; DeepSpeed with `sp` does, whose batch then differs from Accelerate's. A mesh with
-    all sizes 1 is ignored.
+    Sizes below 1; `cp` with `sp`; replicas beside `tp` or `cp` without shards; FSDP2 with neither shards nor `cp`; or
+    a product that isn't `num_processes`. That stops DeepSpeed with `sp` too, whose batch then differs from
+    Accelerate's. A mesh with all sizes 1 is ignored.
     """
-    sizes = subject.mesh
-    if not uses_mesh(subject) or not all(type(size) is int for size in sizes.values()):
+    engines, sizes = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED), subject.mesh
+    whole = all(type(size) is int for size in sizes.values())
+    if subject.engine not in engines or not subject.section("parallelism_config") or not whole:
         return
+    small = [name for name, size in sizes.items() if size < 1]
+    bare = sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1 and (sizes["tp"] > 1 or sizes["cp"] > 1)
+    what = fix = ""
+    if small:
+        what, fix = f"{small[0]}_size is {sizes[small[0]]}", "sizes of 1 or more"
+    elif sizes["cp"] > 1 and sizes["sp"] > 1:
+        what, fix = "cp and sp exclude each other", "one of them at 1"
+    elif bare:
+        what, fix = "replicas beside tp or cp need shards", "dp_shard_size above 1, or dp_replicate_size: 1"
+    elif subject.engine is Engine.FSDP2 and sizes["dp_shard"] == sizes["cp"] == 1 < sizes["dp_replicate"] * sizes["tp"]:
+        what, fix = "the mesh leaves FSDP nothing to shard over", "dp_shard_size above 1"
+    if what:
+        yield Finding("parallelism_config", what, "Accelerate stops: ValueError", fix)
     total, processes = math.prod(sizes.values()), subject.number("num_processes")
     if processes and total not in (1, processes):
         largest = max((name for name in sizes if sizes[name] != 1), key=lambda name: sizes[name])

@@ -323,21 +323,6 @@ def port_is_taken(subject: Subject) -> Iterator[Finding]:
     )
 
 
-@rule("AF432", "note", pains=("P62",))
-def exports_will_be_private(subject: Subject) -> Iterator[Finding]:
-    """safetensors 0.8.0 is installed, which writes files that only their owner may read, regardless of the umask.
-
-    train/sft.py sets the mode; most scripts don't.
-    """
-    if subject.versions.get("safetensors") == "0.8.0" and subject.here is not None and subject.here.others_may_read:
-        yield Finding(
-            "",
-            "safetensors 0.8.0 makes its files private",
-            f"others can't read an export{UNLESS_OURS}",
-            "chmod a+r on the export",
-        )
-
-
 @rule("AF433", "warning", pains=("P55",))
 def local_disk_for_several_machines(subject: Subject) -> Iterator[Finding]:
     """Sharded checkpoints of several machines on a local disk: each has only its own parts, one has `.metadata`."""

@@ -7,7 +7,6 @@ from typing import Any
 from accel_fsdp.config import DEFAULT_PORT, FALSE_WORDS, TRUE_WORDS, Edit, Engine, full_name, size_key
 from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
-from accel_fsdp.linter.rules.fsdp import uses_mesh
 from accel_fsdp.linter.rules.keys import SECTIONS
 
 LARGEST_PORT = 65535
@@ -196,30 +195,6 @@ def precision_of_linear_layers(subject: Subject) -> Iterator[Finding]:
             "the launcher takes its first three letters for booleans and stops",
             "fp8_override_linear_precision: [false, false, false], for fprop, dgrad and wgrad",
         )
-
-
-@rule("AF323", pains=("P103",))
-def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
-    """A `parallelism_config` that Accelerate's own checks refuse, whatever its total.
-
-    Sizes below 1; `cp` with `sp`; replicas beside `tp` or `cp` without shards; FSDP2 with neither shards nor `cp`.
-    """
-    sizes = subject.mesh
-    if not uses_mesh(subject) or not all(isinstance(size, int) for size in sizes.values()):
-        return
-    small = [name for name, size in sizes.items() if size < 1]
-    bare = sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1 and (sizes["tp"] > 1 or sizes["cp"] > 1)
-    what = fix = ""
-    if small:
-        what, fix = f"{small[0]}_size is {sizes[small[0]]}", "sizes of 1 or more"
-    elif sizes["cp"] > 1 and sizes["sp"] > 1:
-        what, fix = "cp and sp exclude each other", "one of them at 1"
-    elif bare:
-        what, fix = "replicas beside tp or cp need shards", "dp_shard_size above 1, or dp_replicate_size: 1"
-    elif subject.engine is Engine.FSDP2 and sizes["dp_shard"] == sizes["cp"] == 1 < sizes["dp_replicate"] * sizes["tp"]:
-        what, fix = "the mesh leaves FSDP nothing to shard over", "dp_shard_size above 1"
-    if what:
-        yield Finding("parallelism_config", what, "Accelerate stops: ValueError", fix)
 
 
 @rule("AF324")
