@@ -116,21 +116,14 @@ def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legen
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """A spinner while something slow runs; silent when stderr is not a terminal."""
+    """A spinner with the time that it takes, while something slow runs; silent when stderr is not a terminal."""
     if not talk.is_terminal:  # rich would start a thread all the same, which a browser's Python can't
         yield
         return
-    with talk.status(Text(one_line(text))):
-        yield
-
-
-@contextmanager
-def stopwatch(text: str) -> Iterator[None]:
-    """The same with the time that it takes, for steps of a minute."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal) as bars:
+    with Progress(*columns, console=talk, transient=True) as bars:
         bars.add_task(escape(one_line(text)), total=None)
         yield
 

@@ -137,7 +137,7 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
 def _taken(name: str, action: Action) -> StepResult:
     began = time.monotonic()
     try:
-        with console.stopwatch(name):
+        with console.waiting(name):
             proof = action()
     except Failure as failed:
         took = time.monotonic() - began

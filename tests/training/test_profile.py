@@ -425,7 +425,7 @@ def test_with_a_known_gpu_the_slowest_unit_is_named() -> None:
         seconds = (one.seconds or 0) * slower
         stretches.append(Measured(place, 0.0, seconds, before, one.peak_bytes, one.after_bytes))
         before = one.after_bytes
-    known = step_report.Known(plan, "", gpu, "", on_gpu=True, ranks=8, units=[], buckets=[], own_engine=False)
+    known = step_report.Known(plan, "", gpu, on_gpu=True, ranks=8, units=[], buckets=[], own_engine=False)
     trace = StepTrace(tuple(stretches), (), ())
     compared = step_report.compare(7, [(1, 2048)], trace, known)
     first, *others = [one for one in compared.differences if one.what == "time"]
@@ -449,7 +449,7 @@ def test_what_layers_leave_is_said_of_one_micro_batch() -> None:
             plan.append(by_unit.Stretch(number, "forward", "Layer", layer, marks * 1000 + 1000, marks * 1000 + 1000, 1))
             marks += 1
     sent = (by_unit.SentUnit("Layer", 2, Traffic(), Traffic()),)
-    known = step_report.Known(by_unit.UnitSteps(0, tuple(plan), sent), "", None, "", True, 1, [], [], own_engine=False)
+    known = step_report.Known(by_unit.UnitSteps(0, tuple(plan), sent), "", None, True, 1, [], [], own_engine=False)
     found = step_report.compare(1, [(1, 8)] * 3, StepTrace(tuple(stretches), (), ()), known)
     (left,) = [one for one in found.differences if "leaves" in one.text]
     assert left.text.startswith("forward of 2 x Layer leaves 3.91 KiB")

@@ -54,7 +54,7 @@ def examine(options: DoctorCommand) -> int:
     values = read[0].values if read else {}
     here, rows = _place(options, values, launched)
     number = int(here.value("machine_rank", 0))
-    with console.stopwatch("looking at this machine"):
+    with console.waiting("looking at this machine"):
         own = facts.look(options.folder, _asked(here, values))
     rows += [replace(row, machine=number) for row in (_lint(options, here, read) if read else unread)]
     done = Examination(number, here.machines, rows)
@@ -210,7 +210,7 @@ def _meet(options: DoctorCommand, team: Team, own: facts.Facts, done: Examinatio
     meeting = None
     try:
         require("testing how ranks talk", "torch")
-        with console.stopwatch("testing how ranks talk" if alone else f"meeting {counted(team.machines, 'machine')}"):
+        with console.waiting("testing how ranks talk" if alone else f"meeting {counted(team.machines, 'machine')}"):
             if not alone:
                 rendezvous.check_place(team.address.host, team.address.port, 0 if team.address.hosts else 1)
                 _refuse_second_first(team)

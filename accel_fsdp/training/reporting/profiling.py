@@ -340,8 +340,9 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     def _known(self, step: ProfiledStep) -> step_report.Known:
         report, model = self.report, self.wrapped()
         gpu = report.gpu if self.on_gpu else None  # a run with --use_cpu may see GPUs too
-        predicted = None
+        predicted, why = None, f"the plan is {report.why_no_plan}"
         if report.forecast is not None:
+            why = report.why_unknown if self.on_gpu else "there is no GPU"
             largest = step_report.largest(step.batches)
             predicted = report.forecast.unit_steps(*largest, len(step.batches), gpu, self.on_gpu)
         layers = {holding.user_name(layer.path): layer.kind for layer in self.layers}
@@ -349,9 +350,8 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         sharded_units = () if own_engine else holding.measure(model).units
         return step_report.Known(
             predicted=predicted,
-            why_unknown=f"the plan is {report.why_no_plan}",
+            why_unknown=why,
             gpu=gpu,
-            why_no_gpu=report.why_unknown if self.on_gpu else "there is no GPU",
             on_gpu=self.on_gpu,
             ranks=report.accelerator.num_processes,
             units=step_report.unit_names(sharded_units, layers, holding.user_name(self.embedding)),

@@ -118,7 +118,7 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Known:
-    """The context of a trace. `predicted` is None without a plan; `why_unknown` then says why.
+    """The context of a trace. `predicted` is None without a plan; `why_unknown` says why it or the time is unknown.
 
     `units` and `buckets` say what the calls of FSDP and DDP carry: a unit's shard, and so many bytes of gradients.
     `own_engine`: DeepSpeed sends and updates by itself. `quick_seconds`: those of steps without the profiler.
@@ -127,7 +127,6 @@ class Known:
     predicted: by_unit.UnitSteps | None
     why_unknown: str
     gpu: Gpu | None
-    why_no_gpu: str
     on_gpu: bool
     ranks: int
     units: Sequence[tuple[str, HeldUnit]]
@@ -196,23 +195,20 @@ def largest(batches: Sequence[tuple[int, int]]) -> tuple[int, int]:
 
 
 def _compared(stretches: Sequence[Measured], predicted: by_unit.UnitSteps | None) -> Iterator[ComparedStretch]:
-    plan, befores, before = {}, {}, predicted.between_bytes if predicted else 0
+    plan: dict[Any, tuple[float | None, ...]] = {}
+    before = predicted.between_bytes if predicted else 0
     for planned in predicted.stretches if predicted else ():
-        key = planned.micro_batch, str(planned.phase), planned.unit, planned.layer
-        plan[key], befores[key], before = planned, before, planned.after_bytes
+        place = planned.micro_batch, planned.phase, planned.unit, planned.layer
+        plan[place] = planned.seconds, before, planned.peak_bytes, planned.after_bytes
+        before = planned.after_bytes
     last = max(stretch.mark.micro_batch for stretch in stretches)
     for stretch in stretches:
         mark = stretch.mark
         number = mark.micro_batch if mark.micro_batch in (1, last) else 2  # the plan has the first, second and last
-        key = number, str(mark.phase), mark.unit, mark.layer
-        found = plan.get(key)
-        yield ComparedStretch(
-            *(mark.micro_batch, mark.phase, mark.unit, mark.name),
-            Quantity(stretch.seconds, found.seconds if found else None),
-            Quantity(stretch.before_bytes, befores.get(key)),
-            Quantity(stretch.peak_bytes, found.peak_bytes if found else None),
-            Quantity(stretch.after_bytes, found.after_bytes if found else None),
-        )
+        key = number, mark.phase, mark.unit, mark.layer
+        measured = (stretch.seconds, stretch.before_bytes, stretch.peak_bytes, stretch.after_bytes)
+        quantities = map(Quantity, measured, plan.get(key, (None, None, None, None)))
+        yield ComparedStretch(mark.micro_batch, mark.phase, mark.unit, mark.name, *quantities)
 
 
 def _rows(stretches: Sequence[ComparedStretch]) -> Iterator[UnitRow]:
@@ -332,7 +328,7 @@ def _notes(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[in
     if known.predicted is None:
         yield f"Nothing is predicted: {known.why_unknown}."
     elif known.gpu is None:
-        yield f"No time is predicted: {known.why_no_gpu}."
+        yield f"No time is predicted: {known.why_unknown}."
     else:
         yield f"Time is predicted for {known.gpu.name}, without the profiler, which makes a step longer."
     if known.predicted is not None and not known.on_gpu:
