@@ -30,8 +30,7 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
 
     `words` are the script's arguments; for train/sft.py, arguments in the YAML's comment complete them.
 
-    Raises:
-        UserError: the file can't be read, or its job can't be rehearsed. The JSON report contains the error too.
+    A UserError, such as for a job that can't be rehearsed, is in the JSON report too.
     """
     report = Report(str(options.file))
     try:

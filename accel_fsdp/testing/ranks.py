@@ -245,11 +245,7 @@ def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _values(answers: list[serving.Answer]) -> list[Any]:
-    """The unpickled results of the ranks.
-
-    Raises:
-        UserError: a rank couldn't import the function, or couldn't send what it returned.
-    """
+    """The unpickled results of the ranks. Raises what one of them refused: a function, or a result."""
     __tracebackhide__ = True
     for answer in answers:
         if answer.refusal:

@@ -32,10 +32,7 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
 def measured(model: "nn.Module", allow_whole: bool = False) -> Holding:
     """What this rank holds of a model after `Accelerator.prepare`.
 
-    `allow_whole`: the YAML's `fsdp_ignored_modules` keeps some parameters whole on purpose.
-
-    Raises:
-        UserError: it holds unsharded parameters although more than one rank shares it.
+    `allow_whole`: the YAML's `fsdp_ignored_modules` keeps some parameters whole on purpose; others are an error.
     """
     holding = measure(model)
     if not holding.units:

@@ -171,11 +171,7 @@ class IsolationCheck(TrainerCallback):  # type: ignore[misc]
         self.collate = collate
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
-        """Changes the end of one document and looks at the predictions for the next.
-
-        Raises:
-            UserError: they moved.
-        """
+        """Changes the end of one document: the predictions for the next must not move."""
         model = kwargs["model"]
         training = model.training
         model.eval()

@@ -71,12 +71,7 @@ class RowReader:
         return self.kind in ("pair", "instruction", "template")
 
     def __call__(self, row: Mapping[str, Any]) -> Example:
-        """Reads a row.
-
-        Raises:
-            Empty: a part has no text.
-        BadRow: a part has another type.
-        """
+        """Reads a row. Raises `Empty` for a part without text, `BadRow` for one of another type."""
         parts = {part: row[column] for part, column in self.column.items()}
         if self.kind == "messages":
             return Chat(_turns(parts["messages"], self.column["messages"]))
