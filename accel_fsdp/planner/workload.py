@@ -15,9 +15,7 @@ from accel_fsdp.prediction import cost
 
 UNITS = {"": 0, "K": 3, "M": 6, "B": 9, "T": 12}
 """The powers of ten of a count's last letter."""
-COUNT = re.compile(
-    r"(?P<number>(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:e\d{1,2})?)\s*(?P<unit>[a-z]?)", re.IGNORECASE | re.ASCII
-)
+COUNT = r"(?P<number>(?:\d{1,3}(?:,\d{3})+|\d[\d_]*)(?:\.\d+)?(?:e\d{1,2})?)\s*(?P<unit>[a-z]?)"
 """A comma parts thousands: `1,5B` may be 1.5 billion, and is refused."""
 LONGEST = 40
 MOST = 10**18
@@ -27,7 +25,7 @@ Prices = Mapping[tuple[str, float | None], float]
 
 def count_of(text: str) -> int:
     """The number of a count: `2B` and `2e9` are 2,000,000,000, `1.5T` is 1,500,000,000,000."""
-    match = COUNT.fullmatch(text.strip()) if len(text) <= LONGEST else None
+    match = re.fullmatch(COUNT, text.strip(), re.IGNORECASE | re.ASCII) if len(text) <= LONGEST else None
     power = UNITS.get(match["unit"].upper()) if match else None
     exact = Decimal(re.sub("[_,]", "", match["number"])).scaleb(power) if match and power is not None else Decimal(0)
     if exact < 1 or exact > MOST or exact != int(exact):

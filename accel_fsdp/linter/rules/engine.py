@@ -9,13 +9,15 @@ import ast
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.config import LONG_DTYPES, Edit, Engine, JobConfig, Method, apply, short_name
-from accel_fsdp.hardware import HereFacts
 from accel_fsdp.job import Job, clashes, from_arguments, from_yaml
 from accel_fsdp.models import ModelFacts, state_bytes
+
+if TYPE_CHECKING:
+    from accel_fsdp.checkpoints import CheckpointFacts
+    from accel_fsdp.hardware import HereFacts
 
 Severity = Literal["error", "warning", "note"]
 
@@ -59,9 +61,9 @@ class Subject(JobConfig):
     model: ModelFacts | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     starter: str = ""
-    checkpoint: CheckpointFacts | None = None
+    checkpoint: "CheckpointFacts | None" = None
     script: ScriptFacts | None = None
-    here: HereFacts | None = None
+    here: "HereFacts | None" = None
     launcher: Mapping[str, Any] = field(default_factory=dict)
     ours: bool = False
 

@@ -106,7 +106,7 @@ class CachingAllocator:
         """
         if self._completed:
             self._process_events()
-        size = max(-(-size // ROUND_BYTES), 1) * ROUND_BYTES
+        size = -(-size // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
         block = self._cached(pool, stream, size) or self._new(pool, stream, size)
         if self._should_split(block, size):

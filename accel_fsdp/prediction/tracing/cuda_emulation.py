@@ -155,13 +155,12 @@ class Happening(NamedTuple):
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records births and deaths of storages from `start` on; earlier storages don't count.
 
-    With `kernels`, the workspaces inside CUDA's attention kernels are added, which no dispatcher sees.
+    The workspaces inside CUDA's attention kernels, which no dispatcher sees, are added.
     """
 
-    def __init__(self, kernels: bool = True) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Happening] = []
-        self._kernels = kernels
         self._keys: dict[int, int] = {}
         self._refs: list[weakref.ref[Any]] = []
         self._next = 0
@@ -199,7 +198,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = tensor.untyped_storage()
                 if storage._cdata not in inputs and storage._cdata not in self._keys and storage.nbytes():
                     self._born(storage, str(func))
-        if self._kernels and func in (_FLASH_BACKWARD, _EFFICIENT_BACKWARD):
+        if func in (_FLASH_BACKWARD, _EFFICIENT_BACKWARD):
             self._workspaces(func, args)
         return result
 

@@ -12,7 +12,8 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.models import first_line, trained_class
 from accel_fsdp.prediction import TraceRecord
 from accel_fsdp.prediction.memory import SHIPPED, At, Event, Size, Tape, Tapes, Variant
-from accel_fsdp.prediction.tracing.recorder import Raw, Recorder
+from accel_fsdp.prediction.tracing.recorder import Recorder
+from accel_fsdp.prediction.tracing.run import Raw
 
 STEP = 64
 """Lengths are multiples of this: attention kernels round some small tensors up to 32."""

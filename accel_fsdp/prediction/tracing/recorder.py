@@ -6,49 +6,24 @@ has static shapes (`grouped_mm`, integrations/moe.py).
 """
 
 import copy
-import gc
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from accel_fsdp import frames
 from accel_fsdp.models import build
 from accel_fsdp.prediction.memory import CHUNK_TOKENS, At, ModelShape, Variant
-from accel_fsdp.prediction.tracing.cuda_emulation import (
-    Begin,
-    CudaRules,
-    End,
-    Happening,
-    Watch,
-    in_order_of_birth,
-    selectively,
-    summed_in_place,
-)
+from accel_fsdp.prediction.tracing.cuda_emulation import CudaRules, Watch, selectively
 from accel_fsdp.prediction.tracing.model_shape import blocks_of, shape_of, text_layers
+from accel_fsdp.prediction.tracing.run import Raw, quiet, record_run
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STEP = 16
 """Lengths are multiples of this: CUDA's efficient attention copies masks whose rows are not."""
-
-
-class Raw(NamedTuple):
-    """One run: its events by sign and bytes, and the operation that each one's storage is from, in the same order.
-
-    What a `Tape` says about them holds here too.
-    """
-
-    forward: list[tuple[int, int]]
-    backward: list[tuple[int, int]]
-    names: list[str]
-    output: int
-    keeps_input: bool
-    first: tuple[tuple[int, int], ...] = ()
 
 
 class _Reached(BaseException):
@@ -79,7 +54,7 @@ class Recorder:
         settings = copy.deepcopy(config)
         settings.use_cache = False
         settings.get_text_config().pad_token_id = 0  # classifiers look for the last token before the padding
-        with _quiet():
+        with quiet():
             model = _built(name, settings, variant)
             self.shape: ModelShape = shape_of(name, settings, model)
             layers, places = blocks_of(model), text_layers(model)
@@ -112,7 +87,7 @@ class Recorder:
 
         if self.shape.language:
             self._stages(max(self._text) + 1, seen)
-            with self._mode, CudaRules(), self._around(), torch.no_grad(), _quiet():
+            with self._mode, CudaRules(), self._around(), torch.no_grad(), quiet():
                 self._forward(self._ids(At(1, STEP, 0)))
         return ran or set(self._text)
 
@@ -128,7 +103,7 @@ class Recorder:
         if (index, rank) not in self._layers:
             layer = copy.deepcopy(self._metas[index])
             _adapt(layer, self.variant, rank)
-            with self._mode, _quiet():
+            with self._mode, quiet():
                 self._layers[index, rank] = layer.to_empty(device="cpu").train()
         return self._layers[index, rank]
 
@@ -164,11 +139,11 @@ class Recorder:
             return self._as_block(index, hidden)
 
         self._stages(max(self._text) + 1, seen)
-        with self._mode, CudaRules(), self._around(), torch.no_grad(), _quiet():
+        with self._mode, CudaRules(), self._around(), torch.no_grad(), quiet():
             self._forward(self._ids(at))
         return calls
 
-    def block(self, block: int, at: At, kernels: bool = True) -> Raw:
+    def block(self, block: int, at: At) -> Raw:
         """Runs one kind of block forward and backward."""
         index = self._firsts[block]
         layer = self._layer(index, at.rank)
@@ -180,7 +155,7 @@ class Recorder:
                 return selectively(layer, make_input(), *args, **kwargs)
             return layer(make_input(), *args, **kwargs)
 
-        return self._run(call, hidden, layer, kernels, twice=not self.variant.selective)
+        return self._run(call, hidden, layer, twice=not self.variant.selective)
 
     def masked(self, block: int, at: At) -> bool:
         """Whether the model hands a mask to a kind of block at this length."""
@@ -269,123 +244,11 @@ class Recorder:
         call: Callable[[Watch, Callable[[], Tensor]], Any],
         like: Tensor | None,
         module: nn.Module,
-        kernels: bool = True,
         twice: bool = False,
     ) -> Raw:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
-            return record_run(call, like, module, kernels, self._around, self.variant.selective, twice)
-
-
-def record_run(
-    call: Callable[[Watch, Callable[[], Tensor]], Any],
-    like: Tensor | None,
-    module: nn.Module,
-    kernels: bool = True,
-    around: Callable[[], Any] = nullcontext,
-    at_once: bool = False,
-    twice: bool = False,
-) -> Raw:
-    """Records a forward and its backward; `call` starts the watch and asks for an input like `like`.
-
-    `at_once` sorts what is released in a row; `twice` records a forward that saves nothing too."""
-    watch = Watch(kernels)
-    caught: list[Tensor] = []
-    module.zero_grad()
-    with CudaRules(), _undisturbed(), _quiet():
-        switch = torch.ones((), requires_grad=True)
-
-        def make_input() -> Tensor:
-            tensor: Tensor = Begin.apply(switch, watch, like, caught)  # type: ignore[no-untyped-call]
-            return tensor
-
-        with watch:
-            with around():
-                result = call(watch, make_input)
-                used = len(watch.events)
-            watch.events[used:] = in_order_of_birth(watch.events[used:])  # autocast's cache ends
-            out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
-            del result
-            output, split = out.untyped_storage().nbytes(), len(watch.events)
-            loss = out
-            if out.dim() and out.requires_grad:
-                loss = End.apply(out, watch)  # type: ignore[no-untyped-call]
-            del out
-            if loss.requires_grad:
-                loss.backward()
-            del loss, rest
-            watch.stop()
-            backward, same = summed_in_place(watch.events[split:])
-            grads = {watch.key_of(p.grad) for p in module.parameters() if p.grad is not None}
-            alive = [watch.key_of(grad) for grad in caught]
-            module.zero_grad()
-    sort = in_order_of_birth if at_once else list
-    first = _without_saving(call, like, kernels, around) if twice and like is not None else []
-    return _settled(
-        first,
-        sort(watch.events[:split]),
-        sort(backward),
-        {same.get(key, key) for key in grads},
-        [same.get(key, key) for key in alive],
-        output,
-    )
-
-
-def _without_saving(
-    call: Callable[[Watch, Callable[[], Tensor]], Any], like: Tensor, kernels: bool, around: Callable[[], Any]
-) -> list[Happening]:
-    """A forward that saves nothing for backward, as checkpointing's first one."""
-    watch = Watch(kernels)
-
-    def given() -> Tensor:
-        with watch.from_caller():
-            return torch.empty(like.shape, dtype=like.dtype)
-
-    with CudaRules(), _undisturbed(), _quiet(), torch.no_grad(), watch:
-        with around():
-            result = call(watch, given)
-        watch.stop()
-        del result
-    return in_order_of_birth([event for event in watch.events if event.sign])
-
-
-def _settled(
-    first: list[Happening],
-    forward: list[Happening],
-    backward: list[Happening],
-    grads: set[int],
-    alive: list[int],
-    output: int,
-) -> Raw:
-    """Brings the events into the form of a `Tape`, and checks that nothing else is left over.
-
-    Raises:
-        RuntimeError: a storage outlives backward.
-    """
-    saved = {e.key: e for e in (*forward, *backward) if e.sign == 0}
-    freed = {e.key for e in forward if e.sign < 0}
-    sides: list[list[tuple[int, int]]] = []
-    names: list[str] = []
-    for events in (forward, backward):
-        shown = [e for e in events if e.sign]
-        again = [saved[e.key] for e in shown if e.key in saved]
-        if events is backward:
-            again += [saved[key] for key in alive if key in saved and saved[key] not in again]
-        lasting = {e.key for e in shown if e.sign > 0} & grads
-        sides.append([(0 if e.key in lasting else e.sign, e.size) for e in shown] + [(1, e.size) for e in again])
-        names += [e.by for e in (*shown, *again)]
-    left = {e.key: e.by for e in (*forward, *backward) if e.sign > 0 and e.key not in grads}
-    for event in (*forward, *backward):
-        if event.sign < 0:
-            left.pop(event.key, None)
-    stray = [by for key, by in left.items() if key not in alive]
-    if stray:
-        raise RuntimeError(f"backward leaves behind what these made: {', '.join(stray)}")
-    inputs = [e.key for e in forward if e.sign == 0]
-    plain = [event for event in first if event.key not in saved]
-    names += [event.by for event in plain]
-    keeps = not freed.intersection(inputs) if inputs else False
-    return Raw(sides[0], sides[1], names, output, keeps, tuple((event.sign, event.size) for event in plain))
+            return record_run(call, like, module, self._around, self.variant.selective, twice)
 
 
 def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
@@ -418,7 +281,7 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple
 
 
 def _adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
-    with _quiet(), torch.device("meta"):
+    with quiet(), torch.device("meta"):
         if variant.method != "full":
             from accel_fsdp.prediction.tracing.lora_layers import (
                 adapt,  # PEFT and bitsandbytes take two seconds to import
@@ -442,23 +305,3 @@ def _built(name: str, config: Any, variant: Variant) -> Any:
         return build(name, copy.deepcopy(config), dtype=dtype, attn_implementation=variant.attention)
     except (ValueError, ImportError):  # the class has no such attention: its own choice is what training gets
         return build(name, config, dtype=dtype)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Only the run itself releases storages: no garbage collector does, and no thread that watches keeps frames."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        with frames.unseen():
-            yield
-    finally:
-        if was:
-            gc.enable()

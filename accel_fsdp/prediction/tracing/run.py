@@ -1,0 +1,165 @@
+"""Records one forward and its backward: each storage that is born and dies, in the form of a `Tape`."""
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accel_fsdp import frames
+from accel_fsdp.prediction.tracing.cuda_emulation import (
+    Begin,
+    CudaRules,
+    End,
+    Happening,
+    Watch,
+    in_order_of_birth,
+    summed_in_place,
+)
+
+
+class Raw(NamedTuple):
+    """One run: its events by sign and bytes, and the operation that each one's storage is from, in the same order.
+
+    What a `Tape` says about them holds here too.
+    """
+
+    forward: list[tuple[int, int]]
+    backward: list[tuple[int, int]]
+    names: list[str]
+    output: int
+    keeps_input: bool
+    first: tuple[tuple[int, int], ...] = ()
+
+
+def record_run(
+    call: Callable[[Watch, Callable[[], Tensor]], Any],
+    like: Tensor | None,
+    module: nn.Module,
+    around: Callable[[], Any] = nullcontext,
+    at_once: bool = False,
+    twice: bool = False,
+) -> Raw:
+    """Records a forward and its backward; `call` starts the watch and asks for an input like `like`.
+
+    `at_once` sorts what is released in a row; `twice` records a forward that saves nothing too."""
+    watch = Watch()
+    caught: list[Tensor] = []
+    module.zero_grad()
+    with CudaRules(), _undisturbed(), quiet():
+        switch = torch.ones((), requires_grad=True)
+
+        def make_input() -> Tensor:
+            tensor: Tensor = Begin.apply(switch, watch, like, caught)  # type: ignore[no-untyped-call]
+            return tensor
+
+        with watch:
+            with around():
+                result = call(watch, make_input)
+                used = len(watch.events)
+            watch.events[used:] = in_order_of_birth(watch.events[used:])  # autocast's cache ends
+            out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
+            del result
+            output, split = out.untyped_storage().nbytes(), len(watch.events)
+            loss = out
+            if out.dim() and out.requires_grad:
+                loss = End.apply(out, watch)  # type: ignore[no-untyped-call]
+            del out
+            if loss.requires_grad:
+                loss.backward()
+            del loss, rest
+            watch.stop()
+            backward, same = summed_in_place(watch.events[split:])
+            grads = {watch.key_of(p.grad) for p in module.parameters() if p.grad is not None}
+            alive = [watch.key_of(grad) for grad in caught]
+            module.zero_grad()
+    sort = in_order_of_birth if at_once else list
+    first = _without_saving(call, like, around) if twice and like is not None else []
+    return _settled(
+        first,
+        sort(watch.events[:split]),
+        sort(backward),
+        {same.get(key, key) for key in grads},
+        [same.get(key, key) for key in alive],
+        output,
+    )
+
+
+def _without_saving(
+    call: Callable[[Watch, Callable[[], Tensor]], Any], like: Tensor, around: Callable[[], Any]
+) -> list[Happening]:
+    """A forward that saves nothing for backward, as checkpointing's first one."""
+    watch = Watch()
+
+    def given() -> Tensor:
+        with watch.from_caller():
+            return torch.empty(like.shape, dtype=like.dtype)
+
+    with CudaRules(), _undisturbed(), quiet(), torch.no_grad(), watch:
+        with around():
+            result = call(watch, given)
+        watch.stop()
+        del result
+    return in_order_of_birth([event for event in watch.events if event.sign])
+
+
+def _settled(
+    first: list[Happening],
+    forward: list[Happening],
+    backward: list[Happening],
+    grads: set[int],
+    alive: list[int],
+    output: int,
+) -> Raw:
+    """Brings the events into the form of a `Tape`, and checks that nothing else is left over.
+
+    Raises:
+        RuntimeError: a storage outlives backward.
+    """
+    saved = {e.key: e for e in (*forward, *backward) if e.sign == 0}
+    freed = {e.key for e in forward if e.sign < 0}
+    sides: list[list[tuple[int, int]]] = []
+    names: list[str] = []
+    for events in (forward, backward):
+        shown = [e for e in events if e.sign]
+        again = [saved[e.key] for e in shown if e.key in saved]
+        if events is backward:
+            again += [saved[key] for key in alive if key in saved and saved[key] not in again]
+        lasting = {e.key for e in shown if e.sign > 0} & grads
+        sides.append([(0 if e.key in lasting else e.sign, e.size) for e in shown] + [(1, e.size) for e in again])
+        names += [e.by for e in (*shown, *again)]
+    left = {e.key: e.by for e in (*forward, *backward) if e.sign > 0 and e.key not in grads}
+    for event in (*forward, *backward):
+        if event.sign < 0:
+            left.pop(event.key, None)
+    stray = [by for key, by in left.items() if key not in alive]
+    if stray:
+        raise RuntimeError(f"backward leaves behind what these made: {', '.join(stray)}")
+    inputs = [e.key for e in forward if e.sign == 0]
+    plain = [event for event in first if event.key not in saved]
+    names += [event.by for event in plain]
+    keeps = not freed.intersection(inputs) if inputs else False
+    return Raw(sides[0], sides[1], names, output, keeps, tuple((event.sign, event.size) for event in plain))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Only the run itself releases storages: no garbage collector does, and no thread that watches keeps frames."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        with frames.unseen():
+            yield
+    finally:
+        if was:
+            gc.enable()
