@@ -28,7 +28,7 @@ from accel_fsdp.checkpoints import (
     tensor_names,
     torch_zip,
 )
-from accel_fsdp.exporter import transformers_probe
+from accel_fsdp.exporter import exported_folder, transformers_probe
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import torch_dtype, whole
 from accel_fsdp.models import model_class, part_for, read_config
@@ -87,10 +87,10 @@ class _Original:
             return self._with_adapter(kind, config, dtype)
         model = kind(config)
         state = tensor_names.unprefixed(self._state(), model.state_dict())
-        if model.state_dict().keys() <= state.keys() or not _tied(model):
-            model.load_state_dict(state, strict=False)
-        else:
-            model.load_state_dict({**state, **_copies(model, state)}, strict=False)
+        for group in exported_folder.ties_of(model):
+            if held := [name for name in group if name in state]:
+                state |= dict.fromkeys(group, state[held[0]])
+        model.load_state_dict(state, strict=False)
         return model  # type: ignore[no-any-return]
 
     def _with_adapter(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
@@ -129,18 +129,6 @@ def _of_files(kind: Any, config: Any, state: "dict[str, torch.Tensor]", dtype: A
     """What `from_pretrained` makes of these tensors, by the names that files give them."""
     options = {"config": config, "state_dict": state, "dtype": dtype}
     return kind.from_pretrained(None, **options, trust_remote_code=False)  # type: ignore[no-any-return]
-
-
-def _tied(model: "nn.Module") -> bool:
-    return len(list(model.parameters())) < len(model.state_dict())
-
-
-def _copies(model: "nn.Module", state: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    by_parameter = {key: next(state[name] for name in names if name in state) for key, names in groups.items()}
-    return {name: by_parameter[key] for key, names in groups.items() for name in names}
 
 
 def _tensor(reader: FileReader, view: View) -> "torch.Tensor":

@@ -245,8 +245,10 @@ def test_what_changed_is_listed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-next-80b", "gpt-oss-20b", "gemma-3-4b"])
 def test_no_weight_is_left_to_chance(name: str, tmp_path: Path) -> None:
     real = str(written(tmp_path / "real", CONFIGS[name]))
+    before = torch.random.get_rng_state()
     one, other = (shrink(real, tmp_path / folder).folder / "model.safetensors" for folder in "ab")
     assert one.read_bytes() == other.read_bytes()
+    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_what_does_not_run_is_made_smaller_by_less(tmp_path: Path) -> None:
@@ -261,22 +263,6 @@ def test_what_does_not_run_is_made_smaller_by_less(tmp_path: Path) -> None:
     small = shrink(str(written(tmp_path / "real", config)), tmp_path / "small")
     assert any(said.startswith("nothing more of its sizes: made smaller were its depth") for said in small.not_shown)
     assert {"text_config.num_hidden_layers 28 -> 2"} <= {str(change) for change in small.changed}
-
-
-def test_more_layers_are_the_first_ones(tmp_path: Path) -> None:
-    real = written(tmp_path / "real", CONFIGS["gemma-3-1b"])
-    shrink(str(real), tmp_path / "small", layers=4)
-    types = models.read_config(str(tmp_path / "small")).layer_types
-    assert types == ["sliding_attention"] * 3 + ["full_attention"]
-
-
-def test_the_same_seed_makes_the_same_weights(tmp_path: Path) -> None:
-    real = str(written(tmp_path / "real", CONFIGS["gpt2"]))
-    before = torch.random.get_rng_state()
-    folders = [shrink(real, tmp_path / name, seed=seed).folder for name, seed in (("a", 1), ("b", 1), ("c", 2))]
-    one, same, other = ((folder / "model.safetensors").read_bytes() for folder in folders)
-    assert one == same != other
-    assert torch.equal(before, torch.random.get_rng_state())
 
 
 def test_a_real_tokenizer_goes_along(tiny_model: Path, tmp_path: Path) -> None:
@@ -361,11 +347,10 @@ def test_what_stays_too_large_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     head=st.integers(1, 64).map(lambda half: 2 * half),
     layers=st.integers(1, 40),
     wider=st.booleans(),
-    asked=st.integers(1, 5),
 )
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_sizes(
-    groups: int, ratio: int, head: int, layers: int, wider: bool, asked: int, tmp_path_factory: pytest.TempPathFactory
+    groups: int, ratio: int, head: int, layers: int, wider: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("sizes")
     heads = groups * ratio
@@ -380,9 +365,9 @@ def test_any_sizes(
         "num_hidden_layers": layers,
         "vocab_size": 1000,
     }
-    small = shrink(str(written(folder / "real", config)), folder / "small", layers=asked)
+    small = shrink(str(written(folder / "real", config)), folder / "small")
     found = models.read_config(str(small.folder))
-    assert found.num_hidden_layers == min(layers, asked)
+    assert found.num_hidden_layers == min(layers, 2)
     assert found.head_dim % 2 == 0
     assert found.head_dim <= head
     assert (found.num_key_value_heads == 1) == (groups == 1) or ratio == 1

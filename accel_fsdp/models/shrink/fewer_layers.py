@@ -11,6 +11,7 @@ from accel_fsdp.models.shrink.config_parts import DEPTHS, OF_LAYERS, TOKENS, Par
 if TYPE_CHECKING:
     from torch import nn
 
+FEWEST = 2
 LAYER_LISTS = ("layer_types", "layers_block_type")
 """Lists with an entry for each layer, in configs without a number of layers."""
 FROM_THE_START = ("first_k_dense_replace", "num_dense_layers", "max_window_layers", "moe_layer_start_index")
@@ -20,22 +21,22 @@ FEATURE_LAYERS = re.compile(r"^(vision_feature_layers?|vit_layers)$")
 """From which layers of the image encoder features are taken; negative ones count from the last."""
 
 
-def take(part: Part, model: "nn.Module", layers: int, in_a_row: bool) -> None:
-    """Keeps at least `layers` layers of each stack, including each kind, and cuts lists of layers accordingly.
+def take(part: Part, model: "nn.Module", in_a_row: bool) -> None:
+    """Keeps at least `FEWEST` layers of each stack, including each kind, and cuts lists of layers accordingly.
 
     `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
     """
     for key in part.keys(DEPTHS) or [key for key in LAYER_LISTS if isinstance(part.real.get(key), list)]:
         depth = part.real[key] if key not in LAYER_LISTS else len(part.real[key])
         if depth > 1:
-            taken = _taken(part, model, depth, layers, in_a_row)
+            taken = _taken(part, model, depth, in_a_row)
             if key not in LAYER_LISTS:
                 part.values[key] = len(taken)
             _per_layer(part, depth, taken)
 
 
-def _taken(part: Part, model: "nn.Module", depth: int, layers: int, in_a_row: bool) -> list[int]:
-    """The layers that are kept: one of each kind, and the first ones up to the requested number."""
+def _taken(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> list[int]:
+    """The layers that are kept: one of each kind, and the first ones up to `FEWEST`."""
     kinds = layer_kinds.kinds(model, depth)
     kept = set(layer_kinds.first_of_each(kinds))
     if kinds and (
@@ -44,7 +45,7 @@ def _taken(part: Part, model: "nn.Module", depth: int, layers: int, in_a_row: bo
         kept = set(range(max(kept) + 1))
     kept |= {numbers[0] for _, numbers in _numbers_of_layers(part, depth)}
     for number in range(depth):
-        if len(kept) >= layers:
+        if len(kept) >= FEWEST:
             break
         kept.add(number)
     return sorted(kept)

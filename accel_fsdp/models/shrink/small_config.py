@@ -70,10 +70,8 @@ class Words:
     ids: Mapping[int, int] = field(default_factory=dict)
 
 
-def smaller(
-    config: Any, model: "nn.Module", layers: int, attempt: Attempt, words: Words, in_a_row: bool = False
-) -> Any:
-    """The config with at least `layers` layers, so many that each kind is among them.
+def smaller(config: Any, model: "nn.Module", attempt: Attempt, words: Words, in_a_row: bool) -> Any:
+    """The config with so many layers that each kind is among them, at least two.
 
     `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
 
@@ -82,7 +80,7 @@ def smaller(
     """
     parts = parts_of(config)
     for part in parts:
-        fewer_layers.take(part, model, layers, in_a_row)
+        fewer_layers.take(part, model, in_a_row)
         _small_windows(part)
         if attempt.vocabulary:
             _small_vocabulary(part, words)

@@ -28,6 +28,7 @@ FEWEST_TOKENS = 200
 TOKENIZER_FILES = (file_names.TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 MADE_UP_VOCABULARY = 512
 TRIED_TOKENS = 16
+SEED = 0
 
 
 @dataclass(frozen=True)
@@ -51,25 +52,27 @@ class SmallModel:
 class _Made:
     """A small model of one attempt; `tried` is empty if a forward pass ran, else why it didn't."""
 
-    model: "nn.Module"
+    model: Any
     attempt: Attempt
     lacks_kinds: bool
     tried: str
 
 
-def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallModel:
+def shrink(model: str, target: Path) -> SmallModel:
     """Writes a small model of the architecture of `model`, a hub id or a folder, to the folder `target`.
 
-    It has at least `layers` layers in each stack, and as many more as show each kind of layer. An existing `target` is
-    replaced. The same `seed` gives the same weights.
+    It has two layers in each stack, and as many more as show each kind of layer. An existing `target` is replaced. The
+    weights are the same each time.
     """
     config = models.read_config(model)
     real = _on_meta(model, config)
     tokenizer = _tokenizer(model)
     named = small_config.token_ids(config)
-    words = Words(_rows(config, tokenizer, named)) if tokenizer else _made_up_words(named)
+    words = Words(MADE_UP_VOCABULARY, made_up_tokenizer.numbers(named))
+    if tokenizer:
+        words = Words(_rows(tokenizer, named))
     tokenizer_is: Literal["real", "made up"] = "real" if tokenizer else "made up"
-    small = _first_that_works(model, config, real, layers, seed, words)
+    small = _first_that_works(model, config, real, words)
     _store(small.model, models.stored_dtype(model))
     with atomic_files.replaced_folder(target) as folder:
         _write(model, small.model, folder, words)
@@ -79,13 +82,13 @@ def shrink(model: str, target: Path, layers: int = 2, seed: int = 0) -> SmallMod
         parameters=sum(parameter.numel() for parameter in small.model.parameters()),
         layer_classes=_classes(small.model),
         layer_parameters=(_largest_layer(real), _largest_layer(small.model)),
-        changed=small_config.changes(config.to_dict(), _config_of(small.model).to_dict()),
+        changed=small_config.changes(config.to_dict(), small.model.config.to_dict()),
         tokenizer=tokenizer_is,
         not_shown=tuple(_not_shown(config, small, tokenizer_is)),
     )
 
 
-def _on_meta(name: str, config: Any) -> "nn.Module":
+def _on_meta(name: str, config: Any) -> Any:
     """The model without weights, of the class that its config names, else of the one that trains it."""
     kind = models.model_class(config)
     return models.build(name, config) if kind.__name__ == models.CAUSAL else models.on_meta(name, kind, config)
@@ -103,23 +106,19 @@ def _tokenizer(name: str) -> Any:
     return tokenizer if files or len(tokenizer.get_vocab()) >= FEWEST_TOKENS else None
 
 
-def _rows(config: Any, tokenizer: Any, named: dict[int, str]) -> int:
+def _rows(tokenizer: Any, named: dict[int, str]) -> int:
     """Rows of an embedding that has all tokens of a tokenizer and of the config."""
     most: int = max([*tokenizer.get_vocab().values(), *named]) + 1
     return -(-most // small_config.VOCABULARY_ROUNDED_TO) * small_config.VOCABULARY_ROUNDED_TO
 
 
-def _made_up_words(named: dict[int, str]) -> Words:
-    return Words(MADE_UP_VOCABULARY, made_up_tokenizer.numbers(named))
-
-
-def _first_that_works(name: str, config: Any, real: "nn.Module", layers: int, seed: int, words: Words) -> _Made:
+def _first_that_works(name: str, config: Any, real: "nn.Module", words: Words) -> _Made:
     """The small model of the first attempt that runs; if none can be tried, of the first that can be built."""
     built: list[_Made] = []
     failed: list[str] = []
     for attempt in ATTEMPTS:
         try:
-            attempted = _make(name, config, real, layers, seed, words, attempt)
+            attempted = _make(name, config, real, words, attempt)
         except Exception as error:  # whatever a config of unknown kind brings: the next one changes less of it
             failed.append(f"{attempt.words}: {first_line(error)}")
             continue
@@ -135,11 +134,11 @@ def _first_that_works(name: str, config: Any, real: "nn.Module", layers: int, se
     )
 
 
-def _make(name: str, config: Any, real: "nn.Module", layers: int, seed: int, words: Words, attempt: Attempt) -> _Made:
+def _make(name: str, config: Any, real: "nn.Module", words: Words, attempt: Attempt) -> _Made:
     real_kinds = layer_kinds.all_kinds(real)
     for in_a_row in (False, True):
         with config_json.believed(name):
-            small = small_config.smaller(config, real, layers, attempt, words, in_a_row)
+            small = small_config.smaller(config, real, attempt, words, in_a_row)
         shape = _on_meta(name, small)
         if real_kinds <= layer_kinds.all_kinds(shape):
             break
@@ -148,8 +147,8 @@ def _make(name: str, config: Any, real: "nn.Module", layers: int, seed: int, wor
     count = sum(parameter.numel() for parameter in shape.parameters())
     if count > MOST_PARAMETERS:
         raise ValueError(f"it still has {count // 10**6:,} million parameters")
-    model = _random(type(shape), _config_of(shape), seed)
-    return _Made(model, attempt, not real_kinds <= layer_kinds.all_kinds(shape), _trial(model, seed))
+    model = _random(type(shape), shape.config)
+    return _Made(model, attempt, not real_kinds <= layer_kinds.all_kinds(shape), _trial(model))
 
 
 def _classes(model: "nn.Module") -> tuple[str, ...]:
@@ -160,27 +159,22 @@ def _largest_layer(model: "nn.Module") -> int:
     return max((layer.parameters for layer in models.wrap_classes(model)), default=0)
 
 
-def _config_of(model: Any) -> Any:
-    return model.config
-
-
-def _random(kind: Any, config: Any, seed: int) -> "nn.Module":
-    """A model with its class's initial weights, deterministic for a seed."""
+def _random(kind: Any, config: Any) -> Any:
+    """A model with its class's initial weights, the same each time."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model: nn.Module = kind._from_config(config, dtype=torch.float32)
-    return model
+        torch.manual_seed(SEED)
+        return kind._from_config(config, dtype=torch.float32)
 
 
-def _trial(model: Any, seed: int) -> str:
+def _trial(model: Any) -> str:
     import torch
 
     model.eval()
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(SEED)
             tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, TRIED_TOKENS))
             more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
             model(input_ids=tokens, **more)
