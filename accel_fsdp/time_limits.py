@@ -1,9 +1,10 @@
-"""Ends what strangers' files may keep busy for years: a pattern, a template."""
+"""Time limits for what may take for ever: a pattern or template from an untrusted file, a disk, another machine."""
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
 
 
 @contextmanager
@@ -23,3 +24,17 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def result_of(act: Callable[[], Any], seconds: float) -> Any:
+    """Returns the result of `act`; None if it raises, or takes longer. Then its thread is left behind."""
+    results: list[Any] = []
+
+    def run() -> None:
+        with suppress(Exception):
+            results.append(act())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return next(iter(results), None)

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from accel_fsdp import console, errors
+from accel_fsdp import console, errors, time_limits
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch import beats, flight_records, hangs, rendezvous
@@ -380,13 +380,4 @@ def machine_answers(beat: Beat) -> bool | None:
 
 def in_time(act: Callable[[], Any]) -> Any:
     """Returns the result of `act`; None if the disk takes too long or refuses."""
-    results: list[Any] = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            results.append(act())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(DISK_SECONDS)
-    return next(iter(results), None)
+    return time_limits.result_of(act, DISK_SECONDS)

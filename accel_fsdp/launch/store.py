@@ -1,14 +1,13 @@
 """The store through which the machines of a job exchange values: torch's TCPStore, held by machine 0."""
 
-import contextlib
 import json
-import threading
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import time_limits
 from accel_fsdp.launch import rendezvous
 
 if TYPE_CHECKING:
@@ -43,22 +42,15 @@ class Address:
             raise RuntimeError(problem)
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        limit, opened = timedelta(seconds=seconds), list[TCPStore]()
+        def open_it() -> TCPStore:
+            limit = timedelta(seconds=seconds)
+            return TCPStore(self.host, self.port, is_master=self.hosts, wait_for_workers=False, timeout=limit)
 
-        def open_it() -> None:
-            with contextlib.suppress(RuntimeError):
-                opened.append(
-                    TCPStore(self.host, self.port, is_master=self.hosts, wait_for_workers=False, timeout=limit)
-                )
-
-        opening = threading.Thread(target=open_it, daemon=True)  # where another program answers, it never returns
-        opening.start()
-        opening.join(seconds + ANSWER_SECONDS)
-        if not opened:
-            raise RuntimeError(
-                "what answers there is no machine 0 of this program" if not self.hosts else "no store could be opened"
-            )
-        return Board(PrefixStore(PREFIX, opened[0]), opened[0].port)
+        store = time_limits.result_of(open_it, seconds + ANSWER_SECONDS)  # it waits for another program's answer
+        if store is None:
+            other = "what answers there is no machine 0 of this program"
+            raise RuntimeError("no store could be opened" if self.hosts else other)
+        return Board(PrefixStore(PREFIX, store), store.port)
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ def _hardware(results: Found) -> Iterator[Row]:
 def _variables(results: Found) -> Iterator[Row]:
     for name, values in _differing(results, lambda facts: facts.variables):
         if name not in PER_MACHINE:
-            why = "what one machine's ranks do, the others' don't"
+            why = "the ranks of one machine may compute or send something else"
             verdict: Verdict = "error" if agreement.is_compared(name) else "warning"
             yield Row("variables", verdict, f"{name}: {values}", why, f"export {name} alike on all machines")
 

@@ -113,7 +113,7 @@ def _place(
     none = [name for name in ("num_machines", "num_processes") if int(settled.value(name, 1)) < 1]
     if settled.machines > 1 and not settled.value("main_process_ip"):
         why, fix = "the machines don't know where to meet", "--main-process-ip ADDRESS, that of machine 0"
-        return place.NOWHERE, [Row("job", "error", "nothing says the address of machine 0", why, fix)]
+        return place.NOWHERE, [Row("job", "error", "the address of machine 0 is unknown", why, fix)]
     if none:
         what, why = f"{none[0]} {settled.value(none[0])}", "a job has at least one"
         return place.NOWHERE, [Row("job", "error", what, why, f"a number above 0 in {settled.said[none[0]].source}")]

@@ -87,7 +87,7 @@ def _gpus(facts: Facts) -> Iterator[Row]:
 
 def _memory(facts: Facts) -> Iterator[Row]:
     if facts.memory_bytes is None:
-        yield Row("memory", "unknown", "this system doesn't tell")
+        yield Row("memory", "unknown", "this system doesn't report it")
         return
     free = f", {about_gib(facts.free_memory_bytes)} free" if facts.free_memory_bytes is not None else ""
     yield Row("memory", "ok", f"{about_gib(facts.memory_bytes)}{free}")
