@@ -1,6 +1,7 @@
 """Counts and sizes in words: binary units (GiB) for memory and what has to fit somewhere, decimal (GB) for files."""
 
 import math
+from collections.abc import Sequence
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -8,6 +9,12 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 def counted(count: int, one: str, several: str = "") -> str:
     """A number of things as `1 tensor`, `2 tensors`."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+def first_few(words: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Joins the first of these, and counts the others: `a, b and 7 more`."""
+    more = len(words) - most
+    return separator.join(words[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def millions(count: int, digits: int = 2) -> str:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.time_limits import at_most
-from accel_fsdp.units import counted
+from accel_fsdp.units import counted, first_few
 
 WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 """The names under which FSDP1, activation checkpointing and torch.compile hold what they wrap."""
@@ -109,9 +109,8 @@ def lacking(held: Iterable[str], needed: Iterable[str]) -> str:
     missing = needed.difference(held)
     modules = {module_of(name) for name in needed if LORA.search(name)}
     if broken := sorted({module_of(name) for name in missing if LORA.search(name)}):
-        shown = ", ".join(broken[:MODULES_SHOWN])
-        more = f" and {len(broken) - MODULES_SHOWN} more" if broken[MODULES_SHOWN:] else ""
-        return f"LoRA tensors of {len(broken)} of {counted(len(modules), 'module')} ({shown}{more})"
+        shown = first_few(broken, MODULES_SHOWN)
+        return f"LoRA tensors of {len(broken)} of {counted(len(modules), 'module')} ({shown})"
     return plain(min(missing)) if missing else ""
 
 

@@ -24,6 +24,7 @@ from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, Output, cast_to
 from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
 from accel_fsdp.models import config_json, remote_code
+from accel_fsdp.units import first_few
 
 SHOWN = 3
 PARAMETERS = (".weight", ".bias", TOKENS)
@@ -165,9 +166,8 @@ def _compared(
     if problems and (method := config_json.quant_method(papers.config.get("quantization_config"))):
         raise _quantised(papers, method)
     if problems:
-        more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise UserError(
-            f"the checkpoint isn't of the model in {papers.folder}: {'; '.join(problems[:SHOWN])}{more}",
+            f"the checkpoint isn't of the model in {papers.folder}: {first_few(problems, SHOWN, '; ')}",
             why="from_pretrained would fail or leave weights random",
             fix=FIX_CONFIG,
         )

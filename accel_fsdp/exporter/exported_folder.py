@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from accel_fsdp import atomic_files, models
 from accel_fsdp.checkpoints import DTYPES, file_names, safetensors_header
 from accel_fsdp.errors import UserError
-from accel_fsdp.units import counted
+from accel_fsdp.units import counted, first_few
 
 if TYPE_CHECKING:
     import torch
@@ -183,10 +183,9 @@ def verify(folder: Path, expected: Expected) -> int:
         if (want := expected.tensors.get(name)) is not None and want != spec
     ]
     if problems or not specs:
-        shown = "; ".join(problems[:SHOWN_PROBLEMS]) or "no tensor at all"
-        rest = f" and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
+        shown = first_few(problems, SHOWN_PROBLEMS, "; ") or "no tensor at all"
         raise UserError(
-            f"the export holds {counted(len(specs), 'tensor')}, expected {len(expected.tensors)}: {shown}{rest}",
+            f"the export holds {counted(len(specs), 'tensor')}, expected {len(expected.tensors)}: {shown}",
             why="a model loaded from it would have random or empty weights",
             fix="keep the checkpoints of this run and report this with your YAML: the model itself was not lost",
         )

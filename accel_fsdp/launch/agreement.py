@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import __version__
 from accel_fsdp.errors import UserError, one_line, versions_of
-from accel_fsdp.units import counted
+from accel_fsdp.units import counted, first_few
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -317,8 +317,7 @@ def _table(odd: Iterable[Difference], holders: Mapping[int, Sequence[Member]]) -
 def _places(members: Sequence[Member], by_rank: bool) -> str:
     """Names the machines, or the ranks if those of one machine differ."""
     named = list(dict.fromkeys(f"{m.place} rank {m.number}" if by_rank else m.place for m in members))
-    more = len(named) - SHOWN_MACHINES
-    return ", ".join(named[:SHOWN_MACHINES]) + (f" and {more} more" if more > 0 else "")
+    return first_few(named, SHOWN_MACHINES)
 
 
 def _shortened(values: list[str]) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_fsdp.launch.beats import COMPUTES, DEBUGGED, GONE, STOPPED, Beat
-from accel_fsdp.units import counted
+from accel_fsdp.units import counted, first_few
 
 SILENCE_SECONDS = 40.0
 VANISHED_TOGETHER = 2 / 3
@@ -112,9 +112,12 @@ def verdict_without_steps(seen: Mapping[int, Seen], patience: Patience, answers:
     odd = [beat for rank, beat in living.items() if not beat.collective and rank not in ended]
     facts = [f"{beat} has done nothing for {beat.standing:.0f} s" for beat in odd]
     facts += [f"{living[rank]} has ended its script" for rank in ended]
-    named = ", ".join(facts[:SHOWN_RANKS]) + (f" and {len(facts) - SHOWN_RANKS} more" if facts[SHOWN_RANKS:] else "")
     waits = f"{counted(len(waiting), 'rank')} of {len(seen)} {'waits' if len(waiting) == 1 else 'wait'} in a collective"
-    return f"{named}; {waits}" if facts else f"all ranks have waited in collectives for {seconds:.0f} s"
+    return (
+        f"{first_few(facts, SHOWN_RANKS)}; {waits}"
+        if facts
+        else f"all ranks have waited in collectives for {seconds:.0f} s"
+    )
 
 
 def silent_ranks(seen: Mapping[int, Seen], seconds: float) -> list[int]:

@@ -16,7 +16,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.launch import agreement, rendezvous
 from accel_fsdp.launch.agreement import Member, Settings
 from accel_fsdp.launch.store import Address, Board
-from accel_fsdp.units import counted
+from accel_fsdp.units import counted, first_few
 
 SAY_SECONDS = 10.0
 """Between two lines about which machines are missing."""
@@ -180,7 +180,7 @@ def _part(board: Board, own: Attendee) -> None:
 
 def _roll(present: Mapping[int, Attendee], machines: int) -> str:
     missing = [str(rank) for rank in range(machines) if rank not in present]
-    shown = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
+    shown = first_few(missing, 8)
     names = f"machine {shown} is" if len(missing) == 1 else f"machines {shown} are"
     return f"{len(present)} of {counted(machines, 'machine')} connected; {names} missing"
 
