@@ -141,6 +141,7 @@ class Watchdog:
 
     def _own(self) -> tuple[Beat, str]:
         stand = hang.stand_of(self._main)
+        self._note_place()  # after the stand: a rank that has just moved there has not waited there
         now = time.monotonic()
         beat = dataclasses.replace(
             self._first,
@@ -154,6 +155,13 @@ class Watchdog:
             mates=self._looks(),
         )
         return beat, stand.stack if stand else ""
+
+    def _note_place(self) -> hang.Instructions:
+        """Where the main thread is now; notes since when."""
+        place = hang.place_of(self._main)
+        if place != self._place:
+            self._place, self._place_since = place, time.monotonic()
+        return place
 
     def _looks(self) -> dict[str, str]:
         """The states of the silent ranks' processes on this machine."""
@@ -181,12 +189,10 @@ class Watchdog:
     def _look(self) -> None:
         rounds, waited, before = 0, 0.0, time.monotonic()
         while not self._over.wait(1.0):
-            now, place = time.monotonic(), hang.place_of(self._main)
+            now, place = time.monotonic(), self._note_place()
             if now - before > self.patience.silence / 2 or hang.is_debugged(place):  # or the process was stopped
                 self._forget()
             before = now
-            if place != self._place:
-                self._place, self._place_since = place, now
             rounds, waited = self._rounds, (waited + 1.0 if rounds == self._rounds else 0.0)
             still = min(now - self._place_since, now - self._since)
             own = self._first.has_store  # in a launcher here, which a user may have stopped for a while

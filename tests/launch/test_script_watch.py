@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -184,6 +185,16 @@ def test_a_time_that_cannot_be(seconds: str, job: Path) -> None:
     refused = accel_fsdp("launch", "--hang-timeout", seconds, job, "own.py")
     assert refused.code == 2
     assert f"error: --hang-timeout {seconds}" in refused.output
+
+
+def test_a_rank_that_has_just_moved_has_not_waited() -> None:
+    """A thread looks once a second where it is: between two looks a sign of life took the old place's time."""
+    watch = script_watch.ScriptWatch(6)
+    watch.begin()
+    watch._place, watch._place_since = (), time.monotonic() - 100
+    beat, _ = watch._own()
+    watch.end()
+    assert beat.still < 50
 
 
 @pytest.mark.parametrize("watches", [True, False])
