@@ -73,6 +73,19 @@ def test_the_help_of_a_command_knows_the_flags_of_its_fixes(
     assert missing == []
 
 
+def test_each_command_that_is_named_exists() -> None:
+    """In messages, pages and scripts; the few other words that follow the name are prose."""
+    prose = {"is", "and", "watch", "mark"}
+    places = [
+        *(ROOT / "accel_fsdp").rglob("*.py"),
+        *(ROOT / "docs").glob("*.md"),
+        ROOT / "README.md",
+        ROOT / "train/sft.py",
+    ]
+    named = {word for path in places for word in re.findall(r"accel-fsdp ([a-z]+)", path.read_text())}
+    assert named - prose == {*COMMANDS, "rehearse"}
+
+
 @pytest.mark.parametrize("program", ["train/sft.py", "accelerate launch", "torchrun", "pip", "srun", "ray"])
 def test_other_programs_know_the_flags_of_the_fixes(program: str, known: dict[str, set[str]]) -> None:
     said = [(flag, place) for name, flag, place in advised() if name == program]
