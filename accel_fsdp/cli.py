@@ -1,7 +1,6 @@
 """The command line: parse, call, render, exit code. A command's modules are imported when it is called."""
 
 import dataclasses
-import gc
 import math
 import os
 import shlex
@@ -19,13 +18,11 @@ from accel_fsdp.errors import NotInstalled, UsageError, did_you_mean, guard, is_
 
 NO_SOURCE = {"__module__": "builtins"}
 """For a class without comments: otherwise tyro parses whole modules for them, a quarter of the time of `--help`."""
-OBJECTS_PER_COLLECTION = 100_000
 BEFORE_ARGS = {"launch": 2, "script": 3}
 """The number of positional words before the arguments of a script: FILE SCRIPT, and ENGINE before them."""
 
 
 def main() -> None:
-    gc.set_threshold(OBJECTS_PER_COLLECTION)  # imports and records stay, and searching them for cycles takes time
     words = sys.argv[1:]
     launches, code = words[:1] == ["launch"], 0
     if not launches and words[:1] != ["export"] and hasattr(signal, "SIGPIPE"):  # export has pipes and sockets itself

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -133,7 +134,9 @@ def test_checkpoints_went_around_fsdp1_before_4_53(versions: dict[str, str], out
 
 @pytest.mark.parametrize(("torch", "late"), [("2.14.1", True), ("2.15.0", False), ("2.15.0+cu132", False)])
 def test_fsdp2_frees_gathered_outputs_earlier_since_2_15(
-    torch: str, late: bool, monkeypatch: pytest.MonkeyPatch
+    torch: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines.metadata, "version", lambda name: torch)
+    (tmp_path / "version.py").write_text(f"__version__ = '{torch}'\n")
+    found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(engines, "find_spec", lambda name: found)
     assert engines.frees_output_late.__wrapped__() == late

@@ -4,14 +4,14 @@ The allocator's statistics follow that order: a block that another stream still 
 2.13 and 2.15 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_runtime_utils.py`, `_flat_param.py`).
 """
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
 from typing import ClassVar
-
-from packaging.version import Version
 
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
@@ -35,12 +35,14 @@ def frees_output_late() -> bool:
     """Whether FSDP2's forward holds a unit's all-gather output until the next unit is copied out of its own.
 
     Torch before 2.15 kept it in a variable of `wait_for_unshard`; since then it is freed when the next all-gather is
-    there (`release_all_gather_state_for_comm_reuse`). Without torch it counts as the one that holds more.
+    there (`release_all_gather_state_for_comm_reuse`). Without torch it counts as the one that holds more. The version
+    comes from torch's own file, as importing importlib.metadata takes longer than most predictions.
     """
-    try:
-        return Version(metadata.version("torch")) < Version("2.15")
-    except metadata.PackageNotFoundError:
-        return True
+    torch = find_spec("torch")
+    file = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
+    version = re.search(r"__version__ = '(\d+)\.(\d+)", text)
+    return version is None or (int(version[1]), int(version[2])) < (2, 15)
 
 
 @dataclass
