@@ -176,7 +176,7 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
         return wizard.to_text(answers)
     if not isinstance(answers, Mapping):
         raise UsageError(
-            f"{answers!r} is no mapping of answers",
+            f"{answers!r} is not a mapping of answers",
             why="each answer needs the name of its question",
             fix='to_yaml({"model": "gpt2", "gpus": "8xH100-80GB"})',
         )

@@ -89,7 +89,7 @@ def _send(path: Path, text: str) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)  # else a pipe waits for a reader for ever
     except OSError as error:
-        raise OSError(error.errno, "nobody reads from it") if error.errno == errno.ENXIO else error from error
+        raise OSError(error.errno, "no process reads from it") if error.errno == errno.ENXIO else error from error
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         os.set_blocking(descriptor, True)
         stream.write(text)
@@ -101,7 +101,7 @@ def _kept(path: Path) -> tuple[int, str]:
     if not mode:
         return file_mode(), "\n"
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a rename would put a file in the place of a disk
-        raise OSError(errno.EINVAL, "it is no file")
+        raise OSError(errno.EINVAL, "it is not a file")
     with path.open("r+b") as file:  # fails where the file is read-only, which a rename would pass over
         content = file.read(ENOUGH_FOR_LINE_ENDS)
     windows = 0 < content.count(b"\n") == content.count(b"\r\n")

@@ -102,7 +102,7 @@ def bar(parts: Sequence[tuple[str, str, float]], whole: float, cells: int) -> Te
 
 
 def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legend: list[tuple[str, str, str]]) -> None:
-    """A table whose numbers stand right, with a legend of the bars below."""
+    """A table whose numbers are right-aligned, with a legend of the bars below."""
     table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     for title, cell in zip(titles, rows[0], strict=True):
         number = isinstance(cell, str) and cell[:1].isdigit()

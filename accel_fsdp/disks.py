@@ -20,8 +20,8 @@ PROBE_BYTES = MIB
 def full(error: BaseException, folder: Path) -> str:
     """That the disk is full, where this is why `folder` could not be written; else empty.
 
-    Call before half-written files are removed: torch's writer of archives (2.13) doesn't say why it stops, of a full
-    disk it knows that it is at position 704 and not 598, so it is tried.
+    Call before half-written files are removed: torch's archive writer (2.13) reports a full disk only as
+    "position 704 instead of 598", so a write is tried.
     """
     said = any((isinstance(one, OSError) and one.errno in NO_ROOM) or SAID.search(str(one)) for one in _chain(error))
     if not said and not _refuses(folder):
@@ -30,7 +30,7 @@ def full(error: BaseException, folder: Path) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what led to it; of a sharded checkpoint that of the first rank that failed."""
+    """The error and what led to it; for a sharded checkpoint, the error of the first rank that failed."""
     while error is not None:
         if failures := getattr(error, "failures", None):  # torch's CheckpointException
             error = next(iter(failures.values()))[0]

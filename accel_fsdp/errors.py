@@ -268,9 +268,9 @@ def _not_importable(error: ImportError) -> UserError | None:
         return None
     lacking = re.match(r"(cannot import name|No module named) '([\w.]+)'", str(error))
     if lacking and lacking[1].startswith("cannot"):
-        return lacks(library, f"has no {module}.{lacking[2]}", "the command can't do without it")
+        return lacks(library, f"has no {module}.{lacking[2]}", "the command needs it")
     if lacking and lacking[2] != library:
-        return lacks(library, f"has no {module}", "the command can't do without it")
+        return lacks(library, f"has no {module}", "the command needs it")
     return NotInstalled.of(library) if isinstance(error, ModuleNotFoundError) else None
 
 

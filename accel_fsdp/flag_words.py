@@ -48,7 +48,7 @@ def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> None:
         elif value is not None:
             _check(command, flag, value)
     if unknown:
-        listed = " ".join(f"{name} is no flag of {command}.{did_you_mean(name, flags)}" for name in unknown)
+        listed = " ".join(f"{name} is not a flag of {command}.{did_you_mean(name, flags)}" for name in unknown)
         raise UsageError(listed, why="nothing was done", fix=f"{command} --help shows the flags")
     if places is not None and len(plain) > places:
         extra = plain[places]

@@ -51,7 +51,7 @@ def init(command: InitCommand) -> int:
 
 
 def _needed(text: str, path: str) -> str:
-    """What the script must be told besides model and data for this YAML at `path`, as its own comment has it.
+    """What the script needs besides model and data for this YAML at `path`, as its own comment has it.
 
     Such as `--use_peft ` for an adapter: without it every weight would be trained.
     """
@@ -66,7 +66,7 @@ def _needed(text: str, path: str) -> str:
 
 
 def _refuse_file(target: Path) -> None:
-    """Raises unless a project can lie there: nothing on the way to it is a file."""
+    """Raises unless a project can be created there: nothing on the way to it is a file."""
     for place in (target, *target.parents):
         if os.path.exists(place) and not os.path.isdir(place):  # without a right to look in, atomic_files says so
             raise UserError(
@@ -84,7 +84,7 @@ def _contents(config: str, native: bool) -> dict[str, str]:
     known = configs()
     if config not in known:
         raise UsageError(
-            f"--config {config} is none of the ready-made YAMLs.{did_you_mean(config, known)}",
+            f"--config {config} is not a ready-made YAML.{did_you_mean(config, known)}",
             why="there is nothing to copy",
             fix=f"one of {', '.join(known)}; or make your own: accel-fsdp config -o FILE.yaml",
         )

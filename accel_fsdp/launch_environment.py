@@ -72,7 +72,7 @@ class LaunchEnvironment:
     main_address = _text("MASTER_ADDR", "127.0.0.1")
     main_port = _number("MASTER_PORT")
     restarts = _number("TORCHELASTIC_RESTART_COUNT")
-    """How often torchrun has started the ranks anew."""
+    """How often torchrun has restarted the ranks."""
     may_restart = _Variable("TORCHELASTIC_MAX_RESTARTS", lambda most: int(most) > 0, "0")
     """Whether torchrun starts the ranks again when one has failed, or machines come or go (`--max-restarts`)."""
     has_store = _Variable("TORCHELASTIC_USE_AGENT_STORE", lambda word: word == "True", "")

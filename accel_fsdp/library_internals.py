@@ -110,4 +110,4 @@ def fits(known: list[str], expected: str) -> bool:
 
 
 def _signature(function: Any) -> str:
-    return f"({', '.join(inspect.signature(function).parameters)})" if callable(function) else ", which is no function"
+    return f"({', '.join(inspect.signature(function).parameters)})" if callable(function) else ", which isn't callable"

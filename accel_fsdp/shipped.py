@@ -1,4 +1,4 @@
-"""Where the training scripts and the ready-made YAMLs lie: within an installed package, beside it in a clone."""
+"""Where the training scripts and the ready-made YAMLs are: within an installed package, beside it in a clone."""
 
 from pathlib import Path
 

@@ -43,7 +43,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Bar:
-    """A stacked bar with its name and what stands at its right end."""
+    """A stacked bar with its name and the text at its right end."""
 
     name: str
     note: str

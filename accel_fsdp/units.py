@@ -47,7 +47,7 @@ def any_time(seconds: float) -> str:
 
 
 def gib_of(used: float, has: float) -> str:
-    """What is used of what there is, as `63.7 of 79.2 GiB`."""
+    """The used part of a total, as `63.7 of 79.2 GiB`."""
     return f"{used / GIB:,.1f} of {has / GIB:,.1f} GiB"
 
 

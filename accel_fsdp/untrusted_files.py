@@ -1,4 +1,4 @@
-"""The one way to open a file of a folder that somebody else made: a checkpoint, a model, an export.
+"""The one way to open a file of a folder from an untrusted source: a checkpoint, a model, an export.
 
     config = untrusted_files.read_json(folder / "config.json")  # None where there is no such file
     text = untrusted_files.read_text(folder / "templates" / "tool.jinja", within=folder)
@@ -36,7 +36,7 @@ KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a devi
 
 
 def open_file(path: Path, within: Path | None = None) -> int:
-    """The descriptor of a plain file; `within` is the folder that its links may not leave, else the one it lies in.
+    """The descriptor of a plain file; `within` is the folder that its links may not leave, else the one it is in.
 
     Raises:
         FileNotFoundError: there is none.
@@ -64,7 +64,7 @@ def _place(path: Path, within: Path) -> Path:
         return place
     raise UserError(
         f"{path} is a link to {place}, outside of its folder",
-        why="a checkpoint has no business there; nothing was read",
+        why="a checkpoint doesn't belong there; nothing was read",
         fix=f"if the link is yours, name {place} itself, or put it in the link's place; else don't trust this folder",
     )
 
@@ -75,7 +75,7 @@ def _in_hub_cache(place: Path, root: Path) -> bool:
 
 
 def check_folder(folder: Path, within: Path) -> None:
-    """Refuses a folder that is a link out of the one that the user named, or lies behind one."""
+    """Refuses a folder that is a link out of the one that the user named, or is behind one."""
     try:
         _place(folder, within)
     except (OSError, RuntimeError, ValueError):  # whoever looks into it will say so
@@ -92,7 +92,7 @@ def inside(folder: Path, name: str, index: str) -> Path:
     if PurePath(name).is_absolute() or ".." in parts or "\0" in name or not parts:
         raise UserError(
             f"{folder / index} points to {name[:200]!r}, outside of its folder",
-            why="a checkpoint has no business there; nothing was read",
+            why="a checkpoint doesn't belong there; nothing was read",
             fix="don't trust this checkpoint; get it again from where it was written",
         )
     try:
@@ -202,7 +202,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _check_depth(content_read: dict[str, Any], content: bytes, path: Path) -> None:

@@ -5,7 +5,7 @@ It holds the Free On-line Dictionary of Computing (http://www.foldoc.org/, Edito
 first paragraph becomes an answer; SmolLM2-135M-Instruct is trained on them for 200 steps by two ranks, and base and
 exported model then define ten terms that were held out, with all their other names.
 
-With --write, `docs/real_run.md` and its picture are made anew.
+With --write, `docs/real_run.md` and its picture are made again.
 """
 
 import argparse
@@ -240,7 +240,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=ROOT / "demo" / "model")
     parser.add_argument("--folder", type=Path, default=ROOT / "demo" / "real", help="for data, run and export")
     parser.add_argument("--ask-only", action="store_true", help="of a run that is there")
-    parser.add_argument("--write", action="store_true", help="makes docs/real_run.md anew")
+    parser.add_argument("--write", action="store_true", help="makes docs/real_run.md again")
     options = parser.parse_args()
     wanted = write_data(options.folder / "data", definitions(options.foldoc))
     run = options.folder / "run" if options.ask_only else train(options.model, options.folder)

@@ -39,7 +39,7 @@ SHARED = "WARM_SHARED"
 gc.disable()  # until the tests are collected: a quarter of the time of all imports went into it
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a thousand processes compiles this package anew
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of a thousand processes compiles this package again
 sys.dont_write_bytecode = False
 
 # On a busy machine examples take long; a test's folder serves all of its examples.

@@ -65,9 +65,9 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
         (lambda: api.compare("gpt2", [8]), "machines=[8]"),  # type: ignore[list-item]
         (lambda: api.check("nowhere.yaml", modle="gpt2"), "check has no modle. Did you mean model?"),  # type: ignore[call-arg]
         (lambda: api.migrate("nowhere.yaml", "fsdp2", force=True), "migrate has no force."),  # type: ignore[call-arg]
-        (lambda: api.export("nowhere", "out", dtype="bf16"), "--dtype bf16 is no dtype of an export"),  # type: ignore[arg-type]
+        (lambda: api.export("nowhere", "out", dtype="bf16"), "--dtype bf16 is not a dtype of an export"),  # type: ignore[arg-type]
         (lambda: api.export("nowhere", "out", dtyp="bfloat16"), "export has no dtyp. Did you mean dtype?"),  # type: ignore[call-arg]
-        (lambda: api.to_yaml("gpt2"), "'gpt2' is no mapping"),  # type: ignore[arg-type]
+        (lambda: api.to_yaml("gpt2"), "'gpt2' is not a mapping"),  # type: ignore[arg-type]
         (lambda: api.to_yaml({1: "gpt2"}), "there is no question 1."),  # type: ignore[dict-item]
         (lambda: api.to_yaml({**MODEL, "strategy": 9}), "error: strategy 9 can't be used."),
         (lambda: api.to_yaml({**MODEL, "zero_stage": 3}), "fix: leave out zero_stage"),

@@ -103,7 +103,7 @@ def test_a_pipe_that_nobody_reads_stays_one(command: str, tmp_path: Path) -> Non
     os.mkfifo(pipe)
     refused = accel_fsdp(*WRITERS[command], pipe)
     assert refused.code == 1
-    assert f"cannot write {pipe}: nobody reads from it" in refused.output
+    assert f"cannot write {pipe}: no process reads from it" in refused.output
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]
 
@@ -126,7 +126,7 @@ def test_a_pipe_takes_the_text_and_needs_no_force(tmp_path: Path) -> None:
         (stat.S_IFCHR, os.makedev(1, 3), ""),
         (stat.S_IFCHR, os.makedev(1, 5), ""),
         (stat.S_IFCHR, os.makedev(1, 7), "No space left on device"),
-        (stat.S_IFBLK, os.makedev(7, 250), "it is no file"),
+        (stat.S_IFBLK, os.makedev(7, 250), "it is not a file"),
     ],
     ids=["null", "zero", "full", "disk"],
 )

@@ -259,7 +259,7 @@ def called_by_super(tree: ast.AST) -> set[str]:
          "has torch.distributed.fsdp._optim_utils._unflatten_orig_param_states(infos, state_name, more),"
          " not (fsdp_param_info, output_states, state_name, *)\n"),
         ("{0}._init_utils._init_intra_and_inter_node_groups = None",
-         "has torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups, which is no function,"
+         "has torch.distributed.fsdp._init_utils._init_intra_and_inter_node_groups, which isn't callable,"
          " not (global_process_group, num_devices_per_node)\n"),
     ],
 )  # fmt: skip

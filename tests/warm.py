@@ -303,7 +303,7 @@ def execute(words: list[str]) -> int:
     try:
         if words[0] == "-m":
             sys.argv, sys.path[0] = words[1:], os.getcwd()
-            sys.modules.pop(words[1], None)  # it runs anew, as the program
+            sys.modules.pop(words[1], None)  # it runs again, as the program
             runpy.run_module(words[1], run_name="__main__", alter_sys=True)
         elif words[0] == "-c":
             sys.argv, sys.path[0] = ["-c", *words[2:]], ""

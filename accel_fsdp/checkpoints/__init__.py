@@ -1,4 +1,4 @@
-"""Checkpoints and exports as they lie on disk: found, judged and opened without torch, and nothing in them is run."""
+"""Checkpoints and exports as they are on disk: found, judged and opened without torch, and nothing in them is run."""
 
 import lazy_loader
 

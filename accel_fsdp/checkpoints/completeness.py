@@ -56,7 +56,7 @@ class Parts:
 
     @property
     def new_state(self) -> tuple[str, ...]:
-        """The missing files besides the weights: Trainer starts their state anew, without a warning."""
+        """The missing files besides the weights: Trainer resets their state without a warning."""
         there = {file_names.OPTIMIZER: self.optimizer, file_names.SCHEDULER: self.scheduler}
         return tuple(name for name, is_there in there.items() if not is_there)
 
@@ -168,7 +168,7 @@ def _is_trainers(folder: Path) -> bool:
 
 
 def lacking_to_resume(checkpoint: Path, parts: Parts) -> list[str]:
-    """The missing parts that Trainer would start anew, in words; DeepSpeed keeps all of them in its own folder."""
+    """The missing parts that Trainer would reset, in words; DeepSpeed keeps all of them in its own folder."""
     if by_deepspeed(checkpoint):
         folder = checkpoint / (deepspeed.latest(checkpoint) or "")
         return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]

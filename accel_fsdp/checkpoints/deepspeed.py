@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO checkpoints: where each parameter's float32 master weights and moments lie among the partitions.
+"""DeepSpeed's ZeRO checkpoints: where each parameter's float32 master weights and moments are among the partitions.
 
 The layout is that of DeepSpeed 0.19 (`deepspeed/utils/zero_to_fp32.py` reads the same keys). ZeRO-1 and 2: each
 parameter group is one flat vector, cut into one part per rank. ZeRO-3: each parameter is cut into one part per rank,
-padded to equal lengths, and a rank's parts lie one after another in its flat groups. The optimizer's state has the
+padded to equal lengths, and a rank's parts follow one after another in its flat groups. The optimizer's state has the
 same layout (`deepspeed/checkpoint/ds_to_universal.py`).
 """
 

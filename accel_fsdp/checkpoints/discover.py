@@ -101,7 +101,7 @@ def check_bytes(checkpoint: CheckpointLocation, optimizer: bool = False) -> None
     if what := marker.damage(checkpoint.folder, read):
         raise UserError(
             f"{checkpoint.folder} is damaged: {what}",
-            why="the model would be another than was trained",
+            why="the exported model would differ from the trained one",
             fix="copy the checkpoint again from where it was written, or export an older one",
         )
 
@@ -211,7 +211,7 @@ def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
     if not whole:
         raise UserError(
             f"{checkpoints[-1].folder} lacks {', '.join(checkpoints[-1].missing)}",
-            why="it is half-written, or its other half lies on another machine",
+            why="it is half-written, or its other half is on another machine",
             fix="export an older checkpoint; on several machines train to a shared disk",
         )
     _check_links(whole[-1], place if place.is_dir() else place.parent)
@@ -312,7 +312,7 @@ def _nothing(path: Path, place: Path) -> UserError:
     near = sorted(_below(place, DEPTH), key=lambda other: other.number < 0)[:3]
     return UserError(
         f"{path} holds no checkpoint" + (" itself" if near else ""),
-        why=f"{'one other lies' if len(near) == 1 else 'several checkpoints lie'} below it"
+        why=f"{'one other is' if len(near) == 1 else 'several checkpoints are'} below it"
         if near
         else "there is nothing to export",
         fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(other.folder) for other in near)}"

@@ -111,7 +111,7 @@ NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
 STATE = (FSDP_MODEL, OPTIMIZER, Path(SCHEDULER).stem, Path(TRAINING_ARGS).stem, RNG_STATE, SCALER)
 """How files begin that end like weights and are none that `from_pretrained` could load."""
 NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader")
-"""How files begin that are no weights, whoever wrote them."""
+"""How the names of files without weights begin, whoever wrote them."""
 SPARED = tuple(name for name in NOT_WEIGHTS if name != FSDP_MODEL)
 """How the names begin of what an export can do without: people delete optimizers to save disk."""
 OF_CHECKPOINTS = (

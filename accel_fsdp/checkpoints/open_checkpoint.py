@@ -50,7 +50,7 @@ def read(place: CheckpointLocation, reader: FileReader, optimizer: bool = False,
         UserError: a file is missing, damaged or not to be trusted, or there is no tensor.
     """
     weights = _read(place, reader, optimizer, adapter)
-    weights = weights if optimizer else replace(weights, optimizer={})  # it may lie in the same files as the model
+    weights = weights if optimizer else replace(weights, optimizer={})  # it may be in the same files as the model
     if not weights.tensors and not weights.adapter:
         raise UserError(
             f"{place.weights} holds no tensor of a model",
@@ -125,7 +125,7 @@ def of_file(path: Path) -> dict[str, Stored]:
 def _of_files(
     folder: Path, names: Sequence[str], listed: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Stored]:
-    """The tensors of several files, some of which may lie in parts; `listed` is the file of each by their index."""
+    """The tensors of several files, some of which may be in parts; `listed` is the file of each by their index."""
     parts: dict[str, dict[tuple[int, ...], safetensors_header.Tensor]] = {}
     listed_in: set[tuple[str, str]] = set()
     for file in names:
@@ -207,7 +207,7 @@ def _check_unadapted(names: Mapping[str, Stored]) -> None:
     if tensor_names.is_wrapped(names):
         raise UserError(
             f"the checkpoint is of a PEFT model, and its adapter is not LoRA: {next(iter(names))}",
-            why="only LoRA and DoRA adapters are told from their base here",
+            why="only LoRA and DoRA adapters can be separated from their base",
             fix="load it with PEFT, and save_pretrained it",
         )
 

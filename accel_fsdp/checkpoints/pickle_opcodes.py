@@ -171,7 +171,7 @@ def _call(machine: Machine) -> None:
 
 
 def _build(machine: Machine) -> None:
-    """Sets a state: of stand-ins alone. What torch notes on ordered mappings (`_metadata`) is no part of them."""
+    """Sets a state: of stand-ins alone. What torch notes on ordered mappings (`_metadata`) is not part of them."""
     state = machine.stack.pop()
     if not isinstance(machine.stack[-1], (Inert, OrderedDict)):
         raise TypeError("a state for something that has none")

@@ -1,4 +1,4 @@
-"""Pickles of strangers as plain data, in time and memory in proportion to their length; nothing is executed."""
+"""Untrusted pickles as plain data, in time and memory in proportion to their length; nothing is executed."""
 
 import pickle
 import struct
@@ -50,7 +50,7 @@ def unpickle(
 def _unfolded(holder: Any, known: dict[int, tuple[int, ...]], depth: int) -> tuple[int, ...]:
     """Height, leaves, and letters of all leaves with their paths, of a holder with each part as often as it is there.
 
-    `known` has those that were counted, and an empty tuple for those that this one lies in.
+    `known` has those that were counted, and an empty tuple for those that this one is in.
     """
     if counted := known.get(id(holder)):
         return counted

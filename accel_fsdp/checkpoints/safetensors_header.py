@@ -84,7 +84,7 @@ def _damaged(path: Path, what: str) -> UserError:
 
 def _check_notes(path: Path, notes: Any) -> None:
     if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
-        raise _damaged(path, f"its {METADATA} is no mapping of text")
+        raise _damaged(path, f"its {METADATA} is not a mapping of text")
 
 
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> Tensor:
@@ -116,10 +116,10 @@ def _check_filled(path: Path, tensors: Mapping[str, Tensor], begin: int, size: i
     ordered = sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end))
     places = [begin, *(tensor.end for _, tensor in ordered)]
     for (name, tensor), at in zip(ordered, places, strict=False):
-        if tensor.start < at:  # first of all: where two tensors lie at one place, another one is empty
+        if tensor.start < at:  # first of all: where two tensors have the same place, another one is empty
             raise _damaged(path, f"{name} overlaps another tensor")
     for (name, tensor), at in zip(ordered, places, strict=False):
         if tensor.start != at:
-            raise _damaged(path, f"{name} lies behind a hole")
+            raise _damaged(path, f"{name} is behind a hole")
     if size != places[-1]:
         raise _damaged(path, f"it has {size:,} bytes, its tensors end at {places[-1]:,}")

@@ -78,7 +78,7 @@ def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
     if named is None:
         named = file_names.MODEL if (folder / file_names.MODEL).is_file() else file_names.INDEX
     elif not isinstance(named, str) or not named.endswith((file_names.SAFETENSORS, file_names.INDEX_END)):
-        raise untrusted_files.broken(folder / file_names.CONFIG, "names transformers_weights that are no safetensors")
+        raise untrusted_files.broken(folder / file_names.CONFIG, "names transformers_weights that are not safetensors")
     untrusted_files.inside(folder, named, file_names.CONFIG)
     if not named.endswith(file_names.INDEX_END):
         return [named], {}
@@ -122,7 +122,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def facts_of(folder: Path) -> CheckpointFacts:
-    """Looks at this folder, whatever lies in folders of it."""
+    """Looks at this folder, whatever is in folders of it."""
     _check_folder(folder)
     counts = {path: _counts(path) for path in sorted(folder.iterdir())}
     held, odd = ([path for path, one in counts.items() if one is wanted] for wanted in (True, False))
@@ -158,7 +158,7 @@ def facts_of(folder: Path) -> CheckpointFacts:
 
 
 def _counts(path: Path) -> bool:
-    """Whether it is a folder or a plain file that can be opened, and no link out of the folder that it lies in."""
+    """Whether it is a folder or a plain file that can be opened, and no link out of the folder that it is in."""
     try:
         if path.is_dir():
             untrusted_files.check_folder(path, path.parent)

@@ -1,6 +1,6 @@
 """Names of tensors: what wrappers make of them, and how PEFT names those of LoRA adapters.
 
-Adapters stand in a model, which may hold several, or in a file of their own.
+Adapters are in a model, which may hold several, or in a file of their own.
 """
 
 import re
@@ -153,7 +153,7 @@ def _in_file(name: str) -> tuple[str | None, str]:
 
 
 def unprefixed(tensors: Mapping[str, T], expected: Collection[str]) -> dict[str, T]:
-    """The tensors by the names of their model, where all of those stand behind one prefix, such as Lightning's."""
+    """The tensors by the names of their model, where all of those have one prefix, such as Lightning's."""
     first = next(iter(expected), "")
     is_plain = any(name in expected for name in tensors)
     ends = [] if is_plain else [name for name in tensors if name.endswith(f".{first}")]

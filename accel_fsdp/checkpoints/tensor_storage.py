@@ -1,4 +1,4 @@
-"""Tensors that lie in files: which bytes make them up, and how to read a part of one into a buffer."""
+"""Tensors in files: which bytes make them up, and how to read a part of one into a buffer."""
 
 import os
 import threading
@@ -169,7 +169,7 @@ def _fill(
 ) -> None:
     """Fills `target` with the box of a piece that begins at `offsets`.
 
-    It is read at once where its bytes lie together; else it is divided along the dimension in which they lie farthest
+    It is read at once where its bytes are together; else it is divided along the dimension in which they are farthest
     apart. So a transposed tensor is read in runs of its own order, and memory holds no more than is asked for.
     """
     import numpy as np

@@ -1,4 +1,4 @@
-"""Files that `torch.save` wrote, read without torch: where each tensor's bytes lie. Nothing that they name is executed.
+"""Files that `torch.save` wrote, read without torch: where each tensor's bytes are. Nothing that they name is executed.
 
 Such a file is a zip archive of stored records: a pickle that describes the object, and one record per storage. The
 pickle is read by an unpickler that admits what tensors are made of and nothing else; each name stands for code of this
@@ -173,7 +173,7 @@ def _parameter(data: Any, *rest: Any) -> View:
 
 
 def _with_attributes(rebuild: Any, kind: Any, args: Any, attributes: Any) -> View:
-    """A tensor to which somebody gave attributes, as FSDP1 does in full state dicts (`_has_been_cloned`)."""
+    """A tensor with attributes, as FSDP1 saves it in full state dicts (`_has_been_cloned`)."""
     if rebuild not in (_view, _typed_view, _parameter) or kind not in (TENSOR, PARAMETER):
         raise ValueError("no plain tensor")
     found: View = rebuild(*args)
@@ -228,7 +228,7 @@ class Archive:
         return self.reader.bytes_of(self.path, self.start + at, count)
 
     def record(self, name: str) -> FileRecord:
-        """Where a record's bytes lie, behind its local header."""
+        """Where a record's bytes are, behind its local header."""
         if name not in self.slots:
             raise damaged(self.path, f"is damaged: {name} is missing")
         slot = self.slots[name]

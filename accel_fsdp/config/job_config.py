@@ -46,7 +46,7 @@ class JobConfig:
     """One YAML. `values` as PyYAML reads them, `source` the text they were read from.
 
     `absent` are keys of `deepspeed_config` whose file isn't there: "beside" if it is beside the YAML, "elsewhere" if
-    not even its folder is. `doubled` are the keys that stand there more than once, each with its lines.
+    not even its folder is. `doubled` are the keys that occur more than once, each with its lines.
     """
 
     values: Mapping[str, Any]

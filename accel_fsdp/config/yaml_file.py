@@ -161,7 +161,7 @@ def load(path: Path, doubled: bool = False) -> Any:
         line = error.problem_mark.line + 1 if error.problem_mark else 0
         raise UsageError(
             f"{path}:{line}: {str(error.problem).partition(' with value')[0]}",
-            why="Accelerate takes the last one without a word, and other readers refuse the file",
+            why="Accelerate takes the last one silently, and other readers refuse the file",
             fix="remove all but one",
         ) from error
     except (YAMLError, ValueError, TypeError, RecursionError) as error:

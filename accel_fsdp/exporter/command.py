@@ -138,7 +138,7 @@ def _check_flags(options: ExportCommand) -> None:
     size = options.max_shard_size.strip()
     if not SIZE.fullmatch(size) or not float(size[:-2]):
         raise UsageError(
-            f"--max-shard-size {options.max_shard_size} is no size",
+            f"--max-shard-size {options.max_shard_size} is not a size",
             why="it is how large a file may get",
             fix="such as 5GB",
         )
@@ -153,7 +153,7 @@ def _check_flags(options: ExportCommand) -> None:
 def _check_dtype(dtype: str | None) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise UsageError(
-            f"--dtype {dtype} is no dtype of an export",
+            f"--dtype {dtype} is not a dtype of an export",
             why="weights are written in one of " + ", ".join(DTYPES),
             fix=f"--dtype {nearest(dtype.replace('fp', 'float'), DTYPES) or 'bfloat16'}",
         )
@@ -177,7 +177,7 @@ def _check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None
         raise UserError(f"{out} exists", why="it may be another model", fix="add --force, or choose another OUT")
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _is_model(out))):
         raise UserError(
-            f"{out} is no folder of a model",
+            f"{out} is not a folder of a model",
             why="--force replaces exported models only, not what else you may have there",
             fix="choose another OUT",
         )
@@ -211,7 +211,7 @@ def _check_model(out: Path, named: Papers, checkpoint: CheckpointLocation) -> No
         used = model.resolve()
         if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (source.parent, source)):
             raise UserError(
-                f"{out} is, holds or lies in {model}, the model that the export uses",
+                f"{out} is, contains or is inside {model}, the model that the export uses",
                 why="the export would take the place of what it was made from",
                 fix="choose another OUT",
             )
@@ -361,7 +361,7 @@ def _check_local(options: ExportCommand) -> None:
         address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(place))
         if address and not Path(str(place)).exists():
             raise UsageError(
-                f"{flag} is {address[1]}://{address[2]}, which is no folder of this machine",
+                f"{flag} is {address[1]}://{address[2]}, which is not a folder of this machine",
                 why="an export reads and writes local disks only",
                 fix="export to a folder here and upload that; to the Hub: --push-to-hub NAME/MODEL"
                 if flag == "OUT"

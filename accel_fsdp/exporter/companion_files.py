@@ -23,9 +23,9 @@ COPIED = (
 )
 """What `save_pretrained` of tokenizers and processors writes. None of it is code."""
 IN_RUN = (*(pattern for pattern in COPIED if not pattern.startswith("*")), file_names.CHAT_TEMPLATE)
-"""The same where a run's folder holds it, which may be somebody's project: no pattern that fits any file of a kind."""
+"""The same where a run's folder holds it, which may be the user's project: no pattern that fits any file of a kind."""
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
-"""Of configs: they name Python that lies beside them."""
+"""Of configs: they name Python that is beside them."""
 OWN = "transformers."
 CARD_TAG = "accel-fsdp"
 DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
@@ -36,7 +36,7 @@ class Papers:
     """`folder` holds config.json; `others` are searched for what it lacks. `adapter` holds adapter_config.json.
 
     `trained`: the config was written by a training run, which turns `use_cache` off. `run`: the folder that the
-    checkpoint lies in, which may hold anything besides; only what training writes there is taken.
+    checkpoint is in, which may hold anything besides; only what training writes there is taken.
     """
 
     folder: Path
@@ -163,9 +163,9 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
 def find(
     checkpoint: CheckpointLocation, model: str | None, with_weights: bool = False, adapter_name: str | None = None
 ) -> Papers:
-    """The papers of a checkpoint: `model` if given, else what lies beside the weights or in the run's folder.
+    """The papers of a checkpoint: `model` if given, else what is beside the weights or in the run's folder.
 
-    The settings of an adapter that has a name lie in a folder of that name, as PEFT saves them.
+    The settings of an adapter that has a name are in a folder of that name, as PEFT saves them.
     """
     near = tuple(dict.fromkeys(_near(checkpoint)))
     run = near[-1] if near[-1] == checkpoint.folder.parent else None
@@ -205,8 +205,8 @@ def _near(checkpoint: CheckpointLocation) -> Iterator[Path]:
 
 
 def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:
-    """The model that an adapter sits on, and its revision; of a model, None unless no config lies near and the run's
-    account names it.
+    """The model that an adapter was trained on, and its revision; for a model, only if no config is near and
+    run.json names it; else None.
     """
     accounts = (summary.read_json(folder / file_names.RUN) for folder in near)
     trained = (model for account in accounts if (model := _trained_model(account)))

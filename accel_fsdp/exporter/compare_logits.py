@@ -1,8 +1,8 @@
 """An export against its checkpoint, as the library that wrote it puts it together: the same logits for the same tokens.
 
-torch's and DeepSpeed's own readers load pickles that a stranger wrote, and look for files in places of their own. So
+torch's and DeepSpeed's own readers load untrusted pickles, and look for files in places of their own. So
 this route shares the export's readers of files, and nothing of what the export does with what they read: torch gets the
-chunks of a tensor, DeepSpeed a folder written anew. It holds two models in memory, and runs in the second process.
+chunks of a tensor, DeepSpeed a folder written again. It holds two models in memory, and runs in the second process.
 """
 
 import copy
@@ -172,7 +172,7 @@ def _of_dcp(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Te
 
 
 def _of_zero(folder: Path, reader: FileReader, room: Path) -> "dict[str, torch.Tensor]":
-    """The float32 weights of a ZeRO checkpoint, put together by DeepSpeed from files written anew into `room`."""
+    """The float32 weights of a ZeRO checkpoint, put together by DeepSpeed from files written again into `room`."""
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -7,7 +7,7 @@ from accel_fsdp import untrusted_files
 from accel_fsdp.errors import UsageError, UserError
 
 HIDDEN = [".*", "*/.*"]
-"""What no export writes: it stays at home."""
+"""Files that are not exported."""
 
 
 def check_name(repository: str) -> None:
@@ -19,7 +19,7 @@ def check_name(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise UsageError(
-            f"--push-to-hub {repository} is no name of a repository: {str(error).splitlines()[0]}",
+            f"--push-to-hub {repository} is not the name of a repository: {str(error).splitlines()[0]}",
             why="the hub would refuse the upload",
             fix="--push-to-hub NAME/MODEL",
         ) from error
@@ -45,7 +45,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
     """Makes the repository if need be, and uploads all files; returns its address.
 
     Raises:
-        UsageError: it is no name of a repository.
+        UsageError: it is not the name of a repository.
         UserError: a file is a link out of the folder; or the hub refuses them or can't be reached. The folder stays.
     """
     from huggingface_hub import HfApi, errors

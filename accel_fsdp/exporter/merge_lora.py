@@ -149,7 +149,7 @@ class Replaced(Changed):
 class Merger:
     """Merges one adapter into `tensors`, which it changes; changed weights have the dtype that `_dtype` says.
 
-    `turned`: the weights that lie transposed, of which PEFT asks the layer's kind; None where only the settings say it.
+    `turned`: the transposed weights, by the layer's kind, as in PEFT; None where only the settings say it.
     """
 
     tensors: dict[str, Source]
@@ -235,7 +235,7 @@ def merged(
     """
     merger = Merger(dict(base), adapter, settings, wanted, filed_as, turned)
     for name, tensor in adapter.items():
-        if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding that lies with its adapter
+        if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding stored with its adapter
             merger.tensors[merger.named(plain(name))] = tensor
     modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
     check_patterns(settings, map(tensor_names.module_of, modules))
@@ -303,7 +303,7 @@ def _in(base: Mapping[str, Source], name: str) -> str:
 def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:
     """Refuses adapters that are computed otherwise.
 
-    `trained_base`: the base was saved with the adapter, so that it is what the adapter's initialisation made of it.
+    `trained_base`: the base was saved with the adapter, after the adapter's initialisation changed it.
     """
     if settings.get("peft_type") != "LORA":
         raise _unmergeable(f"of kind {settings.get('peft_type')}")
@@ -325,7 +325,7 @@ def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:
 def _unmergeable(what: str) -> UserError:
     return UserError(
         f"an adapter {what} can't be merged here",
-        why="only LoRA and DoRA as such are merged in bounded memory; this one is computed in another way",
+        why="only plain LoRA and DoRA are merged in bounded memory; this one is computed in another way",
         fix="export the adapter without --merge-adapter; where PEFT can merge it: merge_and_unload()",
     )
 

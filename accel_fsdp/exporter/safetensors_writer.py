@@ -108,7 +108,7 @@ def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: st
         )
     except ValueError as error:
         raise UsageError(
-            f"--max-shard-size {max_shard_size} is no size", why="it is how large a file may get", fix="such as 5GB"
+            f"--max-shard-size {max_shard_size} is not a size", why="it is how large a file may get", fix="such as 5GB"
         ) from error
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}

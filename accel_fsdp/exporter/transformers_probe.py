@@ -41,21 +41,21 @@ BEGINNINGS = frozenset(
         *("base_model_name_or_path", "revision"),
     }
 )
-"""Settings of an adapter's first weights, and of where its code and its base lie."""
+"""Settings of an adapter's first weights, and of where its code and its base are."""
 FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
 
 
 @dataclass(frozen=True)
 class Description:
-    """What must lie in the files of a model, by its config.
+    """What must be in the files of a model, by its config.
 
     `memory`: shapes by the names that the model's code uses, of tied weights the first name only. `files`: the same in
     the layout of files. `ties`: groups of names of one tensor. `converts`: whether files have another layout than the
     model in memory, be it in the order of elements alone. `wider`: the tensors of files that transformers keeps in
     another dtype than the one that it is asked for, such as float32 for the biases of routers. `filed_as`: the names in
     files of those tensors of the model that files hold as they are. `turned`: weights, as the model's code names them,
-    that lie transposed (Conv1D). `floating`: the names, of both kinds, of what must be floating-point numbers: the
-    parameters, unless the config says that they are quantised.
+    that are stored transposed (Conv1D). `floating`: the names, of both kinds, of the tensors that
+    must hold floating-point numbers: the parameters, unless the config says that they are quantised.
     """
 
     memory: dict[str, tuple[int, ...]]
@@ -270,5 +270,5 @@ def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
             f"cannot get {named}: {first_line(error)}{catalogue.did_you_mean(model)}",
             why="it is the model that --model names, else adapter_config.json or the run's run.json; "
             + ("the adapter is merged into it" if with_weights else "the export needs its config and tokenizer"),
-            fix="say where it lies now: --model FOLDER",
+            fix="say where it is now: --model FOLDER",
         ) from error

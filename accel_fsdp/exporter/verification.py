@@ -184,7 +184,7 @@ def _same_papers(folder: Path, report: ExportReport) -> ExportReport:
     if wrong:
         raise UserError(
             f"{folder} has changed since the export: {'; '.join(wrong[: transformers_probe.SHOWN])}",
-            why="users would load another model than the one that was verified, or run what lies beside it",
+            why="users would load another model than the one that was verified, or run what is beside it",
             fix="put that right, or export it again: accel-fsdp export SRC OUT --force",
         )
     return report.proven(f"{len(there)} other files are what was written")
@@ -330,7 +330,7 @@ def _found(folder: Path) -> ExportReport:
     if seen is None or seen.kind not in ("safetensors", "adapter") or seen.missing:
         lacks = f": it lacks {', '.join(seen.missing)}" if seen and seen.missing else ""
         raise UserError(
-            f"{folder} is no complete export{lacks}",
+            f"{folder} is not a complete export{lacks}",
             why="there is nothing to verify",
             fix="export it (again): accel-fsdp export SRC OUT",
         )

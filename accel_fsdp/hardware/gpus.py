@@ -50,7 +50,7 @@ REPORTED_GIB: dict[tuple[str, float], float] = {
 out-of-memory error). Looked up in GitHub issues: Open-Sora 697 (T4), DenseCLIP 52 (A100-40: 39.59), OOTDiffusion 235
 (A100-80), RB-Modulation 5 (A30), Phidias-Diffusion 8 (RTX 4090), GLM-4 730 (24 GB cards), NVlabs/Eagle 68 (L40),
 Step-Video-T2V 8 (L40S). The others are the usual totals of such messages, not looked up one by one. Drivers differ by
-0.1 to 0.2 GiB: the lower number stands."""
+0.1 to 0.2 GiB: the lower number is used."""
 
 BOARD_WATTS: dict[str, float] = {
     **{"V100": 300, "T4": 70, "A10": 150, "A10G": 300, "A30": 165, "A40": 300, "A6000": 300},
@@ -67,7 +67,7 @@ nvidia-smi shows on AWS G5, as NVIDIA publishes none. MI250X: half of a card's 5
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `memory_gib` is what the vendor sells, or the caller told `find`; `usable_gib` what CUDA reports of it.
+    """One GPU. `memory_gib` is what the vendor sells, or the caller gave `find`; `usable_gib` what CUDA reports of it.
 
     `half_flops` are bf16 or fp16 with float32 sums, `fp32_flops` plain float32: torch leaves TF32 off by default.
     `link_bytes_per_s` joins GPUs of one machine (NVLink, or PCIe where a bridge is optional), `pcie_bytes_per_s` leads

@@ -135,7 +135,7 @@ def _check_offload(config: JobConfig) -> None:
     places = {str(section.get(f"offload_{what}_device", "none")) for what in ("optimizer", "param")}
     if config.is_fsdp:
         return
-    _refuse("nvme" in places, "offload to nvme", "no run tells how fast it is")
+    _refuse("nvme" in places, "offload to nvme", "its speed has not been measured")
     mixed = _stage(config) == 3 and len(places) > 1
     _refuse(mixed, "offload of parameters or optimizer alone in stage 3", "only both together are known")
 

@@ -176,7 +176,7 @@ class Variables:
             return None
         if not said.value.isdecimal():
             raise UserError(
-                f"{said.source}={said.value} is no number",
+                f"{said.source}={said.value} is not a number",
                 why=f"{self.engine} says with it how many processes or machines there are, or which one this is",
                 fix=f"set {said.source} to a number, or use torchrun, which knows other words: torchrun train/sft.py",
             )

@@ -122,7 +122,7 @@ def _resolved(address: str) -> list[str]:
     try:
         return addresses_of(address)
     except (OSError, UnicodeError) as error:  # a part of a name that is too long is no IDNA
-        why = getattr(error, "strerror", None) or "it is no name of a host"
+        why = getattr(error, "strerror", None) or "it is not the name of a host"
         raise UserError(f"the name {address} is unknown on this machine: {why}", why=WAIT, fix=FIX_ADDRESS) from error
 
 

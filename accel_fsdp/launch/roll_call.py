@@ -195,7 +195,7 @@ def _difference(present: Collection[Attendee]) -> str:
 
 
 def _refuse(board: Board, what: str, fix: str = FIX_RANKS) -> NoReturn:
-    """Ends the roll call for this machine and for all that still wait."""
+    """Ends the roll call for this machine and for all machines that still wait."""
     refusal = board.agree(REFUSED, [what, fix]) or [what, fix]
     time.sleep(HEARD_SECONDS)
     raise _refusal(*refusal)

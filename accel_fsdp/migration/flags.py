@@ -14,7 +14,7 @@ class MigrateCommand:
     """The whole command.
 
     `force` accepts a lost meaning, and `overwrite` another file in OUT's place: whoever accepts the one, which the
-    report named, has not been told of the other.
+    report named, may not know of the other.
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]

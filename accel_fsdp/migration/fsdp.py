@@ -44,7 +44,7 @@ def to_fsdp1(draft: Draft) -> None:
         draft.top("parallelism_config", "lost", why, breaks=bool(broken))
     offloads = draft.on("fsdp_activation_checkpointing_offload")
     draft.row("fsdp_activation_checkpointing_offload", "lost", "FSDP1 can't offload checkpoints", breaks=offloads)
-    draft.add("fsdp_backward_prefetch", "BACKWARD_PRE", "FSDP2 prefetches by itself, FSDP1 when told")
+    draft.add("fsdp_backward_prefetch", "BACKWARD_PRE", "FSDP2 prefetches by itself, FSDP1 when this is set")
     _keep_state_dict_type(draft, Engine.FSDP2, Engine.FSDP1)
     keep_wrapping(draft, Engine.FSDP1)
     casts_buffers(draft, "FSDP1 casts buffers too")

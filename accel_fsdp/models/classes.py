@@ -47,7 +47,7 @@ def _reads_text_part(kind: Any, config: Any) -> bool:
 
 
 def trained_class(config: Any) -> Any:
-    """The class that is trained: the one that `architectures` names, else that of `auto_class`; None for neither.
+    """The class that is trained: named by `architectures`, else by `auto_class`; None if both are missing.
 
     A class without a head is not trained itself. Without `architectures` a config with several parts is of the class
     for all of them, not of the one for text that AutoModelForCausalLM builds from a part.

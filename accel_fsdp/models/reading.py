@@ -82,7 +82,7 @@ def _require_reading(name: str) -> None:
     lacking = next((library for library in libraries if not is_installed(library)), "")
     if lacking and not Path(name).exists() and (near := catalogue.near(name)):
         raise UserError(
-            f"{name} is none of the bundled models.{catalogue.did_you_mean(name)}",
+            f"{name} is not a bundled model.{catalogue.did_you_mean(name)}",
             why=NotInstalled.of(lacking, "reading another model").what,
             fix=f"give {near}; or, if {name} is another model: {NotInstalled.of(lacking).fix}",
         )
@@ -101,7 +101,7 @@ def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) ->
         config_json.check_files(Path(name))
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=run_code)
-    except BaseException as error:  # the Rust library's panics are no Exception
+    except BaseException as error:  # the Rust library's panics are not an Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         if isinstance(error, ModuleNotFoundError) and error.name in LIBRARIES:

@@ -124,7 +124,7 @@ def answer(text: str) -> Iterator[str]:
         yield _refusal(_takes_torch("This choice", words))
     except UserError as error:
         yield _refusal(error)
-    except Exception as error:  # in a browser nobody reads a traceback
+    except Exception as error:  # a traceback is hard to read in a browser
         yield _refusal(_mistake(error))
 
 

@@ -93,7 +93,7 @@ def _evaluations(evaluations: cost.Evaluations) -> Iterator[str]:
 
 
 def as_json(spent: cost.Cost, gpu: Gpu) -> dict[str, Any]:
-    """The cost as numbers; `range` are the least and the most."""
+    """The cost as numbers; `range` is the minimum and maximum."""
     saves, evaluations = spent.saves, spent.evaluations
     numbers: dict[str, Any] = {
         "steps": spent.steps,

@@ -40,9 +40,9 @@ COLOURS = dict(
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan with its problem, ready to be told. `proposer` writes what is recommended; None where `config` is judged.
+    """A plan with its problem, for printing. `proposer` writes the recommended YAML; None where `config` is judged.
 
-    `spent` is what the work costs in the way that was chosen, None where nobody asked. `args` are the script's.
+    `spent` is what the work costs in the way that was chosen, None if not asked for. `args` are the script's.
     """
 
     problem: Problem

@@ -104,7 +104,7 @@ def _price(command: PlanCommand, gpu: Gpu) -> float | None:
 
 
 def price_for(prices: Prices, gpu: Gpu) -> float | None:
-    """The price of a GPU by its name and size, else of its name with any; None without one."""
+    """The price of a GPU by its name and size, else by its name with any size; None if unknown."""
     return prices.get((gpu.name, gpu.memory_gib), prices.get((gpu.name, None)))
 
 

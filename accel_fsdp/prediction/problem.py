@@ -74,7 +74,7 @@ class Problem:
         return self.host(job).training <= self.host_bytes
 
     def host_need(self, needed: int) -> str:
-        """A need of host memory in words, with what there is if that is less."""
+        """A need of host memory in words, with the memory available if that is less."""
         need, has = f"{about_gib(needed)} of memory on each machine", self.host_bytes
         return need if needed <= has else f"{need}, where {about_gib(has)} {'are' if self.host_gib else 'are usual'}"
 

@@ -175,7 +175,7 @@ class Ranks:
         return TimeoutError(f"no answer of rank {ranks} after {seconds:g} s: {hang}\n{hang.stacks}")
 
     def _show_output(self, printed: list[int]) -> None:
-        """Prints the output of each rank since its file had that size: pytest shows it with the test."""
+        """Prints the output of each rank written after its file had that size: pytest shows it with the test."""
         for number, (rank, before) in enumerate(zip(self._started, printed, strict=True)):
             if text := rank.output.read_bytes()[before:].decode(errors="replace"):
                 sys.stdout.write(f"--- output of rank {number} ---\n{text.rstrip()}\n")
@@ -229,7 +229,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         raise UserError(
             f"{_unpicklable(function, args, kwargs)} can't be sent to the ranks: {error}",
             why="a rank is a process of its own: it imports the function by its name, and gets the arguments pickled",
-            fix="a function that stands with def at the top of a module; as its arguments numbers, text, plain tensors",
+            fix="a function that is defined at the top of a module; as its arguments numbers, text, plain tensors",
         ) from None
 
 

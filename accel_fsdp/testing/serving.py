@@ -145,7 +145,7 @@ def _not_imported(error: Exception) -> UserError:
     return UserError(
         f"the ranks can't import what they are to call: {in_a_line(error)}",
         why="each rank is a process of its own, which imports the function by its module's name",
-        fix="a function of a module that lies on sys.path: pytest's setting pythonpath, or its default import mode",
+        fix="a function of a module that is on sys.path: pytest's setting pythonpath, or its default import mode",
     )
 
 

@@ -109,7 +109,7 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
     )
     hang_timeout: float | None = HfArg(
         default=None,
-        help="Seconds without a finished step after which the job ends and says where each rank stands; three "
+        help="Seconds without a finished step after which the job ends and says where each rank waits; three "
         "times as many before the first step and in saves, evaluations and the export. 0: never. (default: 20 "
         "times the slowest of the last 20 steps, at least 600)",
     )
@@ -168,7 +168,7 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
 def xla_settings(path: Path) -> dict[str, Any]:
     """What `TrainingArguments.fsdp_config` needs of a TPU YAML; empty for every other engine.
 
-    Accelerate's launcher takes these keys and hands them to nobody (1.15).
+    Accelerate's launcher takes these keys and passes them to no library (1.15).
     """
     content = yaml_file.load(path)
     if content.get("distributed_type") != "XLA":
@@ -241,11 +241,11 @@ def _check_trackers(names: list[str]) -> None:
     for name in names:
         if name not in INTEGRATION_TO_CALLBACK:
             raise UsageError(
-                f"--report_to {name} is no tracker that Trainer knows.{did_you_mean(name, INTEGRATION_TO_CALLBACK)}",
+                f"--report_to {name} is not a tracker that Trainer knows.{did_you_mean(name, INTEGRATION_TO_CALLBACK)}",
                 why="nothing would be reported",
                 fix=f"none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}",
             )
-        if name not in {*get_available_reporting_integrations(), "flyte"}:  # which is no part of that list
+        if name not in {*get_available_reporting_integrations(), "flyte"}:  # which is not in that list
             raise UserError(
                 f"--report_to {name}, which isn't installed", why="nothing would be reported", fix=f"pip install {name}"
             )
@@ -278,7 +278,7 @@ def _require_launcher() -> None:
         _check_mesh(file)
         if launch.restarts_meet_in_one_store and launch.rank == 0:
             console.say(
-                "restarted ranks may look for each other where those before them were (torch 2.13): "
+                "restarted ranks may connect to the address of the previous attempt (torch 2.13): "
                 f"start with {OWN_STORES} torchrun",
                 style="yellow",
             )

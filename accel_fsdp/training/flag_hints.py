@@ -9,7 +9,7 @@ TRL = {
     "evaluation_strategy": "--eval_strategy",
     "group_by_length": "--train_sampling_strategy group_by_length",
     "load_in_8bit": "--load_in_4bit true (QLoRA); FSDP1 can't shard an 8-bit base",
-    "lora_target_parameters": "--lora_target_modules: linear layers alone; experts that are no modules stay frozen",
+    "lora_target_parameters": "--lora_target_modules: linear layers alone; experts that are not modules stay frozen",
     "lora_task_type": "leave it out: this script trains causal language models alone",
     "loss_type": "leave it out: the loss is TRL's nll, the mean over all tokens of all processes",
     "max_seq_length": "--max_length",

@@ -159,7 +159,7 @@ def _check_optimizer(training: TrainingArguments) -> None:
                 fix=f"pip install it, or {combinations.ADAMW}",
             ) from error
         except (ValueError, AttributeError) as error:
-            if _wants_model(name):  # which there is none of yet
+            if _wants_model(name):  # which doesn't exist yet
                 return
             raise error
         optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **options)

@@ -45,7 +45,7 @@ def load_tokenizer(options: ModelArguments, chat_template_path: str | None = Non
         value = getattr(options, name)
         if value is not None and value not in known:
             raise UserError(
-                f"--{name} {value} is no token of {options.model_name_or_path}.{did_you_mean(value, known)}",
+                f"--{name} {value} is not a token of {options.model_name_or_path}.{did_you_mean(value, known)}",
                 why="a token without a row in the embedding can't be trained",
                 fix="one of its own, such as "
                 + ", ".join(map(str, tokenizer.all_special_tokens[:3] or ["those it has"])),
@@ -148,7 +148,7 @@ def _with_weights(options: ModelArguments) -> Any:
         )
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # bitsandbytes 0.50 would pack the weights anew in the first evaluation, under FSDP's hands
+            # bitsandbytes 0.50 would pack the weights again in the first evaluation, under FSDP's hands
             module.support_avx512bf16_for_cpu = False
     return model
 

@@ -1,6 +1,6 @@
 """Loads every part of a checkpoint: weights, optimizer, schedule, random states.
 
-`Trainer` (transformers 5.23) and accelerate 1.15 leave out some parts in silence. Each function here stands around one
+`Trainer` (transformers 5.23) and accelerate 1.15 leave out some parts in silence. Each function here wraps one
 of Trainer's own methods, which it is given as `load`.
 """
 

@@ -163,7 +163,7 @@ class Losses:
         if self._router is None:
             raise UserError(
                 f"the coefficient of {type(self.trainer.model).__name__}'s router loss is unknown",
-                why="that loss can't be told from the tokens' loss, which is divided by their number",
+                why="that loss can't be separated from the tokens' loss, which is divided by their number",
                 fix="output_router_logits: false in the model's config.json",
             )
         weighted: Tensor = self._router * balance.to(self.args.device)

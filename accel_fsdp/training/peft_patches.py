@@ -1,7 +1,7 @@
 """Adapters under FSDP: what PEFT and torch lack to save and load their tensors in a wrapped model.
 
 PEFT 0.21 matches an adapter's tensors by module names, and FSDP's wrappers change those names. Three things follow,
-all without a word: under FSDP1 (`._fsdp_wrapped_module.` in mid-name) and under FSDP activation checkpointing
+all silently: under FSDP1 (`._fsdp_wrapped_module.` in mid-name) and under FSDP activation checkpointing
 (`._checkpoint_wrapped_module.`) `save_pretrained` writes a file with no tensor in it, sharded checkpoints hold none,
 and under FSDP1 a resume loads none (PEFT strips `base_model.model.` where no name starts with it, and takes the model's
 names from a state dict that may be empty on all ranks but the first). And torch's FSDP1 loses the frozen base of an
@@ -99,7 +99,7 @@ def load_through_fsdp1() -> None:
         result = model.load_state_dict(dict(zip(names, state_dict.values(), strict=True)), strict=False)
         if result.unexpected_keys:
             raise UserError(
-                f"{len(result.unexpected_keys)} adapter tensors fit nowhere, first {result.unexpected_keys[0]}",
+                f"{len(result.unexpected_keys)} adapter tensors match no module, first {result.unexpected_keys[0]}",
                 why="training would go on from a partly new adapter",
                 fix="resume with the model and the LoRA flags of the run that wrote this checkpoint, or use FSDP2",
             )

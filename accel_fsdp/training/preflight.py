@@ -61,7 +61,7 @@ def check_weight_decay(args: TrainingArguments) -> None:
     if launch.uses_fsdp1 and not launch.keeps_original_parameters and args.weight_decay > 0:
         raise UserError(
             f"fsdp_use_orig_params: false with --weight_decay {args.weight_decay}",
-            why="norms and biases would be decayed too: in FSDP1's flat parameters nobody can tell them apart",
+            why="norms and biases would be decayed too: in FSDP1's flat parameters they can't be distinguished",
             fix="fsdp_use_orig_params: true in the YAML",
         )
 

@@ -90,7 +90,7 @@ def _wanted(training: "TrainingArguments") -> Path | None:
         raise UserError(
             f"no complete checkpoint-N folder in {output}",
             why="there is nothing to resume from",
-            fix="--resume_from_checkpoint auto to start anew in that case, or correct --output_dir",
+            fix="--resume_from_checkpoint auto to start from the beginning in that case, or correct --output_dir",
         )
     return choice.newest
 
@@ -120,7 +120,7 @@ def _check_rows(checkpoint: Path, origin: Origin | None, rows_per_step: int, ign
             f"{checkpoint} counts steps of {origin.rows_per_step} rows, this run steps of {rows_per_step}",
             why="some rows would be trained twice or not at all, and the learning-rate schedule would change length",
             fix="the same --per_device_train_batch_size x --gradient_accumulation_steps x processes; or "
-            "--ignore_data_skip true to start the data anew",
+            "--ignore_data_skip true to start the data from the beginning",
         )
 
 
@@ -154,10 +154,10 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     """Holds a checkpoint against the run that is to go on from it.
 
     FSDP's sharded and full checkpoints move between its versions, strategies and numbers of ranks. `skips_data` is
-    false under `--ignore_data_skip`, where the data start anew and their position needs no check.
+    false under `--ignore_data_skip`, where the data start from the beginning and their position needs no check.
 
     Raises:
-        UserError: a part is missing (Trainer would start that part anew, silently), it is of another engine or number
+        UserError: a part is missing (Trainer would restart that part silently), it is of another engine or number
             of ranks in a format that can't change them, or the same step would be another place in the data.
     """
     facts, origin = summary.facts_of(checkpoint), marker.origin_of(checkpoint)
@@ -165,7 +165,7 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     if lacking := completeness.lacking_to_resume(checkpoint, facts):
         raise UserError(
             f"{checkpoint} holds no {' and no '.join(lacking)}",
-            why="Trainer would start them anew without a word",
+            why="Trainer would restart them silently",
             fix="an older checkpoint-N; or a new run from its weights: accel-fsdp export, then "
             "train/sft.py --model_name_or_path",
         )

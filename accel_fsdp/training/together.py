@@ -53,7 +53,7 @@ class Peers:
         self.own = agreement.Member(launch.rank, launch.machine_rank)
         self.several = dist.is_initialized() and dist.get_world_size() > 1
         self.machines = launch.machines
-        self._prefix = f"{PREFIX}/{launch.restarts}/{next(_jobs)}"  # torchrun keeps the store when it starts ranks anew
+        self._prefix = f"{PREFIX}/{launch.restarts}/{next(_jobs)}"  # torchrun keeps the store when it restarts ranks
         self._over, self._fails_itself = threading.Event(), False
 
     def __enter__(self) -> "Peers":

@@ -1,4 +1,4 @@
-"""Asks in a terminal what flags, presets and files leave open, and asks again what somebody wants to change."""
+"""Asks in a terminal what flags, presets and files leave open, and asks again what the user wants to change."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -67,7 +67,7 @@ UNKNOWN = (None, -1)
 
 
 def _strategy_of_fsdp2(job: JobConfig) -> str:
-    """The strategy that FSDP2's keys spell; a strategy's name, as FSDP1 takes it, is what somebody meant."""
+    """The strategy that FSDP2's keys spell; a strategy's name, as FSDP1 takes it, is what the user meant."""
     if meant := _of_fsdp1(job):
         return meant
     value = job.fsdp("fsdp_reshard_after_forward")
@@ -157,7 +157,7 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
 
 
 def corrections(job: JobConfig, old: Answers, new: Answers, read: Collection[str]) -> list[str]:
-    """Sentences about what is not kept: values that Accelerate can't read, and sections that are no mapping.
+    """Sentences about what is not kept: values that Accelerate can't read, and sections that are not a mapping.
 
     `read` are the questions that the file has answered; of other ones the interview has reported bad values.
     """

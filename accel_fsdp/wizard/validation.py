@@ -192,7 +192,7 @@ def check_processes(context: Context, value: Any) -> int:
     if total % machines_in_all:
         raise UserError(
             f"--num-processes {total} is not a multiple of --num-machines {machines_in_all}",
-            why="it is the total over all machines; Accelerate would start fewer, without a word",
+            why="it is the total over all machines; Accelerate would start fewer, silently",
             fix=f"--num-processes {max(total // machines_in_all, 1) * machines_in_all}",
         )
     gpus = context.machine.count * machines_in_all

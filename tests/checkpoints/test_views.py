@@ -1,4 +1,4 @@
-"""Tensors of torch.save that lie in another order, or are a part: read as torch does, in bounded memory."""
+"""Tensors of torch.save that are in another order, or are a part: read as torch does, in bounded memory."""
 
 import resource
 import time

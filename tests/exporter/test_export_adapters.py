@@ -160,7 +160,7 @@ def test_a_module_that_was_trained_and_not_saved(tied: bool, tiny_model: Path, t
 @pytest.mark.parametrize("said", [True, False])
 @pytest.mark.parametrize("make", ["gpt2", "llama tied"])
 def test_whether_a_weight_is_turned_is_told_by_its_layer(make: str, said: bool, tmp_path: Path) -> None:
-    """As PEFT does, whatever `fan_in_fan_out` says: a square weight would be merged wrongly without a word."""
+    """As PEFT does, whatever `fan_in_fan_out` says: a square weight would be merged wrongly, silently."""
     WHOLE[make]().save_pretrained(tmp_path / "base")
     module = {"gpt2": "attn.c_proj", "llama tied": "q_proj"}[make]
     trained(tmp_path / "base", target_modules=[module]).save_pretrained(tmp_path / "adapter")

@@ -507,7 +507,7 @@ def test_the_model_that_is_used_is_not_replaced(run_folder: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *(({"max_shard_size": size}, "is no size") for size in ("-1GB", "abc", "0GB", "5", "nanGB", "1e400GB")),
+        *(({"max_shard_size": size}, "is not a size") for size in ("-1GB", "abc", "0GB", "5", "nanGB", "1e400GB")),
         ({"format": "pth", "verify": "logits"}, "--verify logits with --format pth"),
     ],
 )

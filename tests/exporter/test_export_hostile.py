@@ -282,7 +282,7 @@ def test_dtypes_that_safetensors_cannot_name(dtype: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kind", ["negative", "conjugate"])
 def test_tensors_whose_numbers_are_not_as_stored_are_refused(kind: str, tmp_path: Path) -> None:
-    """torch keeps a mark beside the tensor, and reads it anew."""
+    """torch keeps a mark beside the tensor, and reads it again."""
     made = torch._neg_view(torch.ones(3)) if kind == "negative" else torch.ones(3, dtype=torch.complex64).conj()
     torch.save({"w": made, "v": torch.ones(3)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text("{}")

@@ -85,7 +85,7 @@ def test_an_adapter_names_no_module_to_import(tiny_model: Path, tmp_path: Path) 
 def test_a_project_around_the_checkpoint_stays_at_home(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only what training writes there comes from the folder that a checkpoint lies in."""
+    """Only what training writes there comes from the folder that a checkpoint is in."""
     project, out = tmp_path / "project", tmp_path / "out"
     shutil.copytree(tiny_model, project / "checkpoint-1", ignore=shutil.ignore_patterns("tokenizer*", "*.jinja"))
     (project / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')

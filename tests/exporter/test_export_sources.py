@@ -43,7 +43,7 @@ def test_addresses_are_no_folders_of_this_machine(
     monkeypatch.chdir(tmp_path)
     given: dict[str, Any] = {"src": tiny_model, "out": Path("out"), "model": None}
     given[place] = address if place == "model" else Path(address)
-    with pytest.raises(UsageError, match=f"is {address}, which is no folder"):
+    with pytest.raises(UsageError, match=f"is {address}, which is not a folder"):
         command.run(command.ExportCommand(**given))
     assert not list(tmp_path.iterdir())
 

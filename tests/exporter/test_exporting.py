@@ -241,7 +241,7 @@ def test_other_loops_checkpoints(tiny_model: Path, tmp_path: Path) -> None:
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     for name, folder in other_kinds(model, tmp_path).items():
         same(export(folder.parent, tmp_path / f"{name}-out"), state)
-        assert not list((tmp_path / f"{name}-out").glob("optimizer*"))  # which lies in the same files of two of them
+        assert not list((tmp_path / f"{name}-out").glob("optimizer*"))  # which is in the same files of two of them
     for name in ("nested", "job"):
         export(tmp_path / name, tmp_path / f"{name}-more", with_optimizer=True)
         assert "state.0.step" in load_file(tmp_path / f"{name}-more" / "optimizer.safetensors")
@@ -264,7 +264,7 @@ def test_layouts_that_differ_on_disk(tmp_path: Path) -> None:
 
 
 def test_ties_that_the_config_does_not_mention(tmp_path: Path) -> None:
-    """What was begun under the likely names is written anew once the model's code has said which are one."""
+    """What was begun under the likely names is written again once the model's code has said which are one."""
     sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
     model = GPT2LMHeadModel(GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]))
     torch.save(model.state_dict(), tmp_path / "model.pth")

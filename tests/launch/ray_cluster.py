@@ -43,7 +43,7 @@ class Cluster:
     def __init__(self) -> None:
         self.left: list[list[str]] = []
         """Commands of what was still running when the cluster had been shut down."""
-        self.folder = Path(tempfile.mkdtemp(prefix="ray-"))  # a short name: sockets lie in it
+        self.folder = Path(tempfile.mkdtemp(prefix="ray-"))  # a short name: sockets are in it
         self.environment = {**os.environ, **HASTE, "RAY_USAGE_STATS_ENABLED": "0", "RAY_TMPDIR": str(self.folder)}
         self._process = subprocess.Popen(
             [sys.executable, __file__],

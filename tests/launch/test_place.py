@@ -137,7 +137,7 @@ def test_flags_alone_replace_what_the_yaml_says(dry: Dry) -> None:
     [
         ({"SLURM_STEP_ID": ""}, "this is its batch script itself\nsrun --ntasks-per-node=1"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "8 tasks on 2 machines (SLURM_STEP_NUM_TASKS)"),
-        ({"SLURM_NODEID": "two"}, "SLURM_NODEID=two is no number"),
+        ({"SLURM_NODEID": "two"}, "SLURM_NODEID=two is not a number"),
         ({"SLURM_NODEID": "2"}, "SLURM_NODEID 2 of 2 machines"),
         ({"SLURM_NODEID": ""}, "nothing says which of them this is"),
     ],

@@ -133,7 +133,7 @@ def test_a_model_names_no_layer(kind: str, plugin: Plugin) -> None:
 
 @pytest.mark.pain("P28")
 def test_a_size_of_zero_means_no_policy(plugin: Plugin, arguments: Arguments) -> None:
-    """AF308: 0 is TrainingArguments' default, and Accelerate drops the policy without a word."""
+    """AF308: 0 is TrainingArguments' default, and Accelerate drops the policy silently."""
     args = arguments(fsdp=True, fsdp_config={"auto_wrap_policy": "SIZE_BASED_WRAP"})
     from_arguments = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
     for made in (from_arguments, plugin(1, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=0)):

@@ -66,7 +66,7 @@ class Hub(BaseHTTPRequestHandler):
         self.listed("")
 
     def listed(self, folder: str) -> None:
-        """What lies in a folder; at the top that is the folder of the files."""
+        """What is in a folder; at the top that is the folder of the files."""
         found: list[dict[str, Any]] = [{"type": "directory", "oid": COMMIT, "size": 0, "path": "data"}]
         if folder == "data":
             found = [

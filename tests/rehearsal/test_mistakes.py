@@ -115,7 +115,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "experts as units, routed by rank": (
         "experts", FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP"}, "fsdp_transformer_layer_cls_to_wrap", "",
     ),
-    "dropout drawn anew under checkpointing": ("forgotten random state", FSDP1, "preserve_rng_state", ""),
+    "dropout drawn again under checkpointing": ("forgotten random state", FSDP1, "preserve_rng_state", ""),
     "dropout with FSDP2's checkpointing": (
         "dropout", FSDP2 | {"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing", "labels=batch",
     ),

@@ -297,7 +297,7 @@ def project(folder: Path, **files: str) -> list[str]:
 
 
 def left(folder: Path) -> list[object]:
-    """What lies in its folder for temporary files, and processes that have it in their environment."""
+    """What is in its folder for temporary files, and processes that have it in their environment."""
     found: list[object] = [one for one in (folder / "tmp").iterdir() if one.name.startswith("accel-fsdp")]
     for process in psutil.process_iter():
         try:

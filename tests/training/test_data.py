@@ -137,8 +137,8 @@ def test_instructions_without_a_chat_template_are_alpacas(tokenizer: PreTrainedT
         ({"columns": ["prompt"]}, "prompt is not PART=COLUMN"),
         ({"columns": ["promt=question"]}, r"no part promt\. Did you mean prompt"),
         ({"columns": ["prompt=qestion"]}, r"no column qestion\. Did you mean question"),
-        ({"prompt_template": "{{ questions }}"}, r"uses questions, which is no column\. Did you mean question"),
-        ({"prompt_template": "{{ question"}, "is no Jinja template"),
+        ({"prompt_template": "{{ questions }}"}, r"uses questions, which is not a column\. Did you mean question"),
+        ({"prompt_template": "{{ question"}, "is not a Jinja template"),
         ({"prompt_template": "prompts/my.jinja"}, "uses no column: prompts/my.jinja"),
         ({"prompt_template": "{{ question }}"}, "no column is named completion, output, answer, response"),
         ({}, "neither messages, prompt and completion"),
@@ -236,7 +236,7 @@ def test_why_no_row_is_left_is_said(tokenizer: PreTrainedTokenizerBase, tmp_path
     with pytest.raises(UserError, match="all rows are empty"):
         tokens_of(empty, tokenizer)
     silent = write(tmp_path / "silent.jsonl", {"messages": [{"role": "user", "content": "Hi"}]})
-    with pytest.raises(UserError, match="nowhere does an assistant speak") as refused:
+    with pytest.raises(UserError, match="no turn is an assistant's") as refused:
         tokens_of(silent, tokenizer, assistant_only_loss=True)
     assert "--max_length" not in str(refused.value)
     long = write(tmp_path / "long.jsonl", {"prompt": "why " * 90, "completion": "So."})

@@ -1,4 +1,4 @@
-"""The losses of a run on one process, held against plain loops; and what ends a run whose loss is no number.
+"""The losses of a run on one process, compared with plain loops; and what ends a run whose loss is not a number.
 
 `test_engines.py` has the same of several processes. Here the script runs in the test's own process.
 """

@@ -78,7 +78,7 @@ def test_a_checkpoint_is_held_against_the_run(
 
 
 def test_a_runs_folder_is_no_checkpoint_of_its_own(tmp_path: Path) -> None:
-    """`Trainer.save_state` writes a trainer_state.json there; what lies in its checkpoints Trainer won't look at."""
+    """`Trainer.save_state` writes a trainer_state.json there; what is in its checkpoints Trainer won't look at."""
     run_of(tmp_path, 4)
     (tmp_path / "trainer_state.json").write_text('{"global_step": 4}')
     with pytest.raises(UserError, match="holds no model weights and no optimizer state and no schedule"):

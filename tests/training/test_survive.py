@@ -43,7 +43,7 @@ def losses(run: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """100 rows: eight steps and a third of a batch, so that step 4 lies inside the epoch."""
+    """100 rows: eight steps and a third of a batch, so that step 4 is inside the epoch."""
     chats = (ROOT / "train" / "data" / "fsdp_chat" / "train.jsonl").read_text().splitlines()[:100]
     texts = [json.loads(line)["messages"][0]["content"][: 40 + 5 * (i % 11)] for i, line in enumerate(chats)]
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"

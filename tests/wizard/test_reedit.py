@@ -303,7 +303,7 @@ def test_a_file_is_re_edited_without_a_model(path: Path, tmp_path: Path) -> None
 def test_a_strategy_that_fsdp2_ignores_is_kept_or_named(
     old: str, new: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As `check --fix` translates it; it became FULL_SHARD without a word."""
+    """As `check --fix` translates it; it became FULL_SHARD silently."""
     path = tmp_path / "old.yaml"
     path.write_text(f"{V2}  {old}\n")
     assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {"model": "llama-3.1-8b"}) == 0

@@ -51,7 +51,7 @@ def _missing(results: Found) -> Iterator[Row]:
 
 
 def _differing(results: Found, setting_of: Callable[[Facts], Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The names under which machines tell different values, with the values and who tells them."""
+    """The names under which machines report different values, with the values and their machines."""
     for odd in agreement.differences({number: {"": setting_of(facts)} for number, facts in results.facts.items()}):
         values = (
             f"{value} on {counted(len(machines), 'machine')} ({', '.join(map(str, machines))})"
@@ -102,7 +102,7 @@ def _clocks(results: Found) -> Iterator[Row]:
 def _folder(results: Found) -> Iterator[Row]:
     if results.folder_unseen:
         what = f"a file of machine 0 isn't seen by {', '.join(f'machine {number}' for number in results.folder_unseen)}"
-        why = "each machine's shards of a checkpoint would lie on its own disk, and no resume would find all"
+        why = "each machine's shards of a checkpoint would be on its own disk, and no resume would find all"
         fix = "--output_dir, and --folder here, in a folder that all machines share"
         yield Row("folder", "warning", what, why, fix)
 

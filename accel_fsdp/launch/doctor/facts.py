@@ -1,4 +1,4 @@
-"""What one machine tells of itself, as data that travels to the others; torch isn't imported."""
+"""What one machine reports about itself, as data that travels to the others; torch isn't imported."""
 
 import os
 import platform

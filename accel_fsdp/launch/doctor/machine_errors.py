@@ -101,7 +101,7 @@ MACHINE_ERRORS = {
     "nonsense-size": KnownError(
         r"more than 1EB memory",
         "another rank sent it: ranks are in different collectives, or one of them had timed out",
-        "accel-fsdp rehearse FILE runs the job in small and says where each rank stands; training: --hang_timeout",
+        "accel-fsdp rehearse FILE runs the job in small and says where each rank waits; training: --hang_timeout",
         ("NVIDIA/nccl#1284",),
         means="the size of the memory that was asked for is nonsense",
     ),
@@ -185,13 +185,13 @@ MACHINE_ERRORS = {
         r"killed by signal: Bus error|exitcode\s*:\s*-7\b|Bus error \(core dumped\)|^\s*Bus error\s*$|\bSIGBUS\b",
         "/dev/shm or the host's memory is full (a container gets 64 MiB of the first); a file was cut while it was "
         "read, or its disk is full; or a compiled library (DeepSpeed, NCCL) doesn't fit this machine",
-        f"df -h /dev/shm; {SHM}; install the library anew",
+        f"df -h /dev/shm; {SHM}; reinstall the library",
         means="a process touched memory that is behind no page (SIGBUS)",
     ),
     "segfault": KnownError(
         r"exitcode\s*:\s*-11\b|return code = -11\b|\bSIGSEGV\b|Segmentation fault",
         "a library or an extension doesn't fit this torch, CUDA or driver; or the host's memory or stack ran out",
-        "python -X faulthandler shows where; install torch and its extensions anew in versions that fit together",
+        "python -X faulthandler shows where; reinstall torch and its extensions in versions that fit together",
         ("open-mmlab/mmdetection#8916",),
         means="native code crashed",
     ),

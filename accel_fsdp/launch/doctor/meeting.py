@@ -189,7 +189,7 @@ class Meeting:
         results.collectives = [probing.CollectiveResult(**result) for key in keys if (result := board.get(key))]
 
     def end(self, healthy: bool) -> bool:
-        """Tells how it went, and stays until the others have heard; they return what machine 0 tells."""
+        """Reports the result, and waits until the others have read it; they return machine 0's report."""
         if self.team.machine == 0:
             self.board.put("healthy", [healthy, self.found.talked])
             self._from_machines("left", filter(None, self.found.facts), LEAVE_SECONDS)

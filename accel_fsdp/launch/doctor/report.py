@@ -1,4 +1,4 @@
-"""The doctor's report: for people, for programs, and for a bug report, where nothing private may stand."""
+"""The doctor's report: for people, for programs, and for a bug report, where nothing private may appear."""
 
 import getpass
 import json
@@ -120,7 +120,7 @@ def without_values(text: str, facts: dict[int, Facts]) -> str:
 
 
 def without_private(text: str, facts: dict[int, Facts]) -> str:
-    """A text with placeholders for what tells who and where somebody is."""
+    """A text with placeholders for names and locations."""
     text = MAIL.sub("<user>", URL.sub("<url>", text))
     for number, machine in sorted(facts.items(), key=lambda item: -len(item[1].name)):
         for name in {machine.name, machine.name.partition(".")[0]} - {""}:

@@ -13,7 +13,7 @@ Verdict = Literal["ok", "unknown", "warning", "error"]
 class Row:
     """`what` was found of a `subject`; where it isn't well, `why` that matters and the `fix` to type.
 
-    `machine` is the one that was looked at, None for what lies between several.
+    `machine` is the one that was looked at, None for what is between several.
     """
 
     subject: str

@@ -2,7 +2,7 @@
 
 from accel_fsdp.launch.doctor.error_row import KnownError
 
-HANGING = "accel-fsdp rehearse FILE runs the job in small and says where each rank stands; training: --hang_timeout"
+HANGING = "accel-fsdp rehearse FILE runs the job in small and says where each rank waits; training: --hang_timeout"
 SYNCHRONOUS = "CUDA_LAUNCH_BLOCKING=1 shows the operation"
 
 SCRIPT_ERRORS = {

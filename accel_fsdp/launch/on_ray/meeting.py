@@ -23,7 +23,7 @@ def shared_devices() -> Any:
         share_cuda_visible_devices = True
 
     class Ranks(BackendConfig):  # type: ignore[misc]
-        backend = "gloo"  # which TorchTrainer would choose where nothing stands
+        backend = "gloo"  # which TorchTrainer would choose where nothing is set
 
         @property
         def backend_cls(self) -> Any:

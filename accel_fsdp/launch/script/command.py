@@ -35,7 +35,7 @@ class EngineKind:
     text: Callable[[JobFile], str]
     submit: str
     each: str = ""
-    """What stands behind it where each of several machines is started by hand."""
+    """The text after it where each of several machines is started by hand."""
 
 
 ENGINES: Mapping[EngineWord, EngineKind] = {
@@ -100,7 +100,7 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
             )
     if options.shared is not None and not PATH.fullmatch(options.shared):
         raise UsageError(
-            f"--shared {options.shared} is no absolute path of letters, digits and . _ + -",
+            f"--shared {options.shared} is not an absolute path of letters, digits and . _ + -",
             why="each machine looks there, wherever it starts",
             fix=f"--shared {SHARED}",
         )
@@ -123,7 +123,7 @@ def _refuse_unread(options: ScriptCommand) -> None:
 
 
 def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
-    """Raises unless no flag of this command stands where it would be the script's, which has none of that name."""
+    """Raises unless no flag of this command is where it would be the script's, which has none of that name."""
     ours = flag_words.flags_of(ScriptCommand)
     flag = next((word for word in script_args if word.partition("=")[0] in ours), None)
     if flag is not None:
@@ -231,7 +231,7 @@ def _minutes(text: str, grace: int) -> int:
     minutes = (parts["days"] * 24 + parts["hours"]) * 60 + parts["minutes"] if parts else 0
     if not minutes:
         raise UsageError(
-            f"--time {text} is no time", why="it bounds how long the job may take", fix="--time 36h, 90m or 2d12h"
+            f"--time {text} is not a time", why="it bounds how long the job may take", fix="--time 36h, 90m or 2d12h"
         )
     if minutes * 60 <= grace:
         raise UsageError(

@@ -14,7 +14,7 @@ def text(job: JobFile) -> str:
         [
             f"# {job.title}",
             f"# {job.made_by}",
-            "# It lies in the folder that has both files; dstack copies it. Submit it: dstack apply -f FILE",
+            "# It is in the folder that has both files; dstack copies it. Submit it: dstack apply -f FILE",
             "type: task",
             f'name: "{job.name}"',
             f"nodes: {job.machines}",

@@ -62,7 +62,7 @@ UNKNOWN = (UserError, RuntimeError, KeyError, ImportError)
 def _planned(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Problem:
     """The job as the plan knows it.
 
-    A model is known that is bundled or lies here: a job file is written without the network.
+    A model is known that is bundled or is here: a job file is written without the network.
 
     Raises:
         UserError: the job can't be planned. KeyError: model or GPU aren't known. RuntimeError, ImportError: the model

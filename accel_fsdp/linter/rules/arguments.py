@@ -106,7 +106,7 @@ def training_config_without_effect(subject: Subject) -> Iterator[Finding]:
     for key in (key for key in config if key not in TRAINING_KEYS):
         near = "cpu_offload" if key == "offload_params" else near_key(key, TRAINING_KEYS)
         what = f"--fsdp_config: nothing reads {key}.{f' Did you mean {near}?' if near else ''}"
-        yield Finding("", what, "it is dropped without a word", f"remove {key}")
+        yield Finding("", what, "it is dropped silently", f"remove {key}")
     if str(config.get("cpu_offload")).lower() in ("false", "no", "0") and config["cpu_offload"]:
         yield Finding("", '--fsdp_config: cpu_offload is the text "false"', "text counts as true", "cpu_offload: false")
     if config.get("auto_wrap_policy") == "SIZE_BASED_WRAP" and not config.get("min_num_params"):

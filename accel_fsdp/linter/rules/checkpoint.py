@@ -73,7 +73,7 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "",
             f"{saved.name} lacks {name}",
-            "it is half-written, or its other half lies on another machine; resuming stops",
+            "it is half-written, or its other half is on another machine; resuming stops",
             "resume an older checkpoint; on several machines write to a shared disk",
         )
     for name in saved.broken:

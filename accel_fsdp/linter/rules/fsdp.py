@@ -367,7 +367,7 @@ def bf16_buffers_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """16-bit precision under FSDP1 casts buffers too, RoPE's frequencies among them.
 
     0.31622777 becomes 0.31640625, and the error of the angle grows with the position. FSDP2 leaves buffers alone.
-    Silent where the layer classes are no language model's, such as FluxTransformerBlock.
+    Silent where the layer classes are not a language model's, such as FluxTransformerBlock.
     """
     version = str(subject.fsdp("fsdp_version"))
     layers = str(subject.fsdp("fsdp_transformer_layer_cls_to_wrap") or "Layer").split(",")

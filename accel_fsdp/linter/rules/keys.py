@@ -67,7 +67,7 @@ def key_stands_twice(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             key,
             f"found duplicate key {key.rpartition('.')[2]}, in lines {', '.join(map(str, lines))}",
-            "Accelerate takes the last one without a word, and other readers refuse the file",
+            "Accelerate takes the last one silently, and other readers refuse the file",
             "remove all but one; before that --fix repairs nothing",
             line=lines[-1],
         )

@@ -163,7 +163,7 @@ def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
     """LoRA with FSDP activation checkpointing.
 
     PEFT 0.21 finds no adapter tensor in modules that are wrapped for checkpointing: exports and sharded checkpoints
-    hold none, without a word. train/sft.py repairs that; most scripts don't.
+    hold none, silently. train/sft.py repairs that; most scripts don't.
     """
     yield from combined(subject, "fsdp_config.fsdp_activation_checkpointing", "adapter-recompute")
 

@@ -77,7 +77,7 @@ def declared_classes(subject: Subject) -> Iterator[Finding]:
             + (f"{', '.join(absent)} as its layers and has none" if absent else "no layer class"),
             "Accelerate stops: Could not find the transformer layer class"
             if absent
-            else "no layer becomes a unit and every rank gathers the whole model, without a word",
+            else "no layer becomes a unit and every rank gathers the whole model, silently",
             f"fsdp_transformer_layer_cls_to_wrap: {','.join(layer.name for layer in model.wrap_classes) or 'NAME'}",
             milder=None if absent else "warning",
         )

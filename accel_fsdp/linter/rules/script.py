@@ -146,7 +146,7 @@ def save_model_does_nothing(subject: Subject) -> Iterator[Finding]:
                 subject,
                 call,
                 "save_model writes nothing under SHARDED_STATE_DICT",
-                "training ends without a model and without a word",
+                "training ends silently without a model",
                 "trainer.accelerator.state.fsdp_plugin.set_state_dict_type('FULL_STATE_DICT') before it",
             )
 

@@ -85,7 +85,7 @@ def deepspeed_file_is_missing(subject: Subject) -> Iterator[Finding]:
     key = "deepspeed_config_file"
     path, place = subject.section("deepspeed_config").get(key), subject.absent.get(key)
     if subject.engine is Engine.DEEPSPEED and place is not None:
-        what = {"beside": "lies beside this YAML, not in the folder you launch from", "": "does not exist"}
+        what = {"beside": "is beside this YAML, not in the folder you launch from", "": "does not exist"}
         yield Finding(
             f"deepspeed_config.{key}",
             f"{key}: {path} " + what.get(place, "is in a folder that this machine doesn't have"),

@@ -181,7 +181,7 @@ def deepspeed_number(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF214")
 def precision_of_linear_layers(subject: Subject) -> Iterator[Finding]:
-    """`fp8_override_linear_precision` that isn't three booleans: the launcher takes the first three of whatever it is.
+    """`fp8_override_linear_precision` that isn't three booleans: the launcher takes the first three of its items.
 
     Of the text "true,false,false" those are three letters. Read with `mixed_precision: fp8` only.
     """

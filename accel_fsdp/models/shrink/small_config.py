@@ -49,7 +49,7 @@ class Attempt:
     """Also the widths of parts besides the text's: an image or audio encoder."""
     vocabulary: bool = True
     heads: bool = True
-    """Also the widths of heads, on which some code relies without a word in the config."""
+    """Also the widths of heads, on which some code relies although the config doesn't say so."""
 
 
 ATTEMPTS = (

@@ -210,7 +210,7 @@ def _optimizer_bytes(unit: Unit, optimizer: OptimizerName, master: int, layout: 
             shard_shape(param, layout.shard_ranks),
             master,
             embedding=param.embedding
-            and layout.engine is not Engine.DEEPSPEED,  # whose partitions are no embedding's any more
+            and layout.engine is not Engine.DEEPSPEED,  # whose partitions no longer belong to an embedding
         )
         for param in unit.held
         if param.trained

@@ -73,7 +73,7 @@ class Tape:
     Autograd frees the gradient of the output or reuses it before the end of `backward`. Then `backward` has a release
     of it where that happens, and ends with an allocation of as much: its levels are true when the caller holds it.
     `keeps_input` says that backward reads the input; without it the input is free when forward has returned.
-    `alone` is the tape for a micro-batch of one row, where some copies aren't needed; None if it is no other.
+    `alone` is the tape for a micro-batch of one row, where some copies aren't needed; None if it equals this one.
     `first`, of blocks alone, is a forward that saves nothing, as checkpointing's first one; its output stays alive.
     """
 

@@ -30,10 +30,10 @@ WITHOUT_PLAN = "accel-fsdp config makes a YAML for this one without a plan"
 
 
 def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) -> TraceRecord:
-    """The shape of a config's model and its tapes in some variants, recorded anew.
+    """The shape of a config's model and its tapes in some variants, recorded again.
 
     Raises:
-        UserError: no model that is known can be built from the config, or what its layers allocate is no polynomial of
+        UserError: no model that is known can be built from the config, or its layers' memory is not a polynomial of
             the batch.
     """
     if config.is_encoder_decoder:

@@ -22,7 +22,7 @@ _NAME = "default"
 def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
     """Puts PEFT's LoRA layers around the variant's linear layers; all of them are packed into 4 bits with QLoRA.
 
-    Experts whose weights are one 3-D tensor are no linear layers: PEFT's "all-linear" and bitsandbytes pass them by.
+    Experts whose weights are one 3-D tensor are not linear layers: PEFT's "all-linear" and bitsandbytes pass them by.
     """
     dtype = torch.bfloat16 if variant.adapters == "bf16" else torch.float32
     for path, module in list(layer.named_modules()):
@@ -90,7 +90,7 @@ class _FourBit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The input's gradient through a weight unpacked anew."""
+        """The input's gradient through a weight unpacked again."""
         return torch.matmul(grads[0], unpacked(ctx.shape, grads[0])), None, None
 
 

@@ -50,7 +50,7 @@ def blocks_of(model: "nn.Module") -> list[tuple[str, "nn.Module"]]:
     names = {layer.name for layer in wrap_classes(model)}
     inner = [(path, module) for path, module in model.named_modules() if type(module).__name__ in names]
     paths = {path for path, _ in inner}
-    # a class such as an embedding table, which some models name too, stands in no list of layers
+    # a class such as an embedding table, which some models name too, is in no list of layers
     layers = [(path, m) for path, m in inner if path.rsplit(".", 1)[-1].isdecimal() and not _nested(path, paths)]
     if not layers:
         raise UserError(
@@ -62,7 +62,7 @@ def blocks_of(model: "nn.Module") -> list[tuple[str, "nn.Module"]]:
 
 
 def text_layers(model: Any) -> list[int]:
-    """The places, among all blocks, of those that text goes through: a model for images has layers for these too."""
+    """The indices, among all blocks, of those that process text: a model for images has layers for these too."""
     paths = [path for path, _ in blocks_of(model)]
     if len({path.rsplit(".", 1)[0] for path in paths}) == 1:
         return list(range(len(paths)))

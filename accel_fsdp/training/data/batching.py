@@ -80,7 +80,7 @@ class Collator:
 
 
 def _padded(lines: Sequence["np.ndarray[Any, Any]"], fill: int | None) -> "np.ndarray[Any, Any]":
-    """Lines of one length. Without `fill` padding is counted from 0: a document of its own, which nobody sees."""
+    """Lines of one length. Without `fill` padding is counted from 0: a document without effect on the others."""
     table = np.empty((len(lines), max(map(len, lines))), np.int64)
     for row, line in zip(table, lines, strict=True):
         row[: len(line)] = line

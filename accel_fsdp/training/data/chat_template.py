@@ -29,7 +29,7 @@ TextSpan = tuple[int, int]
 
 @dataclass(frozen=True)
 class Marks:
-    """What stands around an assistant's text.
+    """The text before and after an assistant's text.
 
     `opening` comes first, then possibly one of `added`, which the template writes itself in some turns (an empty
     thought), and one of `endings` last: an end token with the white space before it. Longest first.
@@ -47,7 +47,7 @@ def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     else:
         raise UserError(
             "the tokenizer has no chat template, but the data set has messages",
-            why="nobody can know how this model wants its turns marked",
+            why="this model's format of turns is unknown",
             fix="use the instruct version of the model, --chat_template_path with its tokenizer or a Jinja file, or a "
             "data set with a text column",
         )
@@ -102,7 +102,7 @@ def marks(tokenizer: "PreTrainedTokenizerBase") -> Marks | None:
     Two questions are asked, because templates write the last answer and those before it differently.
 
     Raises:
-        UserError: the template doesn't mark the assistant's turns in a way that can be told from a trial.
+        UserError: the template doesn't mark the assistant's turns in a way that a trial can show.
     """
     if GENERATION.search(tokenizer.get_chat_template()):
         return None
@@ -131,7 +131,7 @@ def _longest_first(texts: set[str]) -> tuple[str, ...]:
 
 
 def _opening(prompt: str, before: list[str]) -> str:
-    """The generation prompt as far as all turns have it; without one, what stands between question and answer."""
+    """The generation prompt as far as all turns have it; without one, the text between question and answer."""
     lengths = range(len(prompt), 0, -1)
     shared = next((prompt[:length] for length in lengths if all(prompt[:length] in text for text in before)), "")
     return shared or (before[0] if len(set(before)) == 1 else "")

@@ -154,7 +154,7 @@ def _no_columns(columns: Sequence[str], text_field: str) -> UserError:
     return UserError(
         f"the data set has neither messages, prompt and completion, instruction and output, nor {text_field}, only: "
         + ", ".join(columns),
-        why="nobody can tell what to train on",
+        why="what to train on is unknown",
         fix="name them, such as --columns prompt=question completion=answer, --dataset_text_field COLUMN, or write "
         "--prompt_template '{{ question }}'",
     )
@@ -193,7 +193,7 @@ def _check_template(flag: str, text: str, columns: Sequence[str]) -> None:
         _compiled(text)
     except TemplateError as error:
         raise UsageError(
-            f"{flag} is no Jinja template: {error}", why="no prompt can be made", fix="such as '{{ question }}'"
+            f"{flag} is not a Jinja template: {error}", why="no prompt can be made", fix="such as '{{ question }}'"
         ) from error
     if not used:
         raise UsageError(
@@ -204,7 +204,7 @@ def _check_template(flag: str, text: str, columns: Sequence[str]) -> None:
     if unknown := used - set(columns):
         name = min(unknown)
         raise UsageError(
-            f"{flag} uses {name}, which is no column.{did_you_mean(name, columns)}",
+            f"{flag} uses {name}, which is not a column.{did_you_mean(name, columns)}",
             why="it would be empty in every row",
             fix="one of: " + ", ".join(columns),
         )

@@ -64,7 +64,7 @@ class DataArguments:
             if not (part and equals and column):
                 raise UsageError(
                     f"--columns {entry} is not PART=COLUMN",
-                    why="nobody can tell which part the column is",
+                    why="the column's part is ambiguous",
                     fix="such as --columns prompt=question completion=answer",
                 )
         return {part: column for part, _, column in pairs}

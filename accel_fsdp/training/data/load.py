@@ -107,7 +107,7 @@ def _builder(path: Path) -> str:
     if path.suffix not in FILE_BUILDERS:
         raise UserError(
             f"data file {path} has an unknown ending",
-            why="its format can't be told",
+            why="its format is unknown",
             fix="rename it to one of: " + ", ".join(FILE_BUILDERS),
         )
     return FILE_BUILDERS[path.suffix]
@@ -164,7 +164,7 @@ def _files(name: str, config_name: str | None, split: str) -> list[tuple[str, in
 
 
 def _broken(path: Path) -> str | None:
-    """The first file that can't be read on its own, with the line where that can be told."""
+    """The first file that can't be read on its own, with its line if known."""
     from datasets import load_dataset
 
     inside = sorted(path.rglob("*")) if path.is_dir() else [path]

@@ -25,7 +25,7 @@ ROWS_PER_PROCESS = 2000
 STREAMED = 100
 """Rows of a stream that are tokenised together: enough for the tokenizer's threads, soon enough for the first step."""
 
-TOO_LONG, NO_TURN = "the prompts fill the length limit", "nowhere does an assistant speak"
+TOO_LONG, NO_TURN = "the prompts fill the length limit", "no turn is an assistant's"
 """Why no row is left."""
 
 KEPT = ["input_ids", "labels"]
@@ -87,7 +87,7 @@ def tokenize(
 
     Raises:
         UserError: no usable columns, a malformed row (named by file and number), messages without a chat template, a
-            template whose assistant turns can't be told, no row left, or a full disk.
+            template whose assistant turns can't be found, no row left, or a full disk.
     """
     encoder = _first_encoder(rows, tokenizer, options, lambda number: _place(rows, number, options))
     processes = options.dataset_num_proc or max(1, min(_cores(), len(rows) // ROWS_PER_PROCESS))
@@ -170,7 +170,7 @@ def make_encoder(first: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase",
     if masked and not tokenizer.is_fast:
         raise UserError(
             "the tokenizer can't say which letters a token stands for",
-            why="the assistant's tokens couldn't be told from the user's",
+            why="the assistant's tokens couldn't be distinguished from the user's",
             fix="a model with a tokenizer.json, or --completion_only_loss false without --assistant_only_loss",
         )
     return Encoder(
@@ -187,7 +187,7 @@ def make_encoder(first: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase",
 def _check_masks(reader: columns.RowReader, speaks: bool, options: DataArguments) -> None:
     if options.assistant_only_loss and not speaks:
         raise UsageError(
-            "--assistant_only_loss, but the rows are no conversations",
+            "--assistant_only_loss, but the rows are not conversations",
             why="plain text has no assistant turns",
             fix="leave it out" + (", --completion_only_loss true trains the answers" if reader.has_completion else ""),
         )

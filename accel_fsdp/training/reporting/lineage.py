@@ -168,7 +168,7 @@ def digest(rows: "Dataset | Packed") -> str:
 def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data: bool = True) -> History:
     """Compares this run's settings with those of the checkpoint that it resumes.
 
-    `accepts`: the user allows every change. Without `skips_data` the data begin anew, and may come in any order.
+    `accepts`: the user allows every change. Without `skips_data` the data restart, and may come in any order.
 
     Raises:
         UserError: a setting differs that would change the rest of the training.
@@ -185,9 +185,9 @@ def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data
     refused = [change for change in differences if change.group not in free_groups]
     if refused and not accepts:
         raise UserError(
-            f"this run is set up otherwise than the one that wrote {checkpoint}: {'; '.join(map(str, refused))}",
+            f"this run's settings differ from those of the run that wrote {checkpoint}: {'; '.join(map(str, refused))}",
             why="the remaining steps would train with other settings than the first ones",
-            fix="the settings of before; or --resume_with_changes true, which keeps both in run.json and the card",
+            fix="use the earlier settings; or --resume_with_changes true, which keeps both in run.json and the card",
         )
     ended = [{"last_step": step, "settings": origin.settings}] if differences else []
     return History(here, [*origin.before, *ended], differences, step=step)

@@ -109,7 +109,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         if args.device.type not in ("cuda", "cpu"):
             raise UserError(
                 f"--profile_steps on {args.device.type}",
-                why="the memory of its units can't be told from a trace",
+                why="the memory of its units can't be read from a trace",
                 fix="leave it out, or profile on a GPU or a CPU",
             )
         blocks, text = model_shape.blocks_of(model), sorted(model_shape.text_layers(model))
@@ -140,7 +140,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.steps = left
         if self.rank == 0 and left:
             self.report.read_plan()
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of each start and stop
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs each start and stop
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begins a profile, or warms up in the step before the first one."""
@@ -212,7 +212,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         if self.rank == 0:
             console.say(text, style="yellow")
 
-    # What a run tells
+    # What a run reports
 
     def micro_batch(self, inputs: Mapping[str, Any]) -> None:
         if self.step is not None:

@@ -42,7 +42,7 @@ CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 class Tally:
     """Counts what one rank trains: tokens without padding, documents, steps, and the time spent training.
 
-    A row is one document unless it is packed; then positions begin anew with each. `rows` and `length` are those of
+    A row is one document unless it is packed; then positions restart at 0 in each. `rows` and `length` are those of
     the largest micro-batch so far, padding included.
     """
 
@@ -68,7 +68,7 @@ class Tally:
             self.rows, self.length = ids.shape[0], ids.numel() // ids.shape[0]
 
     def skip(self) -> None:
-        """What happened since the last step, such as an evaluation, was no training."""
+        """What happened since the last step, such as an evaluation, was not training."""
         self._since = time.perf_counter()
 
     def pass_time(self, steps: int = 0) -> None:

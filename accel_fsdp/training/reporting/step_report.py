@@ -301,7 +301,7 @@ def _differences(
 ) -> Iterator[StepDifference]:
     yield from _difference("memory", BETWEEN, "between steps there are {}", between, highest.measured)
     for row in rows:
-        if row.phase == "forward":  # what it leaves goes in backward, and would be told twice
+        if row.phase == "forward":  # what it leaves goes in backward, and would be reported twice
             leaves = f"{row.of(row.ending)} leaves {{}}"
             yield from _difference("memory", row.unit, leaves, row.left_bytes, highest.measured)
         rises = f"{row.of(1)} rises above what it finds by {{}}"

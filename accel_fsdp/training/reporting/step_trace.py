@@ -42,7 +42,7 @@ Span = Literal["start", "rest", "end"] | by_unit.Phase
 class Mark:
     """A moment of a step. The stretch that begins there is of a `unit` in a `phase` of a micro-batch.
 
-    `name` is the path of its module, `layer` its place among the blocks, None for what is no block.
+    `name` is the path of its module, `layer` its place among the blocks, None outside blocks.
     """
 
     number: int
