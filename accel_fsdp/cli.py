@@ -166,12 +166,12 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
         is_value = flag_words.is_flag(word) and flag_words.field_name(word) in with_value
         end += 1
     script_args = tuple(words[end:])
-    ours = {"--dry-run", "--no-check", "--cpu"} & set(script_args)
-    if words[0] == "launch" and ours:  # tyro's usage line puts flags last
+    own_flags = {"--dry-run", "--no-check", "--cpu"} & set(script_args)
+    if words[0] == "launch" and own_flags:  # tyro's usage line puts flags last
         raise UsageError(
-            f"{min(ours)} after SCRIPT would be the script's",
-            why="the job would really start" if "--dry-run" in ours else "the file would be checked",
-            fix=f"accel-fsdp launch {min(ours)} FILE SCRIPT [script arguments]",
+            f"{min(own_flags)} after SCRIPT would be the script's",
+            why="the job would really start" if "--dry-run" in own_flags else "the file would be checked",
+            fix=f"accel-fsdp launch {min(own_flags)} FILE SCRIPT [script arguments]",
         )
     return words[:end], script_args
 

@@ -23,8 +23,10 @@ def full(error: BaseException, folder: Path) -> str:
     Call before half-written files are removed: torch's archive writer (2.13) reports a full disk only as
     "position 704 instead of 598", so a write is tried.
     """
-    said = any((isinstance(one, OSError) and one.errno in NO_ROOM) or SAID.search(str(one)) for one in _chain(error))
-    if not said and not _refuses(folder):
+    causes = list(_chain(error))
+    by_number = any(isinstance(cause, OSError) and cause.errno in NO_ROOM for cause in causes)
+    is_full = by_number or any(SAID.search(str(cause)) for cause in causes)
+    if not is_full and not _refuses(folder):
         return ""
     return f"the disk is full, {gib_or_mib(shutil.disk_usage(atomic_files.existing_part(folder)).free)} are free"
 

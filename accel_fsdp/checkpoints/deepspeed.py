@@ -106,8 +106,9 @@ def _read(
     tensors |= place(first, [state[flat] for state in states])
     tensors |= {copy: tensors[name] for copy, name in first["shared_params"].items() if name in tensors}
     paths: dict[tuple[str, ...], Stored] = {(name,): tensor for name, tensor in tensors.items()}
-    for key, groups in _moments(states, flat) if optimizer_too else ():
-        paths |= {("optimizer", "state", name, key): tensor for name, tensor in place(first, groups).items()}
+    if optimizer_too:
+        for key, groups in _moments(states, flat):
+            paths |= {("optimizer", "state", name, key): tensor for name, tensor in place(first, groups).items()}
     return paths
 
 

@@ -49,10 +49,10 @@ def tensors_of(path: Path) -> dict[str, Tensor] | None:
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
     """The tensors of all `model*.safetensors` in a folder; broken files count for nothing."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob(file_names.MODELS)):
-        found |= tensors_of(path) or {}
-    return found
+        tensors |= tensors_of(path) or {}
+    return tensors
 
 
 def tied_pair(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:

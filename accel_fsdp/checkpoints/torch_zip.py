@@ -176,8 +176,8 @@ def _with_attributes(rebuild: Any, kind: Any, args: Any, attributes: Any) -> Vie
     """A tensor with attributes, as FSDP1 saves it in full state dicts (`_has_been_cloned`)."""
     if rebuild not in (_view, _typed_view, _parameter) or kind not in (TENSOR, PARAMETER):
         raise ValueError("no plain tensor")
-    found: View = rebuild(*args)
-    return found
+    view: View = rebuild(*args)
+    return view
 
 
 TENSORS: dict[tuple[str, str], Any] = {
@@ -280,7 +280,7 @@ def _directory(tail: bytes) -> tuple[int, int]:
 
 
 def _entries(content: bytes, start: int) -> dict[str, Slot]:
-    found: dict[str, Slot] = {}
+    slots: dict[str, Slot] = {}
     seen: set[str] = set()
     at = 0
     while at < len(content):
@@ -295,9 +295,9 @@ def _entries(content: bytes, start: int) -> dict[str, Slot]:
         if key.lower() in seen:  # torch finds records whatever their case
             raise ValueError("two records of one name")
         seen.add(key.lower())
-        found[key] = Slot(crc, size, header, start + at)
+        slots[key] = Slot(crc, size, header, start + at)
         at = named + name + extra + comment
-    return found
+    return slots
 
 
 def _wide(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:

@@ -252,8 +252,8 @@ class _Export:
     def _check_adapter(self, weights: Weights, named: Papers) -> None:
         assert named.adapter  # else `_refuse` raised
         merge_lora.check_settings(named.settings, trained_base=bool(weights.tensors))
-        made = self.pool.submit(transformers_probe.describe_adapter, named.adapter, named.folder).result()
-        merge_lora.check_saved(weights.adapter, *made)
+        description = self.pool.submit(transformers_probe.describe_adapter, named.adapter, named.folder).result()
+        merge_lora.check_saved(weights.adapter, *description)
 
     def _verified(self, folder: Path, planner: Planner, outputs: list[Output], adapter: bool) -> ExportReport:
         """Writes headers and papers first: from_pretrained needs only those, and can load them during the streaming."""

@@ -177,14 +177,18 @@ def _of_zero(folder: Path, reader: FileReader, room: Path) -> "dict[str, torch.T
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with tempfile.TemporaryDirectory(prefix=".zero-", dir=room) as place:
-        made = Path(place) / "step"
-        made.mkdir()
+        step_folder = Path(place) / "step"
+        step_folder.mkdir()
         for path in [*folder.glob(file_names.ZERO_MODELS), *folder.glob(file_names.ZERO_OPTIMIZERS)]:
             content = torch_zip.load(reader, path, deepspeed.ADMITTED)
-            held = content.get("optimizer_state_dict")
+            optimizer_state = content.get("optimizer_state_dict")
             kept: dict[str, Any] = {key: content[key] for key in MODEL_STATE if key in content}
-            if path.match(file_names.ZERO_OPTIMIZERS) and isinstance(held, dict):
-                kept = {"optimizer_state_dict": {key: held[key] for key in OPTIMIZER_STATE if key in held}}
-            torch.save(_thawed(kept, reader), made / path.name)
-        weights = get_fp32_state_dict_from_zero_checkpoint(place, tag=made.name)
+            if path.match(file_names.ZERO_OPTIMIZERS) and isinstance(optimizer_state, dict):
+                kept = {
+                    "optimizer_state_dict": {
+                        key: optimizer_state[key] for key in OPTIMIZER_STATE if key in optimizer_state
+                    }
+                }
+            torch.save(_thawed(kept, reader), step_folder / path.name)
+        weights = get_fp32_state_dict_from_zero_checkpoint(place, tag=step_folder.name)
         return {name: tensor.clone() for name, tensor in weights.items()}

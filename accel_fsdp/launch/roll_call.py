@@ -188,9 +188,11 @@ def _roll(present: Mapping[int, Attendee], machines: int) -> str:
 def _difference(present: Collection[Attendee]) -> str:
     """The first setting in which two machines differ; empty if they agree."""
     for name in ("machines", "processes"):
-        told = {number: machine for machine in present if (number := getattr(machine, name)) is not None}
-        if len(told) > 1:
-            return f"num_{name} is " + ", and ".join(f"{number} on {machine}" for number, machine in told.items())
+        machine_by_number = {number: machine for machine in present if (number := getattr(machine, name)) is not None}
+        if len(machine_by_number) > 1:
+            return f"num_{name} is " + ", and ".join(
+                f"{number} on {machine}" for number, machine in machine_by_number.items()
+            )
     return ""
 
 

@@ -48,8 +48,8 @@ class Address:
 
         store = time_limits.result_of(open_it, seconds + ANSWER_SECONDS)  # it waits for another program's answer
         if store is None:
-            other = "what answers there is no machine 0 of this program"
-            raise RuntimeError("no store could be opened" if self.hosts else other)
+            cause = "what answers there is no machine 0 of this program"
+            raise RuntimeError("no store could be opened" if self.hosts else cause)
         return Board(PrefixStore(PREFIX, store), store.port)
 
 

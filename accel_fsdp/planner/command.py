@@ -84,12 +84,12 @@ def _with_header(flags: PlanCommand) -> PlanCommand:
     if flags.config is None or str(flags.config) == yaml_file.STDIN or (flags.model and flags.gpus):
         return flags
     config, _ = read_config(flags.config)
-    made = made_with(config.source)
+    header_flags = made_with(config.source)
     gpus = flags.gpus or from_yaml.gpus_in_header(config) or None
     if flags.model or flags.args:
-        return replace(flags, model=flags.model or made.get("--model", ""), gpus=gpus)
-    method = next((name for name in get_args(Method) if name == made.get("--method")), flags.method)
-    return replace(flags, model=made.get("--model", ""), gpus=gpus, method=method)
+        return replace(flags, model=flags.model or header_flags.get("--model", ""), gpus=gpus)
+    method = next((name for name in get_args(Method) if name == header_flags.get("--method")), flags.method)
+    return replace(flags, model=header_flags.get("--model", ""), gpus=gpus, method=method)
 
 
 def machines_of(flags: PlanCommand) -> tuple[MachineFacts, int]:

@@ -121,10 +121,11 @@ class PlanReport:
         for candidate in self.plan.rows:
             if candidate.refused:
                 reasons.setdefault(candidate.refused, []).append(candidate.layout.name)
-        for why, names in reasons.items() if not self.config else ():
-            mended = why.endswith(combinations.UNLESS_OURS)
-            fails = f"fails{combinations.UNLESS_OURS if mended else ''}"
-            yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_OURS)}."
+        if not self.config:
+            for why, names in reasons.items():
+                mended = why.endswith(combinations.UNLESS_OURS)
+                fails = f"fails{combinations.UNLESS_OURS if mended else ''}"
+                yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_OURS)}."
 
     def advice(self) -> Iterator[str]:
         """What to take and why, or what would make it fit; a sentence or two a line."""
@@ -278,8 +279,8 @@ class PlanReport:
         ranks = candidate.layout.shard_ranks
         units = shards.counted_units(self.problem.shape, candidate.recipe, candidate.layout)
         params = [(param, count) for unit, count in units for param in unit.held]
-        held = sum(shards.shard_numel(param, ranks) * count for param, count in params) * ranks
-        return held / sum(param.numel * count for param, count in params)
+        padded_elements = sum(shards.shard_numel(param, ranks) * count for param, count in params) * ranks
+        return padded_elements / sum(param.numel * count for param, count in params)
 
     def as_json(self) -> dict[str, Any]:
         problem, plan, choice = self.problem, self.plan, self.plan.choice

@@ -137,8 +137,8 @@ def replay_of(shape: ModelShape, tapes: Tapes, job: Job, workspace_bytes: int) -
         if not expandable and unlimited and unlimited[0].reserved <= room_bytes:
             return unlimited[0]
         if (expandable, room_bytes) not in known:
-            given = (job.recipe, job.layout, workspace_bytes, expandable, room_bytes)
-            known[expandable, room_bytes] = reservation = reserve(shape, tapes, *given)
+            arguments = (job.recipe, job.layout, workspace_bytes, expandable, room_bytes)
+            known[expandable, room_bytes] = reservation = reserve(shape, tapes, *arguments)
             if not expandable and not reservation.met_limit:
                 unlimited.append(reservation)
         return known[expandable, room_bytes]

@@ -144,12 +144,12 @@ def cost(
     if inputs.schedule:
         per_epoch = steps_per_epoch(inputs.work.rows, job)
         saves = _saves(inputs, inputs.schedule, steps, per_epoch, checkpoint_bytes, job.layout)
-        each = _evaluation_seconds(inputs.evaluation_rows, job, forward_seconds)
-        evaluations = Evaluations(evaluations_in(inputs.schedule, steps, per_epoch), each)
+        per_evaluation = _evaluation_seconds(inputs.evaluation_rows, job, forward_seconds)
+        evaluations = Evaluations(evaluations_in(inputs.schedule, steps, per_epoch), per_evaluation)
         if saves and saves.stall_seconds:
             seconds += saves.stall_seconds.times(saves.count)
-        if each and evaluations.count:
-            seconds += each.times(evaluations.count)
+        if per_evaluation and evaluations.count:
+            seconds += per_evaluation.times(evaluations.count)
     hours, ranks = seconds.times(1 / HOUR), job.layout.ranks
     return Cost(
         steps=steps,

@@ -70,10 +70,11 @@ def _other_optimizer(problem: Problem, smallest: Job, given: Layout | None) -> I
     if smallest.recipe.optimizer == Recipe.optimizer:
         return
     job = _sharded(problem, smallest.with_recipe(optimizer=Recipe.optimizer))
-    for tried in offloads(job) if job else ():
-        if _fits(problem, tried):
-            yield f"--optimizer {tried.recipe.optimizer}, with {_how(tried, given)}"
-            return
+    if job:
+        for tried in offloads(job):
+            if _fits(problem, tried):
+                yield f"--optimizer {tried.recipe.optimizer}, with {_how(tried, given)}"
+                return
 
 
 def _more_gpus(problem: Problem, smallest: Job, given: Layout | None) -> Iterator[str]:

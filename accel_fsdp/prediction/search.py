@@ -217,8 +217,8 @@ def _smallest_way(problem: Problem, job: Job) -> Candidate | None:
 def _batches(problem: Problem, job: Job) -> list[Job]:
     """The micro-batches that fit, of those worth trying, smallest first."""
     if problem.fixed_rows or problem.global_rows:
-        given = [job] if problem.fixed_rows else _split(problem, job)
-        return [batch for batch in given if problem.has_room(batch)]
+        batches = [job] if problem.fixed_rows else _split(problem, job)
+        return [batch for batch in batches if problem.has_room(batch)]
     most = largest(problem, job, "rows", MOST_ROWS)
     powers = [2**power for power in range(most.bit_length())]
     return [job.with_recipe(rows=rows) for rows in dict.fromkeys((*powers, *([most] if most else [])))]

@@ -105,9 +105,10 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
     reducing = communication.reduces_per_step(recipe, layout)
     spent: dict[Bound, float] = {"compute": 0, "intra-node": 0, "inter-node": 0, "pcie": 0}
     for times, reduces in ((reducing, True), (recipe.accumulation - reducing, False)):
-        for piece in pieces if times else ():
-            for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
-                spent[bound] += seconds * piece.count * times
+        if times:
+            for piece in pieces:
+                for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
+                    spent[bound] += seconds * piece.count * times
     for bound, seconds in _update(shape, recipe, layout, gpu):
         spent[bound] += seconds
     total = sum(spent.values())

@@ -121,8 +121,8 @@ HANGING = "every rank must call what all of them do together: no collective behi
 
 
 def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome) -> None:
-    asked = verdict.of_job(job, job.number("num_processes"), machines_of(job), classes)
-    for wrong in verdict.differences(asked, outcome.holdings):
+    expected = verdict.of_job(job, job.number("num_processes"), machines_of(job), classes)
+    for wrong in verdict.differences(expected, outcome.holdings):
         raise Failure(wrong.what, key=wrong.key, fix="see what accel-fsdp check says of it")
 
 
@@ -131,8 +131,8 @@ def of_outcome(outcome: Outcome) -> Failure:
         return _of_hang(outcome.hang, outcome)
     failures = [event.content for event in outcome.failures]
     failure = next((content for content in failures if not CONSEQUENCE.search(content["error"])), None)
-    if failure is None and (ours := OURS.search(outcome.output)):
-        return Failure(f"{ours['what']}: {ours['why']}", fix=ours["fix"], output=outcome.tail)
+    if failure is None and (own_error := OURS.search(outcome.output)):
+        return Failure(f"{own_error['what']}: {own_error['why']}", fix=own_error["fix"], output=outcome.tail)
     ended = next((event for event in outcome.ends if event.content["code"]), None)
     if failure is None and failures and ended:
         what = f"rank {ended.rank} ended itself with exit code {ended.content['code']}, and the others wait for it"

@@ -29,8 +29,8 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     console.show_table(verdict.TITLES, rows, [""] * len(rows), to_stderr=True)
     ranks_in_all = job.number("num_processes") or len(holdings)
     classes = verdict.repeated(next(iter(holdings.values())))
-    asked = verdict.of_job(job, ranks_in_all, job.number("num_machines") or 1, classes)
-    wrong = list(verdict.differences(asked, holdings))
+    expected = verdict.of_job(job, ranks_in_all, job.number("num_machines") or 1, classes)
+    wrong = list(verdict.differences(expected, holdings))
     for difference in wrong:
         console.say(f"not what the YAML asks for: {difference.what} ({difference.key})", style="red")
     return code or int(bool(wrong))

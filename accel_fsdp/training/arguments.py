@@ -224,7 +224,7 @@ def _check_adapter(model: ModelArguments) -> None:
             "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
         )
     plain = ModelArguments(model.model_name_or_path)
-    for name in (one.name for one in fields(model) if getattr(model, one.name) != getattr(plain, one.name)):
+    for name in (field.name for field in fields(model) if getattr(model, field.name) != getattr(plain, field.name)):
         if name.startswith(("lora_", "use_dora", "use_rslora")) and not model.use_peft:
             raise UsageError(f"--{name} without --use_peft", why="it is about an adapter", fix="--use_peft")
         if name.startswith("bnb_4bit_") and not model.load_in_4bit:

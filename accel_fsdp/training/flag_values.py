@@ -119,13 +119,14 @@ def _check_profile(training: TrainingArguments) -> None:
 def _check_unsharded(model: Any) -> None:
     """Adapters of more than LoRA's own matrices are shown to train, save and resume in one process and DDP alone."""
     where = from_run.engine_here()
-    for name in UNSHARDED if where not in (Engine.NONE, Engine.DDP) else ():
-        if getattr(model, name, None):
-            raise UserError(
-                f"--{name} under {where.label}",
-                why="it hasn't been shown to train, save and resume there, and a run with it may hang",
-                fix="leave it out, or distributed_type: MULTI_GPU, where the base fits on one GPU",
-            )
+    if where not in (Engine.NONE, Engine.DDP):
+        for name in UNSHARDED:
+            if getattr(model, name, None):
+                raise UserError(
+                    f"--{name} under {where.label}",
+                    why="it hasn't been shown to train, save and resume there, and a run with it may hang",
+                    fix="leave it out, or distributed_type: MULTI_GPU, where the base fits on one GPU",
+                )
 
 
 def _check_combination(model: Any, training: TrainingArguments) -> None:

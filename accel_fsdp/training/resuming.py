@@ -192,17 +192,17 @@ def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
     if full.is_file():
         path = full
         with closing(FileReader()) as reader:
-            held = set(map(tensor_names.filed, torch_zip.load(reader, path)))
+            stored = set(map(tensor_names.filed, torch_zip.load(reader, path)))
     elif alone.is_file():
-        path, held = alone, set(safetensors_header.read(alone))
+        path, stored = alone, set(safetensors_header.read(alone))
     else:
         return
     needed = set(map(tensor_names.filed, names))
-    lacks = tensor_names.lacking(held, needed)
-    extra = min((name for name in held - needed if LORA.search(name)), default="")
+    lacks = tensor_names.lacking(stored, needed)
+    extra = min((name for name in stored - needed if LORA.search(name)), default="")
     if lacks or extra:
         raise UserError(
-            f"{path} holds {len(held & needed)} of the adapter's {counted(len(needed), 'tensor')}; "
+            f"{path} holds {len(stored & needed)} of the adapter's {counted(len(needed), 'tensor')}; "
             + (f"it lacks {lacks}" if lacks else f"it has {extra}"),
             why="training would go on from a partly new adapter",
             fix="resume with the model and the LoRA flags of that run, or from an older checkpoint-N",

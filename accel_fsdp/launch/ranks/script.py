@@ -17,11 +17,11 @@ def run(path: str) -> None:
     with open(path, "rb") as file:
         code = compile(file.read(), absolute, "exec", dont_inherit=True)
     names = vars(sys.modules["__main__"])
-    given = {name: value for name, value in OF_SOME_PYTHONS.items() if name in names}
-    given |= {"__name__": "__main__", "__file__": absolute, "__loader__": SourceFileLoader("__main__", absolute)}
-    given |= {"__builtins__": sys.modules["builtins"], **dict.fromkeys(("__doc__", "__package__", "__spec__"))}
+    variables = {name: value for name, value in OF_SOME_PYTHONS.items() if name in names}
+    variables |= {"__name__": "__main__", "__file__": absolute, "__loader__": SourceFileLoader("__main__", absolute)}
+    variables |= {"__builtins__": sys.modules["builtins"], **dict.fromkeys(("__doc__", "__package__", "__spec__"))}
     names.clear()
-    names.update(given)
+    names.update(variables)
     exec(code, names)
 
 

@@ -158,8 +158,9 @@ def _watch_prepare(measures: bool) -> None:
         if any(isinstance(item, torch.utils.data.DataLoader) for item in prepared):
             events.tell("prepared-rows")
         models = [item for item in prepared if isinstance(item, torch.nn.Module)]
-        for model, shared in zip(models, before, strict=False) if measures else ():
-            _tell_holding("prepared", model, shared=shared)
+        if measures:
+            for model, shared in zip(models, before, strict=False):
+                _tell_holding("prepared", model, shared=shared)
         return result
 
     Accelerator.prepare = prepare

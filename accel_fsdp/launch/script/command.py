@@ -62,23 +62,23 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     _check_numbers(options)
     kind = ENGINES[options.engine]
     job, document = read_config(options.file)
-    made = _settle(options, job, script_args)
-    if made.ours:
+    job_file = _settle(options, job, script_args)
+    if job_file.ours:
         _refuse_own_flags(script_args)
-    there = _place(kind.title, made)
+    there = _place(kind.title, job_file)
     settled = place.settle(there, {}, job.values, str(options.file))
-    launcher.launcher_words(options.file, options.script, made.words, place=settled, values=job.values)
+    launcher.launcher_words(options.file, options.script, job_file.words, place=settled, values=job.values)
     read = settled.applied(job), document
     nothing = "no job file was written; --no-check writes it as it is"
-    if stops(options.file, read, options.script, made.words, options.no_check, nothing):
+    if stops(options.file, read, options.script, job_file.words, options.no_check, nothing):
         return 1
-    text = kind.text(made)
+    text = kind.text(job_file)
     if options.output is None:
         console.put(text.removesuffix("\n"), lines=True)
         return 0
     atomic_files.write_text(options.output, text)
     console.say(f"written: {options.output}", style="green")
-    each = kind.each if made.machines > 1 else ""
+    each = kind.each if job_file.machines > 1 else ""
     console.say(f"next: {kind.submit.replace('FILE', shlex.quote(str(options.output)))}{each}")
     return 0
 
@@ -203,13 +203,13 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
 
 def _place(title: str, job: JobFile) -> place.Place:
     """Where the engine will say that machine 0 is."""
-    said = {
+    statements = {
         "num_machines": job.machines,
         "num_processes": job.machines * job.gpus,
         "machine_rank": 0,
         **({"main_process_ip": FIRST_MACHINE} if job.machines > 1 else {}),
     }
-    return place.Place(title, {name: place.Said(value, f"machine 0 of {title}") for name, value in said.items()})
+    return place.Place(title, {name: place.Said(value, f"machine 0 of {title}") for name, value in statements.items()})
 
 
 def _name(options: ScriptCommand) -> str:
@@ -226,8 +226,8 @@ def _name(options: ScriptCommand) -> str:
 
 
 def _minutes(text: str, grace: int) -> int:
-    found = TIME.fullmatch(text) or CLOCK.fullmatch(text)
-    parts = {name: int(part or 0) for name, part in found.groupdict().items()} if found else {}
+    match = TIME.fullmatch(text) or CLOCK.fullmatch(text)
+    parts = {name: int(part or 0) for name, part in match.groupdict().items()} if match else {}
     minutes = (parts["days"] * 24 + parts["hours"]) * 60 + parts["minutes"] if parts else 0
     if not minutes:
         raise UsageError(

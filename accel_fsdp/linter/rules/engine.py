@@ -204,12 +204,13 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     if subject.other_tool and FOREIGN in rules:
         rules = {FOREIGN: rules[FOREIGN]}
     seen = dict.fromkeys(rules, subject)
-    for code in MISSPELT if len(rules) > 1 else ():
+    corrections, engine_rules = (MISSPELT, OF_THE_ENGINE) if len(rules) > 1 else ((), ())
+    for code in corrections:
         renamed = _as_meant(subject, [edit for finding in RULES[code].check(subject) for edit in finding.edits])
         if renamed is not subject:
             seen |= {later: renamed for later in rules if later not in MISSPELT[: MISSPELT.index(code) + 1]}
         subject = renamed
-    for code in OF_THE_ENGINE if len(rules) > 1 else ():
+    for code in engine_rules:
         edits = (edit for finding in RULES[code].check(subject) for edit in finding.edits)
         engines = [edit.value for edit in edits if edit.key == ENGINE_KEY]
         if engines:

@@ -27,13 +27,14 @@ def started_without_accelerate(subject: Subject) -> Iterator[Finding]:
 def launched_as_something_else(subject: Subject) -> Iterator[Finding]:
     """A flag before the script that overrides the file: `--multi_gpu` its engine, `--use_fsdp` its device mesh."""
     flags = [name for name in ("multi_gpu", "use_deepspeed", "use_megatron_lm", "tpu") if subject.arg_on(name)]
-    for name in flags if subject.is_fsdp and subject.starter == "accelerate" else []:
-        yield Finding(
-            "distributed_type",
-            f"--{name} overrides distributed_type: FSDP",
-            "FSDP is not used and every GPU holds the whole model",
-            f"drop --{name}",
-        )
+    if subject.is_fsdp and subject.starter == "accelerate":
+        for name in flags:
+            yield Finding(
+                "distributed_type",
+                f"--{name} overrides distributed_type: FSDP",
+                "FSDP is not used and every GPU holds the whole model",
+                f"drop --{name}",
+            )
     if subject.starter == "accelerate" and subject.arg_on("use_fsdp") and subject.section("parallelism_config"):
         yield Finding(
             "parallelism_config", "--use_fsdp drops parallelism_config", "the mesh is not built", "drop --use_fsdp"

@@ -271,15 +271,16 @@ def accelerator_before_arguments(subject: Subject) -> Iterator[Finding]:
 @rule("AF907", "warning", pains=("P61",))
 def generating_in_the_script(subject: Subject) -> Iterator[Finding]:
     """`generate` on the sharded model under FSDP1: "'weight' must be 2-D"."""
-    for call in calls(subject, "generate") if subject.engine is Engine.FSDP1 else []:
-        if is_wrapped(subject, call):
-            yield at(
-                subject,
-                call,
-                "generate on an FSDP1 model",
-                "it stops: 'weight' must be 2-D",
-                "generate from the exported model, or fsdp_version: 2",
-            )
+    if subject.engine is Engine.FSDP1:
+        for call in calls(subject, "generate"):
+            if is_wrapped(subject, call):
+                yield at(
+                    subject,
+                    call,
+                    "generate on an FSDP1 model",
+                    "it stops: 'weight' must be 2-D",
+                    "generate from the exported model, or fsdp_version: 2",
+                )
 
 
 @rule("AF908", "warning", pains=("P79",))

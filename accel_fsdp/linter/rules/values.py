@@ -27,8 +27,10 @@ def two_spellings(subject: Subject) -> Iterator[Finding]:
     """
     for section in SECTIONS:
         content = subject.values.get(section)
+        if not isinstance(content, dict):
+            continue
         seen: dict[str, tuple[str, Any]] = {}
-        for key, value in content.items() if isinstance(content, dict) else ():
+        for key, value in content.items():
             name = full_name(section, str(key))
             if name in seen:
                 first, previous = seen[name]

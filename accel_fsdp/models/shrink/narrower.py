@@ -40,8 +40,8 @@ def narrow(parts: Sequence[Part], heads_too: bool, all_parts: bool) -> None:
     for part in parts:
         if part.main or all_parts or part is parts[0]:
             _narrow_part(part, width, head, known)
-        if not part.heads:  # its heads are named in the config around it
-            for key in part.keys(GROUP_COUNTS) if main.heads else []:
+        if main.heads and not part.heads:  # its heads are named in the config around it
+            for key in part.keys(GROUP_COUNTS):
                 part.values[key] = max(1, part.real[key] * heads // main.heads)
 
 

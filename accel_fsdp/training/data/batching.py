@@ -99,9 +99,9 @@ def collator(tokenizer: "PreTrainedTokenizerBase", model: "nn.Module", packed: b
     config: Any = model.config
     pad = 0 if tokenizer.pad_token_id is None else int(tokenizer.pad_token_id)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
-    made = Collator(pad, packed, flat=packed and is_flash_attention_requested(config), positions=positions)
-    made.check_length(longest)
-    return made
+    result = Collator(pad, packed, flat=packed and is_flash_attention_requested(config), positions=positions)
+    result.check_length(longest)
+    return result
 
 
 NO_ROW = -1

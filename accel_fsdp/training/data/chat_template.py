@@ -58,10 +58,10 @@ def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
 
     What it raises is left to the rows, which may be what it expects.
     """
-    asked = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    trial = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     try:
         with time_limits.at_most(TRIAL_SECONDS):
-            tokenizer.apply_chat_template(asked, tokenize=False)
+            tokenizer.apply_chat_template(trial, tokenize=False)
     except TimeoutError as error:
         raise UserError(
             f"the chat template takes more than {TRIAL_SECONDS:.0f} seconds for a question and its answer",
@@ -80,12 +80,12 @@ def use_template(tokenizer: "PreTrainedTokenizerBase", source: str | None) -> No
         tokenizer.chat_template = Path(source).read_text(encoding="utf-8")
         return
     try:
-        found = read_tokenizer(source).chat_template
+        template = read_tokenizer(source).chat_template
     except UserError as error:
         raise _no_template(source, error.what) from error
-    if found is None:
+    if template is None:
         raise _no_template(source, "its tokenizer has none")
-    tokenizer.chat_template = found
+    tokenizer.chat_template = template
 
 
 def _no_template(source: str, cause: str) -> UserError:
@@ -168,13 +168,13 @@ def written(
         if len(chats) == 1:
             return [BadRow(f"the chat template refuses it: {error}")]
         return [row for chat in chats for row in written(tokenizer, [chat], marks, masked)]
-    found: list[tuple[str, list[TextSpan]] | BadRow] = []
+    results: list[tuple[str, list[TextSpan]] | BadRow] = []
     for chat, text, spans in zip(chats, texts, generated, strict=True):
         try:
-            found.append((text, _spans(chat, text, spans, marks) if masked else []))
+            results.append((text, _spans(chat, text, spans, marks) if masked else []))
         except BadRow as bad:
-            found.append(bad)
-    return found
+            results.append(bad)
+    return results
 
 
 def _written(
@@ -196,8 +196,8 @@ def _spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks | None
     spans = generated if marks is None else _between(text, marks)
     if marks is not None and len(spans) != len(spoken):
         raise BadRow(f"{len(spoken)} assistant turns, but the written text shows {len(spans)}: a text holds the marks")
-    found = [_said(text[start:end], marks) for start, end in spans]
-    places = _places(spoken, found, exact=marks is not None)
+    answers = [_said(text[start:end], marks) for start, end in spans]
+    places = _places(spoken, answers, exact=marks is not None)
     first = 0 if chat.answers is None else len(spoken) - chat.answers
     return spans if first == 0 else spans[places[first] :] if first < len(places) else []
 

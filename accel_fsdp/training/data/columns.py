@@ -120,12 +120,12 @@ def reader(
     column = {part: named.get(part) or _first(names, columns) for part, names in ALIASES.items()}
     named_columns = {part: name for part, name in column.items() if name}
     kinds = [kind for kind, parts in KINDS.items() if all(part in named_columns for part in parts)]
-    wanted = [kind for kind in kinds if set(named) & {*KINDS[kind], "input"}]
-    if text_field in columns and not wanted and (text_field != "text" or not kinds):
+    named_kinds = [kind for kind in kinds if set(named) & {*KINDS[kind], "input"}]
+    if text_field in columns and not named_kinds and (text_field != "text" or not kinds):
         return RowReader("text", {"text": text_field}, chats)
-    if not (wanted or kinds):
+    if not (named_kinds or kinds):
         raise _no_columns(columns, text_field)
-    kind = (wanted or kinds)[0]
+    kind = (named_kinds or kinds)[0]
     parts = (*KINDS[kind], "input") if kind == "instruction" else KINDS[kind]
     return RowReader(kind, {part: named_columns[part] for part in parts if part in named_columns}, chats)
 

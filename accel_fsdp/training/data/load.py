@@ -158,8 +158,8 @@ def _files(name: str, config_name: str | None, split: str) -> list[tuple[str, in
         return [(name, len(load_dataset(_builder(path), data_files=name, split=split)))]
     if not path.is_dir() or any((path / file).is_file() for file in SAVED):
         return []
-    found = load_dataset_builder(name, config_name).config.data_files or {}
-    files = [Path(file) for file in found.get(split, []) if Path(file).suffix in FILE_BUILDERS]
+    data_files = load_dataset_builder(name, config_name).config.data_files or {}
+    files = [Path(file) for file in data_files.get(split, []) if Path(file).suffix in FILE_BUILDERS]
     return [(str(file), len(load_dataset(_builder(file), data_files=str(file), split="train"))) for file in files]
 
 

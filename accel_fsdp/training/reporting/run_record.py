@@ -92,12 +92,12 @@ def _device() -> dict[str, Any]:
 
 def loss_curves(log_history: list[dict[str, float]]) -> list[tuple[str, list[tuple[int, float]]]]:
     """The points (step, loss) of training and evaluation, without what was never logged."""
-    found = []
+    curves = []
     for key, name in (("loss", "training"), ("eval_loss", "held-out")):
         points = [(int(entry["step"]), float(entry[key])) for entry in log_history if key in entry]
         if points:
-            found.append((name, points))
-    return found
+            curves.append((name, points))
+    return curves
 
 
 def results(log_history: list[dict[str, float]]) -> dict[str, dict[str, float]]:

@@ -197,10 +197,11 @@ def largest(batches: Sequence[tuple[int, int]]) -> tuple[int, int]:
 def _compared(stretches: Sequence[Measured], predicted: by_unit.UnitSteps | None) -> Iterator[ComparedStretch]:
     plan: dict[Any, tuple[float | None, ...]] = {}
     before = predicted.between_bytes if predicted else 0
-    for planned in predicted.stretches if predicted else ():
-        place = planned.micro_batch, planned.phase, planned.unit, planned.layer
-        plan[place] = planned.seconds, before, planned.peak_bytes, planned.after_bytes
-        before = planned.after_bytes
+    if predicted:
+        for planned in predicted.stretches:
+            place = planned.micro_batch, planned.phase, planned.unit, planned.layer
+            plan[place] = planned.seconds, before, planned.peak_bytes, planned.after_bytes
+            before = planned.after_bytes
     last = max(stretch.mark.micro_batch for stretch in stretches)
     for stretch in stretches:
         mark = stretch.mark
