@@ -376,7 +376,8 @@ def test_why_there_is_no_plan_is_said_in_a_line(tmp_path: Path, capfd: pytest.Ca
     """An error of ours was printed with its class and its three parts: UserError: error: model ... does not exist."""
     job = SimpleNamespace(model=str(tmp_path / "none"), recipe=Recipe())
     report = progress.ProgressReport(job, SimpleNamespace())  # type: ignore[arg-type]
-    assert report._read() is None
+    report.read_plan()
+    assert report.forecast is None
     said = " ".join("".join(capfd.readouterr()).split())
     assert f"plan: unknown, model {tmp_path / 'none'} does not exist" in "".join(said)
     assert "UserError" not in said
