@@ -35,7 +35,7 @@ def say(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> 
 
 
 def answered(question: str, answer: str) -> None:
-    """What stays on the screen of a question that was answered, broken between words."""
+    """The line that stays on the screen after an answer, broken between words."""
     talk.print(Text.assemble(("? ", "dim"), (one_line(question), "bold"), " ", (one_line(answer), "cyan")))
 
 
@@ -56,7 +56,7 @@ def put(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> 
 
 
 def show_diff(before: str, after: str, old_name: str, new_name: str = "") -> None:
-    """What changes in a file, in the format and the colours of git; nothing where nothing does."""
+    """The diff of a file in the format and colours of git; empty without a change."""
     colours = {"+": "green", "-": "red", "@": "cyan"}
     texts = before.splitlines(), after.splitlines()
     for line in difflib.unified_diff(*texts, old_name, new_name or old_name, lineterm=""):
@@ -70,7 +70,7 @@ def show_table(
     to_stderr: bool = False,
     whole: bool = False,
 ) -> None:
-    """One row per entry, folded to the width of the terminal; to stderr where stdout carries something else.
+    """One row per entry, folded to the width of the terminal; to stderr where stdout carries the data.
 
     With `whole`, names stay in one piece where there is no terminal.
     """

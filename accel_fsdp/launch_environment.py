@@ -78,9 +78,9 @@ class LaunchEnvironment:
     has_store = _Variable("TORCHELASTIC_USE_AGENT_STORE", lambda word: word == "True", "")
     """Whether the launcher holds the store at which ranks meet, so that no rank has to."""
     error_file = _text("TORCHELASTIC_ERROR_FILE")
-    """Where torch's launcher looks for what a rank failed of; empty: nowhere."""
+    """The file in which torch's launcher looks for a rank's error; empty if unset."""
     failure_file = _text(FAILURE_FILE)
-    """What a rank that fails makes for `accel-fsdp launch`; empty: nothing."""
+    """The file that a failing rank writes for `accel-fsdp launch`; empty if unset."""
 
     @property
     def local_world_size(self) -> int:

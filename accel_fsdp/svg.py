@@ -52,7 +52,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Range:
-    """What is expected, the least and the most that it may be; a number of any kind."""
+    """An expected value with its minimum and maximum; a number of any kind."""
 
     name: str
     expected: float
@@ -123,7 +123,7 @@ def _bar(row: Bar, y: float, scale: float, end: float) -> Iterator[str]:
 
 
 def ranges(words: Words, rows: Sequence[Range], width: int) -> str:
-    """One bar below the other as long as what is expected, with a line from the least to the most."""
+    """One bar below the other, as long as the expected value, with a line from the minimum to the maximum."""
     scale = (width - 8) / max(1e-9, *(row.most for row in rows))
     shapes: list[str] = []
     for place, row in enumerate(rows):
@@ -137,7 +137,7 @@ def ranges(words: Words, rows: Sequence[Range], width: int) -> str:
 
 
 def pairs(words: Words, rows: Sequence[tuple[str, str, float, float]], names: tuple[str, str], width: int) -> str:
-    """Of each kind (letter, name) two bars, one per way of training."""
+    """Two bars for each kind (letter, name), one per training method."""
     scale = (width - 152) / max(1e-9, *(size for row in rows for size in row[2:]))
     shapes: list[str] = []
     for place, (letter, kind, *sizes) in enumerate(rows):

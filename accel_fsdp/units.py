@@ -67,7 +67,7 @@ def per_second(count: float) -> str:
 
 
 def about_gib(count: float) -> str:
-    """Bytes in a sentence that needs no more than `64 GiB` or `2.3 GiB`."""
+    """Bytes for a sentence, rounded as in `64 GiB` or `2.3 GiB`."""
     return f"{_about(count / GIB)} GiB"
 
 

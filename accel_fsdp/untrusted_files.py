@@ -40,7 +40,7 @@ def open_file(path: Path, within: Path | None = None) -> int:
 
     Raises:
         FileNotFoundError: there is none.
-        UserError: it is a link out of the folder, no plain file, or can't be read.
+        UserError: it is a link out of the folder, not a plain file, or can't be read.
     """
     try:
         place = _place(path, within or path.parent)

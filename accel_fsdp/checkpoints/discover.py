@@ -309,13 +309,13 @@ def _nothing(path: Path, place: Path) -> UserError:
             why="each rank wrote its own part, in a form that only the same rank of the same job can load",
             fix="resume with the same ranks and YAML, and save once under fsdp_state_dict_type: SHARDED_STATE_DICT",
         )
-    near = sorted(_below(place, DEPTH), key=lambda other: other.number < 0)[:3]
+    near = sorted(_below(place, DEPTH), key=lambda checkpoint: checkpoint.number < 0)[:3]
     return UserError(
         f"{path} holds no checkpoint" + (" itself" if near else ""),
         why=f"{'one other is' if len(near) == 1 else 'several checkpoints are'} below it"
         if near
         else "there is nothing to export",
-        fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(other.folder) for other in near)}"
+        fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(item.folder) for item in near)}"
         if near
         else "give the folder of a run, train/sft.py --output_dir, or one of its checkpoints",
     )

@@ -24,7 +24,7 @@ LONGEST_NUMBER = 64
 ROOM_PER_BYTE, MOST_ROOM = 36, 1 << 32
 """Bytes of memory that a pickle may take per byte of its length, and at most; honest ones take 30 per byte."""
 SLOT, NUMBER, CONTAINER = 8, 40, 100
-"""What a value takes, about."""
+"""The approximate bytes of a value."""
 MOST_IN_KEY = 16
 LARGEST_KEY = 1 << 53
 """Larger numbers can be chosen so that their hashes are alike, and looking them up takes forever."""
@@ -102,7 +102,7 @@ PLAIN: Admitted = {
     ("types", "SimpleNamespace"): Inert,
     **{("datetime", name): Inert for name in ("date", "datetime", "timedelta")},
 }
-"""What plain data is made of, in all protocols; and settings that people save beside weights, which are none."""
+"""What plain data is made of, in all protocols; and settings that people save beside weights."""
 
 
 class Machine(PYTHONS):  # type: ignore[misc]

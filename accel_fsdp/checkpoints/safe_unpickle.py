@@ -77,5 +77,6 @@ def _inner(value: Any) -> Iterator[tuple[int, Any]]:
             yield 0, name
             yield len(name) if isinstance(name, str) else INDEX_LETTERS, part
         return
-    for part in (*value.args, value.state) if isinstance(value, Inert) else value:
+    parts = (*value.args, value.state) if isinstance(value, Inert) else value
+    for part in parts:
         yield INDEX_LETTERS, part

@@ -125,12 +125,13 @@ def facts_of(folder: Path) -> CheckpointFacts:
     """Looks at this folder, whatever is in folders of it."""
     _check_folder(folder)
     counts = {path: _counts(path) for path in sorted(folder.iterdir())}
-    held, odd = ([path for path, one in counts.items() if one is wanted] for wanted in (True, False))
+    held = [path for path, counted in counts.items() if counted is True]
+    odd = [path for path, counted in counts.items() if counted is False]
     names = {path.name for path in held}
     sharded = [path for path in held if path.is_dir() and any(path.glob(file_names.DCP_PARTS))]
     read = {path: tensors_of(path) for path in held if path.suffix == file_names.SAFETENSORS}
     adapter = read.get(folder / file_names.ADAPTER)
-    everything = {name: one for tensors in read.values() for name, one in (tensors or {}).items()}
+    everything = {name: tensor for tensors in read.values() for name, tensor in (tensors or {}).items()}
     config = read_json(folder / file_names.CONFIG)
     pair = tied_pair(everything)
     return CheckpointFacts(

@@ -168,14 +168,14 @@ def _typed_view(
 
 def _parameter(data: Any, *rest: Any) -> View:
     if not isinstance(data, View):
-        raise TypeError("a parameter of no tensor")
+        raise TypeError("a parameter without a tensor")
     return data
 
 
 def _with_attributes(rebuild: Any, kind: Any, args: Any, attributes: Any) -> View:
     """A tensor with attributes, as FSDP1 saves it in full state dicts (`_has_been_cloned`)."""
     if rebuild not in (_view, _typed_view, _parameter) or kind not in (TENSOR, PARAMETER):
-        raise ValueError("no plain tensor")
+        raise ValueError("not a plain tensor")
     view: View = rebuild(*args)
     return view
 
@@ -192,7 +192,7 @@ TENSORS: dict[tuple[str, str], Any] = {
     **{("torch", name): name for name in (*STORAGES, *NAMELESS, *NAMELESS_DTYPES)},
     ("torch.storage", "UntypedStorage"): "UntypedStorage",
 }
-"""What a file of tensors is made of."""
+"""The names that pickles of tensors use."""
 
 
 class Archive:
@@ -286,11 +286,11 @@ def _entries(content: bytes, start: int) -> dict[str, Slot]:
     while at < len(content):
         mark, method, crc, packed, size, name, extra, comment, header = ENTRY_FIELDS.unpack_from(content, at)
         if mark != ENTRY:
-            raise ValueError("no entry")
+            raise ValueError("an entry is missing")
         named = at + ENTRY_FIELDS.size
         size, packed, header = _wide((size, packed, header), content[named + name : named + name + extra])
         if method != 0 or packed != size:
-            raise ValueError("a packed record")
+            raise ValueError("a compressed record")
         key = content[named : named + name].decode().partition("/")[2]
         if key.lower() in seen:  # torch finds records whatever their case
             raise ValueError("two records of one name")

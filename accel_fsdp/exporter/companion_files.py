@@ -90,7 +90,8 @@ class Papers:
     def _copy_files(self, target: Path) -> list[str]:
         taken = []
         for folder in dict.fromkeys((self.folder, *self.others)):
-            for path in _of_run(folder) if folder == self.run else _matching(folder, COPIED):
+            paths = _of_run(folder) if folder == self.run else _matching(folder, COPIED)
+            for path in paths:
                 copy = target / path.relative_to(folder)
                 if path.exists() and not path.is_dir() and not copy.exists():
                     copy.parent.mkdir(exist_ok=True)

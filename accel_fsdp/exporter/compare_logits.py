@@ -144,7 +144,7 @@ def _tensor(reader: FileReader, view: View) -> "torch.Tensor":
 
 
 def _thawed(value: Any, reader: FileReader) -> Any:
-    """With tensors for views, sizes for tuples of numbers, and nothing for what stands for other things."""
+    """With tensors for views, sizes for tuples of numbers, and None for other stand-ins."""
     import torch
 
     if isinstance(value, View):

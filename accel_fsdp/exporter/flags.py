@@ -13,7 +13,7 @@ Verify = Literal["bytes", "load", "logits"]
 
 @dataclass(frozen=True)
 class ExportCommand:
-    """Those that the export goes by, the API's too."""
+    """The flags that the command and the API share."""
 
     src: Annotated[
         tyro.conf.Positional[Path],

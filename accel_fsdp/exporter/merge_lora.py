@@ -106,22 +106,22 @@ class Merged(Changed):
 
 @dataclass
 class Norms:
-    """The lengths of a weight's columns, to which all of its rows belong: found once, rows at a time."""
+    """The lengths of a weight's columns, to which all of its rows belong: computed once, rows at a time."""
 
     lock: Any = field(default_factory=threading.Lock)
-    found: "torch.Tensor | None" = None
+    lengths: "torch.Tensor | None" = None
 
     def across_rows(self, weight: Merged, reader: FileReader) -> "torch.Tensor":
         import torch
 
         with self.lock:
-            if self.found is None:
+            if self.lengths is None:
                 squares = torch.zeros(weight.shape[1], dtype=torch.float64)
                 count, step = prod(weight.shape), max(1, BLOCK_ELEMENTS // weight.unit) * weight.unit
                 for at in range(0, count, step):
                     squares += weight.sum(reader, at, min(at + step, count)).double().square().sum(dim=0)
-                self.found = squares.sqrt().float()
-            return self.found
+                self.lengths = squares.sqrt().float()
+            return self.lengths
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...
 
 
 def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":
-    """PEFT's settings of an adapter that is trained: how it once began, from which files too, is of no interest."""
+    """PEFT's settings of an adapter that is trained: its initialisation and its source files don't matter."""
     from peft import PeftConfig
 
     if settings.get("megatron_config"):

@@ -47,10 +47,10 @@ NO_COUNTS = re.compile(r"size|dim|vocab|_ids?$|_idx|index")
 MOST_LAYERS, MOST_PARTS = 2_000, 20_000
 """The largest known are 126 layers and 16,384 experts."""
 MOST_EXPERTS = 300_000
-"""Of all layers together; the largest known have 31,000."""
+"""The limit for all layers together; the largest known have 31,000."""
 LARGEST_WIDTH = 10**9
 MOST_CALLS = 100_000
-"""Of torch, to build one model; DeepSeek-V3 takes 2,600."""
+"""Calls of torch to build one model; DeepSeek-V3 takes 2,600."""
 
 DEQUANTISED = frozenset({"mxfp4", "fp_quant"})
 """Quantisations that full training supports: weights are converted to 16 bits on loading, or masters are kept."""
@@ -97,7 +97,8 @@ def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
             if not isinstance(value, dict | None):
                 raise contradictory(name, f"{place}{key} is {json.dumps(value)[:40]}: it must be a mapping")
             continue
-        for item in value if isinstance(value, list) else [value]:
+        items = value if isinstance(value, list) else [value]
+        for item in items:
             if isinstance(item, dict):
                 check(name, item, f"{place}{key}.")
             elif wrong := _wrong(key, item):

@@ -54,7 +54,7 @@ def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
 
 
 def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
-    """Of nested classes those of the layers: neither a stack of layers nor a part of one."""
+    """The classes of layers among nested ones: neither a stack of layers nor a part of a layer."""
     from torch import nn
 
     classes = {path: type(module).__name__ for path, module in model.named_modules()}

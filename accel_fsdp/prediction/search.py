@@ -134,17 +134,17 @@ def least(problem: Problem) -> Candidate:
 
 def _sure(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
     """The simplest of the fastest candidates, confirmed by the allocator's replay; those that fail it are shrunk."""
-    asked: list[Candidate] = []
+    confirmed: list[Candidate] = []
     while candidates:
         ordered = sorted(candidates, key=lambda candidate: -candidate.tokens_per_s)
         equal = [candidate for candidate in ordered if candidate.tokens_per_s >= TIE * ordered[0].tokens_per_s]
         choice = min(equal, key=_burden)
-        if any(choice is known for known in asked):
+        if any(choice is known for known in confirmed):
             return choice
         place = candidates.index(choice)
-        candidates[place] = sure = problem.evaluate(choice.job)
-        if sure.fits:
-            asked.append(sure)
+        candidates[place] = evaluated = problem.evaluate(choice.job)
+        if evaluated.fits:
+            confirmed.append(evaluated)
             continue
         smaller = _best(problem, choice.job, below=choice.recipe.rows)
         candidates[place : place + 1] = [smaller] if smaller else []

@@ -23,10 +23,10 @@ def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
 
 def _another_optimizer(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """The optimizer was made before the parameters were sharded: its steps change none of them, or only some."""
-    for event in _of("optimizer", events)[:1]:
+    if event := _first("optimizer", events):
         holding = by_rank.get(event.rank)
         if holding is None or holding.engine.startswith(Engine.DEEPSPEED.label):  # DeepSpeed replaces the parameters
-            continue
+            return
         missing, strange = event.content["missing"], event.content["strange"]
         if strange:  # the missing ones alone may be another optimizer's
             what = (
@@ -73,10 +73,10 @@ def _other_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
 
 def _untied(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """FSDP1 gathers a weight with the unit that has it first; a module of another unit then sees a shard of it."""
-    for event in _of("prepared", events)[:1]:
+    if event := _first("prepared", events):
         holding = by_rank[event.rank]
         if not holding.engine.startswith(Engine.FSDP1.label):
-            continue
+            return
         for names in event.content["shared"]:
             units = {name: _unit_of(name, holding) for name in names}
             if len(set(units.values())) > 1:
@@ -95,7 +95,7 @@ def _unit_of(name: str, holding: Holding) -> str:
 
 def _clipped_by_torch(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Each rank takes the norm of its own shards, so the ranks scale their gradients differently."""
-    for event in _of("clipped", events)[:1]:
+    if event := _first("clipped", events):
         holding = by_rank.get(event.rank)
         if holding and holding.engine.startswith(Engine.FSDP1.label) and holding.held < holding.weights:
             yield Failure(
@@ -108,7 +108,7 @@ def _clipped_by_torch(events: Sequence[RankEvent], by_rank: dict[int, Holding]) 
 
 def _forgotten_rng(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Dropout draws another mask when a layer runs again, so the gradients belong to another forward pass."""
-    for event in _of("forgot-rng", events)[:1]:
+    if event := _first("forgot-rng", events):
         of_yaml = event.content["by_wrapper"]
         yield Failure(
             "activation checkpointing runs layers again with other random numbers: dropout differs in backward",
@@ -247,7 +247,7 @@ def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Ite
 
 def _no_tracker(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Accelerate leaves out trackers that aren't installed, and the run isn't recorded."""
-    for event in _of("no-tracker", events)[:1]:
+    if event := _first("no-tracker", events):
         names = event.content["names"]
         yield Failure(
             f"log_with names {', '.join(names)}, which isn't installed: nothing is recorded there",
@@ -264,6 +264,10 @@ def _all_ended(events: Sequence[RankEvent]) -> bool:
 
 def _of(kind: str, events: Sequence[RankEvent]) -> list[RankEvent]:
     return [event for event in events if event.kind == kind]
+
+
+def _first(kind: str, events: Sequence[RankEvent]) -> RankEvent | None:
+    return next(iter(_of(kind, events)), None)
 
 
 LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failure]], ...] = (

@@ -111,15 +111,15 @@ def _pairs(results: Found) -> Iterator[Row]:
     failed = [pair for pair in results.pairs if pair.error]
     dead, slow = _dead(results, failed), results.slow_machines()
     for machine in dead:
-        pair = next(pair for pair in failed if machine in (pair.one, pair.other))
+        pair = next(pair for pair in failed if machine in (pair.first, pair.second))
         yield _unreachable(f"machine {machine}", "none of the others reaches it, or it ended", pair)
     for pair in failed:
-        if not {pair.one, pair.other} & set(dead):
+        if not {pair.first, pair.second} & set(dead):
             is_silent = not pair.failed_bytes
             yield _unreachable(_name(pair), "they can't talk to each other", pair) if is_silent else _cut_off(pair)
     yield from (_slow_machine(results, machine) for machine in slow)
     for pair in results.pairs:
-        if not pair.error and not {pair.one, pair.other} & set(slow):
+        if not pair.error and not {pair.first, pair.second} & set(slow):
             yield from _measured(pair)
 
 
@@ -127,11 +127,13 @@ def _dead(results: Found, failed: list[PairResult]) -> list[int]:
     """The machines, of three or more, that reach no other machine while others do."""
     if len(results.facts) < 3 or len(failed) == len(results.pairs):
         return []
-    return [number for number in results.facts if all(p in failed for p in results.pairs if number in (p.one, p.other))]
+    return [
+        number for number in results.facts if all(p in failed for p in results.pairs if number in (p.first, p.second))
+    ]
 
 
 def _name(pair: PairResult) -> str:
-    return f"machines {pair.one} and {pair.other}"
+    return f"machines {pair.first} and {pair.second}"
 
 
 def _unreachable(subject: str, what: str, pair: PairResult) -> Row:
@@ -164,8 +166,10 @@ def _cut_off(pair: PairResult) -> Row:
 
 
 def _slow_machine(results: Found, machine: int) -> Row:
-    own = per_second(max(pair.bytes_per_second for pair in results.pairs if machine in (pair.one, pair.other)))
-    others = per_second(max(pair.bytes_per_second for pair in results.pairs if machine not in (pair.one, pair.other)))
+    own = per_second(max(pair.bytes_per_second for pair in results.pairs if machine in (pair.first, pair.second)))
+    others = per_second(
+        max(pair.bytes_per_second for pair in results.pairs if machine not in (pair.first, pair.second))
+    )
     what = f"{own} to the others at best, which have {others} between them"
     why = "all ranks wait for the slowest machine in each collective"
     fix = "ethtool eth0 there (its link may have come up slow); another job or a backup on its network; leave it out"

@@ -25,7 +25,7 @@ INFINIBAND = Path("/sys/class/infiniband")
 COMMAND_SECONDS = 60
 """Until torch has found its GPUs, or nvidia-smi has answered."""
 PROBE_BYTES = 128 * MIB
-"""Of the file that measures a disk."""
+"""The size of the file that measures a disk."""
 SEEN_BY_TORCH = "import torch; torch.zeros(1, device='cuda'); print(torch.cuda.device_count())"
 SET_HERE = "TORCH_CPP_LOG_LEVEL"
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "FI_", "PET_", "OMP_", "HF_HUB_OFFLINE", "UCX_")

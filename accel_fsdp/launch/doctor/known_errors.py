@@ -20,7 +20,7 @@ CHATTER = re.compile(
 )
 """Lines that don't say that something failed for good. They are read where a text has no others."""
 MOST_CHARACTERS = 2_000_000
-"""Of a log, its end is read."""
+"""The part of a log's end that is read."""
 ROOT_CAUSE = re.compile(r"\bRoot Cause( \(first observed failure\))?:\s*$")
 OTHER_FAILURES = re.compile(r"\bFailures:\s*$")
 END_OF_REPORT = re.compile(r"={9}|\*{9}")

@@ -186,7 +186,7 @@ MACHINE_ERRORS = {
         "/dev/shm or the host's memory is full (a container gets 64 MiB of the first); a file was cut while it was "
         "read, or its disk is full; or a compiled library (DeepSpeed, NCCL) doesn't fit this machine",
         f"df -h /dev/shm; {SHM}; reinstall the library",
-        means="a process touched memory that is behind no page (SIGBUS)",
+        means="a process touched mapped memory without a page behind it (SIGBUS)",
     ),
     "segfault": KnownError(
         r"exitcode\s*:\s*-11\b|return code = -11\b|\bSIGSEGV\b|Segmentation fault",

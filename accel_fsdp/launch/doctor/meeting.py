@@ -69,12 +69,12 @@ class Found:
         """Machines of three or more that weren't busy, and whose best pair is far below the others' best."""
         best: dict[int, float] = {}
         for pair in self.pairs:
-            for machine in (pair.one, pair.other):
+            for machine in (pair.first, pair.second):
                 best[machine] = max(best.get(machine, 0.0), pair.bytes_per_second)
         if len(best) < 3:
             return []
         others = {number: statistics.median(best[peer] for peer in best if peer != number) for number in best}
-        idle = {machine for pair in self.pairs if pair.waited < BUSY for machine in (pair.one, pair.other)}
+        idle = {machine for pair in self.pairs if pair.waited < BUSY for machine in (pair.first, pair.second)}
         return [machine for machine, speed in others.items() if machine in idle and 0 < best[machine] < SLOW * speed]
 
 
@@ -170,7 +170,7 @@ class Meeting:
                     process.wait()
 
     def _pair(self, first: int, second: int) -> probing.PairResult:
-        """What both machines have left of it."""
+        """The results that both machines have written."""
         keys = [probing.pair_key(first, second, side) for side in range(2)]
         results = self.board.wait(keys, 1.0)
         saw = [probing.PairResult(**results[key]) if key in results else None for key in keys]
@@ -200,7 +200,7 @@ class Meeting:
 
 
 def _sees(folder: Path, mark: str) -> bool:
-    """Whether machine 0's file is here too; true where there is none to look for."""
+    """Whether machine 0's file is here too; true if it wrote none."""
     deadline = time.monotonic() + FOLDER_SECONDS
     while mark and not (atomic_files.existing_part(folder) / mark).exists():
         if time.monotonic() > deadline:

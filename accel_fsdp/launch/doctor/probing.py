@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-"""Those that FSDP uses."""
+"""The collectives that FSDP uses."""
 PAIR_SECONDS = 10.0
 """Until a machine that doesn't answer another counts as unreachable."""
 COLLECTIVE_SECONDS = 20.0
@@ -69,8 +69,8 @@ class PairResult:
     `waited`: the part of the time in which this process could compute, and no CPU was free for it.
     """
 
-    one: int
-    other: int
+    first: int
+    second: int
     latency_seconds: float = 0.0
     bytes_per_second: float = 0.0
     arrived_bytes: int = 0

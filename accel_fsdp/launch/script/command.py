@@ -112,9 +112,9 @@ FOR = {"--image": ("kubernetes", "skypilot", "dstack"), "--api": ("kubernetes",)
 
 def _refuse_unread(options: ScriptCommand) -> None:
     """Raises unless the job file of this engine holds what the flags say."""
-    given = {"--image": options.image is not None, "--api": options.api == "pytorchjob", "--spot": options.spot}
+    used = {"--image": options.image is not None, "--api": options.api == "pytorchjob", "--spot": options.spot}
     for flag, engines in FOR.items():
-        if given[flag] and options.engine not in engines:
+        if used[flag] and options.engine not in engines:
             raise UsageError(
                 f"{flag} for {options.engine}",
                 why="its job file would not hold it",
@@ -124,8 +124,8 @@ def _refuse_unread(options: ScriptCommand) -> None:
 
 def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
     """Raises unless no flag of this command is where it would be the script's, which has none of that name."""
-    ours = flag_words.flags_of(ScriptCommand)
-    flag = next((word for word in script_args if word.partition("=")[0] in ours), None)
+    own_flags = flag_words.flags_of(ScriptCommand)
+    flag = next((word for word in script_args if word.partition("=")[0] in own_flags), None)
     if flag is not None:
         raise UsageError(
             f"{flag} after SCRIPT would be the script's",
@@ -135,7 +135,7 @@ def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
 
 
 def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> JobFile:
-    found, gpus, kind = _machines(options, config)
+    count, gpus, kind = _machines(options, config)
     ours = read_launch(options.script, script_args).ours
     arguments = flag_words.parse_command_line(script_args)
     resumed = RESUMES in arguments
@@ -144,14 +144,14 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
         flags=options,
         words=(*script_args, f"--{RESUMES}", "auto") if ours and not resumed else script_args,
         name=_name(options),
-        machines=found,
+        machines=count,
         gpus=gpus,
         kind=kind,
         cpus=options.cpus or CPUS_PER_GPU * gpus,
-        predicted=duration.predicted(arguments, config, found, kind) if known else None,
+        predicted=duration.predicted(arguments, config, count, kind) if known else None,
         minutes=None if options.time is None else _minutes(options.time, options.grace),
         ours=ours,
-        environment=duration.environment(arguments if ours else {}, config, found, kind),
+        environment=duration.environment(arguments if ours else {}, config, count, kind),
     )
 
 
@@ -189,16 +189,16 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
             )
         number = several or 1
         return number, place.of_each(number, processes, " in the YAML"), None
-    one, number = machines.parse(text)
-    in_file = (several or number, processes or number * one.count)
-    if in_file != (number, number * one.count) or not one.count:
+    machine, number = machines.parse(text)
+    in_file = (several or number, processes or number * machine.count)
+    if in_file != (number, number * machine.count) or not machine.count:
         raise UsageError(
-            f"--gpus {text} is {counted(number, 'machine')} with {counted(one.count, 'GPU')} each, and {options.file} "
-            f"says num_machines {in_file[0]}, num_processes {in_file[1]}",
+            f"--gpus {text} is {counted(number, 'machine')} with {counted(machine.count, 'GPU')} each, and "
+            f"{options.file} says num_machines {in_file[0]}, num_processes {in_file[1]}",
             why="some GPUs would stay idle, or some ranks have none",
             fix="make one of them say what the other says",
         )
-    return number, one.count, one
+    return number, machine.count, machine
 
 
 def _place(title: str, job: JobFile) -> place.Place:

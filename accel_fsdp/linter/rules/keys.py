@@ -33,7 +33,8 @@ USUAL = {"rdzv_backend": ("static",), "same_network": ("true", "false"), "enable
 def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
     """Every known key that is written and may be read, as (dotted path, field, value)."""
     fp8 = str(subject.top("mixed_precision")).lower() == "fp8"
-    for section in ("", *SECTIONS) if fp8 else ("", *SECTIONS[:-1]):
+    sections = SECTIONS if fp8 else SECTIONS[:-1]
+    for section in ("", *sections):
         for key, value in subject.section(section).items():
             if (known := BY_NAME.get((section, key))) and subject.reads(key):
                 yield f"{section}.{key}".lstrip("."), known, value

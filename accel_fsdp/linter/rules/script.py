@@ -81,7 +81,8 @@ def assigned(subject: Subject) -> Iterator[tuple[str, ast.expr]]:
         else:
             continue
         for target in targets:
-            for element in target.elts if isinstance(target, ast.Tuple) else [target]:
+            elements = target.elts if isinstance(target, ast.Tuple) else [target]
+            for element in elements:
                 if node.value is not None:
                     yield ast.unparse(element), node.value
 
@@ -219,7 +220,9 @@ def checkpoint_after_the_switch(subject: Subject) -> Iterator[Finding]:
     if subject.engine is not Engine.FSDP1 or not subject.sharded_state_dict or not switches:
         return
     values = [ast.unparse(value) for name, value in assigned(subject) if name.endswith("state_dict_config")]
-    for call in [] if "None" in values else calls(subject, "train", "save_state", "save_fsdp_model"):
+    if "None" in values:
+        return
+    for call in calls(subject, "train", "save_state", "save_fsdp_model"):
         trains = name_of(call) != "train" or on_trainer(call, trainers(subject))
         if trains and call.lineno > switches[0].lineno:
             yield at(
@@ -239,7 +242,8 @@ def evaluating_first(subject: Subject) -> Iterator[Finding]:
         inside = [call for call in scope if on_trainer(call, known)]
         trains = {receiver(call): call.lineno for call in reversed(inside) if name_of(call) == "train"}
         first = [c for c in inside if name_of(c) == "evaluate" and c.lineno < trains.get(receiver(c), 0)]
-        for call in first[:1]:
+        if first:
+            call = first[0]
             yield at(
                 subject,
                 call,
@@ -258,7 +262,8 @@ def accelerator_before_arguments(subject: Subject) -> Iterator[Finding]:
     for inside in calls_by_scope(subject):
         last = max((call.lineno for call in inside if name_of(call) in ARGUMENT_CLASSES), default=0)
         early = [c for c in inside if name_of(c) in ("Accelerator", "PartialState") and c.lineno < last]
-        for call in early[:1]:
+        if early:
+            call = early[0]
             yield at(
                 subject,
                 call,

@@ -53,7 +53,9 @@ def what_counts_as_true(subject: Subject) -> Iterator[Finding]:
     Accelerate only checks whether the value is empty. Debugging slows down each collective.
     """
     names = READ_BY_TRUTH if subject.engine is Engine.TPU else READ_BY_TRUTH[:1]
-    for name in (*names, "use_cpu") if subject.engine is not Engine.NONE else names:
+    if subject.engine is not Engine.NONE:
+        names = (*names, "use_cpu")
+    for name in names:
         value = subject.values.get(name)
         quoted = name != "use_cpu" and isinstance(value, str) and value.lower() in FALSE_WORDS
         if quoted:

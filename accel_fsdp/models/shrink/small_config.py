@@ -108,7 +108,8 @@ def token_ids(config: Any) -> dict[int, str]:
     for part in parts_of(config):
         for key, value in part.real.items():
             if TOKENS.search(key):
-                for number in value if isinstance(value, list) else [value]:
+                numbers = value if isinstance(value, list) else [value]
+                for number in numbers:
                     if type(number) is int and number >= 0:
                         keys.setdefault(number, key)
     return keys

@@ -282,7 +282,8 @@ class _AllocatingWalk(Walk):
         allocator = self.meter.allocator
         for unit, _ in self.engine.held:
             sizes = [round(size) for size in shards.tensor_weights(unit, "stored", flat=False)]
-            for size in (sum(sizes),) if self.meter.flat else sizes:
+            gathered = [sum(sizes)] if self.meter.flat else sizes
+            for size in gathered:
                 allocator.free(allocator.malloc(max(size, 1), GATHER))
 
     def _play(self, requests: Iterable[Request], slots: dict[int, Block], unit: int) -> None:

@@ -142,7 +142,6 @@ class ModelScripts(NamedTuple):
 
     @staticmethod
     def of(shape: ModelShape, tapes: Tapes, recipe: Recipe) -> "ModelScripts":
-        """Those of a recipe."""
         rows = recipe.rows
         at = At(rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
         kinds = range(len(shape.blocks))

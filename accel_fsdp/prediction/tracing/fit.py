@@ -23,7 +23,7 @@ ALONE = ("fixed", "tokens", "rows_length2")
 SEVERAL = (*ALONE, "length", "length2", "rows")
 RANKED = ("rank", "rank_tokens")
 SILENT = Tape((), (), Size())
-"""Of a block that no text goes through."""
+"""The tape of a block that text doesn't pass through."""
 
 
 WITHOUT_PLAN = "accel-fsdp config makes a YAML for this one without a plan"

@@ -143,16 +143,16 @@ class _Together(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(layers)
         self._dropout = dropout
-        self._made: list[Tensor | None] = []
+        self._outputs: list[Tensor | None] = []
 
     def forward(self, x: Tensor, place: int) -> Tensor:
-        """The output of one of them; the first call makes all."""
+        """The output of the layer at `place`; the call for place 0 computes all outputs."""
         if place == 0:
             layers: list[Any] = list(self.layers)
             adapters = [part["default"].weight for layer in layers for part in (layer.lora_A, layer.lora_B)]
             shapes = [(layer.out_features, layer.in_features) for layer in layers]
-            self._made = list(_Lora.apply(x, shapes, self._dropout, *adapters))  # type: ignore[no-untyped-call]
-        out, self._made[place] = self._made[place], None
+            self._outputs = list(_Lora.apply(x, shapes, self._dropout, *adapters))  # type: ignore[no-untyped-call]
+        out, self._outputs[place] = self._outputs[place], None
         assert out is not None
         return out
 

@@ -10,7 +10,7 @@ from accel_fsdp.errors import UsageError
 
 @dataclass
 class DataArguments:
-    """What it is trained on."""
+    """The training data."""
 
     dataset_name: str = HfArg(help="Hub id, local folder, or a .jsonl, .json, .csv or .parquet file.")
     dataset_config: str | None = HfArg(default=None, help="Configuration of a hub data set.")

@@ -22,8 +22,8 @@ def page(step: StepComparison) -> str:
         _memory(step),
         section("Unit by unit", "Layers of one class are one row: the highest of them, and the time of all.", units),
         *(
-            section("Traffic", "What the first rank sends, to gather weights and to reduce gradients.", one)
-            for one in sent
+            section("Traffic", "What the first rank sends, to gather weights and to reduce gradients.", table)
+            for table in sent
         ),
         f"<details><summary>All stretches of the step, in their order</summary>{_stretches(step)}</details>",
         section("What the numbers are", "Measured by torch's profiler, predicted by the planner.", f"<ul>{notes}</ul>"),
