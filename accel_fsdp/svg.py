@@ -31,7 +31,7 @@ rect{stroke:var(--back);stroke-width:.75}
 .curve.c3{stroke:var(--c3);stroke-dasharray:7 4}.dot{fill:var(--ink)}.dot.c1,.end.c1{fill:var(--c1)}
 .dot.c2,.end.c2{fill:var(--c2)}.dot.c3,.end.c3{fill:var(--c3)}
 """
-SMALL = 4  # of a capacity more than so many times the highest value only a word is shown
+SMALL = 4  # a capacity above this many times the highest value is shown as a word only
 
 
 @dataclass(frozen=True)

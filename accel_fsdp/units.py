@@ -77,7 +77,7 @@ def about_gb(count: float) -> str:
 
 
 def two_digits(amount: float) -> str:
-    """A number that isn't known to more than two digits: `8.7`, `13`, `1,300`, `0.012`."""
+    """A number rounded to two digits: `8.7`, `13`, `1,300`, `0.012`."""
     if not amount:
         return "0"
     digits = 1 - math.floor(math.log10(abs(amount)))
@@ -86,7 +86,7 @@ def two_digits(amount: float) -> str:
 
 
 def about_hours(hours: float) -> str:
-    """A time of two digits: `8.7 hours`, below one hour `13 minutes`."""
+    """Hours or minutes with two digits: `8.7 hours`, below one hour `13 minutes`."""
     return f"{two_digits(hours)} hours" if hours >= 1 else f"{two_digits(hours * 60)} minutes"
 
 

@@ -78,7 +78,7 @@ def check_folder(folder: Path, within: Path) -> None:
     """Refuses a folder that is a link out of the one that the user named, or is behind one."""
     try:
         _place(folder, within)
-    except (OSError, RuntimeError, ValueError):  # whoever looks into it will say so
+    except (OSError, RuntimeError, ValueError):  # reported when it is read
         return
 
 
@@ -97,7 +97,7 @@ def inside(folder: Path, name: str, index: str) -> Path:
         )
     try:
         _place(path, folder)
-    except (OSError, RuntimeError, ValueError):  # whoever opens it will say so
+    except (OSError, RuntimeError, ValueError):  # reported when it is opened
         return path
     return path
 

@@ -88,7 +88,7 @@ def _dropped(document: Any, text: str, section: str, key: str) -> str:
     start, end = text.rfind("\n", 0, name.start_mark.index) + 1, _line_end(text, _end(text, name, value))
     if not isinstance(value, yaml.CollectionNode):
         return text[:start] + text[end:]
-    if _is_block(value) and isinstance(value, yaml.MappingNode):  # what is said behind its last key goes along
+    if _is_block(value) and isinstance(value, yaml.MappingNode):  # the comments after its last key move too
         end = max(end, text.rfind("\n", 0, value.end_mark.index) + 1)
     inside = _comments(text[_line_end(text, name.end_mark.index) : end])
     if isinstance(value, yaml.MappingNode):
@@ -136,7 +136,7 @@ def _added(text: str, node: Any, key: str, value: Any) -> str:
         return _with_flow(text, node, key, value)
     at = _line_end(text, _end(text, *node.value[-1]))
     column = node.start_mark.column
-    if column:  # behind what is said of its section, before what is said of the next
+    if column:  # after the comments on its section, before those on the next
         following = re.match(r"(?:[ \t]*(?:#.*)?\n)*", text[at:])[0].splitlines(keepends=True)  # type: ignore[index]
         count = next((i for i, line in enumerate(following) if line.startswith("#")), len(following))
         while count and not following[count - 1].strip():

@@ -140,7 +140,7 @@ def on_meta(
     """Builds a transformers class on the meta device, without weights.
 
     Raises:
-        UserError: no model of that class can have the config. What `passing` names is raised as it is.
+        UserError: no model of that class can have the config. What `passing` names is raised unchanged.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What is known of a model, as frozen values."""
+"""Facts about a model, as frozen values."""
 
 from dataclasses import dataclass
 

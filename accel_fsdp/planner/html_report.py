@@ -252,7 +252,7 @@ def _doublings(first: int, last: int, here: int) -> list[int]:
 
 
 def _curve(problem: Problem, recipe: Recipe, name: str, ranks: int) -> Job:
-    """The recipe in one of `CURVES` on so many ranks."""
+    """The recipe in one of `CURVES` on `ranks` ranks."""
     if ranks == 1:
         return Job(Layout.alone(), recipe)
     return Job(Layout(*CURVES[name], ranks, min(ranks, problem.job.layout.ranks_per_node)), recipe)

@@ -24,7 +24,7 @@ Prices = Mapping[tuple[str, float | None], float]
 
 
 def count_of(text: str) -> int:
-    """The number of a count: `2B` and `2e9` are 2,000,000,000, `1.5T` is 1,500,000,000,000."""
+    """Parses a count: `2B` and `2e9` are 2,000,000,000, `1.5T` is 1,500,000,000,000."""
     match = re.fullmatch(COUNT, text.strip(), re.IGNORECASE | re.ASCII) if len(text) <= LONGEST else None
     power = UNITS.get(match["unit"].upper()) if match else None
     exact = Decimal(re.sub("[_,]", "", match["number"])).scaleb(power) if match and power is not None else Decimal(0)
@@ -63,7 +63,7 @@ def work_of(command: PlanCommand) -> cost.Work:
 
 
 def inputs_of(command: PlanCommand, gpu: Gpu) -> cost.CostInputs:
-    """What the flags say of the work, of a GPU's price, and of the disk."""
+    """The work, a GPU's price and the disk's speed, by the flags."""
     price = _price(command, gpu)
     if command.disk_speed is not None:
         _refuse_below("--disk-speed", command.disk_speed, above=True)

@@ -22,7 +22,7 @@ class Span(Amounts):
 
 @dataclass(frozen=True)
 class Work:
-    """How much a job trains: so many steps, so many tokens, or so many rows so often; the first of these above zero."""
+    """How much a job trains: steps, tokens, or rows times epochs; the first of these above zero."""
 
     steps: int = 0
     tokens: int = 0
@@ -50,12 +50,12 @@ def work_of(schedule: Schedule, rows: int = 0) -> Work:
 
 
 def seconds_of(steps: int, step: Step) -> Span:
-    """How long so many steps take."""
+    """The duration of a number of steps."""
     return Span(step.step_seconds, *step.range_seconds).times(steps)
 
 
 def events(kind: Event, every: float, steps: int, per_epoch: float) -> int:
-    """How often a run of so many steps saves or evaluates, once at its end included; `best` saves at least once."""
+    """How often a run of `steps` saves or evaluates, including once at its end; `best` saves at least once."""
     after = {"steps": every if every >= 1 else math.ceil(every * steps), "epoch": per_epoch, "best": steps}.get(kind)
     return math.ceil(steps / max(after, 1)) if after else 0
 
@@ -180,7 +180,7 @@ def _saves(
 
 
 def _evaluation_seconds(rows: int, job: Job, forward_seconds: float) -> Span | None:
-    """The seconds of one evaluation of so many rows, a batch of which takes `forward_seconds`; None if unknown."""
+    """The seconds of one evaluation, where a batch takes `forward_seconds`; None if unknown."""
     if not rows or not job.recipe.eval_batch:
         return None
     batches = -(-rows // (job.recipe.eval_batch * job.layout.data_ranks))

@@ -9,7 +9,7 @@ from accel_fsdp.launch import ranks
 from accel_fsdp.rehearsal import janitor, verdict, without_gpu
 
 INTERRUPTED = 130
-"""The exit code after Ctrl-C, which leaves nothing to measure."""
+"""The exit code after Ctrl-C, without a measurement."""
 
 
 def measured(job: JobConfig, launch: Callable[[], int]) -> int:

@@ -83,7 +83,7 @@ def with_source(line: str) -> str:
 
 
 def conclude(report: Report) -> None:
-    """Prints what was proven, at which size, and what only GPUs can show."""
+    """Prints what the steps proved, at which size, and what only GPUs can show."""
     if report.changes:
         console.put(f"in small: {'; '.join(report.changes)}", wrap=True)
     if not report.passed:

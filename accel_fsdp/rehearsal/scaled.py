@@ -56,7 +56,7 @@ def _is_hybrid_of_fsdp1(job: JobConfig) -> bool:
 
 
 def check_processes(processes: int, least: int = PROCESSES) -> None:
-    """Checks that a job can be sharded over so many processes; `least` is 4 if copies of the model are sharded."""
+    """Checks that a job can be sharded over `processes`; `least` is 4 if copies of the model are sharded."""
     if processes >= least and processes % (least // PROCESSES) == 0:
         return
     raise UsageError(

@@ -70,7 +70,7 @@ def _name(unit: HeldUnit) -> str:
 
 
 def of_job(config: JobConfig, ranks: int, machines: int, own_classes: tuple[str, ...]) -> Job:
-    """The job of a YAML on so many ranks; `own_classes`: the model's layer classes, if the YAML has none."""
+    """The job of a YAML on `ranks` ranks; `own_classes`: the model's layer classes, if the YAML has none."""
     from_yaml.check_sharding(config, ranks)
     job = from_yaml.job_of(config, ranks=ranks)
     by_class = job.wrap_policy == "TRANSFORMER_BASED_WRAP"

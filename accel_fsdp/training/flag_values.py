@@ -148,7 +148,7 @@ def _check_combination(model: Any, training: TrainingArguments) -> None:
 
 
 def _check_optimizer(training: TrainingArguments) -> None:
-    """Makes the optimizer and the schedule for one number, as Trainer will for the model."""
+    """Builds the optimizer and the schedule for a parameter of one number, as Trainer will for the model."""
     name = str(getattr(training.optim, "value", training.optim))
     with _understood(f"--optim {name}"):
         try:
@@ -181,7 +181,7 @@ def _wants_model(optimizer: str) -> bool:
 
 @contextlib.contextmanager
 def _understood(flag: str) -> Iterator[None]:
-    """Turns what torch or a package says of a value into one error."""
+    """Turns the errors of torch or a package about a value into one UserError."""
     try:
         yield
     except (ValueError, TypeError, AssertionError, AttributeError, KeyError) as error:

@@ -43,7 +43,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begins to handle signals: before, there is nothing to save, and a signal ends the process."""
+        """Begins to handle signals: before training there is no state to save, and a signal ends the process."""
         if args.world_size == 1 or dist.is_initialized():
             self._listen()
 

@@ -42,7 +42,7 @@ class Checkpoints:
         return Path(self.trainer._get_output_dir(trial)) / f"{file_names.CHECKPOINT}{self.trainer.state.global_step}"
 
     def save(self, trial: Any, write: Callable[[], None]) -> None:
-        """Writes a checkpoint with `write`, which is Trainer's."""
+        """Writes a checkpoint with `write`, Trainer's own method."""
         folder = self.folder(trial)
         self.together(lambda: self._begin(folder))
         with self._abandoned_on_errors(folder), own_retention(self.args):

@@ -109,7 +109,7 @@ class Peers:
                 self._end(what)
 
     def _failure(self, store: Any, launchers: Board | None) -> str:
-        """The failure of another rank, as it or its launcher reported it; empty if there is none."""
+        """The failure of another rank, as reported by it or its launcher; empty if no other rank failed."""
         if not store.check(["failed"]):
             return (launchers.get(FAILED) or "") if launchers is not None else ""
         note = json.loads(store.get("failed"))

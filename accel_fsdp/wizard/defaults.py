@@ -11,7 +11,7 @@ from accel_fsdp.wizard.question import Context
 
 
 def always(value: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:
-    """A default that depends on nothing."""
+    """A fixed default."""
     return lambda context: (value, reason)
 
 
@@ -99,7 +99,7 @@ def mixed_precision(context: Context) -> tuple[str, str]:
 
 
 def processes(context: Context) -> tuple[int, str]:
-    """One per GPU; two per machine where there is none."""
+    """One process per GPU; two per machine without GPUs."""
     count, number = context.machine.count, context["num_machines"]
     if context["engine"] == "tpu":
         return (count or 8) * number, "one per TPU core"

@@ -219,7 +219,7 @@ def check_processes(context: Context, value: Any) -> int:
 
 
 def _two_on_each(context: Context) -> str:
-    """What gives each machine two processes: a machine of one GPU takes no second one."""
+    """Advice on two processes per machine: a machine with one GPU can't run a second one."""
     number = context["num_machines"]
     if context.machine.count != 1:
         return f"--num-processes {2 * number} or more"

@@ -116,7 +116,7 @@ def rounds(members: list[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def pair_key(first: int, second: int, side: int) -> str:
-    """Where the first of them (`side` 0) or the second leaves what it saw."""
+    """The store's key for the result of the first (`side` 0) or second machine of a pair."""
     return f"pair/{first}-{second}/{side}"
 
 

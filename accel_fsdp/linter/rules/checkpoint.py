@@ -167,7 +167,7 @@ def export_stores_embeddings_twice(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF810", "warning", pains=("P97",))
 def export_of_the_wrapper(subject: Subject) -> Iterator[Finding]:
-    """A config whose architecture is FSDP's wrapper class, as transformers once wrote: no loader knows it."""
+    """A config whose architecture is FSDP's wrapper class, as old transformers wrote: loaders don't know it."""
     saved = subject.checkpoint
     if saved is not None and saved.architecture.startswith("FSDP"):
         yield Finding(

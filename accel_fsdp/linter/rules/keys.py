@@ -27,7 +27,7 @@ SECTIONS = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_con
 OLD_TOP_KEYS = ("fp16", "dynamo_backend")
 """Top-level keys of old releases that Accelerate still understands."""
 USUAL = {"rdzv_backend": ("static",), "same_network": ("true", "false"), "enable_cpu_affinity": ("false",)}
-"""What changes nothing against the launcher's defaults: the network only chooses what `rdzv_backend` should be."""
+"""Values that don't change the launcher's defaults: the network only chooses `rdzv_backend`."""
 
 
 def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:

@@ -112,7 +112,7 @@ def on_trainer(call: ast.Call, known: set[str]) -> bool:
 
 
 def wrapped_names(subject: Subject) -> set[str]:
-    """Names and expressions that hold the sharded model: of `prepare`, `unwrap_model`, and a Trainer's."""
+    """Names and expressions that hold the sharded model: those of `prepare`, `unwrap_model`, and a Trainer."""
     owners = {"trainer"} | trainers(subject)
     names = {"self.model_wrapped", *(f"{owner}.{name}" for owner in owners for name in ("model", "model_wrapped"))}
     for name, value in assigned(subject):

@@ -171,7 +171,7 @@ class Fsdp(EngineMemory, ABC):
             self._gather(unit)
 
     def after_forward(self, unit: int) -> None:
-        """Frees it, where the strategy says so."""
+        """Frees the unit, if the strategy reshards it."""
         if self._reshards(unit):
             self._free(unit)
 

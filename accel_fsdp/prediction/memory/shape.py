@@ -40,7 +40,7 @@ class Block:
     parameters: tuple[Parameter, ...]
 
     def __hash__(self) -> int:
-        """Of a part, as that of a `ModelShape`."""
+        """The hash of a part, as for `ModelShape`."""
         return hash((self.name, self.layers))
 
 
@@ -74,7 +74,7 @@ class ModelShape:
     language: int = 0
 
     def __hash__(self) -> int:
-        """Of a part: shapes have hundreds of parameters, and are keys of what is remembered."""
+        """The hash of a part: shapes have hundreds of parameters, and are keys of caches."""
         return hash((self.name, self.hidden, self.vocab))
 
     @property

@@ -72,7 +72,7 @@ class Meter:
         self.add(kind, sum(size for size, _ in sizes), name)
 
     def change(self, sizes: Mapping[str, int]) -> None:
-        """Allocates and frees by kind, with nothing to see in between."""
+        """Allocates and frees by kind, without a moment in between."""
         for kind, size in sizes.items():
             self.live[kind] += size
             self.total += size
@@ -116,7 +116,7 @@ class Trace(Meter):
     _top: Moment | None = None
 
     def enter(self, phase: str) -> None:
-        """As without, and what is left of the phase before is a unit."""
+        """The same without units, and the rest of the phase before counts as a unit."""
         self.mark()
         super().enter(phase)
 

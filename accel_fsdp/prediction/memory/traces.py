@@ -85,7 +85,7 @@ class Tape:
     first: tuple[Event, ...] = ()
 
     def __hash__(self) -> int:
-        """Of a part: tapes have hundreds of events, and are keys of what is remembered."""
+        """The hash of a part: tapes have hundreds of events, and are keys of caches."""
         return hash((len(self.forward), len(self.backward), self.output))
 
     def of(self, rows: int) -> "Tape":

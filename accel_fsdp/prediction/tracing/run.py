@@ -114,7 +114,7 @@ def _settled(
     alive: list[int],
     output: int,
 ) -> Raw:
-    """Brings the events into the form of a `Tape`, and checks that nothing else is left over.
+    """Turns the events into a `Tape`, and checks that no event is left over.
 
     Raises:
         RuntimeError: a storage outlives backward.

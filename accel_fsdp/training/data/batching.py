@@ -93,7 +93,7 @@ def _tensor(table: "np.ndarray[Any, Any]") -> "Tensor":
 
 
 def collator(tokenizer: "PreTrainedTokenizerBase", model: "nn.Module", packed: bool, longest: int = 0) -> Collator:
-    """The collator that fits the model's attention. What a padding token is doesn't matter: nothing looks at it."""
+    """The collator that fits the model's attention. Any padding token is fine: its value isn't read."""
     from transformers.utils.generic import is_flash_attention_requested
 
     config: Any = model.config

@@ -1,7 +1,7 @@
 """Conversations to text through the tokenizer's chat template, and where in it the assistant speaks.
 
 A template with `{% generation %}` says so itself. For the others the marks around an assistant's turn are read off a
-trial conversation, and every turn that is found is held against the row's own text: what can't be proven is refused.
+trial conversation, and every turn that is found is compared with the row's own text: an unproven turn is refused.
 """
 
 import re

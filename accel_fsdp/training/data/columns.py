@@ -109,7 +109,7 @@ def reader(
     prompt_template: str | None = None,
     completion_template: str | None = None,
 ) -> RowReader:
-    """Chooses how rows with these columns are read; what the user named goes before what is found.
+    """Chooses how rows with these columns are read; the user's names take precedence over the usual ones.
 
     `chats`: the tokenizer has a chat template, so an instruction becomes a user's turn and an output the assistant's.
     """

@@ -134,7 +134,7 @@ class Encoder:
         return self._decoded(self._ids([text], special=False))[0].strip()
 
     def _finished(self, row: Encoded | BadRow) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]:
-        """Ids and labels within the length limit, the length before that, and what is wrong with the row."""
+        """Ids and labels within the length limit, the length before that, and the row's error."""
         if isinstance(row, BadRow):
             return _NONE, _NONE, 0, "" if isinstance(row, Empty) else str(row)
         ids = np.asarray(row.ids, np.int32)

@@ -97,7 +97,7 @@ def _unreadable(name: str, what: str) -> UserError:
 
 
 def _load_errors() -> tuple[type[Exception], ...]:
-    """How datasets stops at what it can't read."""
+    """The errors that datasets raises for unreadable files."""
     from datasets.exceptions import DatasetsError
 
     return (DatasetsError, FileNotFoundError, ValueError, ConnectionError, StopIteration)

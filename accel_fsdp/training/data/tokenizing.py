@@ -33,7 +33,7 @@ KEPT = ["input_ids", "labels"]
 
 @dataclass(frozen=True)
 class TokenSummary:
-    """What tokenising made of a split, for the user to check before hours of training.
+    """The numbers of a tokenised split, for the user to check before hours of training.
 
     `lengths` are those of the rows, `packed` those of the rows they were packed into; `batch_size` is a rank's, and
     padding the share of its batches; None: not said.

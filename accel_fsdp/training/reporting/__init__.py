@@ -1,4 +1,4 @@
-"""What a run says of itself: progress and profiles while it trains, its record, its history and its model card."""
+"""The reports of a run: progress and profiles while it trains, its record, its history and its model card."""
 
 import lazy_loader
 

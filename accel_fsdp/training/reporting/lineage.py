@@ -41,7 +41,7 @@ SCHEDULE = (
 CONTENT = "content of the rows"
 STEP = ("per_device_train_batch_size", "gradient_accumulation_steps")
 TOLD = frozenset({"length", "precision", "ranks"})
-"""Groups whose changes are said and kept, and need no permission: people train for longer, in another precision, or
+"""Groups whose changes are logged and recorded without permission: people train for longer, in another precision, or
 the same steps on another number of ranks."""
 HASHED_ROWS = 10_000
 

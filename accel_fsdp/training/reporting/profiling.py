@@ -126,7 +126,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     # When
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Refuses steps that never come. Those that a resumed run has done are left out: a restart must not fail."""
+        """Refuses steps that the run won't reach. Steps before a resume are left out: a restart must not fail."""
         self._drop()
         if not self.steps:
             return
@@ -188,7 +188,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             self._conclude()
 
     def _conclude(self) -> None:
-        """Writes what is of all steps, and shows the newest."""
+        """Writes the tables of all steps, and shows the newest."""
         newest, self._newest = self._newest, None
         if newest:
             with self._told(newest.number):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 COMPARE_AFTER_STEPS = 2
 """The optimizer's state is made in the first step, so the second is the first whole one."""
 LOGGING_STEPS = 10
-"""In shorter runs there are so many lines instead."""
+"""Steps per line; a shorter run gets this many lines."""
 CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 
 
@@ -147,7 +147,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         self.tally.skip()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Counts the step; after the second one, says what it took."""
+        """Counts the step; logs the peak memory after the second one."""
         self.tally.pass_time(steps=1)
         self.steps_here += 1
         if self.steps_here == COMPARE_AFTER_STEPS - 1 and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What the plan says of the run that is going on: its layout and recipe, its peak memory, and what would shrink it."""
+"""The plan of the current run: its layout and recipe, its peak memory, and what would shrink it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ class Forecast:
     def unit_steps(
         self, rows: int, length: int, micro_batches: int, gpu: Gpu | None, on_gpu: bool
     ) -> by_unit.UnitSteps:
-        """A step of so many micro-batches, unit by unit."""
+        """A step of `micro_batches`, unit by unit."""
         job = self.job.with_recipe(rows=rows, length=length, accumulation=micro_batches)
         workspace = workspace_bytes(gpu) if on_gpu else 0
         tapes = self.tapes[variant_of(job.recipe, job.engine)]

@@ -18,7 +18,7 @@ from accel_fsdp.units import any_size, any_time, counted
 
 BETWEEN, OTHER, GRADIENTS, WHOLE = "between steps", "others", "all gradients", "the whole model"
 SHOWN = 6
-"""At most so many differences."""
+"""The largest number of differences shown."""
 LEAST_SHARE = 0.005
 """Of the step's highest point, time or traffic: smaller differences aren't named."""
 What = Literal["memory", "time", "traffic"]
@@ -374,7 +374,7 @@ def cells(quantity: Quantity, write: Write = any_size) -> list[Cell]:
 
 
 def verdict(comparison: StepComparison) -> list[str]:
-    """The largest differences in plain words; or that there is none, or nothing to compare with."""
+    """The largest differences in plain words; or why there are none to report."""
     if comparison.highest.predicted is None:
         return ["nothing to compare with"]
     texts = [f"  {difference.what}: {difference.text}" for difference in comparison.differences[:SHOWN]]

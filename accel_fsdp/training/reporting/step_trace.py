@@ -83,7 +83,7 @@ class Collective:
     modules: tuple[str, ...] = ()
 
     def sent_bytes(self, ranks: int) -> float:
-        """What one rank sends in a ring of so many."""
+        """The bytes that one rank sends in a ring of `ranks`."""
         whole = self.elements * self.element_bytes
         if self.kind == "all-reduce":
             return 2 * whole * (ranks - 1) / ranks
