@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-from ruamel.yaml.comments import CommentedMap
-from ruamel.yaml.scalarstring import SingleQuotedScalarString
 
 from accel_fsdp.config import yaml_file
 from accel_fsdp.config.schema import short_name
@@ -62,7 +60,11 @@ def as_scalar(value: Any) -> Any:
         same = not isinstance(value, str) or yaml.safe_load(value) == value
     except yaml.YAMLError:  # an unfinished quote, or a control character, which the emitter escapes by itself
         same = not value.isprintable()
-    return value if same else SingleQuotedScalarString(value)
+    if same:
+        return value
+    from ruamel.yaml.scalarstring import SingleQuotedScalarString  # late: a plan has no value that needs it
+
+    return SingleQuotedScalarString(value)
 
 
 # Each of these changes the document's values first, and returns the text with the same change.
@@ -99,6 +101,8 @@ def _dropped(document: Any, text: str, section: str, key: str) -> str:
 def _put(document: Any, text: str, section: str, key: str, value: Any) -> str:
     """A new key comes last in its section, and a new section last in the document."""
     if section and not document.get(section):
+        from ruamel.yaml.comments import CommentedMap
+
         is_there = section in document
         document[section] = CommentedMap({key: value})
         change = _replaced if is_there else _added
