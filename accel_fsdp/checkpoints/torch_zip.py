@@ -101,7 +101,7 @@ class View:
 
 
 def contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of C order; those of dimensions of size 1 mean nothing and are taken as they are."""
+    """The strides of C order; those of dimensions of size 1 have no meaning and are kept."""
     expected, step = [], 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         expected.append(stride if size == 1 else step)

@@ -118,7 +118,7 @@ class Proposer:
         return "\n".join([*header.comment(title, "accel-fsdp plan", launch), yaml_file.dump(values)])
 
     def command(self, job: Job) -> str:
-        """The command that writes it: only what the wizard wouldn't take by itself."""
+        """The command that writes it, with only the flags that differ from the wizard's defaults."""
         chosen = self._flags(job).items()
         flags = [word for name, value in chosen for word in (flag_words.flag_of(name), value)]
         return shlex.join(["accel-fsdp", "config", "--yes", "-o", OUTPUT, *flags])

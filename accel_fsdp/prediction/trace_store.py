@@ -26,7 +26,7 @@ TraceRecord: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
 
 
 def find(name: str) -> TraceRecord | None:
-    """The bundled shape and tapes by variant of a model of the catalogue; None if it isn't, or can't be recorded."""
+    """A catalogue model's bundled shape and tapes by variant; None if it isn't bundled or can't be recorded."""
     known = catalogue.canonical(name)
     if known is None or not shipped(known):
         return None

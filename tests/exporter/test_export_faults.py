@@ -452,7 +452,7 @@ def test_what_is_there_is_not_replaced(run_folder: Path, tmp_path: Path) -> None
     with pytest.raises(UserError, match="exists"):
         export(run_folder, out)
     (out / "thesis.tex").write_text("")
-    with pytest.raises(UserError, match="no folder of a model"):
+    with pytest.raises(UserError, match="not a folder of a model"):
         export(run_folder, out, force=True)
     for place in (run_folder, run_folder / "checkpoint-1", run_folder / INNER):
         with pytest.raises(UserError, match="holds the checkpoint"):
@@ -705,7 +705,7 @@ def test_a_push_that_cannot_begin(run_folder: Path, tmp_path: Path) -> None:
     assert "Traceback" not in finished.output
     assert f"accel-fsdp export --check {tmp_path / 'out'} --push-to-hub me/model" in " ".join(finished.output.split())
     for name in ("me/my model", "a/b/c", "-x"):
-        with pytest.raises(UsageError, match="no name of a repository"):
+        with pytest.raises(UsageError, match="not the name of a repository"):
             upload.push(tmp_path / "out", name, private=False)
 
 

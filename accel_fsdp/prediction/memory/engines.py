@@ -69,7 +69,7 @@ class EngineMemory:
 
     @property
     def held(self) -> Sequence[tuple[Unit, int]]:
-        """All units with their counts, those that never run too."""
+        """All units with their counts, including unused ones."""
         return (*zip(self.units, self.counts, strict=True), *((unit, 1) for unit in self.idle))
 
     def total(self, size: Callable[[Unit], int]) -> int:

@@ -79,7 +79,7 @@ def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
 def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:
     """Liger's head and loss in one: logits of a part of the tokens at a time, all gradients made in forward.
 
-    (`fused_linear_cross_entropy.py`: so many parts that one's logits are about as large as the hidden states; they
+    (`fused_linear_cross_entropy.py`: the logits of a part are about as large as the hidden states, and
     become their gradient in place. foak's older copy upcasts them and casts the gradient back.)
     """
     tokens, width = recipe.rows * recipe.length, shards.compute_bytes(recipe)

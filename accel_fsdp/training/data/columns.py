@@ -262,7 +262,7 @@ def _pair(prompt: object, completion: object) -> Example:
 
 
 def _prompt(value: object, column: str) -> str:
-    """A prompt may be empty: the answer is there to be trained, as a text that follows nothing."""
+    """A prompt may be empty: then the answer is trained as plain text."""
     return "" if value is None else _text(value, column) if str(value).strip() else str(value)
 
 
