@@ -5,33 +5,26 @@ is one request. Reserved memory depends on the history: loading, the first step,
 states among the leftovers of the first backward, and the steps after it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
+from accel_fsdp.prediction.memory.allocating_meter import AllocatingMeter, Group
 from accel_fsdp.prediction.memory.allocator import Block, CachingAllocator
 from accel_fsdp.prediction.memory.scripts import UPSTREAM, ModelScripts, Request
 from accel_fsdp.prediction.memory.shape import ModelShape
-from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.step import Walk
 from accel_fsdp.prediction.memory.timeline import (
     ACTIVATIONS,
     BUFFERS,
-    COMPUTE,
     GATHER,
-    GATHERED,
     GRADIENTS,
     LOSS,
-    OPTIMIZER,
-    PARAMETERS,
     WORKSPACE,
-    Meter,
 )
 from accel_fsdp.prediction.memory.traces import Tapes
-from accel_fsdp.units import MIB
 
 STEPS = 2
 """After so many steps nothing new is reserved: a third one changed none of 208 published runs by 0.5 %."""
@@ -39,118 +32,6 @@ GROWING = (1 / 2, 3 / 4, 7 / 8)
 """Lengths of rows that vary, in shares of the longest: each new longest one halves what was missing, as it does on
 average where lengths are spread evenly. A longer batch finds no room in what shorter ones have left; 100 steps of
 random lengths reserve as much as these, within a fifth."""
-BUCKET_BYTES = 25 * MIB
-"""DDP's buckets (`bucket_cap_mb`)."""
-IN_FLIGHT = 2
-"""All-gathers that FSDP1 lets the CPU issue ahead of the GPU (`_limiter_utils.py`)."""
-HOW: Mapping[str, Literal["stored", "used"]] = {PARAMETERS: "stored", GATHERED: "used"}
-
-
-class Group(NamedTuple):
-    """The blocks allocated under one name at once."""
-
-    size: int
-    blocks: list[Block]
-
-
-@dataclass
-class AllocatingMeter(Meter):
-    """Gives everything that is counted to an allocator, tensor by tensor."""
-
-    sees_each = True
-    allocator: CachingAllocator = field(default_factory=CachingAllocator)
-    named: dict[object, list[Group]] = field(default_factory=dict)
-    per_parameter: int = 1
-    flat: bool = False
-    marks: list[int] = field(default_factory=list)
-
-    def add(
-        self,
-        kind: str,
-        size: int,
-        name: object = None,
-        of: Unit | None = None,
-        stream: int = COMPUTE,
-        used_on: int = COMPUTE,
-    ) -> None:
-        """Allocates the tensors, or frees those of that name and size."""
-        if size > 0:
-            sizes = self._sizes(kind, size, of)
-            if kind == PARAMETERS and of is not None:
-                blocks = self._loaded(of, sizes)
-            else:
-                blocks = [self.allocator.malloc(tensor_size, stream) for tensor_size in sizes]
-            self.named.setdefault((kind, name), []).append(Group(size, blocks))
-        elif size < 0:
-            for block in self._taken((kind, name), -size):
-                self.release(block, used_on)
-
-    def add_each(self, kind: str, sizes: Iterable[tuple[int, Unit]], name: object = None) -> None:
-        """Unit by unit."""
-        for size, unit in sizes:
-            self.add(kind, size, name, of=unit)
-
-    def _loaded(self, unit: Unit, sizes: Sequence[int]) -> list[Block]:
-        """The tensors at rest, each made from temporary tensors on the GPU.
-
-        FSDP1 flattens a unit's parameters there before it cuts them (`_init_flat_param_and_metadata`); Accelerate gives
-        FSDP2's shards one whole parameter after the other (`fsdp2_load_full_state_dict`); bitsandbytes packs 16 bits.
-        """
-        malloc, free = self.allocator.malloc, self.allocator.free
-        if self.flat:
-            whole = [malloc(size) for size in shards.loaded_sizes(unit)]
-            joined = [malloc(sum(shards.loaded_sizes(unit)))]
-            blocks = [malloc(size) for size in sizes]
-            for block in (*whole, *joined):
-                free(block)
-            return blocks
-        blocks = []
-        for before, size in zip(shards.loaded_sizes(unit), sizes, strict=True):
-            larger = [malloc(before)] if before > size else []
-            blocks.append(malloc(size))
-            for block in larger:
-                free(block)
-        return blocks
-
-    def release(self, block: Block, used_on: int = COMPUTE) -> None:
-        """Frees one tensor."""
-        if self.flat:  # FSDP2 makes streams wait for events instead
-            self.allocator.record_stream(block, used_on)
-        self.allocator.free(block)
-
-    def throttle(self) -> None:
-        """The GPU has come as far as two units ago."""
-        self.marks.append(self.allocator.issued)
-        if len(self.marks) > IN_FLIGHT:
-            self.allocator.complete(self.marks.pop(0))
-
-    def drop(self, kind: str) -> None:
-        """Frees all of a kind."""
-        for name in [name for name in self.named if name[0] == kind]:  # type: ignore[index]
-            for group in self.named.pop(name):
-                for block in group.blocks:
-                    self.allocator.free(block)
-
-    def _taken(self, name: object, size: int) -> list[Block]:
-        """The oldest group of that size, or all that have it together."""
-        groups = self.named.get(name, [])
-        for place, group in enumerate(groups):
-            if group.size == size:
-                return groups.pop(place).blocks
-        assert sum(group.size for group in groups) == size, (name, size, [group.size for group in groups])
-        del self.named[name]
-        return [block for group in groups for block in group.blocks]
-
-    def _sizes(self, kind: str, size: int, of: Unit | None) -> Sequence[int]:
-        if kind == BUFFERS and size > BUCKET_BYTES:
-            count = -(-size // BUCKET_BYTES)
-            return [size // count] * count
-        if of is None:
-            return [size]
-        weights = shards.tensor_weights(of, HOW.get(kind, "trained"), self.flat)
-        weights = weights * (self.per_parameter if kind == OPTIMIZER else 1)
-        total = sum(weights) or 1
-        return [max(round(size * weight / total), 1) for weight in weights]
 
 
 @dataclass(frozen=True)
