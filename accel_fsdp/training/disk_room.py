@@ -60,7 +60,11 @@ def _optimizer_bytes(trainer: Any, element_bytes: Mapping[torch.nn.Parameter, in
 
 
 def check_shared(trainer: Any, resume_from: str | None) -> None:
-    """Checks that all ranks write to one folder, so that shards fit together, and resume from the same step."""
+    """Checks that all ranks write to one folder, so that shards fit together, and resume from the same step.
+
+    Raises:
+        UserError: a rank of another machine sees another disk. On all ranks.
+    """
     if trainer.on_tpu or not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
         return
     folder = Path(trainer.args.output_dir)
@@ -97,6 +101,7 @@ def check_whole_run(trainer: Any, checkpoint_bytes: int, export_bytes: int) -> N
 
 
 def check(output_dir: Path, needed_bytes: int, text: str) -> None:
+    """Raises a UserError if the disk of `output_dir` has less free space; `text` names its use."""
     output = atomic_files.existing_part(output_dir)
     free = shutil.disk_usage(output).free
     if needed_bytes > free:

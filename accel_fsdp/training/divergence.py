@@ -42,7 +42,11 @@ class FiniteCheck:
             )
 
     def check_loaded(self, checkpoint: str | None) -> None:
-        """Checks the weights before training, so that a broken checkpoint isn't blamed on the learning rate."""
+        """Checks the weights before training, so that a broken checkpoint isn't blamed on the learning rate.
+
+        Raises:
+            UserError: some weights are NaN or infinite.
+        """
         if odd := self._odd_weights():
             weights = checkpoint or self.trainer.model.config.get_text_config()._name_or_path or "this one"
             more = f" and {len(odd) - 1} more" if odd[1:] else ""
@@ -56,6 +60,9 @@ class FiniteCheck:
         """Checks the step's loss and gradient norm, the only time in a step that the host waits for the device.
 
         Not on TPU, whose steps are compiled ahead: there the weights are checked before each save and at the end.
+
+        Raises:
+            Diverged: one of them is NaN or infinite.
         """
         if self.trainer.on_tpu:
             return
@@ -95,6 +102,7 @@ class FiniteCheck:
         return False
 
     def check_weights(self) -> None:
+        """Raises Diverged if a weight is not finite."""
         if self._odd_weights():
             raise self.diverged(self._of_weights())
 

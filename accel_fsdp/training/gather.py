@@ -21,6 +21,9 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
     """Stops all ranks before a gather for which one of them lacks memory: the kernel would kill it. Collective.
 
     `gathers_here` says that this rank will hold the whole model. `checkpoint` makes sure of one on disk, on all ranks.
+
+    Raises:
+        UserError: one rank's host has less memory free than the model takes.
     """
     free = host.free_memory() if gathers_here else None
     short = free is not None and state_bytes.gathering_bytes(gathered_bytes) > free

@@ -53,7 +53,11 @@ def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> N
 
 
 def check_adapter(trainer: Any, checkpoint: str) -> None:
-    """Compares an adapter's tensors with the checkpoint's, as FSDP and PEFT would load only the matching ones."""
+    """Compares an adapter's tensors with the checkpoint's, as FSDP and PEFT would load only the matching ones.
+
+    Raises:
+        UserError: they differ.
+    """
     if _has_adapter(trainer) and not trainer.is_deepspeed_enabled:
         trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
         resuming.check_adapter(Path(checkpoint), trained)

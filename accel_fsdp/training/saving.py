@@ -79,7 +79,11 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _abandoned_on_errors(self, folder: Path) -> Iterator[None]:
-        """If the block fails, removes the half-written checkpoint, and keeps the complete one that it would replace."""
+        """If the block fails, removes the half-written checkpoint, and keeps the complete one that it would replace.
+
+        Raises:
+            UserError: the disk is full, or what else kept a library from writing.
+        """
         try:
             yield
         except (Exception, CheckpointException) as error:  # which is a BaseException

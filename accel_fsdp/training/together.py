@@ -74,7 +74,11 @@ class Peers:
         self._over.set()
 
     def compare(self, name: str, settings: agreement.Settings) -> None:
-        """Compares the settings of all ranks. Call on all of them."""
+        """Compares the settings of all ranks. Call on all of them.
+
+        Raises:
+            UserError: the settings differ.
+        """
         if self.several:
             wait = "; --ddp_timeout SECONDS waits longer"
             agreement.compare(self.store, name, self.own, dist.get_world_size(), settings, self.seconds, wait)

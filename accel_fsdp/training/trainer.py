@@ -78,7 +78,11 @@ GROUPING = ("group_by_length", "batch_rebalance")
 
 
 def check_libraries() -> None:
-    """Checks that the internals that this Trainer overrides or calls exist: an unused override fails silently."""
+    """Checks that the internals that this Trainer overrides or calls exist: an unused override fails silently.
+
+    Raises:
+        UserError: the internals of transformers, torch or accelerate have changed.
+    """
     modules = (load_model, loading, preemption, beats, gather, holdings, profiling)
     used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the sharding check depend on it")
@@ -131,6 +135,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             self.add_callback(self.profiler)
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
+        self.add_callback(preflight.HostMemory())
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             preflight.keep_precision(plugin)
@@ -313,7 +318,11 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             return metrics
 
     def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        """The mean loss over the held-out tokens of all ranks: without smoothing, router loss or repeated rows."""
+        """The mean loss over the held-out tokens of all ranks: without smoothing, router loss or repeated rows.
+
+        Raises:
+            Diverged: the mean is NaN or infinite.
+        """
         self.losses.begin_evaluation()
         output = super().evaluation_loop(dataloader, *args, **kwargs)
         mean, accuracy = self.losses.held_out()
@@ -371,5 +380,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.
 
         Call on all ranks. `target` appears complete and verified, with `card` as its README.md, or not at all.
+
+        Raises:
+            UserError: the host lacks memory to gather the model, or the written model isn't the trained one.
         """
         return self.exporter.write(target, card)

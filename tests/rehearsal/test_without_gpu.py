@@ -19,7 +19,7 @@ CALLS = {
     "torch.cuda.set_device(0)": without_gpu.CALL,
     "torch.cuda.synchronize()": without_gpu.CALL,
     "torch.cuda.reset_peak_memory_stats()": without_gpu.CALL,
-    "torch.cuda.RankEvent(enable_timing=True).record()": without_gpu.CALL,
+    "torch.cuda.Event(enable_timing=True).record()": without_gpu.CALL,
     "torch.cuda.Stream()": without_gpu.CALL,
     "torch.cuda.device(0).__enter__()": without_gpu.CALL,
     "torch.accelerator.set_device_index(0)": without_gpu.CALL,

@@ -226,6 +226,9 @@ def _places(spoken: list[dict[str, Any]], texts: list[str], exact: bool) -> list
     """The span of each assistant turn, in their order. It holds the turn's text, or with `exact` is just that text.
 
     Templates rearrange thoughts, so of a turn that thinks only what follows the thought is looked for.
+
+    Raises:
+        BadRow: a turn's text isn't where the template says that it speaks.
     """
     places: list[int] = []
     for turn in spoken:

@@ -206,7 +206,11 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def explains_out_of_memory(self) -> Iterator[None]:
-        """Turns an out-of-memory error into the plan's advice."""
+        """Turns an out-of-memory error into the plan's advice.
+
+        Raises:
+            UserError: memory is used up; with the changes that would free most of it.
+        """
         try:
             yield
         except RuntimeError as error:
