@@ -47,8 +47,9 @@ def scale(job: JobConfig, processes: int | None = None) -> tuple[JobConfig, list
 
 
 def machines_of(job: JobConfig) -> int:
-    """The machines that the ranks of a scaled job represent."""
-    return 2 if _is_hybrid_of_fsdp1(job) and job.number("num_processes") > PROCESSES else 1
+    """The machines that the ranks of a scaled job represent: two if each can hold a copy of the model in shards."""
+    ranks = job.number("num_processes")
+    return 2 if _is_hybrid_of_fsdp1(job) and ranks > PROCESSES and ranks % 2 == 0 else 1
 
 
 def _is_hybrid_of_fsdp1(job: JobConfig) -> bool:
@@ -85,7 +86,7 @@ def _refuse_unknown(job: JobConfig) -> None:
 
 
 def without_mesh(job: JobConfig, processes: int) -> JobConfig:
-    """The same job on another number of ranks, which all share one copy of the model."""
+    """The same job on another number of ranks, which share one copy of the model, or two under FSDP1's hybrid."""
     values = {key: value for key, value in job.values.items() if key != "parallelism_config"}
     return JobConfig({**values, "num_processes": processes})
 

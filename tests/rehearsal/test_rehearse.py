@@ -243,6 +243,7 @@ def test_the_shape_of_a_mesh_stays() -> None:
 def test_hybrid_of_fsdp1_has_two_nodes() -> None:
     small, _ = scaled.scale(job(fsdp_config={"fsdp_sharding_strategy": 4}))
     assert (small.number("num_processes"), scaled.machines_of(small)) == (4, 2)
+    assert scaled.machines_of(scaled.without_mesh(small, 3)) == 1  # the resume of 6 ranks on 3, which can't be halved
 
 
 def test_units_chosen_by_size_shrink_with_the_layers() -> None:
