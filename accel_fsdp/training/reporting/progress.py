@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather
 from tqdm import tqdm
 from transformers import (
     PrinterCallback,
@@ -138,8 +139,11 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         logs["peak_memory_gib" if on_gpu else "peak_host_memory_gib"] = peak / GIB
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Reads what the plan knows of the model on the first rank, where there is GPU memory to compare with."""
+        """Logs the host memory that loading and sharding took; on GPUs reads what the plan knows of the model."""
+        peaks = gather(torch.tensor([host.peak_memory()], device=args.device)).tolist()
         if state.is_world_process_zero:
+            others = f", of the others at most {gib_or_mib(max(peaks[1:]))}" if peaks[1:] else ""
+            console.say(f"host memory while loading: peak of rank 0 {gib_or_mib(peaks[0])}{others}", style="cyan")
             if self.gpu is None and torch.cuda.is_available():
                 console.say(f"MFU: unknown, {self.why_unknown}")
             if torch.cuda.is_available():
