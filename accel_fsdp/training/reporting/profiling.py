@@ -190,13 +190,15 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     def _conclude(self) -> None:
         """Writes the tables of all steps, and shows the newest."""
         newest, self._newest = self._newest, None
-        if newest:
+        if newest and self.on_gpu:
+            with (
+                self._told(newest.number),
+                atomic_files.new_file(self.folder / f"memory-rank{self.rank}.pickle") as place,
+            ):
+                torch.cuda.memory._dump_snapshot(str(place))  # type: ignore[no-untyped-call]
+        if newest and self.rank == 0:
             with self._told(newest.number):
-                if self.on_gpu:
-                    with atomic_files.new_file(self.folder / f"memory-rank{self.rank}.pickle") as place:
-                        torch.cuda.memory._dump_snapshot(str(place))  # type: ignore[no-untyped-call]
-                if self.rank == 0:
-                    self._show(newest)
+                self._show(newest)
         self._record_memory(None)
 
     @contextlib.contextmanager
