@@ -160,7 +160,7 @@ class Watchdog:
         """Where the main thread is now; notes since when."""
         place = hang.place_of(self._main)
         if place != self._place:
-            self._place, self._place_since = place, time.monotonic()
+            self._place_since, self._place = time.monotonic(), place  # in this order: another thread may read both
         return place
 
     def _looks(self) -> dict[str, str]:
@@ -372,7 +372,7 @@ class Watchdog:
 
 def _last_collective() -> str:
     """The last collective that torch has recorded, as the end of a sentence; empty if it records none."""
-    with contextlib.suppress(KeyError):
+    with contextlib.suppress(LookupError):
         last = flight_records.last_collective()
         name = f"{last['profiling_name']} number {last['collective_seq_id']}"
         return f" (its last collective: {name} of group {last['process_group'][0]})"

@@ -1,6 +1,6 @@
 """The machines of a job meet before ranks start, and report which have connected and which are missing.
 
-Attendee 0 holds a store at the job's port, and closes it when all have connected: torchrun's launchers then meet there.
+Machine 0 holds a store at the job's port, and closes it when all have connected: torchrun's launchers then meet there.
 """
 
 import contextlib
