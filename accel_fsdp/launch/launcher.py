@@ -48,7 +48,8 @@ C10D = "c10d"
 """torchrun's rendezvous in which machines may join in any order."""
 
 MAKES_GLOO_A_DEVICE = re.compile(
-    r"^\s*(import|from)\s+accel_fsdp\.(cpu|training)\b|^\s*from\s+accel_fsdp\s+import\s+(\([^)]*|.*)\b(cpu|training)\b",
+    r"^\s*(import\b[^#\n]*\s|from\s+)accel_fsdp\.(cpu|training)\b"
+    r"|^\s*from\s+accel_fsdp\s+import\s+(\([^)]*|[^#\n]*)\b(cpu|training)\b",
     re.MULTILINE,
 )
 """In a script: an import of `accel_fsdp.cpu` or `accel_fsdp.training`, with which FSDP runs on gloo."""

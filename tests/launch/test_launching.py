@@ -148,6 +148,7 @@ def launch(tmp_path: Path, started: dict[str, str]) -> Launch:
 def test_a_script_that_would_train_unsharded_is_not_started(kind: str, launch: Launch) -> None:
     assert "would train unsharded" in launch(kind, "from accelerate import Accelerator\nAccelerator()\n")
     assert "accel-fsdp launch --cpu" in launch(kind, "print('no import of ours'\n")
+    assert "would train unsharded" in launch(kind, "from accel_fsdp import api  # for training on a cpu\n")
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,7 @@ def test_a_script_that_would_train_unsharded_is_not_started(kind: str, launch: L
     [
         ("fsdp2", "from accel_fsdp import cpu\ncpu.enable()\n", ()),
         ("fsdp2", "import accel_fsdp.cpu\naccel_fsdp.cpu.enable()\n", ()),
+        ("fsdp2", "import os, accel_fsdp.cpu\naccel_fsdp.cpu.enable()\n", ()),
         ("fsdp2", SFT.read_text(), ()),
         ("ddp", "Accelerator(cpu=True)\n", ()),
         ("ddp", "train()\n", ("--use_cpu",)),
