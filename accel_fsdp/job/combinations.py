@@ -161,7 +161,7 @@ TABLE: tuple[Clash, ...] = (
     Clash(
         "eight-bit-fsdp1", ("flags",), "stops",
         "FSDP1 can't shard an 8-bit base", "Accelerate stops: Must flatten tensors with uniform dtype",
-        "--load_in_4bit with a floating bnb_4bit_quant_storage",
+        f"{ORIGINAL} with --load_in_4bit and a floating bnb_4bit_quant_storage",
         _flag("load_in_8bit", Engine.FSDP1),
     ),
     Clash(

@@ -251,9 +251,9 @@ def _why_not(problem: Problem) -> str:
     how = f"{smallest.layout.name}, {rows_in(smallest.recipe)} per GPU and {checkpointing_in(smallest.recipe)}"
     need = f"the least that a GPU needs are {gib_of(smallest.device.needed, problem.capacity_bytes)}, with {how}"
     offloaded = smallest.job.with_layout(offload=smallest.layout.is_fsdp)
-    hosted, has = problem.host(offloaded).training, problem.host_bytes
-    if smallest.fits and hosted > has:
-        return f"{need}; loading needs {about_gib(hosted)} of each machine's memory, and {about_gib(has)} are there"
+    loading, hosted, has = problem.host(smallest.job).loading, problem.host(offloaded).training, problem.host_bytes
+    if smallest.fits and loading > has:
+        return f"{need}; loading needs {about_gib(loading)} of each machine's memory, and {about_gib(has)} are there"
     if offloaded != smallest.job and hosted > has:
         need += f"; offload needs {about_gib(hosted)} of each machine's memory, and {about_gib(has)} are there"
     return need

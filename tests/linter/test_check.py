@@ -21,6 +21,7 @@ from accel_fsdp.linter.rules import RULES, Finding, Severity, Subject
 from accel_fsdp.linter.rules import run as run_rules
 from accel_fsdp.wizard import Answers, to_yaml
 
+SAGEMAKER = "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\nec2_instance_type: p\niam_role_name: r\n"
 ZERO3 = DS + "  zero_stage: 3\n  zero3_save_16bit_model: true\n"
 GOLDEN: dict[str, tuple[str, str]] = {
     "AF101": ("num_processes: 2\nfsdp_config: {fsdp_version: 2}\n", V2),
@@ -31,7 +32,7 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF106": (TOP + "fsdp_config: FULL_SHARD\n", V2),
     "AF107": (V2 + "rdzv_backend: c10d\n", V2 + "main_process_port: 29501\n"),
     "AF108": (V2 + "  offload_params: true\n  fsdp_offload_params: true\n", V2 + "  offload_params: true\n"),
-    "AF109": ("compute_environment: AMAZON_SAGEMAKER\n" + V2, "compute_environment: LOCAL_MACHINE\n" + V2),
+    "AF109": (SAGEMAKER + "machine_rank: 0\n", SAGEMAKER + "dynamo_config: {dynamo_backend: INDUCTOR}\n"),
     "AF111": (V2 + "debug: false\ndebug: true\n", V2 + "debug: true\n"),
     "AF112": ("base_model: m\ndatasets: []\nfsdp_config: {fsdp_version: 2}\n", V2),
     "AF110": (

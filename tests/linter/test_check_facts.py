@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.hardware import HereFacts
-from accel_fsdp.linter.rules import RULES, Subject
+from accel_fsdp.linter.rules import RULES, Subject, run
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import GIB
 
@@ -180,6 +180,24 @@ def test_rule_on_facts(code: str) -> None:
 )
 def test_what_else_a_rule_sees(code: str, bad: Subject) -> None:
     assert code in codes_of(bad)
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "key", "fix"),
+    [
+        (subject(V2 + "machine_rank: 1\n"), "AF411", "machine_rank", "or machine_rank: 0"),
+        (
+            subject(V2 + FULL, "--save_only_model --load_best_model_at_end"),
+            *("AF608", "distributed_type", "drop --save_only_model"),
+        ),
+        (on(V1, replace(LOW, quantized=8)), "AF611", "distributed_type", "the model's 16-bit original"),
+    ],
+)
+def test_the_fix_of_another_case_of_a_rule(bad: Subject, code: str, key: str, fix: str) -> None:
+    """A machine may be the only one, a state dict type isn't at fault, and 8-bit weights can't be loaded in 4 bits."""
+    (finding,) = (finding for finding in run(bad) if finding.code == code)
+    assert finding.key == key
+    assert fix in finding.fix
 
 
 @pytest.mark.parametrize(

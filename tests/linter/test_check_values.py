@@ -36,6 +36,7 @@ EIGHT = V2.replace("num_processes: 2", "num_processes: 8")
 DDP = "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\n"
 ONE = "distributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 1\n"
 ZERO = DS + "  zero_stage: 2\n"
+READ_BY_ALL = V1 + "  fsdp_cpu_ram_efficient_loading: false\n  fsdp_sync_module_states: false\n"
 TWO = "num_machines: 2\nmain_process_ip: localhost\nmachine_rank: 1\n"
 
 
@@ -101,6 +102,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "replicas and tp, DDP": ("AF316", DDP + mesh(dp_replicate=2, tp=4)),
     "replicas and tp": ("AF316", EIGHT + mesh(dp_replicate=2, tp=4)),
     "size 0": ("AF316", DDP + mesh(dp_replicate=0)),
+    "size 0, FSDP1": ("AF315", READ_BY_ALL + mesh(dp_shard=0)),
     "cp and sp": ("AF316", EIGHT + mesh(cp=2, sp=4)),
     "nothing to shard over": ("AF316", EIGHT + mesh(tp=8)),
     "replicas only": ("AF316", EIGHT + mesh(dp_replicate=8)),

@@ -292,6 +292,11 @@ def test_a_machine_on_which_nothing_fits_says_why(compared: tuple[dict[str, Any]
     assert "1xT4: the least that a GPU needs" in text
 
 
+def test_a_machine_that_can_not_load_the_model_says_what_loading_takes() -> None:
+    text = told(*LLAMA, "--compare", "8xH100", "--host-memory", "16")
+    assert "loading needs 30 GiB of each machine's memory, and 16 GiB are there" in text
+
+
 def test_the_page_of_a_comparison_is_whole(compared: tuple[dict[str, Any], str, str]) -> None:
     found, _, page = compared
     tags = Balance(page).tags

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 
 from accel_fsdp.config import BY_NAME, FALSE_WORDS, RESHARDS, STRATEGIES, TRUE_WORDS, Edit, Engine, size_key
-from accel_fsdp.job import from_yaml
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 
 
@@ -288,8 +287,8 @@ def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
     FSDP2 uses all but `sp`; DDP `dp_replicate` and `tp`; FSDP1 and TPU none. DeepSpeed uses `sp`, and beside it
     `dp_replicate` and `dp_shard` as the number of batches; without `sp` those two change nothing.
     """
-    sizes = from_yaml.mesh_of(subject)
-    sequences = subject.engine is Engine.DEEPSPEED and sizes["sp"] != 1
+    sizes = {name: size for name, size in subject.mesh.items() if type(size) is int}
+    sequences = subject.engine is Engine.DEEPSPEED and sizes.get("sp", 1) != 1
     for name, size in sizes.items():
         key = size_key(name)
         known = BY_NAME["parallelism_config", key]

@@ -210,7 +210,7 @@ def key_without_effect(subject: Subject) -> Iterator[Finding]:
     for path, known, value in written(subject):
         if known.engines or known.kind is Kind.SECTION or known.key.endswith("_nvme_path"):
             continue
-        if value is None or str(value).lower() in USUAL.get(known.key, ()):
+        if not known.section and (value is None or str(value).lower() in USUAL.get(known.key, ())):
             usual.append(path)
             continue
         on_line = f"--{known.key} on the command line of accelerate launch"

@@ -249,7 +249,7 @@ def model_only_checkpoints(subject: Subject) -> Iterator[Finding]:
     best = subject.arg_on("load_best_model_at_end")
     if subject.is_fsdp and subject.arg_on("save_only_model") and (best or subject.sharded_state_dict):
         yield Finding(
-            "fsdp_config.fsdp_state_dict_type",
+            "distributed_type" if best else "fsdp_config.fsdp_state_dict_type",
             f"--save_only_model {'excludes --load_best_model_at_end' if best else 'needs FULL_STATE_DICT'}",
             "Trainer stops",
             "drop --save_only_model",

@@ -54,7 +54,9 @@ def machine_of_no_such_number(subject: Subject) -> Iterator[Finding]:
             "machine_rank",
             f"machine_rank: {rank} of {counted(machines, 'machine')}",
             "this machine trains alone" if alone else "they wait for a machine with another rank",
-            "num_machines: all that take part" if alone else f"0 to {machines - 1}, one for each: --machine_rank N",
+            "num_machines: all that take part, or machine_rank: 0"
+            if alone
+            else f"0 to {machines - 1}, one for each: --machine_rank N",
             milder="warning" if alone else None,
         )
 

@@ -6,20 +6,25 @@ from collections.abc import Iterator
 from accel_fsdp.config import DEFAULT_PORT, DEFAULT_ZERO_STAGE, HYBRID, Edit, Engine
 from accel_fsdp.hardware import machines
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
-from accel_fsdp.linter.rules.keys import SECTIONS
 
 OFFLOADS = ("optimizer", "param")
+LOCAL_ONLY = (
+    *("num_processes", "machine_rank", "main_process_ip", "main_process_port", "main_training_function"),
+    *("rdzv_backend", "same_network", "downcast_bf16"),
+    *("fsdp_config", "parallelism_config", "deepspeed_config", "fp8_config"),
+)
+"""Keys that a file for SageMaker can't have; a `dynamo_config` it can."""
 HERE_ONLY = re.compile(r"127(\.\d+){3}|localhost|::1|0\.0\.0\.0|\[::1?\]|::", re.IGNORECASE)
 """Addresses under which every machine finds itself."""
 
 
 @rule("AF109")
 def local_keys_for_sagemaker(subject: Subject) -> Iterator[Finding]:
-    """`compute_environment: AMAZON_SAGEMAKER` beside `num_processes` or a section of a local machine's file.
+    """`compute_environment: AMAZON_SAGEMAKER` beside keys that only a local machine's file has.
 
     Accelerate reads such a file by another table, which has none of them, and refuses it.
     """
-    local = [key for key in subject.values if key in ("num_processes", *SECTIONS)]
+    local = [key for key in subject.values if key in LOCAL_ONLY]
     if subject.values.get("compute_environment") == "AMAZON_SAGEMAKER" and local:
         yield Finding(
             local[0],
@@ -201,7 +206,7 @@ def gpu_twice(subject: Subject) -> Iterator[Finding]:
 def copies_of_one_rank(subject: Subject) -> Iterator[Finding]:
     """FSDP1's hybrid strategies with one process on each machine: a copy of one rank, in which nothing is sharded.
 
-    (AF323 refuses FSDP2's mesh of such copies.)
+    (AF316 refuses FSDP2's mesh of such copies.)
     """
     hybrid = subject.engine is Engine.FSDP1 and subject.strategy in HYBRID
     if hybrid and subject.ranks_here == 1:
