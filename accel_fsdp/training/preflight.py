@@ -4,17 +4,13 @@ import os
 from dataclasses import replace
 from typing import Any
 
-import torch
-from accelerate.utils import gather
 from torch import nn
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainingArguments
 
 from accel_fsdp import console, models
 from accel_fsdp.errors import UserError
-from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import check_layer_classes
-from accel_fsdp.units import gib_or_mib
 
 
 def before_trainer(model: nn.Module, args: TrainingArguments) -> None:
@@ -141,17 +137,6 @@ def _drops_out(model: nn.Module) -> bool:
     in_config = vars(settings).items() if settings is not None else ()
     functional = any(value for name, value in in_config if ("drop" in name) and isinstance(value, float))
     return functional or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
-
-
-class HostMemory(TrainerCallback):  # type: ignore[misc]
-    """Logs the host memory that loading and sharding took: jobs run out of it before a GPU is full."""
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        own = torch.tensor([host.peak_memory()], device=args.device)
-        peaks = gather(own).tolist()
-        if state.is_world_process_zero:
-            others = f", of the others at most {gib_or_mib(max(peaks[1:]))}" if peaks[1:] else ""
-            console.say(f"host memory while loading: peak of rank 0 {gib_or_mib(peaks[0])}{others}", style="cyan")
 
 
 def _say(args: TrainingArguments, line: str) -> None:

@@ -135,7 +135,6 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             self.add_callback(self.profiler)
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
-        self.add_callback(preflight.HostMemory())
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         if plugin is not None:
             preflight.keep_precision(plugin)
