@@ -60,9 +60,9 @@ def _smaller_evaluation(problem: Problem, job: Job) -> str:
 def _other_methods(problem: Problem, smallest: Job, given: Layout | None) -> Iterator[str]:
     for method in SMALLER[smallest.method]:
         job = _sharded(problem, smallest.with_recipe(method=method, dtype="bfloat16"))
-        if job and _fits(problem, job):
+        if job and _has_room(problem, job):
             size = gib_or_mib(problem.predicted(job).peak.total)
-            yield f"--method {method}, with {_how(job, given)}: {size}"
+            yield f"--method {method}, with {_how(job, given)}: {size}{_to_load(problem, job)}"
 
 
 def _other_optimizer(problem: Problem, smallest: Job, given: Layout | None) -> Iterator[str]:

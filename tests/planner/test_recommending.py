@@ -166,6 +166,13 @@ def test_what_is_recommended_can_be_loaded(flags: tuple[str, ...], choice: str |
         assert content["changes"][0].endswith("; loading takes 30 GiB of memory on each machine, where 20 GiB are")
 
 
+def test_a_method_that_fits_is_told_with_what_loading_takes() -> None:
+    """ZeRO-3 reads the weights on each rank, which may take more memory than machines usually have."""
+    content = planned("--model", "llama-3.1-70b", "--gpus", "2x8xA100-40GB", "--optimizer", "adafactor")
+    (lora,) = (change for change in content["changes"] if change.startswith("--method lora, "))
+    assert "; loading takes " in lora
+
+
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
 def test_an_optimizer_that_crashes_under_fsdp2_never_comes_with_it(optimizer: str) -> None:
     content = planned("--model", "llama-3.1-8b", "--gpus", "8xH100", "--optimizer", optimizer)
