@@ -28,6 +28,7 @@ from accel_fsdp.exporter.contents import Planner
 from accel_fsdp.exporter.flags import ExportCommand, Verify
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, TensorPlacement
 from accel_fsdp.exporter.verification import ExportReport
+from accel_fsdp.models import remote_code
 from accel_fsdp.units import MIB, gb_or_mb
 
 SPARE_BYTES = 64 * MIB
@@ -252,7 +253,15 @@ class _Export:
     def _check_adapter(self, weights: Weights, named: Papers) -> None:
         assert named.adapter  # else `_refuse` raised
         merge_lora.check_settings(named.settings, trained_base=bool(weights.tensors))
-        description = self.pool.submit(transformers_probe.describe_adapter, named.adapter, named.folder).result()
+        describe, places = transformers_probe.describe_adapter, (named.adapter, named.folder)
+        try:
+            description = self.pool.submit(describe, *places).result()
+        except remote_code.NeedsCode:
+            if self.options.verify != "bytes":
+                raise
+            base = weights.tensors or open_checkpoint.of_folder(named.folder)
+            shapes = {name: tensor.shape for name, tensor in base.items()}
+            description = self.pool.submit(describe, *places, shapes).result()
         merge_lora.check_saved(weights.adapter, *description)
 
     def _verified(self, folder: Path, planner: Planner, outputs: list[Output], adapter: bool) -> ExportReport:

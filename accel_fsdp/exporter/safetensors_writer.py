@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK_ELEMENTS = 1 << 22
+QUEUED = 1 << 12
+"""Blocks that wait for a thread: each takes a kilobyte or two, and the largest models have a hundred thousand."""
 THREADS = min(4, (os.cpu_count() or 1) + 1)
 CACHED_ELEMENTS = 1 << 15
 INFINITY, QUIET = 0x7F800000, 0x40
@@ -264,8 +266,10 @@ def _hashes(
     blocks = list(_blocks(placed))
     with ThreadPoolExecutor(threads) as pool:
         try:
-            for (placement, *_), hashed in zip(blocks, pool.map(block, *zip(*blocks, strict=True)), strict=True):
-                joined[placement.output.name] += hashed
+            for first in range(0, len(blocks), QUEUED):
+                part = blocks[first : first + QUEUED]
+                for (placement, *_), hashed in zip(part, pool.map(block, *zip(*part, strict=True)), strict=True):
+                    joined[placement.output.name] += hashed
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise

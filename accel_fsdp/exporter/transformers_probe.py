@@ -1,8 +1,9 @@
-"""Asks transformers about a model's files, in a separate process while the weights are being written.
+"""Asks transformers and PEFT about a model's files, in a separate process.
 
 Importing torch and transformers takes longer than writing a gigabyte, and their memory comes on top.
 """
 
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -42,6 +43,8 @@ BEGINNINGS = frozenset(
     }
 )
 """Settings of an adapter's first weights, and of where its code and its base are."""
+EMBEDDING = re.compile(r"emb(?!ed_out)|wte")
+"""How the names of embeddings are told from those of linear layers, whose weights look alike."""
 FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
 
 
@@ -178,29 +181,68 @@ def _as_loaded(model: Any, tensors: "dict[str, torch.Tensor]", dtype: str | None
     }
 
 
-def describe_adapter(folder: Path, base: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+def describe_adapter(
+    folder: Path, base: Path, by_name: Mapping[str, tuple[int, ...]] | None = None
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
     """The tensors of an adapter with this folder's settings, on the model of `base`: what its file must hold, and what
     PEFT saves beside it where embeddings were adapted or have grown.
+
+    `by_name`: the shapes of the base's tensors, where only the base's own code can build it.
     """
     import torch
     from peft import get_peft_model, get_peft_model_state_dict
 
     try:
         settings = peft_settings(untrusted_files.read_json(folder / file_names.ADAPTER_CONFIG) or {})
+        adapts_parameters = bool(getattr(settings, "target_parameters", None))
         with torch.device("meta"):
-            whole = build(base)
+            whole = build(base) if by_name is None else _stand_in(by_name)
+            settings.task_type = settings.task_type if by_name is None else None  # else PEFT asks for methods
             tensor_names.check_patterns(vars(settings), [name for name, _ in whole.named_modules()])
             model = get_peft_model(whole, settings)
+        if getattr(settings, "target_parameters", None) and not adapts_parameters:
+            raise UserError(
+                f"the adapter of {folder} holds matrices of single experts, which transformers 5 holds in one tensor",
+                why="PEFT converts such an adapter when it loads it, and the export doesn't",
+                fix="load it with PEFT, and merge_and_unload() or save_pretrained it",
+            )
         needed = get_peft_model_state_dict(model, save_embedding_layers=False)  # else it would ask the hub
         more = get_peft_model_state_dict(model, save_embedding_layers=True)
         shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (needed, more)]
         return shapes[0], shapes[1]
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+    except UserError:
+        raise
+    except Exception as error:  # settings edited by hand make all parts of PEFT raise what they like
         raise UserError(
             f"PEFT can't build the adapter of {folder}: {first_line(error)}",
             why="what the file must hold is unknown",
             fix="give the model that was trained: --model ID_OR_FOLDER",
         ) from error
+
+
+def _stand_in(shapes: Mapping[str, tuple[int, ...]]) -> "nn.Module":
+    """A model of linear layers and embeddings with these tensors."""
+    import torch
+    from torch import nn
+
+    model = nn.Module()
+    matrices = {name for name, shape in shapes.items() if name.endswith(".weight") and len(shape) == 2}
+    for name in (*sorted(matrices), *sorted(shapes.keys() - matrices)):
+        *path, last = name.removesuffix(".weight").split(".") if name in matrices else name.split(".")
+        holder = model
+        for part in path:
+            if part not in holder._modules:
+                holder.add_module(part, nn.Module())
+            holder = holder.get_submodule(part)
+        if name in matrices:
+            rows, columns = shapes[name]
+            is_embedding = EMBEDDING.search(last)
+            holder.add_module(
+                last, nn.Embedding(rows, columns) if is_embedding else nn.Linear(columns, rows, bias=False)
+            )
+        else:
+            holder.register_parameter(last, nn.Parameter(torch.empty(shapes[name])))
+    return model
 
 
 def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":

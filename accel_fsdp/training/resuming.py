@@ -198,6 +198,8 @@ def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
     else:
         return
     needed = set(map(tensor_names.filed, names))
+    if not tensor_names.is_adapted(needed):
+        return  # of another kind than LoRA, whose tensors have other names in files
     lacks = tensor_names.lacking(stored, needed)
     extra = min((name for name in stored - needed if LORA.search(name)), default="")
     if lacks or extra:

@@ -1,6 +1,7 @@
 """Adapters as PEFT saves and merges them: every kind is exported as PEFT would have it, or refused by name."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from test_export_architectures import WHOLE, transposed_files
 from torch.distributed.checkpoint import save as save_dcp
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from accel_fsdp import exporter
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import companion_files, safetensors_writer
+from accel_fsdp.models import remote_code
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 MODULES = ["q_proj", "up_proj"]
@@ -142,6 +144,39 @@ def test_lora_tensors_that_are_missing_are_counted(letter: str, targets: Any, ti
         export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
     assert "adapter_model.safetensors again" in refused.value.fix
     assert not (tmp_path / "out").exists()
+
+
+def test_matrices_of_single_experts_are_named(tmp_path: Path) -> None:
+    """As transformers 4 trained them: the file isn't incomplete, which would be the other reason."""
+    config = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
+    MixtralForCausalLM(MixtralConfig(**config, **heads)).save_pretrained(tmp_path / "base")
+    trained(tmp_path / "base", target_modules=["q_proj"]).save_pretrained(tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": ["q_proj", "w1", "w2", "w3"]}))
+    with pytest.raises(UserError, match="holds matrices of single experts"):
+        export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
+
+
+def test_a_base_that_only_its_own_code_can_build_is_merged_by_names(tiny_model: Path, tmp_path: Path) -> None:
+    """With --verify bytes alone; PEFT chooses the modules among the names and shapes of the base's tensors."""
+    settings = {"target_modules": [*MODULES, "embed_tokens"], "modules_to_save": ["lm_head"]}
+    trained(tiny_model, **settings).save_pretrained(tmp_path / "adapter")
+    merged = export(tmp_path / "adapter", tmp_path / "known", merge_adapter=True)
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    code = {"auto_map": {"AutoConfig": "x.X", "AutoModelForCausalLM": "x.M"}}
+    (base / "config.json").write_text(json.dumps({**config, "model_type": "own", "architectures": ["M"], **code}))
+    same(export(tmp_path / "adapter", tmp_path / "own", merge_adapter=True, model=str(base)), merged)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    for gone in ("layers.1.mlp.up_proj.lora_B", "embed_tokens.lora_", "lm_head"):
+        whole = load_file(path)
+        save_file({name: one for name, one in whole.items() if gone not in name}, path)
+        with pytest.raises(UserError, match=f"lacks .*{gone.partition('.lora')[0]}"):
+            export(tmp_path / "adapter", tmp_path / "part", merge_adapter=True, model=str(base))
+        save_file(whole, path)
+    with pytest.raises(remote_code.NeedsCode):
+        export(tmp_path / "adapter", tmp_path / "load", merge_adapter=True, model=str(base), verify="load")
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -264,7 +264,7 @@ def test_layouts_that_differ_on_disk(tmp_path: Path) -> None:
 
 
 def test_ties_that_the_config_does_not_mention(tmp_path: Path) -> None:
-    """What was begun under the likely names is written again once the model's code has said which are one."""
+    """The names are written as the model's code has said which are one."""
     sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
     model = GPT2LMHeadModel(GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]))
     torch.save(model.state_dict(), tmp_path / "model.pth")

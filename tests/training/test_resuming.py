@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from accel_fsdp.checkpoints import Origin, completeness, discover, file_names, marker
@@ -291,6 +291,14 @@ def test_the_first_rank_goes_on_from_its_random_state(
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
     assert "no random state" not in capsys.readouterr().err
+
+
+def test_an_adapter_of_another_kind_is_resumed(tmp_path: Path) -> None:
+    """Its tensors have names of their own in files, which only PEFT knows."""
+    layers = torch.nn.Sequential(OrderedDict(down=torch.nn.Linear(4, 4), up=torch.nn.Linear(4, 4)))
+    adapted = get_peft_model(layers, IA3Config(target_modules=["down", "up"], feedforward_modules=["up"]))
+    adapted.save_pretrained(tmp_path)
+    resuming.check_adapter(tmp_path, [name for name, one in adapted.named_parameters() if one.requires_grad])
 
 
 @pytest.mark.parametrize("gone", ["", "up.lora_B.weight", "up.lora_"])
