@@ -5,6 +5,7 @@ from pathlib import Path
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.models import first_line
 
 HIDDEN = [".*", "*/.*"]
 """Files that are not exported."""
@@ -19,7 +20,7 @@ def check_name(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError as error:
         raise UsageError(
-            f"--push-to-hub {repository} is not the name of a repository: {str(error).splitlines()[0]}",
+            f"--push-to-hub {repository} is not the name of a repository: {first_line(error)}",
             why="the hub would refuse the upload",
             fix="--push-to-hub NAME/MODEL",
         ) from error
@@ -34,7 +35,7 @@ def check_login(token: str | None) -> None:
         HfApi().whoami(token)
     except (transport, OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"--push_to_hub, and the hub can't be used: {(str(error) or type(error).__name__).splitlines()[0]}",
+            f"--push_to_hub, and the hub can't be used: {first_line(error)}",
             why="the upload would stop the run",
             fix="check the network and `hf auth login`; or leave it out, and push the export when it is done: "
             "accel-fsdp export --check OUTPUT_DIR/final --push-to-hub NAME/MODEL",
@@ -63,7 +64,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
         api.upload_folder(repo_id=url.repo_id, folder_path=folder, ignore_patterns=HIDDEN, commit_message="Model")
     except (transport, OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"the hub doesn't take {repository}: {(str(error) or type(error).__name__).splitlines()[0]}",
+            f"the hub doesn't take {repository}: {first_line(error)}",
             why=f"the export is complete in {folder}, and nowhere else",
             fix="check the network and `hf auth login`, then push it again: "
             f"accel-fsdp export --check {folder} --push-to-hub {repository}",

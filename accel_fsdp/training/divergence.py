@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from accel_fsdp import console
 from accel_fsdp.checkpoints import clean_name, completeness
 from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.units import first_few
 
 SKIPPED_IN_A_ROW = 40
 """Steps in a row that fp16's scaler may skip: it halves its scale each time, and would have reached 0 from 2 ** 16."""
@@ -49,9 +50,8 @@ class FiniteCheck:
         """
         if odd := self._odd_weights():
             weights = checkpoint or self.trainer.model.config.get_text_config()._name_or_path or "this one"
-            more = f" and {len(odd) - 1} more" if odd[1:] else ""
             raise UserError(
-                f"the loaded weights hold NaN or infinite values: {odd[0]}{more}",
+                f"the loaded weights hold NaN or infinite values: {first_few(odd, 1)}",
                 why="training can't repair NaN or infinite weights",
                 fix=f"another checkpoint: {weights} is broken",
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Finished, run
+from error_texts import verdict
 
 from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.launch.doctor.machine_errors import MACHINE_ERRORS
@@ -165,16 +166,6 @@ def test_what_follows_from_others_or_harms_nothing_explains_nothing(message: str
 )
 def test_the_more_telling_line_counts(message: str, row: str) -> None:
     assert known_errors.find(message) == row
-
-
-def verdict(text: dict[str, Any]) -> str:
-    """The answer beside the cause that the report's thread settled on; `meant` names rows that claim no cause of it."""
-    row = known_errors.find(text["text"])
-    if row is None:
-        return "silent"
-    if row in text["rows"]:
-        return "right"
-    return "meaning" if row in text.get("meant", ()) else "wrong"
 
 
 @pytest.mark.parametrize("part", sorted({text["part"] for text in PUBLIC}))
