@@ -26,7 +26,7 @@ OPEN_SECONDS = 60.0
 OWN_SECONDS = 60.0
 """How long a machine with another rank waits for machine 0 at its own address."""
 OTHER_SECONDS = 30.0
-"""How long machine 0 tries to reach itself at an address that none of its interfaces has."""
+"""How long machine 0 tries at most to reach itself at an address that none of its interfaces has."""
 HEARD_SECONDS = 2.0
 """How long machine 0 keeps the store open, so that the others can read its message."""
 REFUSED, NONE = "refused", list[str]()
@@ -57,7 +57,7 @@ def attend(own: Attendee, meeting: Address, seconds: float, settings: Settings) 
     """
     deadline = time.monotonic() + seconds
     try:
-        board = _hold(own, meeting) if own.rank == 0 else _reach(own, meeting, seconds)
+        board = _hold(own, meeting, seconds) if own.rank == 0 else _reach(own, meeting, seconds)
     except RuntimeError as error:
         raise UserError(
             f"the machines can't meet at {meeting}: {error}",
@@ -79,13 +79,13 @@ def attend(own: Attendee, meeting: Address, seconds: float, settings: Settings) 
 # Reaching machine 0
 
 
-def _hold(own: Attendee, meeting: Address) -> Board:
+def _hold(own: Attendee, meeting: Address, seconds: float) -> Board:
     """The store, held by this machine, if it is the one that others reach at the address."""
     board = replace(meeting, host="127.0.0.1", hosts=True).open(OPEN_SECONDS)
     if rendezvous.is_own(meeting.host):
         return board
     board.put("holder", asdict(own))
-    if problem := rendezvous.wait_for(meeting.host, meeting.port, OTHER_SECONDS):
+    if problem := rendezvous.wait_for(meeting.host, meeting.port, min(seconds, OTHER_SECONDS)):
         raise UserError(
             f"this is machine 0, and it doesn't reach itself at {meeting}: {problem}",
             why=f"no interface of it has the address of {meeting.host}, at which the others look for machine 0",

@@ -5,9 +5,9 @@ It reads a pipe of the tests, so that a machine ends with them in any case.
 """
 
 import contextlib
+import itertools
 import os
 import shutil
-import string
 import subprocess
 import sys
 import tempfile
@@ -20,7 +20,7 @@ import psutil
 from conftest import ROOT, warm_python
 
 NEEDED = ("ip", "nsenter", "unshare")
-LETTERS = iter(string.ascii_lowercase)
+NUMBERS = itertools.count()
 """One for each network of this process."""
 START = 'ip link set lo up; hostname "$0"; mount --bind "$1" /etc/hosts; exec cat'
 NAMESPACES = ("--uts", "--mount", "--pid")
@@ -113,7 +113,7 @@ def changed(host: Host, before: Sequence[str], after: Sequence[str]) -> Iterator
 @contextlib.contextmanager
 def network(*names: str) -> Iterator[list[Host]]:
     """Machines of these names, each of which reaches the others by name, over one switch."""
-    mark = f"afsdp{os.getpid()}{next(LETTERS)}"
+    mark = f"afsdp{os.getpid()}x{next(NUMBERS)}"
     switch, namespaces = f"{mark}s", [f"{mark}n{number}" for number in range(len(names))]
     addresses = [f"10.77.0.{number + 1}" for number in range(len(names))]
     folder = Path(tempfile.mkdtemp(prefix="hosts-"))

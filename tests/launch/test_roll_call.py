@@ -1,128 +1,158 @@
 """`accel-fsdp launch` on machines that don't meet: each says what it saw, before any rank starts."""
 
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hosts
 import pytest
-from conftest import Finished, made_yaml, run
+from conftest import Finished, made_yaml, run, warm_python
 from hosts import Host
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import Address, roll_call
 
 pytestmark = pytest.mark.skipif(bool(hosts.missing()), reason=hosts.missing())
-PORT, SECONDS = "29431", 90
-WAIT, LONG = "12", "60"
+PORT, SECONDS = "29431", 120
+WAIT, LONG = "12", "90"
 """Where one doesn't come, and where all do, each when it has started."""
 SCRIPT = "from accel_fsdp import cpu\ncpu.enable()\nprint('a rank has started', flush=True)\ncpu.finish(0)\n"
 
 
-@pytest.fixture(scope="module")
-def machines() -> Iterator[list[Host]]:
-    with hosts.network("n1", "n2", "n3") as found:
-        yield found
-
-
 class Launch:
-    """The same job, started on some of the machines."""
+    """The job of a folder, started on some of the machines."""
 
-    def __init__(self, folder: Path) -> None:
-        self.yaml, self.script = folder / "job.yaml", folder / "own.py"
-        self.yaml.write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
-        self.script.write_text(SCRIPT)
+    def __init__(self, folder: Path, machines: list[Host]) -> None:
+        self.folder, self.machines = folder, machines
 
     def __call__(
         self, host: Host, rank: int, count: int = 2, at: str = "n1", wait: str = WAIT
     ) -> "subprocess.Popen[str]":
         place = ["--num-machines", str(count), "--num-processes", str(count), "--machine-rank", str(rank)]
         meeting = ["--main-process-ip", at, "--main-process-port", PORT, "--timeout", wait]
-        return host.start(["-m", "accel_fsdp", "launch", *place, *meeting, self.yaml, self.script])
+        job = [self.folder / "job.yaml", self.folder / "own.py"]
+        return host.start(["-m", "accel_fsdp", "launch", *place, *meeting, *job])
+
+    def ended(self, *ranks: int | None, count: int = 2, at: str = "n1", wait: str = WAIT) -> list[Finished]:
+        """On each machine that has a rank, all with the same flags."""
+        machines = zip(self.machines, ranks, strict=False)
+        return hosts.all_ended(
+            [self(host, rank, count, at, wait) for host, rank in machines if rank is not None], SECONDS
+        )
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Launch:
-    return Launch(tmp_path)
-
-
-def all_refused(processes: Sequence["subprocess.Popen[str]"]) -> list[Finished]:
-    ended = hosts.all_ended(processes, SECONDS)
-    for one in ended:
-        assert one.code == 1, one.output
-        assert "a rank has started" not in one.output
-        assert "is gone" not in one.output
-    return ended
-
-
-def test_machines_that_meet(machines: list[Host], launch: Launch) -> None:
-    first, second = hosts.all_ended([launch(machines[0], 0, wait=LONG), launch(machines[1], 1, wait=LONG)], SECONDS)
-    assert (first.code, second.code) == (0, 0), first.output + second.output
-    assert "a rank has started" in first.output
-    assert "a rank has started" in second.output
-
-
-def test_machine_1_is_never_started(machines: list[Host], launch: Launch) -> None:
-    (first,) = all_refused([launch(machines[0], 0)])
-    assert "accel-fsdp: 1 of 2 machines connected; machine 1 is missing, 10 s\n" in first.output
-    assert "error: 1 of 2 machines connected; machine 1 is missing, after 12 s" in first.output
-
-
-def test_machine_0_is_never_started(machines: list[Host], launch: Launch) -> None:
-    (second,) = all_refused([launch(machines[1], 1)])
-    assert f"accel-fsdp: machine 0 at n1:{PORT} has not been reached for 10 s: Connection refused\n" in second.output
-    assert f"error: machine 0 at n1:{PORT} has not been reached for 12 s: Connection refused" in second.output
-
-
-def test_both_were_told_that_they_are_machine_1(machines: list[Host], launch: Launch) -> None:
-    first, second = all_refused([launch(machines[0], 1), launch(machines[1], 1)])
-    assert "n1 is this machine, which was told that it is machine 1" in first.output
-    assert "this machine" not in second.output
-
-
-def test_both_were_told_that_they_are_machine_0(machines: list[Host], launch: Launch) -> None:
-    first, second = all_refused([launch(machines[0], 0), launch(machines[1], 0)])
-    said = "two machines were told that they are machine 0: the one at n1, and n2"
-    assert said in second.output or "this is machine 0, and it doesn't reach itself at n1" in second.output
-    assert said in first.output or "machine 1 is missing" in first.output
-
-
-def test_two_of_three_have_one_rank(machines: list[Host], launch: Launch) -> None:
-    ended = all_refused([launch(host, min(number, 1), 3, wait=LONG) for number, host in enumerate(machines)])
-    for one in ended:
-        assert "error: two machines were told that they are machine 1: n" in one.output
-        assert "n2 (process" in one.output
-        assert "n3 (process" in one.output
-
-
-def test_an_address_that_no_machine_has(machines: list[Host], launch: Launch) -> None:
-    first, second = all_refused([launch(machines[0], 0, at="10.77.0.9"), launch(machines[1], 1, at="10.77.0.9")])
-    assert f"this is machine 0, and it doesn't reach itself at 10.77.0.9:{PORT}" in first.output
-    assert f"machine 0 at 10.77.0.9:{PORT} has not been reached for 1" in second.output
-
-
-def test_a_port_that_is_dropped(machines: list[Host], launch: Launch) -> None:
+def with_a_port_that_is_dropped(launch: Launch) -> list[Finished]:
     rule = ["ipproto", "tcp", "dport", PORT, "blackhole"]
-    with hosts.changed(machines[1], ["ip", "rule", "add", *rule], ["ip", "rule", "del", *rule]):
-        first, second = all_refused([launch(machines[0], 0), launch(machines[1], 1)])
-    assert "machine 1 is missing" in first.output
-    assert f"machine 0 at n1:{PORT} has not been reached for" in second.output
+    with hosts.changed(launch.machines[1], ["ip", "rule", "add", *rule], ["ip", "rule", "del", *rule]):
+        return launch.ended(0, 1)
 
 
-def test_machine_0_refuses_its_own_name(machines: list[Host], launch: Launch, tmp_path: Path) -> None:
-    names = tmp_path / "hosts"
+def with_a_name_of_its_own_alone(launch: Launch) -> list[Finished]:
+    names = launch.folder / "hosts"
     names.write_text("127.0.0.1 localhost\n127.0.1.1 n1\n10.77.0.2 n2\n")
-    with hosts.changed(machines[0], ["mount", "--bind", str(names), "/etc/hosts"], ["umount", "/etc/hosts"]):
-        first, second = all_refused([launch(machines[0], 0), launch(machines[1], 1)])
-    assert "n1 is 127.0.1.1 on this machine" in first.output
-    assert f"machine 0 at n1:{PORT} has not been reached for 12 s: Connection refused" in second.output
+    change = ["mount", "--bind", str(names), "/etc/hosts"], ["umount", "/etc/hosts"]
+    with hosts.changed(launch.machines[0], *change):
+        return launch.ended(0, 1)
 
 
-def test_machines_that_were_told_other_numbers(machines: list[Host], launch: Launch) -> None:
-    first, second = all_refused([launch(machines[0], 0, 2, wait=LONG), launch(machines[1], 1, 3, wait=LONG)])
-    for one in (first, second):
-        assert "error: num_machines is 2 on machine 0 (n1), and 3 on machine 1 (n2)" in one.output
+def with_other_numbers(launch: Launch) -> list[Finished]:
+    first, second, _ = launch.machines
+    return hosts.all_ended([launch(first, 0, 2, wait=LONG), launch(second, 1, 3, wait=LONG)], SECONDS)
+
+
+NOT_REACHED = f"machine 0 at n1:{PORT} has not been reached for "
+TWICE_0 = "two machines were told that they are machine 0: the one at n1, and n2"
+TWICE_1 = ["error: two machines were told that they are machine 1: n", r"n2 \(process", r"n3 \(process"]
+OTHER_NUMBERS = r"error: num_machines is 2 on machine 0 \(n1\), and 3 on machine 1 \(n2\)"
+CASES: Mapping[str, tuple[Callable[[Launch], list[Finished]], list[list[str]]]] = {
+    "machine 1 is never started": (
+        lambda launch: launch.ended(0),
+        [
+            [
+                "accel-fsdp: 1 of 2 machines connected; machine 1 is missing, 10 s\n",
+                "error: 1 of 2 machines connected; machine 1 is missing, after 12 s",
+            ]
+        ],
+    ),
+    "machine 0 is never started": (
+        lambda launch: launch.ended(None, 1),
+        [
+            [
+                f"accel-fsdp: {NOT_REACHED}10 s: Connection refused\n",
+                f"error: {NOT_REACHED}12 s: Connection refused",
+            ]
+        ],
+    ),
+    "both were told that they are machine 1": (
+        lambda launch: launch.ended(1, 1),
+        [["n1 is this machine, which was told that it is machine 1"], ["^(?s:(?!.*this machine))"]],
+    ),
+    "both were told that they are machine 0": (
+        lambda launch: launch.ended(0, 0),
+        [
+            [f"{TWICE_0}|machine 1 is missing"],
+            [f"{TWICE_0}|this is machine 0, and it doesn't reach itself at n1"],
+        ],
+    ),
+    "two of three have one rank": (lambda launch: launch.ended(0, 1, 1, count=3, wait=LONG), [TWICE_1] * 3),
+    "an address that no machine has": (
+        lambda launch: launch.ended(0, 1, at="10.77.0.9"),
+        [
+            [f"this is machine 0, and it doesn't reach itself at 10.77.0.9:{PORT}"],
+            [f"machine 0 at 10.77.0.9:{PORT} has not been reached for 1"],
+        ],
+    ),
+    "a port that is dropped": (with_a_port_that_is_dropped, [["machine 1 is missing"], [NOT_REACHED]]),
+    "machine 0 refuses its own name": (
+        with_a_name_of_its_own_alone,
+        [["n1 is 127.0.1.1 on this machine"], [f"{NOT_REACHED}12 s: Connection refused"]],
+    ),
+    "other numbers": (with_other_numbers, [[OTHER_NUMBERS]] * 2),
+}
+"""How a job is started, and what each of its machines says in turn."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """That of the job."""
+    folder = tmp_path_factory.mktemp("job")
+    (folder / "job.yaml").write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
+    (folder / "own.py").write_text(SCRIPT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ended(folder: Path) -> Iterator[Callable[[str], list[Finished]]]:
+    """What the machines of a case printed. All cases run at once, each on machines of its own: they mostly wait."""
+
+    def run_case(case: str) -> list[Finished]:
+        with hosts.network("n1", "n2", "n3") as machines:
+            return CASES[case][0](Launch(folder, machines))
+
+    warm_python()
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        runs = {case: pool.submit(run_case, case) for case in CASES}
+        yield lambda case: runs[case].result()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_machines_that_do_not_meet(case: str, ended: Callable[[str], list[Finished]]) -> None:
+    for machine, sayings in zip(ended(case), CASES[case][1], strict=True):
+        assert machine.code == 1, machine.output
+        assert "a rank has started" not in machine.output
+        assert "is gone" not in machine.output
+        for said in sayings:
+            assert re.search(said, machine.output), machine.output
+
+
+def test_machines_that_meet(folder: Path) -> None:
+    with hosts.network("n1", "n2") as machines:
+        finished = Launch(folder, machines).ended(0, 1, wait=LONG)
+    assert [machine.code for machine in finished] == [0, 0], finished
+    assert all("a rank has started" in machine.output for machine in finished)
 
 
 def test_a_refusal_in_the_last_second_is_read() -> None:
