@@ -82,7 +82,7 @@ MACHINE_ERRORS = {
         ("NVIDIA/open-gpu-kernel-modules#507", "rwth-i6/returnn#1486"),
     ),
     "no-gpu": KnownError(
-        r"No CUDA GPUs are available|Found no NVIDIA driver on your system",
+        r"No CUDA GPUs are available|Found no NVIDIA driver on your system|no GPUs found!",
         "no GPU is visible: CUDA_VISIBLE_DEVICES hides all, the job or container asked for none, or no driver is there",
         "nvidia-smi; echo $CUDA_VISIBLE_DEVICES; docker run --gpus all; sbatch --gpus-per-node",
     ),
@@ -189,11 +189,18 @@ MACHINE_ERRORS = {
         means="a process touched mapped memory without a page behind it (SIGBUS)",
     ),
     "segfault": KnownError(
-        r"exitcode\s*:\s*-11\b|return code = -11\b|\bSIGSEGV\b|Segmentation fault",
+        r"exitcode\s*:\s*-11\b|return code = -11\b|(?<!due to )\bSIGSEGV\b|Segmentation fault",
         "a library or an extension doesn't fit this torch, CUDA or driver; or the host's memory or stack ran out",
         "python -X faulthandler shows where; reinstall torch and its extensions in versions that fit together",
         ("open-mmlab/mmdetection#8916",),
         means="native code crashed",
+    ),
+    "ray-worker": KnownError(
+        r"worker process has died|Worker unexpectedly exits with a connection error",
+        "memory of the node ran out, ray stop, or a crash; Ray's text lists them all whatever happened",
+        "the worker's own log in /tmp/ray/session_latest/logs has its last words; ray logs worker-*",
+        ("VainF/Thinkless#4", "ray-project/ray#47461"),
+        means="a worker of Ray ended without an exception of Python",
     ),
     "hangup": KnownError(
         r"got sig(nal|val): ?1\b|Received 1 death signal|closing signal SIGHUP",

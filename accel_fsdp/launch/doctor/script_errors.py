@@ -67,12 +67,106 @@ SCRIPT_ERRORS = {
         "backend cpu:gloo,cuda:nccl; train/sft.py makes it so",
         ("huggingface/accelerate#3574", "pytorch/pytorch#148532"),
     ),
+    "bf16-unsupported": KnownError(
+        r"Your setup doesn't support bf16|Bfloat16 is only supported on GPUs with compute capability",
+        "bfloat16 was asked for, and this GPU is older than Ampere (V100, T4, RTX 20), or torch sees none",
+        "mixed_precision: fp16, and no --bf16, on these GPUs; nvidia-smi, where the GPU is newer",
+        ("lm-sys/FastChat#399", "databrickslabs/dolly#11"),
+    ),
+    "no-sync-under-zero": KnownError(
+        r"no.sync context manager is incompatible with gradient ?partitioning",
+        "gradient accumulation enters no_sync, which DeepSpeed 0.16 and newer refuse under ZeRO-2 and ZeRO-3",
+        "pip install -U accelerate transformers; or an accumulation of 1",
+        ("deepspeedai/DeepSpeed#6793", "yuanzhoulvpi2017/zero_nlp#204"),
+    ),
+    "local-rank-argument": KnownError(
+        r"unrecognized arguments: --local[-_]rank",
+        "torch.distributed.launch of torch 2 gives the script --local-rank, which its parser doesn't know",
+        "torchrun or accelerate launch, and LOCAL_RANK from the environment; or both spellings in the parser",
+        ("sail-sg/metaformer#12", "OFA-Sys/Chinese-CLIP#74"),
+    ),
+    "empty-weights": KnownError(
+        r"param with shape torch\.Size\(\[0\]\) from checkpoint",
+        "the file holds empty tensors: it was saved under ZeRO-3 or FSDP without gathering the shards",
+        "export the sharded checkpoint of that run: accel-fsdp export, or zero_to_fp32.py; later runs save with "
+        "stage3_gather_16bit_weights_on_model_save: true",
+        ("axolotl-ai-cloud/axolotl#933", "huggingface/transformers#20082"),
+    ),
+    "cuda-versions": KnownError(
+        r"CUDAMismatchException|Installed CUDA version \S+ does not match the version torch was compiled with",
+        "nvcc on this machine is of another CUDA than torch was built with, so no extension can be compiled",
+        "a torch for that CUDA, or CUDA_HOME at one that fits: python -c 'import torch; print(torch.version.cuda)'",
+        ("JIA-Lab-research/MGM#91", "deepspeedai/DeepSpeed#1077"),
+    ),
+    "wrapped-names": KnownError(
+        r"Unexpected key(\(s\))?[^\n]* \"(module|_orig_mod|_fsdp_wrapped_module)\.",
+        "the weights were saved from a wrapped or compiled model, whose names have a prefix",
+        "accel-fsdp export takes the prefix off; or save accelerator.unwrap_model(model)",
+        ("aks2203/deep-thinking#5", "AlmondGod/tinyworlds#13"),
+    ),
+    "no-nccl": KnownError(
+        r"Distributed package doesn't have NCCL built in",
+        "this torch has no NCCL: Windows, macOS, or a build for the CPU",
+        "Linux or WSL for several GPUs; backend gloo on one; pip install torch for CUDA",
+        ("fishaudio/fish-diffusion#2",),
+    ),
+    "optimizer-groups": KnownError(
+        r"parameter group that doesn't match the size of optimizer's group"
+        r"|loaded state dict has a different number of parameter groups",
+        "other parameters are trained than when the optimizer was saved: another model or adapter, layers frozen or "
+        "not, or other groups for weight decay",
+        "resume with the settings of the save; or load the weights alone, with a new optimizer",
+        ("facebookresearch/GloRe#8", "IntelLabs/distiller#525"),
+    ),
+    "weights-only": KnownError(
+        r"Weights only load failed",
+        "since torch 2.6 torch.load reads tensors alone, and this file holds other objects too, as the random state "
+        "of an old run or arguments of a script",
+        "newer transformers; torch.serialization.add_safe_globals for the class that it names; "
+        "weights_only=False for files that you trust",
+        ("NVIDIA/Isaac-GR00T#300",),
+    ),
+    "tied-weights": KnownError(
+        r"Some tensors share memory, this will lead to duplicate memory on disk",
+        "the model's tied weights are in the state dict twice, and safetensors stores no tensor twice",
+        "model.save_pretrained or safetensors.torch.save_model, which know of ties; or a newer transformers",
+        ("hiyouga/LlamaFactory#10137",),
+    ),
     "slow-preparation": KnownError(
         r"(?s:\b(Running tokenizer|Tokenizing|Filter|Map)\b[^\n]*\d+%\|.{0,9999}?"
         r"(collective operation timeout|timed out after|Socket Timeout|Timeout waiting for key|waitForInput))",
         "one rank prepares the rows while the others wait for it, for longer than a collective may take",
         "--ddp_timeout 7200; or prepare the rows before the job",
         ("hiyouga/LlamaFactory#2424",),
+    ),
+    "wrapped-attribute": KnownError(
+        r"'(DistributedDataParallel|DataParallel|FullyShardedDataParallel|DeepSpeedEngine)' object has no attribute '",
+        "the script asks the wrapper for what the model in it has, or a library unwrapped once too often or too seldom",
+        "accelerator.unwrap_model(model), or model.module; forward passes still go through the wrapper",
+        ("Project-MONAI/GenerativeModels#354", "SeanNaren/deepspeech.pytorch#475"),
+        means="the wrapper of a model doesn't have an attribute that is asked of it",
+    ),
+    "loss-scale": KnownError(
+        r"Current loss scale already at minimum",
+        "the model was trained in bfloat16, the learning rate is too high, or rows are faulty",
+        "mixed_precision: bf16 in place of fp16; look at the loss and the norm of the first steps",
+        ("microsoft/LMOps#280",),
+        means="step after step overflowed in float16, also with the smallest loss scale",
+    ),
+    "in-place": KnownError(
+        r"needed for gradient computation has been modified by an inplace operation",
+        "DDP sends buffers of batch norm between two forward passes of one step; or the model's own code does it",
+        "broadcast_buffers=False; SyncBatchNorm; one forward pass in a step; torch.autograd.set_detect_anomaly(True) "
+        "shows the operation",
+        ("XPixelGroup/BasicSR#541", "Little-Podi/AiATrack#7"),
+        means="a tensor that backward needs was overwritten after the forward pass",
+    ),
+    "no-launcher": KnownError(
+        r"KeyError: '(LOCAL_RANK|RANK|WORLD_SIZE|MASTER_ADDR)'",
+        "it was started by python alone, or by a launcher that sets other variables, as srun does",
+        "accel-fsdp launch FILE SCRIPT, or torchrun",
+        ("Theodore-PKU/MC-DDPM#1", "OpenBMB/BMTrain#19"),
+        means="the script expects variables that a launcher sets, and they aren't set",
     ),
     "invalid-values": KnownError(
         r"probability tensor contains|Assertion `[^\n]*(input_val|<= one|<= 1)\b",
