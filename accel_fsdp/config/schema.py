@@ -246,11 +246,17 @@ AXES = tuple(
     if field.key.endswith("_size")
 )
 """The axes of the device mesh: replicas, shards, and those whose ranks share rows."""
+DATA_AXES, OTHER_AXES = AXES[:2], AXES[2:]
 
 
 def size_key(axis: str) -> str:
     """The key of an axis in `parallelism_config`."""
     return f"parallelism_config_{axis}_size"
+
+
+def hybrid_mesh(machines: int, processes: int) -> dict[str, int]:
+    """Hybrid sharding as sizes of `parallelism_config`: one replica per machine, shards inside each."""
+    return dict(zip(map(size_key, DATA_AXES), (machines, processes // machines), strict=True))
 
 
 DEEPSPEED_FIELDS: tuple[Field, ...] = (

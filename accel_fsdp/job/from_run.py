@@ -1,9 +1,8 @@
 """Describes a live run as a job, from the launcher's variables, an `Accelerator` and its model."""
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.config import DDP_TYPES, FSDP_VERSIONS, Engine, deepspeed_name
+from accel_fsdp.config import AXES, DDP_TYPES, FSDP_VERSIONS, Engine, deepspeed_name
 from accel_fsdp.job import from_arguments, from_yaml
 from accel_fsdp.job.job import Job
 from accel_fsdp.job.layout import Layout
@@ -70,10 +69,8 @@ def _of_fsdp(plugin: Any, mesh: Any, ranks: int, together: int) -> Layout:
     if FSDP_VERSIONS[plugin.fsdp_version] is Engine.FSDP1:
         named = plugin.sharding_strategy.name.removeprefix("_")  # torch's own _HYBRID_SHARD_ZERO2
         return Layout.fsdp1(named, ranks, together, offload)
-    copies, shards = (int(mesh.dp_replicate_size), int(mesh.dp_shard_size)) if mesh is not None else (1, 1)
-    layout = Layout.fsdp2(bool(plugin.reshard_after_forward), ranks, together, offload, copies, shards)
-    sizes = [int(getattr(mesh, f"{axis}_size", 1)) for axis in from_yaml.OTHER_AXES]
-    return replace(layout, tensor=sizes[0], context=sizes[1] * sizes[2])
+    layout = Layout.fsdp2(bool(plugin.reshard_after_forward), ranks, together, offload)
+    return layout.on_mesh({axis: int(getattr(mesh, f"{axis}_size", 1)) for axis in AXES})
 
 
 def _offloads(plugin: Any) -> bool:

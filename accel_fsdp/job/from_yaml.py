@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import AXES, DEFAULT_ZERO_STAGE, Engine, JobConfig, Precision, made_with
+from accel_fsdp.config import DATA_AXES, DEFAULT_ZERO_STAGE, OTHER_AXES, Engine, JobConfig, Precision, made_with
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import machines
 from accel_fsdp.job import from_arguments
@@ -17,8 +17,6 @@ from accel_fsdp.units import counted
 
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)
-OTHER_AXES = AXES[2:]
-"""Those of a mesh besides replicas and shards."""
 
 
 def job_of(
@@ -56,7 +54,6 @@ def job_of(
 def layout_of(config: JobConfig, ranks: int = 0) -> Layout:
     """How a YAML shards its model on `ranks`, by default its `num_processes`; unreadable parts keep their defaults."""
     ranks, together, offload = ranks or config.number("num_processes"), config.ranks_here, _offloads(config)
-    mesh = mesh_of(config)
     layout = Layout(config.engine, 1, ranks, together)
     if config.engine is Engine.NONE:
         layout = Layout.alone()
@@ -64,11 +61,11 @@ def layout_of(config: JobConfig, ranks: int = 0) -> Layout:
         layout = Layout.fsdp1(config.strategy, ranks, together, offload)
     elif config.engine is Engine.FSDP2:
         reshards = config.on("fsdp_reshard_after_forward")
-        layout = Layout.fsdp2(reshards, ranks, together, offload, mesh["dp_replicate"], mesh["dp_shard"])
+        layout = Layout.fsdp2(reshards, ranks, together, offload)
     elif config.engine is Engine.DEEPSPEED:
         stage = _stage(config)
         layout = Layout.zero(stage if stage in STAGES else DEFAULT_ZERO_STAGE, ranks, together, offload)
-    return replace(layout, tensor=mesh["tp"], context=mesh["cp"] * mesh["sp"])
+    return layout.on_mesh(mesh_of(config))
 
 
 def mesh_of(config: JobConfig) -> dict[str, int]:
@@ -114,7 +111,7 @@ def check_sharding(config: JobConfig, ranks: int) -> None:
     for axis in OTHER_AXES:
         size = config.mesh[axis]
         _refuse(size != 1, f"{axis}_size: {size}", "only data-parallel meshes are known")
-    copies, shards = config.mesh["dp_replicate"], config.mesh["dp_shard"]
+    copies, shards = (config.mesh[axis] for axis in DATA_AXES)
     fits = isinstance(copies, int) and isinstance(shards, int) and copies * shards == ranks
     wrong = bool(config.section("parallelism_config")) and not fits
     _refuse(wrong, f"a mesh of {copies} x {shards} on {ranks} processes", "they must multiply to that")

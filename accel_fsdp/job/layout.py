@@ -1,6 +1,7 @@
 """How the ranks of a job share the model: the engine, its strategy, and the mesh of ranks."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from accel_fsdp.config import STRATEGIES, Engine, zero_name
 
@@ -43,19 +44,20 @@ class Layout:
         return cls(Engine.FSDP1, NUMBERS.get(strategy, 1), ranks, ranks_per_node, offload)
 
     @classmethod
-    def fsdp2(
-        cls, reshards: bool, ranks: int, ranks_per_node: int, offload: bool = False, replicas: int = 1, shards: int = 1
-    ) -> "Layout":
-        """With a mesh of `replicas` x `shards`, the `shards` ranks of a replica count as one machine."""
-        number = 1 if reshards else 2
-        if replicas > 1:
-            return cls(Engine.FSDP2, number + 3, ranks, shards, offload)
-        return cls(Engine.FSDP2, number, ranks, ranks_per_node, offload)
+    def fsdp2(cls, reshards: bool, ranks: int, ranks_per_node: int, offload: bool = False) -> "Layout":
+        return cls(Engine.FSDP2, 1 if reshards else 2, ranks, ranks_per_node, offload)
 
     @classmethod
     def zero(cls, stage: int, ranks: int, ranks_per_node: int, offload: bool = False) -> "Layout":
         """A layout by the stage; stage 0 shards nothing, which is DDP."""
         return cls(Engine.DEEPSPEED, stage, ranks, ranks_per_node, offload) if stage else cls.ddp(ranks, ranks_per_node)
+
+    def on_mesh(self, sizes: Mapping[str, int]) -> "Layout":
+        """The layout on a device mesh. With replicas under FSDP2, the ranks of one replica count as one machine."""
+        layout = replace(self, tensor=sizes["tp"], context=sizes["cp"] * sizes["sp"])
+        if self.engine is Engine.FSDP2 and sizes["dp_replicate"] > 1:
+            return replace(layout, strategy=self.strategy + 3, ranks_per_node=sizes["dp_shard"])
+        return layout
 
     @property
     def name(self) -> str:
@@ -79,6 +81,20 @@ class Layout:
     def data_ranks(self) -> int:
         """The groups of ranks that train on different rows."""
         return self.ranks // self.ranks_per_row
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank holds a part of the parameters only."""
+        return self.shard_ranks > 1
+
+    @property
+    def replicas(self) -> int:
+        """The copies of the parameters in the job."""
+        return self.ranks // self.shard_ranks
+
+    def shard_of(self, amount: float) -> float:
+        """One rank's part of an amount that is sharded like the parameters."""
+        return amount / self.shard_ranks
 
     @property
     def reshards(self) -> bool:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from accel_fsdp.config import (
-    AXES,
     BY_NAME,
+    OTHER_AXES,
     RETIRED,
     STRATEGIES,
     TORCH_STRATEGIES,
@@ -172,7 +172,7 @@ class Draft:
         """Drops `parallelism_config`; parallelism of another kind than data can't be expressed without it."""
         if "parallelism_config" not in self.job.values:
             return
-        others = [name for name in AXES[2:] if (self.size(name) or 0) != 1]
+        others = [name for name in OTHER_AXES if (self.size(name) or 0) != 1]
         names = ", ".join(f"{name}_size" for name in others)
         self.top("parallelism_config", "lost", f"no {names} here" if others else why, breaks=bool(others))
 

@@ -3,7 +3,16 @@
 FSDP1 shards in groups that are the machines, FSDP2 in a mesh; FSDP2 has no NO_SHARD, which is DDP.
 """
 
-from accel_fsdp.config import AXES, DISTRIBUTED_TYPES, HYBRID, RESHARDS, STATE_DICT_TYPES, Engine, size_key
+from accel_fsdp.config import (
+    DATA_AXES,
+    DISTRIBUTED_TYPES,
+    HYBRID,
+    OTHER_AXES,
+    RESHARDS,
+    STATE_DICT_TYPES,
+    Engine,
+    hybrid_mesh,
+)
 from accel_fsdp.migration.changes import Change, Draft, as_int
 from accel_fsdp.units import counted
 
@@ -76,9 +85,8 @@ def fsdp2_strategy(draft: Draft) -> tuple[str, str]:
 def _mesh_is_hybrid(draft: Draft) -> tuple[bool, str]:
     if not draft.job.section("parallelism_config"):
         return False, ""
-    sizes = {name: draft.size(name) for name in AXES}
-    replicas, shards = sizes["dp_replicate"], sizes["dp_shard"]
-    others = [f"{name}_size" for name in AXES[2:] if sizes[name] != 1]
+    replicas, shards = (draft.size(axis) for axis in DATA_AXES)
+    others = [f"{axis}_size" for axis in OTHER_AXES if draft.size(axis) != 1]
     processes, machines = _ranks(draft)
     if others:
         return False, f"no {', '.join(others)} there"
@@ -104,9 +112,8 @@ def _add_mesh(draft: Draft) -> None:
         draft.changes.append(Change("parallelism_config", "lost", why=why, breaks=True))
         return
     why = "one replica per machine"
-    sizes = {"dp_replicate": machines, "dp_shard": processes // machines}
-    for name, size in sizes.items():
-        draft.add(size_key(name), size, why, section="parallelism_config")
+    for key, size in hybrid_mesh(machines, processes).items():
+        draft.add(key, size, why, section="parallelism_config")
 
 
 def _keep_state_dict_type(draft: Draft, old: Engine, new: Engine) -> None:

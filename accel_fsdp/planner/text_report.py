@@ -277,8 +277,8 @@ class PlanReport:
 
     def _padded(self, candidate: Candidate) -> float:
         ranks = candidate.layout.shard_ranks
-        units = shards.counted_units(self.problem.shape, candidate.recipe, candidate.layout)
-        params = [(param, count) for unit, count in units for param in unit.held]
+        units = shards.all_units(self.problem.shape, candidate.recipe, candidate.layout)
+        params = [(param, unit.count) for unit in units for param in unit.held]
         padded_elements = sum(shards.shard_numel(param, ranks) * count for param, count in params) * ranks
         return padded_elements / sum(param.numel * count for param, count in params)
 

@@ -11,8 +11,8 @@ from typing import Literal
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction import communication, speed
-from accel_fsdp.prediction.communication import GatheredUnit, Traffic
-from accel_fsdp.prediction.memory import ModelShape, Tapes, step
+from accel_fsdp.prediction.communication import Traffic
+from accel_fsdp.prediction.memory import ModelShape, Tapes, Unit, step
 
 Phase = Literal["forward", "backward", "update"]
 EMBEDDING, HEAD, UPDATE = "embedding", "head and loss", "optimizer"
@@ -110,7 +110,7 @@ def _seconds(place: Place, shape: ModelShape, recipe: Recipe, layout: Layout, gp
 def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUnit]:
     """Traffic by unit name; blocks of one class are added up."""
     by_name: dict[str, SentUnit] = {}
-    units = communication.units(shape, layout)
+    units = communication.units(shape, recipe, layout)
     for place, unit in enumerate(units):
         name = unit_name(unit, place, units)
         gathers = communication.gather(unit, recipe, layout).times(
@@ -127,7 +127,7 @@ def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUni
         yield SentUnit(UPDATE, 1, update, Traffic())
 
 
-def unit_name(unit: GatheredUnit, place: int, units: tuple[GatheredUnit, ...]) -> str:
+def unit_name(unit: Unit, place: int, units: tuple[Unit, ...]) -> str:
     """The class of a block; else the end of the model, or both."""
     if unit.block is not None:
         return unit.block.name

@@ -230,13 +230,13 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     """
     recipe, layout = job.recipe, job.layout
     loaders = 1 if layout.is_fsdp and ram_efficient else layout.ranks_per_node
-    units = shards.counted_units(shape, recipe, layout)
+    units = shards.all_units(shape, recipe, layout)
     master = shards.master_bytes(recipe, layout)
 
     def total(layout: Layout) -> tuple[int, int, int]:
-        stored = sum(shards.shard_bytes(unit, layout) * count for unit, count in units)
-        optimizer = sum(shards.optimizer_bytes(unit, recipe, layout) * count for unit, count in units)
-        trained = sum(shards.trained_bytes(unit, layout, master, shard=True) * count for unit, count in units)
+        stored = sum(shards.shard_bytes(unit, layout) * unit.count for unit in units)
+        optimizer = sum(shards.optimizer_bytes(unit, recipe, layout) * unit.count for unit in units)
+        trained = sum(shards.trained_bytes(unit, layout, master, shard=True) * unit.count for unit in units)
         return stored, optimizer, trained
 
     alone = replace(layout, ranks=1, ranks_per_node=1)

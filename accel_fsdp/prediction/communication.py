@@ -15,14 +15,7 @@ from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.amounts import Amounts
-from accel_fsdp.prediction.memory import (
-    Block,
-    ModelShape,
-    Parameter,
-    compute_bytes,
-    master_bytes,
-    outer_parts,
-)
+from accel_fsdp.prediction.memory import ModelShape, Unit, compute_bytes, master_bytes, shards
 
 
 @dataclass(frozen=True)
@@ -34,72 +27,53 @@ class Traffic(Amounts):
     pcie_bytes: float = 0
 
 
-@dataclass(frozen=True)
-class GatheredUnit:
-    """Parameters that are gathered and reduced together: a block, or with `block` None those outside.
-
-    `kept` units stay gathered from forward to backward: one all-gather instead of two.
-    """
-
-    parameters: tuple[Parameter, ...]
-    kept: bool
-    block: Block | None = None
-
-    @property
-    def count(self) -> int:
-        """How often the model has it."""
-        return len(self.block.layers) if self.block else 1
+def units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:
+    """The units that text goes through, in the order of the forward pass."""
+    return tuple(unit for unit in shards.all_units(shape, recipe, layout) if not unit.idle)
 
 
-def units(shape: ModelShape, layout: Layout) -> tuple[GatheredUnit, ...]:
-    """The units that are gathered together, in the order of the forward pass.
+def _is_kept(unit: Unit, layout: Layout) -> bool:
+    """Whether a unit stays gathered from forward to backward: one all-gather instead of two.
 
     FSDP1 keeps the root, which has all parameters outside the blocks, gathered (`_post_forward_reshard` skips
     `_is_root`); accelerate 1.15 never reshards FSDP2's unit with the head.
     """
-    kept = _keeps(layout)
-    run = (block for index, block in enumerate(shape.blocks) if index not in shape.untraced)
-    blocks = tuple(GatheredUnit(block.parameters, kept, block) for block in run)
-    first, last = outer_parts(shape, layout)
-    if last:
-        return GatheredUnit(first, kept), *blocks, GatheredUnit(last, True)
-    return GatheredUnit(first, layout.engine is not Engine.DEEPSPEED), *blocks
+    if unit.block is None and unit.name != "embedding":
+        return layout.engine is not Engine.DEEPSPEED
+    return _keeps(layout)
 
 
 def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
     """All that one rank sends in one optimizer step, over all its micro-batches."""
     total = update(shape, recipe, layout)
-    for unit in units(shape, layout):
+    for unit in units(shape, recipe, layout):
         gathers = gather(unit, recipe, layout).times(gathers_per_step(unit, recipe, layout))
         reduces = reduce(unit, recipe, layout).times(reduces_per_step(recipe, layout))
         total += (gathers + reduces).times(unit.count)
     return total
 
 
-def gather(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> Traffic:
+def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     """One all-gather of one unit; with offload its shard comes from the host first, in the dtype that it rests in."""
-    if _replicates(layout) or (layout.shard_ranks == 1 and not layout.offload):
+    if _replicates(layout) or not (layout.is_sharded or layout.offload):
         return Traffic()
     volume = sum(count * width for count, width in gathered(unit, recipe))
     down = sum(count * _host_width(width, recipe, layout) for count, width in gathered(unit, recipe))
-    host = Traffic(pcie_bytes=down / layout.shard_ranks * layout.offload)
+    host = Traffic(pcie_bytes=layout.shard_of(down) * layout.offload)
     return _ring(volume, layout.shard_ranks, layout.ranks_per_node) + host
 
 
-def reduce(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> Traffic:
+def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     """One reduction of a unit's gradients: reduce-scatter over shards, all-reduce over replicas."""
-    elements = trained_numel(unit, recipe)
-    volume = elements * sent_gradient_bytes(recipe, layout)
-    shard = volume / layout.shard_ranks
+    volume = unit.trained_numel * sent_gradient_bytes(recipe, layout)
     scattered = _ring(volume, layout.shard_ranks, layout.ranks_per_node)
-    replicas = layout.ranks // layout.shard_ranks
-    apart = 1 if layout.shard_ranks > 1 else layout.ranks_per_node  # hybrid: each of a rank's replicas is elsewhere
+    apart = 1 if layout.is_sharded else layout.ranks_per_node  # hybrid: each of a rank's replicas is elsewhere
     width = compute_bytes(recipe) if layout.engine is Engine.DEEPSPEED else master_bytes(recipe, layout)
-    up = Traffic(pcie_bytes=elements * width / layout.shard_ranks * layout.offload)
-    return scattered + _ring(shard, replicas, apart).times(2) + up
+    up = Traffic(pcie_bytes=layout.shard_of(unit.trained_numel * width) * layout.offload)
+    return scattered + _ring(layout.shard_of(volume), layout.replicas, apart).times(2) + up
 
 
-def copied(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> tuple[float, float]:
+def copied(unit: Unit, recipe: Recipe, layout: Layout) -> tuple[float, float]:
     """Bytes through the GPU's memory for one gather and one reduction, which wait for these copies.
 
     FSDP2 and ZeRO copy gathered data into the parameters, and gradients of all parameters into one buffer
@@ -108,9 +82,9 @@ def copied(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> tuple[float, f
     """
     if layout.ranks == 1:
         return 0, 0
-    elements, width = trained_numel(unit, recipe), compute_bytes(recipe)
+    elements, width = unit.trained_numel, compute_bytes(recipe)
     sent = sent_gradient_bytes(recipe, layout)
-    if layout.engine is Engine.DDP or layout.shard_ranks == 1:
+    if layout.engine is Engine.DDP or not layout.is_sharded:
         return 0, elements * 4 * sent
     whole = sum(count * size for count, size in gathered(unit, recipe))
     in_place = layout.engine is Engine.FSDP1 or _replicates(layout)
@@ -126,14 +100,14 @@ def update(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
     return _ring(volume, layout.ranks, layout.ranks_per_node) + down
 
 
-def gathers_per_step(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
+def gathers_per_step(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     """How often a unit is gathered: before forward and, unless kept, before backward of each micro-batch.
 
     FSDP1 frees kept units only after a synchronised backward (`_should_free_in_backward`): once for all micro-batches.
     """
     if layout.engine is Engine.FSDP1 and _keeps(layout):
         return 1
-    return recipe.accumulation * (1 if unit.kept else 2)
+    return recipe.accumulation * (1 if _is_kept(unit, layout) else 2)
 
 
 def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
@@ -142,44 +116,25 @@ def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
     return recipe.accumulation if always else 1
 
 
-def gathered(unit: GatheredUnit, recipe: Recipe) -> Iterable[tuple[int, float]]:
+def gathered(unit: Unit, recipe: Recipe) -> Iterable[tuple[int, float]]:
     """Elements of a gathered unit with their bytes per element."""
-    for parameter in unit.parameters:
-        quantized = recipe.method == "qlora" and is_quantized(parameter, unit)
-        yield parameter.numel, state_bytes.NF4_BYTES if quantized else compute_bytes(recipe)
-    if recipe.method != "full":
-        yield trained_numel(unit, recipe), compute_bytes(recipe)
+    for param in unit.held:
+        yield param.numel, state_bytes.NF4_BYTES if param.quantized else param.compute
 
 
-def gathered_alone(unit: GatheredUnit, recipe: Recipe, layout: Layout) -> int:
+def gathered_alone(unit: Unit, layout: Layout) -> int:
     """The number of adapter weights that are separate units: FSDP1's flat parameters can't mix frozen and trained.
 
     (PEFT's `fsdp_auto_wrap_policy`.)
     """
-    if recipe.method == "full" or layout.engine is not Engine.FSDP1 or layout.shard_ranks == 1:
+    if layout.engine is not Engine.FSDP1 or not layout.is_sharded:
         return 0
-    parameters = unit.parameters if unit.block else ()
-    return 2 * sum(parameter.is_adapted(recipe.lora_targets) for parameter in parameters)
-
-
-def trained_numel(unit: GatheredUnit, recipe: Recipe) -> int:
-    """Elements of a unit with a gradient: all, or LoRA's two thin matrices for each linear layer of a block."""
-    if recipe.method == "full":
-        return sum(parameter.numel for parameter in unit.parameters)
-    inside = unit.block is not None
-    adapted = (parameter for parameter in unit.parameters if inside and parameter.is_adapted(recipe.lora_targets))
-    return sum(recipe.lora_rank * sum(parameter.shape) for parameter in adapted)
+    return sum(param.adapter for param in unit.held)
 
 
 def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
     """Elements of the whole model that have a gradient."""
-    return sum(unit.count * trained_numel(unit, recipe) for unit in units(shape, layout))
-
-
-def is_quantized(parameter: Parameter, unit: GatheredUnit) -> bool:
-    """Whether QLoRA packs it into 4 bits: linear layers in blocks, including experts that are such layers."""
-    experts = parameter.kind == "experts" and len(parameter.shape) == 2
-    return unit.block is not None and (parameter.kind == "linear" or experts)
+    return sum(unit.count * unit.trained_numel for unit in units(shape, recipe, layout))
 
 
 def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:

@@ -200,13 +200,13 @@ def sending_seconds(sent: Traffic, ranks: int, gpu: Gpu) -> tuple[Bound, float]:
 
 def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stretch]:
     """The units with their work, and the head, which is a separate unit or part of the root."""
-    for unit in communication.units(shape, layout):
+    for unit in communication.units(shape, recipe, layout):
         forward, backward = block_work(unit.block, shape, recipe) if unit.block else (Work(), Work())
-        again = recomputed(forward, unit, shape, recipe)
+        again = recomputed(forward, unit.block, shape, recipe)
         gathers = communication.gathers_per_step(unit, recipe, layout) / recipe.accumulation
         gather, reduce = communication.gather(unit, recipe, layout), communication.reduce(unit, recipe, layout)
         copied = communication.copied(unit, recipe, layout)
-        alone = communication.gathered_alone(unit, recipe, layout)
+        alone = communication.gathered_alone(unit, layout)
         yield Stretch(unit.count, forward, backward, again, gather, gathers, reduce, copied, alone, not alone)
     yield Stretch(1, *head_work(shape, recipe), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
 
@@ -223,7 +223,7 @@ def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: 
     copies = Work(moved_bytes=piece.copied[0]), Work(moved_bytes=piece.copied[1] * reduces)
     forward = piece.forward + copies[0].times(before)
     backward = piece.recompute + piece.backward + copies[0].times(later) + copies[1]
-    gathers_fsdp1 = layout.engine is Engine.FSDP1 and layout.shard_ranks > 1 and piece.gathers > 0
+    gathers_fsdp1 = layout.engine is Engine.FSDP1 and layout.is_sharded and piece.gathers > 0
     hooks = UNIT_SECONDS * (1 + piece.alone) if gathers_fsdp1 else 0
     latency = piece.alone * _latency_seconds(layout.ranks)
     for work, sent, uses in ((forward, piece.gather.times(before), before), (backward, after, later + reduces)):
@@ -241,7 +241,7 @@ def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: 
 
 def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """The optimizer, bound by the memory that holds its states, then its communication; neither is hidden."""
-    elements = communication.all_trained_numel(shape, recipe, layout) / layout.shard_ranks
+    elements = layout.shard_of(communication.all_trained_numel(shape, recipe, layout))
     moved = elements * (ACCESSES[recipe.optimizer] + CLIPPING) * master_bytes(recipe, layout)
     if layout.offload:
         ranks = min(layout.ranks, layout.ranks_per_node)

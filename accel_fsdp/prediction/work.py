@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from accel_fsdp.job import Recipe
-from accel_fsdp.prediction import communication
 from accel_fsdp.prediction.amounts import Amounts
-from accel_fsdp.prediction.communication import GatheredUnit
-from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, compute_bytes
+from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, compute_bytes, shards
 
 TILE = 128
 """Rows of a matrix product that a thread block computes at once: the last tile of an expert's is half full."""
@@ -118,14 +116,14 @@ def head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
     return product + loss, product.times(2 if recipe.method == "full" else 1) + loss
 
 
-def recomputed(forward: Work, unit: GatheredUnit, shape: ModelShape, recipe: Recipe) -> Work:
+def recomputed(forward: Work, block: Block | None, shape: ModelShape, recipe: Recipe) -> Work:
     """The work that checkpointing repeats: the forward pass, up to a block's last product if it isn't reentrant.
 
     No tensor is saved after the input of that product (torch.utils.checkpoint's early stop). Selective checkpointing
     repeats every second product and all work between products, but no attention.
     """
-    weights = products(unit.block) if unit.block else ()
-    if recipe.checkpointing == "none" or not weights or not unit.block:
+    weights = products(block) if block else ()
+    if recipe.checkpointing == "none" or not weights:
         return Work()
     if recipe.checkpointing == "selective":
         saved = sum((_product(weight, shape, recipe) for weight in weights[::2]), Work())
@@ -255,10 +253,7 @@ def _adapters(block: Block, recipe: Recipe) -> tuple[Work, Work]:
 
 def _unpacking(block: Block, recipe: Recipe) -> Work:
     """Unpacking 4-bit weights for one use: instructions and the written bytes."""
-    if recipe.method != "qlora":
-        return Work()
-    unit = GatheredUnit(block.parameters, False, block)
-    packed = [weight.numel for weight in block.parameters if communication.is_quantized(weight, unit)]
+    packed = [weight.numel for weight in block.parameters if shards.is_quantized(weight, recipe)]
     return Work(unpacked=sum(packed), kernels=KERNELS["packed"] * len(packed))
 
 

@@ -1,6 +1,6 @@
 """Scales the user's YAML down for a rehearsal: fewer processes on one machine, with the same shape of mesh. Pure."""
 
-from accel_fsdp.config import HYBRID, Engine, JobConfig
+from accel_fsdp.config import DATA_AXES, HYBRID, OTHER_AXES, Engine, JobConfig, hybrid_mesh
 from accel_fsdp.errors import UsageError
 from accel_fsdp.job import from_yaml
 
@@ -12,7 +12,6 @@ OF_MACHINES = (
 )
 """Keys about the machines that the real job runs on."""
 SMALLEST_UNIT = "fsdp_min_num_params"
-REPLICAS, SHARDS = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
 
 
 class CannotRehearse(UsageError):
@@ -28,8 +27,8 @@ def scale(job: JobConfig, processes: int | None = None) -> tuple[JobConfig, list
         CannotRehearse: the engine or mesh doesn't run on CPUs. UsageError: the mesh doesn't fit so many processes.
     """
     _refuse_unknown(job)
-    mesh = from_yaml.mesh_of(job)
-    hybrid = mesh["dp_replicate"] > 1 and mesh["dp_shard"] > 1
+    copies, shards = (from_yaml.mesh_of(job)[axis] for axis in DATA_AXES)
+    hybrid = copies > 1 and shards > 1
     least = 2 * PROCESSES if hybrid or _is_hybrid_of_fsdp1(job) else PROCESSES
     ranks = least if processes is None else processes
     check_processes(ranks, least)
@@ -40,9 +39,9 @@ def scale(job: JobConfig, processes: int | None = None) -> tuple[JobConfig, list
         changes.append(f"num_machines {job.number('num_machines')} -> 1")
     values |= {"num_processes": ranks, "num_machines": 1}
     if section := job.section("parallelism_config"):
-        replicas = 2 if hybrid else ranks if mesh["dp_replicate"] > 1 else 1
-        values["parallelism_config"] = {**section, REPLICAS: replicas, SHARDS: ranks // replicas}
-        changes.append(f"mesh {mesh['dp_replicate']} x {mesh['dp_shard']} -> {replicas} x {ranks // replicas}")
+        replicas = 2 if hybrid else ranks if copies > 1 else 1
+        values["parallelism_config"] = {**section, **hybrid_mesh(replicas, ranks)}
+        changes.append(f"mesh {copies} x {shards} -> {replicas} x {ranks // replicas}")
     return JobConfig(values), changes
 
 
@@ -71,7 +70,7 @@ def check_processes(processes: int, least: int = PROCESSES) -> None:
 
 def _refuse_unknown(job: JobConfig) -> None:
     mesh = from_yaml.mesh_of(job)
-    if others := [f"{axis}_size" for axis in from_yaml.OTHER_AXES if mesh[axis] > 1]:
+    if others := [f"{axis}_size" for axis in OTHER_AXES if mesh[axis] > 1]:
         raise CannotRehearse(
             f"{others[0]} can't be rehearsed",
             why="only data-parallel meshes run on CPU here",

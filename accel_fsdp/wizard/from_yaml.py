@@ -5,6 +5,7 @@ from typing import Any
 
 from accel_fsdp.config import (
     BY_NAME,
+    DATA_AXES,
     DEFAULT_ZERO_STAGE,
     ENGINE_NAMES,
     FALSE_WORDS,
@@ -73,7 +74,7 @@ def _strategy_of_fsdp2(job: JobConfig) -> str:
     value = job.fsdp("fsdp_reshard_after_forward")
     if str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
         return str(value)
-    copies, shards = job.mesh["dp_replicate"], job.mesh["dp_shard"]
+    copies, shards = (job.mesh[axis] for axis in DATA_AXES)
     hybrid = job.section("parallelism_config") and (copies != 1 or shards == job.number("num_processes"))
     return str((1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0))
 

@@ -122,7 +122,7 @@ def state_memory(context: Context) -> tuple[float, float] | None:
     has = gpus.find(str(machine.accelerator), machine.memory_gib).usable_gib if known else machine.memory_gib
     if has is None:
         return None
-    return context.model.parameters * state_bytes.PER_PARAMETER[context["method"]] / layout.shard_ranks, has * GIB
+    return layout.shard_of(context.model.parameters * state_bytes.PER_PARAMETER[context["method"]]), has * GIB
 
 
 def checkpoints_in_yaml(context: Context) -> bool:

@@ -16,7 +16,7 @@ from accel_fsdp.config import (
     Engine,
     as_scalar,
     deepspeed_name,
-    size_key,
+    hybrid_mesh,
     yaml_file,
 )
 from accel_fsdp.config import header as config_header
@@ -69,8 +69,8 @@ def _fsdp2(answers: Answers) -> dict[tuple[str, str], Any]:
     strategy = STRATEGIES[answers.strategy]
     values: dict[tuple[str, str], Any] = {("fsdp_config", "fsdp_reshard_after_forward"): RESHARDS[strategy]}
     if strategy in HYBRID:
-        sizes = {"dp_replicate": answers.num_machines, "dp_shard": answers.num_processes // answers.num_machines}
-        values |= {("parallelism_config", size_key(axis)): size for axis, size in sizes.items()}
+        sizes = hybrid_mesh(answers.num_machines, answers.num_processes)
+        values |= {("parallelism_config", key): size for key, size in sizes.items()}
     return values
 
 

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import discover, tensor_names
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.exporter import command
+from accel_fsdp.exporter import command, refusals
 
 HEAD = "lm_head.weight"
 
@@ -193,9 +193,9 @@ def test_a_full_disk_is_told_all_that_is_needed(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number that is asked for is the one that free space is held against."""
-    free = command.SPARE_BYTES + 1000
+    free = refusals.SPARE_BYTES + 1000
     usage = shutil.disk_usage(tmp_path)._replace(free=free)
-    monkeypatch.setattr(command.shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(refusals.shutil, "disk_usage", lambda _: usage)
     for dtype, advice in (("float32", "--dtype bfloat16"), ("bfloat16", "choose an OUT on another disk")):
         with pytest.raises(UserError, match=r"needs 67\.\d+ MB, the disk of .* has 67\.11 MB free") as caught:
             export(tiny_model, tmp_path / "out", dtype=dtype)

@@ -8,9 +8,9 @@ from .shape import Block as Block
 from .shape import ModelShape as ModelShape
 from .shape import Parameter as Parameter
 from .shape import ParameterKind as ParameterKind
+from .shards import Unit as Unit
 from .shards import compute_bytes as compute_bytes
 from .shards import master_bytes as master_bytes
-from .shards import outer_parts as outer_parts
 from .step import Prediction as Prediction
 from .step import predict as predict
 from .timeline import ACTIVATIONS as ACTIVATIONS

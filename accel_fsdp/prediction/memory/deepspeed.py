@@ -50,7 +50,7 @@ class Zero(EngineMemory):
         return Layout(Engine.NONE, 1, 1, 1)
 
     def _trained_numel(self) -> int:
-        return self.total(lambda unit: sum(parameter.numel for parameter in unit.held if parameter.trained))
+        return self.total(lambda unit: unit.trained_numel)
 
     def before_forward(self, unit: int) -> None:
         """Stage 3 gathers the unit and prefetches about as much."""

@@ -237,7 +237,7 @@ class Fsdp2(Fsdp):
         self.kept_output = 0
 
     def _output(self, unit: int) -> int:
-        return self._size(unit) if self.layout.shard_ranks > 1 else 0
+        return self._size(unit) if self.layout.is_sharded else 0
 
     def _all_gather(self, unit: int) -> None:
         self._cast_and_gather(unit, self._output(unit), "output")
@@ -333,8 +333,7 @@ class Fsdp1(Fsdp):
 
     def _size(self, unit: int) -> int:
         """NO_SHARD gathers nothing; the copy in another dtype is all that it makes (`needs_unshard`)."""
-        whole = self.layout.shard_ranks == 1
-        return shards.cast_bytes(self.units[unit], self.layout) if whole else super()._size(unit)
+        return super()._size(unit) if self.layout.is_sharded else shards.cast_bytes(self.units[unit], self.layout)
 
     def _reshards(self, unit: int) -> bool:
         """NO_SHARD frees the copies of all units, the root's too (`post_reshard`)."""
@@ -342,10 +341,10 @@ class Fsdp1(Fsdp):
 
     def _gather(self, unit: int) -> None:
         self.meter.throttle()
-        if self.layout.shard_ranks == 1:
-            self.meter.add(GATHERED, self._size(unit), ("unit", unit), stream=CAST)
-        else:
+        if self.layout.is_sharded:
             self._cast_and_gather(unit, self._size(unit), "unit")
+        else:
+            self.meter.add(GATHERED, self._size(unit), ("unit", unit), stream=CAST)
         self.gathered.add(unit)
 
     def _free(self, unit: int) -> None:

@@ -121,7 +121,7 @@ class _AllocatingWalk(Walk):
         if self.evaluated:
             self.meter.enter("evaluation")
             self._evaluate(self.evaluated)
-        if exports and self.engine.layout.is_fsdp and self.engine.layout.shard_ranks > 1:
+        if exports and self.engine.layout.is_fsdp and self.engine.layout.is_sharded:
             self.meter.enter("export")
             self._gather_all()
 

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from accel_fsdp.config import TORCH_DTYPES, Engine
 from accel_fsdp.job import Layout, OptimizerName, Recipe
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction.memory.shape import ModelShape, Parameter
+from accel_fsdp.prediction.memory.shape import Block, ModelShape, Parameter
 
 ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_get_aligned_numel`)
 
@@ -45,14 +45,26 @@ CACHED = 1024  # equal layers share one unit, which is compared by identity: eac
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Parameters that are gathered together. Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy).
+    """Parameters that are gathered and reduced together: a block, or with `block` None some of those outside.
 
-    `idle` ones are of layers that rows of text skip: held, and without gradients, so that no state is made for them.
+    Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy). `idle` units are of layers that rows of text
+    skip: held, and without gradients, so that no state is made for them.
     """
 
     name: str
     held: tuple[Held, ...]
+    block: Block | None = None
     idle: bool = False
+
+    @property
+    def count(self) -> int:
+        """How often the model has it."""
+        return len(self.block.layers) if self.block else 1
+
+    @property
+    def trained_numel(self) -> int:
+        """Its elements that have a gradient."""
+        return sum(param.numel for param in self.held if param.trained)
 
 
 def compute_bytes(recipe: Recipe) -> int:
@@ -94,24 +106,23 @@ def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
     return _distinct_units(shape, alike, Layout(layout.engine, 1, 1, 1))
 
 
-def counted_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[tuple[Unit, int]]:
-    """The distinct units, each with the number of them in the model."""
+def all_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:
+    """The distinct units in forward order, each of which the model has `count` times."""
     blocks, first, last = distinct_units(shape, recipe, layout)
-    counts = (len(block.layers) for block in shape.blocks)
-    return [(first, 1), *zip(blocks, counts, strict=True), *([(last, 1)] if last else [])]
+    return (first, *blocks, last) if last else (first, *blocks)
 
 
 @lru_cache(CACHED)
 def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
-    def unit(name: str, parameters: tuple[Parameter, ...], inside: bool = False, idle: bool = False) -> Unit:
-        return Unit(name, tuple(_held(parameters, recipe, layout, inside)), idle)
+    def outside(name: str, parameters: tuple[Parameter, ...]) -> Unit:
+        return Unit(name, tuple(_held(parameters, recipe, layout, False)))
 
     first, last = outer_parts(shape, layout)
     blocks = tuple(
-        unit(block.name, block.parameters, inside=True, idle=index in shape.untraced)
+        Unit(block.name, tuple(_held(block.parameters, recipe, layout, True)), block, index in shape.untraced)
         for index, block in enumerate(shape.blocks)
     )
-    return Units(blocks, unit("embedding" if last else "root", first), unit("head", last) if last else None)
+    return Units(blocks, outside("embedding" if last else "root", first), outside("head", last) if last else None)
 
 
 def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Held]:
@@ -119,7 +130,7 @@ def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, ins
     full = recipe.method == "full"
     compute = compute_bytes(recipe)
     for param in parameters:
-        quantized = recipe.method == "qlora" and inside and param.kind == "linear"
+        quantized = inside and is_quantized(param, recipe)
         stored = 0.5 if quantized else master_bytes(recipe, layout) if full else state_bytes.DTYPE_BYTES[recipe.dtype]
         embedding = param.kind == "embedding"
         yield Held(param.shape, stored, compute, trained=full, quantized=quantized, embedding=embedding)
@@ -128,6 +139,12 @@ def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, ins
             wide = master_bytes(recipe, layout)
             yield Held((recipe.lora_rank, columns), wide, compute, trained=True, adapter=True)
             yield Held((rows, recipe.lora_rank), wide, compute, trained=True, adapter=True)
+
+
+def is_quantized(parameter: Parameter, recipe: Recipe) -> bool:
+    """Whether QLoRA packs a block's parameter into 4 bits: linear layers, including experts that are such layers."""
+    is_linear = parameter.kind == "linear" or (parameter.kind == "experts" and len(parameter.shape) == 2)
+    return recipe.method == "qlora" and is_linear
 
 
 def shard_shape(param: Held, ranks: int) -> tuple[int, ...]:

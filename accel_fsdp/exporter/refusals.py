@@ -1,0 +1,150 @@
+"""The exports that are refused before anything is written, each with its reason."""
+
+import re
+import shutil
+from pathlib import Path
+
+from accel_fsdp import atomic_files
+from accel_fsdp.checkpoints import CheckpointLocation, Weights, file_names
+from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.exporter import companion_files
+from accel_fsdp.exporter.companion_files import Papers
+from accel_fsdp.exporter.flags import ExportCommand
+from accel_fsdp.units import MIB, gb_or_mb
+
+SPARE_BYTES = 64 * MIB
+WRITTEN = (
+    *companion_files.COPIED,
+    *(file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT, file_names.TRAINING_ARGS, file_names.RUN),
+    *(f"*{file_names.INDEX_END}", file_names.TORCH_INDEX, file_names.TORCH_MODELS, file_names.TORCH_MODEL),
+    *(file_names.MODELS, f"{file_names.ADAPTER_STEM}.*", f"{file_names.OPTIMIZER}{file_names.ALL_SAFETENSORS}"),
+    ".gitattributes",
+)
+"""Files of a model: those of exports and of `save_pretrained`."""
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight", "embed_in.weight", "embed_out.weight")
+
+
+def check_local(options: ExportCommand) -> None:
+    """Refuses addresses, which would be read as folders such as `s3:` on this machine."""
+    for flag, place in (("SRC", options.src), ("OUT", options.out), ("--model", options.model)):
+        address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(place))
+        if address and not Path(str(place)).exists():
+            raise UsageError(
+                f"{flag} is {address[1]}://{address[2]}, which is not a folder of this machine",
+                why="an export reads and writes local disks only",
+                fix="export to a folder here and upload that; to the Hub: --push-to-hub NAME/MODEL"
+                if flag == "OUT"
+                else f"copy it here first, then give its folder as {flag}",
+            )
+
+
+def check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:
+    place, source = out.resolve(), checkpoint.weights.resolve()
+    if source.is_relative_to(place):
+        raise UserError(
+            f"{out} holds the checkpoint that is to be exported",
+            why="the export takes the place of what is in OUT",
+            fix="choose another OUT",
+        )
+    if out.exists() and not force:
+        raise UserError(f"{out} exists", why="it may be another model", fix="add --force, or choose another OUT")
+    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _is_model(out))):
+        raise UserError(
+            f"{out} is not a folder of a model",
+            why="--force replaces exported models only, not what else you may have there",
+            fix="choose another OUT",
+        )
+    foreign = next((path for path in sorted(out.iterdir()) if not _is_of_model(path)), None) if out.exists() else None
+    if foreign is not None:
+        raise UserError(
+            f"{out} holds {foreign.name}, which no export writes",
+            why="--force replaces the whole folder, and that would be lost",
+            fix="move it away, or choose another OUT",
+        )
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT))
+
+
+def _is_of_model(path: Path) -> bool:
+    """Whether an export or `save_pretrained` writes files or folders of this name."""
+    if path.is_dir():
+        return path.name == file_names.MORE_TEMPLATES and all(
+            file.is_file() and file.suffix == ".jinja" for file in path.iterdir()
+        )
+    return any(path.match(pattern) for pattern in WRITTEN)
+
+
+def check_model(out: Path, named: Papers, checkpoint: CheckpointLocation) -> None:
+    """Refuses an OUT that would replace the model that the export reads; a run's folder may hold its exports."""
+    place, source = out.resolve(), checkpoint.folder.resolve()
+    described = [folder for folder in named.others if folder.name == file_names.DESCRIBED]
+    for model in (named.folder, *described):
+        used = model.resolve()
+        if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (source.parent, source)):
+            raise UserError(
+                f"{out} is, contains or is inside {model}, the model that the export uses",
+                why="the export would take the place of what it was made from",
+                fix="choose another OUT",
+            )
+
+
+def check_weights(options: ExportCommand, weights: Weights, named: Papers) -> None:
+    if options.merge_adapter and not weights.adapter:
+        raise UserError(
+            "--merge-adapter, and the checkpoint has no adapter",
+            why="there is nothing to merge",
+            fix="leave it out",
+        )
+    if weights.adapter and options.verify == "logits" and not options.merge_adapter:
+        raise UsageError(
+            "--verify logits, and the adapter is not merged",
+            why="an adapter alone has no logits",
+            fix="--verify load, or --merge-adapter",
+        )
+    if options.adapter and not weights.adapter:
+        raise UsageError(
+            f"--adapter {options.adapter}, and the checkpoint has no adapter",
+            why="the whole model would be exported",
+            fix="leave it out",
+        )
+    if weights.adapter and named.adapter is None:
+        settings = f"{options.adapter}/{file_names.ADAPTER_CONFIG}" if options.adapter else file_names.ADAPTER_CONFIG
+        raise UserError(
+            f"no {settings} beside the checkpoint or in its run's folder",
+            why="rank, scaling and kind of the adapter are in no other file",
+            fix=f"put the {settings} of the run into the checkpoint's folder",
+        )
+    if weights.adapter and weights.tensors and not options.merge_adapter:
+        _check_vocabulary(weights, named)
+    if options.with_optimizer and not weights.optimizer:
+        raise UserError(
+            "--with-optimizer, and no optimizer state of tensors was found",
+            why="there are no optimizer tensors to export",
+            fix="leave it out, or export a checkpoint that was saved with its optimizer",
+        )
+
+
+def _check_vocabulary(weights: Weights, named: Papers) -> None:
+    """Refuses an adapter whose embedding has more rows than its base: the base lacks the added rows."""
+    inner = named.config.get("text_config")
+    rows = named.config.get("vocab_size") or (isinstance(inner, dict) and inner.get("vocab_size"))
+    embeddings = {name: tensor for name, tensor in weights.tensors.items() if name.endswith(EMBEDDINGS)}
+    resized = (name for name, tensor in embeddings.items() if tensor.shape[0] != rows)
+    if isinstance(rows, int) and (name := next(resized, None)) is not None:
+        raise UserError(
+            f"{name} has {weights.tensors[name].shape[0]} rows, the vocabulary of {named.folder} {rows}",
+            why="it was resized, and an adapter alone lacks the rows that the base doesn't have",
+            fix="--merge-adapter, with the model as it was trained: --model RUN/model",
+        )
+
+
+def check_space(out: Path, needed: int, wide: bool) -> None:
+    free = shutil.disk_usage(atomic_files.existing_part(out.parent)).free
+    if free < needed + SPARE_BYTES:
+        raise UserError(
+            f"the export needs {gb_or_mb(needed + SPARE_BYTES)}, the disk of {out} has {gb_or_mb(free)} free",
+            why=f"it would end half-way; {gb_or_mb(SPARE_BYTES)} of it are for config, tokenizer and the file system",
+            fix="choose an OUT on another disk" + (", or --dtype bfloat16" if wide else ""),
+        )
