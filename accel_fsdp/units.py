@@ -1,9 +1,15 @@
 """Counts and sizes in words: binary units (GiB) for memory and what has to fit somewhere, decimal (GB) for files."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+
+def listed(names: Iterable[str], conjunction: str) -> str:
+    """Such as: kubernetes, skypilot and dstack."""
+    *others, last = names
+    return f"{', '.join(others)} {conjunction} {last}" if others else last
 
 
 def counted(count: int, one: str, several: str = "") -> str:

@@ -18,5 +18,4 @@ from .recipe import Attention as Attention
 from .recipe import Checkpointing as Checkpointing
 from .recipe import Kernels as Kernels
 from .recipe import LoraTargets as LoraTargets
-from .recipe import OptimizerName as OptimizerName
 from .recipe import Recipe as Recipe

@@ -13,9 +13,9 @@ from accel_fsdp.job.recipe import (
     ATTENTION_LINEAR,
     Attention,
     Checkpointing,
-    OptimizerName,
     Recipe,
 )
+from accel_fsdp.models import optimizers
 
 SIZES: Mapping[str, int] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
 """The size arguments, with the defaults of Trainer and `train/sft.py`."""
@@ -27,12 +27,6 @@ WHOLE: Mapping[str, int] = {
 """Integer arguments and their minimum."""
 SLIP = 0.94
 """The similarity of two names that differ by one letter."""
-OPTIMIZERS: dict[str, OptimizerName] = {
-    **{name: name for name in get_args(OptimizerName)},
-    "adamw_bnb_8bit": "adamw_8bit",
-    "paged_adamw_8bit": "adamw_8bit",
-}
-"""Trainer's names of the supported optimizers."""
 LORA_DROPOUT, SAVE_STEPS, EPOCHS, EVAL_BATCH = 0.05, 500, 3, 8
 """Other defaults of `train/sft.py` and Trainer."""
 Event = Literal["no", "steps", "epoch", "best"]
@@ -103,7 +97,7 @@ def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
         rows=sizes["per_device_train_batch_size"],
         length=sizes["max_length"],
         accumulation=sizes["gradient_accumulation_steps"],
-        optimizer=OPTIMIZERS.get(str(arguments.get("optim")), Recipe.optimizer),
+        optimizer=optimizers.BY_TRAINERS_NAME.get(str(arguments.get("optim")), Recipe.optimizer),
         checkpointing=_checkpointing(arguments),
         attention=attention_of(str(arguments.get("attn_implementation", ""))),
         kernels="liger" if is_on(arguments.get("use_liger_kernel")) else "none",
@@ -158,7 +152,7 @@ def _checkpointing(arguments: Mapping[str, Any]) -> Checkpointing:
 def notes(arguments: Mapping[str, Any]) -> Iterator[str]:
     """Sentences about arguments that are predicted only approximately."""
     optimizer = str(arguments.get("optim", Recipe.optimizer))
-    if optimizer not in OPTIMIZERS:
+    if optimizer not in optimizers.BY_TRAINERS_NAME:
         yield f"The arguments' {optimizer} is predicted as {Recipe.optimizer}."
     if is_on(arguments.get("auto_find_batch_size")):
         yield "auto_find_batch_size halves the micro-batch where it doesn't fit; the prediction keeps it."

@@ -8,7 +8,7 @@ from accel_fsdp.job.job import Job
 from accel_fsdp.job.layout import Layout
 from accel_fsdp.job.recipe import Recipe
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.models import state_bytes
+from accel_fsdp.models import optimizers, state_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,7 +89,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
     layout = layout_of(accelerator)
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
     named = str(getattr(args.optim, "value", args.optim))
-    optimizer = from_arguments.OPTIMIZERS.get(named)
+    optimizer = optimizers.BY_TRAINERS_NAME.get(named)
     if layout is None or layout.ranks_per_row > 1 or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
         return None
     adapter = next(iter(getattr(model, "peft_config", {}).values()), None)

@@ -19,7 +19,7 @@ class Job:
     initial weights, such as gptq. `optimizer` is Trainer's name (`--optim`); `recipe` has the one predicted in its
     place. `recompute` is what recomputes activations: "none", "engine" (`fsdp_activation_checkpointing` of the YAML)
     or "script" (`--gradient_checkpointing`). `layer_classes` are those of the wrap policy. `flags` are the enabled
-    boolean arguments of the script, such as `use_dora`.
+    boolean arguments of the script, such as `load_in_8bit`.
     """
 
     layout: Layout

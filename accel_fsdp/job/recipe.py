@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accel_fsdp.config import Method, Precision
+from accel_fsdp.models import optimizers
 
-OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
 Checkpointing = Literal["none", "full", "reentrant", "selective"]
 LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
@@ -35,7 +35,7 @@ class Recipe:
     rows: int = 1
     length: int = 2048
     accumulation: int = 1
-    optimizer: OptimizerName = "adamw_torch_fused"
+    optimizer: optimizers.OptimizerName = "adamw_torch_fused"
     checkpointing: Checkpointing = "none"
     chunked_loss: bool = False
     lora_rank: int = 16

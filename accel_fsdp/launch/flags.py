@@ -7,9 +7,10 @@ from typing import Annotated, Optional
 
 import tyro
 
-_known = partial(
-    tyro.conf.arg, help_behavior_hint="(default: from SLURM, Kubernetes, SkyPilot or dstack, else from the YAML)"
-)
+from accel_fsdp.config import LAUNCH_PLACES
+from accel_fsdp.units import listed
+
+_known = partial(tyro.conf.arg, help_behavior_hint=f"(default: from {listed(LAUNCH_PLACES, 'or')}, else from the YAML)")
 
 
 @dataclass(frozen=True, kw_only=True)

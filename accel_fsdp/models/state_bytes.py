@@ -6,8 +6,7 @@ moments in the dtype of the weight; FSDP with mixed precision keeps float32 mast
 `prepare_model`), DeepSpeed's optimizers always do (`stage_1_and_2.py`, `stage3.py`, `fp32_groups`).
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from accel_fsdp.checkpoints import ITEM_BYTES, TORCH_NAMES
 from accel_fsdp.config import Method
@@ -19,12 +18,6 @@ NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """A 4-bit weight with its share of absmax in 8 bits per block of 64, and theirs in float32 per 256 blocks (QLoRA)."""
 MOMENTS = 2
 """Adam's states per parameter."""
-MOMENTS_OF = {"sgd": 0, "adafactor": 0, "lion": 1, "rmsprop": 1, "adagrad": 1, "ademamix": 3}
-"""The moments of Trainer's other optimizers, by the first word of the name; unlisted ones count as Adam."""
-MOMENT_BYTES = {"4bit": 0.5, "8bit": 1, "32bit": MASTER, "bnb": MASTER, "ademamix": MASTER}
-"""Bytes of a moment by the last word of the optimizer's name; those of a weight for unlisted ones."""
-EIGHT_BIT_FROM = 4096
-"""Elements of a tensor: bitsandbytes keeps the state of smaller ones in float32 (`min_8bit_size`)."""
 HEADROOM = 1.1
 """Host memory as a factor of a gathered model, for the tensor in transit and the process itself."""
 
@@ -36,27 +29,6 @@ def weight_bytes(loaded: int, mixed: bool, fsdp: bool, zero: bool) -> int:
 
 def training_bytes(weights: int) -> int:
     return weights * (1 + 1 + MOMENTS)
-
-
-def moment_bytes(optimizer: str, weight: int) -> float:
-    """An optimizer's state per trained parameter of `weight` bytes; of Adafactor's matrices it is next to nothing."""
-    family, kind = optimizer.removeprefix("paged_").partition("_")[0], optimizer.rpartition("_")[2]
-    return MOMENTS_OF.get(family, MOMENTS) * MOMENT_BYTES.get(kind, weight)
-
-
-def optimizer_bytes(optimizer: str, shape: Sequence[int], weight: int, embedding: bool = False) -> int:
-    """An optimizer's state of one trained tensor, an element of which takes `weight` bytes.
-
-    Where moments have 8 bits, those of a small tensor are float32, and Trainer has bitsandbytes, which torchao is not,
-    keep those of an `embedding` so (`create_optimizer`). Adafactor has a float32 mean of each row and of each column,
-    and a full second moment of a vector.
-    """
-    numel = math.prod(shape)
-    if optimizer == "adafactor":
-        several = len(shape) > 1
-        return MASTER * (math.prod(shape[:-1]) + math.prod([*shape[:-2], shape[-1]]) if several else numel)
-    wide = numel < EIGHT_BIT_FROM or (embedding and not optimizer.startswith("adamw_torch"))
-    return round(numel * moment_bytes(optimizer.replace("_8bit", "_32bit") if wide else optimizer, weight))
 
 
 def checkpoint_bytes(

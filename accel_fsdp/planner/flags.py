@@ -7,7 +7,8 @@ from typing import Annotated, Literal, Optional
 import tyro
 
 from accel_fsdp.config import DTYPES, Method, Precision
-from accel_fsdp.job import Attention, Checkpointing, Kernels, OptimizerName
+from accel_fsdp.job import Attention, Checkpointing, Kernels
+from accel_fsdp.models import optimizers
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ class PlanCommand:
             help_behavior_hint="(default: float32, with LoRA bfloat16)",
         ),
     ] = None
-    optimizer: Annotated[OptimizerName, tyro.conf.arg(help="Trainer's name of the optimizer.")] = "adamw_torch_fused"
+    optimizer: Annotated[optimizers.OptimizerName, tyro.conf.arg(help="Trainer's name of the optimizer.")] = (
+        "adamw_torch_fused"
+    )
     checkpointing: Annotated[Checkpointing, tyro.conf.arg(help="Activation checkpointing in the table.")] = "none"
     lora_rank: Annotated[int, tyro.conf.arg(help="Rank of the adapters.")] = 16
     chunked_loss: Annotated[bool, tyro.conf.arg(help="A loss that never holds all logits (Liger, chunked NLL).")] = (

@@ -13,8 +13,8 @@ from typing import Literal
 
 from accel_fsdp.config import Engine
 from accel_fsdp.hardware import Gpu, is_hopper
-from accel_fsdp.job import Layout, OptimizerName, Recipe
-from accel_fsdp.models import state_bytes
+from accel_fsdp.job import Layout, Recipe
+from accel_fsdp.models import optimizers, state_bytes
 from accel_fsdp.prediction import communication
 from accel_fsdp.prediction.communication import Traffic
 from accel_fsdp.prediction.memory import ModelShape, compute_bytes, master_bytes
@@ -51,14 +51,6 @@ LAUNCH_SECONDS = 9e-6
 UNIT_SECONDS = 1.4e-3
 """Host time to gather or reduce one unit of FSDP1, including hooks and streams. It adds up where adapters are separate
 units. No published run shows FSDP2's."""
-ACCESSES: dict[OptimizerName, float] = {
-    "adamw_torch_fused": 7,
-    "adamw_torch": 20,
-    "adamw_8bit": 4,
-    "adafactor": 6,
-    "sgd": 3,
-}
-"""How often one optimizer step reads or writes each trained element: fused Adam reads p, g, m, v and writes p, m, v."""
 RANGE = (0.85, 1.2)
 """Shortest and longest step as multiples of the prediction: more than 9 of 10 published runs are in between."""
 
@@ -242,7 +234,7 @@ def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: 
 def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """The optimizer, bound by the memory that holds its states, then its communication; neither is hidden."""
     elements = layout.shard_of(communication.all_trained_numel(shape, recipe, layout))
-    moved = elements * (ACCESSES[recipe.optimizer] + CLIPPING) * master_bytes(recipe, layout)
+    moved = elements * (optimizers.ACCESSES[recipe.optimizer] + CLIPPING) * master_bytes(recipe, layout)
     if layout.offload:
         ranks = min(layout.ranks, layout.ranks_per_node)
         fair = HOST_BYTES_PER_S / ranks

@@ -14,7 +14,7 @@ from accelerate.utils import gather_object
 from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import counting, state_bytes
+from accel_fsdp.models import counting, optimizers, state_bytes
 from accel_fsdp.prediction import cost
 from accel_fsdp.units import gib_or_mib
 
@@ -55,7 +55,7 @@ def _optimizer_bytes(trainer: Any, element_bytes: Mapping[torch.nn.Parameter, in
     optim = str(trainer.args.optim.value)
     tables = set() if trainer.is_deepspeed_enabled else counting.embeddings(trainer.model)
     return sum(
-        state_bytes.optimizer_bytes(optim, counting.shape(p), size, p in tables) for p, size in element_bytes.items()
+        optimizers.tensor_bytes(optim, counting.shape(p), size, p in tables) for p, size in element_bytes.items()
     )
 
 

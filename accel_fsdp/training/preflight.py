@@ -22,7 +22,6 @@ def before_trainer(model: nn.Module, args: TrainingArguments) -> None:
     check_wrap_classes(model)
     check_buffers(model)
     check_weight_decay(args)
-    check_dora(model)
     check_gathering(args)
     settle_checkpointing(model, args)
 
@@ -67,17 +66,6 @@ def check_weight_decay(args: TrainingArguments) -> None:
             f"fsdp_use_orig_params: false with --weight_decay {args.weight_decay}",
             why="norms and biases would be decayed too: in FSDP1's flat parameters they can't be distinguished",
             fix="fsdp_use_orig_params: true in the YAML",
-        )
-
-
-def check_dora(model: nn.Module) -> None:
-    """Refuses what PEFT 0.21 fails on: it reads the shape of an adapter's weight, which FSDP1 has flattened."""
-    adapters = getattr(model, "peft_config", {}).values()
-    if LaunchEnvironment.now().uses_fsdp1 and any(adapter.use_dora for adapter in adapters):
-        raise UserError(
-            "--use_dora under FSDP1",
-            why="PEFT 0.21 reads the adapter's weights outside of their unit's forward, where FSDP1 holds flat shards",
-            fix="leave out --use_dora, or fsdp_version: 2 (accel-fsdp migrate FILE --to fsdp2)",
         )
 
 

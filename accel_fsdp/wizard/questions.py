@@ -11,7 +11,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from accel_fsdp.config import BY_NAME, DEFAULT_PORT, STRATEGIES, ZERO_STAGES, Engine, Kind, WrapPolicy, zero_name
+from accel_fsdp.config import (
+    BY_NAME,
+    DEFAULT_PORT,
+    PLACING,
+    STRATEGIES,
+    ZERO_STAGES,
+    Engine,
+    Kind,
+    WrapPolicy,
+    zero_name,
+)
+from accel_fsdp.units import listed
 from accel_fsdp.wizard import defaults, notes, validation
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import Context, Option, Question
@@ -211,7 +222,7 @@ QUESTIONS: tuple[Question, ...] = (
     _asks(
         "main_process_ip",
         "main_process_ip",
-        defaults.always("", "empty: SLURM, Kubernetes, SkyPilot, dstack or Ray say where the first machine is"),
+        defaults.always("", f"empty: {listed(PLACING, 'or')} say where the first machine is"),
         section="",
         applies=_several_machines,
         check=validation.check_ip,

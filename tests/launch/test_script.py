@@ -17,6 +17,7 @@ from conftest import ROOT, SFT
 from test_place import ENGINES, TWO, YAML
 
 from accel_fsdp import cli
+from accel_fsdp.config import CLUSTER_ENGINES
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.launch.script.command import ENGINES as WRITERS
 
@@ -363,7 +364,7 @@ def test_the_command_in_a_task_is_one_that_launch_accepts(
 ) -> None:
     task = yaml.safe_load(write(engine, TWO, "--gpus", "2x4xH100-80GB", *flags))
     text = task[key] if engine == "skypilot" else "\n".join(task[key])
-    title = WRITERS[engine].title
+    title = CLUSTER_ENGINES[engine].title
     code, said = started(text, tmp_path, ENGINES[title])
     assert code == 0, said
     assert f"# {title}: num_machines 2" in said

@@ -8,7 +8,7 @@ import torch
 from torch.nn import Parameter
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from accel_fsdp.models import state_bytes
+from accel_fsdp.models import optimizers
 from accel_fsdp.training import disk_room
 
 BITSANDBYTES = (
@@ -48,10 +48,10 @@ def test_an_optimizer_keeps_what_is_counted(optim: str, dtype: torch.dtype, tmp_
         found = list(state_tensors(optimizer))
         maps = sum(one.numel() == QUANTISATION_MAP // 4 for one in found) if optim.endswith("_8bit") else 0
         kept = sum(one.numel() * one.element_size() for one in found) - maps * QUANTISATION_MAP
-        counted = state_bytes.optimizer_bytes(optim, shape, weight.element_size())
+        counted = optimizers.tensor_bytes(optim, shape, weight.element_size())
         assert counted <= kept <= counted * (1 + MOST_MORE), shape
-        if weight.dim() > 1 and weight.numel() >= state_bytes.EIGHT_BIT_FROM and optim != "adafactor":
-            assert counted == weight.numel() * state_bytes.moment_bytes(optim, weight.element_size())
+        if weight.dim() > 1 and weight.numel() >= optimizers.EIGHT_BIT_FROM and optim != "adafactor":
+            assert counted == weight.numel() * optimizers.element_bytes(optim, weight.element_size())
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor", "adamw_8bit", "lion_8bit", "rmsprop"])

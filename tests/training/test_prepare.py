@@ -127,15 +127,6 @@ def test_what_could_not_be_put_together_at_the_end_is_refused(tmp_path: Path, mo
         preflight.check_gathering(arguments(tmp_path, save_on_each_node=True))
 
 
-def test_dora_is_refused_under_fsdp1_alone(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = adapted(tiny_model, use_dora=True)
-    engine(monkeypatch, FSDP2)
-    preflight.check_dora(model)
-    engine(monkeypatch, FSDP1)
-    with pytest.raises(UserError, match="--use_dora under FSDP1"):
-        preflight.check_dora(model)
-
-
 @pytest.mark.parametrize(
     ("environment", "dropout", "asked", "of_fsdp", "layers"),
     [

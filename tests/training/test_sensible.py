@@ -97,6 +97,15 @@ def test_no_flag_of_trainers_ends_in_a_traceback(name: str, refused: Callable[..
         refused(f"--{name}={value}")
 
 
+def test_dora_is_refused_under_fsdp1_alone(refused: Callable[..., str]) -> None:
+    said = {
+        version: refused("--use_peft", "--use_dora", ACCELERATE_USE_FSDP="true", FSDP_VERSION=version)
+        for version in "12"
+    }
+    assert "fsdp_version: 2" in said["1"]
+    assert said["2"] == ""
+
+
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_bnb_8bit", "adamw_8bit"])
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_optimizers_that_fsdp_cannot_run(optimizer: str, version: str, refused: Callable[..., str]) -> None:

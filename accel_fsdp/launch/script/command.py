@@ -6,13 +6,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from accel_fsdp import atomic_files, console, flag_words
-from accel_fsdp.config import Engine, JobConfig, read_config, yaml_file
+from accel_fsdp.config import (
+    CLUSTER_ENGINES,
+    ClusterWord,
+    Engine,
+    JobConfig,
+    engines_taking,
+    read_config,
+    yaml_file,
+)
 from accel_fsdp.errors import UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.job import from_yaml
 from accel_fsdp.launch import launcher, place
 from accel_fsdp.launch.script import dstack, duration, kubernetes, ray, skypilot, slurm, torchrun
-from accel_fsdp.launch.script.flags import LEAST_GRACE, EngineWord, ScriptCommand
+from accel_fsdp.launch.script.flags import LEAST_GRACE, ScriptCommand
 from accel_fsdp.launch.script.job_file import RESUMES, SHARED, JobFile
 from accel_fsdp.linter import read_launch, stops
 from accel_fsdp.units import counted
@@ -29,22 +37,21 @@ PATH = re.compile(r"/[\w./+-]*", re.ASCII)
 
 @dataclass(frozen=True)
 class EngineKind:
-    """`title` as `place` calls it; `submit` is what a user types next, with FILE in place of the job file."""
+    """`text` is the job file, `submit` what a user types next, with FILE in place of the job file."""
 
-    title: str
     text: Callable[[JobFile], str]
     submit: str
     each: str = ""
     """The text after it where each of several machines is started by hand."""
 
 
-ENGINES: Mapping[EngineWord, EngineKind] = {
-    "slurm": EngineKind("SLURM", slurm.text, "sbatch FILE"),
-    "kubernetes": EngineKind("Kubernetes", kubernetes.text, "kubectl create -f FILE"),
-    "skypilot": EngineKind("SkyPilot", skypilot.text, "sky jobs launch FILE"),
-    "dstack": EngineKind("dstack", dstack.text, "dstack apply -f FILE"),
-    "ray": EngineKind("Ray", ray.text, "python FILE, or: ray job submit --working-dir . -- python FILE"),
-    "torchrun": EngineKind("torchrun", torchrun.text, "bash FILE", " NUMBER ADDRESS, on each machine"),
+ENGINES: Mapping[ClusterWord, EngineKind] = {
+    "slurm": EngineKind(slurm.text, "sbatch FILE"),
+    "kubernetes": EngineKind(kubernetes.text, "kubectl create -f FILE"),
+    "skypilot": EngineKind(skypilot.text, "sky jobs launch FILE"),
+    "dstack": EngineKind(dstack.text, "dstack apply -f FILE"),
+    "ray": EngineKind(ray.text, "python FILE, or: ray job submit --working-dir . -- python FILE"),
+    "torchrun": EngineKind(torchrun.text, "bash FILE", " NUMBER ADDRESS, on each machine"),
 }
 
 
@@ -65,7 +72,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     job_file = _settle(options, job, script_args)
     if job_file.ours:
         _refuse_own_flags(script_args)
-    there = _place(kind.title, job_file)
+    there = _place(CLUSTER_ENGINES[options.engine].title, job_file)
     settled = place.settle(there, {}, job.values, str(options.file))
     launcher.launcher_words(options.file, options.script, job_file.words, place=settled, values=job.values)
     read = settled.applied(job), document
@@ -106,14 +113,11 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
         )
 
 
-FOR = {"--image": ("kubernetes", "skypilot", "dstack"), "--api": ("kubernetes",), "--spot": ("skypilot", "dstack")}
-"""Flags that not all engines take."""
-
-
 def _refuse_unread(options: ScriptCommand) -> None:
     """Raises unless the job file of this engine holds what the flags say."""
     used = {"--image": options.image is not None, "--api": options.api == "pytorchjob", "--spot": options.spot}
-    for flag, engines in FOR.items():
+    for flag in used:
+        engines = engines_taking(flag)
         if used[flag] and options.engine not in engines:
             raise UsageError(
                 f"{flag} for {options.engine}",

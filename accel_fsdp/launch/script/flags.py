@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal, Optional
 
 import tyro
 
-EngineWord = Literal["slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"]
+from accel_fsdp.config import CLUSTER_ENGINES, ClusterWord, engines_taking
+from accel_fsdp.units import listed
+
 KubernetesApi = Literal["trainjob", "pytorchjob"]
 LEAST_GRACE = 30
 
@@ -21,8 +23,8 @@ class ScriptCommand:
     """Those before the script; what follows it is the script's."""
 
     engine: Annotated[
-        tyro.conf.Positional[EngineWord],
-        tyro.conf.arg(metavar="ENGINE", help="slurm, kubernetes, skypilot, dstack, ray or torchrun."),
+        tyro.conf.Positional[ClusterWord],
+        tyro.conf.arg(metavar="ENGINE", help=f"{listed(CLUSTER_ENGINES, 'or')}."),
     ]
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
     script: Annotated[
@@ -69,14 +71,17 @@ class ScriptCommand:
     ] = None
     image: Annotated[
         Optional[str],
-        _optional("IMAGE", "Container image, for kubernetes, skypilot and dstack.", "the engine's"),
+        _optional("IMAGE", f"Container image, for {listed(engines_taking('--image'), 'and')}.", "the engine's"),
     ] = None
     api: Annotated[
         KubernetesApi,
         tyro.conf.arg(help="Kind of Kubernetes job: Kubeflow Trainer's TrainJob, or the older operator's PyTorchJob."),
     ] = "trainjob"
     spot: Annotated[
-        bool, tyro.conf.arg(help="Use cheaper machines that may be taken away, for skypilot and dstack.")
+        bool,
+        tyro.conf.arg(
+            help=f"Use cheaper machines that may be taken away, for {listed(engines_taking('--spot'), 'and')}."
+        ),
     ] = False
     no_check: Annotated[
         bool, tyro.conf.arg(help="Write the file even if the linter finds errors; they are still shown.")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_fsdp.config import LONG_DTYPES, Edit, Engine, JobConfig, Method, apply, short_name
 from accel_fsdp.job import Job, clashes, from_arguments, from_yaml
-from accel_fsdp.models import ModelFacts, state_bytes
+from accel_fsdp.models import ModelFacts, optimizers, state_bytes
 
 if TYPE_CHECKING:
     from accel_fsdp.checkpoints import CheckpointFacts
@@ -130,7 +130,7 @@ class Subject(JobConfig):
     def checkpoint_bytes(self) -> int:
         """Bytes of an FSDP checkpoint of full training with the arguments' optimizer; 0 without a model."""
         parameters = self.model.parameters if self.model else 0
-        optimizer = state_bytes.moment_bytes(str(self.arg("optim") or ""), self.weight_bytes) * parameters
+        optimizer = optimizers.element_bytes(str(self.arg("optim") or ""), self.weight_bytes) * parameters
         return state_bytes.checkpoint_bytes(self.held_bytes, optimizer, gathered=self.full_state_dict)
 
     @cached_property

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.config import DEFAULT_PORT, LOW_DTYPES, TORCH_DTYPES, Edit, Engine
+from accel_fsdp.config import DEFAULT_PORT, LAUNCH_PLACES, LOW_DTYPES, TORCH_DTYPES, Edit, Engine
 from accel_fsdp.errors import did_you_mean
 from accel_fsdp.job import UNLESS_OURS
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
+from accel_fsdp.units import listed
 
 
 @rule("AF401")
@@ -52,8 +53,8 @@ def no_meeting_point(subject: Subject) -> Iterator[Finding]:
     """Several machines without `main_process_ip`: under `accelerate launch` the ranks wait at `None:29500`.
 
     An error where the job is started by it (`--args`). Of a file alone it is a note: `accel-fsdp launch` needs no
-    address where SLURM, Kubernetes, SkyPilot, dstack or Ray tell it, with the machine's number. DeepSpeed's own
-    launchers, pdsh among them, take the machines from `deepspeed_hostfile` instead.
+    address where the cluster's engine tells it, with the machine's number. DeepSpeed's own launchers, pdsh
+    among them, take the machines from `deepspeed_hostfile` instead.
     """
     machines = subject.top("num_machines")
     section = subject.section("deepspeed_config") if subject.engine is Engine.DEEPSPEED else {}
@@ -65,7 +66,7 @@ def no_meeting_point(subject: Subject) -> Iterator[Finding]:
             f"{machines} machines and no main_process_ip",
             f"under accelerate launch they wait at None:{DEFAULT_PORT}",
             "main_process_ip: the address of machine 0; accel-fsdp launch takes it and the machine's number from "
-            "SLURM, Kubernetes, SkyPilot and dstack, and accel-fsdp script writes their job files",
+            f"{listed(LAUNCH_PLACES, 'and')}, and accel-fsdp script writes their job files",
             milder=None if subject.starter == "accelerate" else "note",
         )
 

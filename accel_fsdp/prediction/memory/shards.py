@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import TORCH_DTYPES, Engine
-from accel_fsdp.job import Layout, OptimizerName, Recipe
-from accel_fsdp.models import state_bytes
+from accel_fsdp.job import Layout, Recipe
+from accel_fsdp.models import optimizers, state_bytes
 from accel_fsdp.prediction.memory.shape import Block, ModelShape, Parameter
 
 ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_get_aligned_numel`)
@@ -218,11 +218,11 @@ def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
 
 
 @lru_cache(CACHED)
-def _optimizer_bytes(unit: Unit, optimizer: OptimizerName, master: int, layout: Layout) -> int:
+def _optimizer_bytes(unit: Unit, optimizer: str, master: int, layout: Layout) -> int:
     if optimizer.startswith("adamw_torch"):
-        return state_bytes.optimizer_bytes(optimizer, (_optimized_numel(unit, layout),), master)
+        return optimizers.tensor_bytes(optimizer, (_optimized_numel(unit, layout),), master)
     return sum(
-        state_bytes.optimizer_bytes(
+        optimizers.tensor_bytes(
             optimizer,
             shard_shape(param, layout.shard_ranks),
             master,
