@@ -1,9 +1,12 @@
 """The shape of the code that reviews rely on: the order of the rooms, their faces, and which libraries load where."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -13,7 +16,11 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from accel_fsdp import cli
 from accel_fsdp.checkpoints import file_names
+from accel_fsdp.config import AXES, size_key
+from accel_fsdp.hardware import gpus
+from accel_fsdp.linter import rules
 
 PACKAGE = ROOT / "accel_fsdp"
 ORDER = [  # a room imports rooms of the lines above it, never one of its own line
@@ -286,3 +293,70 @@ def divides_bytes(text: ast.JoinedStr) -> bool:
         one.right for one in numbers if isinstance(one, ast.BinOp) and isinstance(one.op, (ast.Div, ast.FloorDiv))
     ]
     return bool({ast.unparse(one) for one in divided} & {"GIB", "MIB", "1000000000.0"})
+
+
+FILES_TO_CHANGE = {  # a name by which the files to change are found, and how many there may be
+    "a GPU": (r"H200", 1),
+    "a key of FSDP": (r"fsdp_forward_prefetch", 3),
+    "an optimizer": (r"adamw_8bit", 2),
+    "a cluster engine": (r"(?i)skypilot(?!_)", 4),
+    "an adapter kind": (r"use_dora", 6),
+    "a rule": (r"AF610", 1),
+    "a version of transformers": (r"5\.23\.0", 1),
+}
+SHARED_BY_AXES = {"shard_ranks", "ranks_per_row", "data_ranks"}
+"""What `Layout` says of the ranks along some of the axes."""
+AXIS = re.compile("|".join(rf"^{axis}$|\b({size_key(axis)}|{axis}_size)\b" for axis in AXES), re.IGNORECASE)
+
+
+def code_words(module: str) -> set[str]:
+    """The texts and names in a module's code, without docstrings."""
+    tree = tree_of(module)
+    documented = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    ]
+    texts = {id(node.value) for node in documented}
+    nodes = [node for node in ast.walk(tree) if id(node) not in texts]
+    words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    words |= {name for node in nodes for name in (getattr(node, "attr", ""), getattr(node, "id", ""))}
+    return words | {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
+
+
+@pytest.mark.parametrize("change", FILES_TO_CHANGE)
+def test_a_change_is_made_in_few_files(change: str) -> None:
+    pattern, most = FILES_TO_CHANGE[change]
+    files = [module for module in MODULES if any(re.search(pattern, word) for word in code_words(module))]
+    assert 0 < len(files) <= most, files
+
+
+def test_few_files_name_an_axis_of_the_mesh() -> None:
+    files = [
+        module for module in MODULES if any(AXIS.search(word) or word in SHARED_BY_AXES for word in code_words(module))
+    ]
+    assert 0 < len(files) <= 15, files
+
+
+def test_a_gpu_is_added_in_one_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(gpus, "GPUS", (*gpus.GPUS, replace(gpus.find("H100"), name="X9")))
+    monkeypatch.setitem(gpus.BOARD_WATTS, "X9", 500)
+    model = ("--model", "Qwen/Qwen3-0.6B", "--gpus", "8xX9-80GB")
+    assert cli.call(["plan", *model, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"] == "X9"
+
+
+def test_a_rule_is_added_in_one_place(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "fsdp.yaml"
+    config.write_text("distributed_type: FSDP\n")
+
+    def always(subject: rules.engine.Subject) -> Iterator[rules.engine.Finding]:
+        """Every file."""
+        yield rules.engine.Finding("distributed_type", "a new rule", "it is new", "nothing")
+
+    rules.engine.rule("AF999")(always)
+    try:
+        cli.call(["check", str(config), "--json"])
+        assert "AF999" in capsys.readouterr().out
+        cli.call(["check", "--list-rules"])
+        assert "AF999" in capsys.readouterr().out
+    finally:
+        del rules.engine.RULES["AF999"]

@@ -57,6 +57,11 @@ def clashes(job: Job) -> list[Clash]:
     return [clash for clash in TABLE if clash.found(job)]
 
 
+def names_about(part: str, effect: Effect) -> tuple[str, ...]:
+    """The names of the rows about one part of a job alone, with this effect."""
+    return tuple(clash.name for clash in TABLE if (clash.parts, clash.effect) == ((part,), effect))
+
+
 def _optimizer(pattern: str, *engines: Engine) -> Callable[[Job], bool]:
     return lambda job: job.engine in engines and re.fullmatch(pattern, job.optimizer) is not None
 

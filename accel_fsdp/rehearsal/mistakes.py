@@ -219,8 +219,8 @@ def _saved_shards(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> I
     for event in saves:
         writers.setdefault(event.content["file"], set()).add(event.rank)
     alone = {rank for several in writers.values() if len(several) == 1 for rank in several}
-    shard_ranks = max((unit.ranks for holding in by_rank.values() for unit in holding.units), default=2)
-    if saves and len(alone) < shard_ranks:
+    sharing_ranks = max((unit.ranks for holding in by_rank.values() for unit in holding.units), default=2)
+    if saves and len(alone) < sharing_ranks:
         first = saves[0].content
         yield Failure(
             f"torch.save wrote {first['shards']} of {counted(first['tensors'], 'tensor')} as the part that rank "

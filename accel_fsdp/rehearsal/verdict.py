@@ -32,7 +32,7 @@ def _of_rank(asked: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
     if asked.engine is not Engine.NONE and holding.engine == Engine.NONE.label:
         yield Wrong(f"rank {rank} trains {holding.model} alone, as one process", "distributed_type")
         return
-    if asked.layout.shard_ranks == 1:
+    if not asked.layout.is_sharded:
         return
     if not holding.units:
         how = f"{holding.model} runs as {holding.engine}"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from accel_fsdp.config import DEFAULT_PORT, LAUNCH_PLACES, LOW_DTYPES, TORCH_DTYPES, Edit, Engine
 from accel_fsdp.errors import did_you_mean
-from accel_fsdp.job import UNLESS_OURS
+from accel_fsdp.job import UNLESS_OURS, combinations
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 from accel_fsdp.units import listed
 
@@ -202,7 +202,7 @@ def optimizer_cannot_step(subject: Subject) -> Iterator[Finding]:
     Adafactor and all of bitsandbytes' under FSDP2, GaLore and APOLLO under FSDP1, layerwise ones in several processes.
     torchao's `adamw_torch_8bit` and `adamw_torch_4bit` work under both.
     """
-    names = ("adafactor-fsdp2", "bitsandbytes-fsdp2", "low-rank-fsdp1", "layerwise")
+    names = combinations.names_about("optimizer", "stops")
     yield from combined(subject, "fsdp_config.fsdp_version" if subject.is_fsdp else "distributed_type", *names)
 
 
@@ -213,7 +213,7 @@ def optimizer_cannot_be_saved(subject: Subject) -> Iterator[Finding]:
     Adafactor and all of bitsandbytes' under FSDP1, Adagrad, GaLore and GrokAdamW under FSDP2.
     """
     if str(subject.arg("save_strategy")).lower() != "no":
-        names = ("adafactor-fsdp1", "bitsandbytes-fsdp1", "state-fsdp2")
+        names = combinations.names_about("optimizer", "stops when it saves")
         yield from combined(subject, "fsdp_config.fsdp_version", *names)
 
 
