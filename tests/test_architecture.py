@@ -310,6 +310,7 @@ FILES_TO_CHANGE = {  # a name by which the files to change are found, and how ma
     "a key of FSDP": (r"fsdp_forward_prefetch", 3),
     "an optimizer": (r"adamw_8bit", 2),
     "a cluster engine": (r"(?i)skypilot(?!_)", 4),
+    "a checkpoint format, beside the module that reads it": (r"sharded \(DCP\)", 3),
     "an adapter kind": (r"use_dora", 6),
     "a rule": (r"AF610", 1),
     "a version of transformers": (r"5\.23\.0", 1),

@@ -40,6 +40,13 @@ class CheckpointLocation:
         return int(named[1]) if named else -1
 
     @property
+    def description(self) -> str:
+        """The name of the file that describes it, without its numbers."""
+        if self.kind == "adapter":
+            return file_names.ADAPTER_CONFIG
+        return file_names.DCP_METADATA if self.kind == "sharded (DCP)" else file_names.CONFIG
+
+    @property
     def size_bytes(self) -> int:
         paths = self.weights.iterdir() if self.weights.is_dir() else [self.weights]
         return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in file_names.READABLE)

@@ -356,13 +356,6 @@ def same_logits(
         raise UserError(
             f"the export's logits differ from the checkpoint's by {difference:g} (the largest is {largest:g})",
             why="it isn't the model that was trained",
-            fix=f"please report this with the checkpoint's {_describing(checkpoint)}",
+            fix=f"please report this with the checkpoint's {checkpoint.description}",
         )
     return report.proven(f"logits as of the checkpoint loaded by its own library, largest difference {difference:g}")
-
-
-def _describing(checkpoint: CheckpointLocation) -> str:
-    """The file that describes a checkpoint, without its numbers."""
-    if checkpoint.kind == "adapter":
-        return file_names.ADAPTER_CONFIG
-    return file_names.DCP_METADATA if checkpoint.kind == "sharded (DCP)" else file_names.CONFIG
