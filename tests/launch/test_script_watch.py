@@ -6,10 +6,11 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import accel_fsdp, made_yaml
+from conftest import Finished, accel_fsdp, at_once, made_yaml
 
 from accel_fsdp.launch import hangs, launcher, script_watch
 from accel_fsdp.launch.beats import COMPUTES, DEBUGGED, Beat
@@ -66,7 +67,7 @@ if dist.get_rank() == 0:
 dist.barrier()
 if dist.get_rank():
     began, text = time.time(), open("/dev/zero", "rb")
-    while time.time() < began + 15:  # at one place, computing nothing: it reads
+    while time.time() < began + 9:  # at one place, computing nothing: it reads
         text.read(100_000); time.sleep(0.5)
 dist.barrier()
 print("the script has ended", flush=True)
@@ -74,28 +75,43 @@ cpu.finish(0)
 """
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Path:
-    path = tmp_path / "job.yaml"
+def yaml_of(folder: Path) -> Path:
+    """The YAML of a job with two ranks."""
+    path = folder / "job.yaml"
     path.write_text(made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no"))
     return path
 
 
-@pytest.mark.parametrize(
-    ("body", "waits"),
-    [
-        (DDP, r"rank 0 of \S+ waits in all_reduce at \S+own\.py:14 in <module>"),
-        (ACCELERATE, r"rank 0 of \S+ waits in \w+ at \S+own\.py:18 in <module>"),
-        (TRAINER, r"rank 0 of \S+ waits in \w+ at \S+\.py:\d+ in forward"),
-    ],
-    ids=["torch", "accelerate", "trainer"],
-)
-def test_a_rank_that_sleeps_is_named(body: str, waits: str, job: Path, tmp_path: Path) -> None:
-    script = tmp_path / "own.py"
-    text = job.read_text().replace("TRANSFORMER_BASED_WRAP", "NO_WRAP") if body == ACCELERATE else job.read_text()
-    job.write_text(re.sub(r".*layer_cls.*\n", "", text) if body == ACCELERATE else text)
-    script.write_text(BEGIN.removeprefix("\n") + body.replace("OUT", str(tmp_path / "run")))
-    ended = accel_fsdp("launch", "--no-check", "--hang-timeout", SECONDS, job, script)
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    return yaml_of(tmp_path)
+
+
+SLEEPING = {
+    "torch": (DDP, r"rank 0 of \S+ waits in all_reduce at \S+own\.py:14 in <module>"),
+    "accelerate": (ACCELERATE, r"rank 0 of \S+ waits in \w+ at \S+own\.py:18 in <module>"),
+    "trainer": (TRAINER, r"rank 0 of \S+ waits in \w+ at \S+\.py:\d+ in forward"),
+}
+
+
+@pytest.fixture(scope="module")
+def asleep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
+    """How each script ended, all launched at the same time."""
+    launches = []
+    for kind, (body, _) in SLEEPING.items():
+        folder = tmp_path_factory.mktemp(kind)
+        job, script = yaml_of(folder), folder / "own.py"
+        if body == ACCELERATE:
+            text = job.read_text().replace("TRANSFORMER_BASED_WRAP", "NO_WRAP")
+            job.write_text(re.sub(r".*layer_cls.*\n", "", text))
+        script.write_text(BEGIN.removeprefix("\n") + body.replace("OUT", str(folder / "run")))
+        launches.append(partial(accel_fsdp, "launch", "--no-check", "--hang-timeout", SECONDS, job, script))
+    return dict(zip(SLEEPING, at_once(launches), strict=True))
+
+
+@pytest.mark.parametrize("kind", SLEEPING)
+def test_a_rank_that_sleeps_is_named(kind: str, asleep: dict[str, Finished]) -> None:
+    ended, (_, waits) = asleep[kind], SLEEPING[kind]
     assert ended.code == 1, ended.output
     said = r"error: rank 1 of \S+ \(process \d+\) has done nothing for \d+ s; 1 rank of 2 waits in a collective\n"
     assert re.search(said, ended.output), ended.output

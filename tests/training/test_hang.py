@@ -2,10 +2,11 @@
 
 import dataclasses
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, accelerate_launch, made_yaml
+from conftest import ROOT, Finished, accelerate_launch, at_once, made_yaml
 from reference import job_words
 
 from accel_fsdp.checkpoints import completeness
@@ -36,13 +37,26 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("kind", SAID)
-def test_a_rank_with_a_fault_is_named(kind: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
-    config, run = tmp_path / "job.yaml", tmp_path / "run"
+@pytest.fixture(scope="module")
+def faulty(
+    tiny_model: Path, text_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Finished]]:
+    """A run with each fault, all at the same time: their folder, and how they ended."""
+    folder = tmp_path_factory.mktemp("faulty")
+    config = folder / "job.yaml"
     config.write_text(made_yaml(model=str(tiny_model), num_processes="2", mixed_precision="no", fsdp_version="2"))
-    flags = job_words(tiny_model, text_data, run, STEPS, 2, save_steps=SAVED)
-    fault = {"HANG": kind, "HANG_RANK": "1", "HANG_STEP": str(FAULT_AFTER)}
-    ended = accelerate_launch(config, HANGING, *flags, "--hang_timeout", str(SECONDS), **fault)
+
+    def launch(kind: str) -> Finished:
+        flags = job_words(tiny_model, text_data, folder / kind, STEPS, 2, save_steps=SAVED)
+        fault = {"HANG": kind, "HANG_RANK": "1", "HANG_STEP": str(FAULT_AFTER)}
+        return accelerate_launch(config, HANGING, *flags, "--hang_timeout", str(SECONDS), **fault)
+
+    return folder, dict(zip(SAID, at_once([partial(launch, kind) for kind in SAID]), strict=True))
+
+
+@pytest.mark.parametrize("kind", SAID)
+def test_a_rank_with_a_fault_is_named(kind: str, faulty: tuple[Path, dict[str, Finished]]) -> None:
+    run, ended = faulty[0] / kind, faulty[1][kind]
     assert ended.code == 1, ended.output
     for said in SAID[kind]:
         assert re.search(said, ended.output), ended.output
