@@ -24,6 +24,7 @@ import struct
 import sys
 import tempfile
 import traceback
+import weakref
 from pathlib import Path
 from typing import NoReturn
 
@@ -62,6 +63,7 @@ READ_LATER = (
 WHILE_IMPORTING = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """With the last two, torch.cuda is asked for GPUs without a call of CUDA's driver, after which no fork may use it."""
 COLD = "cold"
+HUGE_PAGE, MADV_COLLAPSE = 1 << 21, 25
 LENGTH = 8
 MOST_FILES = 64
 NAMESPACES = {"user": 0x10000000, "pid": 0x20000000, "net": 0x40000000, "uts": 0x04000000, "mnt": 0x00020000}
@@ -326,15 +328,30 @@ def execute(words: list[str]) -> int:
     return 0
 
 
+def use_huge_pages() -> None:
+    """Makes huge pages of what was imported, as far as the kernel can: a fork copies the table of pages."""
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, rights, _, _, _, *name = line.split()
+        if rights == "rw-p" and name in ([], ["[heap]"]):
+            start, end = (int(number, 16) for number in place.split("-"))
+            for page in range(-(-start // HUGE_PAGE) * HUGE_PAGE, end - HUGE_PAGE + 1, HUGE_PAGE):
+                madvise(page, HUGE_PAGE, MADV_COLLAPSE)
+
+
 def main() -> None:
     """Imports, then serves."""
     before = dict(os.environ)
     os.environ.update(WHILE_IMPORTING)
     for name in MODULES:
         __import__(name)
-    from accel_fsdp import training  # noqa: F401
-    from accel_fsdp.training import arguments, data, losses, trainer  # noqa: F401
+    from accel_fsdp import cli, linter, rehearsal
+    from accel_fsdp.rehearsal import preload  # noqa: F401
+    from accel_fsdp.training import data  # noqa: F401
     from accel_fsdp.training.reporting import progress  # noqa: F401
+
+    _ = cli.main, linter.lint, rehearsal.rehearse  # each loads what it needs
 
     with contextlib.suppress(ImportError):  # Accelerate imports it to unwrap any model
         import deepspeed  # noqa: F401
@@ -342,6 +359,9 @@ def main() -> None:
         os.environ.pop(name)
     gc.collect()
     gc.freeze()  # or each program would look through all that was imported whenever it collects garbage
+    for left in weakref.finalize._registry:  # type: ignore[attr-defined]
+        left.atexit = False  # torch would take its operators apart at the end of each program
+    use_huge_pages()
     Server(Path(sys.argv[1]), before).run()
 
 

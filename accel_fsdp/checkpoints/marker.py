@@ -1,5 +1,6 @@
 """The marker of a checkpoint, `complete.json`: its files with their sizes and hashes, and the run that wrote them."""
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -116,8 +117,9 @@ def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
 def _hash(path: Path, within: Path) -> str:
     import xxhash
 
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(HASHED_BYTES))
+    digest = xxhash.xxh3_128()
     with untrusted_files.opened(path, within) as file:
+        block = memoryview(bytearray(min(HASHED_BYTES, os.fstat(file.fileno()).st_size + 1)))
         while count := file.readinto(block):  # type: ignore[attr-defined]
             digest.update(block[:count])
     return digest.hexdigest()
