@@ -3,21 +3,27 @@
 import contextlib
 import gc
 
-from torch.distributed import checkpoint, fsdp, tensor  # noqa: F401
-from torch.optim import adamw  # noqa: F401
-from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
 
-from accel_fsdp.exporter import command, contents, hf_layout, verification  # noqa: F401
-from accel_fsdp.launch.ranks import on_cpu  # noqa: F401
-from accel_fsdp.models import inspect_model  # noqa: F401
-from accel_fsdp.training import arguments, losses, process, together, trainer  # noqa: F401
-from accel_fsdp.training.data import batching, tokenizing  # noqa: F401
-from accel_fsdp.training.reporting import model_card, run_record  # noqa: F401
+def load() -> None:
+    from torch.distributed import checkpoint, fsdp, tensor  # noqa: F401
+    from torch.optim import adamw  # noqa: F401
+    from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
 
-with contextlib.suppress(ImportError):  # a table of all architectures, which a process makes when it loads a model
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    from accel_fsdp.exporter import command, contents, hf_layout, verification  # noqa: F401
+    from accel_fsdp.launch.ranks import on_cpu  # noqa: F401
+    from accel_fsdp.models import inspect_model  # noqa: F401
+    from accel_fsdp.training import arguments, losses, process, together, trainer  # noqa: F401
+    from accel_fsdp.training.data import batching, tokenizing  # noqa: F401
+    from accel_fsdp.training.reporting import model_card, run_record  # noqa: F401
 
-    get_checkpoint_conversion_mapping("llama")
+    with contextlib.suppress(ImportError):  # a table of all architectures, made when a process first loads a model
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+        get_checkpoint_conversion_mapping("llama")
+
+
+gc.disable()  # a fifth of the time of the imports went into it
+load()
 gc.collect()
 gc.freeze()  # else each process looks through all of it whenever it collects garbage
+gc.enable()

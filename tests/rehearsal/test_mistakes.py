@@ -158,6 +158,9 @@ def test_of_the_script(name: str, tiny_model: Path, tmp_path: Path) -> None:
     assert failed["key"] == key, failed
     assert name in DOCS
     assert in_docs(failed["said"]), failed["said"]
+    if mistake == "adapter":  # as TRL's sft.py --use_peft leaves one
+        assert "with 0 tensors" in failed["said"]
+        assert "PEFT" in failed["fix"]
     if line:
         found = AT.search(failed["line"])
         assert found, failed

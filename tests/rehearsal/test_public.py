@@ -74,19 +74,6 @@ def test_save_pretrained_of_fsdp2s_shards(tiny_model: Path, tmp_path: Path) -> N
     assert "state_dict=accelerator.get_state_dict(model)" in step["fix"]
 
 
-@pytest.mark.parametrize(
-    ("fsdp", "key"),
-    [(FSDP1, "fsdp_version"), (FSDP2 | {"fsdp_activation_checkpointing": True}, "fsdp_activation_checkpointing")],
-    ids=["fsdp1", "fsdp2"],
-)
-def test_an_empty_adapter(fsdp: dict[str, Any], key: str, tiny_model: Path, tmp_path: Path) -> None:
-    """As TRL's sft.py --use_peft leaves one."""
-    step = rehearsed(yaml_file(tmp_path, fsdp), HERE / "mistaken.py", "adapter", tiny_model, tmp_path / "saved")
-    assert "with 0 tensors" in step["said"]
-    assert step["key"] == key
-    assert "PEFT" in step["fix"]
-
-
 def test_a_script_that_ends_for_want_of_a_gpu(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import sys\nimport torch\nif not torch.cuda.is_available():\n    sys.exit()\n")
