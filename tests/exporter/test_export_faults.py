@@ -358,17 +358,31 @@ def command(*words: str | Path, limit_bytes: int = 0, verify: str = "bytes") -> 
     )
 
 
+@contextlib.contextmanager
+def files_of_at_most(limit_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond the limit."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that may not grow beyond a limit fail as they do on a full disk; and the disk itself is asked before."""
     export(run_folder, tmp_path / "out")
     whole = (tmp_path / "out" / "model.safetensors").stat().st_size
     shutil.rmtree(tmp_path / "out")
-    for tenth in (0, 3, 6, 9):
-        finished = command(run_folder, tmp_path / "out", limit_bytes=1 + whole * tenth // 10)
-        output, _ = finished.communicate(timeout=60)
-        assert finished.returncode == 1, output
-        assert "cannot write" in output
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    finished = command(run_folder, tmp_path / "out", limit_bytes=1)
+    output, _ = finished.communicate(timeout=60)
+    assert finished.returncode == 1, output
+    assert "cannot write" in output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    for tenth in (3, 6, 9):
+        with files_of_at_most(1 + whole * tenth // 10), pytest.raises(UserError, match="cannot write"):
+            export(run_folder, tmp_path / "out")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], tenth
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"has 0\.00 MB free"):
