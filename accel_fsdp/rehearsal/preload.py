@@ -9,10 +9,10 @@ def load() -> None:
     from torch.optim import adamw  # noqa: F401
     from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
 
-    from accel_fsdp.exporter import command, contents, hf_layout, verification  # noqa: F401
-    from accel_fsdp.launch.ranks import on_cpu  # noqa: F401
+    from accel_fsdp.exporter import command, verification  # noqa: F401
+    from accel_fsdp.launch.ranks import HOLD_AFTER  # noqa: F401
     from accel_fsdp.models import inspect_model  # noqa: F401
-    from accel_fsdp.training import arguments, losses, process, together, trainer  # noqa: F401
+    from accel_fsdp.training import arguments, begin, losses, together, trainer  # noqa: F401
     from accel_fsdp.training.data import batching, tokenizing  # noqa: F401
     from accel_fsdp.training.reporting import model_card, run_record  # noqa: F401
 
