@@ -68,7 +68,7 @@ SHOWN_NAMES = 6
 """At most, of each group: thousands of tensors may differ."""
 SHOWN_MACHINES = 4
 LONGEST_VALUE = 60
-POLL_SECONDS, LEAVE_SECONDS = 0.05, 10.0
+POLL_SECONDS, LEAVE_SECONDS = 0.01, 10.0
 
 
 @dataclass(frozen=True)
