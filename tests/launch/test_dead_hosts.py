@@ -104,13 +104,12 @@ def assert_says(ended: Finished, said: str) -> None:
     assert f"checkpoint-{SAVED} is the newest complete checkpoint" in ended.output
 
 
-def test_a_host_switched_off_in_a_step(job: Job, reference: Reference) -> None:
+def test_a_host_switched_off_in_a_step(job: Job) -> None:
     """Its system closes the connections as it goes."""
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
     job.machines[1].cut_power()
     first, _ = hosts.all_ended(launchers, ENDED_SECONDS)
     assert_says(first, rf"no sign of n2 \(ranks 2, 3\) for \d+ s; the machine doesn't answer either: {OFF}")
-    job.comes_back(reference)
 
 
 def test_the_host_with_the_store_switched_off_in_a_save(job: Job, reference: Reference) -> None:
@@ -131,7 +130,7 @@ def test_all_processes_of_a_host_are_killed(job: Job) -> None:
     assert OFF not in first.output
 
 
-def test_a_link_is_cut(job: Job, reference: Reference) -> None:
+def test_a_link_is_cut(job: Job) -> None:
     """Nothing closes a connection, and each side misses the other."""
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
     job.machines[1].cut_link()
@@ -140,7 +139,6 @@ def test_a_link_is_cut(job: Job, reference: Reference) -> None:
     assert_says(
         second, rf"no sign of n1 \(ranks 0, 1\), where the job's store is, for \d+ s; the machine doesn't .*: {OFF}"
     )
-    job.comes_back(reference)
 
 
 def test_an_elastic_job_goes_on_without_a_host(job: Job, reference: Reference) -> None:
