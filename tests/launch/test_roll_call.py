@@ -4,12 +4,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hosts
 import pytest
-from conftest import Finished, made_yaml, run, warm_python
+from conftest import Finished, made_yaml, run
 from hosts import Host
 
 from accel_fsdp.errors import UserError
@@ -126,16 +125,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ended(folder: Path) -> Iterator[Callable[[str], list[Finished]]]:
-    """What the machines of a case printed. All cases run at once, each on machines of its own: they mostly wait."""
+    """What the machines of a case printed."""
 
-    def run_case(case: str) -> list[Finished]:
-        with hosts.network("n1", "n2", "n3") as machines:
-            return CASES[case][0](Launch(folder, machines))
+    def runs(case: str) -> Callable[[list[Host]], list[Finished]]:
+        return lambda machines: CASES[case][0](Launch(folder, machines))
 
-    warm_python()
-    with ThreadPoolExecutor(len(CASES)) as pool:
-        runs = {case: pool.submit(run_case, case) for case in CASES}
-        yield lambda case: runs[case].result()
+    with hosts.at_once({case: runs(case) for case in CASES}, count=3, width=len(CASES)) as found:
+        yield found
 
 
 @pytest.mark.parametrize("case", CASES)

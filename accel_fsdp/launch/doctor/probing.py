@@ -127,17 +127,25 @@ def sizes(on_gpus: bool, bytes_per_second: float) -> list[int]:
 
 
 def _pairs(task: Task, board: Board) -> None:
-    began = time.monotonic()
-    own_pairs = (pair for pairs in rounds(task.members) for pair in pairs if task.number in pair)
-    for low, high in own_pairs:
-        side = int(task.number == high)
-        board.put(f"{pair_key(low, high, side)}/comes", True)
-        left = began + START_SECONDS - time.monotonic()
-        if board.wait([f"{pair_key(low, high, 1 - side)}/comes"], max(left, 2 * PAIR_SECONDS)):
-            result = _pair(task, board, low, high)
-        else:
-            result = PairResult(low, high, error=f"machine {low if side else high} gave no sign in its test")
-        board.put(pair_key(low, high, side), asdict(result))
+    board.put(_pairs_key(task.number), True)
+    present = board.wait(map(_pairs_key, task.members), START_SECONDS)
+    deadline = time.monotonic()
+    for pairs in rounds(task.members):
+        deadline += 2 * PAIR_SECONDS
+        for low, high in (pair for pair in pairs if task.number in pair):
+            side, partner = (1, low) if task.number == high else (0, high)
+            board.put(f"{pair_key(low, high, side)}/comes", True)
+            seconds = deadline - time.monotonic() if _pairs_key(partner) in present else 0.0
+            if board.wait([f"{pair_key(low, high, 1 - side)}/comes"], seconds):
+                result = _pair(task, board, low, high)
+            else:
+                result = PairResult(low, high, error=f"machine {partner} gave no sign in its test")
+            board.put(pair_key(low, high, side), asdict(result))
+
+
+def _pairs_key(machine: int) -> str:
+    """The store's key under which a machine says that its process of the pairs has started."""
+    return f"pairs/{machine}/started"
 
 
 def _pair(task: Task, board: Board, first: int, second: int) -> PairResult:
