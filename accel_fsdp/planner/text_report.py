@@ -162,16 +162,18 @@ class PlanReport:
 
     def _nothing(self) -> Iterator[str]:
         """Why nothing fits, and which changes would."""
-        refused = [candidate.refused for candidate in self.plan.rows if candidate.refused]
-        if len(refused) == len(self.plan.rows) == 1 and self.config:
-            yield f"This YAML doesn't work, whatever memory it needs: {refused[0]}."
+        judged = self.plan.rows[0] if self.config else None
+        lack = self.problem.host_lack(judged.job) if judged else ""
+        if judged and judged.refused and judged.refused != lack:
+            yield f"This YAML doesn't work, whatever memory it needs: {judged.refused}."
             yield f"  accel-fsdp check {self.config} --model {self.problem.shape.name}"
             return
-        phase = self.plan.rows[0].device.runs_out if self.config else ""
+        phase = judged.device.runs_out if judged else ""
         where = f"It doesn't fit: memory runs out in the {phase}." if phase else "Nothing fits."
-        yield f"{where} Each GPU has {gib_or_mib(self.problem.capacity_bytes)}. What would fit:"
-        layout = self.plan.rows[0].layout if self.config else None
-        changes = list(remedies.remedies(self.problem, layout)) or ["a smaller model, or GPUs with more memory"]
+        where = f"{where} Each GPU has {gib_or_mib(self.problem.capacity_bytes)}."
+        where = f"It doesn't fit. {lack}." if judged and judged.refused else where
+        yield f"{where} What would fit:"
+        changes = list(remedies.remedies(self.problem, self._given())) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
         yield from self._padding()
         yield from self.problem.notes
@@ -252,12 +254,10 @@ class PlanReport:
         )
 
     def _host(self, choice: Candidate) -> str:
-        host, has = self.problem.host(choice.job), self.problem.host_bytes
+        host = self.problem.host(choice.job)
         offload = f" and {about_gib(host.offload)} to train, offloaded" if host.offload else ""
-        usual = f" (more than the {about_gib(has)} {'it has' if self.problem.host_gib else 'that are usual'})"
-        usual = usual if host.training > has else ""
         return (
-            f"Each machine needs {about_gib(host.loading)} of its own memory to load the model{offload}{usual}; "
+            f"Each machine needs {about_gib(host.loading)} of its own memory to load the model{offload}; "
             f"a checkpoint takes {about_gb(host.checkpoint)} of disk, the exported model "
             f"{about_gb(host.export)}."
         )

@@ -73,6 +73,16 @@ class Problem:
         """Whether a machine has the memory to load the model, and for the offload."""
         return self.host(job).training <= self.host_bytes
 
+    def host_lack(self, job: Job) -> str:
+        """Why a machine's memory doesn't suffice to load the model, or for the offload; empty if it does."""
+        if self.is_hosted(job):
+            return ""
+        host = self.host(job)
+        loads = host.loading > self.host_bytes
+        return (
+            f"{'Loading' if loads else 'CPU offload'} takes {self.host_need(host.loading if loads else host.offload)}"
+        )
+
     def host_need(self, needed: int) -> str:
         """A need of host memory in words, with the memory available if that is less."""
         need, has = f"{about_gib(needed)} of memory on each machine", self.host_bytes

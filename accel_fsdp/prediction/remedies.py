@@ -1,5 +1,6 @@
 """Changes that would make a job fit: the smallest ones, each tried alone. Pure."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ from accel_fsdp.config import Engine, Method
 from accel_fsdp.job import Job, Layout, Recipe
 from accel_fsdp.prediction.problem import Problem, layouts, offloads
 from accel_fsdp.prediction.search import largest
-from accel_fsdp.units import gib_or_mib
+from accel_fsdp.units import GIB, about_gib, gib_or_mib
 
 MOST_DOUBLINGS = 10
 SMALLER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
@@ -22,6 +23,9 @@ def remedies(problem: Problem, given: Layout | None) -> Iterator[str]:
     They change the `given` layout if that helps, else the one that shards everything. Offload comes last, unless it is
     given, with its host memory.
     """
+    if given and problem.evaluate(job := replace(problem.job, layout=given)).fits and not problem.is_hosted(job):
+        yield from _other_loading(problem, job)
+        return
     trained = problem.job.with_recipe(eval_batch=0)
     if given and trained != problem.job and problem.evaluate(replace(trained, layout=given)).fits:
         yield _smaller_evaluation(problem, replace(problem.job, layout=given))
@@ -47,6 +51,21 @@ def remedies(problem: Problem, given: Layout | None) -> Iterator[str]:
     if job.layout.is_fsdp and not (given and given.offload) and _has_room(problem, offloaded):
         need = problem.host_need(problem.host(offloaded).training)
         yield f"CPU offload, with {used}: several times slower, and {need}"
+
+
+def _other_loading(problem: Problem, job: Job) -> Iterator[str]:
+    """What lets machines hold a job that fits its GPUs: one rank that reads, a smaller method, or more memory."""
+    once, key = replace(problem, ram_efficient=True), "fsdp_cpu_ram_efficient_loading: true"
+    sharded = job if job.layout.is_fsdp else job.with_layout(engine=Engine.FSDP2, strategy=1, offload=False)
+    if once.is_hosted(sharded) and once.evaluate(sharded).fits:
+        change = "" if sharded == job else f"{sharded.layout.name} (accel-fsdp migrate FILE --to fsdp2) and "
+        yield f"{change}{key}, so that one rank of a machine reads the model: {about_gib(once.host(sharded).training)}"
+    smallest = job.with_recipe(checkpointing="full", rows=1)
+    yield from (change for change in _other_methods(problem, smallest, job.layout) if "; loading takes" not in change)
+    need = math.ceil(problem.host(job).training / GIB)
+    yield f"machines with {need:,} GiB of memory" + (
+        "" if problem.host_gib else f": if they have it, --host-memory {need}"
+    )
 
 
 def _smaller_evaluation(problem: Problem, job: Job) -> str:

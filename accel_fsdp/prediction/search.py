@@ -115,7 +115,7 @@ def best(problem: Problem) -> Candidate | None:
 
 def judge(problem: Problem) -> Plan:
     """Judges the job of the problem as it is: whether it fits, and the largest micro-batch and sequence that do."""
-    candidate = problem.evaluate(problem.job)
+    candidate = _loadable(problem, problem.evaluate(problem.job))
     if not candidate.fits:
         return Plan((candidate,))
     most = largest(problem, problem.job, "rows", MOST_ROWS, _replayed(problem, candidate))
@@ -164,10 +164,8 @@ def _replayed(problem: Problem, candidate: Candidate) -> Candidate | None:
 
 
 def _loadable(problem: Problem, candidate: Candidate) -> Candidate:
-    """The candidate, refused if it would fit but can't be loaded."""
-    if not candidate.fits or problem.is_hosted(candidate.job):
-        return candidate
-    return replace(candidate, refused=f"Loading takes {problem.host_need(problem.host(candidate.job).loading)}")
+    """The candidate, refused if it would fit but a machine's memory doesn't suffice."""
+    return replace(candidate, refused=problem.host_lack(candidate.job)) if candidate.fits else candidate
 
 
 def _search(problem: Problem, all_ways: bool = True) -> Iterator[Candidate]:

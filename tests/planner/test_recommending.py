@@ -1,6 +1,7 @@
 """What `accel-fsdp plan` recommends: it works, it fits, its YAML can be written, it is no larger than need be."""
 
 import contextlib
+import html
 import io
 import json
 import re
@@ -164,6 +165,53 @@ def test_what_is_recommended_can_be_loaded(flags: tuple[str, ...], choice: str |
         assert (zero["fits"], zero["refused"]) == ("fails", f"Loading takes {loading}")
     if flags[-1] == "20":
         assert content["changes"][0].endswith("; loading takes 30 GiB of memory on each machine, where 20 GiB are")
+
+
+@pytest.mark.parametrize(
+    ("name", "edits", "flags", "needs", "changes"),
+    [
+        *[
+            (name, {}, ("--method", "lora", "--host-memory", "100"), "Loading takes 120 GiB", migrated)
+            for name, migrated in [
+                ("ddp", ["FSDP2 FULL_SHARD (accel-fsdp migrate FILE --to fsdp2) and ", "machines with 120 GiB"]),
+                ("zero3", ["FSDP2 FULL_SHARD (accel-fsdp migrate FILE --to fsdp2) and ", "machines with 120 GiB"]),
+            ]
+        ],
+        (
+            "fsdp2",
+            {"efficient_loading: true": "efficient_loading: false"},
+            ("--host-memory", "100"),
+            "Loading takes 239 GiB",
+            ["fsdp_cpu_ram_efficient_loading: true, so that one rank", "machines with 240 GiB"],
+        ),
+        (
+            "fsdp2_offload",
+            {},
+            ("--host-memory", "100"),
+            "CPU offload takes 120 GiB",
+            ["--method lora", "machines with"],
+        ),
+    ],
+)
+def test_a_yaml_whose_job_a_machine_cannot_load_does_not_fit(
+    name: str, edits: dict[str, str], flags: tuple[str, ...], needs: str, changes: list[str], tmp_path: Path
+) -> None:
+    text = (ROOT / "accelerate_configs" / f"{name}.yaml").read_text()
+    for old, new in edits.items():
+        assert old in text
+        text = text.replace(old, new)
+    path, page = tmp_path / "job.yaml", tmp_path / "plan.html"
+    path.write_text(text)
+    job = ("--config", path, "--model", "llama-3.1-8b", "--gpus", "8xH100", *flags)
+    content = planned(*job)
+    (row,) = content["strategies"]
+    lack = f"{needs} of memory on each machine, where 100 GiB are"
+    assert (content["choice"], row["fits"], row["refused"]) == (None, "fails", lack)
+    assert [sum(change.startswith(start) for change in content["changes"]) for start in changes] == [1, 1]
+    finished = accel_fsdp("plan", *job, "--html", page)
+    assert finished.code == 1
+    for said in (finished.output, html.unescape(page.read_text())):
+        assert f"It doesn't fit. {lack}. What would fit:" in " ".join(said.split())
 
 
 def test_a_method_that_fits_is_told_with_what_loading_takes() -> None:
