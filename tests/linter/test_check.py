@@ -21,7 +21,9 @@ from accel_fsdp.linter.rules import RULES, Finding, Severity, Subject
 from accel_fsdp.linter.rules import run as run_rules
 from accel_fsdp.wizard import Answers, to_yaml
 
-SAGEMAKER = "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: 'NO'\nec2_instance_type: p\niam_role_name: r\n"
+SAGEMAKER = (
+    "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nec2_instance_type: p\niam_role_name: r\n"
+)
 ZERO3 = DS + "  zero_stage: 3\n  zero3_save_16bit_model: true\n"
 GOLDEN: dict[str, tuple[str, str]] = {
     "AF101": ("num_processes: 2\nfsdp_config: {fsdp_version: 2}\n", V2),

@@ -1,5 +1,6 @@
 """Values that `check` finds fault with, and what Accelerate's own launcher and plugins do with them."""
 
+import contextlib
 import dataclasses
 import os
 import warnings
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import reference_docs
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import (
     DeepSpeedPlugin,
@@ -488,3 +490,31 @@ def test_a_precision_in_any_case_is_the_same(word: str) -> None:
     small, given = (codes_of(subject(text.replace("'no'", one))) for one in (word.lower(), word))
     assert given == small
     assert ("AF318" in given) == ("16" in word)
+
+
+SAGEMAKER = "compute_environment: AMAZON_SAGEMAKER\n"
+OWN_KEYS = "ec2_instance_type: ml.p3.2xlarge\niam_role_name: trainer\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("distributed_type: DATA_PARALLEL\n" + OWN_KEYS, ""),
+        ("distributed_type: MODEL_PARALLEL\ndynamo_config: {}\n" + OWN_KEYS, ""),
+        ("distributed_type: DATA_PARALLEL\n", "without ec2_instance_type and iam_role_name"),
+        ("distributed_type: DATA_PARALLEL\niam_role_name: trainer\n", "without ec2_instance_type"),
+        ("distributed_type: DATA_PARALLEL\nec2_instance_type: ml.p3.2xlarge\n", "without iam_role_name"),
+        ("distributed_type: 'NO'\n" + OWN_KEYS, "beside distributed_type: NO"),
+        ("distributed_type: FSDP\n" + OWN_KEYS, "beside distributed_type: FSDP"),
+        ("distributed_type: DATA_PARALLEL\nfsdp_config: {}\n" + OWN_KEYS, "beside fsdp_config"),
+    ],
+)
+def test_a_file_for_sagemaker_is_an_error_where_accelerate_refuses_it(text: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "sagemaker.yaml"
+    path.write_text(SAGEMAKER + text)
+    errors = [found for found in run(subject(SAGEMAKER + text)) if found.severity == "error"]
+    assert [found.what.endswith(said) for found in errors if found.code == "AF109"] == [True] * bool(said)
+    assert said or not errors
+    refusal = pytest.raises((TypeError, ValueError)) if said else contextlib.nullcontext()
+    with refusal:
+        load_config_from_file(str(path))

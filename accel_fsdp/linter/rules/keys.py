@@ -293,7 +293,8 @@ def not_a_choice(subject: Subject) -> Iterator[Finding]:
     for path, known, value in written(subject):
         if known.kind is not Kind.CHOICE or value is None or (known.key in quoted and value is False):
             continue
-        if known.takes(str(value)):
+        sagemaker = subject.values.get("compute_environment") == "AMAZON_SAGEMAKER"
+        if known.takes(str(value)) or (known.key == "distributed_type" and sagemaker):  # AF109
             continue
         hint = did_you_mean(str(value), known.choices)
         meant = subject.fsdp_version if known.key == "fsdp_version" else ""

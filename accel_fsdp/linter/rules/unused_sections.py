@@ -14,18 +14,36 @@ LOCAL_ONLY = (
     *("fsdp_config", "parallelism_config", "deepspeed_config", "fp8_config"),
 )
 """Keys that a file for SageMaker can't have; a `dynamo_config` it can."""
+SAGEMAKER_KINDS = ("DATA_PARALLEL", "MODEL_PARALLEL")
 HERE_ONLY = re.compile(r"127(\.\d+){3}|localhost|::1|0\.0\.0\.0|\[::1?\]|::", re.IGNORECASE)
 """Addresses under which every machine finds itself."""
 
 
 @rule("AF109")
 def local_keys_for_sagemaker(subject: Subject) -> Iterator[Finding]:
-    """`compute_environment: AMAZON_SAGEMAKER` beside keys that only a local machine's file has.
+    """`compute_environment: AMAZON_SAGEMAKER` beside keys that only a local machine's file has, or without its own.
 
-    Accelerate reads such a file by another table, which has none of them, and refuses it.
+    Accelerate reads such a file by another table and refuses it without `ec2_instance_type` or `iam_role_name`. So it
+    does with `distributed_type: 'NO'`, because it adds `num_processes`, which that table lacks.
     """
-    local = [key for key in subject.values if key in LOCAL_ONLY]
-    if subject.values.get("compute_environment") == "AMAZON_SAGEMAKER" and local:
+    if subject.values.get("compute_environment") != "AMAZON_SAGEMAKER":
+        return
+    if missing := [key for key in ("ec2_instance_type", "iam_role_name") if key not in subject.values]:
+        yield Finding(
+            "compute_environment",
+            f"compute_environment: AMAZON_SAGEMAKER without {' and '.join(missing)}",
+            "Accelerate refuses the file",
+            f"{' and '.join(missing)} in the file, or compute_environment: LOCAL_MACHINE",
+        )
+    kind = subject.values.get("distributed_type")
+    if kind is not None and kind not in SAGEMAKER_KINDS:
+        yield Finding(
+            "distributed_type",
+            f"compute_environment: AMAZON_SAGEMAKER beside distributed_type: {subject.top('distributed_type')}",
+            "Accelerate refuses the file",
+            f"distributed_type: {' or '.join(SAGEMAKER_KINDS)}",
+        )
+    if local := [key for key in subject.values if key in LOCAL_ONLY]:
         yield Finding(
             local[0],
             f"compute_environment: AMAZON_SAGEMAKER beside {', '.join(local)}",
