@@ -6,7 +6,8 @@ Importing torch and transformers takes longer than writing a gigabyte, and their
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ BEGINNINGS = frozenset(
     }
 )
 """Settings of an adapter's first weights, and of where its code and its base are."""
+MANY_MODULES = 400
+"""From this number of names on, PEFT compares all of them with each other (0.21, `_find_minimal_target_modules`)."""
 EMBEDDING = re.compile(r"emb(?!ed_out)|wte")
 """How the names of embeddings are told from those of linear layers, whose weights look alike."""
 FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
@@ -198,7 +201,11 @@ def describe_adapter(
         with torch.device("meta"):
             whole = build(base) if by_name is None else _stand_in(by_name)
             settings.task_type = settings.task_type if by_name is None else None  # else PEFT asks for methods
-            tensor_names.check_patterns(vars(settings), [name for name, _ in whole.named_modules()])
+            names = [name for name, _ in whole.named_modules()]
+            tensor_names.check_patterns(vars(settings), names)
+            for key in ("target_modules", "exclude_modules"):
+                if not isinstance(listed := getattr(settings, key, None) or "", str) and len(listed) >= MANY_MODULES:
+                    setattr(settings, key, _fewest_endings(listed, names))
             model = get_peft_model(whole, settings)
         if getattr(settings, "target_parameters", None) and not adapts_parameters:
             raise UserError(
@@ -218,6 +225,19 @@ def describe_adapter(
             why="what the file must hold is unknown",
             fix="give the model that was trained: --model ID_OR_FOLDER",
         ) from error
+
+
+def _fewest_endings(listed: Iterable[str], modules: list[str]) -> set[str]:
+    """The shortest endings of names that choose the same of these modules as the listed ones; one of these if none."""
+    endings = {}
+    for name in modules:
+        parts = name.split(".")
+        endings[name] = [".".join(parts[place:]) for place in reversed(range(len(parts)))]
+    listed = set(listed)
+    chosen = [name for name in modules if not listed.isdisjoint(endings[name])]
+    all_with = Counter(ending for name in modules for ending in endings[name])
+    chosen_with = Counter(ending for name in chosen for ending in endings[name])
+    return {next(end for end in endings[name] if chosen_with[end] == all_with[end]) for name in chosen} or {min(listed)}
 
 
 def _stand_in(shapes: Mapping[str, tuple[int, ...]]) -> "nn.Module":
