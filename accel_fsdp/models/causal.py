@@ -21,6 +21,10 @@ ROUNDING = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 """The possible rounding error of a prediction, if mixed experts are computed in other groups; a dense model has
 none. A look ahead changes the predictions of trained weights by far more."""
 FINE = 2.0**-17
+ALWAYS_AHEAD = ("xlnet", "cpmant")
+"""Types of causal language models that see all tokens of a row, whatever their config says."""
+AHEAD_UNLESS_DECODER = ("bert-generation",)
+"""The same where the config lacks `is_decoder`, besides the types that are also trained to fill in masked words."""
 DECODER = "a decoder, such as a Llama, Qwen or GPT-2"
 
 
@@ -43,8 +47,10 @@ def check_config(config: Any, name: str, remote_code: bool = False) -> None:
             why="this script trains a model to predict the next token",
             fix=f"--model_name_or_path with {DECODER}; or a script of your own for this kind",
         )
-    if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):
-        raise _looks_ahead(name, architecture)
+    reads_both_ways = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type in AHEAD_UNLESS_DECODER
+    always = config.model_type in ALWAYS_AHEAD
+    if always or (reads_both_ways and not getattr(config, "is_decoder", False)):
+        raise _looks_ahead(name, architecture, always)
 
 
 def check_model(model: "nn.Module", name: str) -> None:
@@ -56,11 +62,12 @@ def check_model(model: "nn.Module", name: str) -> None:
         raise _looks_ahead(name, type(model).__name__)
 
 
-def _looks_ahead(name: str, architecture: str) -> UserError:
+def _looks_ahead(name: str, architecture: str, always: bool = False) -> UserError:
     return UserError(
         f"{name} is a {architecture} that sees the tokens after the one that it predicts",
         why="it would learn to copy the next token: the loss falls to nothing, and the model can't write",
-        fix=f'--model_name_or_path with {DECODER}; if it is meant as a decoder: "is_decoder": true in its config.json',
+        fix=f"--model_name_or_path with {DECODER}"
+        + ("" if always else '; if it is meant as a decoder: "is_decoder": true in its config.json'),
     )
 
 
