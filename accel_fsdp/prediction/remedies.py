@@ -23,8 +23,9 @@ def remedies(problem: Problem, given: Layout | None) -> Iterator[str]:
     They change the `given` layout if that helps, else the one that shards everything. Offload comes last, unless it is
     given, with its host memory.
     """
-    if given and problem.evaluate(job := replace(problem.job, layout=given)).fits and not problem.is_hosted(job):
-        yield from _other_loading(problem, job)
+    asked = replace(problem.job, layout=given or problem.job.layout)
+    if given and not problem.is_hosted(asked) and problem.evaluate(asked).fits:
+        yield from _other_loading(problem, asked)
         return
     trained = problem.job.with_recipe(eval_batch=0)
     if given and trained != problem.job and problem.evaluate(replace(trained, layout=given)).fits:
