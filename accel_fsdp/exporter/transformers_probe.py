@@ -203,9 +203,11 @@ def describe_adapter(
             settings.task_type = settings.task_type if by_name is None else None  # else PEFT asks for methods
             names = [name for name, _ in whole.named_modules()]
             tensor_names.check_patterns(vars(settings), names)
-            for key in ("target_modules", "exclude_modules"):
-                if not isinstance(listed := getattr(settings, key, None) or "", str) and len(listed) >= MANY_MODULES:
-                    setattr(settings, key, _fewest_endings(listed, names))
+            listed = {key: vars(settings).get(key) or "" for key in ("target_modules", "exclude_modules")}
+            long = {
+                key: kept for key, kept in listed.items() if not isinstance(kept, str) and len(kept) >= MANY_MODULES
+            }
+            vars(settings).update({key: _fewest_endings(entries, names) for key, entries in long.items()})
             model = get_peft_model(whole, settings)
         if getattr(settings, "target_parameters", None) and not adapts_parameters:
             raise UserError(

@@ -63,10 +63,9 @@ def _other_loading(problem: Problem, job: Job) -> Iterator[str]:
         yield f"{change}{key}, so that one rank of a machine reads the model: {about_gib(once.host(sharded).training)}"
     smallest = job.with_recipe(checkpointing="full", rows=1)
     yield from (change for change in _other_methods(problem, smallest, job.layout) if "; loading takes" not in change)
-    need = math.ceil(problem.host(job).training / GIB)
-    yield f"machines with {need:,} GiB of memory" + (
-        "" if problem.host_gib else f": if they have it, --host-memory {need}"
-    )
+    need = problem.host(job).training
+    flag = "" if problem.host_gib else f": if they have it, --host-memory {math.ceil(need / GIB)}"
+    yield f"machines with {about_gib(need)} of memory{flag}"
 
 
 def _smaller_evaluation(problem: Problem, job: Job) -> str:

@@ -182,7 +182,7 @@ def test_what_is_recommended_can_be_loaded(flags: tuple[str, ...], choice: str |
             {"efficient_loading: true": "efficient_loading: false"},
             ("--host-memory", "100"),
             "Loading takes 239 GiB",
-            ["fsdp_cpu_ram_efficient_loading: true, so that one rank", "machines with 240 GiB"],
+            ["fsdp_cpu_ram_efficient_loading: true, so that one rank", "machines with 239 GiB"],
         ),
         (
             "fsdp2_offload",
