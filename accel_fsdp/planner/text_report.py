@@ -240,7 +240,7 @@ class PlanReport:
         }
 
     def _longest(self, choice: Candidate) -> str:
-        chosen, alone, limit = self.plan.longest, self.plan.longest_alone, self.problem.shape.positions
+        (chosen, alone), limit = self.plan.longest, self.problem.shape.positions
         whose = ", the model's limit" if limit else ""
 
         def tokens(count: int) -> str:
@@ -306,8 +306,8 @@ class PlanReport:
             "ties": [self._row(candidate) for candidate in plan.ties],
             "runner_up": self._row(plan.runner_up) if plan.runner_up else None,
             "reason": plan.reason,
-            "longest_sequence": plan.longest,
-            "longest_sequence_alone": plan.longest_alone,
+            "longest_sequence": plan.longest[0],
+            "longest_sequence_alone": plan.longest[1],
             "config_command": self.command(),
             "environment": self.environment(),
             "script_arguments": proposal.arguments(choice.job) if choice else {},

@@ -49,5 +49,9 @@ def advise(problem: Problem) -> Candidate:
     light = problem.job.with_layout(offload=False)
     full = light.with_recipe(checkpointing="full")
     offloaded = [full.with_layout(offload=True)] if light.engine in SHARDING_KINDS else []
-    ways = [problem.evaluate(job) for job in (light, full, *offloaded)]
-    return next((way for way in ways if way.fits), min(ways, key=lambda way: way.device.needed))
+    tried: list[Candidate] = []
+    for job in (light, full, *offloaded):
+        tried.append(problem.evaluate(job))
+        if tried[-1].fits:
+            return tried[-1]
+    return min(tried, key=lambda candidate: candidate.device.needed)

@@ -1,7 +1,8 @@
 """Searches layouts and batches to train a model on given GPUs: keeps those that fit, ranks by predicted time. Pure."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Job, Layout
@@ -78,17 +79,20 @@ class Plan:
     """The table, the choice, and its reason. `choice` is None if nothing fits.
 
     `ties` are the best candidates of other layouts that are as fast as the choice, within the prediction's error;
-    `runner_up` is the next slower one. `longest` and `longest_alone` are the longest sequences that fit, in the
-    recommended micro-batch and alone.
+    `runner_up` is the next slower one.
     """
 
+    problem: Problem = field(repr=False)
     rows: tuple[Candidate, ...]
     choice: Candidate | None = None
     runner_up: Candidate | None = None
     ties: tuple[Candidate, ...] = ()
     reason: str = ""
-    longest: int = 0
-    longest_alone: int = 0
+
+    @cached_property
+    def longest(self) -> tuple[int, int]:
+        """The longest sequences that fit, in the recommended micro-batch and alone; found when first asked for."""
+        return _longest(self.problem, self.choice) if self.choice else (0, 0)
 
 
 def make_plan(problem: Problem) -> Plan:
@@ -97,7 +101,7 @@ def make_plan(problem: Problem) -> Plan:
     candidates = list(_search(problem))
     choice = _sure(problem, candidates)
     if choice is None:
-        return Plan(rows)
+        return Plan(problem, rows)
     bests: dict[Layout, Candidate] = {choice.layout: choice}  # the fastest of each layout
     for candidate in sorted(candidates, key=lambda candidate: -candidate.tokens_per_s):
         bests.setdefault(candidate.layout, candidate)
@@ -105,7 +109,7 @@ def make_plan(problem: Problem) -> Plan:
     fastest = max(candidate.tokens_per_s for candidate in bests.values())
     ties = tuple(candidate for candidate in others if candidate.tokens_per_s >= TIE * fastest)
     second = next((candidate for candidate in others if candidate not in ties), None)
-    return Plan(rows, choice, second, ties, _reason(problem, choice, alone=not ties), *_longest(problem, choice))
+    return Plan(problem, rows, choice, second, ties, _reason(problem, choice, alone=not ties))
 
 
 def best(problem: Problem) -> Candidate | None:
@@ -117,10 +121,10 @@ def judge(problem: Problem) -> Plan:
     """Judges the job of the problem as it is: whether it fits, and the largest micro-batch and sequence that do."""
     candidate = _loadable(problem, problem.evaluate(problem.job))
     if not candidate.fits:
-        return Plan((candidate,))
+        return Plan(problem, (candidate,))
     most = largest(problem, problem.job, "rows", MOST_ROWS, _replayed(problem, candidate))
     reason = f"It fits, up to {rows_in(replace(candidate.recipe, rows=most))} per GPU."
-    return Plan((candidate,), candidate, None, (), reason, *_longest(problem, candidate))
+    return Plan(problem, (candidate,), candidate, reason=reason)
 
 
 def least(problem: Problem) -> Candidate:

@@ -31,24 +31,15 @@ class Block:
     It `is_free` when nothing uses it, and no other stream of its `uses` may still use it.
     """
 
-    __slots__ = (
-        "address",
-        "before",
-        "is_free",
-        "mapped",
-        "next",
-        "pool",
-        "size",
-        "stream",
-        "uses",
-    )
+    __slots__ = ("address", "before", "is_free", "mapped", "next", "pool", "size", "stream", "uses")
 
-    def __init__(self, pool: "_Pool", stream: int, address: int, size: int) -> None:
+    def __init__(
+        self, pool: "_Pool", stream: int, address: int, size: int, mapped: bool = True, before: "Block | None" = None
+    ) -> None:
         self.pool, self.stream, self.address, self.size = pool, stream, address, size
-        self.is_free = self.mapped = True
-        self.before: Block | None = None
+        self.is_free, self.mapped, self.before = True, mapped, before
         self.next: Block | None = None
-        self.uses: frozenset[int] = NO_STREAM
+        self.uses = NO_STREAM
 
     @property
     def is_split(self) -> bool:
@@ -57,10 +48,14 @@ class Block:
 
 
 class _Pool:
-    """The cached blocks for small or for large requests, by stream, in order of size and address."""
+    """The cached blocks for small or for large requests, by stream, in order of size and address.
 
-    def __init__(self, small: bool) -> None:
+    A block is split where at least `least_rest` bytes are left over (`should_split`).
+    """
+
+    def __init__(self, small: bool, expandable: bool) -> None:
         self.small = small
+        self.least_rest = ROUND_BYTES if small or expandable else SMALL_BYTES + 1
         self.blocks: defaultdict[int, list[tuple[int, int, Block]]] = defaultdict(list)
         self.unmapped: defaultdict[int, list[tuple[int, Block]]] = defaultdict(list)
 
@@ -90,11 +85,12 @@ class CachingAllocator:
     def __init__(self, expandable: bool = False, capacity_bytes: int | None = None) -> None:
         self.expandable = expandable
         self.capacity_bytes = capacity_bytes
-        self.allocated = self.active = self.reserved = 0
+        self.active = self.reserved = 0
         self.allocated_peak = self.active_peak = self.reserved_peak = 0
         self.retries, self.met_limit = 0, False
-        self._small, self._large = _Pool(True), _Pool(False)
+        self._small, self._large = _Pool(True, expandable), _Pool(False, expandable)
         self._waiting: list[Block] = []
+        self._waiting_bytes = 0
         self._completed = self._done = 0
         self._segments = 0
 
@@ -108,24 +104,53 @@ class CachingAllocator:
             self._process_events()
         size = -(-size // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
         pool = self._small if size <= SMALL_BYTES else self._large
-        block = self._cached(pool, stream, size) or self._new(pool, stream, size)
-        if self._should_split(block, size):
-            pool.insert(self._cut(block, size))
+        blocks = pool.blocks[stream]
+        place = self._fitting(blocks, size)
+        block = self._new(pool, stream, size) if place is None else blocks.pop(place)[2]
+        if block.size - size >= pool.least_rest:
+            rest = self._cut(block, size)
+            insort(blocks, (rest.size, rest.address, rest))
         block.is_free = False
-        self.allocated += block.size
         self.active += block.size
-        if self.active > self.active_peak:
-            self.active_peak = self.active
-        if self.allocated > self.allocated_peak:
-            self.allocated_peak = self.allocated
+        self._see(self.active)
         return block
+
+    def touch(self, size: int, stream: int = 0) -> None:
+        """Allocates and frees at once: the cached blocks stay as they are, so only the peaks may change.
+
+        Raises:
+            MemoryError: as `malloc`.
+        """
+        if self._completed:
+            self._process_events()
+        rounded = -(-size // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
+        pool = self._small if rounded <= SMALL_BYTES else self._large
+        blocks = pool.blocks[stream]
+        place = self._fitting(blocks, rounded)
+        if place is None:
+            self.free(self.malloc(size, stream))
+            return
+        whole = blocks[place][0]
+        self._see(self.active + (rounded if whole - rounded >= pool.least_rest else whole))
+
+    def _see(self, active: int) -> None:
+        """Keeps the peaks."""
+        if active > self.active_peak:
+            self.active_peak = active
+        if active - self._waiting_bytes > self.allocated_peak:
+            self.allocated_peak = active - self._waiting_bytes
+
+    @property
+    def allocated(self) -> int:
+        """The bytes in use, without those that wait for other streams."""
+        return self.active - self._waiting_bytes
 
     def free(self, block: Block) -> None:
         """Frees a block, or lets it wait for the other streams that use it (`free`, `insert_events`)."""
-        self.allocated -= block.size
         if block.uses:
             block.uses = NO_STREAM
             self._waiting.append(block)
+            self._waiting_bytes += block.size
         else:
             self._free(block)
 
@@ -149,6 +174,7 @@ class CachingAllocator:
         self._completed = 0
         self._done += len(done)
         for block in done:
+            self._waiting_bytes -= block.size
             self._free(block)
 
     def _free(self, block: Block) -> None:
@@ -156,7 +182,7 @@ class CachingAllocator:
         self.active -= block.size
         block.is_free = True
         self._merge(block)
-        block.pool.insert(block)
+        insort(block.pool.blocks[block.stream], (block.size, block.address, block))
 
     def _merge(self, block: Block) -> None:
         """Takes over free neighbours (`try_merge_blocks`)."""
@@ -174,16 +200,15 @@ class CachingAllocator:
                 following.next.before = block
             block.size += following.size
 
-    def _cached(self, pool: _Pool, stream: int, size: int) -> Block | None:
-        """The smallest cached block of the stream that is large enough (`get_free_block`)."""
-        blocks = pool.blocks[stream]
+    def _fitting(self, blocks: list[tuple[int, int, Block]], size: int) -> int | None:
+        """The place of the smallest cached block that is large enough (`get_free_block`)."""
         place = bisect_left(blocks, (size,))
         if place == len(blocks):
             return None
         if self.expandable:
             while place + 1 < len(blocks) and _grown(blocks[place + 1][2]) < _grown(blocks[place][2]):
                 place += 1
-        return blocks.pop(place)[2]
+        return place
 
     def _new(self, pool: _Pool, stream: int, size: int) -> Block:
         """Gets memory from the driver, if necessary after releasing cached blocks (`malloc`)."""
@@ -219,19 +244,13 @@ class CachingAllocator:
         self._segments += 1
         return self._segments * ADDRESS_SPACE
 
-    def _should_split(self, block: Block, size: int) -> bool:
-        """Whether the rest is large enough for a block (`should_split`)."""
-        rest = block.size - size
-        if block.pool.small or self.expandable:
-            return rest >= ROUND_BYTES
-        return rest > SMALL_BYTES
-
     def _cut(self, block: Block, size: int) -> Block:
         """Shortens a block to its beginning, and returns the rest, which follows it (`alloc_found_block`)."""
-        rest = Block(block.pool, block.stream, block.address + size, block.size - size)
-        rest.mapped, rest.before, rest.next = block.mapped, block, block.next
-        if block.next is not None:
-            block.next.before = rest
+        following = block.next
+        rest = Block(block.pool, block.stream, block.address + size, block.size - size, block.mapped, block)
+        rest.next = following
+        if following is not None:
+            following.before = rest
         block.next, block.size = rest, size
         return rest
 

@@ -165,23 +165,25 @@ class _AllocatingWalk(Walk):
             sizes = [round(size) for size in shards.tensor_weights(unit, "stored", flat=False)]
             gathered = [sum(sizes)] if self.meter.flat else sizes
             for size in gathered:
-                allocator.free(allocator.malloc(max(size, 1), GATHER))
+                allocator.touch(max(size, 1), GATHER)
 
     def _play(self, requests: Iterable[Request], slots: dict[int, Block], unit: int) -> None:
-        meter, allocator = self.meter, self.meter.allocator
-        for slot, size, grad in requests:
-            if not size:
+        allocator = self.meter.allocator
+        malloc, free, touch = allocator.malloc, allocator.free, allocator.touch
+        for slot, size, grad, brief in requests:
+            if brief:
+                touch(size)
+            elif not size:
                 dead = slots.pop(slot, None)
                 if dead is not None:
-                    allocator.free(dead)
-            elif grad:
-                born = allocator.malloc(size)
-                if self.engine.adds(unit):
-                    allocator.free(born)
-                else:
-                    meter.named.setdefault((GRADIENTS, ("born", unit)), []).append(Group(size, [born]))
+                    free(dead)
+            elif not grad:
+                slots[slot] = malloc(size)
+            elif self.engine.adds(unit):
+                touch(size)
             else:
-                slots[slot] = allocator.malloc(size)
+                born = Group(size, [malloc(size)])
+                self.meter.named.setdefault((GRADIENTS, ("born", unit)), []).append(born)
 
     def _forward(self) -> None:
         self.slots: list[dict[int, Block]] = [{} for _ in range(len(self.order) + 2)]

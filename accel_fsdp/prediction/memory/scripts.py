@@ -15,11 +15,15 @@ from accel_fsdp.prediction.memory.traces import ROUND_BYTES, At, Event, Tape, Ta
 
 
 class Request(NamedTuple):
-    """One event of a tape: `slot` is allocated with `size` bytes or, if that is 0, freed. `grad`: a parameter's."""
+    """One event of a tape: `slot` is allocated with `size` bytes or, if that is 0, freed.
+
+    `grad`: a parameter's. `brief`: it is freed at once.
+    """
 
     slot: int
     size: int
     grad: bool = False
+    brief: bool = False
 
 
 class Script(NamedTuple):
@@ -63,7 +67,7 @@ def script_of(tape: Tape, at: At) -> Script:
 def _last(requests: Sequence[Request]) -> int | None:
     """The slot that is left of a forward that saves nothing."""
     alive: dict[int, None] = {}
-    for slot, size, _ in requests:
+    for slot, size, *_ in requests:
         if size:
             alive[slot] = None
         else:
@@ -130,6 +134,23 @@ def with_loss(script: Script, loss: Loss, logits: int) -> Script:
     return script._replace(forward=tuple(forward), backward=tuple(backward))
 
 
+def _with_brief(script: Script) -> Script:
+    """The script, with each allocation and the release that follows it as one request."""
+    first, forward, backward = map(_joined, (script.first, script.forward, script.backward))
+    return script._replace(first=first, forward=forward, backward=backward)
+
+
+def _joined(requests: Sequence[Request]) -> tuple[Request, ...]:
+    joined: list[Request] = []
+    for request in requests:
+        last = joined[-1] if joined else None
+        if last is not None and not request.size and last.slot == request.slot and last.size and not last.grad:
+            joined[-1] = last._replace(brief=True)
+        else:
+            joined.append(request)
+    return tuple(joined)
+
+
 class ModelScripts(NamedTuple):
     """A model's scripts at one batch. `head` is None if fused kernels compute the loss; `has_loss`: its loss
     differs from the tape's.
@@ -152,4 +173,5 @@ class ModelScripts(NamedTuple):
         has_loss = bool(head and loss and shards.compute_bytes(recipe) == state_bytes.LOW)
         if head and loss and has_loss:
             head = with_loss(head, loss, shape.vocab * rows * recipe.length)
-        return ModelScripts(script_of(tapes.embedding.of(rows), at), blocks, head, has_loss)
+        embedding = _with_brief(script_of(tapes.embedding.of(rows), at))
+        return ModelScripts(embedding, tuple(map(_with_brief, blocks)), head and _with_brief(head), has_loss)
