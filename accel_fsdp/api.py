@@ -101,12 +101,12 @@ def compare(model: str, machines: Iterable[str], **flags: Any) -> Comparison:
     """
     from accel_fsdp import planner
 
-    if isinstance(machines, str) or not all(isinstance(one, str) for one in machines):
+    if isinstance(machines, str) or not all(isinstance(name, str) for name in machines):
         raise UsageError(
             f"machines={machines!r}", why="each machine is a text of its own", fix='machines: ["8xH100-80GB"]'
         )
-    named = ",".join(machines)
-    return planner.compare(_plan_command("compare", WRITING - {"compare"}, model=model, compare=named, **flags))
+    machine_names = ",".join(machines)
+    return planner.compare(_plan_command("compare", WRITING - {"compare"}, model=model, compare=machine_names, **flags))
 
 
 def _plan_command(function: str, left_out: Iterable[str], **flags: Any) -> PlanCommand:

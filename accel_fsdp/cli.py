@@ -63,18 +63,18 @@ def call(words: list[str]) -> int:
 
 
 def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
-    own, script_args = _split_script_args(words)
+    own_words, script_args = _split_script_args(words)
     with to_stdout():  # --help
-        if not own or own[0] not in COMMANDS:
-            _refuse_command(own)
-        command = COMMANDS[own[0]]
+        if not own_words or own_words[0] not in COMMANDS:
+            _refuse_command(own_words)
+        command = COMMANDS[own_words[0]]
         declared = command.flags()
-        flag_words.refuse_wrong(f"accel-fsdp {own[0]}", declared, own[1:])
+        flag_words.refuse_wrong(f"accel-fsdp {own_words[0]}", declared, own_words[1:])
         flags: Any = tyro.cli(
             declared,
-            prog=f"accel-fsdp {own[0]}",
+            prog=f"accel-fsdp {own_words[0]}",
             description=command.summary,
-            args=own[1:],
+            args=own_words[1:],
             config=(tyro.conf.FlagCreatePairsOff,),
         )
     return command, flags, script_args
@@ -119,8 +119,8 @@ def _without_flags(name: str, summary: str) -> type:
 def _config(options: Any) -> int:
     from accel_fsdp import wizard
 
-    asked = [question.field for question in wizard.QUESTIONS]
-    flags = {name: getattr(options, name) for name in asked if getattr(options, name) is not None}
+    question_fields = [question.field for question in wizard.QUESTIONS]
+    flags = {name: getattr(options, name) for name in question_fields if getattr(options, name) is not None}
     return wizard.configure(options, flags)
 
 
@@ -222,9 +222,9 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
             console.put(f"{name}={shlex.quote(value)}", lines=True)
     console.put(shlex.join(["accelerate", "launch", *words]), lines=True)
     if not parses:
-        shown = NotInstalled.of("accelerate", "Accelerate's parser was skipped, since it")
+        library = NotInstalled.of("accelerate", "Accelerate's parser was skipped, since it")
         also = "the environment of the ranks isn't known either"
-        console.say(f"note: {shown.what}; {also}: {shown.fix}", style="yellow", wrap=True)
+        console.say(f"note: {library.what}; {also}: {library.fix}", style="yellow", wrap=True)
     return 0
 
 

@@ -110,8 +110,8 @@ def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legen
     for row in rows:
         table.add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in row))
     data.print(table)
-    shown = (((("█" if data.color_system else letter) + f" {kind}  "), colour) for letter, colour, kind in legend)
-    data.print(Text.assemble(*shown))
+    labels = (((("█" if data.color_system else letter) + f" {kind}  "), colour) for letter, colour, kind in legend)
+    data.print(Text.assemble(*labels))
 
 
 @contextmanager

@@ -149,14 +149,14 @@ TESTED = {
 """The oldest and the newest version that the tests run with: constraints-oldest.txt and constraints-newest.txt."""
 
 
-def lacks(library: str, found: str, why: str) -> UserError:
-    """The error for a library with unexpected internals; `found` continues the sentence after its version."""
+def lacks(library: str, finding: str, why: str) -> UserError:
+    """The error for a library with unexpected internals; `finding` continues the sentence after its version."""
     from importlib import metadata
 
     oldest, newest = TESTED.get(library, ("", ""))
     tested = f"{library}=={newest}" if oldest == newest else f"{library}>={oldest},<={newest}"
     return UserError(
-        f"{library} {metadata.version(library)} {found}",
+        f"{library} {metadata.version(library)} {finding}",
         why=why,
         fix=f"pip install '{tested}', which is tested" if newest else f"another version of {library}",
     )
@@ -280,8 +280,10 @@ def _not_importable(error: ImportError) -> UserError | None:
 def _too_long(error: OSError) -> UsageError:
     """The error for a name that is too long for a file, in whichever command it appears first."""
     name = str(error.filename)
-    shown = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
-    return UsageError(f"cannot open {shown}: {error.strerror}", why="no file has that name", fix="give a shorter name")
+    short_name = name if len(name) <= LONGEST_SHOWN else f"{name[:LONGEST_SHOWN]}..."
+    return UsageError(
+        f"cannot open {short_name}: {error.strerror}", why="no file has that name", fix="give a shorter name"
+    )
 
 
 @contextlib.contextmanager

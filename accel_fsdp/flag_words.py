@@ -134,17 +134,17 @@ def _check(command: str, flag: Flag, value: str) -> None:
             why="None would count as no flag at all",
             fix=f"leave out {flag.name}",
         )
-    wrong = f"not {value}"
+    problem = f"not {value}"
     if int in flag.types and not _parses(int, value):
         example = "a whole number"
     elif float in flag.types and not _parses(float, value):
         example = "a number such as 2.5"
     elif flag.choices and value not in flag.choices:
-        wrong, example = f"not {value}.{did_you_mean(value, flag.choices)}", "one of them"
+        problem, example = f"not {value}.{did_you_mean(value, flag.choices)}", "one of them"
     else:
         return
     raise UsageError(
-        f"{flag.name} takes {_expected(flag)}, {wrong}",
+        f"{flag.name} takes {_expected(flag)}, {problem}",
         why="nothing was done",
         fix=f"{flag.name} with {example}; {command} --help shows the flags",
     )

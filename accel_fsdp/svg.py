@@ -112,8 +112,8 @@ def _bar(row: Bar, y: float, scale: float, end: float) -> Iterator[str]:
         wide = min(part.gib * scale, end - x)
         if wide <= 0:
             break
-        shown = f"{part.letter} {number_in_figure(part.gib)}" if wide > 52 else part.letter if wide > 13 else ""
-        label = _text(x + wide / 2, y + 33, shown, "middle", f"on-{part.letter}") if shown else ""
+        text = f"{part.letter} {number_in_figure(part.gib)}" if wide > 52 else part.letter if wide > 13 else ""
+        label = _text(x + wide / 2, y + 33, text, "middle", f"on-{part.letter}") if text else ""
         tip = f"<title>{escape(part.name)}: {gib_in_figure(part.gib)}</title>"
         yield f"<g>{tip}{_rect(x, y + 19, wide, 19, part.letter)}{label}</g>"
         x += wide

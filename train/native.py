@@ -141,13 +141,13 @@ def units_of(model: Any, job: Job) -> list[nn.Module]:
         names = {layer.name for layer in models.wrap_classes(model)}
         return [module for module in inside_out if type(module).__name__ in names]
     tied = {model.get_input_embeddings().weight} & {model.get_output_embeddings().weight}  # can't be in two units
-    units, taken = [], set()
+    units, unit_parts = [], set()
     for module in inside_out:
-        left = {*module.parameters()} - taken
+        left = {*module.parameters()} - unit_parts
         large = sum(parameter.numel() for parameter in left) >= job.min_num_params
         if large and not tied & left and not isinstance(module, nn.ModuleList):  # a list has no forward
             units.append(module)
-            taken |= left
+            unit_parts |= left
     return units
 
 
@@ -276,7 +276,7 @@ def say(line: str) -> None:
 
 # The whole job
 def main() -> None:
-    begun, job = time.perf_counter(), tyro.cli(Job)
+    started, job = time.perf_counter(), tyro.cli(Job)
     device, checkpoint = start(job), checkpoint_of(job)
     tokenizer = models.read_tokenizer(job.model_name_or_path)
     loader, model = loader_of(job, tokenizer), load_model(job)
@@ -301,7 +301,7 @@ def main() -> None:
         if step % job.save_steps == 0 or step == steps:
             dcp.save({"job": state}, checkpoint_id=job.output_dir / f"{file_names.CHECKPOINT}{step}")
     save_full(model, job, tokenizer, expected)
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else host.peak_memory()
     say(f"{seconds:.1f} s in all; rank 0 had {gib_or_mib(peak)} of {device.type} memory at its peak")
     if dist.get_rank() == 0:

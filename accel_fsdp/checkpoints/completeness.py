@@ -78,10 +78,10 @@ def begin(checkpoint: Path) -> None:
         UserError: the folder can't be written; `abandon` it.
     """
     there = checkpoint.exists()
-    whole = there and not flaw(checkpoint)
-    if whole or not there:
+    was_complete = there and not flaw(checkpoint)
+    if was_complete or not there:
         _remove(_aside(checkpoint))  # of a run that was killed while it deleted
-    if whole:
+    if was_complete:
         os.replace(checkpoint, _aside(checkpoint))
     _remove(checkpoint)
     atomic_files.write_text(checkpoint / file_names.MARKER, json.dumps({"complete": False}))
@@ -97,8 +97,8 @@ def seal(checkpoint: Path, origin: marker.Origin, hashes: Mapping[str, str] | No
     """
     atomic_files.sync_folder(checkpoint)
     sizes = marker.sizes_of(checkpoint)
-    taken = marker.hashes_of(checkpoint, sizes) if hashes is None else dict(hashes)
-    content = {"complete": True, "origin": asdict(origin), "files": sizes, "hashes": taken}
+    digests = marker.hashes_of(checkpoint, sizes) if hashes is None else dict(hashes)
+    content = {"complete": True, "origin": asdict(origin), "files": sizes, "hashes": digests}
     atomic_files.write_text(checkpoint / file_names.MARKER, json.dumps(content, indent=1, sort_keys=True))
     atomic_files.sync_names(checkpoint.parent)
     _remove(_aside(checkpoint))
@@ -224,14 +224,14 @@ def _of_size(path: Path, size: int) -> str:
     return f"{path.name} has {_size(path):,} of {size:,} bytes" if path.is_file() else f"{path.name} is missing"
 
 
-def choose(run: Path, among: Sequence[Path] | None = None, wrong: Callable[[Path], str] = flaw) -> Choice:
+def choose(run: Path, among: Sequence[Path] | None = None, flaw_of: Callable[[Path], str] = flaw) -> Choice:
     """The complete checkpoint-N with the highest number; Trainer itself may choose a half-written one.
 
-    `among`: the run's checkpoints, oldest first. `wrong` returns why one can't be used; empty: it can.
+    `among`: the run's checkpoints, oldest first. `flaw_of` returns why one can't be used; empty: it can.
     """
     skipped: dict[Path, str] = {}
     for checkpoint in reversed(file_names.checkpoints(run) if among is None else among):
-        if not (why := wrong(checkpoint)):
+        if not (why := flaw_of(checkpoint)):
             return Choice(checkpoint, skipped)
         skipped[checkpoint] = why
     return Choice(None, skipped)
@@ -253,12 +253,12 @@ def retire(run: Path, keep: int | None, best: str | None) -> None:
     complete = [path for path in checkpoints if not flaw(path)]
     if not keep or keep < 1 or not complete:
         return
-    kept = {path for path in complete if best and path.name == Path(best).name} | {complete[-1]}
+    to_keep = {path for path in complete if best and path.name == Path(best).name} | {complete[-1]}
     for path in reversed(complete):
-        if len(kept) < keep:
-            kept.add(path)
+        if len(to_keep) < keep:
+            to_keep.add(path)
     for path in checkpoints[: checkpoints.index(complete[-1])]:
-        if path not in kept:
+        if path not in to_keep:
             os.replace(path, _aside(path))  # a folder that is partly deleted must not look like a checkpoint
             _remove(_aside(path))
 

@@ -48,8 +48,8 @@ def folder_of(checkpoint: Path) -> Path | None:
         return checkpoint
     name = latest(checkpoint)
     steps = sorted(checkpoint.glob(f"{file_names.GLOBAL_STEP}*"), key=lambda path: _numbers(path.name))
-    named = [path for path in steps if path.name == name]
-    return named[0] if named else steps[-1] if steps else None
+    matches = [path for path in steps if path.name == name]
+    return matches[0] if matches else steps[-1] if steps else None
 
 
 def latest(checkpoint: Path) -> str | None:

@@ -36,8 +36,8 @@ class CheckpointLocation:
 
     @property
     def number(self) -> int:
-        named = file_names.NUMBERED.fullmatch(self.folder.name)
-        return int(named[1]) if named else -1
+        match = file_names.NUMBERED.fullmatch(self.folder.name)
+        return int(match[1]) if match else -1
 
     @property
     def description(self) -> str:
@@ -75,13 +75,13 @@ def _is_temporary(folder: Path) -> bool:
 
 def _sharded(folder: Path) -> CheckpointLocation | None:
     inner = [path for path in _folders(folder) if _is_dcp(path) and not path.name.startswith(OPTIMIZERS)]
-    named = [path for path in inner if path.name.startswith(file_names.FSDP_MODEL)]
-    named = named or [path for path in inner if not path.name[-1].isdecimal()]  # step-10 is a separate checkpoint
+    folders = [path for path in inner if path.name.startswith(file_names.FSDP_MODEL)]
+    folders = folders or [path for path in inner if not path.name[-1].isdecimal()]  # step-10 is a separate checkpoint
     if _is_dcp(folder):
-        named = [folder]
-    if not named or folder.name.startswith(OPTIMIZERS):
+        folders = [folder]
+    if not folders or folder.name.startswith(OPTIMIZERS):
         return None
-    place = named[0]
+    place = folders[0]
     optimizer = next((path for path in _folders(folder) if _is_dcp(path) and path.name.startswith(OPTIMIZERS)), None)
     lacking = [] if completeness.is_whole_dcp(place) else [f"{place.name}/{file_names.DCP_METADATA}"]
     lacking += [] if any(place.glob(file_names.DCP_PARTS)) else [f"{place.name}/{file_names.DCP_PARTS}"]
@@ -177,12 +177,12 @@ def _folders(folder: Path) -> list[Path]:
 
 def listed(run: Path) -> list[CheckpointLocation]:
     """The checkpoints and models in a run's folder, oldest first; the folder itself if it is one."""
-    whole = look(run)
-    if whole is not None and whole.kind != "torch.save":
-        return [whole]
+    run_folder = look(run)
+    if run_folder is not None and run_folder.kind != "torch.save":
+        return [run_folder]
     inner = [checkpoint for path in _folders(run) if _is_trained(path) and (checkpoint := look(path)) is not None]
-    if whole is not None and all(checkpoint.kind in EXPORTED for checkpoint in inner):
-        return [whole]
+    if run_folder is not None and all(checkpoint.kind in EXPORTED for checkpoint in inner):
+        return [run_folder]
     if inner and not _is_run(run) and any(map(_is_run, _all_below(run, DEPTH))):
         return []  # the folder holds several runs, and which one is meant can't be guessed
     return sorted(inner, key=lambda checkpoint: (checkpoint.number, checkpoint.folder.stat().st_mtime))
@@ -214,22 +214,22 @@ def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
     checkpoints = [single] if single else listed(place)
     if not checkpoints:
         raise _nothing(path, place)
-    whole = [checkpoint for checkpoint in checkpoints if not checkpoint.missing]
-    if not whole:
+    complete = [checkpoint for checkpoint in checkpoints if not checkpoint.missing]
+    if not complete:
         raise UserError(
             f"{checkpoints[-1].folder} lacks {', '.join(checkpoints[-1].missing)}",
             why="it is half-written, or its other half is on another machine",
             fix="export an older checkpoint; on several machines train to a shared disk",
         )
-    _check_links(whole[-1], place if place.is_dir() else place.parent)
-    return whole[-1], checkpoints[checkpoints.index(whole[-1]) + 1 :]
+    _check_links(complete[-1], place if place.is_dir() else place.parent)
+    return complete[-1], checkpoints[checkpoints.index(complete[-1]) + 1 :]
 
 
-def _check_links(checkpoint: CheckpointLocation, named: Path) -> None:
+def _check_links(checkpoint: CheckpointLocation, given_path: Path) -> None:
     """Refuses parts of a checkpoint that links take from outside the path that the user named."""
     for part in (checkpoint.folder, checkpoint.weights, checkpoint.optimizer):
-        if part is not None and part.is_relative_to(named):
-            untrusted_files.check_folder(part, named)
+        if part is not None and part.is_relative_to(given_path):
+            untrusted_files.check_folder(part, given_path)
 
 
 def of_adapter(checkpoint: CheckpointLocation, name: str) -> CheckpointLocation:

@@ -68,13 +68,13 @@ def _origin(path: Path, content: Any) -> Origin | None:
         return None
     try:
         origin = Origin(**content)
-        whole = type(origin.ranks) is type(origin.rows_per_step) is int and isinstance(origin.engine, str)
+        is_valid = type(origin.ranks) is type(origin.rows_per_step) is int and isinstance(origin.engine, str)
         groups = [origin.settings, *(part["settings"] for part in origin.before)]
         plain = all(isinstance(values, dict) for part in groups for values in part.values())
         steps = all(type(part["last_step"]) is int for part in origin.before)
     except (TypeError, KeyError, AttributeError) as error:
         raise untrusted_files.broken(path, "is damaged: what it says of the run") from error
-    if not (whole and plain and steps):
+    if not (is_valid and plain and steps):
         raise untrusted_files.broken(path, "is damaged: what it says of the run")
     return origin
 
@@ -139,8 +139,8 @@ def damage(checkpoint: Path, needed: Callable[[str], bool] = bool, part: int = 0
     names = [name for name in marker.hashes if needed(name) and (checkpoint / name).exists()]
     names.sort(key=lambda name: (-marker.sizes.get(name, 0), name))
     hashes = hashes_of(checkpoint, names[part::of])
-    wrong = sorted(name for name, hashed in hashes.items() if hashed != marker.hashes[name])
-    return f"{wrong[0]} holds other bytes than were written" if wrong else ""
+    changed = sorted(name for name, hashed in hashes.items() if hashed != marker.hashes[name])
+    return f"{changed[0]} holds other bytes than were written" if changed else ""
 
 
 def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:

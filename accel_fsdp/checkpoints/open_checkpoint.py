@@ -178,11 +178,11 @@ def split(paths: Paths, adapter: str | None = None) -> Weights:
     inner = {path: stored for path, stored in inner.items() if set(path[:-1]) <= MODEL_KEYS}
     model = inner or {path: stored for path, stored in paths.items() if len(path) == 1}
     optimizer = {_behind(path): stored for path, stored in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
-    named = _named(model)
-    if not tensor_names.is_adapted(named):
-        _check_unadapted(named)
-        return Weights(named, optimizer=optimizer)
-    base, adapters = tensor_names.divided(named)
+    tensors = _named(model)
+    if not tensor_names.is_adapted(tensors):
+        _check_unadapted(tensors)
+        return Weights(tensors, optimizer=optimizer)
+    base, adapters = tensor_names.divided(tensors)
     return Weights(base, _chosen(adapters, adapter), optimizer)
 
 
@@ -213,18 +213,18 @@ def _check_unadapted(names: Mapping[str, Stored]) -> None:
 
 
 def _named(paths: Paths) -> dict[str, Stored]:
-    named: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     origins: dict[str, tuple[str, ...]] = {}
     for path, stored in paths.items():
         name = _plain(path[-1])
-        if named.setdefault(name, stored) != stored:
+        if tensors.setdefault(name, stored) != stored:
             raise UserError(
                 f"the checkpoint holds two tensors named {name}: {'.'.join(origins[name])} and {'.'.join(path)}",
                 why="which of them is the model's can't be guessed",
                 fix="save the state dict that you want in a file or folder of its own, and export that",
             )
         origins.setdefault(name, path)
-    return named
+    return tensors
 
 
 def _behind(path: tuple[str, ...]) -> str:

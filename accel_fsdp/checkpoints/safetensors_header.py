@@ -100,8 +100,8 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> Tensor:
 
 
 def _sizes(path: Path, name: str, numbers: Any) -> tuple[int, ...]:
-    whole = isinstance(numbers, list) and all(type(number) is int and 0 <= number < LARGEST_SIZE for number in numbers)
-    if not whole:
+    valid = isinstance(numbers, list) and all(type(number) is int and 0 <= number < LARGEST_SIZE for number in numbers)
+    if not valid:
         raise _damaged(path, f"{name} has impossible sizes")
     return tuple(numbers)
 

@@ -74,17 +74,17 @@ def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
 
     That is what the config names as `transformers_weights`; else the one file; else the files of the index.
     """
-    named = read_json(folder / file_names.CONFIG, folder).get("transformers_weights")
-    if named is None:
-        named = file_names.MODEL if (folder / file_names.MODEL).is_file() else file_names.INDEX
-    elif not isinstance(named, str) or not named.endswith((file_names.SAFETENSORS, file_names.INDEX_END)):
+    index_name = read_json(folder / file_names.CONFIG, folder).get("transformers_weights")
+    if index_name is None:
+        index_name = file_names.MODEL if (folder / file_names.MODEL).is_file() else file_names.INDEX
+    elif not isinstance(index_name, str) or not index_name.endswith((file_names.SAFETENSORS, file_names.INDEX_END)):
         raise untrusted_files.broken(folder / file_names.CONFIG, "names transformers_weights that are not safetensors")
-    untrusted_files.inside(folder, named, file_names.CONFIG)
-    if not named.endswith(file_names.INDEX_END):
-        return [named], {}
-    listed = weight_map(folder / named)
-    if not listed and named != file_names.INDEX:
-        raise untrusted_files.broken(folder / named, "is missing, and the config names it")
+    untrusted_files.inside(folder, index_name, file_names.CONFIG)
+    if not index_name.endswith(file_names.INDEX_END):
+        return [index_name], {}
+    listed = weight_map(folder / index_name)
+    if not listed and index_name != file_names.INDEX:
+        raise untrusted_files.broken(folder / index_name, "is missing, and the config names it")
     return sorted(set(listed.values())), listed
 
 
@@ -94,7 +94,7 @@ def weight_map(path: Path) -> dict[str, str]:
     if index is None:
         return {}
     listed = index.get("weight_map")
-    if not isinstance(listed, dict) or not listed or not all(isinstance(one, str) for one in listed.values()):
+    if not isinstance(listed, dict) or not listed or not all(isinstance(file, str) for file in listed.values()):
         raise untrusted_files.broken(path, "is damaged: no list of tensors and their files")
     return listed
 
@@ -125,11 +125,11 @@ def facts_of(folder: Path) -> CheckpointFacts:
     """Looks at this folder, whatever is in folders of it."""
     _check_folder(folder)
     counts = {path: _counts(path) for path in sorted(folder.iterdir())}
-    held = [path for path, counted in counts.items() if counted is True]
+    counted_paths = [path for path, counted in counts.items() if counted is True]
     odd = [path for path, counted in counts.items() if counted is False]
-    names = {path.name for path in held}
-    sharded = [path for path in held if path.is_dir() and any(path.glob(file_names.DCP_PARTS))]
-    read = {path: tensors_of(path) for path in held if path.suffix == file_names.SAFETENSORS}
+    names = {path.name for path in counted_paths}
+    sharded = [path for path in counted_paths if path.is_dir() and any(path.glob(file_names.DCP_PARTS))]
+    read = {path: tensors_of(path) for path in counted_paths if path.suffix == file_names.SAFETENSORS}
     adapter = read.get(folder / file_names.ADAPTER)
     everything = {name: tensor for tensors in read.values() for name, tensor in (tensors or {}).items()}
     config = read_json(folder / file_names.CONFIG)
@@ -149,7 +149,7 @@ def facts_of(folder: Path) -> CheckpointFacts:
         without_metadata=tuple(path.name for path in sharded if not completeness.is_whole_dcp(path)),
         broken=tuple(path.name for path in (*odd, *(path for path, tensors in read.items() if tensors is None))),
         adapter_tensors=None if adapter is None else len(adapter),
-        empty_tensor=next((name for name, one in everything.items() if 0 in one.shape), ""),
+        empty_tensor=next((name for name, stored in everything.items() if 0 in stored.shape), ""),
         tied_twice=bool(config.get("tie_word_embeddings")) and pair is not None and equal(*pair),
         cache_off=config.get("use_cache") is False,
         architecture=_architecture(config),

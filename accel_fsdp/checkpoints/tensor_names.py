@@ -109,8 +109,8 @@ def lacking(held: Iterable[str], needed: Iterable[str]) -> str:
     missing = needed.difference(held)
     modules = {module_of(name) for name in needed if LORA.search(name)}
     if broken := sorted({module_of(name) for name in missing if LORA.search(name)}):
-        shown = first_few(broken, MODULES_SHOWN)
-        return f"LoRA tensors of {len(broken)} of {counted(len(modules), 'module')} ({shown})"
+        listed = first_few(broken, MODULES_SHOWN)
+        return f"LoRA tensors of {len(broken)} of {counted(len(modules), 'module')} ({listed})"
     return plain(min(missing)) if missing else ""
 
 

@@ -229,12 +229,12 @@ def _fill_exactly(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
     counts of the boxes add up to those of the whole if, and only if, the boxes add up to it.
     """
     spans = [[(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
-    whole = [(0, size) for size in shape]
-    cut = [dimension for dimension in range(len(shape)) if any(span[dimension] != whole[dimension] for span in spans)]
+    full = [(0, size) for size in shape]
+    cut = [dimension for dimension in range(len(shape)) if any(span[dimension] != full[dimension] for span in spans)]
     if not cut or len(cut) > MOST_CUTS:
         return not cut
     counts: Counter[tuple[int, ...]] = Counter()
-    for span, sign in [(whole, -1), *((span, 1) for span in spans)]:
+    for span, sign in [(full, -1), *((span, 1) for span in spans)]:
         for ends in product(range(2), repeat=len(cut)):
             corner = tuple(span[dimension][end] for dimension, end in zip(cut, ends, strict=True))
             counts[corner] += sign * (-1) ** sum(ends)
@@ -263,15 +263,15 @@ class FileReader:
                 self._parts.setdefault(record, []).extend(parts)
 
     def read_bytes(self, path: Path, at: int, view: memoryview) -> None:
-        descriptor, done = self._open(path), 0
-        while done < len(view):
+        descriptor, bytes_read = self._open(path), 0
+        while bytes_read < len(view):
             try:
-                count = os.preadv(descriptor, [view[done:]], at + done)
+                count = os.preadv(descriptor, [view[bytes_read:]], at + bytes_read)
             except OSError as error:  # of the source: its disk may fail
                 raise untrusted_files.unreadable(path, error.strerror or str(error)) from error
             if count == 0:
-                raise damaged(path, f"is cut short: it ends at byte {at + done}")
-            done += count
+                raise damaged(path, f"is cut short: it ends at byte {at + bytes_read}")
+            bytes_read += count
 
     def bytes_of(self, path: Path, at: int, length: int) -> bytes:
         """A few bytes of a file, unchecked; fewer where it ends."""

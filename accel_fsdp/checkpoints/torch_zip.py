@@ -257,8 +257,8 @@ class Archive:
 
     def _storage(self, pid: Any) -> Storage:
         kind, storage, key, _, count = pid
-        named = isinstance(storage, str) and isinstance(key, str) and len(key) <= LONGEST_KEY
-        if kind != "storage" or not named or type(count) is not int:
+        is_named = isinstance(storage, str) and isinstance(key, str) and len(key) <= LONGEST_KEY
+        if kind != "storage" or not is_named or type(count) is not int:
             raise ValueError("no storage")
         if storage in NAMELESS:
             raise _nameless(self.path, NAMELESS[storage])
@@ -281,22 +281,22 @@ def _directory(tail: bytes) -> tuple[int, int]:
 
 def _entries(content: bytes, start: int) -> dict[str, Slot]:
     slots: dict[str, Slot] = {}
-    seen: set[str] = set()
+    lower_names: set[str] = set()
     at = 0
     while at < len(content):
         mark, method, crc, packed, size, name, extra, comment, header = ENTRY_FIELDS.unpack_from(content, at)
         if mark != ENTRY:
             raise ValueError("an entry is missing")
-        named = at + ENTRY_FIELDS.size
-        size, packed, header = _wide((size, packed, header), content[named + name : named + name + extra])
+        name_start = at + ENTRY_FIELDS.size
+        size, packed, header = _wide((size, packed, header), content[name_start + name : name_start + name + extra])
         if method != 0 or packed != size:
             raise ValueError("a compressed record")
-        key = content[named : named + name].decode().partition("/")[2]
-        if key.lower() in seen:  # torch finds records whatever their case
+        key = content[name_start : name_start + name].decode().partition("/")[2]
+        if key.lower() in lower_names:  # torch finds records whatever their case
             raise ValueError("two records of one name")
-        seen.add(key.lower())
+        lower_names.add(key.lower())
         slots[key] = Slot(crc, size, header, start + at)
-        at = named + name + extra + comment
+        at = name_start + name + extra + comment
     return slots
 
 

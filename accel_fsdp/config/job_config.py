@@ -70,15 +70,15 @@ class JobConfig:
         marks = {tool: len(keys & self.values.keys()) for tool, keys in OTHER_TOOLS.items()}
         marks["a training script"] += 2 * isinstance(self.values.get("fsdp"), str)  # as TrainingArguments have it
         likely = max(marks, key=lambda tool: marks[tool])
-        own = "distributed_type" in self.values or "compute_environment" in self.values
-        return "" if own or marks[likely] < 2 else likely
+        is_accelerate = "distributed_type" in self.values or "compute_environment" in self.values
+        return "" if is_accelerate or marks[likely] < 2 else likely
 
     def section(self, name: str) -> Mapping[str, Any]:
         """A section with its keys under the names Accelerate uses; empty when it is absent or not a mapping."""
         if name not in self._sections:
             content = self.values if not name else self.values.get(name)
-            named = content if isinstance(content, Mapping) else {}
-            self._sections[name] = {full_name(name, str(key)): value for key, value in named.items()}
+            mapping = content if isinstance(content, Mapping) else {}
+            self._sections[name] = {full_name(name, str(key)): value for key, value in mapping.items()}
         return self._sections[name]
 
     @cached_property

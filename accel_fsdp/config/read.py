@@ -54,10 +54,10 @@ def _expanded(value: Any, above: frozenset[int], sizes: dict[int, int] | None = 
 def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:
     """Finds DeepSpeed's own file if it can't be opened from here: beside the YAML, in a missing folder, or nowhere."""
     section = values.get("deepspeed_config")
-    named = section.get("deepspeed_config_file") if isinstance(section, dict) else None
-    if not isinstance(named, str) or not named or "\0" in named or len(named) > LONGEST_PATH:
+    file_name = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    if not isinstance(file_name, str) or not file_name or "\0" in file_name or len(file_name) > LONGEST_PATH:
         return {}
-    target = Path(named).expanduser()
+    target = Path(file_name).expanduser()
     if target.exists():
         return {}
     if (path.parent / target).exists():

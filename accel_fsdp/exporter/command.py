@@ -168,18 +168,20 @@ class _Export:
 
     def run(self) -> ExportReport:
         started, options = time.monotonic(), self.options
-        named = companion_files.find(self.checkpoint, options.model, options.merge_adapter, options.adapter)
-        refusals.check_model(self.out, named, self.checkpoint)
+        papers = companion_files.find(self.checkpoint, options.model, options.merge_adapter, options.adapter)
+        refusals.check_model(self.out, papers, self.checkpoint)
         dtype_asked = companion_files.DTYPES[options.dtype] if options.dtype else None
-        asked = self.pool.submit(transformers_probe.describe, named.folder, dtype_asked or named.dtype)
+        model_described = self.pool.submit(transformers_probe.describe, papers.folder, dtype_asked or papers.dtype)
         weights = open_checkpoint.read(self.checkpoint, self.reader, options.with_optimizer, options.adapter)
         adapter = bool(weights.adapter) and not options.merge_adapter
-        refusals.check_weights(options, weights, named)
+        refusals.check_weights(options, weights, papers)
         if options.merge_adapter:
-            self._check_adapter(weights, named)
-        dtype = dtype_asked or (None if adapter else named.dtype)
-        planner = Planner(weights, named, self.reader, dtype, options.merge_adapter)
-        description, unknown = (None, "") if adapter else planner.described(asked, by_name=options.verify == "bytes")
+            self._check_adapter(weights, papers)
+        dtype = dtype_asked or (None if adapter else papers.dtype)
+        planner = Planner(weights, papers, self.reader, dtype, options.merge_adapter)
+        description, unknown = (
+            (None, "") if adapter else planner.described(model_described, by_name=options.verify == "bytes")
+        )
         outputs = planner.outputs(description)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
             report = self._verified(folder, planner, outputs, adapter)
@@ -188,28 +190,28 @@ class _Export:
             report.save(folder)
         return report.timed(time.monotonic() - started)
 
-    def _check_adapter(self, weights: Weights, named: Papers) -> None:
-        assert named.adapter  # else `check_weights` raised
-        merge_lora.check_settings(named.settings, trained_base=bool(weights.tensors))
-        describe, places = transformers_probe.describe_adapter, (named.adapter, named.folder)
+    def _check_adapter(self, weights: Weights, papers: Papers) -> None:
+        assert papers.adapter  # else `check_weights` raised
+        merge_lora.check_settings(papers.settings, trained_base=bool(weights.tensors))
+        describe, places = transformers_probe.describe_adapter, (papers.adapter, papers.folder)
         try:
             description = self.pool.submit(describe, *places).result()
         except remote_code.NeedsCode:
             if self.options.verify != "bytes":
                 raise
-            base = weights.tensors or open_checkpoint.of_folder(named.folder)
+            base = weights.tensors or open_checkpoint.of_folder(papers.folder)
             shapes = {name: tensor.shape for name, tensor in base.items()}
             description = self.pool.submit(describe, *places, shapes).result()
         merge_lora.check_saved(weights.adapter, *description)
 
     def _verified(self, folder: Path, planner: Planner, outputs: list[Output], adapter: bool) -> ExportReport:
         """Writes headers and papers first: from_pretrained needs only those, and can load them during the streaming."""
-        named, options = planner.papers, self.options
+        papers, options = planner.papers, self.options
         placed = self._place(folder, outputs, planner.weights, adapter)
-        taken = named.copy_adapter(folder) if adapter else named.copy(folder, planner.dtype)
+        copied_files = papers.copy_adapter(folder) if adapter else papers.copy(folder, planner.dtype)
         loading = None
         if options.verify != "bytes" and options.format == "safetensors":
-            loading = verification.ask(folder, self.pool, named.folder if adapter else None)
+            loading = verification.ask(folder, self.pool, papers.folder if adapter else None)
         with console.progress("exporting", sum(placement.output.size_bytes for placement in placed)) as progress:
             hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, sync=not options.no_sync)
         if options.format == "pth":
@@ -218,12 +220,12 @@ class _Export:
         with console.progress("verifying", report.size_bytes) as progress:
             report = verification.verify(folder, report, THREADS, progress)
         report = report if options.allow_non_finite else verification.check_finite(report)
-        if taken:
-            console.say(f"taken from {named.run}: {', '.join(taken)}", style="cyan")
+        if copied_files:
+            console.say(f"taken from {papers.run}: {', '.join(copied_files)}", style="cyan")
         if loading is not None:
             report = verification.loaded(report, loading)
         if options.verify == "logits":
-            report = verification.same_logits(folder, report, self.pool, self.checkpoint, named)
+            report = verification.same_logits(folder, report, self.pool, self.checkpoint, papers)
         return report
 
     def _place(self, folder: Path, outputs: list[Output], weights: Weights, adapter: bool) -> list[TensorPlacement]:

@@ -88,7 +88,7 @@ class Papers:
         return self._copy_files(target)
 
     def _copy_files(self, target: Path) -> list[str]:
-        taken = []
+        copied = []
         for folder in dict.fromkeys((self.folder, *self.others)):
             paths = _of_run(folder) if folder == self.run else _matching(folder, COPIED)
             for path in paths:
@@ -96,8 +96,8 @@ class Papers:
                 if path.exists() and not path.is_dir() and not copy.exists():
                     copy.parent.mkdir(exist_ok=True)
                     _copy(path, copy, folder)
-                    taken += [copy.relative_to(target).as_posix()] if folder == self.run else []
-        return sorted(taken)
+                    copied += [copy.relative_to(target).as_posix()] if folder == self.run else []
+        return sorted(copied)
 
 
 def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
@@ -121,8 +121,8 @@ def _of_run(run: Path) -> Iterator[Path]:
 
 def _copy(path: Path, copy: Path, folder: Path) -> None:
     content = summary.read_json(path, folder) if path.name.endswith(file_names.CONFIG) else {}
-    if (kept := _without_code(content)) != content:
-        _write(copy, kept)
+    if (without_code := _without_code(content)) != content:
+        _write(copy, without_code)
     else:
         untrusted_files.copy(path, copy, within=folder)
 
@@ -170,17 +170,17 @@ def find(
     """
     near = tuple(dict.fromkeys(_near(checkpoint)))
     run = near[-1] if near[-1] == checkpoint.folder.parent else None
-    named = [folder / adapter_name for folder in near] if adapter_name else []
-    for folder in named:
+    adapter_folders = [folder / adapter_name for folder in near] if adapter_name else []
+    for folder in adapter_folders:
         untrusted_files.check_folder(folder, folder.parent)
-    places = [*named, *(near if adapter_name in (None, "default", checkpoint.folder.name) else ())]
+    places = [*adapter_folders, *(near if adapter_name in (None, "default", checkpoint.folder.name) else ())]
     adapter = next((folder for folder in places if (folder / file_names.ADAPTER_CONFIG).is_file()), None)
     described = [folder for folder in near if (folder / file_names.CONFIG).is_file()]
     base, revision = _base(near, adapter) or (None, None)
     name = model or base
     if name is not None and (model or with_weights or not described or Path(name).is_dir()):
-        asked = revision if name == base else None
-        folder = Path(name) if Path(name).is_dir() else transformers_probe.fetch(name, with_weights, asked)
+        asked_revision = revision if name == base else None
+        folder = Path(name) if Path(name).is_dir() else transformers_probe.fetch(name, with_weights, asked_revision)
         if not (folder / file_names.CONFIG).is_file():
             raise _no_config(folder)
         return Papers(folder, near, adapter, run=None if folder == run else run)

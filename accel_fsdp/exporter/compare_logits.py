@@ -88,8 +88,8 @@ class _Original:
         model = kind(config)
         state = tensor_names.unprefixed(self._state(), model.state_dict())
         for group in exported_folder.ties_of(model):
-            if held := [name for name in group if name in state]:
-                state |= dict.fromkeys(group, state[held[0]])
+            if present := [name for name in group if name in state]:
+                state |= dict.fromkeys(group, state[present[0]])
         model.load_state_dict(state, strict=False)
         return model  # type: ignore[no-any-return]
 
@@ -182,13 +182,13 @@ def _of_zero(folder: Path, reader: FileReader, room: Path) -> "dict[str, torch.T
         for path in [*folder.glob(file_names.ZERO_MODELS), *folder.glob(file_names.ZERO_OPTIMIZERS)]:
             content = torch_zip.load(reader, path, deepspeed.ADMITTED)
             optimizer_state = content.get("optimizer_state_dict")
-            kept: dict[str, Any] = {key: content[key] for key in MODEL_STATE if key in content}
+            model_state: dict[str, Any] = {key: content[key] for key in MODEL_STATE if key in content}
             if path.match(file_names.ZERO_OPTIMIZERS) and isinstance(optimizer_state, dict):
-                kept = {
+                model_state = {
                     "optimizer_state_dict": {
                         key: optimizer_state[key] for key in OPTIMIZER_STATE if key in optimizer_state
                     }
                 }
-            torch.save(_thawed(kept, reader), step_folder / path.name)
+            torch.save(_thawed(model_state, reader), step_folder / path.name)
         weights = get_fp32_state_dict_from_zero_checkpoint(place, tag=step_folder.name)
         return {name: tensor.clone() for name, tensor in weights.items()}

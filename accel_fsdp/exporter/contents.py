@@ -46,14 +46,14 @@ class Planner:
     dtype: str | None
     merge: bool = False
 
-    def described(self, asked: "Future[Description]", by_name: bool) -> tuple[Description | None, str]:
+    def described(self, description: "Future[Description]", by_name: bool) -> tuple[Description | None, str]:
         """Waits for what transformers says of the model's files; None if the config alone is enough, and why.
 
         It is under `by_name`, where only the model's own code knows its tensors, or transformers isn't installed and
         the model is of a type of `FILED_AS_NAMED`.
         """
         try:
-            return asked.result(), ""
+            return description.result(), ""
         except remote_code.NeedsCode:
             if not by_name:
                 raise
@@ -108,20 +108,20 @@ class Planner:
         return tuple((embedding, head) for head, embedding in TIED if tied and embedding in tensors)
 
     def _once(self, tensors: Mapping[str, Source], ties: tuple[tuple[str, ...], ...]) -> dict[str, Source]:
-        kept = dict(tensors)
+        first_of_storage = dict(tensors)
         for group in ties:
-            there = [name for name in group if name in kept]
+            there = [name for name in group if name in first_of_storage]
             for copy in there[1:]:
-                if not equal(self.reader, kept[there[0]], kept[copy]):
+                if not equal(self.reader, first_of_storage[there[0]], first_of_storage[copy]):
                     raise UserError(
                         f"{there[0]} and {copy} differ, and the config ties them",
                         why="from_pretrained would load one of them for both",
                         fix="if they were trained apart: tie_word_embeddings: false in the config of --model FOLDER",
                     )
-                del kept[copy]
+                del first_of_storage[copy]
             if there and there[0] != group[0]:
-                kept[group[0]] = kept.pop(there[0])
-        return kept
+                first_of_storage[group[0]] = first_of_storage.pop(there[0])
+        return first_of_storage
 
 
 def equal(reader: FileReader, first: Source, second: Source) -> bool:
@@ -148,10 +148,10 @@ def _checksums(source: Source) -> list[tuple[object, ...]]:
 def _check_matrices(adapter: Mapping[str, Stored]) -> None:
     """What an adapter adds to its base is floating-point numbers, however the base is stored."""
     trained = {name: tensor for name, tensor in adapter.items() if name.endswith(PARAMETERS) or LORA.search(name)}
-    wrong = next((name for name, tensor in trained.items() if tensor.dtype not in FLOATS), None)
-    if wrong is not None:
+    integer_name = next((name for name, tensor in trained.items() if tensor.dtype not in FLOATS), None)
+    if integer_name is not None:
         raise UserError(
-            f"{wrong} of the adapter holds no floating-point numbers but {trained[wrong].dtype}",
+            f"{integer_name} of the adapter holds no floating-point numbers but {trained[integer_name].dtype}",
             why="no training makes such, so that the file's header or index is damaged",
             fix="copy the adapter again from where it was written",
         )

@@ -107,8 +107,8 @@ def _gathered(model: "nn.Module", trained_as: "torch.dtype | None") -> "dict[str
 
 def _castable(model: "nn.Module", blueprint: "dict[str, torch.Tensor]", dtype: "torch.dtype") -> list[str]:
     """The trained parameters of another floating dtype, without those that need float32; 4-bit weights stay packed."""
-    kept = set(models.kept_in_float32(model, str(dtype).removeprefix("torch.")))
-    trained = [name for name, parameter in _all_parameters(model) if parameter.requires_grad and name not in kept]
+    float32 = set(models.kept_in_float32(model, str(dtype).removeprefix("torch.")))
+    trained = [name for name, parameter in _all_parameters(model) if parameter.requires_grad and name not in float32]
     return [name for name in trained if blueprint[name].is_floating_point() and blueprint[name].dtype != dtype]
 
 
@@ -150,8 +150,8 @@ def as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dict
     from transformers.core_model_loading import revert_weight_conversion
 
     skipped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    kept = {name: tensor for name, tensor in state_dict.items() if name not in skipped}
-    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, kept)
+    exported = {name: tensor for name, tensor in state_dict.items() if name not in skipped}
+    saved: dict[str, torch.Tensor] = revert_weight_conversion(model, exported)
     return saved
 
 
@@ -183,9 +183,9 @@ def verify(folder: Path, expected: Expected) -> int:
         if (want := expected.tensors.get(name)) is not None and want != spec
     ]
     if problems or not specs:
-        shown = first_few(problems, SHOWN_PROBLEMS, "; ") or "no tensor at all"
+        problem_list = first_few(problems, SHOWN_PROBLEMS, "; ") or "no tensor at all"
         raise UserError(
-            f"the export holds {counted(len(specs), 'tensor')}, expected {len(expected.tensors)}: {shown}",
+            f"the export holds {counted(len(specs), 'tensor')}, expected {len(expected.tensors)}: {problem_list}",
             why="a model loaded from it would have random or empty weights",
             fix="keep the checkpoints of this run and report this with your YAML: the model itself was not lost",
         )

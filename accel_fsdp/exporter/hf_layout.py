@@ -72,9 +72,9 @@ def converted(tensors: Mapping[str, Source], description: Description, folder: P
             for name, source in group.items()
         }
         for name, tensor in _convert(conversion.model, blank).items():
-            kept = group[name] if blank.get(name) is tensor else None
+            unchanged = group[name] if blank.get(name) is tensor else None
             dtype = DTYPES[str(tensor.dtype).removeprefix("torch.")]
-            sources[name] = kept or Converted(name, dtype, tuple(tensor.shape), group, conversion)
+            sources[name] = unchanged or Converted(name, dtype, tuple(tensor.shape), group, conversion)
     if {name: source.shape for name, source in sources.items()} != description.files:
         raise UserError(
             f"the layout of {type(conversion.model).__name__}'s files can't be made layer by layer",

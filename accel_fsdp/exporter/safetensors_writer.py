@@ -247,9 +247,9 @@ def _bfloat16(raw: memoryview) -> memoryview:
 
 
 def _write_at(descriptor: int, content: memoryview, at: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(descriptor, content[done:], at + done)
+    written = 0
+    while written < len(content):
+        written += os.pwrite(descriptor, content[written:], at + written)
 
 
 def _hash(content: memoryview) -> bytes:
@@ -286,10 +286,10 @@ def _blocks(placed: Sequence[TensorPlacement]) -> Iterator[tuple[TensorPlacement
 @contextlib.contextmanager
 def _flushing(descriptors: list[int]) -> Iterator[None]:
     """Flushes files in the background while the block runs, and all of it at its end."""
-    done = threading.Event()
+    stop = threading.Event()
 
     def flush() -> None:
-        while not done.wait(SYNC_SECONDS):
+        while not stop.wait(SYNC_SECONDS):
             for descriptor in descriptors:
                 os.fdatasync(descriptor)
 
@@ -298,7 +298,7 @@ def _flushing(descriptors: list[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        done.set()
+        stop.set()
         thread.join()
     for descriptor in descriptors:
         os.fsync(descriptor)

@@ -79,13 +79,13 @@ class Here(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         """The answer, or the error to be raised where the answer is taken."""
-        asked: Future[Any] = Future()
+        future: Future[Any] = Future()
         with warnings.catch_warnings(action="ignore"):  # as in the other process: what matters comes back as a value
             try:
-                asked.set_result(fn(*args, **kwargs))
+                future.set_result(fn(*args, **kwargs))
             except Exception as error:
-                asked.set_exception(error)
-        return asked
+                future.set_exception(error)
+        return future
 
 
 @contextmanager
@@ -177,9 +177,9 @@ def _as_loaded(model: Any, tensors: "dict[str, torch.Tensor]", dtype: str | None
     plan = model._get_dtype_plan(torch_dtype(dtype)) if dtype else {}
     if not plan:
         return tensors
-    kept, by_group, _ = build_glob_alternation(list(plan))
+    pattern, by_group, _ = build_glob_alternation(list(plan))
     return {
-        name: tensor.to(plan[by_group[str(match.lastgroup)]]) if (match := kept.search(name)) else tensor
+        name: tensor.to(plan[by_group[str(match.lastgroup)]]) if (match := pattern.search(name)) else tensor
         for name, tensor in tensors.items()
     }
 
@@ -199,16 +199,16 @@ def describe_adapter(
         settings = peft_settings(untrusted_files.read_json(folder / file_names.ADAPTER_CONFIG) or {})
         adapts_parameters = bool(getattr(settings, "target_parameters", None))
         with torch.device("meta"):
-            whole = build(base) if by_name is None else _stand_in(by_name)
+            base_model = build(base) if by_name is None else _stand_in(by_name)
             settings.task_type = settings.task_type if by_name is None else None  # else PEFT asks for methods
-            names = [name for name, _ in whole.named_modules()]
+            names = [name for name, _ in base_model.named_modules()]
             tensor_names.check_patterns(vars(settings), names)
             listed = {key: vars(settings).get(key) or "" for key in ("target_modules", "exclude_modules")}
             long = {
                 key: kept for key, kept in listed.items() if not isinstance(kept, str) and len(kept) >= MANY_MODULES
             }
             vars(settings).update({key: _fewest_endings(entries, names) for key, entries in long.items()})
-            model = get_peft_model(whole, settings)
+            model = get_peft_model(base_model, settings)
         if getattr(settings, "target_parameters", None) and not adapts_parameters:
             raise UserError(
                 f"the adapter of {folder} holds matrices of single experts, which transformers 5 holds in one tensor",
@@ -292,12 +292,12 @@ def loads(folder: Path) -> None:
         raise
     except Exception as error:  # as above
         raise _refused(folder, first_line(error)) from error
-    wrong = {key: names for key, names in report.items() if names and key != "error_msgs"}
-    if wrong:
-        shown = "; ".join(
-            f"{key}: {', '.join(map(str, sorted(map(str, names))[:SHOWN]))}" for key, names in wrong.items()
+    problems = {key: names for key, names in report.items() if names and key != "error_msgs"}
+    if problems:
+        report_text = "; ".join(
+            f"{key}: {', '.join(map(str, sorted(map(str, names))[:SHOWN]))}" for key, names in problems.items()
         )
-        raise _refused(folder, shown)
+        raise _refused(folder, report_text)
     if (folder / file_names.TOKENIZER_CONFIG).is_file():
         try:
             read_tokenizer(str(folder))
@@ -329,9 +329,9 @@ def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
             raise ValueError("no branch, tag or commit has such a name")
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
-        named = f"{model} at revision {revision}" if revision else model
+        source = f"{model} at revision {revision}" if revision else model
         raise UserError(
-            f"cannot get {named}: {first_line(error)}{catalogue.did_you_mean(model)}",
+            f"cannot get {source}: {first_line(error)}{catalogue.did_you_mean(model)}",
             why="it is the model that --model names, else adapter_config.json or the run's run.json; "
             + ("the adapter is merged into it" if with_weights else "the export needs its config and tokenizer"),
             fix="say where it is now: --model FOLDER",

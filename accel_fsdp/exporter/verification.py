@@ -176,14 +176,14 @@ def _same_papers(folder: Path, report: ExportReport) -> ExportReport:
     there = _papers(folder)
     missing, extra = report.papers.keys() - there.keys(), there.keys() - report.papers.keys()
     changed = (name for name, sha in report.papers.items() if there.get(name, sha) != sha)
-    wrong = [
+    problems = [
         *(f"{name} is missing" for name in sorted(missing)),
         *(f"{name} isn't what was written" for name in changed),
         *(f"{name} was not exported" for name in sorted(extra)),
     ]
-    if wrong:
+    if problems:
         raise UserError(
-            f"{folder} has changed since the export: {'; '.join(wrong[: transformers_probe.SHOWN])}",
+            f"{folder} has changed since the export: {'; '.join(problems[: transformers_probe.SHOWN])}",
             why="users would load another model than the one that was verified, or run what is beside it",
             fix="put that right, or export it again: accel-fsdp export SRC OUT --force",
         )
@@ -286,9 +286,9 @@ def loaded(report: ExportReport, loading: "Future[Any]") -> ExportReport:
     stem = file_names.ADAPTER_STEM
     shapes = {name: written.shape for name, written in report.tensors.items() if written.file.startswith(stem)}
     unexpected = {(name, shape) for name, shape in shapes.items() if more.get(name) != shape}
-    wrong = (needed.items() - shapes.items()) | unexpected
-    if wrong:
-        name = min(name for name, _ in wrong)
+    differing = (needed.items() - shapes.items()) | unexpected
+    if differing:
+        name = min(name for name, _ in differing)
         raise UserError(
             f"the adapter's tensors aren't those of its {file_names.ADAPTER_CONFIG}: {name}",
             why="PEFT would leave it random or refuse it",
@@ -326,21 +326,21 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
 
 def _found(folder: Path) -> ExportReport:
     """The report of an export that has none, from its headers."""
-    seen = discover.look(folder) if folder.is_dir() else None
-    if seen is None or seen.kind not in ("safetensors", "adapter") or seen.missing:
-        lacks = f": it lacks {', '.join(seen.missing)}" if seen and seen.missing else ""
+    checkpoint = discover.look(folder) if folder.is_dir() else None
+    if checkpoint is None or checkpoint.kind not in ("safetensors", "adapter") or checkpoint.missing:
+        lacks = f": it lacks {', '.join(checkpoint.missing)}" if checkpoint and checkpoint.missing else ""
         raise UserError(
             f"{folder} is not a complete export{lacks}",
             why="there is nothing to verify",
             fix="export it (again): accel-fsdp export SRC OUT",
         )
     with closing(FileReader()) as reader:
-        opened = open_checkpoint.read(seen, reader)
+        opened = open_checkpoint.read(checkpoint, reader)
     stored = {**opened.tensors, **opened.adapter}
     tensors = {name: Written(t.dtype, t.shape, t.pieces[0].record.path.name, 0, "") for name, t in stored.items()}
     return ExportReport(
         folder.name,
-        seen.kind,
+        checkpoint.kind,
         tensors,
         ("all files there and whole; no report to compare hashes with",),
     )

@@ -206,8 +206,8 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
 
     Of two sizes the nearest to `memory_gib`, or to the size in the name, is taken, else the first of the table.
     """
-    asked = _plain(name)
-    rows = [gpu for gpu in GPUS if _plain(gpu.name) == asked]
+    plain_name = _plain(name)
+    rows = [gpu for gpu in GPUS if _plain(gpu.name) == plain_name]
     if not rows:
         known = {_plain(gpu.name): gpu.name for gpu in GPUS}
         raise UsageError(

@@ -156,10 +156,10 @@ def _field(path: Path, name: str) -> int | None:
 def _limit_files() -> list[Path]:
     root = Path("/sys/fs/cgroup")
     try:
-        own = Path("/proc/self/cgroup").read_text().splitlines()
+        cgroup_lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    inside = next((line.removeprefix("0::/") for line in own if line.startswith("0::/")), "")
+    inside = next((line.removeprefix("0::/") for line in cgroup_lines if line.startswith("0::/")), "")
     groups = [root / inside, *(root / inside).parents]
     unified = [group / "memory.max" for group in groups if group.is_relative_to(root)]
     return [*unified, root / "memory" / "memory.limit_in_bytes"]

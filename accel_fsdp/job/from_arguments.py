@@ -87,9 +87,9 @@ def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
     sizes = sizes_of(arguments)
     quantized = is_on(arguments.get("load_in_4bit"))
     method: Method = "qlora" if quantized else "lora" if is_on(arguments.get("use_peft")) else "full"
-    asked = str(arguments.get("dtype", arguments.get("torch_dtype", "auto"))).removeprefix("torch.")
+    dtype_name = str(arguments.get("dtype", arguments.get("torch_dtype", "auto"))).removeprefix("torch.")
     default = "float32" if method == "full" else "bfloat16"
-    dtype = LONG_DTYPES.get(asked, asked)
+    dtype = LONG_DTYPES.get(dtype_name, dtype_name)
     adapter = {} if method == "full" else _adapter(arguments)
     return Recipe(
         method=method,
@@ -115,9 +115,13 @@ def _eval_batch(arguments: Mapping[str, Any]) -> int:
 
 
 def _adapter(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    asked = arguments.get("lora_target_modules") or ()
+    targets = arguments.get("lora_target_modules") or ()
     names = (
-        asked.replace(",", " ").split() if isinstance(asked, str) else asked if isinstance(asked, list | tuple) else ()
+        targets.replace(",", " ").split()
+        if isinstance(targets, str)
+        else targets
+        if isinstance(targets, list | tuple)
+        else ()
     )
     return {
         "lora_rank": whole(arguments.get("lora_r")) or Recipe.lora_rank,
@@ -140,13 +144,13 @@ def attention_of(implementation: str) -> Attention:
 def _checkpointing(arguments: Mapping[str, Any]) -> Checkpointing:
     if not is_on(arguments.get("gradient_checkpointing")):
         return "none"
-    asked = arguments.get("gradient_checkpointing_kwargs") or {}
-    if isinstance(asked, str):
+    options = arguments.get("gradient_checkpointing_kwargs") or {}
+    if isinstance(options, str):
         try:
-            asked = json.loads(asked)
+            options = json.loads(options)
         except ValueError:
-            asked = {}
-    return "reentrant" if isinstance(asked, Mapping) and is_on(asked.get("use_reentrant")) else "full"
+            options = {}
+    return "reentrant" if isinstance(options, Mapping) and is_on(options.get("use_reentrant")) else "full"
 
 
 def notes(arguments: Mapping[str, Any]) -> Iterator[str]:
@@ -179,8 +183,8 @@ def schedule_of(arguments: Mapping[str, Any]) -> Schedule:
 
 def _word(arguments: Mapping[str, Any], name: str, usual: Event) -> str:
     """A strategy as Trainer spells it: YAML 1.1 reads no as false."""
-    asked = arguments.get(name, usual)
-    return "no" if asked is False else str(asked).lower()
+    value = arguments.get(name, usual)
+    return "no" if value is False else str(value).lower()
 
 
 def _event(arguments: Mapping[str, Any], name: str, usual: Event) -> Event:

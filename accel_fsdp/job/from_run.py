@@ -67,8 +67,8 @@ def layout_of(accelerator: Any) -> Layout | None:
 def _of_fsdp(plugin: Any, mesh: Any, ranks: int, together: int) -> Layout:
     offload = _offloads(plugin)
     if FSDP_VERSIONS[plugin.fsdp_version] is Engine.FSDP1:
-        named = plugin.sharding_strategy.name.removeprefix("_")  # torch's own _HYBRID_SHARD_ZERO2
-        return Layout.fsdp1(named, ranks, together, offload)
+        strategy_name = plugin.sharding_strategy.name.removeprefix("_")  # torch's own _HYBRID_SHARD_ZERO2
+        return Layout.fsdp1(strategy_name, ranks, together, offload)
     layout = Layout.fsdp2(bool(plugin.reshard_after_forward), ranks, together, offload)
     return layout.on_mesh({axis: int(getattr(mesh, f"{axis}_size", 1)) for axis in AXES})
 
@@ -76,8 +76,10 @@ def _of_fsdp(plugin: Any, mesh: Any, ranks: int, together: int) -> Layout:
 def _offloads(plugin: Any) -> bool:
     from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
-    asked = plugin.cpu_offload
-    return isinstance(asked, CPUOffloadPolicy) or (isinstance(asked, CPUOffload) and bool(asked.offload_params))
+    cpu_offload = plugin.cpu_offload
+    return isinstance(cpu_offload, CPUOffloadPolicy) or (
+        isinstance(cpu_offload, CPUOffload) and bool(cpu_offload.offload_params)
+    )
 
 
 def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
@@ -88,8 +90,8 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
     """
     layout = layout_of(accelerator)
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
-    named = str(getattr(args.optim, "value", args.optim))
-    optimizer = optimizers.BY_TRAINERS_NAME.get(named)
+    optimizer_name = str(getattr(args.optim, "value", args.optim))
+    optimizer = optimizers.BY_TRAINERS_NAME.get(optimizer_name)
     if layout is None or layout.ranks_per_row > 1 or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
         return None
     adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
@@ -107,7 +109,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
         attention=from_arguments.attention_of(str(getattr(model.config, "_attn_implementation", ""))),
         **_adapter(adapter),
     )
-    return Job(layout, recipe, model=str(model.config._name_or_path), optimizer=named)  # type: ignore[union-attr]
+    return Job(layout, recipe, model=str(model.config._name_or_path), optimizer=optimizer_name)  # type: ignore[union-attr]
 
 
 def _adapter(config: Any) -> dict[str, Any]:

@@ -113,8 +113,8 @@ def check_sharding(config: JobConfig, ranks: int) -> None:
         _refuse(size != 1, f"{axis}_size: {size}", "only data-parallel meshes are known")
     copies, shards = (config.mesh[axis] for axis in DATA_AXES)
     fits = isinstance(copies, int) and isinstance(shards, int) and copies * shards == ranks
-    wrong = bool(config.section("parallelism_config")) and not fits
-    _refuse(wrong, f"a mesh of {copies} x {shards} on {ranks} processes", "they must multiply to that")
+    misfits = bool(config.section("parallelism_config")) and not fits
+    _refuse(misfits, f"a mesh of {copies} x {shards} on {ranks} processes", "they must multiply to that")
 
 
 def _stage(config: JobConfig) -> Any:
@@ -157,8 +157,8 @@ def gpus_in_header(config: JobConfig) -> str:
     return text if number == several else f"{several}x{text}"
 
 
-def _refuse(wrong: bool, what: str, why: str) -> None:
-    if wrong:
+def _refuse(condition: bool, what: str, why: str) -> None:
+    if condition:
         raise UsageError(
             f"{what} can't be predicted", why=why, fix="leave out --config, or see what accel-fsdp check FILE says"
         )

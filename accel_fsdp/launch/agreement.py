@@ -98,8 +98,8 @@ class Difference:
 def differences(settings: Mapping[int, Settings]) -> list[Difference]:
     """The settings whose values differ; a group is compared among the members that have it."""
     different = []
-    for group in dict.fromkeys(group for own in settings.values() for group in own):
-        tables = {number: own[group] for number, own in settings.items() if group in own}
+    for group in dict.fromkeys(group for groups in settings.values() for group in groups):
+        tables = {number: groups[group] for number, groups in settings.items() if group in groups}
         for name in dict.fromkeys(name for table in tables.values() for name in table):
             values: dict[str, list[int]] = {}
             for number, table in tables.items():
@@ -259,28 +259,28 @@ def compare(
 
 def _judge(store: "Store", name: str, members: int, seconds: float, wait: str) -> dict[str, Any]:
     """The error of all members, and the numbers of those who will read it; empty if the settings agree."""
-    came, deadline = list[Member](), time.monotonic() + seconds
+    arrived, deadline = list[Member](), time.monotonic() + seconds
     for number in range(members):
         while not (here := store.check([f"{name}/{number}"])) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)  # not store.wait, which prints a warning after its timeout
-        came += [Member(**json.loads(store.get(f"{name}/{number}")))] if here else []
-    numbers = [member.number for member in came]
-    if len(came) < members:
-        what = f"{len(came)} of {counted(members, 'process', 'processes')} came to compare settings"
-        why = f"the others have ended, or are {seconds:.0f} s behind machine {_places(came, by_rank=True)}"
+        arrived += [Member(**json.loads(store.get(f"{name}/{number}")))] if here else []
+    numbers = [member.number for member in arrived]
+    if len(arrived) < members:
+        what = f"{len(arrived)} of {counted(members, 'process', 'processes')} came to compare settings"
+        why = f"the others have ended, or are {seconds:.0f} s behind machine {_places(arrived, by_rank=True)}"
         fix = f"look at the logs of all machines{wait}"
         return {"what": what, "why": why, "fix": fix, "members": numbers}
-    first = {member.digest: member.number for member in reversed(came)}
+    first = {member.digest: member.number for member in reversed(arrived)}
     if len(first) == 1:
         return {}
     settings = {number: json.loads(store.get(f"{name}/settings/{digest}")) for digest, number in first.items()}
-    allowed = {key for member in came for key in member.may_differ}
+    allowed = {key for member in arrived for key in member.may_differ}
     odd = [diff for diff in differences(settings) if _key(diff.name) not in allowed and _key(diff.group) not in allowed]
     if not odd:
         return {}
-    holders = {number: [member for member in came if member.digest == digest] for digest, number in first.items()}
-    named = list(dict.fromkeys(_key(diff.name) if diff.group in NAMED else diff.group for diff in odd))
-    names = ",".join(named[:SHOWN_NAMES]) + (",..." if len(named) > SHOWN_NAMES else "")
+    holders = {number: [member for member in arrived if member.digest == digest] for digest, number in first.items()}
+    setting_names = list(dict.fromkeys(_key(diff.name) if diff.group in NAMED else diff.group for diff in odd))
+    names = ",".join(setting_names[:SHOWN_NAMES]) + (",..." if len(setting_names) > SHOWN_NAMES else "")
     return {
         "what": "the machines of this job were told different things",
         "lines": _table(odd, holders),
@@ -316,8 +316,8 @@ def _table(odd: Iterable[Difference], holders: Mapping[int, Sequence[Member]]) -
 
 def _places(members: Sequence[Member], by_rank: bool) -> str:
     """Names the machines, or the ranks if those of one machine differ."""
-    named = list(dict.fromkeys(f"{m.place} rank {m.number}" if by_rank else m.place for m in members))
-    return first_few(named, SHOWN_MACHINES)
+    places = list(dict.fromkeys(f"{m.place} rank {m.number}" if by_rank else m.place for m in members))
+    return first_few(places, SHOWN_MACHINES)
 
 
 def _shortened(values: list[str]) -> list[str]:

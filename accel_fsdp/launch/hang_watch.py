@@ -173,13 +173,13 @@ class Watchdog:
         return [peer for peer in self.seen.values() if peer.beat.machine == self._first.machine]
 
     def _read(self, now: float) -> None:
-        changed, seen = self._changed, dict[int, Seen]()
+        changed, peers = self._changed, dict[int, Seen]()
         for beat in self._board.beats():
             number, since = changed.get(beat.rank, (-1, now))
             if number != beat.number:
                 changed[beat.rank] = beat.number, (since := now)
-            seen[beat.rank] = Seen(beat, now - since)
-        self.seen = seen
+            peers[beat.rank] = Seen(beat, now - since)
+        self.seen = peers
 
     def _forget(self) -> None:
         now = time.monotonic()
@@ -195,11 +195,11 @@ class Watchdog:
             before = now
             rounds, waited = self._rounds, (waited + 1.0 if rounds == self._rounds else 0.0)
             still = min(now - self._place_since, now - self._since)
-            own = self._first.has_store  # in a launcher here, which a user may have stopped for a while
-            longest = self.patience.seconds(self._doing) if own else self.patience.silence
+            is_own_store = self._first.has_store  # in a launcher here, which a user may have stopped for a while
+            longest = self.patience.seconds(self._doing) if is_own_store else self.patience.silence
             self._looked(now)
             if waited >= longest and still >= self.patience.silence / 2 and self._needs_others():
-                self._stop_alone(f"no sign of {self._of_store()}, for {waited:.0f} s{self._why_no_sign(own)}")
+                self._stop_alone(f"no sign of {self._of_store()}, for {waited:.0f} s{self._why_no_sign(is_own_store)}")
 
     def _looked(self, now: float) -> None:
         """Called every second, after a look at the main thread."""
@@ -208,9 +208,9 @@ class Watchdog:
         """Whether this rank can't go on without the others."""
         return True
 
-    def _why_no_sign(self, own: bool) -> str:
+    def _why_no_sign(self, is_own_store: bool) -> str:
         """The state of the machine with the store, or of the launcher here that holds it."""
-        if not own:
+        if not is_own_store:
             launched = LaunchEnvironment.now()
             return hangs.describe_machine(rendezvous.answers(launched.main_address, launched.main_port))
         stopped = beats.state_of(os.getppid()) == STOPPED
@@ -273,9 +273,9 @@ class Watchdog:
         for peer in self._here():
             if peer.beat.rank != self.rank and (state := beats.state_of(peer.beat.pid)) in (GONE, STOPPED):
                 return Cause(hangs.describe_process(peer, state))
-        seen = self.seen
-        gone = hangs.silent_ranks(seen, LOST_BEATS * self.every)
-        return Cause(hangs.describe_silent(gone, seen, machine_answers)) if gone else None
+        peers = self.seen
+        silent = hangs.silent_ranks(peers, LOST_BEATS * self.every)
+        return Cause(hangs.describe_silent(silent, peers, machine_answers)) if silent else None
 
     # The end
 
@@ -309,9 +309,9 @@ class Watchdog:
                 with contextlib.suppress(OSError):
                     os.kill(peer.beat.pid, signal.SIGCONT)
 
-    def _wait_for(self, done: Callable[[], bool]) -> None:
+    def _wait_for(self, is_done: Callable[[], bool]) -> None:
         until = time.monotonic() + 2 * self.every + DISK_SECONDS
-        while not done() and time.monotonic() < until:
+        while not is_done() and time.monotonic() < until:
             time.sleep(0.1)
 
     def _collected(self) -> dict[int, LastSeen]:
@@ -353,11 +353,11 @@ class Watchdog:
     def _error(self, cause: Cause, states: dict[int, LastSeen]) -> UserError:
         folder = self.output_dir
         newest: Path | None = in_time(lambda: completeness.choose(folder).newest) if folder else None
-        kept = f"; {newest} is the newest complete checkpoint" if newest else ""
+        checkpoint_note = f"; {newest} is the newest complete checkpoint" if newest else ""
         resume = "the same command with --resume_from_checkpoint true" if newest else "start again"
         return UserError(
             cause.what,
-            why=f"{hangs.differences(states) or 'no rank can go on'}{kept}",
+            why=f"{hangs.differences(states) or 'no rank can go on'}{checkpoint_note}",
             fix=f"{cause.fix or 'mend the cause'}, then {resume}; {self.advice}",
         )
 

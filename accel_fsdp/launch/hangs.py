@@ -75,44 +75,46 @@ Answers = Callable[[Beat], bool | None]
 """Tries a connection to the machine of a rank: whether it answers; None where its address is unknown."""
 
 
-def verdict(seen: Mapping[int, Seen], patience: Patience, answers: Answers = lambda beat: None) -> str:
+def verdict(peers: Mapping[int, Seen], patience: Patience, answers: Answers = lambda beat: None) -> str:
     """Why the job has to end; empty where it goes on."""
-    if gone := silent_ranks(seen, patience.silence):
-        others = [peer.beat for rank, peer in seen.items() if rank not in gone]
+    if silent := silent_ranks(peers, patience.silence):
+        others = [peer.beat for rank, peer in peers.items() if rank not in silent]
         if others and all(min(peer.still, peer.idle) >= patience.silence / 2 for peer in others):
-            return describe_silent(gone, seen, answers)
-    idle = min((peer.beat.idle + peer.silent for peer in seen.values()), default=0.0)
-    doing = next((peer.beat.doing for peer in seen.values() if peer.beat.doing), "")
+            return describe_silent(silent, peers, answers)
+    idle = min((peer.beat.idle + peer.silent for peer in peers.values()), default=0.0)
+    doing = next((peer.beat.doing for peer in peers.values() if peer.beat.doing), "")
     allowed = patience.seconds(doing)
-    if idle < allowed or all(min(peer.beat.still, peer.beat.idle) < allowed / 2 for peer in seen.values()):
+    if idle < allowed or all(min(peer.beat.still, peer.beat.idle) < allowed / 2 for peer in peers.values()):
         return ""
     during = f" during {doing}" if doing else ""
-    quiet = silent_ranks(seen, patience.silence / 2)
-    silent = f"; {describe_silent(quiet, seen, answers)}" if quiet else ""
-    return f"no rank has finished a step for {idle:.0f} s{during}{silent}"
+    quiet = silent_ranks(peers, patience.silence / 2)
+    note = f"; {describe_silent(quiet, peers, answers)}" if quiet else ""
+    return f"no rank has finished a step for {idle:.0f} s{during}{note}"
 
 
-def verdict_without_steps(seen: Mapping[int, Seen], patience: Patience, answers: Answers = lambda beat: None) -> str:
+def verdict_without_steps(peers: Mapping[int, Seen], patience: Patience, answers: Answers = lambda beat: None) -> str:
     """The verdict for a script that doesn't report its steps: all ranks do nothing, and some wait in a collective.
 
     Without a flag they may wait for the collective's own timeout, so only a job that torch would end is ended.
     """
-    gone = silent_ranks(seen, patience.silence)
-    living = {rank: peer.beat for rank, peer in seen.items() if rank not in gone}
+    silent = silent_ranks(peers, patience.silence)
+    living = {rank: peer.beat for rank, peer in peers.items() if rank not in silent}
     waiting = [beat for beat in living.values() if beat.collective]
     if not waiting:
         return ""
-    if gone and all(beat.standing >= patience.silence / 2 for beat in living.values() if beat.doing != AFTER):
-        return describe_silent(gone, seen, answers)
+    if silent and all(beat.standing >= patience.silence / 2 for beat in living.values() if beat.doing != AFTER):
+        return describe_silent(silent, peers, answers)
     allowed = patience.given or min(beat.allowed for beat in waiting)
     ended = [rank for rank, beat in living.items() if beat.doing == AFTER]
-    seconds = min(peer.silent if rank in ended else peer.beat.standing for rank, peer in seen.items())
+    seconds = min(peer.silent if rank in ended else peer.beat.standing for rank, peer in peers.items())
     if seconds < allowed:
         return ""
     odd = [beat for rank, beat in living.items() if not beat.collective and rank not in ended]
     facts = [f"{beat} has done nothing for {beat.standing:.0f} s" for beat in odd]
     facts += [f"{living[rank]} has ended its script" for rank in ended]
-    waits = f"{counted(len(waiting), 'rank')} of {len(seen)} {'waits' if len(waiting) == 1 else 'wait'} in a collective"
+    waits = (
+        f"{counted(len(waiting), 'rank')} of {len(peers)} {'waits' if len(waiting) == 1 else 'wait'} in a collective"
+    )
     return (
         f"{first_few(facts, SHOWN_RANKS)}; {waits}"
         if facts
@@ -120,36 +122,36 @@ def verdict_without_steps(seen: Mapping[int, Seen], patience: Patience, answers:
     )
 
 
-def silent_ranks(seen: Mapping[int, Seen], seconds: float) -> list[int]:
+def silent_ranks(peers: Mapping[int, Seen], seconds: float) -> list[int]:
     """The ranks without a sign for this long that no other rank on their host sees computing.
 
     Ranks of one host give their signs at different moments, so a rank that vanishes with others may be silent for less.
     """
-    longest = max((peer.silent for peer in seen.values()), default=0.0)
-    alive = {rank: peer for rank, peer in seen.items() if peer.beat.doing != AFTER}
+    longest = max((peer.silent for peer in peers.values()), default=0.0)
+    alive = {rank: peer for rank, peer in peers.items() if peer.beat.doing != AFTER}
     silent = [rank for rank, peer in alive.items() if longest >= seconds and peer.silent >= seconds * VANISHED_TOGETHER]
-    return [rank for rank in silent if _seen_by_mates(rank, seen, seconds) not in (COMPUTES, DEBUGGED)]
+    return [rank for rank in silent if _seen_by_mates(rank, peers, seconds) not in (COMPUTES, DEBUGGED)]
 
 
-def _seen_by_mates(rank: int, seen: Mapping[int, Seen], seconds: float) -> str:
+def _seen_by_mates(rank: int, peers: Mapping[int, Seen], seconds: float) -> str:
     """The state of its process, as seen by the ranks on its host that still give signs."""
-    looks = (peer.beat.mates.get(str(rank), "") for peer in seen.values() if peer.silent < seconds)
-    return next(filter(None, looks), "")
+    states = (peer.beat.mates.get(str(rank), "") for peer in peers.values() if peer.silent < seconds)
+    return next(filter(None, states), "")
 
 
-def describe_silent(gone: Collection[int], seen: Mapping[int, Seen], answers: Answers = lambda beat: None) -> str:
+def describe_silent(silent: Collection[int], peers: Mapping[int, Seen], answers: Answers = lambda beat: None) -> str:
     """Names the hosts whose ranks are all silent, else the silent ranks, with the state of their processes."""
-    hosts = {seen[rank].beat.machine: seen[rank].beat.host for rank in gone}
+    hosts = {peers[rank].beat.machine: peers[rank].beat.host for rank in silent}
     parts = []
     for machine, host in hosts.items():
-        ranks = [rank for rank, peer in seen.items() if peer.beat.machine == machine]
-        quiet = [rank for rank in ranks if rank in gone]
-        seconds = max(seen[rank].silent for rank in quiet)
-        if quiet == ranks and len({peer.beat.machine for peer in seen.values()}) > 1:
-            machine_words = describe_machine(answers(seen[ranks[0]].beat))
+        ranks = [rank for rank, peer in peers.items() if peer.beat.machine == machine]
+        quiet = [rank for rank in ranks if rank in silent]
+        seconds = max(peers[rank].silent for rank in quiet)
+        if quiet == ranks and len({peer.beat.machine for peer in peers.values()}) > 1:
+            machine_words = describe_machine(answers(peers[ranks[0]].beat))
             parts.append(f"no sign of {host} ({ranks_words(ranks)}) for {seconds:.0f} s{machine_words}")
         else:
-            parts += [describe_process(seen[rank], _seen_by_mates(rank, seen, seconds)) for rank in quiet]
+            parts += [describe_process(peers[rank], _seen_by_mates(rank, peers, seconds)) for rank in quiet]
     return "; ".join(parts)
 
 
@@ -174,8 +176,8 @@ def describe_process(peer: Seen, state: str) -> str:
 
 def ranks_words(ranks: Iterable[int]) -> str:
     """`rank 2`, or `ranks 2, 3, 5`."""
-    named = [str(rank) for rank in sorted(ranks)]
-    return f"rank{'s' if len(named) > 1 else ''} {', '.join(named)}"
+    numbers = [str(rank) for rank in sorted(ranks)]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"
 
 
 # The report of all ranks
@@ -232,9 +234,11 @@ def differences(states: Mapping[int, LastSeen]) -> str:
     return "; ".join(_sentence(ranks, states, others if ranks is most else "") for ranks in groups)
 
 
-def _sentence(ranks: list[int], states: Mapping[int, LastSeen], named: str) -> str:
+def _sentence(ranks: list[int], states: Mapping[int, LastSeen], subject: str) -> str:
     verb = states[ranks[0]].verb
-    return f"{named or _named(ranks, states)} {SEVERAL.get(verb, verb) if len(ranks) > 1 else verb} {states[ranks[0]]}"
+    return (
+        f"{subject or _named(ranks, states)} {SEVERAL.get(verb, verb) if len(ranks) > 1 else verb} {states[ranks[0]]}"
+    )
 
 
 def stacks(states: Mapping[int, LastSeen]) -> str:
@@ -260,8 +264,8 @@ def _groups(states: Mapping[int, LastSeen]) -> list[list[int]]:
 
 def _named(ranks: list[int], states: Mapping[int, LastSeen]) -> str:
     hosts = list(dict.fromkeys(states[rank].beat.host for rank in ranks))
-    shown = ", ".join(hosts) if len(hosts) <= 2 else counted(len(hosts), "host")
-    return f"{ranks_words(ranks)} of {shown}"
+    host_list = ", ".join(hosts) if len(hosts) <= 2 else counted(len(hosts), "host")
+    return f"{ranks_words(ranks)} of {host_list}"
 
 
 def _end_of(stack: str) -> str:

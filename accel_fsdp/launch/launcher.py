@@ -80,12 +80,12 @@ def parse(config_file: Path, words: list[str], place: Place = NOWHERE) -> Any:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     try:
-        args, defaults, named = _validate_launch_command(launch_command_parser().parse_args(words))
+        args, defaults, mp_from_flag = _validate_launch_command(launch_command_parser().parse_args(words))
     except REFUSALS as error:
         raise _refused(config_file, error) from error
     if args.main_process_port is None and args.num_machines == 1:
         args.main_process_port = 0  # a free port, so that two jobs on one machine don't clash
-    fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if named else [])]
+    fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if mp_from_flag else [])]
     args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as launch_command does
     args.launcher_words, args.place = words, place
     return args
@@ -295,7 +295,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
 def _meet(args: Any, address: str, seconds: float) -> None:
     """Waits until all machines have connected, and compares their settings."""
     place: Place = args.place
-    own = roll_call.Attendee(int(place.value("machine_rank", 0)), place.machines, place.value("num_processes"))
+    attendee = roll_call.Attendee(int(place.value("machine_rank", 0)), place.machines, place.value("num_processes"))
     with warnings.catch_warnings():  # the launcher repeats them
         warnings.simplefilter("ignore")
         variables = {**os.environ, **environment(copy.copy(args))}
@@ -303,8 +303,8 @@ def _meet(args: Any, address: str, seconds: float) -> None:
     script, *words = words[1:] if words[0] == ON_CPU else words
     settings = agreement.of_job(variables, Path(script), words)
     port = int(place.value("main_process_port", DEFAULT_PORT))
-    roll_call.attend(own, Address(address, port, hosts=False), seconds, settings)
-    os.environ[MACHINE_RANK] = str(own.rank)  # torchrun numbers the machines by itself
+    roll_call.attend(attendee, Address(address, port, hosts=False), seconds, settings)
+    os.environ[MACHINE_RANK] = str(attendee.rank)  # torchrun numbers the machines by itself
     os.environ[MEETING] = f"{port} {address}"
 
 

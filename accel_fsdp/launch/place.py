@@ -43,7 +43,7 @@ class Place:
         return self.said[name].value if name in self.said else default
 
     def beside(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: said.value for name, said in self.said.items() if str(values.get(name)) != str(said.value)}
+        return {name: value.value for name, value in self.said.items() if str(values.get(name)) != str(value.value)}
 
     def applied(self, job: JobConfig) -> JobConfig:
         return replace(job, values={**job.values, **self.beside(job.values)})
@@ -53,7 +53,7 @@ class Place:
         return int(self.value("num_machines", 1))
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {said.value} ({said.source})" for name, said in self.said.items())
+        return ", ".join(f"{name} {value.value} ({value.source})" for name, value in self.said.items())
 
 
 NOWHERE = Place()
@@ -122,16 +122,16 @@ def _compare_with_file(place: Place, name: str, stated: Said, in_file: Said) -> 
 
 
 def _refuse_contradiction(place: Place, name: str, stated: Said, fix: str) -> None:
-    said = place.said.get(name)
-    if said is None or said.value == stated.value:
+    known_value = place.said.get(name)
+    if known_value is None or known_value.value == stated.value:
         return
     is_flag = stated.source.startswith("--")
-    if said.at_most and is_flag and stated.value < said.value:
+    if known_value.at_most and is_flag and stated.value < known_value.value:
         return
     by_flag = f"{stated.source} {stated.value} is on the command line"
     in_file = f"{name}: {stated.value} is in {stated.source}"
     raise UserError(
-        f"{place.engine} says {name} {said.value} ({said.source}), and {by_flag if is_flag else in_file}",
+        f"{place.engine} says {name} {known_value.value} ({known_value.source}), and {by_flag if is_flag else in_file}",
         why="some ranks would wait for others that never come, or each machine would train alone",
         fix=fix,
     )
@@ -171,23 +171,23 @@ class Variables:
 
     def number(self, *names: str) -> Said | None:
         """The value of the first variable that is set."""
-        said = self.text(*names)
-        if said is None:
+        text = self.text(*names)
+        if text is None:
             return None
-        if not said.value.isdecimal():
+        if not text.value.isdecimal():
             raise UserError(
-                f"{said.source}={said.value} is not a number",
+                f"{text.source}={text.value} is not a number",
                 why=f"{self.engine} says with it how many processes or machines there are, or which one this is",
-                fix=f"set {said.source} to a number, or use torchrun, which knows other words: torchrun train/sft.py",
+                fix=f"set {text.source} to a number, or use torchrun, which knows other words: torchrun train/sft.py",
             )
-        return Said(int(said.value), said.source)
+        return Said(int(text.value), text.source)
 
     def text(self, *names: str) -> Said | None:
         return next((Said(self.all[name].strip(), name) for name in names if self.all.get(name, "").strip()), None)
 
 
-def _known(**said: Said | None) -> dict[str, Said]:
-    return {name: value for name, value in said.items() if value is not None}
+def _known(**values: Said | None) -> dict[str, Said]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _times(per_node: Said | None, machines: Said | None, at_most: bool = True) -> Said | None:
@@ -290,9 +290,9 @@ def _first_host(variables: Variables) -> Said | None:
         return hosts
     if shutil.which("scontrol"):
         words = ["scontrol", "show", "hostnames", hosts.value]
-        shown = subprocess.run(words, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
-        if shown.returncode == 0 and shown.stdout.split():
-            return Said(shown.stdout.split()[0], hosts.source)
+        process = subprocess.run(words, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
+        if process.returncode == 0 and process.stdout.split():
+            return Said(process.stdout.split()[0], hosts.source)
     return Said(_first_of(hosts.value), hosts.source)
 
 

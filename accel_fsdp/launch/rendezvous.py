@@ -32,10 +32,10 @@ def check_place(address: str, port: int, rank: int) -> None:
     Raises:
         UserError: the name can't be resolved, or is a loopback address; the port is taken.
     """
-    own = _resolved(address)
-    if all(ip_address(ip).is_loopback for ip in own):
+    resolved = _resolved(address)
+    if all(ip_address(ip).is_loopback for ip in resolved):
         raise UserError(
-            f"{address} is {own[0]} on this machine, which no other machine reaches",
+            f"{address} is {resolved[0]} on this machine, which no other machine reaches",
             why=f"{WAIT}; /etc/hosts may map a machine's own name so",
             fix=FIX_ADDRESS,
         )

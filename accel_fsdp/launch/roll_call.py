@@ -49,7 +49,7 @@ class Attendee:
         return f"machine {self.rank} ({self.host})"
 
 
-def attend(own: Attendee, meeting: Address, seconds: float, settings: Settings) -> None:
+def attend(machine: Attendee, meeting: Address, seconds: float, settings: Settings) -> None:
     """Waits until all machines have connected at `meeting` and compared their settings, and its port is free again.
 
     Raises:
@@ -57,7 +57,7 @@ def attend(own: Attendee, meeting: Address, seconds: float, settings: Settings) 
     """
     deadline = time.monotonic() + seconds
     try:
-        board = _hold(own, meeting, seconds) if own.rank == 0 else _reach(own, meeting, seconds)
+        board = _hold(machine, meeting, seconds) if machine.rank == 0 else _reach(machine, meeting, seconds)
     except RuntimeError as error:
         raise UserError(
             f"the machines can't meet at {meeting}: {error}",
@@ -65,9 +65,11 @@ def attend(own: Attendee, meeting: Address, seconds: float, settings: Settings) 
             fix=f"another one on all machines: --main-process-port {meeting.port + 1}",
         ) from error
     try:
-        _call(board, own, seconds, deadline)
-        agreement.compare(board.store, "told", Member(own.rank, own.rank), own.machines, settings, OPEN_SECONDS)
-        _part(board, own)
+        _call(board, machine, seconds, deadline)
+        agreement.compare(
+            board.store, "told", Member(machine.rank, machine.rank), machine.machines, settings, OPEN_SECONDS
+        )
+        _part(board, machine)
     except RuntimeError as error:  # a DistError is one
         raise UserError(
             f"machine 0 at {meeting} closed the connection before all machines had connected",
@@ -79,12 +81,12 @@ def attend(own: Attendee, meeting: Address, seconds: float, settings: Settings) 
 # Reaching machine 0
 
 
-def _hold(own: Attendee, meeting: Address, seconds: float) -> Board:
+def _hold(machine: Attendee, meeting: Address, seconds: float) -> Board:
     """The store, held by this machine, if it is the one that others reach at the address."""
     board = replace(meeting, host="127.0.0.1", hosts=True).open(OPEN_SECONDS)
     if rendezvous.is_own(meeting.host):
         return board
-    board.put("holder", asdict(own))
+    board.put("holder", asdict(machine))
     if problem := rendezvous.wait_for(meeting.host, meeting.port, min(seconds, OTHER_SECONDS)):
         raise UserError(
             f"this is machine 0, and it doesn't reach itself at {meeting}: {problem}",
@@ -92,16 +94,16 @@ def _hold(own: Attendee, meeting: Address, seconds: float) -> Board:
             fix=rendezvous.FIX_ADDRESS,
         )
     there = meeting.open(OPEN_SECONDS)
-    if there.get("holder") != asdict(own):
-        _refuse(there, f"two machines were told that they are machine 0: the one at {meeting.host}, and {own.host}")
+    if there.get("holder") != asdict(machine):
+        _refuse(there, f"two machines were told that they are machine 0: the one at {meeting.host}, and {machine.host}")
     return board
 
 
-def _reach(own: Attendee, meeting: Address, seconds: float) -> Board:
+def _reach(machine: Attendee, meeting: Address, seconds: float) -> Board:
     """The store of machine 0, as soon as it listens."""
     began, here = time.monotonic(), rendezvous.is_own(meeting.host)
     limit = min(seconds, OWN_SECONDS) if here else seconds
-    note = f"; {meeting.host} is this machine, which was told that it is machine {own.rank}" if here else ""
+    note = f"; {meeting.host} is this machine, which was told that it is machine {machine.rank}" if here else ""
     while True:
         left = began + limit - time.monotonic()
         problem = rendezvous.wait_for(meeting.host, meeting.port, max(min(SAY_SECONDS, left), 0.0))
@@ -120,59 +122,59 @@ def _reach(own: Attendee, meeting: Address, seconds: float) -> Board:
 # Which machines have connected
 
 
-def _call(board: Board, own: Attendee, seconds: float, deadline: float) -> None:
-    there = Attendee(**board.agree(f"machine/{own.rank}", asdict(own)))
-    if there != own:
-        both = f"{there.host} (process {there.process}) and {own.host} (process {own.process})"
-        _refuse(board, f"two machines were told that they are machine {own.rank}: {both}")
+def _call(board: Board, machine: Attendee, seconds: float, deadline: float) -> None:
+    there = Attendee(**board.agree(f"machine/{machine.rank}", asdict(machine)))
+    if there != machine:
+        addresses = f"{there.host} (process {there.process}) and {machine.host} (process {machine.process})"
+        _refuse(board, f"two machines were told that they are machine {machine.rank}: {addresses}")
     try:
-        _wait_for_all(board, own, seconds, deadline)
+        _wait_for_all(board, machine, seconds, deadline)
     except BaseException:
         with contextlib.suppress(RuntimeError):
-            board.remove(f"machine/{own.rank}")
+            board.remove(f"machine/{machine.rank}")
         raise
 
 
-def _wait_for_all(board: Board, own: Attendee, seconds: float, deadline: float) -> None:
+def _wait_for_all(board: Board, attendee: Attendee, seconds: float, deadline: float) -> None:
     began = last_report = time.monotonic()
     while True:
         if refusal := board.get(REFUSED):
-            if own.rank == 0:
+            if attendee.rank == 0:
                 time.sleep(HEARD_SECONDS)
             raise _refusal(*refusal)
-        machines = {rank: board.get(f"machine/{rank}") for rank in range(own.machines)}
+        machines = {rank: board.get(f"machine/{rank}") for rank in range(attendee.machines)}
         present = {rank: Attendee(**machine) for rank, machine in machines.items() if machine}
         if difference := _difference(present.values()):
             _refuse(board, difference, "the same YAML and flags on all machines")
-        if len(present) == own.machines:
+        if len(present) == attendee.machines:
             return
         now = time.monotonic()
         if now >= deadline:
-            late = f"{_roll(present, own.machines)}, after {seconds:.0f} s"
+            late = f"{_roll(present, attendee.machines)}, after {seconds:.0f} s"
             fix = "start the missing ones; --timeout SECONDS waits longer"
-            if own.rank == 0:
+            if attendee.rank == 0:
                 _refuse(board, late, fix)
             raise _refusal(late, fix)
         if now - last_report >= SAY_SECONDS:
             last_report = now
-            console.say(f"accel-fsdp: {_roll(present, own.machines)}, {now - began:.0f} s")
+            console.say(f"accel-fsdp: {_roll(present, attendee.machines)}, {now - began:.0f} s")
         time.sleep(ASK_SECONDS)
 
 
-def _part(board: Board, own: Attendee) -> None:
+def _part(board: Board, machine: Attendee) -> None:
     """Machine 0 keeps the store until all know that none is missing; the others stay until it is closed."""
-    if own.rank:
-        board.put(f"complete/{own.rank}", True)
+    if machine.rank:
+        board.put(f"complete/{machine.rank}", True)
         with contextlib.suppress(RuntimeError):
             while not (refusal := board.get(REFUSED)):
                 time.sleep(ASK_SECONDS / 4)
             raise _refusal(*refusal)
         return
-    others = {f"complete/{rank}": rank for rank in range(1, own.machines)}
+    others = {f"complete/{rank}": rank for rank in range(1, machine.machines)}
     answered = board.wait(others, OPEN_SECONDS)
     if quiet := [rank for key, rank in others.items() if key not in answered]:
-        gone = Attendee(**board.get(f"machine/{quiet[0]}"))
-        _refuse(board, f"{gone} has connected, and has not answered for {OPEN_SECONDS:.0f} s", "look at its log")
+        missing = Attendee(**board.get(f"machine/{quiet[0]}"))
+        _refuse(board, f"{missing} has connected, and has not answered for {OPEN_SECONDS:.0f} s", "look at its log")
     if refusal := board.agree(REFUSED, NONE):  # one that came meanwhile; a later one ends its sender alone
         time.sleep(HEARD_SECONDS)
         raise _refusal(*refusal)
@@ -180,8 +182,8 @@ def _part(board: Board, own: Attendee) -> None:
 
 def _roll(present: Mapping[int, Attendee], machines: int) -> str:
     missing = [str(rank) for rank in range(machines) if rank not in present]
-    shown = first_few(missing, 8)
-    names = f"machine {shown} is" if len(missing) == 1 else f"machines {shown} are"
+    missing_list = first_few(missing, 8)
+    names = f"machine {missing_list} is" if len(missing) == 1 else f"machines {missing_list} are"
     return f"{len(present)} of {counted(machines, 'machine')} connected; {names} missing"
 
 

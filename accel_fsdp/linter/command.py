@@ -128,18 +128,18 @@ def _repair(path: Path, options: LintOptions, given: Subject) -> None:
 
 
 def _as_json(finding: Finding) -> dict[str, Any]:
-    shown = asdict(finding)
-    fixable = bool(shown.pop("edits"))
-    del shown["milder"]
-    return {**shown, "fixable": fixable}
+    row = asdict(finding)
+    fixable = bool(row.pop("edits"))
+    del row["milder"]
+    return {**row, "fixable": fixable}
 
 
-def _show(path: Path, findings: list[Finding], put: Callable[..., None] = console.put) -> None:
+def _show(path: Path, findings: list[Finding], print_row: Callable[..., None] = console.put) -> None:
     for finding in findings:
         place = f"{path}:{finding.line}" if finding.line else str(path)
-        put(f"{place}: {finding.severity} {finding.code}: {finding.what}", style=COLOURS[finding.severity])
-        put(f"  why: {finding.why}")
-        put(f"  fix: {finding.fix}{' (--fix does it)' if finding.edits else ''}")
+        print_row(f"{place}: {finding.severity} {finding.code}: {finding.what}", style=COLOURS[finding.severity])
+        print_row(f"  why: {finding.why}")
+        print_row(f"  fix: {finding.fix}{' (--fix does it)' if finding.edits else ''}")
     console.say(f"{path}: {summary(findings)}")
 
 

@@ -60,9 +60,9 @@ def _refuse_merge_keys(path: Path, document: Any) -> None:
 def _report(path: Path, migration: Migration, after: str, options: MigrateCommand) -> None:
     console.say(f"{path}: {migration.note or f'{migration.source} -> {migration.target}'}")
     if options.json:
-        shown = {"source": migration.source, "target": migration.target, "note": migration.note}
+        content = {"source": migration.source, "target": migration.target, "note": migration.note}
         changes = [asdict(change) for change in migration.changes]
-        console.put(json.dumps({"file": str(path), **shown, "changes": changes, "yaml": after}, indent=2), lines=True)
+        console.put(json.dumps({"file": str(path), **content, "changes": changes, "yaml": after}, indent=2), lines=True)
         return
     rows = [((change.kind + "!" * change.breaks), _becomes(change), _because(change)) for change in migration.changes]
     if rows:
@@ -83,11 +83,11 @@ def _because(change: Change) -> str:
 
 
 def _broken(path: Path, migration: Migration) -> UserError:
-    named = ", ".join(change.key.rpartition(".")[2] for change in migration.broken)
+    keys = ", ".join(change.key.rpartition(".")[2] for change in migration.broken)
     flags = " ".join(change.fix for change in migration.broken if change.fix)
     instead = f"give the script {flags}, and write the file" if flags else "write the file without that meaning"
     return UserError(
-        f"{path}: {migration.target} can't keep the meaning of {named}",
+        f"{path}: {migration.target} can't keep the meaning of {keys}",
         why="; ".join(change.why for change in migration.broken),
         fix=f"change those keys first, or {instead}: --force. Nothing was written",
     )

@@ -217,9 +217,9 @@ def _offload_to_fsdp(draft: Draft, stage: int) -> None:
     optimizer = draft.word("offload_optimizer_device") if stage > 0 else "NONE"
     parameters = draft.word("offload_param_device") if stage == 3 else "NONE"
     nvme, offloads = "NVME" in (optimizer, parameters), {optimizer, parameters} - {"NONE"} != set()
-    both = optimizer == parameters or (stage != 3 and optimizer == "NONE")
-    why = "FSDP has no NVMe offload" if nvme else "" if both else "FSDP offloads parameters too"
-    kind: ChangeKind = "renamed" if both and not nvme else "changed"
+    offloads_both = optimizer == parameters or (stage != 3 and optimizer == "NONE")
+    why = "FSDP has no NVMe offload" if nvme else "" if offloads_both else "FSDP offloads parameters too"
+    kind: ChangeKind = "renamed" if offloads_both and not nvme else "changed"
     key = "offload_optimizer_device"
     if key in draft.read:
         draft.row(key, kind, why, value=offloads, new_key="fsdp_offload_params", breaks=nvme)

@@ -96,8 +96,8 @@ def _mesh_is_hybrid(draft: Draft) -> tuple[bool, str]:
         return False, "Accelerate refuses this mesh"
     if replicas == 1:
         return False, ""
-    ours = replicas == machines
-    return ours, "" if ours else f"{replicas} replicas on {counted(machines, 'machine')}"
+    replicates_machines = replicas == machines
+    return replicates_machines, "" if replicates_machines else f"{replicas} replicas on {counted(machines, 'machine')}"
 
 
 def _ranks(draft: Draft) -> tuple[int | None, int | None]:
@@ -146,10 +146,10 @@ def keep_wrapping(draft: Draft, new: Engine) -> None:
     keep_layer_class(draft, named=wraps and (policy != "SIZE_BASED_WRAP" or new is Engine.FSDP2))
 
 
-def keep_layer_class(draft: Draft, named: bool) -> None:
+def keep_layer_class(draft: Draft, is_required: bool) -> None:
     """The layer class: the requested one, or that of the file without brackets and spaces."""
     key = "fsdp_transformer_layer_cls_to_wrap"
-    if draft.layer_class and named:
+    if draft.layer_class and is_required:
         draft.row(key, "changed", "--layer-class", value=draft.layer_class)
     elif key in draft.read:
         classes = draft.value(key)

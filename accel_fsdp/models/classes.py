@@ -32,18 +32,18 @@ def _named_class(config: Any) -> Any:
 
     listed = getattr(config, "architectures", None)
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, (list, tuple)) else []
-    named = getattr(transformers, names[0], None) if names else None
-    if not (isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)):
+    cls = getattr(transformers, names[0], None) if names else None
+    if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
         return None
-    kind: Any = named
+    kind: Any = cls
     fits = kind.config_class and (isinstance(config, kind.config_class) or _reads_text_part(kind, config))
     return kind if fits else None
 
 
 def _reads_text_part(kind: Any, config: Any) -> bool:
     """Whether a class is built from the part of a config that is about text, as the Auto classes decide it."""
-    own = getattr(kind, "config_class", None)  # which Auto classes lack
-    return own is not None and own == config.sub_configs.get("text_config")
+    config_class = getattr(kind, "config_class", None)  # which Auto classes lack
+    return config_class is not None and config_class == config.sub_configs.get("text_config")
 
 
 def trained_class(config: Any) -> Any:
@@ -52,10 +52,10 @@ def trained_class(config: Any) -> Any:
     A class without a head is not trained itself. Without `architectures` a config with several parts is of the class
     for all of them, not of the one for text that AutoModelForCausalLM builds from a part.
     """
-    named, known = _named_class(config), _known(config)
-    headless = bool(known) and named is _bare_class(config)
-    if named is not None and not headless and not (named is known.get(MASKED) and _is_decoder(config)):
-        return named
+    named_class, known = _named_class(config), _known(config)
+    headless = bool(known) and named_class is _bare_class(config)
+    if named_class is not None and not headless and not (named_class is known.get(MASKED) and _is_decoder(config)):
+        return named_class
     kind = auto_class(config)
     if kind == MASKED and CAUSAL in known:
         return known[CAUSAL]  # the same layers
@@ -71,10 +71,10 @@ def auto_class(config: Any) -> str:
     AutoModelForCausalLM knows is trained on text, with its parts for images too. An encoder that could also be a
     decoder, such as BERT, reads both ways and is trained to fill in masked words.
     """
-    known, named = _known(config), _named_class(config)
-    fits = [kind for kind, built in known.items() if built is named]
-    if named is not None and not fits and not (known and named is _bare_class(config)):
-        return str(named.__name__)
+    known, named_class = _known(config), _named_class(config)
+    fits = [kind for kind, built in known.items() if built is named_class]
+    if named_class is not None and not fits and not (known and named_class is _bare_class(config)):
+        return str(named_class.__name__)
     if CLASSIFIER in fits:
         return CLASSIFIER
     bare = BARE if _bare_class(config) else ""
@@ -90,8 +90,8 @@ def text_class(config: Any) -> Any:
     import transformers
 
     known = _known(config)
-    whole = IMAGE_TEXT in known and trained_class(config) is known[IMAGE_TEXT]
-    return transformers.AutoModelForImageTextToText if whole else transformers.AutoModelForCausalLM
+    reads_images = IMAGE_TEXT in known and trained_class(config) is known[IMAGE_TEXT]
+    return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
 
 
 def _known(config: Any) -> dict[str, Any]:
@@ -130,8 +130,8 @@ def build(name: str, config: Any, **options: Any) -> "nn.Module":
             why="none of " + ", ".join((*AUTO_CLASSES, BARE)) + " builds one from it",
             fix="name the model's class in its config.json: architectures",
         )
-    asked = (ValueError, ImportError) if "attn_implementation" in options else ()
-    return on_meta(name, kind, config, asked, **options)
+    passing = (ValueError, ImportError) if "attn_implementation" in options else ()
+    return on_meta(name, kind, config, passing, **options)
 
 
 def on_meta(

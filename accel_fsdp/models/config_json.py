@@ -101,12 +101,12 @@ def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
         for item in items:
             if isinstance(item, dict):
                 check(name, item, f"{place}{key}.")
-            elif wrong := _wrong(key, item):
-                raise contradictory(name, f"{place}{key} is {json.dumps(item)[:40]}: {wrong}")
+            elif problem := _wrong(key, item):
+                raise contradictory(name, f"{place}{key} is {json.dumps(item)[:40]}: {problem}")
     heads, groups = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
-        both = f"num_attention_heads is {heads}, {place}num_key_value_heads {groups}"
-        raise contradictory(name, f"{place}{both}: the one must be a multiple of the other")
+        counts = f"num_attention_heads is {heads}, {place}num_key_value_heads {groups}"
+        raise contradictory(name, f"{place}{counts}: the one must be a multiple of the other")
     _check_experts(name, settings, place)
 
 
@@ -117,10 +117,10 @@ def _check_experts(name: str, settings: Mapping[str, Any], place: str) -> None:
     """
     check_count(name, max(map(_number, map(settings.get, EXPERTS))) * _number(settings.get("num_hidden_layers")))
     for count, used in ((count, used) for count in EXPERTS for used in EXPERTS_USED):
-        there, taken = settings.get(count), settings.get(used)
-        if isinstance(there, int) and isinstance(taken, int) and 1 < there < taken:
-            both = f"{count} is {there}, {place}{used} {taken}"
-            raise contradictory(name, f"{place}{both}: a token can't go to more experts than there are")
+        there, used_count = settings.get(count), settings.get(used)
+        if isinstance(there, int) and isinstance(used_count, int) and 1 < there < used_count:
+            counts = f"{count} is {there}, {place}{used} {used_count}"
+            raise contradictory(name, f"{place}{counts}: a token can't go to more experts than there are")
 
 
 def check_count(name: str, experts: int) -> None:

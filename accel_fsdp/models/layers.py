@@ -26,8 +26,8 @@ def kept_in_float32(model: "nn.Module", dtype: str) -> list[str]:
     kinds = ("_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype == "float16" else []))
     patterns = [pattern for kind in kinds for pattern in getattr(model, kind, None) or ()]
     globs = (re.escape(pattern).replace(r"\*", ".*") for pattern in patterns)
-    whole = [re.compile(rf"(^|\.){glob}(\.|$)") for glob in globs]
-    return [name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in whole)]
+    globbed = [re.compile(rf"(^|\.){glob}(\.|$)") for glob in globs]
+    return [name for name, _ in model.named_parameters() if any(pattern.search(name) for pattern in globbed)]
 
 
 def expert_classes(model: "nn.Module") -> frozenset[str]:
@@ -66,8 +66,8 @@ def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
         if path.rpartition(".")[0] in lists
         for outer in outside & around.keys()
     }
-    kept = {path for path in around if classes[path] not in stacks}
-    free = {classes[path] for path in kept if not around[path] & kept}
+    layer_paths = {path for path in around if classes[path] not in stacks}
+    free = {classes[path] for path in layer_paths if not around[path] & layer_paths}
     return [name for name in names if name in free]
 
 

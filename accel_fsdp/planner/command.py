@@ -152,13 +152,13 @@ def _judged(flags: PlanCommand, path: Path, work: cost.CostInputs) -> PlanReport
 
 
 def _refuse_other_model(flags: PlanCommand, arguments: Mapping[str, Any]) -> None:
-    named = str(arguments.get("model_name_or_path", flags.model))
-    flag_model, argument_model = catalogue.canonical(flags.model), catalogue.canonical(named)
+    model = str(arguments.get("model_name_or_path", flags.model))
+    flag_model, argument_model = catalogue.canonical(flags.model), catalogue.canonical(model)
     if flag_model and argument_model and flag_model != argument_model:
         raise UsageError(
-            f"--model {flags.model}, and {flags.args} has model_name_or_path {named}",
+            f"--model {flags.model}, and {flags.args} has model_name_or_path {model}",
             why="one of them is another job's",
-            fix=f"--model {named}, or other arguments",
+            fix=f"--model {model}, or other arguments",
         )
 
 
@@ -348,14 +348,14 @@ def _check_layout(flags: PlanCommand, machine: MachineFacts, nodes: int, layout:
         )
 
 
-def _nodes(asked: int | None, described: int) -> int:
-    if asked is not None and described > 1 and asked != described:
+def _nodes(flag_nodes: int | None, described: int) -> int:
+    if flag_nodes is not None and described > 1 and flag_nodes != described:
         raise UsageError(
-            f"--nodes {asked}, and --gpus names {described} machines",
+            f"--nodes {flag_nodes}, and --gpus names {described} machines",
             why="one of them is wrong",
             fix="leave out --nodes",
         )
-    return described if asked is None else asked
+    return described if flag_nodes is None else flag_nodes
 
 
 def _check_numbers(flags: PlanCommand, recipe: Recipe, nodes: int) -> None:

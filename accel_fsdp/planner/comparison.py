@@ -216,13 +216,13 @@ def compare(flags: PlanCommand) -> Comparison:
     kinds = {name: command.gpu_of(machine, "--compare") for name, (machine, _) in described.items()}
     _refuse_twice({name: (kinds[name], machine.count, several) for name, (machine, several) in described.items()})
     _refuse_beside(flags, {gpu.name for gpu in kinds.values()})
-    asked = [workload.inputs_of(flags, gpu) for gpu in kinds.values()]
-    usual = asked[0].work == cost.Work()
+    inputs = [workload.inputs_of(flags, gpu) for gpu in kinds.values()]
+    usual = inputs[0].work == cost.Work()
     results: list[Machine] = []
     problems: list[Problem] = []
     errors: list[UsageError] = []
     read = cache(by_name.read_shape)
-    for (name, (machine, several)), work in zip(described.items(), asked, strict=True):
+    for (name, (machine, several)), work in zip(described.items(), inputs, strict=True):
         try:
             problem, _ = command.search_problem(replace(flags, gpus=name), read)
         except UsageError as error:  # such as attention that a GPU doesn't have, which is said in its row
@@ -233,7 +233,7 @@ def compare(flags: PlanCommand) -> Comparison:
         results.append(_on(name, problem, replace(work, work=USUAL) if usual else work))
     if not problems:
         raise errors[0]
-    return Comparison(problems[0], USUAL if usual else asked[0].work, tuple(results), usual)
+    return Comparison(problems[0], USUAL if usual else inputs[0].work, tuple(results), usual)
 
 
 def _on(name: str, problem: Problem, work: cost.CostInputs) -> Machine:
@@ -260,9 +260,9 @@ def _why_not(problem: Problem) -> str:
 
 
 def _refuse_twice(kinds: dict[str, tuple[Gpu, int, int]]) -> None:
-    seen: dict[tuple[Gpu, int, int], str] = {}
+    names: dict[tuple[Gpu, int, int], str] = {}
     for name, kind in kinds.items():
-        if (first := seen.setdefault(kind, name)) != name:
+        if (first := names.setdefault(kind, name)) != name:
             raise UsageError(
                 f"--compare has {first} and {name}",
                 why="they are the same machine",

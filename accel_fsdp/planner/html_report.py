@@ -107,21 +107,21 @@ def title_of(problem: Problem) -> str:
 def sections(report: PlanReport) -> Iterator[str]:
     """Yields the sections of the page: the answer and the figures first, the slowest last."""
     problem, plan = report.problem, report.plan
-    shown = plan.choice or min(plan.rows, key=lambda candidate: candidate.prediction.peak.total)
+    choice = plan.choice or min(plan.rows, key=lambda candidate: candidate.prediction.peak.total)
     yield f"<header><h1>{escape(title_of(problem))}</h1><p>{escape(report.headline())}</p></header>"
     yield f'<section class="advice">{"".join(map(_advised, report.advice()))}</section>'
     if problem.ranks > 1:
         yield _against(problem)
     yield _strategies(problem, plan)
-    yield _step(problem, shown, chosen=plan.choice is not None)
+    yield _step(problem, choice, chosen=plan.choice is not None)
     yield _numbers(problem, plan)
-    by_gpus = _over_gpus(problem, shown.recipe)
-    lead, also = "More GPUs make the sharded state smaller, not the activations.", f"{shown.recipe.length:,} tokens"
-    yield _growing("More GPUs", lead, f"{also} per sequence", problem, shown, by_gpus)
-    by_tokens = _over_tokens(problem, shown.recipe)
+    by_gpus = _over_gpus(problem, choice.recipe)
+    lead, also = "More GPUs make the sharded state smaller, not the activations.", f"{choice.recipe.length:,} tokens"
+    yield _growing("More GPUs", lead, f"{also} per sequence", problem, choice, by_gpus)
+    by_tokens = _over_tokens(problem, choice.recipe)
     lead, also = "Longer sequences make the activations larger.", f"on {_gpus(problem)}"
-    yield _growing("Longer sequences", lead, also, problem, shown, by_tokens)
-    yield _more_numbers(shown, by_gpus, by_tokens)
+    yield _growing("Longer sequences", lead, also, problem, choice, by_tokens)
+    yield _more_numbers(choice, by_gpus, by_tokens)
     yield (
         f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
         "torch.cuda.max_memory_allocated would count on the fullest GPU, without the CUDA context.</p></footer>"
@@ -190,29 +190,31 @@ def _bar(candidate: Candidate, name: str) -> Bar:
     return Bar(name, f"{gib_in_figure(candidate.prediction.peak.total / GIB)}, {fits}", parts)
 
 
-def _step(problem: Problem, shown: Candidate, chosen: bool) -> str:
-    samples = _timeline(problem, shown.job).samples
+def _step(problem: Problem, candidate: Candidate, chosen: bool) -> str:
+    samples = _timeline(problem, candidate.job).samples
     drawn = [(moment.phase, {LETTERS[kind]: size / GIB for kind, size in moment.live.items()}) for moment in samples]
-    name = f"{shown.layout.name}, {_how(shown.recipe)}"
-    peaks = "; ".join(f"{moment.phase}: {gib_in_figure(moment.total / GIB)}" for moment in shown.prediction.moments)
+    name = f"{candidate.layout.name}, {_how(candidate.recipe)}"
+    peaks = "; ".join(f"{moment.phase}: {gib_in_figure(moment.total / GIB)}" for moment in candidate.prediction.moments)
     words = Words(f"Memory over one step: {name}", f"Highest point of each phase: {peaks}")
-    seen = [kind for kind in KINDS if any(moment.live[kind] for moment in samples)]
+    kinds = [kind for kind in KINDS if any(moment.live[kind] for moment in samples)]
     return html_page.section(
         "One step, unit by unit",
         f"{'Recommended' if chosen else 'Nothing fits; the smallest is shown'}: {name}.",
-        _key(seen)
+        _key(kinds)
         + html_page.figure(
             [svg.areas(words, drawn, _capacity(problem), width) for width in WIDTHS],
             "Predicted. From left to right the events in their order, not seconds: for each unit (embedding, block, "
             "head) its highest point and what it leaves. The dot is the highest point of all."
-            + (SHORT_PHASES if shown.recipe.accumulation > 1 else ""),
+            + (SHORT_PHASES if candidate.recipe.accumulation > 1 else ""),
         ),
     )
 
 
-def _growing(title: str, lead: str, predicted: str, problem: Problem, shown: Candidate, series: Series) -> str:
+def _growing(title: str, lead: str, predicted: str, problem: Problem, candidate: Candidate, series: Series) -> str:
     """How the peak grows with a number while the rest stays."""
-    kept = f"{rows_in(shown.recipe)} per GPU, {checkpointing_in(shown.recipe)}; sharded by FSDP2, without offload"
+    setting = (
+        f"{rows_in(candidate.recipe)} per GPU, {checkpointing_in(candidate.recipe)}; sharded by FSDP2, without offload"
+    )
     curves = [
         Curve(name, f"c{number}", [(x, peak / GIB) for x, peak in zip(series.sizes, peaks, strict=True)])
         for number, (name, peaks) in enumerate(series.peaks.items(), start=1)
@@ -225,7 +227,7 @@ def _growing(title: str, lead: str, predicted: str, problem: Problem, shown: Can
     words = Words(f"Highest memory of one GPU by number of {series.axis}", f"{span}: {summary}")
     drawn = [svg.lines(words, curves, _capacity(problem), series.here, series.axis, width) for width in WIDTHS]
     figure = html_page.figure(drawn, f"Predicted, {predicted}. Each mark is twice the one before, on both axes.")
-    return html_page.section(title, f"With {kept}. {lead}", figure)
+    return html_page.section(title, f"With {setting}. {lead}", figure)
 
 
 def _over_gpus(problem: Problem, recipe: Recipe) -> Series:
@@ -288,8 +290,8 @@ def _cells(candidate: Candidate, name: str) -> list[str]:
     return [escape(name), *how, candidate.verdict, *sizes, peak.phase, *speed]
 
 
-def _more_numbers(shown: Candidate, by_gpus: Series, by_tokens: Series) -> str:
-    phases = [[moment.phase, _cell(moment.total)] for moment in shown.prediction.moments]
+def _more_numbers(candidate: Candidate, by_gpus: Series, by_tokens: Series) -> str:
+    phases = [[moment.phase, _cell(moment.total)] for moment in candidate.prediction.moments]
     folded = (
         ("One step: the highest point of each phase", html_page.table(("phase", "GiB"), phases)),
         ("Number of GPUs", _series_table(by_gpus)),

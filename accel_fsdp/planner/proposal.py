@@ -79,8 +79,8 @@ class Proposer:
             preset = self._given(job)
             known = catalogue.canonical(self.model)
             settled = _settled({**preset, "model": known or PRESET_MODEL})
-            own = settled if known else replace(settled, model=self.model, layer_class=self.layer_class)
-            self._answers[key] = own
+            answers = settled if known else replace(settled, model=self.model, layer_class=self.layer_class)
+            self._answers[key] = answers
         base, sharded = self._answers[key], layout.is_fsdp
         return replace(
             base,

@@ -83,10 +83,10 @@ class PlanReport:
     def show(self) -> None:
         console.put(self.headline(), wrap=True)
         wide = console.data.width >= WIDE
-        shown = COLUMNS if wide else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
+        columns = COLUMNS if wide else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
         rows = [self._cells(candidate, BAR_CELLS if wide else NARROW_CELLS) for candidate in self.plan.rows]
         legend = [(LETTERS[kind], COLOURS[kind], kind) for kind in KINDS]
-        console.show_bars(shown, [[row[name] for name in shown] for row in rows], legend)
+        console.show_bars(columns, [[row[name] for name in columns] for row in rows], legend)
         for line in (*self._fits_legend(), *self.advice()):
             console.put(line, wrap=not line.startswith(COPIED))
 
@@ -109,12 +109,12 @@ class PlanReport:
     def _fits_legend(self) -> Iterator[str]:
         """Explains the words that occur in the column `fits`."""
         outside = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
-        seen = {candidate.verdict for candidate in self.plan.rows}
+        verdicts = {candidate.verdict for candidate in self.plan.rows}
         nccl = " and NCCL" * (self.problem.job.layout.ranks > 1)
         words = [f"yes with {outside} more for CUDA{nccl} and 5% to spare"]
-        if "expandable" in seen:
+        if "expandable" in verdicts:
             words.append(f"expandable {capacity.NEEDS_EXPANDABLE}")
-        if "tight" in seen:
+        if "tight" in verdicts:
             words.append("tight with less to spare, so it may run out")
         yield f"fits: {'; '.join(words)}."
         reasons: dict[str, list[str]] = {}
@@ -210,14 +210,14 @@ class PlanReport:
             return
         plain, expandable, ends = self._replayed(choice)
         usual, (low, high) = gib_in_figure(plain.reserved / GIB), (number_in_figure(size / GIB) for size in ends)
-        taken = f"The allocator reserves about {usual} ({low} to {high})"
+        reserved = f"The allocator reserves about {usual} ({low} to {high})"
         if plain.failed_at:
-            taken = f"The allocator runs out in the {plain.failed_at}"
+            reserved = f"The allocator runs out in the {plain.failed_at}"
         elif plain.thrashes:
-            taken = "The allocator fills the GPU and gives its cache back again and again, which takes time"
+            reserved = "The allocator fills the GPU and gives its cache back again and again, which takes time"
         needs = "needed" if choice.verdict == "expandable" else "not needed"
         why = ", as rows of many lengths leave gaps" if choice.recipe.varied else ""
-        yield f"{taken}{why}; with {capacity.EXPANDABLE} about {about_gib(expandable.reserved)} ({needs})."
+        yield f"{reserved}{why}; with {capacity.EXPANDABLE} about {about_gib(expandable.reserved)} ({needs})."
         if not self.args:
             yield "Rows of many lengths, without --packing, leave gaps that only expandable segments avoid."
 
@@ -269,9 +269,9 @@ class PlanReport:
         if worst is None or (times := self._padded(worst)) < MOST_PADDING:
             return
         shape, layout = self.problem.shape, worst.layout
-        thing = f"a layer's {shape.experts} experts" if shape.experts else "a tensor's rows"
+        padded = f"a layer's {shape.experts} experts" if shape.experts else "a tensor's rows"
         yield (
-            f"FSDP2 shares out {thing} whole, so on {layout.shard_ranks} GPUs each holds and sends {times:.1f} times "
+            f"FSDP2 shares out {padded} whole, so on {layout.shard_ranks} GPUs each holds and sends {times:.1f} times "
             "its share, padding; FSDP1 and ZeRO-3 cut through them, and hybrid sharding shares among fewer GPUs."
         )
 

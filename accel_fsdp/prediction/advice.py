@@ -49,9 +49,9 @@ def advise(problem: Problem) -> Candidate:
     light = problem.job.with_layout(offload=False)
     full = light.with_recipe(checkpointing="full")
     offloaded = [full.with_layout(offload=True)] if light.engine in SHARDING_KINDS else []
-    tried: list[Candidate] = []
+    candidates: list[Candidate] = []
     for job in (light, full, *offloaded):
-        tried.append(problem.evaluate(job))
-        if tried[-1].fits:
-            return tried[-1]
-    return min(tried, key=lambda candidate: candidate.device.needed)
+        candidates.append(problem.evaluate(job))
+        if candidates[-1].fits:
+            return candidates[-1]
+    return min(candidates, key=lambda candidate: candidate.device.needed)

@@ -86,9 +86,9 @@ def copied(unit: Unit, recipe: Recipe, layout: Layout) -> tuple[float, float]:
     sent = sent_gradient_bytes(recipe, layout)
     if layout.engine is Engine.DDP or not layout.is_sharded:
         return 0, elements * 4 * sent
-    whole = sum(count * size for count, size in gathered(unit, recipe))
+    total = sum(count * size for count, size in gathered(unit, recipe))
     in_place = layout.engine is Engine.FSDP1 or _replicates(layout)
-    return 0 if in_place else 2 * whole, elements * (width + sent + (2 * width if layout.engine is Engine.FSDP1 else 0))
+    return 0 if in_place else 2 * total, elements * (width + sent + (2 * width if layout.engine is Engine.FSDP1 else 0))
 
 
 def update(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:

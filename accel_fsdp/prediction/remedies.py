@@ -23,9 +23,9 @@ def remedies(problem: Problem, given: Layout | None) -> Iterator[str]:
     They change the `given` layout if that helps, else the one that shards everything. Offload comes last, unless it is
     given, with its host memory.
     """
-    asked = replace(problem.job, layout=given or problem.job.layout)
-    if given and not problem.is_hosted(asked) and problem.evaluate(asked).fits:
-        yield from _other_loading(problem, asked)
+    requested = replace(problem.job, layout=given or problem.job.layout)
+    if given and not problem.is_hosted(requested) and problem.evaluate(requested).fits:
+        yield from _other_loading(problem, requested)
         return
     trained = problem.job.with_recipe(eval_batch=0)
     if given and trained != problem.job and problem.evaluate(replace(trained, layout=given)).fits:
@@ -90,9 +90,9 @@ def _other_optimizer(problem: Problem, smallest: Job, given: Layout | None) -> I
         return
     job = _sharded(problem, smallest.with_recipe(optimizer=Recipe.optimizer))
     if job:
-        for tried in offloads(job):
-            if _fits(problem, tried):
-                yield f"--optimizer {tried.recipe.optimizer}, with {_how(tried, given)}"
+        for offloaded in offloads(job):
+            if _fits(problem, offloaded):
+                yield f"--optimizer {offloaded.recipe.optimizer}, with {_how(offloaded, given)}"
                 return
 
 
@@ -102,8 +102,8 @@ def _more_gpus(problem: Problem, smallest: Job, given: Layout | None) -> Iterato
     ranks = smallest.layout.ranks
     for method in (smallest.method, *SMALLER[smallest.method]):
         flag = f"--method {method}" if method != smallest.method else ""
-        asked = smallest.with_recipe(method=method, dtype="bfloat16") if flag else smallest
-        for job in (_sharded(problem, asked, ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1)):
+        base = smallest.with_recipe(method=method, dtype="bfloat16") if flag else smallest
+        for job in (_sharded(problem, base, ranks * 2**power) for power in range(1, MOST_DOUBLINGS + 1)):
             if job is None:
                 continue
             if _has_room(problem, job):
@@ -118,8 +118,8 @@ def _more_gpus(problem: Problem, smallest: Job, given: Layout | None) -> Iterato
 
 def _how(job: Job, given: Layout | None) -> str:
     checkpointing = "activation checkpointing" + ("" if job.method == "full" else " in the script")
-    named = f"{job.layout.name}, " if given != job.layout and job.engine is not Engine.NONE else ""
-    return f"{named}1 sequence per GPU and {checkpointing}"
+    layout_name = f"{job.layout.name}, " if given != job.layout and job.engine is not Engine.NONE else ""
+    return f"{layout_name}1 sequence per GPU and {checkpointing}"
 
 
 def _to_load(problem: Problem, job: Job) -> str:
@@ -131,9 +131,9 @@ def _sharded(problem: Problem, job: Job, ranks: int = 0) -> Job | None:
     """The job in the first layout that works and shards everything over the ranks, or the single process."""
     ranks, together = ranks or job.layout.ranks, job.layout.ranks_per_node
     spread = job.with_layout(ranks=ranks, ranks_per_node=min(together, ranks))
-    whole = [job for job in layouts(spread) if SHARDS_ALL.get(job.engine) == job.layout.strategy]
-    whole.sort(key=lambda job: list(SHARDS_ALL).index(job.engine))
-    return next((job for job in whole if not problem.refuses(job)), None)
+    fully_sharded = [job for job in layouts(spread) if SHARDS_ALL.get(job.engine) == job.layout.strategy]
+    fully_sharded.sort(key=lambda job: list(SHARDS_ALL).index(job.engine))
+    return next((job for job in fully_sharded if not problem.refuses(job)), None)
 
 
 def _fits(problem: Problem, job: Job) -> bool:

@@ -132,8 +132,8 @@ def least(problem: Problem) -> Candidate:
     smallest = problem.job.with_recipe(checkpointing="full")
     smallest = smallest if problem.fixed_rows else smallest.with_recipe(rows=1)
     jobs = (variant for job in layouts(smallest) for variant in offloads(job))
-    tried = (problem.evaluate(job) for job in jobs if not job.layout.offload or problem.is_hosted(job))
-    return min(tried, key=lambda candidate: (bool(candidate.refused), candidate.device.needed))
+    candidates = (problem.evaluate(job) for job in jobs if not job.layout.offload or problem.is_hosted(job))
+    return min(candidates, key=lambda candidate: (bool(candidate.refused), candidate.device.needed))
 
 
 def _sure(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
@@ -180,11 +180,11 @@ def _search(problem: Problem, all_ways: bool = True) -> Iterator[Candidate]:
     fastest = 0.0
     for job in layouts(problem.job):
         for kind in dict.fromkeys((job.recipe.checkpointing, "full")):
-            asked = job.with_recipe(checkpointing=kind)
-            if not all_ways and _at_most(problem, asked) < TIE * fastest:
+            variant = job.with_recipe(checkpointing=kind)
+            if not all_ways and _at_most(problem, variant) < TIE * fastest:
                 continue
-            for tried in offloads(asked):
-                if candidate := _best(problem, tried) or _smallest_way(problem, tried):
+            for offloaded in offloads(variant):
+                if candidate := _best(problem, offloaded) or _smallest_way(problem, offloaded):
                     fastest = max(fastest, candidate.tokens_per_s)
                     yield candidate
                     break  # offload only where nothing fits without
@@ -253,9 +253,9 @@ def _burden(candidate: Candidate) -> tuple[bool, int, bool, bool, int]:
 
 def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:
     """The reasons why the choice was preferred to its equals, each once."""
-    own, deciding = _burden(choice), set()
+    own_burden, deciding = _burden(choice), set()
     for equal in ties:
-        pairs = enumerate(zip(own, _burden(equal), strict=True))
+        pairs = enumerate(zip(own_burden, _burden(equal), strict=True))
         differ = (place for place, (better, worse) in pairs if better != worse)
         deciding.add(next(differ, len(BURDENS)))
     return [words for place, words in enumerate(BURDENS) if place in deciding]

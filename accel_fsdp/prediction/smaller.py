@@ -20,8 +20,8 @@ class Saving:
 def savings(shape: ModelShape, tapes: Mapping[str, Tapes], job: Job) -> list[Saving]:
     """All single changes that free memory, each tried alone, the largest first."""
     now = predicted(shape, tapes, job, None).peak.total
-    tried = (Saving(change, now - predicted(shape, tapes, smaller, None).peak.total) for change, smaller in _tries(job))
-    return sorted((saving for saving in tried if saving.freed_bytes > 0), key=lambda saving: -saving.freed_bytes)
+    gains = (Saving(change, now - predicted(shape, tapes, smaller, None).peak.total) for change, smaller in _tries(job))
+    return sorted((saving for saving in gains if saving.freed_bytes > 0), key=lambda saving: -saving.freed_bytes)
 
 
 def _tries(job: Job) -> Iterator[tuple[str, Job]]:

@@ -96,14 +96,14 @@ def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, W
     of which frozen weights need the first alone.
     """
     tokens = recipe.rows * recipe.length
-    whole = sum((_product(weight, shape, recipe) for weight in products(block)), Work())
+    total = sum((_product(weight, shape, recipe) for weight in products(block)), Work())
     flops = 4 * shape.heads * shape.head_dim * _keys(block, shape, recipe) * tokens
     attention = Work(attention_flops=flops)
     between, between_back = _between(block, shape, recipe)
     thin, thin_back = _adapters(block, recipe)
     unpacking = _unpacking(block, recipe)
-    backward = whole.times(2 if recipe.method == "full" else 1) + attention.times(2) + between_back + thin_back
-    return whole + attention + between + thin + unpacking, backward + unpacking
+    backward = total.times(2 if recipe.method == "full" else 1) + attention.times(2) + between_back + thin_back
+    return total + attention + between + thin + unpacking, backward + unpacking
 
 
 @lru_cache(REMEMBERED)
@@ -209,12 +209,12 @@ def _norms(block: Block, shape: ModelShape, queries: float, keys: float, recipe:
     for norm in block.parameters:
         if norm.kind != "norm" or norm.name.endswith("bias"):
             continue
-        whole = norm.numel if norm.numel != shape.head_dim else keys if "k_" in norm.name else queries
+        norm_width = norm.numel if norm.numel != shape.head_dim else keys if "k_" in norm.name else queries
         if _has_bias(norm, block):
             casts = _casts_norms(block, recipe)
-            yield (_plus(LAYER_NORM_BYTES, AUTOCAST_BYTES) if casts else LAYER_NORM_BYTES), whole, 1
+            yield (_plus(LAYER_NORM_BYTES, AUTOCAST_BYTES) if casts else LAYER_NORM_BYTES), norm_width, 1
         else:
-            yield FUSED_NORM_BYTES if fused else RMS_NORM_BYTES, whole, 1 if fused else KERNELS["norm"]
+            yield FUSED_NORM_BYTES if fused else RMS_NORM_BYTES, norm_width, 1 if fused else KERNELS["norm"]
 
 
 def _has_bias(norm: Parameter, block: Block) -> bool:

@@ -122,8 +122,8 @@ HANGING = "every rank must call what all of them do together: no collective behi
 
 def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome) -> None:
     expected = verdict.of_job(job, job.number("num_processes"), machines_of(job), classes)
-    for wrong in verdict.differences(expected, outcome.holdings):
-        raise Failure(wrong.what, key=wrong.key, fix="see what accel-fsdp check says of it")
+    for difference in verdict.differences(expected, outcome.holdings):
+        raise Failure(difference.what, key=difference.key, fix="see what accel-fsdp check says of it")
 
 
 def of_outcome(outcome: Outcome) -> Failure:

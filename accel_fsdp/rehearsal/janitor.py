@@ -28,8 +28,8 @@ def folder() -> Iterator[Path]:
     """Creates a folder for a rehearsal; at the end removes it, and ends all processes that are marked with it."""
     place = Path(tempfile.mkdtemp(prefix="accel-fsdp-rehearsal-"))
     words = python_child.command(SERVING.format(str(place)))
-    ours = {name: value for name, value in os.environ.items() if name != FOLDER}
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=ours)
+    environment = {name: value for name, value in os.environ.items() if name != FOLDER}
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, env=environment)
     try:
         yield place
     finally:

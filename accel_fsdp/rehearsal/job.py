@@ -96,9 +96,9 @@ class Rehearsed:
         Accelerate's functions turn the YAML into the variables of its launcher, and the ranks start as under torchrun:
         the launcher itself takes as long to load as a rank.
         """
-        own = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else {}
+        hold = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else {}
         variables_of = environments(job, self.folder / f"{name}.yaml", self.script)
-        return self._run(name, RANK, [str(self.script), *words], [own | variables for variables in variables_of])
+        return self._run(name, RANK, [str(self.script), *words], [hold | variables for variables in variables_of])
 
     def python(self, name: str, module: str, words: Sequence[str], **environment: str) -> Outcome:
         """Runs a module with these words in a new process."""
@@ -111,8 +111,10 @@ class Rehearsed:
         common = {**os.environ, ranks.EVENTS: str(folder)}
         started: list[Process] = []
         try:
-            for number, own in enumerate(environments):
-                started.append(self._start(module, words, {**common, **own}, output, output if number else stdout))
+            for number, environment in enumerate(environments):
+                started.append(
+                    self._start(module, words, {**common, **environment}, output, output if number else stdout)
+                )
             code, hang = self._wait(started, folder)
         finally:
             _kill(started)

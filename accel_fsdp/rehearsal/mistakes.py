@@ -145,9 +145,9 @@ def _begun_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
                 return
 
 
-def _other_value(ours: Sequence[Sequence[Any]], theirs: Sequence[Sequence[Any]]) -> str:
+def _other_value(first_sums: Sequence[Sequence[Any]], other_sums: Sequence[Sequence[Any]]) -> str:
     """The name of the first weight whose values differ by more than rounding."""
-    for (name, our_sums), (other_name, their_sums) in zip(ours, theirs, strict=False):
+    for (name, our_sums), (other_name, their_sums) in zip(first_sums, other_sums, strict=False):
         if name != other_name or None in (our_sums, their_sums):
             continue
         (our_sum, our_norm), (their_sum, their_norm) = our_sums, their_sums

@@ -30,10 +30,10 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     ranks_in_all = job.number("num_processes") or len(holdings)
     classes = verdict.repeated(next(iter(holdings.values())))
     expected = verdict.of_job(job, ranks_in_all, job.number("num_machines") or 1, classes)
-    wrong = list(verdict.differences(expected, holdings))
-    for difference in wrong:
+    differences = list(verdict.differences(expected, holdings))
+    for difference in differences:
         console.say(f"not what the YAML asks for: {difference.what} ({difference.key})", style="red")
-    return code or int(bool(wrong))
+    return code or int(bool(differences))
 
 
 def _say_what_needs_a_gpu(events: Sequence[ranks.RankEvent]) -> None:

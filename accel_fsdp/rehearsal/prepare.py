@@ -97,15 +97,15 @@ def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:
         return _written(catalogue.entries()[known]["config"], folder / "bundled"), ""
     if model is not None:
         return model, ""
-    named = str(job.fsdp("fsdp_transformer_layer_cls_to_wrap") or "").split(",")[0] if job.is_fsdp else ""
-    config = of_layer_class(named) if named else {}
+    layer_class = str(job.fsdp("fsdp_transformer_layer_cls_to_wrap") or "").split(",")[0] if job.is_fsdp else ""
+    config = of_layer_class(layer_class) if layer_class else {}
     if not config:
         raise UsageError(
             "nothing says which model to rehearse",
             why="its architecture decides what is sharded",
             fix="accel-fsdp rehearse FILE --model ID_OR_FOLDER",
         )
-    return _written(config, folder / "by-class"), f"a {config['model_type']}, as the YAML names {named}; "
+    return _written(config, folder / "by-class"), f"a {config['model_type']}, as the YAML names {layer_class}; "
 
 
 def of_layer_class(name: str) -> Mapping[str, Any]:

@@ -95,8 +95,8 @@ class SmallRun:
 
 def with_defaults(words: Sequence[str], defaults: Sequence[str]) -> tuple[str, ...]:
     """The words, after those flags of `defaults` that they lack."""
-    kept, _ = _without(defaults, set(flag_words.parse_command_line(words)))
-    return (*kept, *words)
+    remaining, _ = _without(defaults, set(flag_words.parse_command_line(words)))
+    return (*remaining, *words)
 
 
 def readable(words: Sequence[str]) -> tuple[str, ...]:
@@ -116,30 +116,32 @@ def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
     """
     arguments = flag_words.parse_command_line(words)
     sizes = from_arguments.sizes_of(arguments)
-    own = rows.origin == "cut"
-    whole = bool(rows.columns & {*WHOLE, str(arguments.get("dataset_text_field", "text"))})
-    answers = not whole or arguments.get("truncation_mode") == "drop" or any(name in arguments for name in OF_ANSWERS)
-    ours = {*SET, *sizes, *PLACES}
-    ours |= {"truncation_mode"} if own and answers else set()
-    kept, left = _without(words, {*ours, *DROPPED, *OF_GPUS, *(() if own else OF_OWN_ROWS)})
+    is_cut = rows.origin == "cut"
+    whole_rows = bool(rows.columns & {*WHOLE, str(arguments.get("dataset_text_field", "text"))})
+    answers = (
+        not whole_rows or arguments.get("truncation_mode") == "drop" or any(name in arguments for name in OF_ANSWERS)
+    )
+    replaced = {*SET, *sizes, *PLACES}
+    replaced |= {"truncation_mode"} if is_cut and answers else set()
+    remaining, dropped = _without(words, {*replaced, *DROPPED, *OF_GPUS, *(() if is_cut else OF_OWN_ROWS)})
     return SmallRun(
-        kept,
+        remaining,
         rows=min(sizes["per_device_train_batch_size"], ROWS),
         accumulation=min(sizes["gradient_accumulation_steps"], 2),
         max_length=min(sizes["max_length"], TOKENS),
-        left_out=tuple(sorted({name for name in left if name in OF_GPUS})),
-        keep_end=own and answers,
+        left_out=tuple(sorted({name for name in dropped if name in OF_GPUS})),
+        keep_end=is_cut and answers,
     )
 
 
 def _without(words: Sequence[str], names: set[str]) -> tuple[tuple[str, ...], list[str]]:
     """The words without these flags and their values, and the names of those that were there."""
-    kept, left, skipping = [], [], False
+    remaining, dropped, skipping = [], [], False
     for word in words:
         if word.startswith("--"):
             name = flag_words.field_name(word.partition("=")[0])
             skipping = name in names
-            left += [name] if skipping else []
+            dropped += [name] if skipping else []
         if not skipping:
-            kept.append(word)
-    return tuple(kept), left
+            remaining.append(word)
+    return tuple(remaining), dropped

@@ -114,8 +114,8 @@ class SftRehearsal:
         if self.precision != "bf16" or self.run.draws_noise:
             return sharded
         self._ran("autocast", self._alone(self.precision), self._written("autocast", 1))
-        ours, alone = (dict(enumerate(self._logged(name), 1)) for name in ("written", "autocast"))
-        return f"{sharded}; {_same(ours, alone, range(1, len(alone) + 1), self.autocast_tolerance)}"
+        losses, alone = (dict(enumerate(self._logged(name), 1)) for name in ("written", "autocast"))
+        return f"{sharded}; {_same(losses, alone, range(1, len(alone) + 1), self.autocast_tolerance)}"
 
     def train_and_save(self) -> str:
         """Trains up to a checkpoint; then every process is killed."""
@@ -208,11 +208,11 @@ class SftRehearsal:
         return [entry["loss"] for entry in run_record.read(self._output(name))["log"] if "loss" in entry]
 
 
-def _same(ours: Mapping[int, float], alone: Mapping[int, float], steps: range, tolerance: float) -> str:
+def _same(losses: Mapping[int, float], alone: Mapping[int, float], steps: range, tolerance: float) -> str:
     """Compares the losses of a run, by their steps, with those of one process."""
-    apart = {step: abs(ours[step] - alone[step]) / abs(alone[step]) for step in steps}
+    apart = {step: abs(losses[step] - alone[step]) / abs(alone[step]) for step in steps}
     worst = max(apart, key=lambda step: apart[step])
     if apart[worst] > tolerance:
-        shown = f"{ours[worst]:.6f}, and {alone[worst]:.6f} in one process"
-        raise Failure(f"step {worst} has a loss of {shown}", fix="compare what differs between the two jobs")
+        comparison = f"{losses[worst]:.6f}, and {alone[worst]:.6f} in one process"
+        raise Failure(f"step {worst} has a loss of {comparison}", fix="compare what differs between the two jobs")
     return f"losses of steps {steps[0]} to {steps[-1]} are those of one process (apart by {apart[worst]:.0e})"

@@ -18,30 +18,30 @@ class Wrong:
     key: str
 
 
-def differences(asked: Job, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
+def differences(job: Job, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
     """Yields the differences, the gravest first; the same one on several ranks once."""
     keys = set()
     for rank, holding in sorted(ranks.items()):
-        for wrong in _of_rank(asked, rank, holding):
-            if wrong.key not in keys:
-                keys.add(wrong.key)
-                yield wrong
+        for difference in _of_rank(job, rank, holding):
+            if difference.key not in keys:
+                keys.add(difference.key)
+                yield difference
 
 
-def _of_rank(asked: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
-    if asked.engine is not Engine.NONE and holding.engine == Engine.NONE.label:
+def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
+    if job.engine is not Engine.NONE and holding.engine == Engine.NONE.label:
         yield Wrong(f"rank {rank} trains {holding.model} alone, as one process", "distributed_type")
         return
-    if not asked.layout.is_sharded:
+    if not job.layout.is_sharded:
         return
     if not holding.units:
         how = f"{holding.model} runs as {holding.engine}"
         yield Wrong(f"rank {rank} holds all {holding.weights:,} weights: {how}", "distributed_type")
         return
-    if holding.whole and asked.engine is not Engine.DEEPSPEED and not asked.ignores_modules:
+    if holding.whole and job.engine is not Engine.DEEPSPEED and not job.ignores_modules:
         yield Wrong(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "fsdp_ignored_modules")
-    yield from _of_units(asked, rank, holding)
-    for name in asked.layer_classes:
+    yield from _of_units(job, rank, holding)
+    for name in job.layer_classes:
         units = sum(unit.kind == name for unit in holding.units)
         modules = holding.kinds.get(name, 0)
         if units < modules or not modules:
@@ -49,20 +49,20 @@ def _of_rank(asked: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
             yield Wrong(f"{name} has {counts}", "fsdp_transformer_layer_cls_to_wrap")
 
 
-def _of_units(asked: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
+def _of_units(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
     for unit in holding.units:
-        if unit.ranks != asked.layout.shard_ranks:
-            shared = f"shared by {counted(unit.ranks, 'rank')}, not {asked.layout.shard_ranks}"
+        if unit.ranks != job.layout.shard_ranks:
+            shared = f"shared by {counted(unit.ranks, 'rank')}, not {job.layout.shard_ranks}"
             yield Wrong(f"unit {_name(unit)} of rank {rank} is {shared}", "fsdp_sharding_strategy")
             return
         if unit.held > unit.share:
             yield Wrong(f"unit {_name(unit)}: rank {rank} holds {unit.held:,} of {unit.weights:,}", "fsdp_config")
             return
-    inner = [unit for unit in holding.units if unit.kind in asked.layer_classes]
-    if any(unit.reshards != asked.layout.reshards for unit in inner):
-        kept = "gathered" if asked.layout.reshards else "sharded"
-        key = "fsdp_reshard_after_forward" if asked.engine is Engine.FSDP2 else "fsdp_sharding_strategy"
-        yield Wrong(f"units stay {kept} between forward and backward", key)
+    inner = [unit for unit in holding.units if unit.kind in job.layer_classes]
+    if any(unit.reshards != job.layout.reshards for unit in inner):
+        expected_state = "gathered" if job.layout.reshards else "sharded"
+        key = "fsdp_reshard_after_forward" if job.engine is Engine.FSDP2 else "fsdp_sharding_strategy"
+        yield Wrong(f"units stay {expected_state} between forward and backward", key)
 
 
 def _name(unit: HeldUnit) -> str:
@@ -92,8 +92,8 @@ def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
         (unit.kind, str(count), f"{unit.weights:,}", f"{unit.held:,}", str(unit.ranks))
         for unit, count in counts.items()
     ]
-    whole = [("in no unit", "", f"{most.whole:,}", f"{most.whole:,}", "1")] if most.whole else []
-    return [*rows, *whole, ("all", "", f"{most.weights:,}", f"{most.held:,}", "")]
+    unsharded_row = [("in no unit", "", f"{most.whole:,}", f"{most.whole:,}", "1")] if most.whole else []
+    return [*rows, *unsharded_row, ("all", "", f"{most.weights:,}", f"{most.held:,}", "")]
 
 
 def repeated(holding: Holding) -> tuple[str, ...]:

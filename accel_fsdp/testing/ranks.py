@@ -133,8 +133,8 @@ class Ranks:
     def _start(self) -> None:
         folder = self._folder.enter_context(janitor.folder())
         config = folder / "fsdp.yaml"
-        own = environments(self._job, config, Path(__file__)) if self._has_yaml else places(self.processes)
-        for number, environment in enumerate(own):
+        variables = environments(self._job, config, Path(__file__)) if self._has_yaml else places(self.processes)
+        for number, environment in enumerate(variables):
             self._started.append(_started({**environment, **janitor.mark(folder)}, folder, folder / f"{number}.log"))
         try:
             _values(self._answers(START_SECONDS))
@@ -169,8 +169,8 @@ class Ranks:
         return [answers[number] for number in sorted(answers)]
 
     def _timeout(self, waiting: list[int], seconds: float) -> TimeoutError:
-        stands = {number: self._started[number].stand() for number in waiting}
-        hang = Hang(stands, frozenset(range(self.processes)) - stands.keys())
+        places = {number: self._started[number].stand() for number in waiting}
+        hang = Hang(places, frozenset(range(self.processes)) - places.keys())
         ranks = ", ".join(map(str, waiting))
         return TimeoutError(f"no answer of rank {ranks} after {seconds:g} s: {hang}\n{hang.stacks}")
 

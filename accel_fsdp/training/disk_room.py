@@ -71,9 +71,9 @@ def check_shared(trainer: Any, resume_from: str | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".shared-", dir=folder, ignore_cleanup_errors=True) as probe:
         [first, *_] = gather_object([Path(probe).name])
-        seen = gather_object([(_appears(folder / first), resume_from)])
+        answers = gather_object([(_appears(folder / first), resume_from)])
         trainer.accelerator.wait_for_everyone()
-    if all(there for there, _ in seen) and len({start for _, start in seen}) == 1:
+    if all(there for there, _ in answers) and len({start for _, start in answers}) == 1:
         return
     raise UserError(
         f"{trainer.args.output_dir} is not the same folder on all machines",

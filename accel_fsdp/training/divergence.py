@@ -66,10 +66,12 @@ class FiniteCheck:
         """
         if self.trainer.on_tpu:
             return
-        seen = (self.step_loss, 0.0 if norm is None else norm)
+        numbers = (self.step_loss, 0.0 if norm is None else norm)
         self.step_loss = 0.0
-        own = torch.stack([torch.as_tensor(number, dtype=torch.float32, device=self.args.device) for number in seen])
-        loss, length = self.trainer.accelerator.gather(own[None]).mean(0).tolist()
+        local = torch.stack(
+            [torch.as_tensor(number, dtype=torch.float32, device=self.args.device) for number in numbers]
+        )
+        loss, length = self.trainer.accelerator.gather(local[None]).mean(0).tolist()
         if math.isfinite(loss) and math.isfinite(length):
             self._skipped = 0
             return
@@ -126,8 +128,8 @@ class FiniteCheck:
 
     def _odd_weights(self) -> list[str]:
         """The names of trained parameters with NaN or infinite values on any rank."""
-        named = self.trainer.model.named_parameters()
-        trained = {clean_name(name): p for name, p in named if p.requires_grad and p.is_floating_point()}
+        parameters = self.trainer.model.named_parameters()
+        trained = {clean_name(name): p for name, p in parameters if p.requires_grad and p.is_floating_point()}
         flags = torch.zeros(len(trained), dtype=torch.bool, device=self.args.device)
         for place, part in enumerate(map(_local, trained.values())):
             if part.numel():

@@ -35,11 +35,11 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def load_tokenizer(options: ModelArguments, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
     """Loads the model's tokenizer; one without a padding token pads with its end-of-sequence token."""
-    asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
-    config = models.read_config(*asked)
+    source = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    config = models.read_config(*source)
     if _first_rank():
         causal.check_config(config, options.model_name_or_path, options.trust_remote_code)
-    tokenizer: PreTrainedTokenizerBase = models.read_tokenizer(*asked)
+    tokenizer: PreTrainedTokenizerBase = models.read_tokenizer(*source)
     known = tokenizer.get_vocab()
     for name in ("eos_token", "pad_token"):
         value = getattr(options, name)
@@ -76,8 +76,8 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
         dtype, reason = weight_dtype(options)
         console.say(f"weights: {str(dtype).removeprefix('torch.')} ({reason})", style="cyan")
         if language := models.language_parameters(model):
-            whole = sum(map(counting.numel, model.parameters()))
-            part = f"language part {millions(language, 1)} of {millions(whole, 1)}"
+            total_parameters = sum(map(counting.numel, model.parameters()))
+            part = f"language part {millions(language, 1)} of {millions(total_parameters, 1)}"
             console.say(f"{type(model).__name__}, {part}: rows of text reach no other weights", style="cyan")
     _fit_vocabulary(model, tokenizer, options)
     return _with_adapter(model, options) if options.use_peft else model
@@ -130,8 +130,8 @@ def _without_weights(options: ModelArguments) -> Any:
 
 
 def _with_weights(options: ModelArguments) -> Any:
-    asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
-    model, loading = models.text_class(models.read_config(*asked)).from_pretrained(
+    source = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    model, loading = models.text_class(models.read_config(*source)).from_pretrained(
         options.model_name_or_path,
         revision=options.model_revision,
         trust_remote_code=options.trust_remote_code,
@@ -171,8 +171,8 @@ def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
         return chosen, "--dtype; no float32 master weights: small updates are lost"
     if not options.use_peft:
         return torch.float32, "master weights of full training"
-    asked = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
-    stored = models.read_config(*asked).dtype
+    source = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    stored = models.read_config(*source).dtype
     return (stored, "the checkpoint's own, frozen under the adapter") if stored else (torch.float32, "none is named")
 
 

@@ -92,10 +92,10 @@ def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | Non
     if checkpoint is None or (Path(checkpoint) / file_names.rng_state(rank, ranks)).is_file():
         load(checkpoint)
         return
-    other = Path(checkpoint) / file_names.rng_state(0, 1 if ranks > 1 else 2)
-    if rank == 0 and other.is_file():
+    other_layout = Path(checkpoint) / file_names.rng_state(0, 1 if ranks > 1 else 2)
+    if rank == 0 and other_layout.is_file():
         with tempfile.TemporaryDirectory() as folder:
-            _convert_rng(other, Path(folder) / file_names.rng_state(0, ranks), ranks)
+            _convert_rng(other_layout, Path(folder) / file_names.rng_state(0, ranks), ranks)
             load(folder)
         return
     set_seed(trainer.args.seed + trainer.state.global_step * ranks + rank)
@@ -197,8 +197,8 @@ def _without_state(trainer: Any, checkpoint: Path) -> list[torch.nn.Parameter]:
     stored = broadcast_object_list([_names_in(checkpoint) if trainer.args.process_index == 0 else None])[0]
     if stored is None or not stored.with_state:
         return []
-    named = _get_param_to_fqns(trainer.model, dedup_shared_params=False)
-    cleaned = {parameter: {clean_name(name) for name in names} for parameter, names in named.items()}
+    fqns = _get_param_to_fqns(trainer.model, dedup_shared_params=False)
+    cleaned = {parameter: {clean_name(name) for name in names} for parameter, names in fqns.items()}
     return [
         parameter
         for parameter, names in cleaned.items()

@@ -59,11 +59,11 @@ def right_tokens(logits: Tensor, target_ids: Tensor) -> Tensor:
     logit gives way to it for that moment, as a copy may not fit; `data`, as autograd is not to take note.
     """
     places, others = target_ids.clamp(min=0)[..., None], logits.data
-    own = others.gather(-1, places)
+    target_scores = others.gather(-1, places)
     others.scatter_(-1, places, -math.inf)
     highest = others.amax(-1)
-    others.scatter_(-1, places, own)
-    return ((own[..., 0] > highest) & (target_ids != IGNORED)).sum()
+    others.scatter_(-1, places, target_scores)
+    return ((target_scores[..., 0] > highest) & (target_ids != IGNORED)).sum()
 
 
 def router_coefficient(model: Any) -> float | None:

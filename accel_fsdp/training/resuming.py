@@ -69,8 +69,8 @@ def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
 
 
 def _wanted(training: "TrainingArguments") -> Path | None:
-    output, asked = Path(training.output_dir), training.resume_from_checkpoint
-    if asked is None or str(asked).lower() == "false":
+    output, resume_from = Path(training.output_dir), training.resume_from_checkpoint
+    if resume_from is None or str(resume_from).lower() == "false":
         if any(output.glob(f"{file_names.CHECKPOINT}*")) or (output / file_names.FINAL).exists():
             raise UserError(
                 f"{output} already holds a run",
@@ -78,15 +78,15 @@ def _wanted(training: "TrainingArguments") -> Path | None:
                 fix="--resume_from_checkpoint true to go on with it, or another --output_dir",
             )
         return None
-    if str(asked).lower() not in ("true", "auto"):
-        return _named(Path(asked), training)
+    if str(resume_from).lower() not in ("true", "auto"):
+        return _named(Path(resume_from), training)
     choice = completeness.choose(
         output, _agreed([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
     )
     if training.process_index == 0:
         for folder, flaw in choice.skipped.items():
             console.say(f"skipped: {folder}: {flaw}", style="yellow")
-    if choice.newest is None and str(asked).lower() == "true":
+    if choice.newest is None and str(resume_from).lower() == "true":
         raise UserError(
             f"no complete checkpoint-N folder in {output}",
             why="there is nothing to resume from",

@@ -111,12 +111,12 @@ class Checkpoints:
         """The hashes of all files, each taken by the rank that wrote it; None if ranks don't share the folder."""
         if self.trainer.on_tpu or self.args.save_on_each_node:
             return None
-        own, failed = dict[str, str](), None
+        own_hashes, failed = dict[str, str](), None
         try:
-            own = marker.own_hashes(folder, self.args.process_index, self.args.world_size)
+            own_hashes = marker.own_hashes(folder, self.args.process_index, self.args.world_size)
         except (OSError, UserError) as error:
             failed = error
-        parts: list[tuple[dict[str, str], str]] = gather_object([(own, cause(failed) if failed else "")])
+        parts: list[tuple[dict[str, str], str]] = gather_object([(own_hashes, cause(failed) if failed else "")])
         if why := next(filter(None, (why for _, why in parts)), ""):
             if self.args.should_save:
                 completeness.abandon(folder)

@@ -148,18 +148,18 @@ def _board_of_launchers() -> Board | None:
 def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:
     """The settings of this rank: arguments, Accelerate's variables from the YAML, script, versions, environment."""
     values = {**asdict(model), **asdict(data), **training.to_dict()}
-    kept = {name: value for name, value in values.items() if not agreement.is_own(name)}
+    compared = {name: value for name, value in values.items() if not agreement.is_own(name)}
     arguments = {
         name: lineage.last_part(value) if name in PATHS and isinstance(value, str) else value
-        for name, value in kept.items()
+        for name, value in compared.items()
     }
     return {**agreement.of_job(os.environ, Path(sys.argv[0])), "arguments": agreement.flat(arguments)}
 
 
 def of_data(settings: agreement.Settings, held_out: Any, tokenizer: Any) -> agreement.Settings:
     """The tokenizer, and the number and digest of the rows, if this rank has read them."""
-    own = settings.get("data", {})
-    rows = {f"training: {name}": own[name] for name in ("rows", lineage.CONTENT) if name in own}
+    data_settings = settings.get("data", {})
+    rows = {f"training: {name}": data_settings[name] for name in ("rows", lineage.CONTENT) if name in data_settings}
     if rows and held_out is not None:
         rows |= {"evaluation: rows": len(held_out), f"evaluation: {lineage.CONTENT}": lineage.digest(held_out)}
     return {"tokenizer": _of_tokenizer(tokenizer), **({"data": rows} if rows else {})}

@@ -237,10 +237,10 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             )
         if not self.args.ignore_nan_inf:
             self.finite.check_weights()
-        begun = getattr(self, "_initial_global_step", 0)  # transformers 5.17 has no such attribute
-        done = self.state.global_step
-        share = (done - begun) / max(self.state.max_steps, 1)
-        samples = (losses.rows_before(self, done) - losses.rows_before(self, begun)) / share if share else 0
+        start = getattr(self, "_initial_global_step", 0)  # transformers 5.17 has no such attribute
+        step = self.state.global_step
+        share = (step - start) / max(self.state.max_steps, 1)
+        samples = (losses.rows_before(self, step) - losses.rows_before(self, start)) / share if share else 0
         with own_retention(self.args), self.watch.doing("the end"):
             result = super()._finalize_training(trial, samples, start_time)
         self.finite.check_weights()

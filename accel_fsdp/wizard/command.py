@@ -108,10 +108,10 @@ def _review(talk: interview.Interview, options: WizardOptions, original: Origina
     """Every answer on one screen: Enter on one asks it again, the first line writes the file."""
     output = _output(options)
     place = "stdout" if output is None else str(output)
-    shown: tuple[str, ...] = ()
+    shown_lines: tuple[str, ...] = ()
     while True:
         answers = interview.answers(talk)
-        if shown != (shown := interview.warnings(talk)):
+        if shown_lines != (shown_lines := interview.warnings(talk)):
             _warn(talk)
         text = _text(talk, answers, original)
         chosen = prompts.pick(
@@ -134,8 +134,8 @@ def _review(talk: interview.Interview, options: WizardOptions, original: Origina
 
 
 def _rows(answers: Answers) -> list[tuple[str, str]]:
-    shown = [(question.field, to_yaml.flag_text(getattr(answers, question.field))) for question in applying(answers)]
-    return [(field, f"{field.replace('_', ' '):25} {value}") for field, value in shown]
+    texts = [(question.field, to_yaml.flag_text(getattr(answers, question.field))) for question in applying(answers)]
+    return [(field, f"{field.replace('_', ' '):25} {value}") for field, value in texts]
 
 
 def _show(text: str, original: Original | None, title: str) -> None:

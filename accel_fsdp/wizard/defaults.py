@@ -30,8 +30,8 @@ def strategy(context: Context) -> tuple[int, str]:
     reason = "FULL_SHARD fits the largest model"
     if context.model is not None and context["method"] == "full" and ranks:
         total = context.model.parameters * state_bytes.PER_PARAMETER["full"]
-        whole, share = about_gib(total), about_gib(total / ranks)
-        reason = f"{whole} of weights, gradients and Adam's state: {share} on each of {ranks} GPUs"
+        total_gib, share = about_gib(total), about_gib(total / ranks)
+        reason = f"{total_gib} of weights, gradients and Adam's state: {share} on each of {ranks} GPUs"
     legend = notes.legend(context)
     return 1, reason + (f"; {legend}" if legend else "")
 

@@ -69,8 +69,8 @@ UNKNOWN = (None, -1)
 
 def _strategy_of_fsdp2(job: JobConfig) -> str:
     """The strategy that FSDP2's keys spell; a strategy's name, as FSDP1 takes it, is what the user meant."""
-    if meant := _of_fsdp1(job):
-        return meant
+    if strategy := _of_fsdp1(job):
+        return strategy
     value = job.fsdp("fsdp_reshard_after_forward")
     if str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
         return str(value)
@@ -84,8 +84,8 @@ def _of_fsdp1(job: JobConfig) -> str:
 
     Hybrid ones and NO_SHARD are not a value of FSDP2's key and stay unread.
     """
-    named = job.engine is Engine.FSDP2 and job.has(STRATEGY) and not job.has(RESHARD)
-    return job.strategy if named and job.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") else ""
+    is_fsdp1_spelling = job.engine is Engine.FSDP2 and job.has(STRATEGY) and not job.has(RESHARD)
+    return job.strategy if is_fsdp1_spelling and job.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") else ""
 
 
 STRATEGY, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
@@ -142,12 +142,12 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
     stated = {place for place, value in before.items() if _says(job, *place, value, answered)}
     changed = {place: value for place, value in after.items() if place not in stated or before[place] != value}
-    gone = {section for section, _ in before} - {section for section, _ in after}
+    removed_sections = {section for section, _ in before} - {section for section, _ in after}
     unreadable = {place for place, _ in after if place and not isinstance(document.get(place) or {}, Mapping)}
-    for section in (gone | unreadable) - {""}:  # text or a list, which Accelerate can't read either
+    for section in (removed_sections | unreadable) - {""}:  # text or a list, which Accelerate can't read either
         apply(document, [Edit("", section)])
-    dropped = [Edit(place, key) for place, key in before if (place, key) not in after and place not in gone]
-    dropped += [Edit(place, key) for place, key in _unusable(job, new) if place not in gone]
+    dropped = [Edit(place, key) for place, key in before if (place, key) not in after and place not in removed_sections]
+    dropped += [Edit(place, key) for place, key in _unusable(job, new) if place not in removed_sections]
     dropped += [
         Edit(*question.key) for question in applying(new) if question.key and getattr(new, question.field) == ""
     ]
@@ -178,8 +178,8 @@ def corrections(job: JobConfig, old: Answers, new: Answers, read: Collection[str
     unread = {Engine.FSDP1: RESHARD, Engine.FSDP2: STRATEGY}.get(job.engine, "")
     if unread and job.has(unread):
         what = f"{job.engine.label} ignores {unread}: {job.fsdp(unread)}"
-        taken = STRATEGIES.get(old.strategy, "")
-        meaning = f", which is written as {RESHARD}" if _of_fsdp1(job) else f"; the file means {taken}"
+        strategy = STRATEGIES.get(old.strategy, "")
+        meaning = f", which is written as {RESHARD}" if _of_fsdp1(job) else f"; the file means {strategy}"
         sentences.append(f"{what}{meaning}")
     return sentences
 
@@ -211,10 +211,10 @@ def _says(job: JobConfig, section: str, key: str, value: Any, answered: Collecti
     if (section, key) not in KEYS:
         open_ = raw is None and (section in job.values or section != "parallelism_config")
         return open_ or (raw is not None and _is_readable(field, raw))
-    meant = _meant(job, section, key)
-    if meant in UNKNOWN or (raw is None and meant == value):
+    meaning = _meant(job, section, key)
+    if meaning in UNKNOWN or (raw is None and meaning == value):
         return True
-    same = str(meant).lower() == str(value).lower()
+    same = str(meaning).lower() == str(value).lower()
     return same and (_is_readable(field, raw) or raw is None)
 
 

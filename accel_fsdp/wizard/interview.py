@@ -89,8 +89,8 @@ class Interview:
     @property
     def is_without_model(self) -> bool:
         """Whether a file, or a flag that names the layer class, makes the model unnecessary."""
-        named = "layer_class" in self.flags and "model" not in self.given
-        return "model" not in self.flags and (named or self.given.get("model") == WITHOUT_MODEL)
+        has_layer_class = "layer_class" in self.flags and "model" not in self.given
+        return "model" not in self.flags and (has_layer_class or self.given.get("model") == WITHOUT_MODEL)
 
     def _is_unread(self) -> bool:
         """Whether a given layer class belongs to no language model of the catalogue."""

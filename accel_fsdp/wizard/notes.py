@@ -127,8 +127,8 @@ def state_memory(context: Context) -> tuple[float, float] | None:
 
 def checkpoints_in_yaml(context: Context) -> bool:
     """Whether Accelerate can checkpoint activations with these answers; where not, the training script can."""
-    asked = ("activation_checkpointing", True, context)
-    return context.is_fsdp and not validation.reason(*asked) and not validation.caution(*asked)
+    question_key = ("activation_checkpointing", True, context)
+    return context.is_fsdp and not validation.reason(*question_key) and not validation.caution(*question_key)
 
 
 def checkpoints_in_script(context: Context) -> bool:

@@ -111,9 +111,9 @@ def check_gpus(context: Context, value: Any) -> str:
         raise _wrong_gpus(text, f"that is {machine.count * number:,} GPUs", "no cluster has them", "8xH100")
     alike = name.translate(LOOKALIKES)
     typed_wrong = not gpus.is_known(name) and gpus.is_known(alike)
-    if meant := gpus.with_size(name) or (gpus.find(alike).name if typed_wrong else ""):
-        what = f"{name} is an unknown GPU. Did you mean {meant}?"
-        raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, meant))
+    if suggestion := gpus.with_size(name) or (gpus.find(alike).name if typed_wrong else ""):
+        what = f"{name} is an unknown GPU. Did you mean {suggestion}?"
+        raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, suggestion))
     if gpus.is_known(name):
         most = max(gpu.memory_gib for gpu in gpus.GPUS if gpu.name == gpus.find(name).name)
         if machine.memory_gib and machine.memory_gib > most * MORE_MEMORY:
@@ -142,9 +142,9 @@ def check_layer_class(context: Context, value: Any) -> tuple[str, ...]:
             why="without it FSDP makes one unit of the whole model and saves no memory",
             fix="--layer-class NAME, the class of the model's repeated layers",
         )
-    if wrong := next((name for name in names if not name.isidentifier()), ""):
+    if bad_name := next((name for name in names if not name.isidentifier()), ""):
         raise UserError(
-            f"layer class {wrong[:LONGEST_SHOWN]} is not a class name",
+            f"layer class {bad_name[:LONGEST_SHOWN]} is not a class name",
             why="Accelerate looks for a module class of that name",
             fix="--layer-class NAME, such as LlamaDecoderLayer",
         )

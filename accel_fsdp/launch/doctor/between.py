@@ -166,11 +166,11 @@ def _cut_off(pair: PairResult) -> Row:
 
 
 def _slow_machine(results: Found, machine: int) -> Row:
-    own = per_second(max(pair.bytes_per_second for pair in results.pairs if machine in (pair.first, pair.second)))
+    fastest = per_second(max(pair.bytes_per_second for pair in results.pairs if machine in (pair.first, pair.second)))
     others = per_second(
         max(pair.bytes_per_second for pair in results.pairs if machine not in (pair.first, pair.second))
     )
-    what = f"{own} to the others at best, which have {others} between them"
+    what = f"{fastest} to the others at best, which have {others} between them"
     why = "all ranks wait for the slowest machine in each collective"
     fix = "ethtool eth0 there (its link may have come up slow); another job or a backup on its network; leave it out"
     return Row(f"machine {machine}", "error", what, why, fix)

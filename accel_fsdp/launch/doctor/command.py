@@ -39,8 +39,8 @@ def explain(message: str) -> int:
         return 1
     row = known_errors.KNOWN[name]
     means = [f"means: {row.means}"] if row.means else []
-    seen = [f"seen in: {', '.join(row.seen)}"] if row.seen else []
-    console.put("\n  ".join([name, *means, row.often, f"fix: {row.fix}", *seen]), lines=True)
+    examples = [f"seen in: {', '.join(row.seen)}"] if row.seen else []
+    console.put("\n  ".join([name, *means, row.often, f"fix: {row.fix}", *examples]), lines=True)
     return 0
 
 
@@ -55,23 +55,23 @@ def examine(options: DoctorCommand) -> int:
     here, rows = _place(options, values, launched)
     number = int(here.value("machine_rank", 0))
     with console.waiting("looking at this machine"):
-        own = facts.look(options.folder, _asked(here, values))
+        own_facts = facts.look(options.folder, _asked(here, values))
     rows += [replace(row, machine=number) for row in (_lint(options, here, read) if read else unread)]
-    done = Examination(number, here.machines, rows)
-    done.found.facts = {number: own}
-    team = _team(options, here, launched, len(own.gpus))
+    examination = Examination(number, here.machines, rows)
+    examination.found.facts = {number: own_facts}
+    team = _team(options, here, launched, len(own_facts.gpus))
     if team is not None:
-        _meet(options, team, own, done)
-    if not done.met:
-        done.rows[:0] = _judged(done)
-    done.healthy = done.healthy and is_healthy(done.rows)
+        _meet(options, team, own_facts, examination)
+    if not examination.met:
+        examination.rows[:0] = _judged(examination)
+    examination.healthy = examination.healthy and is_healthy(examination.rows)
     if options.json:
-        console.put(report.as_json(done), lines=True)
+        console.put(report.as_json(examination), lines=True)
     elif options.report:
-        console.put(report.for_bug_report(done), lines=True)
+        console.put(report.for_bug_report(examination), lines=True)
     else:
-        report.show(done)
-    return 0 if done.healthy else 1
+        report.show(examination)
+    return 0 if examination.healthy else 1
 
 
 LIMITS = {
@@ -90,9 +90,9 @@ def _check(options: DoctorCommand, launched: LaunchEnvironment) -> None:
             raise UsageError(f"{flag} {value}", why=why, fix=f"{flag} N, from {least} to {most}")
     if options.json and options.report:
         raise UsageError("--json and --report", why="each is another form of one report", fix="give one of them")
-    named = [name for name in place.FLAGS if getattr(options, name) is not None]
-    if launched.is_rank and named:
-        flag = flag_words.flag_of(named[0])
+    flags = [name for name in place.FLAGS if getattr(options, name) is not None]
+    if launched.is_rank and flags:
+        flag = flag_words.flag_of(flags[0])
         raise UsageError(f"{flag} under a launcher", why="the launcher says it already", fix=f"leave out {flag}")
 
 
@@ -136,10 +136,10 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
     rows = []
     for name, started in (("num_machines", launched.machines), ("num_processes", launched.world_size)):
         of_engine, in_file = engine.said.get(name), place.Said(values.get(name), "the YAML")
-        for said in (of_engine or in_file, in_file):
-            fewer = of_engine and of_engine.at_most and isinstance(said.value, int) and started < said.value
-            if isinstance(said.value, int) and said.value != started and not fewer:
-                what = f"{said.source} says {name} {said.value}, and the launcher started {started}"
+        for expected in (of_engine or in_file, in_file):
+            fewer = of_engine and of_engine.at_most and isinstance(expected.value, int) and started < expected.value
+            if isinstance(expected.value, int) and expected.value != started and not fewer:
+                what = f"{expected.source} says {name} {expected.value}, and the launcher started {started}"
                 why = "each machine would train alone, or ranks would wait for others that never come"
                 rows.append(Row("job", "error", what, why, "accel-fsdp launch FILE SCRIPT, which reads both"))
                 break
@@ -148,9 +148,11 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
 
 def _asked(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
     """What this machine was told of the job, without what may differ between machines."""
-    own = (*place.FLAGS, *OF_A_MACHINE)
-    in_file = {name: value for name, value in agreement.flat(values).items() if name not in own}
-    return in_file | {name: said.value for name, said in here.said.items() if name in ("num_machines", "num_processes")}
+    machine_flags = (*place.FLAGS, *OF_A_MACHINE)
+    in_file = {name: value for name, value in agreement.flat(values).items() if name not in machine_flags}
+    return in_file | {
+        name: stated.value for name, stated in here.said.items() if name in ("num_machines", "num_processes")
+    }
 
 
 def _read(options: DoctorCommand) -> tuple[ReadConfig | None, list[Row]]:
@@ -178,11 +180,11 @@ def _lint(options: DoctorCommand, here: place.Place, read: ReadConfig) -> list[R
     return rows or [Row("YAML", "ok", "the linter finds nothing that this machine contradicts")]
 
 
-def _judged(done: Examination) -> list[Row]:
+def _judged(examination: Examination) -> list[Row]:
     return [
         replace(row, machine=number)
-        for number, own in sorted(done.found.facts.items())
-        for row in machine.judge(own, done.machines > 1, done.found.talked)
+        for number, machine_facts in sorted(examination.found.facts.items())
+        for row in machine.judge(machine_facts, examination.machines > 1, examination.found.talked)
     ]
 
 
@@ -204,7 +206,7 @@ def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment
     return Team(address, number, here.machines, per_machine, bool(gpus), float(options.timeout))
 
 
-def _meet(options: DoctorCommand, team: Team, own: facts.Facts, done: Examination) -> None:
+def _meet(options: DoctorCommand, team: Team, own_facts: facts.Facts, examination: Examination) -> None:
     """Tests the connections between machines and ranks, and adds the results to the report."""
     alone = team.machines == 1
     meeting = None
@@ -215,22 +217,22 @@ def _meet(options: DoctorCommand, team: Team, own: facts.Facts, done: Examinatio
                 rendezvous.check_place(team.address.host, team.address.port, 0 if team.address.hosts else 1)
                 _refuse_second_first(team)
             meeting = Meeting(team)
-            meeting.gather(own, options.folder)
+            meeting.gather(own_facts, options.folder)
             meeting.test_network()
     except UserError as error:
-        done.rows.append(of_error("machines", error))
+        examination.rows.append(of_error("machines", error))
         return
     except RuntimeError as error:
-        done.rows.append(_not_met(team, meeting, error))
+        examination.rows.append(_not_met(team, meeting, error))
         return
     if team.machine == 0:
-        done.found, done.met = meeting.found, True
-        done.rows += [*_judged(done), *between.judge(done.found)]
+        examination.found, examination.met = meeting.found, True
+        examination.rows += [*_judged(examination), *between.judge(examination.found)]
     try:
-        done.healthy = meeting.end(is_healthy(done.rows))
-        done.found.talked = meeting.found.talked
+        examination.healthy = meeting.end(is_healthy(examination.rows))
+        examination.found.talked = meeting.found.talked
     except RuntimeError as error:
-        done.rows.append(_not_met(team, meeting, error))
+        examination.rows.append(_not_met(team, meeting, error))
 
 
 def _refuse_second_first(team: Team) -> None:

@@ -173,14 +173,14 @@ def _unseen_by_torch(count: int) -> str:
 
 def _output_of(*words: str) -> str:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=COMMAND_SECONDS
         )
     except subprocess.TimeoutExpired:
         return f"{words[0]} gave no answer in {COMMAND_SECONDS} seconds"
     except OSError:
         return ""
-    return done.stdout
+    return process.stdout
 
 
 def _links() -> dict[str, int]:

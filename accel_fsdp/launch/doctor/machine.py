@@ -138,9 +138,9 @@ def _disk(facts: Facts) -> Iterator[Row]:
 
 
 def _host_name(facts: Facts, several: bool, talked: bool) -> Iterator[Row]:
-    addresses, own = facts.name_addresses, set().union(*facts.addresses.values())
+    addresses, own_addresses = facts.name_addresses, set().union(*facts.addresses.values())
     reached = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
-    if reached and (not own or own & set(reached)):  # without psutil no address is known
+    if reached and (not own_addresses or own_addresses & set(reached)):  # without psutil no address is known
         yield Row("host name", "ok", f"{facts.name} is {', '.join(addresses)}")
         return
     what = f"{facts.name} is {', '.join(addresses)}, its own alone" if addresses else f"{facts.name} is unknown here"
@@ -149,7 +149,7 @@ def _host_name(facts: Facts, several: bool, talked: bool) -> Iterator[Row]:
     if not several or "GLOO_SOCKET_IFNAME" in facts.variables:
         yield Row("host name", "ok", f"{what}; a job on one machine doesn't need it" if not several else what)
         return
-    interface = next((name for name, own in facts.addresses.items() if _leads_away(own)), "eth0")
+    interface = next((name for name, own_addresses in facts.addresses.items() if _leads_away(own_addresses)), "eth0")
     fix = f"the machine's own address beside its name in /etc/hosts; or export GLOO_SOCKET_IFNAME={interface}"
     if talked:
         why = "the ranks talked all the same; a library that asks for the name would connect to another place"
@@ -165,14 +165,14 @@ def _leads_away(addresses: list[str]) -> bool:
 
 
 def _interfaces(facts: Facts, several: bool) -> Iterator[Row]:
-    shown = ", ".join(f"{name} {' '.join(own)}".strip() for name, own in facts.addresses.items() if own)
+    interface_list = ", ".join(f"{name} {' '.join(ips)}".strip() for name, ips in facts.addresses.items() if ips)
     try:
         rendezvous.check_interfaces(facts.variables, list(facts.addresses))
     except UserError as error:
         yield of_error("interfaces", error)
         return
-    wrong = list(_wrong_interfaces(facts)) if several else []
-    yield from wrong or [Row("interfaces", "ok", shown or ", ".join(facts.addresses))]
+    wrong_interfaces = list(_wrong_interfaces(facts)) if several else []
+    yield from wrong_interfaces or [Row("interfaces", "ok", interface_list or ", ".join(facts.addresses))]
 
 
 def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
@@ -183,19 +183,19 @@ def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
             if not inside and (facts.addresses[name] or not any(facts.addresses.values())):
                 continue  # without psutil no address is known
             why = "it leads to no other machine: Connection refused" if inside else "it has no IP address"
-            leading = [interface for interface, own in facts.addresses.items() if _leads_away(own)]
+            leading = [interface for interface, addresses in facts.addresses.items() if _leads_away(addresses)]
             others = [interface for interface in leading if not interface.startswith(BRIDGES)]
             fix = f"export {variable}={others[0]}" if others else f"unset {variable}"
             yield Row("interfaces", "error", f"{variable}={facts.variables[variable]}: {name}", why, fix)
 
 
 def _infiniband(facts: Facts) -> Iterator[Row]:
-    shown = ", ".join(f"{port} {state}" for port, state in facts.infiniband.items())
+    port_list = ", ".join(f"{port} {state}" for port, state in facts.infiniband.items())
     if "ACTIVE" in facts.infiniband.values():
-        yield Row("InfiniBand", "ok", shown)
-    elif shown:
+        yield Row("InfiniBand", "ok", port_list)
+    elif port_list:
         why = "NCCL falls back to TCP, which is slow"
-        yield Row("InfiniBand", "warning", shown, why, "ibstat; ask who runs the network")
+        yield Row("InfiniBand", "warning", port_list, why, "ibstat; ask who runs the network")
 
 
 def _variables(facts: Facts) -> Iterator[Row]:
@@ -205,8 +205,8 @@ def _variables(facts: Facts) -> Iterator[Row]:
             is_odd = True
             yield Row("variables", "warning", f"{name}={value}", why, f"unset {name}, unless you know what it is for")
     if not is_odd:
-        shown = [f"{name}={value}" for name, value in facts.variables.items() if not name.startswith("PET_")]
-        yield Row("variables", "ok", ", ".join(shown) or "none that matter")
+        settings = [f"{name}={value}" for name, value in facts.variables.items() if not name.startswith("PET_")]
+        yield Row("variables", "ok", ", ".join(settings) or "none that matter")
 
 
 ODD: dict[str, tuple[tuple[str, ...], str]] = {

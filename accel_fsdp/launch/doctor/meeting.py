@@ -57,7 +57,7 @@ class Found:
     @property
     def can_join(self) -> bool:
         numbers = [facts.asks_for for facts in self.facts.values()]
-        alike = all(asked == numbers[0] for asked in numbers)
+        alike = all(count == numbers[0] for count in numbers)
         return alike and not self.missing and not any(pair.error for pair in self.pairs)
 
     @property
@@ -137,9 +137,9 @@ class Meeting:
             board.put("all ranks", self.found.least_bandwidth if joins else None)
         bandwidth = board.wait(["all ranks"], longest + LEAVE_SECONDS).get("all ranks")
         if bandwidth is not None:
-            own = range(team.machine * team.ranks_each, (team.machine + 1) * team.ranks_each)
+            own_ranks = range(team.machine * team.ranks_each, (team.machine + 1) * team.ranks_each)
             longest = probing.START_SECONDS + 2 * probing.COLLECTIVE_SECONDS
-            self._run(own, "collectives", list(range(self.found.ranks)), longest, bandwidth)
+            self._run(own_ranks, "collectives", list(range(self.found.ranks)), longest, bandwidth)
             if team.machine == 0:
                 self._collect_collectives()
 
@@ -154,8 +154,8 @@ class Meeting:
             try:
                 for local_rank, number in enumerate(numbers):
                     device = f"cuda:{local_rank}" if team.on_gpus else "cpu"
-                    own = probing.Task(task, address, number, members, device, bandwidth)
-                    words = python_child.module(probing.__name__, json.dumps(asdict(own)))
+                    process_task = probing.Task(task, address, number, members, device, bandwidth)
+                    words = python_child.module(probing.__name__, json.dumps(asdict(process_task)))
                     env = {**os.environ, "OMP_NUM_THREADS": "1"}
                     started.append(
                         subprocess.Popen(words, stdin=subprocess.PIPE, stdout=output, stderr=output, env=env)
@@ -178,9 +178,11 @@ class Meeting:
 
     def _collect_collectives(self) -> None:
         results, board = self.found, self.board
-        done = board.wait(map(probing.done_key, range(results.ranks)), LEAVE_SECONDS)
+        answers = board.wait(map(probing.done_key, range(results.ranks)), LEAVE_SECONDS)
         for rank in range(results.ranks):
-            failure = done.get(probing.done_key(rank), f"{board.get(probing.at_key(rank)) or 'the start'}: {NO_ANSWER}")
+            failure = answers.get(
+                probing.done_key(rank), f"{board.get(probing.at_key(rank)) or 'the start'}: {NO_ANSWER}"
+            )
             if failure:
                 results.failed_ranks[rank] = failure
         results.talked = not results.failed_ranks

@@ -223,19 +223,19 @@ def _there_and_back(sent: "torch.Tensor", agree: bool = False) -> float:
     import torch
     import torch.distributed as dist
 
-    got = torch.empty_like(sent)
+    received = torch.empty_like(sent)
     began = time.perf_counter()
     if dist.get_rank() == 0:
         dist.send(sent, 1)
-        dist.recv(got, 1)
+        dist.recv(received, 1)
     else:
-        dist.recv(got, 0)
-        dist.send(got, 0)
+        dist.recv(received, 0)
+        dist.send(received, 0)
     _finish(sent)
     took = time.perf_counter() - began
     if agree:
-        sent.copy_(got)
-    elif not torch.equal(got, sent):
+        sent.copy_(received)
+    elif not torch.equal(received, sent):
         raise RuntimeError("what arrived is not what was sent")
     return took
 

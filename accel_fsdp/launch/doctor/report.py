@@ -48,35 +48,35 @@ class Examination:
             yield "the job", rows
 
 
-def as_json(done: Examination) -> str:
+def as_json(examination: Examination) -> str:
     content: dict[str, Any] = {
-        "healthy": done.healthy,
-        "machine": done.machine,
-        "machines": done.machines,
-        "rows": [asdict(row) for row in done.rows],
-        "facts": {number: asdict(facts) for number, facts in done.found.facts.items()},
-        "missing": done.found.missing,
-        "pairs": [asdict(pair) for pair in done.found.pairs],
-        "collectives": [asdict(result) for result in done.found.collectives],
+        "healthy": examination.healthy,
+        "machine": examination.machine,
+        "machines": examination.machines,
+        "rows": [asdict(row) for row in examination.rows],
+        "facts": {number: asdict(facts) for number, facts in examination.found.facts.items()},
+        "missing": examination.found.missing,
+        "pairs": [asdict(pair) for pair in examination.found.pairs],
+        "collectives": [asdict(result) for result in examination.found.collectives],
     }
     return json.dumps(content, indent=2)
 
 
-def show(done: Examination) -> None:
+def show(examination: Examination) -> None:
     """For people: what is well in a line each, what isn't with cause and what to type."""
-    for heading, rows in done.by_machine():
+    for heading, rows in examination.by_machine():
         console.put(heading, style="bold")
         for row in rows:
-            if done.machine and row.verdict == "ok":  # machine 0 shows those
+            if examination.machine and row.verdict == "ok":  # machine 0 shows those
                 continue
             line = f"  {row.verdict:{VERDICT_WIDTH}}{row.subject:{SUBJECT_WIDTH}} {row.what}"
             console.put(line, style=COLOURS[row.verdict])
             for word, text in (("why", row.why), ("fix", row.fix)):
                 if text:
                     console.put(f"{' ' * (VERDICT_WIDTH + 2)}{word}: {text}")
-    if table := list(_table(done.found)):
+    if table := list(_table(examination.found)):
         console.show_table(COLLECTIVE_TITLES, table, [""] * len(table))
-    console.say(summary(done))
+    console.say(summary(examination))
 
 
 def _table(results: Found) -> Iterator[list[str]]:
@@ -85,29 +85,29 @@ def _table(results: Found) -> Iterator[list[str]]:
         yield [result.collective, kib_or_mib(result.size_bytes), seconds, per_second(result.bytes_per_second)]
 
 
-def summary(done: Examination) -> str:
-    counts = {kind: sum(row.verdict == kind for row in done.rows) for kind in ("error", "warning")}
+def summary(examination: Examination) -> str:
+    counts = {kind: sum(row.verdict == kind for row in examination.rows) for kind in ("error", "warning")}
     words = [counted(number, kind) for kind, number in counts.items() if number]
-    text = ", ".join(["healthy" if done.healthy else "not healthy", *words])
-    return text if done.machine == 0 else f"{text}; machine 0 shows the whole report"
+    text = ", ".join(["healthy" if examination.healthy else "not healthy", *words])
+    return text if examination.machine == 0 else f"{text}; machine 0 shows the whole report"
 
 
-def for_bug_report(done: Examination) -> str:
+def for_bug_report(examination: Examination) -> str:
     """Markdown without paths, tokens, addresses and names of users and hosts; machines keep their numbers."""
-    lines = ["### accel-fsdp doctor", "", summary(done), ""]
-    for number, facts in sorted(done.found.facts.items()):
+    lines = ["### accel-fsdp doctor", "", summary(examination), ""]
+    for number, facts in sorted(examination.found.facts.items()):
         versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
         lines += [f"- machine {number}: {facts.system}, Python {facts.python}, {versions}"]
     lines += ["", "| verdict | machine | subject | what | why |", "|---|---|---|---|---|"]
-    for row in done.rows:
+    for row in examination.rows:
         where = "" if row.machine is None else str(row.machine)
         cells = (row.verdict, where, row.subject, row.what, row.why)
-        shown = (without_values(" ".join(cell.split()), done.found.facts).replace("|", "/") for cell in cells)
-        lines.append(f"| {' | '.join(shown)} |")
-    if done.found.collectives:
+        public = (without_values(" ".join(cell.split()), examination.found.facts).replace("|", "/") for cell in cells)
+        lines.append(f"| {' | '.join(public)} |")
+    if examination.found.collectives:
         titles = ["", f"| {' | '.join(COLLECTIVE_TITLES)} |", "|---|---|---|---|"]
-        lines += [*titles, *(f"| {' | '.join(cells)} |" for cells in _table(done.found))]
-    return without_private("\n".join(lines), done.found.facts)
+        lines += [*titles, *(f"| {' | '.join(cells)} |" for cells in _table(examination.found))]
+    return without_private("\n".join(lines), examination.found.facts)
 
 
 def without_values(text: str, facts: dict[int, Facts]) -> str:

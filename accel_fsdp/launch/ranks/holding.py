@@ -93,14 +93,14 @@ def measure(model: "nn.Module") -> Holding:
     for unit, parameters in _units(model):
         units.append(unit)
         counted |= parameters
-    whole = sum(count for parameter, count in counting.weights(model).items() if id(parameter) not in counted)
+    unsharded = sum(count for parameter, count in counting.weights(model).items() if id(parameter) not in counted)
     inner = unwrapped(model)
     kinds = Counter(
         class_name(module)
         for module in inner.modules()
         if unwrapped(module) is module and any(True for _ in module.parameters())
     )
-    return Holding(class_name(inner), from_run.engine_of(model), tuple(units), whole, dict(kinds))
+    return Holding(class_name(inner), from_run.engine_of(model), tuple(units), unsharded, dict(kinds))
 
 
 def unwrapped(model: Any) -> "nn.Module":
@@ -144,13 +144,13 @@ def _units(model: Any) -> Iterator[tuple[HeldUnit, set[int]]]:
     if from_run.is_deepspeed(model):
         yield from _of_deepspeed(model)
         return
-    seen: set[int] = set()
+    counted_ids: set[int] = set()
     for path, module in model.named_modules():
         name = user_name(path)
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             yield _of_fsdp1(name, module)
         elif isinstance(module, FSDPModule):
-            yield from _of_fsdp2(name, module, seen)
+            yield from _of_fsdp2(name, module, counted_ids)
 
 
 def _of_fsdp1(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
@@ -172,12 +172,12 @@ def _of_fsdp1(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
     return unit, {id(flat), *views}
 
 
-def _of_fsdp2(name: str, module: Any, seen: set[int]) -> Iterator[tuple[HeldUnit, set[int]]]:
-    """A module may have several groups, one per mesh, or share one with others; `seen` holds the ids of done ones."""
+def _of_fsdp2(name: str, module: Any, counted_ids: set[int]) -> Iterator[tuple[HeldUnit, set[int]]]:
+    """A module may have several groups, one per mesh, or share one. `counted_ids` holds the ids of counted groups."""
     for group in _groups(module._get_fsdp_state()):
-        if id(group) in seen:
+        if id(group) in counted_ids:
             continue
-        seen.add(id(group))
+        counted_ids.add(id(group))
         parameters = [param.sharded_param for param in group.fsdp_params]
         owned = {id(param.sharded_param): param._module_info for param in group.fsdp_params}
         several = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]
@@ -204,9 +204,9 @@ def _groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def _part(whole: int, ranks: int) -> int:
+def _part(total: int, ranks: int) -> int:
     """The size of the largest rank's part."""
-    return -(-whole // ranks)
+    return -(-total // ranks)
 
 
 def _of_deepspeed(model: Any) -> Iterator[tuple[HeldUnit, set[int]]]:
@@ -216,14 +216,14 @@ def _of_deepspeed(model: Any) -> Iterator[tuple[HeldUnit, set[int]]]:
     ranks, stage = dist.get_world_size(), model.zero_optimization_stage()
     if stage in (1, 2):
         parts = model.optimizer.single_partition_of_fp32_groups
-        held = sum(p.numel() for p in parts)
+        elements = sum(p.numel() for p in parts)
         trained = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
         share = _part(trained, ranks) + DEEPSPEED_ALIGNMENT * len(parts)
-        yield HeldUnit("", "optimizer states", trained, held, share, ranks, states_alone=True), set()
+        yield HeldUnit("", "optimizer states", trained, elements, share, ranks, states_alone=True), set()
     if stage < 3:
         return
     for path, module in model.module.named_modules():
-        if own := list(module.parameters(recurse=False)):
-            total, held = sum(p.ds_numel for p in own), sum(p.ds_tensor.ds_numel for p in own)
-            share = sum(_part(p.ds_numel, ranks) for p in own)
-            yield HeldUnit(path, type(module).__name__, total, held, share, ranks), {id(p) for p in own}
+        if parameters := list(module.parameters(recurse=False)):
+            total, elements = sum(p.ds_numel for p in parameters), sum(p.ds_tensor.ds_numel for p in parameters)
+            share = sum(_part(p.ds_numel, ranks) for p in parameters)
+            yield HeldUnit(path, type(module).__name__, total, elements, share, ranks), {id(p) for p in parameters}

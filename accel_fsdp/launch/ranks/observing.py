@@ -32,14 +32,14 @@ class Observation:
         return True
 
 
-def after(owner: Any, name: str, then: Callable[..., None]) -> None:
-    """Calls `then` with the same arguments after each call of a function."""
+def after(owner: Any, name: str, callback: Callable[..., None]) -> None:
+    """Calls `callback` with the same arguments after each call of a function."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def watched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        then(*args, **kwargs)
+        callback(*args, **kwargs)
         return result
 
     setattr(owner, name, watched)

@@ -64,8 +64,8 @@ class ObservedSaves:
         return saving
 
     def _tell(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        named = next((kwargs[name] for name in FOLDERS if name in kwargs), None)
-        folder = named or next((argument for argument in args[1:] if isinstance(argument, str | os.PathLike)), None)
+        keyword = next((kwargs[name] for name in FOLDERS if name in kwargs), None)
+        folder = keyword or next((argument for argument in args[1:] if isinstance(argument, str | os.PathLike)), None)
         if folder is None and isinstance(result, str | os.PathLike):  # save_state returns the folder that it chose
             folder = result
         if folder is None and call == "Trainer.save_model":

@@ -133,11 +133,11 @@ def _watch_trackers() -> None:
     parameters = inspect.signature(Accelerator.__init__)
 
     def check_trackers(*args: Any, **kwargs: Any) -> None:
-        asked = parameters.bind(*args, **kwargs).arguments.get("log_with")
-        asked_for = asked if isinstance(asked, list | tuple) else [asked]
+        trackers = parameters.bind(*args, **kwargs).arguments.get("log_with")
+        asked_for = trackers if isinstance(trackers, list | tuple) else [trackers]
         names = [str(getattr(tracker, "value", tracker)) for tracker in asked_for]
-        kept = [str(getattr(tracker, "value", tracker)) for tracker in args[0].log_with]
-        if asked is not None and (lacking := [name for name in names if name not in (*kept, "all")]):
+        active = [str(getattr(tracker, "value", tracker)) for tracker in args[0].log_with]
+        if trackers is not None and (lacking := [name for name in names if name not in (*active, "all")]):
             events.tell("no-tracker", names=lacking, line=script.line_of_stack(sys._getframe(2)))
 
     after(Accelerator, "__init__", check_trackers)

@@ -109,20 +109,20 @@ class ObservedWeights:
 
     def tell_end(self, models: Iterable["nn.Module"]) -> None:
         """Called at the end of the script; `models` are those that it still has, if no optimizer has stepped."""
-        kept = self.steps == 0 and self.first != 0 and self.first == _all(models)
+        is_unchanged = self.steps == 0 and self.first != 0 and self.first == _all(models)
         events.tell(
             "trained",
             optimizers=self.optimizers,
             backwards=self.backwards,
             steps=self.steps,
             sharded_steps=self.sharded_steps,
-            kept=kept,
+            kept=is_unchanged,
             backward_line=self.backward_line,
         )
 
     def shard_storages(self) -> set[int]:
         """The addresses of FSDP1's shards on this rank, to which its views with the names of whole weights point."""
-        handles = [handle for begun in self.begun if hasattr(handle := begun.of(), "flat_param")]
+        handles = [handle for unit in self.begun if hasattr(handle := unit.of(), "flat_param")]
         flats = [handle.flat_param for handle in handles if handle.uses_sharded_strategy]
         return {getattr(flat, "_local_shard", flat).untyped_storage().data_ptr() for flat in flats} - {0}
 

@@ -140,13 +140,13 @@ def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
 
 def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> JobFile:
     count, gpus, kind = _machines(options, config)
-    ours = read_launch(options.script, script_args).ours
+    uses_sft = read_launch(options.script, script_args).ours
     arguments = flag_words.parse_command_line(script_args)
     resumed = RESUMES in arguments
-    known = options.engine == "slurm" and ours and options.time is None  # the others need no time
+    known = options.engine == "slurm" and uses_sft and options.time is None  # the others need no time
     return JobFile(
         flags=options,
-        words=(*script_args, f"--{RESUMES}", "auto") if ours and not resumed else script_args,
+        words=(*script_args, f"--{RESUMES}", "auto") if uses_sft and not resumed else script_args,
         name=_name(options),
         machines=count,
         gpus=gpus,
@@ -154,8 +154,8 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
         cpus=options.cpus or CPUS_PER_GPU * gpus,
         predicted=duration.predicted(arguments, config, count, kind) if known else None,
         minutes=None if options.time is None else _minutes(options.time, options.grace),
-        ours=ours,
-        environment=duration.environment(arguments if ours else {}, config, count, kind),
+        ours=uses_sft,
+        environment=duration.environment(arguments if uses_sft else {}, config, count, kind),
     )
 
 

@@ -113,8 +113,8 @@ def _resources(job: JobFile, indent: str) -> list[str]:
     memory = [f"  memory: {job.flags.host_memory}Gi"] if job.flags.host_memory else []
     devices = ["limits:", f"  nvidia.com/gpu: {job.gpus}"]
     network = ["  # vpc.amazonaws.com/efa: 1    # <- AWS with EFA", "  # rdma/ib: 1    # <- InfiniBand"]
-    asked = ["requests:", f"  cpu: {job.cpus}", *memory]
-    return [indent + line for line in (*devices, *(network if job.machines > 1 else []), *asked)]
+    requests = ["requests:", f"  cpu: {job.cpus}", *memory]
+    return [indent + line for line in (*devices, *(network if job.machines > 1 else []), *requests)]
 
 
 def _container(job: JobFile, indent: str) -> list[str]:

@@ -13,9 +13,9 @@ def text(job: JobFile) -> str:
 
 
 def _asked(job: JobFile) -> list[str]:
-    said, limit = _limit(job)
+    time_comments, limit = _limit(job)
     days, minutes = divmod(limit, 24 * 60)
-    whole = [] if job.flags.host_memory else ["# All of each machine's memory:"]
+    memory_comment = [] if job.flags.host_memory else ["# All of each machine's memory:"]
     return [
         "#!/bin/bash",
         f"# {job.title}",
@@ -26,9 +26,9 @@ def _asked(job: JobFile) -> list[str]:
         "#SBATCH --ntasks-per-node=1",
         f"#SBATCH --gpus-per-node={job.gpus}",
         f"#SBATCH --cpus-per-task={job.cpus}",
-        *whole,
+        *memory_comment,
         f"#SBATCH --mem={f'{job.flags.host_memory}G' if job.flags.host_memory else 0}",
-        *said,
+        *time_comments,
         f"#SBATCH --time={f'{days}-' if days else ''}{minutes // 60:02d}:{minutes % 60:02d}:00",
         "#SBATCH --output=%x-%j.out",
         "#SBATCH --open-mode=append",

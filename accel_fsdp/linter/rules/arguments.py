@@ -65,8 +65,8 @@ def slow_checkpointing(subject: Subject) -> Iterator[Finding]:
 
     FSDP's own checkpointing doesn't. With LoRA the argument is the right one (AF601).
     """
-    asked = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
-    if subject.is_fsdp and subject.trains_everything and asked and not subject.on("fsdp_activation_checkpointing"):
+    by_script = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
+    if subject.is_fsdp and subject.trains_everything and by_script and not subject.on("fsdp_activation_checkpointing"):
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing",
             "--gradient_checkpointing gathers each layer once more",
@@ -83,8 +83,8 @@ def offload_from_the_arguments(subject: Subject) -> Iterator[Finding]:
     stops with "No backend type associated with device type cpu".
     """
     written = str(subject.fsdp("fsdp_state_dict_type")).upper() == "FULL_STATE_DICT"
-    asked = bool(training_config(subject).get("cpu_offload")) or "offload" in _words(subject.arg("fsdp"))
-    if asked and not subject.on("fsdp_offload_params") and not written and not subject.arg("ddp_backend"):
+    offloads = bool(training_config(subject).get("cpu_offload")) or "offload" in _words(subject.arg("fsdp"))
+    if offloads and not subject.on("fsdp_offload_params") and not written and not subject.arg("ddp_backend"):
         yield Finding(
             "fsdp_config.fsdp_offload_params",
             "offload is asked for in the arguments only",
@@ -226,8 +226,8 @@ def device_map_in_the_arguments(subject: Subject) -> Iterator[Finding]:
 @rule("AF629", "warning", pains=("P58",))
 def adapter_on_fused_experts(subject: Subject) -> Iterator[Finding]:
     """LoRA's `target_parameters` on fused experts under FSDP: "shape is invalid for input of size"."""
-    named = subject.arg("target_parameters") or subject.arg("lora_target_parameters")
-    if subject.is_fsdp and "expert" in str(named):
+    target_parameters = subject.arg("target_parameters") or subject.arg("lora_target_parameters")
+    if subject.is_fsdp and "expert" in str(target_parameters):
         yield Finding(
             "distributed_type",
             "target_parameters reads experts that FSDP has sharded",
@@ -244,8 +244,12 @@ def held_out_loss_over_ranks(subject: Subject) -> Iterator[Finding]:
     the last row. With few held-out rows this decides early stopping and the best model. train/sft.py
     sums losses and tokens over the ranks; most scripts don't.
     """
-    asked = subject.arg("eval_strategy") or subject.arg("evaluation_strategy")
-    evaluates = subject.arg_on("do_eval", "eval_on_start") or str(asked or "no").lower() not in ("no", "none", "false")
+    strategy = subject.arg("eval_strategy") or subject.arg("evaluation_strategy")
+    evaluates = subject.arg_on("do_eval", "eval_on_start") or str(strategy or "no").lower() not in (
+        "no",
+        "none",
+        "false",
+    )
     if evaluates and subject.number("num_processes") > 1 and subject.engine is not Engine.NONE and not subject.ours:
         yield Finding(
             "num_processes",

@@ -17,11 +17,11 @@ def checkpoint_of_another_kind(subject: Subject) -> Iterator[Finding]:
     saved = subject.checkpoint
     if saved is None or not subject.is_fsdp or subject.ours:
         return
-    for stored, asked, kind in (
+    for stored, expected, kind in (
         (saved.sharded, subject.sharded_state_dict, "SHARDED_STATE_DICT"),
         (saved.full, subject.full_state_dict, "FULL_STATE_DICT"),
     ):
-        if stored and not asked and saved.sharded != saved.full:
+        if stored and not expected and saved.sharded != saved.full:
             yield Finding(
                 "fsdp_config.fsdp_state_dict_type",
                 f"{saved.name} was written with {kind}",

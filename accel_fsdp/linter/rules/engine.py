@@ -102,14 +102,14 @@ class Subject(JobConfig):
     @property
     def asked_dtype(self) -> str:
         """The dtype that the arguments load the weights in; auto by default."""
-        asked = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
-        return LONG_DTYPES.get(asked, asked)
+        dtype = str(self.arg("dtype") or self.arg("torch_dtype") or "auto").removeprefix("torch.")
+        return LONG_DTYPES.get(dtype, dtype)
 
     @property
     def load_dtype(self) -> str:
         """The dtype of the loaded weights: that of the arguments, or the checkpoint's own; empty if unknown."""
-        asked = self.asked_dtype
-        return asked if asked != "auto" else self.model.dtype if self.model else ""
+        dtype = self.asked_dtype
+        return dtype if dtype != "auto" else self.model.dtype if self.model else ""
 
     @property
     def weight_bytes(self) -> int:
@@ -203,28 +203,28 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     """
     if subject.other_tool and FOREIGN in rules:
         rules = {FOREIGN: rules[FOREIGN]}
-    seen = dict.fromkeys(rules, subject)
+    subjects = dict.fromkeys(rules, subject)
     corrections, engine_rules = (MISSPELT, OF_THE_ENGINE) if len(rules) > 1 else ((), ())
     for code in corrections:
         renamed = _as_meant(subject, [edit for finding in RULES[code].check(subject) for edit in finding.edits])
         if renamed is not subject:
-            seen |= {later: renamed for later in rules if later not in MISSPELT[: MISSPELT.index(code) + 1]}
+            subjects |= {later: renamed for later in rules if later not in MISSPELT[: MISSPELT.index(code) + 1]}
         subject = renamed
     for code in engine_rules:
         edits = (edit for finding in RULES[code].check(subject) for edit in finding.edits)
         engines = [edit.value for edit in edits if edit.key == ENGINE_KEY]
         if engines:
             subject = replace(subject, values={**subject.values, ENGINE_KEY: engines[0]})
-            seen |= {key: subject for key in rules if key not in (*MISSPELT, *OF_THE_ENGINE)}
+            subjects |= {key: subject for key in rules if key not in (*MISSPELT, *OF_THE_ENGINE)}
     return [
         replace(
             finding,
-            edits=finding.edits if all(_fits(seen[code], edit) for edit in finding.edits) else (),
+            edits=finding.edits if all(_fits(subjects[code], edit) for edit in finding.edits) else (),
             code=code,
             severity=finding.milder or rule.severity,
         )
         for code, rule in sorted(rules.items())
-        for finding in rule.check(seen[code])
+        for finding in rule.check(subjects[code])
     ]
 
 

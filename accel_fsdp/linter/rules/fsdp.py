@@ -17,14 +17,14 @@ def version_missing(subject: Subject) -> Iterator[Finding]:
     files, it is a note.
     """
     if subject.is_fsdp and not subject.has("fsdp_version"):
-        both = _looks_like_2(subject)
+        like_2 = _looks_like_2(subject)
         yield Finding(
             "fsdp_config.fsdp_version",
             "fsdp_version is missing, so Accelerate takes FSDP1"
-            + (", though fsdp_reshard_after_forward looks like FSDP2" if both else ""),
+            + (", though fsdp_reshard_after_forward looks like FSDP2" if like_2 else ""),
             "most keys mean something under one version only",
-            "fsdp_version: 2 if FSDP2 was meant; fsdp_version: 1 for what runs today" if both else "fsdp_version: 1",
-            () if both else (Edit("fsdp_config", "fsdp_version", 1),),
+            "fsdp_version: 2 if FSDP2 was meant; fsdp_version: 1 for what runs today" if like_2 else "fsdp_version: 1",
+            () if like_2 else (Edit("fsdp_config", "fsdp_version", 1),),
             milder="note" if any(subject.has(key) for key in ONLY_1) else None,
         )
 
@@ -106,8 +106,10 @@ def reshard_is_a_name(subject: Subject) -> Iterator[Finding]:
     """`fsdp_reshard_after_forward: FULL_SHARD` under FSDP2, which takes a boolean: "invalid truth value full_shard"."""
     value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
     if subject.engine is Engine.FSDP2 and value in STRATEGIES.values():
-        meant = RESHARDS.get(value)
-        edits = (Edit("fsdp_config", "fsdp_reshard_after_forward", meant),) if not value.startswith(("H", "N")) else ()
+        intended = RESHARDS.get(value)
+        edits = (
+            (Edit("fsdp_config", "fsdp_reshard_after_forward", intended),) if not value.startswith(("H", "N")) else ()
+        )
         yield Finding(
             "fsdp_config.fsdp_reshard_after_forward",
             f"{value} is the FSDP1 spelling",
@@ -314,8 +316,8 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
     Accelerate's. A mesh with all sizes 1 is ignored.
     """
     engines, sizes = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED), subject.mesh
-    whole = all(type(size) is int for size in sizes.values())
-    if subject.engine not in engines or not subject.section("parallelism_config") or not whole:
+    are_integers = all(type(size) is int for size in sizes.values())
+    if subject.engine not in engines or not subject.section("parallelism_config") or not are_integers:
         return
     small = [name for name, size in sizes.items() if size < 1]
     bare = sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1 and (sizes["tp"] > 1 or sizes["cp"] > 1)

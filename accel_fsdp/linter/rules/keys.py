@@ -132,14 +132,18 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
             prefixed = f"parallelism_config_{key}" in known
             if key not in known and key not in RETIRED and not prefixed:
                 sure = MISNAMED.get(key) or typo_of(key, known)
-                meant = sure or near_key(key, known)
+                suggestion = sure or near_key(key, known)
                 fits = bool(sure) and sure not in subject.section(section)
                 name = subject.written_name(section, key)
                 yield Finding(
                     f"{section}.{key}",
-                    f"nothing reads {name}.{f' Did you mean {meant}?' if meant else ''}",
+                    f"nothing reads {name}.{f' Did you mean {suggestion}?' if suggestion else ''}",
                     "Accelerate silently drops it",
-                    f"rename it to {meant}" if sure else f"{meant}, or remove {name}" if meant else f"remove {name}",
+                    f"rename it to {suggestion}"
+                    if sure
+                    else f"{suggestion}, or remove {name}"
+                    if suggestion
+                    else f"remove {name}",
                     (Edit(section, key, new_key=sure),) if fits else (),
                 )
 
@@ -297,7 +301,7 @@ def not_a_choice(subject: Subject) -> Iterator[Finding]:
         if known.takes(str(value)) or (known.key == "distributed_type" and sagemaker):  # AF109
             continue
         hint = did_you_mean(str(value), known.choices)
-        meant = subject.fsdp_version if known.key == "fsdp_version" else ""
+        suggestion = subject.fsdp_version if known.key == "fsdp_version" else ""
         same = [choice for choice in known.choices if choice.lower() == str(value).lower()]
         edits = tuple(Edit(known.section, known.key, kind) for kind in same if known.key == "distributed_type")
         yield Finding(
@@ -305,7 +309,7 @@ def not_a_choice(subject: Subject) -> Iterator[Finding]:
             f"{known.key}: {value} is unknown.{hint}",
             "Accelerate stops, or takes something else",
             "one of " + ", ".join(known.choices),
-            (Edit(known.section, known.key, int(meant)),) if meant in known.choices else edits,
+            (Edit(known.section, known.key, int(suggestion)),) if suggestion in known.choices else edits,
         )
 
 
@@ -339,13 +343,13 @@ def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
         if isinstance(value, str) and value.isdecimal():
             continue
         number = from_arguments.number(value, None)
-        whole = int(number) if number is not None and number.is_integer() else None
+        integer = int(number) if number is not None and number.is_integer() else None
         yield Finding(
             path,
             f"{known.key}: {value!r} is not a whole number",
             "Accelerate stops: invalid literal for int()",
-            f"{known.key}: {'N' if whole is None else whole}",
-            () if whole is None else (Edit(known.section, known.key, whole),),
+            f"{known.key}: {'N' if integer is None else integer}",
+            () if integer is None else (Edit(known.section, known.key, integer),),
         )
 
 
@@ -385,12 +389,12 @@ def gpu_ids_is_a_number(subject: Subject) -> Iterator[Finding]:
     if value is None or isinstance(value, str):
         return
     numbers = value if isinstance(value, list) else [value]
-    whole = bool(numbers) and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
-    text = ",".join(str(number) for number in numbers) if whole else "0,1"
+    are_integers = bool(numbers) and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+    text = ",".join(str(number) for number in numbers) if are_integers else "0,1"
     yield Finding(
         "gpu_ids",
         f"gpu_ids: {value} is not text",
         "Accelerate stops: no attribute 'split'",
         f"gpu_ids: '{text}'",
-        (Edit("", "gpu_ids", text),) if whole else (),
+        (Edit("", "gpu_ids", text),) if are_integers else (),
     )

@@ -38,8 +38,8 @@ def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
     9 processes on 2 machines start 4 on each, 1 process on 2 machines starts none.
     """
     processes, machines = subject.top("num_processes"), subject.top("num_machines")
-    whole = isinstance(processes, int) and isinstance(machines, int) and processes > 0 and machines > 0
-    if whole and processes % machines:
+    are_counts = isinstance(processes, int) and isinstance(machines, int) and processes > 0 and machines > 0
+    if are_counts and processes % machines:
         yield Finding(
             "num_processes",
             f"{processes} processes don't divide by {machines} machines",
@@ -146,8 +146,8 @@ def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
     Accelerate then takes the model's `_no_split_modules`. Of transformers 5's causal language models about
     one in ten names classes there that it doesn't contain, and stops; as many name none, and are not wrapped at all.
     """
-    named = subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
-    if subject.is_fsdp and named and not subject.has("fsdp_transformer_layer_cls_to_wrap"):
+    needs_class = subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
+    if subject.is_fsdp and needs_class and not subject.has("fsdp_transformer_layer_cls_to_wrap"):
         classes = ",".join(layer.name for layer in subject.model.wrap_classes) if subject.model else ""
         edits = (Edit("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", classes),) if classes else ()
         yield Finding(
@@ -220,14 +220,14 @@ def optimizer_cannot_be_saved(subject: Subject) -> Iterator[Finding]:
 @rule("AF606", "warning", pains=("P81",))
 def precision_differs(subject: Subject) -> Iterator[Finding]:
     """`--bf16` or `--fp16` against another `mixed_precision` in the YAML: the argument wins."""
-    asked = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
+    precision = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
     written = subject.values.get("mixed_precision")
-    if asked and written is not None and str(written).lower() != asked:
+    if precision and written is not None and str(written).lower() != precision:
         yield Finding(
             "mixed_precision",
-            f"--{asked} wins over mixed_precision: {written}",
+            f"--{precision} wins over mixed_precision: {written}",
             "the file doesn't say what is trained",
-            f"mixed_precision: {asked}, or drop --{asked}",
+            f"mixed_precision: {precision}, or drop --{precision}",
         )
 
 
@@ -301,14 +301,14 @@ def pure_low_precision(subject: Subject) -> Iterator[Finding]:
     casts. train/sft.py loads float32 from such a checkpoint; most scripts don't.
     """
     off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
-    asked = subject.asked_dtype
-    known = asked != "auto" or (subject.is_fsdp and subject.trains_everything)
+    dtype = subject.asked_dtype
+    known = dtype != "auto" or (subject.is_fsdp and subject.trains_everything)
     if off and known and subject.load_dtype in LOW_DTYPES and not subject.uses_adapter:
         yield Finding(
             "mixed_precision",
-            f"{f'a checkpoint in {subject.load_dtype}' if asked == 'auto' else f'--dtype {asked}'} "
+            f"{f'a checkpoint in {subject.load_dtype}' if dtype == 'auto' else f'--dtype {dtype}'} "
             "without mixed precision has no float32 master weights",
-            f"small updates are lost to rounding{UNLESS_OURS if asked == 'auto' else ''}",
+            f"small updates are lost to rounding{UNLESS_OURS if dtype == 'auto' else ''}",
             "mixed_precision: bf16, or --dtype float32",
         )
 

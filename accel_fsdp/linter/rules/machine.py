@@ -282,12 +282,12 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     `--save_total_limit` and one more are kept while the newest is written. Needs `--model`, `--args` and `--here`.
     """
     free = subject.here.free_disk if subject.here else None
-    kept = str(subject.arg("save_total_limit") or "1")
+    save_total_limit = str(subject.arg("save_total_limit") or "1")
     saves = str(subject.arg("save_strategy")).lower() != "no"
     if not subject.is_fsdp or not subject.trains_everything or not saves or subject.model is None or free is None:
         return
     size = subject.checkpoint_bytes
-    needed = size * ((int(kept) if kept.isdecimal() else 1) + 1)
+    needed = size * ((int(save_total_limit) if save_total_limit.isdecimal() else 1) + 1)
     if needed > free:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",

@@ -92,11 +92,11 @@ def mixed_dtypes_in_a_unit(subject: Subject) -> Iterator[Finding]:
     """
     if subject.model is None or not subject.is_fsdp or (subject.engine is Engine.FSDP2 and subject.mixed):
         return
-    kept = {"bfloat16": subject.model.kept_bf16, "float16": subject.model.kept_fp16}.get(subject.load_dtype, "")
-    if kept:
+    module = {"bfloat16": subject.model.kept_bf16, "float16": subject.model.kept_fp16}.get(subject.load_dtype, "")
+    if module:
         yield Finding(
             "mixed_precision",
-            f"{kept} stays float32 beside {subject.load_dtype} weights",
+            f"{module} stays float32 beside {subject.load_dtype} weights",
             "FSDP stops: a unit needs one dtype, unless the script loads float32",
             "--dtype float32, or fsdp_version: 2 with mixed_precision: bf16",
         )

@@ -176,12 +176,12 @@ def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
     Seen below `if ...is_main_process`, `if rank == 0` and their like, and in the `else` of `if not ...is_main_process`.
     """
     alone = [part for node in nodes(subject) if isinstance(node, ast.If) for part in _of_one_rank(node)]
-    known, seen = trainers(subject), set()
+    known, gathered = trainers(subject), set()
     for call in (call for part in alone for call in ast.walk(part)):
-        gathers = isinstance(call, ast.Call) and name_of(call) in GATHERING and call not in seen
+        gathers = isinstance(call, ast.Call) and name_of(call) in GATHERING and call not in gathered
         if not gathers or not isinstance(call, ast.Call):
             continue
-        seen.add(call)
+        gathered.add(call)
         if name_of(call) == "save_state" and on_trainer(call, known):
             continue  # Trainer.save_state writes a small JSON on rank 0
         if name_of(call) == "save_model" and not receiver(call):

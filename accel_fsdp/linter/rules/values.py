@@ -29,11 +29,11 @@ def two_spellings(subject: Subject) -> Iterator[Finding]:
         content = subject.values.get(section)
         if not isinstance(content, dict):
             continue
-        seen: dict[str, tuple[str, Any]] = {}
+        spellings: dict[str, tuple[str, Any]] = {}
         for key, value in content.items():
             name = full_name(section, str(key))
-            if name in seen:
-                first, previous = seen[name]
+            if name in spellings:
+                first, previous = spellings[name]
                 same = previous == value and type(previous) is type(value)
                 yield Finding(
                     f"{section}.{key}",
@@ -43,7 +43,7 @@ def two_spellings(subject: Subject) -> Iterator[Finding]:
                     (Edit(section, first),) if same else (),
                     milder="warning" if same else None,
                 )
-            seen[name] = str(key), value
+            spellings[name] = str(key), value
 
 
 @rule("AF209", "warning")

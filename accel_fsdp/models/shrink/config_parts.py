@@ -37,8 +37,8 @@ class Part:
 
     def keys(self, pattern: re.Pattern[str]) -> list[str]:
         """The keys that are named so, in its own words too, and hold a whole number."""
-        own = {mine for usual, mine in self.names.items() if pattern.search(usual)}
-        return [key for key, value in self.real.items() if type(value) is int and (key in own or pattern.search(key))]
+        names = {own_name for usual, own_name in self.names.items() if pattern.search(usual)}
+        return [key for key, value in self.real.items() if type(value) is int and (key in names or pattern.search(key))]
 
     @property
     def hidden(self) -> int:
@@ -54,16 +54,16 @@ class Part:
     def groups(self) -> int:
         if self.real.get("multi_query") is True and not self.real.get("new_decoder_architecture"):
             return 1
-        named = (self.real[key] for key in self.keys(GROUP_COUNTS) if self.real[key] > 0)
-        return next((number for number in named if self.heads % number == 0), self.heads)
+        counts = (self.real[key] for key in self.keys(GROUP_COUNTS) if self.real[key] > 0)
+        return next((number for number in counts if self.heads % number == 0), self.heads)
 
     @property
     def head_width(self) -> int:
         """The width of a head: as named, else of that part of the layers' width."""
-        named = [
+        widths = [
             self.real[key] for key in ("head_dim", "v_head_dim", "d_kv", "kv_channels", "d_head") if self._has(key)
         ]
-        return max(named) if named else self.hidden // self.heads if self.heads else 0
+        return max(widths) if widths else self.hidden // self.heads if self.heads else 0
 
     @property
     def fills_width(self) -> bool:
@@ -73,8 +73,8 @@ class Part:
     @property
     def experts(self) -> int:
         """Experts of a layer, the most if layers differ; 0 without any."""
-        named = [value for key, value in self.real.items() if EXPERT_COUNTS.search(key)]
-        counts = [count for value in named for count in (value if isinstance(value, list) else [value])]
+        values = [value for key, value in self.real.items() if EXPERT_COUNTS.search(key)]
+        counts = [count for value in values for count in (value if isinstance(value, list) else [value])]
         return max((count for count in counts if type(count) is int), default=0)
 
     def _has(self, key: str) -> bool:

@@ -29,26 +29,26 @@ def take(part: Part, model: "nn.Module", in_a_row: bool) -> None:
     for key in part.keys(DEPTHS) or [key for key in LAYER_LISTS if isinstance(part.real.get(key), list)]:
         depth = part.real[key] if key not in LAYER_LISTS else len(part.real[key])
         if depth > 1:
-            taken = _taken(part, model, depth, in_a_row)
+            layer_numbers = _taken(part, model, depth, in_a_row)
             if key not in LAYER_LISTS:
-                part.values[key] = len(taken)
-            _per_layer(part, depth, taken)
+                part.values[key] = len(layer_numbers)
+            _per_layer(part, depth, layer_numbers)
 
 
 def _taken(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> list[int]:
     """The layers that are kept: one of each kind, and the first ones up to `FEWEST`."""
     kinds = layer_kinds.kinds(model, depth)
-    kept = set(layer_kinds.first_of_each(kinds))
+    layer_numbers = set(layer_kinds.first_of_each(kinds))
     if kinds and (
         in_a_row or not _says_kinds(part, depth)
     ):  # a period such as every second layer counts from the first
-        kept = set(range(max(kept) + 1))
-    kept |= {numbers[0] for _, numbers in _numbers_of_layers(part, depth)}
+        layer_numbers = set(range(max(layer_numbers) + 1))
+    layer_numbers |= {numbers[0] for _, numbers in _numbers_of_layers(part, depth)}
     for number in range(depth):
-        if len(kept) >= FEWEST:
+        if len(layer_numbers) >= FEWEST:
             break
-        kept.add(number)
-    return sorted(kept)
+        layer_numbers.add(number)
+    return sorted(layer_numbers)
 
 
 def _says_kinds(part: Part, depth: int) -> bool:
@@ -72,21 +72,21 @@ def _numbers_of_layers(part: Part, depth: int) -> Iterator[tuple[str, list[int]]
             yield key, value
 
 
-def _per_layer(part: Part, depth: int, taken: Sequence[int]) -> None:
+def _per_layer(part: Part, depth: int, layer_numbers: Sequence[int]) -> None:
     """Cuts every per-layer setting, and those that list layers by number, to the kept layers."""
     for key, value in part.real.items():
         if isinstance(value, list) and len(value) == depth and not TOKENS.search(key):
-            part.values[key] = [value[number] for number in taken]
+            part.values[key] = [value[number] for number in layer_numbers]
         elif type(value) is int and key in FROM_THE_START:
-            part.values[key] = sum(number < value for number in taken)
+            part.values[key] = sum(number < value for number in layer_numbers)
         elif type(value) is int and key in FROM_THE_END:
-            part.values[key] = sum(number >= depth - value for number in taken)
+            part.values[key] = sum(number >= depth - value for number in layer_numbers)
     for key, numbers in _numbers_of_layers(part, depth):
-        part.values[key] = [taken.index(number) for number in numbers if number in taken]
+        part.values[key] = [layer_numbers.index(number) for number in numbers if number in layer_numbers]
     if isinstance(single := part.real.get(OF_LAYERS), dict) and all(int(number) < depth for number in single):
         entries = {int(number): copy.deepcopy(keys) for number, keys in single.items()}
-        kept = [(str(place), number) for place, number in enumerate(taken) if number in entries]
-        part.values[OF_LAYERS] = {place: entries[number] for place, number in kept}
+        kept_layers = [(str(place), number) for place, number in enumerate(layer_numbers) if number in entries]
+        part.values[OF_LAYERS] = {place: entries[number] for place, number in kept_layers}
 
 
 def keep_features(parts: Sequence[Part]) -> None:

@@ -14,18 +14,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def numbers(named: Mapping[int, str]) -> dict[int, int]:
+def numbers(token_ids: Mapping[int, str]) -> dict[int, int]:
     """New numbers for the tokens that a config names, behind those of the bytes; two of one number stay one."""
-    return {number: BYTES + place for place, number in enumerate(named)}
+    return {number: BYTES + place for place, number in enumerate(token_ids)}
 
 
-def make(named: Mapping[int, str]) -> Any:
+def make(token_ids: Mapping[int, str]) -> Any:
     """The tokenizer: for each token of a config by its old number, the key that names it, such as eos_token_id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    stems = _stems(named)
+    stems = _stems(token_ids)
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,10 +37,10 @@ def make(named: Mapping[int, str]) -> Any:
     return fast
 
 
-def _stems(named: Mapping[int, str]) -> list[str]:
+def _stems(token_ids: Mapping[int, str]) -> list[str]:
     """A name for each token, all different, in their order."""
     stems: list[str] = []
-    for key in named.values():
+    for key in token_ids.values():
         stem = TOKENS.sub("", key).strip("_") or "token"
         stems.append(stem if stem not in stems else f"{stem}_{len(stems)}")
     return stems

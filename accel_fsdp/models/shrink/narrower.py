@@ -80,10 +80,10 @@ def _scaled(value: int, factor: float, known: dict[int, int]) -> int:
 
 
 def _few_heads(part: Part, width: int, head: int) -> None:
-    named = any(HEAD_WIDTHS.search(key) for key in part.real if type(part.real[key]) is int)
+    has_head_width = any(HEAD_WIDTHS.search(key) for key in part.real if type(part.real[key]) is int)
     ratio = part.heads // part.groups
     heads = _small_heads(part)
-    if (ratio == 1 and part.fills_width) or (not named and width % (2 * heads)):
+    if (ratio == 1 and part.fills_width) or (not has_head_width and width % (2 * heads)):
         heads = max(1, width // head)
     for key in part.keys(HEAD_COUNTS):
         part.values[key] = heads
@@ -92,7 +92,7 @@ def _few_heads(part: Part, width: int, head: int) -> None:
     for key in INDEX_HEADS:
         if type(part.real.get(key)) is int:
             part.values[key] = min(part.real[key], HEADS)
-    small = width // heads if not named or part.fills_width else min(head, part.head_width)
+    small = width // heads if not has_head_width or part.fills_width else min(head, part.head_width)
     _narrow_heads(part, small)
     for keys in (part.values.get(OF_LAYERS) or {}).values():
         for key, value in keys.items():

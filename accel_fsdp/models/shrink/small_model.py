@@ -67,16 +67,16 @@ def shrink(model: str, target: Path) -> SmallModel:
     config = models.read_config(model)
     real = _on_meta(model, config)
     tokenizer = _tokenizer(model)
-    named = small_config.token_ids(config)
-    words = Words(MADE_UP_VOCABULARY, made_up_tokenizer.numbers(named))
+    token_ids = small_config.token_ids(config)
+    words = Words(MADE_UP_VOCABULARY, made_up_tokenizer.numbers(token_ids))
     if tokenizer:
-        words = Words(_rows(tokenizer, named))
+        words = Words(_rows(tokenizer, token_ids))
     tokenizer_is: Literal["real", "made up"] = "real" if tokenizer else "made up"
     small = _first_that_works(model, config, real, words)
     _store(small.model, models.stored_dtype(model))
     with atomic_files.replaced_folder(target) as folder:
         _write(model, small.model, folder, words)
-        (tokenizer or made_up_tokenizer.make(named)).save_pretrained(folder)
+        (tokenizer or made_up_tokenizer.make(token_ids)).save_pretrained(folder)
     return SmallModel(
         folder=target,
         parameters=sum(parameter.numel() for parameter in small.model.parameters()),
@@ -106,9 +106,9 @@ def _tokenizer(name: str) -> Any:
     return tokenizer if files or len(tokenizer.get_vocab()) >= FEWEST_TOKENS else None
 
 
-def _rows(tokenizer: Any, named: dict[int, str]) -> int:
+def _rows(tokenizer: Any, token_ids: dict[int, str]) -> int:
     """Rows of an embedding that has all tokens of a tokenizer and of the config."""
-    most: int = max([*tokenizer.get_vocab().values(), *named]) + 1
+    most: int = max([*tokenizer.get_vocab().values(), *token_ids]) + 1
     return -(-most // small_config.VOCABULARY_ROUNDED_TO) * small_config.VOCABULARY_ROUNDED_TO
 
 
@@ -191,9 +191,9 @@ def _store(model: "nn.Module", dtype: str) -> None:
 
     if not dtype:
         return
-    kept = set(models.kept_in_float32(model, dtype)) if dtype != "float32" else set()
+    float32_names = set(models.kept_in_float32(model, dtype)) if dtype != "float32" else set()
     for name, parameter in model.named_parameters():
-        if name not in kept and parameter.is_floating_point():
+        if name not in float32_names and parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
@@ -225,12 +225,12 @@ def _without_bar() -> Iterator[None]:
     """A bar for a file of a second's writing would stay on the screen."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()
 
 

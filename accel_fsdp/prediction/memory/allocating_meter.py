@@ -69,10 +69,10 @@ class AllocatingMeter(Meter):
         """
         malloc, free = self.allocator.malloc, self.allocator.free
         if self.flat:
-            whole = [malloc(size) for size in shards.loaded_sizes(unit)]
+            loaded = [malloc(size) for size in shards.loaded_sizes(unit)]
             joined = [malloc(sum(shards.loaded_sizes(unit)))]
             blocks = [malloc(size) for size in sizes]
-            for block in (*whole, *joined):
+            for block in (*loaded, *joined):
                 free(block)
             return blocks
         blocks = []

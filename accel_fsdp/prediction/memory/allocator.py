@@ -130,8 +130,8 @@ class CachingAllocator:
         if place is None:
             self.free(self.malloc(size, stream))
             return
-        whole = blocks[place][0]
-        self._see(self.active + (rounded if whole - rounded >= pool.least_rest else whole))
+        size_there = blocks[place][0]
+        self._see(self.active + (rounded if size_there - rounded >= pool.least_rest else size_there))
 
     def _see(self, active: int) -> None:
         """Keeps the peaks."""
@@ -170,10 +170,10 @@ class CachingAllocator:
 
     def _process_events(self) -> None:
         """Frees blocks that waited for finished streams (`process_events`)."""
-        done, self._waiting = self._waiting[: self._completed], self._waiting[self._completed :]
+        finished, self._waiting = self._waiting[: self._completed], self._waiting[self._completed :]
         self._completed = 0
-        self._done += len(done)
-        for block in done:
+        self._done += len(finished)
+        for block in finished:
             self._waiting_bytes -= block.size
             self._free(block)
 
@@ -227,11 +227,11 @@ class CachingAllocator:
         """A new block, or more of an expandable segment; None if the device has no more (`alloc_block`)."""
         if self.expandable:
             return self._expand(pool, stream, size)
-        whole = _segment_bytes(size)
-        if not self._has(whole):
+        segment_bytes = _segment_bytes(size)
+        if not self._has(segment_bytes):
             return None
-        self._reserve(whole)
-        return Block(pool, stream, self._address(), whole)
+        self._reserve(segment_bytes)
+        return Block(pool, stream, self._address(), segment_bytes)
 
     def _has(self, size: int) -> bool:
         return self.capacity_bytes is None or self.reserved + size <= self.capacity_bytes
@@ -325,8 +325,8 @@ class CachingAllocator:
             return
         block.pool.remove(block)
         if block.address < first:
-            kept, block = block, self._cut(block, first - block.address)
-            kept.pool.insert(kept)
+            head, block = block, self._cut(block, first - block.address)
+            head.pool.insert(head)
         if block.size > last - first:
             block.pool.insert(self._cut(block, last - first))
         block.mapped = False

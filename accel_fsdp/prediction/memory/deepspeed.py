@@ -40,8 +40,8 @@ class Zero(EngineMemory):
         """The optimizer's state of this rank's partition."""
         if not self.layout.offload:
             alone = replace(self.layout, ranks=1, ranks_per_node=1)
-            whole = self.total(lambda unit: shards.optimizer_bytes(unit, self.recipe, alone))
-            self.meter.add(OPTIMIZER, whole // self.layout.ranks)
+            unsharded = self.total(lambda unit: shards.optimizer_bytes(unit, self.recipe, alone))
+            self.meter.add(OPTIMIZER, unsharded // self.layout.ranks)
 
     def adds(self, unit: int) -> bool:
         return False
@@ -72,9 +72,9 @@ class Zero(EngineMemory):
         """Stages 2 and 3 keep this rank's share of the gradients."""
         self.after_forward(unit)
         share = born // self.layout.ranks if self.layout.strategy >= 2 else born
-        kept = 0 if self.layout.offload and self.layout.strategy >= 2 else share
+        kept_bytes = 0 if self.layout.offload and self.layout.strategy >= 2 else share
         self.meter.add(GRADIENTS, -born, ("born", unit))
-        self.meter.add(GRADIENTS, 0 if self.has_grads else kept, ("shard", unit))
+        self.meter.add(GRADIENTS, 0 if self.has_grads else kept_bytes, ("shard", unit))
 
     def step(self) -> None:
         """The gradients in float32, of this rank's share or of a sub-group of it."""

@@ -200,8 +200,8 @@ class Fsdp(EngineMemory, ABC):
     def _reduced(self, unit: int) -> tuple[int, int]:
         """The input of the unit's reduction, and its output."""
         width = shards.compute_bytes(self.recipe)
-        whole, shard = (shards.trained_bytes(self.units[unit], self.layout, width, part) for part in (False, True))
-        return whole, shard
+        unsharded, shard = (shards.trained_bytes(self.units[unit], self.layout, width, part) for part in (False, True))
+        return unsharded, shard
 
     def _keep(self, unit: int, reduced_bytes: int) -> None:
         """The reduced shard becomes the gradient: cast, added to an older one, or moved to the host."""
@@ -276,14 +276,14 @@ class Fsdp2(Fsdp):
         self._drop_input()
         if not born:
             return
-        whole, shard = self._reduced(unit)
+        unsharded, shard = self._reduced(unit)
         ready = self.waiting.pop(unit, 0) or born
         if not self.syncs:
             self.waiting[unit] = ready
             return
-        self.meter.add(GRADIENTS, whole, "input")
+        self.meter.add(GRADIENTS, unsharded, "input")
         self.meter.add(GRADIENTS, -ready, ("born", unit))
-        self.reducing = whole
+        self.reducing = unsharded
         self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
         self._keep(unit, shard)
 
@@ -369,18 +369,18 @@ class Fsdp1(Fsdp):
     def after_backward(self, unit: int, born: int) -> None:
         """Frees the unit and reduces its gradients."""
         if born:
-            whole, shard = self._reduced(unit)
+            unsharded, shard = self._reduced(unit)
             # the backward of torch.split joins the views' gradients in a new tensor
-            self.meter.add(GRADIENTS, whole, ("whole", unit))
+            self.meter.add(GRADIENTS, unsharded, ("whole", unit))
             self.meter.add(GRADIENTS, -born, ("born", unit))
             if unit in self.waiting:
                 self.meter.add(GRADIENTS, -self.waiting.pop(unit), ("whole", unit))
             self._free_after(unit)
             if not self.syncs:
-                self.waiting[unit] = whole
+                self.waiting[unit] = unsharded
                 return
             self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
-            self.meter.add(GRADIENTS, -whole, ("whole", unit), used_on=REDUCE)
+            self.meter.add(GRADIENTS, -unsharded, ("whole", unit), used_on=REDUCE)
             self._keep(unit, shard)
         self._free_after(unit)
 

@@ -262,11 +262,11 @@ class _AllocatingWalk(Walk):
 
     def _only(self, slots: dict[int, Block], left: int | None) -> Block:
         """Returns the gradient of the input; frees the rest."""
-        kept = slots.pop(left, None) if left is not None else None
+        last_block = slots.pop(left, None) if left is not None else None
         for block in slots.values():
             self.meter.allocator.free(block)
         slots.clear()
-        return kept or self.meter.allocator.malloc(max(self.blocks[self.order[-1]].output, 1))
+        return last_block or self.meter.allocator.malloc(max(self.blocks[self.order[-1]].output, 1))
 
     def _backward(self) -> None:
         allocator = self.meter.allocator

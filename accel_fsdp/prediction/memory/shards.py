@@ -206,8 +206,8 @@ def _flat_groups(params: tuple[Held, ...]) -> list[tuple[Held, ...]]:
 @lru_cache(CACHED)
 def quantization_bytes(unit: Unit, layout: Layout) -> int:
     """The quantisation state of a unit's 4-bit weights; FSDP1 keeps it whole on every rank."""
-    whole = sum(param.numel for param in unit.held if param.quantized) * (state_bytes.NF4_BYTES - 0.5)
-    return round(whole if layout.engine is Engine.FSDP1 else whole / layout.shard_ranks)
+    unsharded = sum(param.numel for param in unit.held if param.quantized) * (state_bytes.NF4_BYTES - 0.5)
+    return round(unsharded if layout.engine is Engine.FSDP1 else unsharded / layout.shard_ranks)
 
 
 def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:

@@ -119,10 +119,10 @@ def _attention(
         return out[..., :width] if width % 8 else out
     if query.shape[1] == key.shape[1]:
         bias = None if attn_mask is None else _bias(attn_mask, query, key)
-        done: Tensor = _ATEN._scaled_dot_product_efficient_attention(
+        output: Tensor = _ATEN._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
         )[0]
-        return done
+        return output
     plain: Tensor = _ATEN._scaled_dot_product_attention_math(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
     )[0]
@@ -242,7 +242,7 @@ def summed_in_place(events: list[Happening]) -> tuple[list[Happening], dict[int,
     Autograd sums in place if the first term, or else the second, has no other owner, but not while a dispatch mode is
     on (`accumulate` in input_buffer.cpp). Such a sum is an addition after which a term dies at once.
     """
-    kept: list[Happening] = []
+    happenings: list[Happening] = []
     same: dict[int, int] = {}
     skip: set[int] = set()
     for number, event in enumerate(events):
@@ -254,8 +254,8 @@ def summed_in_place(events: list[Happening]) -> tuple[list[Happening], dict[int,
                 skip.add(dying)
                 same[event.key] = same.get(events[dying].key, events[dying].key)
                 continue
-        kept.append(event._replace(key=same.get(event.key, event.key)))
-    return kept, same
+        happenings.append(event._replace(key=same.get(event.key, event.key)))
+    return happenings, same
 
 
 def _dying_after(events: list[Happening], born: int) -> int | None:

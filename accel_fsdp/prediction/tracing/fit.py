@@ -192,8 +192,10 @@ def _solved(points: tuple[At, ...], terms: tuple[str, ...], values: tuple[int, .
     solution = {
         term: sum(a * b for a, b in zip(row, values, strict=True)) for term, row in zip(terms, inverse, strict=True)
     }
-    whole = {term: int(factor) if factor.denominator == 1 else float(factor) for term, factor in solution.items()}
-    return Size(**whole)
+    coefficients = {
+        term: int(factor) if factor.denominator == 1 else float(factor) for term, factor in solution.items()
+    }
+    return Size(**coefficients)
 
 
 @cache

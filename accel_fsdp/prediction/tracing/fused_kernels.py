@@ -29,10 +29,10 @@ APART = ("Gemma2", "Gemma3")  # Liger's norm of these makes a gradient of its ow
 def fuse(model: nn.Module, variant: Variant) -> None:
     """Replaces the layers that a variant's fused kernels replace by stand-ins."""
     for path, module in list(model.named_modules()):
-        parent, _, own = path.rpartition(".")
+        parent, _, attribute = path.rpartition(".")
         new = _fused(module, variant)
         if new is not None and path:
-            model.get_submodule(parent)._modules[own] = new
+            model.get_submodule(parent)._modules[attribute] = new
     if variant.kernels == "foak" and variant.method == "qlora":
         for module in list(model.modules()):
             _fuse_adapters(module, variant)
@@ -83,11 +83,11 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
         _, weight, _ = ctx.saved_tensors
-        own = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
-        return grads[0] if ctx.in_place else torch.empty_like(grads[0]), own, None
+        weight_grad = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        return grads[0] if ctx.in_place else torch.empty_like(grads[0]), weight_grad, None
 
 
-def _rotated(q: Tensor, k: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
+def _rotated(q: Tensor, k: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     return _Rotary.apply(q), _Rotary.apply(k)  # type: ignore[no-untyped-call]
 
 
@@ -186,9 +186,9 @@ class _Lora(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         count = len(grads)
         x, inputs, adapters = ctx.saved_tensors[0], ctx.saved_tensors[1 : 1 + count], ctx.saved_tensors[1 + count :]
-        own = [torch.empty_like(adapter) for adapter in adapters]
-        whole = x if count > 1 else torch.empty_like(x)  # three gradients are summed in the input's own memory
+        adapter_grads = [torch.empty_like(adapter) for adapter in adapters]
+        input_grad = x if count > 1 else torch.empty_like(x)  # three gradients are summed in the input's own memory
         for grad, shape, dropped in zip(grads, ctx.shapes, inputs, strict=True):
-            whole += torch.matmul(grad, unpacked(shape, grad))
-            whole += (dropped != 0) * torch.empty_like(x)
-        return whole, None, None, *own
+            input_grad += torch.matmul(grad, unpacked(shape, grad))
+            input_grad += (dropped != 0) * torch.empty_like(x)
+        return input_grad, None, None, *adapter_grads

@@ -27,12 +27,12 @@ def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
     dtype = torch.bfloat16 if variant.adapters == "bf16" else torch.float32
     for path, module in list(layer.named_modules()):
         if _is_linear(module):
-            parent, _, own = path.rpartition(".")
-            adapted = variant.targets == "all" or own in ATTENTION_LINEAR
+            parent, _, attribute = path.rpartition(".")
+            adapted = variant.targets == "all" or attribute in ATTENTION_LINEAR
             if adapted or variant.method == "qlora":
                 _check_product(path, module)
             new = _wrapped(module, variant, rank) if adapted else _frozen(module, variant)
-            layer.get_submodule(parent)._modules[own] = new
+            layer.get_submodule(parent)._modules[attribute] = new
     layer.requires_grad_(False)
     for module in layer.modules():
         if isinstance(module, LoraLayer):

@@ -30,7 +30,8 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         heads=heads,
         head_dim=int(_first(text, "head_dim") or _first(text, "hidden_size", "n_embd") // heads),
         blocks=tuple(
-            Block(type(modules[own[0]]).__name__, tuple(own), _parameters(modules[own[0]])) for own in groups.values()
+            Block(type(modules[paths[0]]).__name__, tuple(paths), _parameters(modules[paths[0]]))
+            for paths in groups.values()
         ),
         outer=_outer(model, layers),
         tied=_tied(model),
@@ -117,15 +118,15 @@ def _kind(path: str, module: "nn.Module", name: str, dimensions: int) -> Paramet
 def _outer(model: "nn.Module", layers: Iterable[str]) -> tuple[Parameter, ...]:
     """The parameters outside the blocks; tied ones count once, under their first name."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
-    parameters, seen = [], set()
+    parameters, counted_ids = [], set()
     inside = tuple(f"{path}." for path in layers)
     for path, module in model.named_modules():
         if f"{path}.".startswith(inside):
             continue
         for name, p in module.named_parameters(recurse=False):
-            if id(p) in seen:
+            if id(p) in counted_ids:
                 continue
-            seen.add(id(p))
+            counted_ids.add(id(p))
             kind = "head" if module is output and name == "weight" else _kind(f".{path}.", module, name, p.dim())
             parameters.append(Parameter(f"{path}.{name}", tuple(p.shape), kind))
     return tuple(parameters)

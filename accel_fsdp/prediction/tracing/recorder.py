@@ -33,12 +33,12 @@ class _Reached(BaseException):
 class _Stage(nn.Module):
     """Stands in for a block and passes its arguments on."""
 
-    def __init__(self, layer: nn.Module, seen: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def __init__(self, layer: nn.Module, on_call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
         known = vars(self).keys()
         plain = {k: v for k, v in vars(layer).items() if isinstance(v, str | int | float) and k not in known}
         self.__dict__.update(plain)  # models ask a layer for its kind of attention
-        self._seen = seen
+        self._seen = on_call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls back with its arguments; the answer takes the place of the block's result."""
@@ -107,11 +107,11 @@ class Recorder:
                 self._layers[index, rank] = layer.to_empty(device="cpu").train()
         return self._layers[index, rank]
 
-    def _stages(self, count: int, seen: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def _stages(self, count: int, on_call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Replaces the blocks by stages."""
 
         def one(index: int) -> _Stage:
-            return _Stage(self._metas[index], lambda args, kwargs: seen(index, args, kwargs))
+            return _Stage(self._metas[index], lambda args, kwargs: on_call(index, args, kwargs))
 
         self._lists[self._list] = nn.ModuleList([one(index) for index in range(count)])
 
@@ -129,13 +129,13 @@ class Recorder:
         layers = {index: self._layer(index, at.rank) for index in self._text if index not in self._width}
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden, rest, named = _split(args, kwargs)
+            hidden, rest, kwarg_tensors = _split(args, kwargs)
             if index in layers:
-                result = layers[index](hidden, *rest, **named)
+                result = layers[index](hidden, *rest, **kwarg_tensors)
                 self._width[index] = len(result) if isinstance(result, tuple) else 0
                 self._dtype[index] = (result[0] if isinstance(result, tuple) else result).dtype
             hidden = hidden.to(self._dtype.get(index, hidden.dtype))
-            calls[index] = (hidden, rest, named)
+            calls[index] = (hidden, rest, kwarg_tensors)
             return self._as_block(index, hidden)
 
         self._stages(max(self._text) + 1, seen)

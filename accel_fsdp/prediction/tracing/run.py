@@ -124,13 +124,13 @@ def _settled(
     sides: list[list[tuple[int, int]]] = []
     names: list[str] = []
     for events in (forward, backward):
-        shown = [e for e in events if e.sign]
-        again = [saved[e.key] for e in shown if e.key in saved]
+        changes = [e for e in events if e.sign]
+        again = [saved[e.key] for e in changes if e.key in saved]
         if events is backward:
             again += [saved[key] for key in alive if key in saved and saved[key] not in again]
-        lasting = {e.key for e in shown if e.sign > 0} & grads
-        sides.append([(0 if e.key in lasting else e.sign, e.size) for e in shown] + [(1, e.size) for e in again])
-        names += [e.by for e in (*shown, *again)]
+        lasting = {e.key for e in changes if e.sign > 0} & grads
+        sides.append([(0 if e.key in lasting else e.sign, e.size) for e in changes] + [(1, e.size) for e in again])
+        names += [e.by for e in (*changes, *again)]
     left = {e.key: e.by for e in (*forward, *backward) if e.sign > 0 and e.key not in grads}
     for event in (*forward, *backward):
         if event.sign < 0:

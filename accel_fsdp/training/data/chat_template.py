@@ -106,13 +106,13 @@ def marks(tokenizer: "PreTrainedTokenizerBase") -> Marks | None:
     """
     if GENERATION.search(tokenizer.get_chat_template()):
         return None
-    asked = [{"role": "user", "content": QUESTION}]
-    twice = [*asked, {"role": "assistant", "content": ANSWER}] * 2
+    question = [{"role": "user", "content": QUESTION}]
+    twice = [*question, {"role": "assistant", "content": ANSWER}] * 2
     parts = re.split(f"{QUESTION}|{ANSWER}", _render(tokenizer, twice))
     opening, endings, before = "", [""], parts[1::2]
     if len(parts) == 5:
-        bare = _render(tokenizer, asked).partition(QUESTION)[2]
-        prompted = _render(tokenizer, asked, add_generation_prompt=True).partition(QUESTION)[2]
+        bare = _render(tokenizer, question).partition(QUESTION)[2]
+        prompted = _render(tokenizer, question, add_generation_prompt=True).partition(QUESTION)[2]
         opening = _opening(prompted.removeprefix(bare), before)
         endings = [_ending(tokenizer, after) for after in parts[2::2]]
     if not opening or not all(endings):
@@ -233,9 +233,9 @@ def _places(spoken: list[dict[str, Any]], texts: list[str], exact: bool) -> list
     places: list[int] = []
     for turn in spoken:
         _, thinks, after = str(turn["content"]).rpartition(END_OF_THOUGHT)
-        answer, whole = after.strip(), exact and not thinks and "reasoning_content" not in turn
+        answer, whole_turn = after.strip(), exact and not thinks and "reasoning_content" not in turn
         rest = range(places[-1] + 1 if places else 0, len(texts))
-        place = next((n for n in rest if (answer == texts[n] if whole else answer in texts[n])), None)
+        place = next((n for n in rest if (answer == texts[n] if whole_turn else answer in texts[n])), None)
         if place is None:
             raise BadRow("what the template writes for an assistant turn isn't the turn's text")
         places.append(place)

@@ -134,8 +134,8 @@ def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
     return next((name for name in names if name in columns), None)
 
 
-def _check_named(named: Mapping[str, str], columns: Sequence[str]) -> None:
-    for part, column in named.items():
+def _check_named(column_names: Mapping[str, str], columns: Sequence[str]) -> None:
+    for part, column in column_names.items():
         if part not in ALIASES:
             raise UsageError(
                 f"--columns {part}={column}: there is no part {part}.{did_you_mean(part, ALIASES)}",
@@ -276,15 +276,15 @@ def _turns(value: object, column: str) -> list[dict[str, Any]]:
 
 
 def _turn(turn: object, column: str) -> dict[str, Any]:
-    kept = {key: part for key, part in turn.items() if part is not None} if isinstance(turn, dict) else {}
-    if "from" in kept and "value" in kept:
-        kept = {"role": kept["from"], "content": kept["value"]}
-    if kept.get("tool_calls"):
+    parts = {key: part for key, part in turn.items() if part is not None} if isinstance(turn, dict) else {}
+    if "from" in parts and "value" in parts:
+        parts = {"role": parts["from"], "content": parts["value"]}
+    if parts.get("tool_calls"):
         raise BadRow(f"a turn of {column} has tool calls, which are not supported")
-    role, content = kept.get("role"), kept.get("content")
+    role, content = parts.get("role"), parts.get("content")
     if not isinstance(role, str) or not isinstance(content, str):
         raise BadRow(
             f"{column} is not a list of turns with role and content as text, "
             'such as {"role": "user", "content": "Hi"}'
         )
-    return {**kept, "role": ROLES.get(role, role)}
+    return {**parts, "role": ROLES.get(role, role)}

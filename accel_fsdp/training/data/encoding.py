@@ -116,9 +116,9 @@ class Encoder:
         ]
         decoded = self._decoded([ids for _, ids, _ in claims])
         proven = list(encoded)
-        for (row, _, text), shown in zip(claims, decoded, strict=True):
-            if shown.strip() != text.strip() and shown.strip() != self._normal(text):
-                proven[row] = BadRow(f"the tokens of an assistant turn decode to {shown!r}, not to {text!r}")
+        for (row, _, text), decoded_text in zip(claims, decoded, strict=True):
+            if decoded_text.strip() != text.strip() and decoded_text.strip() != self._normal(text):
+                proven[row] = BadRow(f"the tokens of an assistant turn decode to {decoded_text!r}, not to {text!r}")
         return proven
 
     def _decoded(self, ids: list[list[int]]) -> list[str]:
@@ -145,8 +145,8 @@ class Encoder:
                 labels[first:last] = ids[first:last]
         if len(ids) <= self.max_length:
             return ids, labels, len(ids), ""
-        kept = {"keep_start": slice(self.max_length), "keep_end": slice(-self.max_length, None), "drop": slice(0)}
-        part = kept[self.truncation]
+        kept_slice = {"keep_start": slice(self.max_length), "keep_end": slice(-self.max_length, None), "drop": slice(0)}
+        part = kept_slice[self.truncation]
         return ids[part], labels[part], len(ids), ""
 
 

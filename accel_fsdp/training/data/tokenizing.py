@@ -121,8 +121,8 @@ def stream(
         for values, problem in zip(batch_rows(batch), encoded_batch["problem"], strict=True):
             if problem:
                 raise _bad_row(f"a row of {options.dataset_name}, {str(values)[:200]}", problem)
-        kept = [row for row, trained in enumerate(encoded_batch["trained"]) if trained]
-        return {name: [encoded_batch[name][row] for row in kept] for name in KEPT}
+        trained_rows = [row for row, trained in enumerate(encoded_batch["trained"]) if trained]
+        return {name: [encoded_batch[name][row] for row in trained_rows] for name in KEPT}
 
     shuffled = rows.repeat(None).shuffle(seed=seed, buffer_size=options.streaming_buffer)
     encoded = shuffled.map(encode, batched=True, batch_size=STREAMED, remove_columns=list(first))
@@ -264,11 +264,11 @@ def _kept(
     if not keep.any():
         reason = NO_TURN if options.assistant_only_loss else "none has a token to predict"
         raise _nothing_left(options, "all rows are empty" if empty.all() else TOO_LONG if long.any() else reason)
-    kept = encoded.select_columns(KEPT)
+    kept_columns = encoded.select_columns(KEPT)
     if not keep.all():
-        kept = kept.select(np.flatnonzero(keep))
+        kept_columns = kept_columns.select(np.flatnonzero(keep))
     lengths = np.minimum(length[keep], options.max_length)
-    packed = packing.Packed(kept, lengths, options.max_length) if options.packing else None
+    packed = packing.Packed(kept_columns, lengths, options.max_length) if options.packing else None
     summary = TokenSummary(
         lengths=lengths,
         packed=packed.lengths if packed else None,
@@ -279,4 +279,4 @@ def _kept(
         dropped_empty=int(empty.sum()),
         batch_size=batch_size,
     )
-    return packed or kept, summary
+    return packed or kept_columns, summary

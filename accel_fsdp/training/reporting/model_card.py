@@ -99,10 +99,10 @@ def _arguments(arguments: Mapping[str, Mapping[str, Any]], adapter: bool) -> Ite
     """Rows of those that decide what comes out, without those that are off."""
     training = arguments["training"]
     ends_by = "num_train_epochs" if training["max_steps"] > 0 else "max_steps"  # the other one decided nothing
-    shown = {name: arguments["data"].get(name) for name in ROWS}
-    shown |= {name: value for name, value in arguments["model"].items() if adapter and name.startswith("lora_")}
-    shown |= {name: training.get(name) for name in SHOWN if name != ends_by}
-    yield from (f"| {name} | {value} |" for name, value in shown.items() if value or name == "seed")
+    row_arguments = {name: arguments["data"].get(name) for name in ROWS}
+    row_arguments |= {name: value for name, value in arguments["model"].items() if adapter and name.startswith("lora_")}
+    row_arguments |= {name: training.get(name) for name in SHOWN if name != ends_by}
+    yield from (f"| {name} | {value} |" for name, value in row_arguments.items() if value or name == "seed")
 
 
 def _segments(segments: Sequence[Mapping[str, Any]]) -> Iterator[str]:

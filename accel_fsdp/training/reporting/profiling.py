@@ -183,8 +183,8 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         """Training may end before the last of the steps: the newest that was profiled is shown then."""
         if self.steps and state.global_step < self.steps[-1]:
             none = ": none is profiled" if state.global_step < self.steps.start else ""
-            asked = self.args.profile_steps
-            self._warn(f"--profile_steps {asked}, and training ended after step {state.global_step:,}{none}")
+            requested_steps = self.args.profile_steps
+            self._warn(f"--profile_steps {requested_steps}, and training ended after step {state.global_step:,}{none}")
             self._conclude()
 
     def _conclude(self) -> None:
@@ -238,15 +238,15 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         step = self.step
         if step is None:
             return
-        begun = Mark(len(step.marks), len(step.batches), phase, unit, name, layer)
-        if step.marks and step.marks[-1].title == begun.title and phase in ("forward", "backward"):
+        start = Mark(len(step.marks), len(step.batches), phase, unit, name, layer)
+        if step.marks and step.marks[-1].title == start.title and phase in ("forward", "backward"):
             return
-        step.marks.append(begun)
+        step.marks.append(start)
         if self.on_gpu:
             clock = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             clock.record()
             step.clocks.append(clock)
-        with record_function(f"{step_trace.MARK}{begun.number}"):
+        with record_function(f"{step_trace.MARK}{start.number}"):
             pass
 
     # How a step is profiled
@@ -266,8 +266,8 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
 
     def _drop(self) -> None:
         """Ends what an earlier try at training has begun: Trainer may begin again with smaller batches."""
-        for begun in filter(None, (self._warming, self.step)):
-            begun.stop()
+        for record in filter(None, (self._warming, self.step)):
+            record.stop()
         self._warming = self.step = self._newest = None
         self.quick_seconds.clear()
         self._record_memory(None)

@@ -80,8 +80,8 @@ class Tally:
     def take(self, accelerator: "Accelerator", peak_bytes: int) -> tuple[float, float, int, float]:
         """Tokens and documents of all ranks, the largest peak, and seconds, all since the last take. Collective."""
         counted = torch.as_tensor(self._counted, dtype=torch.double, device=accelerator.device).expand(2)
-        own = torch.cat([counted, counted.new_tensor([peak_bytes])])
-        ranks = accelerator.gather(own[None]).cpu()
+        own_counts = torch.cat([counted, counted.new_tensor([peak_bytes])])
+        ranks = accelerator.gather(own_counts[None]).cpu()
         self.pass_time()
         seconds = self.seconds
         self.all_tokens, self.all_seconds = self.all_tokens + float(ranks[:, 0].sum()), self.all_seconds + seconds
@@ -287,18 +287,18 @@ def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps:
     `trained` of the `parameters`; `batch` is rows per rank, micro-batches and ranks; `steps` are those per epoch, those
     done and those to do in all.
     """
-    whole = f"{millions(parameters)} parameters"
-    part = f"{millions(trained)} of {whole}, {trained / max(parameters, 1):.2%}"
+    total = f"{millions(parameters)} parameters"
+    part = f"{millions(trained)} of {total}, {trained / max(parameters, 1):.2%}"
     rows, micro, ranks = batch
-    per_epoch, done, last = steps
+    per_epoch, completed_steps, last = steps
     accumulated = f" x {micro} micro-batches" if micro > 1 else ""
     of = f"{rows} per process x {ranks} process{'es' if ranks > 1 else ''}{accumulated}"
     size = rows * micro * ranks
     return [
-        f"trained: {f'all {whole}' if trained == parameters else part}",
+        f"trained: {f'all {total}' if trained == parameters else part}",
         f"batch: {size:,} row{'s' if size > 1 else ''} per step ({of}); "
         f"{per_epoch:,} step{'s' if per_epoch != 1 else ''} per epoch, "
-        f"{last:,} in all{f', {done:,} of them done' if done else ''}",
+        f"{last:,} in all{f', {completed_steps:,} of them done' if completed_steps else ''}",
     ]
 
 

@@ -308,20 +308,20 @@ def _differences(
         rises = f"{row.of(1)} rises above what it finds by {{}}"
         yield from _difference("memory", row.unit, rises, row.rise_bytes, highest.measured)
         yield from _difference("time", row.unit, f"{row.name} takes {{}}", row.seconds, seconds.measured)
-    whole = sum(max(total.measured, total.predicted or 0) for total in (unit.total for unit in sent))
+    total_bytes = sum(max(total.measured, total.predicted or 0) for total in (unit.total for unit in sent))
     for unit in sent:
         for quantity, purpose in ((unit.gathers, "to gather weights"), (unit.reduces, "to reduce gradients")):
-            yield from _difference("traffic", unit.unit, f"{unit.unit} sends {{}} {purpose}", quantity, whole)
+            yield from _difference("traffic", unit.unit, f"{unit.unit} sends {{}} {purpose}", quantity, total_bytes)
 
 
-def _difference(what: What, unit: str, text: str, quantity: Quantity, whole: float) -> Iterator[StepDifference]:
-    """Yields nothing without a prediction. `text` has a placeholder for the measured number, `whole` is the step's."""
-    if quantity.predicted is not None and whole:
+def _difference(what: What, unit: str, text: str, quantity: Quantity, total_bytes: float) -> Iterator[StepDifference]:
+    """Yields nothing without a prediction. `text` has a placeholder for the measured number, `total_bytes` is the step's."""
+    if quantity.predicted is not None and total_bytes:
         write: Write = any_time if what == "time" else any_size
         apart = quantity.measured - quantity.predicted
         more = "more" if apart > 0 else "less"
         sentence = f"{text.format(write(quantity.measured))}, {write(abs(apart))} {more} than predicted"
-        yield StepDifference(what, unit, sentence, quantity.measured, quantity.predicted, abs(apart) / whole)
+        yield StepDifference(what, unit, sentence, quantity.measured, quantity.predicted, abs(apart) / total_bytes)
 
 
 def _notes(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[int, int]]) -> Iterator[str]:
@@ -362,8 +362,8 @@ def tables(step: StepComparison) -> Iterator[tuple[Sequence[str], list[Row]]]:
     """Titles and rows of the units, and of what is sent."""
     nothing: Cell = (None, any_size)
     rows = [(row.name, [*cells(row.peak_bytes), *cells(row.seconds, any_time)]) for row in step.rows]
-    whole = [*cells(step.highest), *cells(step.seconds, any_time)]
-    units = [(BETWEEN, [*cells(step.between), nothing, nothing]), *rows, ("the whole step", whole)]
+    all_cells = [*cells(step.highest), *cells(step.seconds, any_time)]
+    units = [(BETWEEN, [*cells(step.between), nothing, nothing]), *rows, ("the whole step", all_cells)]
     yield ("", "highest", "predicted", "time", "predicted"), units
     if step.sent:
         yield ("sent by one rank", "measured", "predicted"), [(unit.unit, cells(unit.total)) for unit in step.sent]

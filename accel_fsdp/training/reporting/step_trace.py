@@ -84,10 +84,10 @@ class Collective:
 
     def sent_bytes(self, ranks: int) -> float:
         """The bytes that one rank sends in a ring of `ranks`."""
-        whole = self.elements * self.element_bytes
+        total_bytes = self.elements * self.element_bytes
         if self.kind == "all-reduce":
-            return 2 * whole * (ranks - 1) / ranks
-        return float(whole * (ranks - 1))
+            return 2 * total_bytes * (ranks - 1) / ranks
+        return float(total_bytes * (ranks - 1))
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ def _levels(events: Sequence[Mapping[str, Any]], before_bytes: int, device: int)
     changes = [event for event in events if event.get("name") == MEMORY]
     if device >= 0:
         places = [(event["args"]["Device Type"], event["args"]["Device Id"]) for event in changes]
-        own = [event for event, place in zip(changes, places, strict=True) if place == (CUDA, device)]
-        totals = [(float(event["ts"]), int(event["args"]["Total Allocated"])) for event in own]
+        device_changes = [event for event, place in zip(changes, places, strict=True) if place == (CUDA, device)]
+        totals = [(float(event["ts"]), int(event["args"]["Total Allocated"])) for event in device_changes]
         return [(float("-inf"), before_bytes), *totals], 0
     on_host = [event for event in changes if event["args"]["Device Type"] == CPU]
     return _ledger(on_host, before_bytes, _Backend(events))
@@ -211,7 +211,7 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[Collective]:
         arguments = event["args"]
         for dims, dtype in zip(arguments.get("Input Dims", ()), arguments.get("Input type", ()), strict=False):
             dtypes |= dict.fromkeys(map(prod, _shapes(dims)), dtype)
-    named = [event for event in events if FOR_MODULE.match(str(event.get("name", ""))) and "dur" in event]
+    module_events = [event for event in events if FOR_MODULE.match(str(event.get("name", ""))) and "dur" in event]
     for event in (event for event in events if event.get("cat") == "cpu_op"):
         kind = KINDS.get(event["name"].removeprefix("c10d::"))
         dims, types = event["args"].get("Input Dims", []), event["args"].get("Input type", [])
@@ -221,13 +221,13 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[Collective]:
         sizes = [prod(shape) for shape in _shapes(dims[place])]
         dtype = types[place] if types[place] in WIDTHS else dtypes.get(sizes[0] if sizes else 0, "")
         width = WIDTHS.get(dtype, 1 if dtype else 4)
-        yield Collective(kind, sum(sizes), width, _ranks(kind, dims), _modules(event, named))
+        yield Collective(kind, sum(sizes), width, _ranks(kind, dims), _modules(event, module_events))
 
 
-def _modules(call: Mapping[str, Any], named: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _modules(call: Mapping[str, Any], module_events: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The modules in FSDP2's range around a call."""
     when = float(call["ts"])
-    for span in named:
+    for span in module_events:
         if span["tid"] == call["tid"] and float(span["ts"]) <= when <= float(span["ts"]) + float(span["dur"]):
             match = FOR_MODULE.match(span["name"])
             return tuple((match[1] or "").split(", ")) if match else ()
@@ -236,10 +236,10 @@ def _modules(call: Mapping[str, Any], named: Sequence[Mapping[str, Any]]) -> tup
 
 def _ranks(kind: Kind, dims: Sequence[Any]) -> int:
     """The number of ranks of a call: the ratio of the whole to a shard, if both are single tensors; else 0."""
-    whole, shard = (dims[0], dims[1]) if kind == "all-gather" else (dims[1], dims[0])
-    if kind == "all-reduce" or not (whole and shard) or isinstance(whole[0], list) or isinstance(shard[0], list):
+    full, shard = (dims[0], dims[1]) if kind == "all-gather" else (dims[1], dims[0])
+    if kind == "all-reduce" or not (full and shard) or isinstance(full[0], list) or isinstance(shard[0], list):
         return 0
-    return int(prod(whole) // max(prod(shard), 1))
+    return int(prod(full) // max(prod(shard), 1))
 
 
 def _shapes(dims: Sequence[Any]) -> list[Sequence[int]]:
