@@ -23,7 +23,7 @@ _retried: set[str] = set()
 
 
 def _says_something_new(record: logging.LogRecord) -> bool:
-    """Of huggingface_hub's two lines for each of its retries, lets the first pass."""
+    """Lets the first of huggingface_hub's two lines for each retry pass."""
     text = record.getMessage()
     cause, thrown, _ = text.partition(" thrown while ")
     if cause in _retried or text.startswith(("Retrying in ", "Rate limited. Waiting ")):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-"""Of Linux's headers fcntl.h and fs.h."""
+"""Constants of Linux's headers fcntl.h and fs.h."""
 ENOUGH_FOR_LINE_ENDS = 1 << 16
 """Bytes at the head of a file that tell which line ends it has."""
 LONGEST_PREFIX = 32

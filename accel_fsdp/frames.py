@@ -13,7 +13,7 @@ from types import CodeType
 from typing import NamedTuple
 
 UNSEEN_SECONDS = 5.0
-"""How long `stack_of` waits for the end of `unseen`. A thread that hangs there is looked at after that."""
+"""Seconds that `stack_of` waits for the end of `unseen`, so that a thread that hangs there is shown too."""
 _looking = threading.Lock()
 
 

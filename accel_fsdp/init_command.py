@@ -51,7 +51,7 @@ def init(command: InitCommand) -> int:
 
 
 def _needed(text: str, path: str) -> str:
-    """What the script needs besides model and data for this YAML at `path`, as its own comment has it.
+    """The flags that the script needs besides model and data for this YAML at `path`, from the YAML's comment.
 
     Such as `--use_peft ` for an adapter: without it every weight would be trained.
     """

@@ -7,7 +7,7 @@ from math import prod
 from typing import Generic, TypeVar
 
 EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
-"""How the names begin by which Accelerate hands the YAML to the ranks."""
+"""Beginnings of the variables through which Accelerate passes the YAML to the ranks."""
 FAILURE_FILE = "ACCEL_FSDP_FAILURE_FILE"
 MACHINE_RANK = "ACCEL_FSDP_MACHINE_RANK"
 """The variable by which `accel-fsdp launch` tells its ranks the number that the user or engine gave their machine."""
@@ -72,7 +72,7 @@ class LaunchEnvironment:
     main_address = _text("MASTER_ADDR", "127.0.0.1")
     main_port = _number("MASTER_PORT")
     restarts = _number("TORCHELASTIC_RESTART_COUNT")
-    """How often torchrun has restarted the ranks."""
+    """The number of times that torchrun has restarted the ranks."""
     may_restart = _Variable("TORCHELASTIC_MAX_RESTARTS", lambda most: int(most) > 0, "0")
     """Whether torchrun starts the ranks again when one has failed, or machines come or go (`--max-restarts`)."""
     has_store = _Variable("TORCHELASTIC_USE_AGENT_STORE", lambda word: word == "True", "")
@@ -88,7 +88,7 @@ class LaunchEnvironment:
 
     @property
     def machine_rank(self) -> int:
-        """Of this machine, from 0; torchrun's own number under other launchers."""
+        """The number of this machine, from 0; torchrun's own number under other launchers."""
         return int(self.variables.get(MACHINE_RANK, self.variables.get("GROUP_RANK", "0")))
 
     @property

@@ -81,7 +81,7 @@ def check(*internals: Internal, why: str) -> None:
 
 
 def flaw(internal: Internal) -> str:
-    """How an internal differs from what is expected, as the end of a sentence about its library; empty if it fits."""
+    """The difference of an internal from its expected form, as the end of a sentence about its library; or empty."""
     module, _, name = internal.path.partition(":")
     try:
         member: Any = import_module(module)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 SHIPPED = PACKAGE / "project"
-"""Where the wheel has `train/` and `accelerate_configs/`."""
+"""The folder of `train/` and `accelerate_configs/` in the wheel."""
 
 
 def source() -> Path:

@@ -16,7 +16,7 @@ TEXT, LINE = 13, 16
 LEFT, BOTTOM = 44, 40
 NARROW = 500
 PHASES = 5
-"""With more phases than these, their names are short."""
+"""The most phases with long names; with more, all names are short."""
 AROUND_CAPACITY = 1.12
 STYLE = """
 text{font:13px system-ui,sans-serif;fill:var(--ink)}.name{font-weight:600}
@@ -75,13 +75,13 @@ class Capacity:
     gib: float
 
     def top(self, highest: float, above: float = AROUND_CAPACITY) -> float:
-        """Where an axis ends: a little above the capacity, or above the values where the capacity is far from them."""
+        """The end of an axis: a little above the capacity, or above the values where the capacity is far from them."""
         return highest * AROUND_CAPACITY if highest * SMALL < self.gib else self.gib * above
 
 
 @dataclass(frozen=True)
 class Words:
-    """What a figure is called, and what it shows in one sentence for those who can't see it."""
+    """The title of a figure, and its content in one sentence for screen readers."""
 
     title: str
     description: str

@@ -28,10 +28,10 @@ LARGEST_COPY = GIB
 """Bytes of the papers of a model; the largest tokenizers have 50 MB."""
 COPIED_AT_ONCE = 1 << 22
 MOST_VALUES = 3_000_000
-"""In one JSON file: each may take 200 bytes of memory, many times what it takes on disk."""
+"""The most values in one JSON file: each may take 200 bytes of memory, many times its size on disk."""
 DEEPEST = 100
 MOST_DIGITS = 40
-"""Of a whole number: `model_max_length` is often 1e30."""
+"""The most digits of a whole number: `model_max_length` is often 1e30."""
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 

@@ -114,7 +114,7 @@ def _value(reader: FileReader, item: _Item) -> Any:
 
 @contextlib.contextmanager
 def _listing(folder: Path) -> Iterator[dict[str, Any]]:
-    """What `.metadata` holds; what goes wrong with it in the block is damage."""
+    """Yields the content of `.metadata`; an error inside the block is raised as damage."""
     path = folder / file_names.DCP_METADATA
     content = untrusted_files.read_bytes(path, LARGEST_METADATA)
     if content is None:

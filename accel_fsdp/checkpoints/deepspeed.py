@@ -39,7 +39,7 @@ ADMITTED: dict[tuple[str, str], Any] = {
     ("deepspeed.runtime.zero.config", "ZeroStageEnum"): _stage,
     ("deepspeed.utils.tensor_fragment", "fragment_address"): Inert,
 }
-"""What DeepSpeed's files hold besides tensors; all of it becomes inert."""
+"""Classes in DeepSpeed's files besides tensors; all of them become inert."""
 
 
 def folder_of(checkpoint: Path) -> Path | None:

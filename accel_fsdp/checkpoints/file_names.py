@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 SAFETENSORS = ".safetensors"
-"""How files of the safetensors library end."""
+"""The ending of files of the safetensors library."""
 ALL_SAFETENSORS = f"*{SAFETENSORS}"
 TORCH_SAVED = (".pth", ".bin", ".pt", ".ckpt")
-"""How files end that torch.save writes; the last ones are Lightning's."""
+"""Endings of files that torch.save writes; the last ones are Lightning's."""
 WEIGHTS = frozenset({SAFETENSORS, *TORCH_SAVED, ".gguf", ".h5", ".msgpack"})
-"""How files end that may hold weights, those of other frameworks too."""
+"""Endings of files that may hold weights, including those of other frameworks."""
 
 CONFIG = "config.json"
 """Transformers: what a model is built from."""
@@ -56,7 +56,7 @@ DCP_METADATA, DCP_PART = ".metadata", ".distcp"
 """torch's distributed checkpoints: what each part holds, written last, and how the ranks' parts end."""
 DCP_PARTS = f"*{DCP_PART}"
 READABLE = frozenset({SAFETENSORS, *TORCH_SAVED, DCP_PART})
-"""How the files end that this project reads weights from."""
+"""Endings of files from which this project reads weights."""
 FSDP_MODEL = f"{TORCH_STEM}_fsdp"
 """Accelerate: how model weights of FSDP begin."""
 OPTIMIZER = "optimizer"
@@ -105,20 +105,20 @@ trained; and the result."""
 OF_RANK = re.compile(rf"(?:__|{RNG_STATE}_|{ZERO_RANK}|fsdp_rank)(\d+)")
 """The number of the rank that wrote a file, in its name, whoever wrote it."""
 CHECKPOINT = "checkpoint-"
-"""How a checkpoint's folder begins; the step follows. Trainer's, and train/native.py's."""
+"""The beginning of the names of checkpoint folders, of Trainer and train/native.py; the step follows."""
 NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
 """A checkpoint's folder by its step, whoever wrote it."""
 STATE = (FSDP_MODEL, OPTIMIZER, Path(SCHEDULER).stem, Path(TRAINING_ARGS).stem, RNG_STATE, SCALER)
-"""How files begin that end like weights and are none that `from_pretrained` could load."""
+"""Beginnings of files that end like weights but that `from_pretrained` can't load."""
 NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader")
-"""How the names of files without weights begin, whoever wrote them."""
+"""Beginnings of the names of files without weights, of any library."""
 SPARED = tuple(name for name in NOT_WEIGHTS if name != FSDP_MODEL)
-"""How the names begin of what an export can do without: people delete optimizers to save disk."""
+"""Beginnings of the names of files that an export doesn't need: people delete optimizers to save disk."""
 OF_CHECKPOINTS = (
     *(MODEL, "model-0", f"{ADAPTER_STEM}.", TORCH_STEM, OPTIMIZER, GLOBAL_STEP),
     *(Path(SCHEDULER).stem, RNG_STATE, RANDOM_STATES, SCALER, Path(TRAINER_STATE).stem),
 )
-"""How the names begin, of files and of folders with files, that make up a checkpoint; others may be put beside them."""
+"""Beginnings of the names of a checkpoint's files and folders; other files may be put beside them."""
 
 
 def rng_state(rank: int, ranks: int) -> str:

@@ -81,7 +81,7 @@ def _read(checkpoint: CheckpointLocation, reader: FileReader, optimizer: bool, a
 
 
 def _full_optimizer(folder: Path, reader: FileReader) -> dict[tuple[str, ...], Stored]:
-    """What Accelerate saves beside a full state dict and beside safetensors files alike; empty if it isn't there."""
+    """The optimizer state that Accelerate saves beside a full state dict or safetensors files; empty if missing."""
     path = folder / file_names.FULL_OPTIMIZER
     state = torch_zip.load(reader, path) if path.is_file() else {}
     return {("optimizer", *keys): view.stored(".".join(keys)) for keys, view in _flat(state, ())}

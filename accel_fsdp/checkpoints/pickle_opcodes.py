@@ -71,7 +71,7 @@ def _set(members: Any = ()) -> set[Any]:
 
 
 def _latin1(text: str, encoding: str = "latin1") -> bytes:
-    """How old protocols write bytes: as text, and the call that turns it back."""
+    """Bytes as old protocols write them: as text, with the call that turns it back."""
     if encoding != "latin1":
         raise ValueError("text in another encoding")
     return text.encode("latin1")
@@ -102,7 +102,7 @@ PLAIN: Admitted = {
     ("types", "SimpleNamespace"): Inert,
     **{("datetime", name): Inert for name in ("date", "datetime", "timedelta")},
 }
-"""What plain data is made of, in all protocols; and settings that people save beside weights."""
+"""Opcodes of plain data in all protocols, and of settings that people save beside weights."""
 
 
 class Machine(PYTHONS):  # type: ignore[misc]

@@ -13,12 +13,12 @@ ERRORS = (
     *(EOFError, ValueError, TypeError, LookupError, AttributeError, struct.error, OverflowError, RecursionError),
     *(MemoryError, pickle.UnpicklingError),
 )
-"""How reading fails on damaged bytes, here and in what readers make of the result."""
+"""Exceptions of reading damaged bytes, here and in readers that use the result."""
 DEEPEST = 100
 SPARE_ROOM, SPARE_FOR_ONE_TENSOR = 1 << 22, 1 << 16
 """Bytes of memory that any pickle may take, and one that describes a single tensor, of which there are thousands."""
 SPARE_LEAVES, LEAVES_PER_BYTE = 100_000, 4
-"""How many values a pickle may hold, each counted as often as it is referred to; honest ones share a few."""
+"""The most values in a pickle, each counted as often as it is referred to; honest pickles share a few."""
 INDEX_LETTERS = 8
 HOLDERS = (dict, list, tuple, set, Inert)
 

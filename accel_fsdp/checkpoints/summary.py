@@ -18,7 +18,7 @@ TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "tra
 
 @dataclass(frozen=True)
 class CheckpointFacts(completeness.Parts):
-    """What a checkpoint or export folder holds, by names, sizes and safetensors headers; nothing is unpickled.
+    """The content of a checkpoint or export folder, by names, sizes and safetensors headers; nothing is unpickled.
 
     `without_metadata` are sharded folders that lack `.metadata`, `broken` files shorter than their header says.
     `adapter_tensors` is None where there is no adapter file. `empty_tensor` names a tensor without elements.

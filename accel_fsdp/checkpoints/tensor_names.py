@@ -104,7 +104,7 @@ def module_of(tensor: str) -> str:
 
 
 def lacking(held: Iterable[str], needed: Iterable[str]) -> str:
-    """What an adapter lacks of the tensors that it needs, both as named in files, in words; empty if it has all."""
+    """The needed tensors that an adapter lacks, in words, by their names in files; empty if it has all."""
     needed = set(needed)
     missing = needed.difference(held)
     modules = {module_of(name) for name in needed if LORA.search(name)}

@@ -33,7 +33,7 @@ TORCH_NAMES = {
 }
 """torch's names of the same dtypes."""
 FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
-"""What is cast on request; numbers of F8_E8M0 are exponents that scale others."""
+"""Dtypes that are cast on request; numbers of F8_E8M0 are exponents that scale others."""
 GAP_BYTES = 1 << 24
 LONGEST_ROW = 1 << 22
 SPREAD, SMALL_READ = 2, 4096
@@ -336,7 +336,7 @@ def joined_crc(first: int, second: int, second_bytes: int) -> int:
 
 
 def _product(factor: int, rest: int) -> int:
-    """Of two polynomials over GF(2), modulo the CRC's; the highest bit is the coefficient of x^0."""
+    """The product of two polynomials over GF(2), modulo the CRC's; the highest bit is the coefficient of x^0."""
     total = 0
     while factor:
         if factor & (1 << 31):

@@ -47,7 +47,7 @@ NAMELESS_DTYPES = (
 END, END64, ENTRY, LOCAL = b"PK\x05\x06", b"PK\x06\x06", b"PK\x01\x02", b"PK\x03\x04"
 ENTRY_FIELDS = struct.Struct("<4s6xH4xIIIHHH8xI")
 CRC_AT = 16
-"""In an entry of the list of records."""
+"""Fields of an entry in the list of records."""
 LOCAL_FIELDS = struct.Struct("<4s22xHH")
 HEAD_BYTES, TAIL_BYTES = 4096, 1024
 LARGEST_DIRECTORY = 1 << 28
@@ -228,7 +228,7 @@ class Archive:
         return self.reader.bytes_of(self.path, self.start + at, count)
 
     def record(self, name: str) -> FileRecord:
-        """Where a record's bytes are, behind its local header."""
+        """The place of a record's bytes, behind its local header."""
         if name not in self.slots:
             raise damaged(self.path, f"is damaged: {name} is missing")
         slot = self.slots[name]

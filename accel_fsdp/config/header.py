@@ -8,7 +8,7 @@ from accel_fsdp import __version__
 
 COMMAND = "accel-fsdp config --yes"
 HEADER = "# Made by accel-fsdp"
-"""How a comment of this tool begins."""
+"""The beginning of this tool's comments."""
 MADE_HERE = f"#   {COMMAND}"
 LAUNCH = "# Launch:"
 THIS_FILE = "THIS_FILE"

@@ -83,7 +83,7 @@ class JobConfig:
 
     @cached_property
     def _sections(self) -> dict[str, Mapping[str, Any]]:
-        """Those that were asked for: rules do so again and again."""
+        """Caches sections, because rules ask for the same ones repeatedly."""
         return {}
 
     def written_name(self, section: str, key: str) -> str:

@@ -12,7 +12,7 @@ from accel_fsdp.errors import UsageError
 
 LONGEST_PATH = 4096
 MOST_VALUES = 10_000
-"""In one YAML, all aliases written out: Accelerate turns values into text, and so do messages."""
+"""The most values in one YAML with all aliases expanded: Accelerate and messages turn values into text."""
 
 
 ReadConfig: TypeAlias = tuple[JobConfig, Any]
@@ -39,7 +39,7 @@ def read_config(path: Path, doubled: bool = False) -> ReadConfig:
 
 
 def _expanded(value: Any, above: frozenset[int], sizes: dict[int, int] | None = None) -> int:
-    """How many values there are when each alias is written out; endless where one holds itself."""
+    """The number of values once each alias is expanded; infinite where one holds itself."""
     sizes = {} if sizes is None else sizes
     if id(value) in above:
         return MOST_VALUES + 1

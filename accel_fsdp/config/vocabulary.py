@@ -20,7 +20,7 @@ class Engine(str, Enum):
 
     @property
     def label(self) -> str:
-        """How it is shown."""
+        """The name in messages."""
         return LABELS[self]
 
 
@@ -84,7 +84,7 @@ LONG_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 TORCH_DTYPES = {**{short: LONG_DTYPES[short] for short in ("bf16", "fp16")}, "no": LONG_DTYPES["fp32"]}
 """Accelerate's `mixed_precision` as torch names the dtype."""
 DTYPES = ("float32", "bfloat16", "float16")
-"""Those that weights are loaded and exported in."""
+"""The dtypes of loaded and exported weights."""
 LOW_DTYPES = ("bfloat16", "float16")
 
 

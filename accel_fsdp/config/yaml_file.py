@@ -119,7 +119,7 @@ def _text(path: Path) -> str:
 
 
 def _depth(text: str) -> int:
-    """How deep a text may nest, at most: by brackets, by indentation, and by dashes on one line."""
+    """An upper bound of a text's nesting: by brackets, by indentation, and by dashes on one line."""
     deepest = open_brackets = 0
     for bracket in re.findall(r"[\[\]{}]", text):
         open_brackets = open_brackets + 1 if bracket in "[{" else max(open_brackets - 1, 0)

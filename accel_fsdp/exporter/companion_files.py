@@ -1,4 +1,4 @@
-"""What belongs to a model besides its weights: config, generation config, tokenizer, chat template, card."""
+"""The files of a model besides its weights: config, generation config, tokenizer, chat template, card."""
 
 import contextlib
 import json
@@ -21,11 +21,11 @@ COPIED = (
     *("sentencepiece*.model", "*.tokenizer"),
     *(file_names.PROCESSOR_TEMPLATE, "*.jinja", f"{file_names.MORE_TEMPLATES}/*.jinja"),
 )
-"""What `save_pretrained` of tokenizers and processors writes. None of it is code."""
+"""Files that `save_pretrained` of tokenizers and processors writes. None of them is code."""
 IN_RUN = (*(pattern for pattern in COPIED if not pattern.startswith("*")), file_names.CHAT_TEMPLATE)
 """The same where a run's folder holds it, which may be the user's project: no pattern that fits any file of a kind."""
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
-"""Of configs: they name Python that is beside them."""
+"""Keys of configs that name Python files beside them."""
 OWN = "transformers."
 CARD_TAG = "accel-fsdp"
 DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
@@ -105,7 +105,7 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
 
 
 def _of_run(run: Path) -> Iterator[Path]:
-    """What training writes into a run's own folder: a model with its papers, and our account of the run."""
+    """Files that training writes into a run's folder: the model, its companion files, and the record of the run."""
     is_model = bool(
         summary.read_json(run / file_names.CONFIG).get("model_type")
         or summary.read_json(run / file_names.ADAPTER_CONFIG).get("peft_type")

@@ -46,7 +46,7 @@ OPTIMIZER_STATE = (
     *("zero_stage", "partition_count", "fp32_flat_groups", "single_partition_of_fp32_groups"),
     "param_alignment_paddings",
 )
-"""What DeepSpeed's conversion reads of its files."""
+"""Keys that DeepSpeed's conversion reads from its files."""
 
 
 def difference(folder: Path, checkpoint: CheckpointLocation, papers: Papers) -> tuple[float, float]:
@@ -73,7 +73,7 @@ def _cast(model: "nn.Module", dtype: "torch.dtype") -> "nn.Module":
 
 @dataclass(frozen=True)
 class _Original:
-    """What is compared with; `room` is a folder of ours for what has to be written again."""
+    """The original to compare with; `room` is a temporary folder for files that have to be written again."""
 
     checkpoint: CheckpointLocation
     papers: Papers
@@ -126,7 +126,7 @@ class _Original:
 
 
 def _of_files(kind: Any, config: Any, state: "dict[str, torch.Tensor]", dtype: Any) -> "nn.Module":
-    """What `from_pretrained` makes of these tensors, by the names that files give them."""
+    """The model that `from_pretrained` builds from these tensors, by their names in files."""
     options = {"config": config, "state_dict": state, "dtype": dtype}
     return kind.from_pretrained(None, **options, trust_remote_code=False)  # type: ignore[no-any-return]
 

@@ -28,12 +28,12 @@ from accel_fsdp.units import first_few
 
 SHOWN = 3
 PARAMETERS = (".weight", ".bias", TOKENS)
-"""How the names of an adapter's tensors end that aren't buffers, besides those of LoRA."""
+"""Endings of the names of an adapter's parameters, besides those of LoRA."""
 FILED_AS_NAMED = frozenset({"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"})
 """Model types whose files hold the tensors that the model's code names, all in one dtype, tied only if the config says
 so: that much an export has to know where transformers can't be asked."""
 BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_bias")
-"""What models once saved and compute today."""
+"""Buffers that models used to save and now compute."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ def equal(reader: FileReader, first: Source, second: Source) -> bool:
 
 
 def _checksums(source: Source) -> list[tuple[object, ...]]:
-    """What two tensors with equal contents cut alike have in common; empty where the files have no checksums."""
+    """Place and checksum of each piece, the same for equal contents cut alike; empty if the files have no checksums."""
     pieces = source.pieces if isinstance(source, Stored) else ()
     checksums = [(piece.offsets, piece.sizes, piece.skip, piece.record.length, piece.record.crc) for piece in pieces]
     return [] if any(piece.record.crc is None for piece in pieces) else list(checksums)
 
 
 def _check_matrices(adapter: Mapping[str, Stored]) -> None:
-    """What an adapter adds to its base is floating-point numbers, however the base is stored."""
+    """Checks that an adapter holds floating-point numbers, however its base is stored."""
     trained = {name: tensor for name, tensor in adapter.items() if name.endswith(PARAMETERS) or LORA.search(name)}
     integer_name = next((name for name, tensor in trained.items() if tensor.dtype not in FLOATS), None)
     if integer_name is not None:

@@ -207,7 +207,7 @@ class Merger:
         return self.named(f"{plain(f'{module}.')}weight")
 
     def named(self, name: str) -> str:
-        """What a tensor of the model is called in the base, whose files may have other names."""
+        """The name of a model's tensor in the base, whose files may use other names."""
         filed = name if self.filed_as is None else self.filed_as.get(name, name)
         if filed not in self.tensors and self.settings.get("target_parameters"):
             raise _unmergeable("with target_parameters")
@@ -216,7 +216,7 @@ class Merger:
         return _in(self.tensors, filed)
 
     def _dtype(self, base: Source) -> str:
-        """In float32 unless the base's own dtype is wanted: it is rounded to another one later, once."""
+        """The dtype of the merge: float32 unless the base's is asked for, so that another dtype is rounded to once."""
         return base.dtype if self.wanted in (None, base.dtype) else "F32"
 
 

@@ -76,7 +76,7 @@ def _ended(code: int) -> UserError:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """With Ctrl-C blocked, which a process that is started inherits: this process reports it."""
+    """Blocks Ctrl-C, also in a process that is started meanwhile: this process reports it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
     try:
         yield

@@ -47,13 +47,13 @@ BEGINNINGS = frozenset(
 MANY_MODULES = 400
 """From this number of names on, PEFT compares all of them with each other (0.21, `_find_minimal_target_modules`)."""
 EMBEDDING = re.compile(r"emb(?!ed_out)|wte")
-"""How the names of embeddings are told from those of linear layers, whose weights look alike."""
+"""The pattern that separates the names of embeddings from those of linear layers, whose weights look alike."""
 FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
 
 
 @dataclass(frozen=True)
 class Description:
-    """What must be in the files of a model, by its config.
+    """The tensors that a model's files must hold, by its config.
 
     `memory`: shapes by the names that the model's code uses, of tied weights the first name only. `files`: the same in
     the layout of files. `ties`: groups of names of one tensor. `converts`: whether files have another layout than the
@@ -137,7 +137,7 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
 
 
 def describe(folder: Path, dtype: str | None = None) -> Description:
-    """What an export with this folder's config must hold, where its weights are asked for in this dtype."""
+    """The tensors that an export with this folder's config and this dtype must hold."""
     require("the layout of this model's files", "transformers", "torch")
     from transformers.pytorch_utils import Conv1D
 
@@ -171,7 +171,7 @@ def _floating(model: "nn.Module", *states: "Mapping[str, torch.Tensor]") -> froz
 
 
 def _as_loaded(model: Any, tensors: "dict[str, torch.Tensor]", dtype: str | None) -> "dict[str, torch.Tensor]":
-    """In the dtypes in which `from_pretrained` holds a model that it is asked for in `dtype`."""
+    """The tensors in the dtypes that `from_pretrained` uses for a model that is loaded in `dtype`."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = model._get_dtype_plan(torch_dtype(dtype)) if dtype else {}

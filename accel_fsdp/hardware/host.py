@@ -23,7 +23,7 @@ UNLIMITED = 1 << 60
 
 @dataclass(frozen=True)
 class HereFacts:
-    """What `check --here` sees of this machine without importing torch; bytes are bytes.
+    """The facts of this machine for `check --here`, read without importing torch; sizes are in bytes.
 
     `gpus` counts NVIDIA GPUs, None where another kind of accelerator makes the count say nothing. `visible` is
     CUDA_VISIBLE_DEVICES, None if it isn't set. `memory` is the host's or the container's limit, `free_disk` and

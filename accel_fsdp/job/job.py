@@ -65,9 +65,9 @@ class Job:
 
 
 def recompute_by(engine: Engine, method: Method) -> Recompute:
-    """What should recompute activations: FSDP, which gathers each layer only once, or with an adapter the script.
+    """The part that should recompute activations: FSDP, which gathers each layer only once, or the script.
 
-    "script" means `--gradient_checkpointing true` in the script's arguments, because the YAML's key loses adapters.
+    "script" means `--gradient_checkpointing true` in the script's arguments. Adapters need it: the YAML's key loses them.
     """
     return "engine" if engine in FSDP_KINDS and method == "full" else "script"
 

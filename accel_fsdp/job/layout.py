@@ -27,7 +27,7 @@ class Layout:
     context: int = 1
 
     def __post_init__(self) -> None:
-        """Also accepts the engine's name, as in JSON."""
+        """Accepts an engine or its name, as in JSON."""
         object.__setattr__(self, "engine", Engine(self.engine))
 
     @classmethod

@@ -15,7 +15,7 @@ _known = partial(tyro.conf.arg, help_behavior_hint=f"(default: from {listed(LAUN
 
 @dataclass(frozen=True, kw_only=True)
 class PlaceFlags:
-    """Which machine of how many this is, where nothing else says it."""
+    """Flags for this machine's number and the number of machines, where nothing else gives them."""
 
     num_machines: Annotated[Optional[int], _known(metavar="N", help="Number of machines.")] = None
     num_processes: Annotated[Optional[int], _known(metavar="N", help="Number of processes on all machines.")] = None

@@ -34,7 +34,7 @@ RANKS_PER_SECOND = 100
 LOST_BEATS = 3
 """A rank counts as gone after this many missing signs, once a collective has failed."""
 DISK_SECONDS = 3.0
-"""How long to wait for the disk to name the newest checkpoint: a hanging disk may be the cause of the hang."""
+"""Seconds to wait for the newest checkpoint's name: a hanging disk may be the cause of the hang."""
 RECORDS = "hang"
 """The folder in `output_dir` for torch's flight recorder, which `torchfrtrace` reads."""
 
@@ -92,7 +92,7 @@ class Watchdog:
 
     @property
     def _board(self) -> RankBoard:
-        """Only after `begin`."""
+        """The board that the ranks share, which exists only after `begin`."""
         assert self.board is not None
         return self.board
 
@@ -157,7 +157,7 @@ class Watchdog:
         return beat, stand.stack if stand else ""
 
     def _note_place(self) -> hang.Instructions:
-        """Where the main thread is now; notes since when."""
+        """The main thread's place; also notes the time at which the thread came there."""
         place = hang.place_of(self._main)
         if place != self._place:
             self._place_since, self._place = time.monotonic(), place  # in this order: another thread may read both

@@ -23,7 +23,7 @@ SLOWEST_STEPS = 20
 LONGER = 3
 """Timeout factor for saves, evaluations and the export, relative to a training step."""
 AFTER = "what comes after training"
-"""What ranks do once training has ended; one of them may exit while others go on."""
+"""The activity of ranks once training has ended; one of them may exit while others go on."""
 SHOWN_FRAMES = 12
 SHOWN_RANKS = 4
 EACH_FRAME = "  File "

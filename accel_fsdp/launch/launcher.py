@@ -24,7 +24,7 @@ from accel_fsdp.launch_environment import MACHINE_RANK, MEETING, LaunchEnvironme
 from accel_fsdp.models import first_line
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
-"""What the launcher raises for values that it can't use."""
+"""Exceptions that the launcher raises for values that it can't use."""
 
 TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 """The variables that torchrun sets for the ranks itself."""
@@ -42,7 +42,7 @@ TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEP
 """Values of `distributed_type` for which Accelerate calls torchrun."""
 
 TELL_SECONDS = 2.0
-"""How long to try to reach the other launchers, of which one may have ended."""
+"""Seconds to try to reach the other launchers, because one of them may have ended."""
 
 C10D = "c10d"
 """torchrun's rendezvous in which machines may join in any order."""
@@ -52,12 +52,12 @@ MAKES_GLOO_A_DEVICE = re.compile(
     r"|^\s*from\s+accel_fsdp\s+import\s+(\([^)]*|[^#\n]*)\b(cpu|training)\b",
     re.MULTILINE,
 )
-"""In a script: an import of `accel_fsdp.cpu` or `accel_fsdp.training`, with which FSDP runs on gloo."""
+"""Matches a script's import of `accel_fsdp.cpu` or `accel_fsdp.training`, with which FSDP runs on gloo."""
 ASKS_FOR_CPU = re.compile(r"cpu\s*=\s*True")
-"""In a script that asks Accelerate or Trainer for the CPU."""
+"""Matches a script that asks Accelerate or Trainer for the CPU."""
 
 SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""What torchrun forwards to the ranks, and SLURM's warning, which would otherwise end the launcher alone."""
+"""Signals that torchrun forwards to the ranks, and SLURM's warning, which would otherwise end the launcher alone."""
 
 
 def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:

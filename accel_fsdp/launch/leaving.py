@@ -16,9 +16,9 @@ from accel_fsdp import console
 from accel_fsdp.launch_environment import FAILURE_FILE
 
 LAUNCHER_SECONDS = 5.0
-"""How long torch's launcher may take to end once its last rank has ended."""
+"""Seconds that torch's launcher may take to end after its last rank."""
 RANKS_SECONDS = 45.0
-"""How long it may take once a rank has failed: it gives the others 30 to end."""
+"""Seconds that the launcher may take after a failed rank: it gives the other ranks 30 to end."""
 
 
 @contextlib.contextmanager

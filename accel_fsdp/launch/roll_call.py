@@ -19,16 +19,16 @@ from accel_fsdp.launch.store import Address, Board
 from accel_fsdp.units import counted, first_few
 
 SAY_SECONDS = 10.0
-"""Between two lines about which machines are missing."""
+"""Seconds between two lines about missing machines."""
 ASK_SECONDS = 0.2
 OPEN_SECONDS = 60.0
 """Timeout for opening a store, and for a connected machine to confirm that all have connected."""
 OWN_SECONDS = 60.0
-"""How long a machine with another rank waits for machine 0 at its own address."""
+"""Seconds that a machine with another rank waits for machine 0 at its own address."""
 OTHER_SECONDS = 30.0
-"""How long machine 0 tries at most to reach itself at an address that none of its interfaces has."""
+"""The most seconds that machine 0 tries to reach itself at an address that none of its interfaces has."""
 HEARD_SECONDS = 2.0
-"""How long machine 0 keeps the store open, so that the others can read its message."""
+"""Seconds that machine 0 keeps the store open, so that the others can read its message."""
 REFUSED, NONE = "refused", list[str]()
 """The name of the value that ends the roll call, and its content if machine 0 lets ranks start."""
 FIX_REACH = "start machine 0, or look at what it printed; accel-fsdp doctor on both shows what is between them"

@@ -31,7 +31,7 @@ PART_OF_TIMEOUT = 0.9
 TORCHS_SECONDS = 1800.0
 """torch's default timeout for gloo."""
 MEASURE_SECONDS = 10.0
-"""Between two measurements of a rank that doesn't move. They look at all processes of the machine."""
+"""Seconds between two measurements of a rank that doesn't move. Each reads all processes of the machine."""
 BUSY, BYTES_PER_SECOND = 0.05, 16_384
 """The share of a core, and the bytes read and written, above which a rank counts as busy."""
 

@@ -59,7 +59,7 @@ class Board:
 
     store: "Store"
     port: int = 0
-    """That of the machine that holds the store, if it was opened at an address."""
+    """The port of the machine that holds the store, if it was opened at an address."""
 
     def put(self, name: str, value: Any) -> None:
         self.store.set(name, json.dumps(value))

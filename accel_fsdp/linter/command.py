@@ -19,7 +19,7 @@ REPAIR_ROUNDS = 6
 NAMES = frozenset({"AF102", "AF103", "AF104", "AF105", "AF108"})
 """The rules that repair the names of keys."""
 OF_SCRIPTS = "AF9"
-"""How the codes of the rules about training scripts begin."""
+"""The beginning of the codes of rules about training scripts."""
 
 
 def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:

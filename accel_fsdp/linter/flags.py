@@ -9,7 +9,7 @@ import tyro
 
 @dataclass(frozen=True)
 class Sources:
-    """What there is to read besides the YAML; what isn't given isn't looked at, this machine neither."""
+    """Inputs of the check besides the YAML. Only those that are given are read; this machine only with `--here`."""
 
     model: Annotated[
         Optional[str], tyro.conf.arg(metavar="ID_OR_FOLDER", help="The model, to check layer classes and sizes.")

@@ -1,4 +1,4 @@
-"""What FSDP settings mean to the other version of FSDP, and to plain DDP. Checked against Accelerate 1.15.
+"""Translates FSDP settings to the other version of FSDP, and to plain DDP. Checked against Accelerate 1.15.
 
 FSDP1 shards in groups that are the machines, FSDP2 in a mesh; FSDP2 has no NO_SHARD, which is DDP.
 """

@@ -1,4 +1,4 @@
-"""What is known of a model without its weights: from its config, its folder, or the bundled catalogue."""
+"""Reads a model without its weights: from its config, its folder, or the bundled catalogue."""
 
 import lazy_loader
 

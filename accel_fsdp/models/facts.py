@@ -16,7 +16,7 @@ class LayerClass:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What was read from a model built on the meta device (no weights are loaded).
+    """The facts of a model that was built on the meta device (no weights are loaded).
 
     `wrap_classes` are the transformer layer classes to give FSDP; empty when none was found. `classes` are all module
     classes that exist in the built model, so that a name can be checked. `persistent_buffers` counts the buffers that

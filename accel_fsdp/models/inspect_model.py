@@ -51,7 +51,7 @@ def model_facts(name: str, config: Any) -> ModelFacts:
 
 
 def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
-    """What the config and the weights' headers say about dtypes, ties, experts and quantisation."""
+    """Dtypes, ties, experts and quantisation, as the config and the weights' headers state them."""
     stored = summary.weights_in(_local_folder(name))
     pair = summary.tied_pair(stored)
     tied = bool(getattr(config, "tie_word_embeddings", False))

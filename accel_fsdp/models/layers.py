@@ -1,4 +1,4 @@
-"""What a built model consists of: the layers that FSDP wraps, experts, the part that text goes through."""
+"""The parts of a built model: the layers that FSDP wraps, experts, the part that text goes through."""
 
 import re
 from collections import Counter

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from accel_fsdp.models.state_bytes import MASTER, MOMENTS
 
 OptimizerName = Literal["adamw_torch_fused", "adamw_torch", "adamw_8bit", "adafactor", "sgd"]
-"""Those whose time and memory are predicted."""
+"""Optimizers whose time and memory are predicted."""
 BY_TRAINERS_NAME: dict[str, OptimizerName] = {
     **{name: name for name in get_args(OptimizerName)},
     "adamw_bnb_8bit": "adamw_8bit",

@@ -49,7 +49,7 @@ def _unknown_kind(name: str, settings: Mapping[str, Any]) -> UserError | None:
 
 
 def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
-    """What a model's config.json says, by a hub id or from a local folder; its sizes are those of a model.
+    """Reads a model's config.json, by a hub id or from a local folder, and checks that a model can have its sizes.
 
     Raises:
         UserError: there is none, it can't be read, or no model can be like that.

@@ -1,4 +1,4 @@
-"""What the page in a browser asks of the planner: texts in, texts out, which is all that JavaScript and Python share.
+"""The planner's functions for the page in a browser: they take and return text, which JavaScript and Python share.
 
 The page's inputs are flags of `accel-fsdp plan`, by their names without dashes before them, and so are those of a link.
 """

@@ -224,7 +224,7 @@ def make_problem(
     machines_there: int = 0,
     read_shape: ReadShape = by_name.read_shape,
 ) -> Problem:
-    """What is to be planned: a job in any layout, or the one that is written in a YAML, for as many machines.
+    """The problem to plan: a job in any layout, or in that of a YAML, for as many machines.
 
     Raises:
         UserError: as `show_plan`.

@@ -17,7 +17,7 @@ from accel_fsdp.svg import Range
 from accel_fsdp.units import about_gib, gib_of, parameters, two_digits
 
 SCHEMA_VERSION = 1
-"""Of `--json`: raised whenever a key goes or means something else."""
+"""The version of the `--json` output, raised whenever a key is removed or changes its meaning."""
 USUAL = cost.Work(tokens=10**9)
 """The compared amount of training, if none is given."""
 NOT_BESIDE = ("gpus", "nodes", "config", "args", "output")
@@ -69,7 +69,7 @@ class Comparison:
         return min(pairs, key=lambda pair: pair[0])[1] if pairs else None
 
     def headline(self) -> str:
-        """What is compared, in a sentence."""
+        """The compared job, in a sentence."""
         shape, recipe, work = self.problem.shape, self.problem.job.recipe, self.work
         much = f"{work.tokens:,} tokens" if work.tokens else f"{work.rows:,} rows, {work.epochs:g} times"
         usual = ", the default without --tokens or --dataset-rows" if self.assumed else ""

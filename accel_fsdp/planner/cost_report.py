@@ -1,4 +1,4 @@
-"""What a job costs, in words and numbers: no more digits than a prediction has, and a range where it is uncertain."""
+"""The cost of a job in words and numbers: no more digits than a prediction has, and a range where it is uncertain."""
 
 from collections.abc import Iterator
 from typing import Any

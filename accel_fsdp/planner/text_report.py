@@ -26,7 +26,7 @@ from accel_fsdp.prediction.memory import KINDS, LETTERS, ModelShape, Reservation
 from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_in_figure, gib_or_mib, number_in_figure, parameters
 
 SCHEMA_VERSION = 2
-"""Of `--json`: raised whenever a key goes or means something else."""
+"""The version of the `--json` output, raised whenever a key is removed or changes its meaning."""
 COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step s", "tokens/s per GPU")
 WIDE, WIDE_ONLY = 104, ("peak in", "sent GB")
 BAR_CELLS, NARROW_CELLS = 20, 12
@@ -70,7 +70,7 @@ class PlanReport:
         return dict(choice.device.environment) if choice else {}
 
     def headline(self) -> str:
-        """What was asked, in a sentence."""
+        """The planned job, in a sentence."""
         problem, shape, recipe = self.problem, self.problem.shape, self.problem.job.recipe
         return (
             f"{shape.name}: {parameters(shape.numel, shape.language)}, {recipe.method} training on "
@@ -128,7 +128,7 @@ class PlanReport:
                 yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_OURS)}."
 
     def advice(self) -> Iterator[str]:
-        """What to take and why, or what would make it fit; a sentence or two a line."""
+        """The recommendation with its reasons, or changes that would make the job fit; a sentence or two per line."""
         problem, choice = self.problem, self.plan.choice
         if choice is None:
             yield from self._nothing()

@@ -1,4 +1,4 @@
-"""What is to be paid for, from the flags of `accel-fsdp plan`: tokens or rows, prices, the disk's speed."""
+"""The inputs of a cost, from the flags of `accel-fsdp plan`: tokens or rows, prices, the disk's speed."""
 
 import math
 import re
@@ -38,7 +38,7 @@ def count_of(text: str) -> int:
 
 
 def work_of(command: PlanCommand) -> cost.Work:
-    """How much is to be trained, as far as the flags say it."""
+    """The amount of training, as far as the flags give it."""
     if command.tokens is not None and command.dataset_rows is not None:
         raise UsageError(
             "--tokens beside --dataset-rows", why="both say how much is trained", fix="leave out one of them"

@@ -44,7 +44,7 @@ def _is_kept(unit: Unit, layout: Layout) -> bool:
 
 
 def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
-    """All that one rank sends in one optimizer step, over all its micro-batches."""
+    """The bytes that one rank sends in one optimizer step, over all its micro-batches."""
     total = update(shape, recipe, layout)
     for unit in units(shape, recipe, layout):
         gathers = gather(unit, recipe, layout).times(gathers_per_step(unit, recipe, layout))

@@ -22,7 +22,7 @@ class Span(Amounts):
 
 @dataclass(frozen=True)
 class Work:
-    """How much a job trains: steps, tokens, or rows times epochs; the first of these above zero."""
+    """The amount that a job trains: steps, tokens, or rows times epochs; the first of these above zero."""
 
     steps: int = 0
     tokens: int = 0
@@ -39,13 +39,13 @@ class Work:
 
 
 def steps_per_epoch(rows: int, job: Job) -> int:
-    """As Trainer counts them: every rank has as many micro-batches, and the last step may have fewer of them."""
+    """The steps of an epoch as Trainer counts them: ranks have equally many micro-batches; the last step may have less."""
     batches = -(-rows // (job.recipe.rows * job.layout.data_ranks))
     return -(-batches // job.recipe.accumulation)
 
 
 def work_of(schedule: Schedule, rows: int = 0) -> Work:
-    """How much the arguments of a script train; its epochs need the `rows` of the data set."""
+    """The amount that a script's arguments train; epochs need the `rows` of the data set."""
     return Work(steps=schedule.max_steps, rows=rows, epochs=schedule.epochs)
 
 

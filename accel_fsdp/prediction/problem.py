@@ -137,7 +137,7 @@ class Candidate:
 
     @property
     def words(self) -> str:
-        """Such as: needs 63.7 of 39.4 GiB with 1 x 2,048 tokens per GPU."""
+        """The verdict in words, such as: needs 63.7 of 39.4 GiB with 1 x 2,048 tokens per GPU."""
         memory = gib_of(self.device.needed, self.device.capacity)
         return f"needs {memory} with {self.recipe.rows} x {self.recipe.length:,} tokens per GPU"
 

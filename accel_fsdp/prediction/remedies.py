@@ -55,7 +55,7 @@ def remedies(problem: Problem, given: Layout | None) -> Iterator[str]:
 
 
 def _other_loading(problem: Problem, job: Job) -> Iterator[str]:
-    """What lets machines hold a job that fits its GPUs: one rank that reads, a smaller method, or more memory."""
+    """Changes that let hosts load a job that fits its GPUs: one rank that reads, a smaller method, or more memory."""
     once, key = replace(problem, ram_efficient=True), "fsdp_cpu_ram_efficient_loading: true"
     sharded = job if job.layout.is_fsdp else job.with_layout(engine=Engine.FSDP2, strategy=1, offload=False)
     if once.is_hosted(sharded) and once.evaluate(sharded).fits:
@@ -123,7 +123,7 @@ def _how(job: Job, given: Layout | None) -> str:
 
 
 def _to_load(problem: Problem, job: Job) -> str:
-    """What loading takes, if machines usually have less memory."""
+    """A note on the memory for loading, if machines usually have less."""
     return "" if problem.is_hosted(job) else f"; loading takes {problem.host_need(problem.host(job).loading)}"
 
 

@@ -68,7 +68,7 @@ def _largest(needs: Callable[[int], Device], has: int, most: int, fitting: int =
 
 
 def _meets(known: Mapping[int, int], low: int, high: int, has: int) -> int:
-    """Where a line meets the limit: the one through `low` and `high`, or through the two highest known numbers."""
+    """The point where a line reaches the limit: the line through `low` and `high`, or the two highest known numbers."""
     first, second = (low, high) if low in known and high in known else sorted(known)[-2:]
     slope = (known[second] - known[first]) / (second - first)
     return first + int((has / (1 + capacity.MARGIN) - known[first]) / slope) if slope > 0 else high - 1

@@ -13,58 +13,58 @@ from accel_fsdp.prediction.amounts import Amounts
 from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, compute_bytes, shards
 
 TILE = 128
-"""Rows of a matrix product that a thread block computes at once: the last tile of an expert's is half full."""
+"""Rows of a matrix product that a thread block computes at once. On average an expert's last tile is half full."""
 WIDTH = 2
-"""Bytes per element that the counts below are made for; of float32 everything is twice as long."""
+"""Bytes per element that the counts below assume; float32 takes twice as many."""
 RMS_NORM_BYTES = (36, 76)
-"""Of one element, forward and backward. To float32 (2 + 4), square (4 + 4), mean (4), times its root (4 + 4), back
-(4 + 2), times the weight (2 + 2). Backward: the weight's gradient and what passes on (12), to float32 (6), through the
-root (20), mean and square (24), their sum (12), back (2). (transformers' LlamaRMSNorm.)"""
+"""Memory traffic per element, forward and backward. To float32 (2 + 4), square (4 + 4), mean (4), times its root
+(4 + 4), back (4 + 2), times the weight (2 + 2). Backward: the gradients of weight and product (12), to float32 (6),
+through the root (20), mean and square (24), their sum (12), back (2). (transformers' LlamaRMSNorm.)"""
 LAYER_NORM_BYTES = (4, 10)
 """torch.nn.LayerNorm is one kernel (2 + 2), and two backward: of the input (4 + 2) and of the weights (4)."""
 AUTOCAST_BYTES = (16, 16)
 """Autocast's additional bytes: it computes in float32 (2 + 4), and the next product casts back (4 + 2)."""
 ROTARY_BYTES = (20, 32)
-"""Of one element of queries and keys: times cosine (2 + 2), half of it negated (2), joined (2 + 2), times sine (2 + 2),
-added (4 + 2). Backward: both products (8), the halves taken apart and put together (12), added (12).
+"""Memory traffic per element of queries and keys: times cosine (2 + 2), half of it negated (2), joined (2 + 2), times
+sine (2 + 2), added (4 + 2). Backward: both products (8), the halves split and joined (12), added (12).
 (apply_rotary_pos_emb.)"""
 GATE_BYTES = (10, 18)
-"""Of one inner element: SiLU (2 + 2) and the product with the other half (4 + 2). Backward: 12 and 6."""
+"""Memory traffic per inner element: SiLU (2 + 2) and the product with the other half (4 + 2). Backward: 12 and 6."""
 ACTIVATION_BYTES = (4, 6)
-"""Of one inner element without a gate (2 + 2); backward it reads input and gradient."""
+"""Memory traffic per inner element without a gate (2 + 2). Backward reads input and gradient."""
 RESIDUAL_BYTES = (6, 6)
-"""Of one element of a sum (4 + 2); backward two gradients are added."""
+"""Memory traffic per element of a sum (4 + 2). Backward adds two gradients."""
 FUSED_NORM_BYTES, FUSED_ROTARY_BYTES, FUSED_GATE_BYTES = (4, 10), (4, 4), (6, 10)
 """The bytes of fused kernels, which read and write everything once."""
 ROUTED_BYTES = (16, 26)
-"""Of one element on its way to an expert and back: gathered (2 + 2), weighted (2 + 2), added to the others (4 + 4).
-Backward: spread (2), put in order (8), both factors (10), added where gathered (6)."""
+"""Memory traffic per element on its way to an expert and back: gathered (2 + 2), weighted (2 + 2), added to the others
+(4 + 4). Backward: spread (2), put in order (8), both factors (10), added where gathered (6)."""
 LOOPED_BYTES = 8
-"""Of one element of all hidden states, backward, for each expert of a loop: a gradient of zeros (2), filled where the
-expert's tokens are, and added to those of the other experts (4 + 2)."""
+"""Memory traffic per element of all hidden states and expert of a loop, backward: a gradient of zeros (2), filled where
+the expert's tokens are, and added to those of the other experts (4 + 2)."""
 LOSS_BYTES = 30
-"""Of one logit: float32 copy (2 + 4), log-softmax (4 + 4), its gradient (4 + 4), back to half (4 + 2), and the copy
-that shifts by one token."""
+"""Memory traffic per logit: float32 copy (2 + 4), log-softmax (4 + 4), its gradient (4 + 4), back to half (4 + 2), and
+the copy that shifts by one token."""
 FUSED_LOSS_BYTES = 6
 """One kernel reads a logit and writes its gradient in its place."""
 LORA_BYTES = ((20, 28), (29, 22))
-"""Of one element into and out of an adapted layer, forward and backward, with float32 adapters. In: cast (2 + 4),
-dropout (4 + 4 + 1), read (4). Out: written (4), scaled (4 + 4), added (2 + 4 + 4), back (4 + 2). Backward out: cast
-(6), scaled (8), read twice (8). In: read (4), written (4), dropout (9), back (6), added (6). (PEFT's
+"""Memory traffic per element into and out of an adapted layer, forward and backward, with float32 adapters. In: cast
+(2 + 4), dropout (4 + 4 + 1), read (4). Out: written (4), scaled (4 + 4), added (2 + 4 + 4), back (4 + 2). Backward out:
+cast (6), scaled (8), read twice (8). In: read (4), written (4), dropout (9), back (6), added (6). (PEFT's
 Linear.forward.)"""
 UNPACKING_FLOPS = 125
 """Instructions that unpack one weight of 4 bits, in FLOPs of the GPU's float32 peak: a search through NF4's sixteen
 values (bitsandbytes' dDequantizeNF4), so memory isn't what bounds it. Calibrated: Mixtral's QLoRA runs
 differ from its LoRA runs by little else."""
 WIDE_IN_BYTES = 6
-"""Of one element into a 4-bit layer behind a float32 norm: cast to half (4 + 2), and back alike. (bitsandbytes'
-Linear4bit.)"""
+"""Memory traffic per element into a 4-bit layer behind a float32 norm: cast to half (4 + 2), and the same backward.
+(bitsandbytes' Linear4bit.)"""
 WIDE_OUT_BYTES = 6
-"""Of one element out of it: its output is cast back to the dtype of its input (2 + 4)."""
+"""Memory traffic per element out of that layer: its output is cast back to the dtype of its input (2 + 4)."""
 KERNELS = {"norm": 7, "rotary": 10, "attention": 4, "inner": 2, "residual": 2, "lora": 7, "packed": 3}
 """How many kernels an eager block launches for each of them."""
 EXPERT_KERNELS = 8
-"""For each expert of a loop: finds its tokens, gathers, weights and adds them."""
+"""Kernels per expert of a loop: to find its tokens, gather, weight and add them."""
 
 
 REMEMBERED = 1024  # batches of one search, for which all layouts compute the same

@@ -115,7 +115,7 @@ OF_PYTHON = re.compile(r"(AttributeError|TypeError|NameError|UnboundLocalError):
 CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
 """The errors of the other ranks once one of them is gone."""
 OURS = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
-"""How this project's own programs end."""
+"""Exit codes of this project's programs."""
 ABSENT = "this rank never comes to what the others wait for: see why it stays at this line"
 HANGING = "every rank must call what all of them do together: no collective behind `if rank == 0`"
 

@@ -16,7 +16,7 @@ from accel_fsdp.rehearsal import rows
 from accel_fsdp.rehearsal.job import Rehearsed
 
 SECONDS = 20
-"""How long the hub may take; libraries try again for minutes."""
+"""Seconds that the hub may take; libraries retry for minutes."""
 PROBE_SECONDS = 5
 OFFLINE = "HF_HUB_OFFLINE"
 

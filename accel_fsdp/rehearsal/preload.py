@@ -1,4 +1,4 @@
-"""What a rehearsal's processes need of the libraries; imported for its own sake, once, before they are forked."""
+"""Imports the libraries that a rehearsal's processes need, once, before the processes are forked."""
 
 import contextlib
 import gc

@@ -31,7 +31,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Proof:
-    """What a step proved, and the lines that the user's own script printed."""
+    """The sentence that a step proved, and the lines that the user's script printed."""
 
     said: str
     output: str = ""

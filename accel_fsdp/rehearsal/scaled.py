@@ -5,7 +5,7 @@ from accel_fsdp.errors import UsageError
 from accel_fsdp.job import from_yaml
 
 PROCESSES = 2
-"""As many as the two cores of a laptop can run, and enough for shards."""
+"""The number of ranks: as many as two cores can run, and enough for shards."""
 OF_MACHINES = (
     *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "gpu_ids"),
     *("deepspeed_hostfile", "deepspeed_multinode_launcher", "enable_cpu_affinity", "commands", "command_file"),

@@ -100,7 +100,7 @@ def with_defaults(words: Sequence[str], defaults: Sequence[str]) -> tuple[str, .
 
 
 def readable(words: Sequence[str]) -> tuple[str, ...]:
-    """What `train/sft.py` can read on this machine of the real job's words."""
+    """The words of the real job that `train/sft.py` can read on this machine."""
     return _without(words, {*PLACES, *OF_GPUS, *OF_THE_PLACE})[0]
 
 
@@ -110,7 +110,7 @@ def replaced(words: Sequence[str]) -> list[str]:
 
 
 def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
-    """What becomes of the user's arguments, for these rows.
+    """The user's arguments, changed for a small run on these rows.
 
     Where only answers are trained, the first tokens of a real row may hold none of them.
     """

@@ -25,7 +25,7 @@ LINES_BEFORE = 3
 
 
 def instead(error: str, line: str) -> str:
-    """What to write in the script's `line`, which raised `error`; empty if the error has another cause."""
+    """The fix for the script's `line` that raised `error`; empty if the error has another cause."""
     if RAISED.search(error):
         if "nccl" in error.lower():
             return BACKEND
@@ -35,7 +35,7 @@ def instead(error: str, line: str) -> str:
 
 
 def why_ended(line: str) -> str:
-    """What to write if a script ended by itself because it found no GPU; empty for other reasons."""
+    """The fix for a script that ended by itself because it found no GPU; empty for other reasons."""
     return GO_ON if SPEAKS_OF_ONE.search(_source(line, LINES_BEFORE)) else ""
 
 

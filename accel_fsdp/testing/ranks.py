@@ -25,11 +25,11 @@ from accel_fsdp.units import counted
 
 TIMEOUT_SECONDS = 60.0
 START_SECONDS = 300.0
-"""How long torch may take to load."""
+"""Seconds that torch may take to load."""
 QUESTION_SECONDS = 5.0
-"""How long a rank may take to report where it is."""
+"""Seconds that a rank may take to report where it is."""
 OTHERS_SECONDS = 0.3
-"""How long a failure waits for other ranks, of which one may have failed first."""
+"""Seconds that a failure waits for other ranks, because one of them may have failed first."""
 SILENT = Stand("a place that it doesn't tell, as in C code that holds Python's lock", "", "")
 
 
@@ -234,7 +234,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
 
 
 def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Which part of a call can't be pickled."""
+    """Names the part of a call that can't be pickled."""
     positional = {f"argument {number}": value for number, value in enumerate(args, start=1)}
     for name, value in {**positional, **kwargs}.items():
         try:

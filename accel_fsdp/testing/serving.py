@@ -25,7 +25,7 @@ from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch.ranks import hang
 
 GROUP_SECONDS = timedelta(days=1)
-"""How long a collective may take: the parent's limit is shorter, and its message says more."""
+"""Seconds that a collective may take: the parent's limit is shorter, and its message says more."""
 SERVING = "from accel_fsdp.testing import serving; serving.serve{!r}"
 
 
@@ -134,7 +134,7 @@ def _pickled(value: Any) -> bytes:
 
 
 def _traceback(error: BaseException) -> str:
-    """As Python would print it, without the frames of this file."""
+    """The traceback as Python prints it, without the frames of this file."""
     trace = error.__traceback__
     while trace and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next

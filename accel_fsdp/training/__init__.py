@@ -1,4 +1,4 @@
-"""What `train/sft.py` is made of: flags, model, a Trainer whose checkpoints survive, resume, reports."""
+"""The parts of `train/sft.py`: flags, model, a Trainer whose checkpoints survive, resume, reports."""
 
 import lazy_loader
 

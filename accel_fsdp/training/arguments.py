@@ -23,13 +23,13 @@ RECORDER = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
 RECORDED = "2000"
 OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ImportError, RuntimeError, OSError)
-"""What Trainer raises for arguments that it can't use."""
+"""Exceptions that Trainer raises for arguments that it can't use."""
 SEE_HELP = "see all arguments: python train/sft.py --help"
 
 
 @dataclass
 class ModelArguments:
-    """Which model, and what of it is trained."""
+    """The model, and the parameters of it that are trained."""
 
     model_name_or_path: str = HfArg(help="Hub id or local folder.")
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the hub.")
@@ -166,7 +166,7 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
 
 
 def xla_settings(path: Path) -> dict[str, Any]:
-    """What `TrainingArguments.fsdp_config` needs of a TPU YAML; empty for every other engine.
+    """The values of a TPU YAML for `TrainingArguments.fsdp_config`; empty for every other engine.
 
     Accelerate's launcher takes these keys and passes them to no library (1.15).
     """

@@ -19,7 +19,7 @@ from accel_fsdp.prediction import cost
 from accel_fsdp.units import gib_or_mib
 
 SHOWN_SECONDS = 30
-"""How long NFS may take to show another machine's new names, by its default acdirmin."""
+"""Seconds that NFS may take to show another machine's new names, by its default acdirmin."""
 
 
 def predicted_bytes(trainer: Any) -> tuple[int, int]:
@@ -113,7 +113,7 @@ def check(output_dir: Path, needed_bytes: int, text: str) -> None:
 
 
 def _checkpoints_to_come(trainer: Any) -> int:
-    """How many more checkpoints than now will be on the disk at once."""
+    """The number of additional checkpoints that will be on the disk at once."""
     args, state = trainer.args, trainer.state
     left, epochs = state.max_steps - state.global_step, state.num_train_epochs
     per_epoch = state.max_steps / epochs if epochs <= state.max_steps else left  # unknown of a stream

@@ -29,7 +29,7 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a number may be: from `least` on (or above it, where `open` says so) to below `under`, and finite."""
+    """The range of a finite number: from `least` on (above it if `open`) to below `under`."""
 
     least: float = 0
     under: float = math.inf

@@ -30,7 +30,7 @@ RELIES_ON = (
     Internal("transformers:PreTrainedModel.get_expanded_tied_weights_keys", "self all_submodels"),
 )
 COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""What FSDP casts to under `mixed_precision`."""
+"""The dtypes that FSDP casts to under `mixed_precision`."""
 
 
 def load_tokenizer(options: ModelArguments, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:

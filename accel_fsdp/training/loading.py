@@ -118,7 +118,7 @@ def _fsdp_plugin(trainer: Any) -> Any:
 
 
 def _load_converted(model: Any, checkpoint: str) -> None:
-    """As transformers loads them from a model's folder; float32 holds exactly whatever is stored."""
+    """Loads the weights as transformers does from a model's folder; float32 holds every stored value exactly."""
     config = copy.deepcopy(model.config)
     loaded, report = type(model).from_pretrained(
         checkpoint, config=config, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
@@ -207,7 +207,7 @@ def _without_state(trainer: Any, checkpoint: Path) -> list[torch.nn.Parameter]:
 
 
 def _names_in(checkpoint: Path) -> optimizer_names.OptimizerNames | None:
-    """None if they can't be read here: torch then reports the error, or knows tensors that this reader doesn't."""
+    """The stored names; None if they can't be read here. Torch then reports the error, or reads them itself."""
     try:
         return optimizer_names.read(checkpoint)
     except UserError:

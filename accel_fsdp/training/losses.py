@@ -22,9 +22,9 @@ from accel_fsdp.models import counting
 from accel_fsdp.training.data import IGNORED, batching
 
 OTHER_LOSS = 2e-4
-"""Of the loss: both are computed in float32, of the same logits, and differ by the order of their sums."""
+"""The largest relative difference of two losses, both in float32 from the same logits, whose sums differ in order."""
 ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""What the layers and settings of transformers' mixtures call the weight of the router's loss."""
+"""Names of the weight of the router's loss in the layers and settings of transformers' mixtures."""
 LABELS = ("labels", "shift_labels")
 
 

@@ -141,7 +141,7 @@ def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
 
 
 def _agreed(answers: list[T]) -> list[T]:
-    """What all ranks found, in their order; on TPU each is on its own."""
+    """The results of all ranks, in rank order; on TPU each rank only has its own."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType, gather_object
 
@@ -218,7 +218,7 @@ def _engine(checkpoint: Path, facts: CheckpointFacts) -> str:
 
 
 def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:
-    """Which formats and which orders of the data hold for one number of ranks only."""
+    """The formats and the orders of the data that are valid for one number of ranks only."""
     partitions = len(list(checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}"))) or len(
         list(checkpoint.glob(file_names.LOCAL_MODELS))
     )

@@ -30,7 +30,7 @@ class ShardingCheck(TrainerCallback):  # type: ignore[misc]
 
 
 def measured(model: "nn.Module", allow_whole: bool = False) -> Holding:
-    """What this rank holds of a model after `Accelerator.prepare`.
+    """The weights that this rank holds of a model after `Accelerator.prepare`.
 
     `allow_whole`: the YAML's `fsdp_ignored_modules` keeps some parameters whole on purpose; others are an error.
     """

@@ -1,4 +1,4 @@
-"""What `train/sft.py` is made of: the Trainer, which checks its sharding, keeps its checkpoints and exports."""
+"""The Trainer of `train/sft.py`, which checks its sharding, keeps its checkpoints and exports."""
 
 import math
 import weakref

@@ -67,7 +67,7 @@ def cpu_offload(context: Context) -> tuple[bool, str]:
 
 
 def activation_checkpointing(context: Context) -> tuple[bool, str]:
-    """On where the plan needs it, and Accelerate can do it."""
+    """True where the plan needs it and Accelerate can do it."""
     if context["engine"] == "fsdp" and context["method"] != "full":
         return (
             False,

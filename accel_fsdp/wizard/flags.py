@@ -14,7 +14,7 @@ from accel_fsdp.wizard.questions import QUESTIONS
 
 @dataclass(frozen=True)
 class WizardOptions:
-    """What the command takes besides the answers. `output` None: the file of `from_file`, or Accelerate's default."""
+    """The flags of the command besides the answers. `output` None: the file of `from_file`, or Accelerate's default."""
 
     output: Annotated[
         Optional[Path],

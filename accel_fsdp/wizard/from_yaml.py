@@ -92,7 +92,7 @@ STRATEGY, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
 
 
 def _meant(job: JobConfig, section: str, key: str) -> Any:
-    """What Accelerate makes of a key, or of its absence; a value that it can't read stays as it is written."""
+    """The value that Accelerate uses for a key, or without it; a value that it can't read is returned as written."""
     content, field = job.section(section), BY_NAME[section, key]
     value = content.get(key)
     if value is None and key in content and section == "fsdp_config" and key not in NULL_IS_ABSENT:

@@ -19,7 +19,7 @@ from accel_fsdp.wizard.question import Context, Option, Question
 BACK = object()
 """The answer of someone who pressed Escape."""
 ESCAPE_SECONDS = 0.1
-"""How long a lone Escape waits to see whether it begins an arrow key's sequence."""
+"""Seconds to wait after Escape for the rest of an arrow key's sequence."""
 
 
 def ask(question: Question, context: Context, before: Any) -> Any:

@@ -30,7 +30,7 @@ def engine_of(answers: GivenAnswers) -> Engine:
 
 @dataclass(frozen=True)
 class Context:
-    """What a question may look at: the answers so far, the model, and the machine that was found.
+    """The context of a question: the answers so far, the model, and the machine that was found.
 
     `traced` is what the layers of a model outside of the catalogue allocate, where it was recorded. `unread` says that
     nothing is known of a model that is not a language model of the catalogue's kinds.

@@ -23,7 +23,7 @@ MOST_RANKS_ON_CPU = 8
 OF_A_MACHINE = ("gpu_ids", "rdzv_backend", "same_network")
 """Keys of a YAML that may differ between machines, beside those of its place."""
 OTHER_FIRST_SECONDS = 5.0
-"""How long a machine 0 looks for another one, if it is to be reached at an address that it hasn't."""
+"""Seconds that machine 0 looks for another machine 0, if the job's address isn't one of its own."""
 
 
 def explain(message: str) -> int:
@@ -99,7 +99,7 @@ def _check(options: DoctorCommand, launched: LaunchEnvironment) -> None:
 def _place(
     options: DoctorCommand, values: Mapping[str, Any], launched: LaunchEnvironment
 ) -> tuple[place.Place, list[Row]]:
-    """Which machine of how many this is, and what is contradictory about that."""
+    """This machine's number and the number of machines, with errors for contradictions."""
     try:
         engine = place.now()
         if launched.is_rank:
@@ -132,7 +132,7 @@ def _of_launcher(launched: LaunchEnvironment) -> place.Place:
 
 
 def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched: LaunchEnvironment) -> list[Row]:
-    """What the engine and the YAML say, and the launcher that started this process didn't do."""
+    """Reports settings of the engine and the YAML that the launcher of this process did not apply."""
     rows = []
     for name, started in (("num_machines", launched.machines), ("num_processes", launched.world_size)):
         of_engine, in_file = engine.said.get(name), place.Said(values.get(name), "the YAML")
@@ -147,7 +147,7 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
 
 
 def _asked(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What this machine was told of the job, without what may differ between machines."""
+    """The settings of the job on this machine, without those that may differ between machines."""
     machine_flags = (*place.FLAGS, *OF_A_MACHINE)
     in_file = {name: value for name, value in agreement.flat(values).items() if name not in machine_flags}
     return in_file | {

@@ -1,4 +1,4 @@
-"""What one machine reports about itself, as data that travels to the others; torch isn't imported."""
+"""The facts that one machine reports about itself, as data for the others; torch isn't imported."""
 
 import os
 import platform
@@ -29,7 +29,7 @@ PROBE_BYTES = 128 * MIB
 SEEN_BY_TORCH = "import torch; torch.zeros(1, device='cuda'); print(torch.cuda.device_count())"
 SET_HERE = "TORCH_CPP_LOG_LEVEL"
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "FI_", "PET_", "OMP_", "HF_HUB_OFFLINE", "UCX_")
-"""How the names of variables begin that change how ranks talk and compute. None of these holds a secret."""
+"""Beginnings of variables that change how ranks communicate and compute. None of these holds a secret."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _gpus() -> tuple[list[str], str, str]:
 
 
 def _unseen_by_torch(count: int) -> str:
-    """What torch says when it is to use the GPUs, if that isn't that there are so many."""
+    """Torch's last line of output if it does not see `count` GPUs; empty if it does."""
     lines = _output_of(*python_child.command(SEEN_BY_TORCH)).strip().splitlines() or ["torch says nothing"]
     return "" if lines[-1] == str(count) else lines[-1]
 

@@ -48,7 +48,7 @@ def _matches(row: KnownError, text: str) -> bool:
 
 
 def _texts(message: str) -> Iterator[str]:
-    """What torchrun says of the rank that failed first, then all but its report: it ended the other ranks itself."""
+    """Yields torchrun's report of the first failed rank, then the other lines: torchrun itself ended those ranks."""
     lines = [line for line in message[-MOST_CHARACTERS:].splitlines() if not HARMLESS.search(line)]
     first, rest = _by_report(lines) if any(map(ROOT_CAUSE.search, lines)) else ([], lines)
     yield "\n".join([*first, *filter(FIRST_FAILURE.search, rest)])

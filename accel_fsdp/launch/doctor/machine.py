@@ -24,7 +24,7 @@ FEW_FILES = 4096
 SLOW_DISK = 100e6
 """Bytes per second: a checkpoint of 100 GB takes 17 minutes."""
 BRIDGES = ("docker", "veth", "virbr", "br-", "cni", "flannel")
-"""How the names of interfaces begin that lead to containers of the same machine."""
+"""Beginnings of the names of interfaces that lead to containers of the same machine."""
 NO_JOB = "no job can be started here"
 ON = ("1", "true", "yes", "on", "detail")
 
@@ -176,7 +176,7 @@ def _interfaces(facts: Facts, several: bool) -> Iterator[Row]:
 
 
 def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
-    """Those that variables name, that are there, and that lead to no other machine."""
+    """Errors for interfaces that variables name and that exist, but that lead to no other machine."""
     for variable, _, names in rendezvous.named_interfaces(facts.variables, list(facts.addresses)):
         for name in names:
             inside = name == "lo" or name.startswith(BRIDGES)

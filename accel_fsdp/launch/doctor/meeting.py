@@ -41,7 +41,7 @@ class Team:
 
 @dataclass
 class Found:
-    """What was found between machines; facts by machine, pairs by their numbers."""
+    """The results of a meeting of machines; facts by machine, pairs by their numbers."""
 
     facts: dict[int, Facts] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
@@ -109,7 +109,7 @@ class Meeting:
         results.clock_seconds = {number: answer["ahead"] for number, answer in answers.items()}
 
     def _from_machines(self, name: str, numbers: Iterable[int], seconds: float) -> dict[int, Any]:
-        """What these machines have put under a name, as far as it comes in time."""
+        """The values that these machines have put under a name, as far as they arrive in time."""
         keys = {f"{name}/{number}": number for number in numbers}
         values = self.board.wait(keys, seconds)
         return {number: values[key] for key, number in keys.items() if key in values}

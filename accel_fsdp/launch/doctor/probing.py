@@ -47,7 +47,7 @@ LONG_SECONDS = 0.25
 
 @dataclass(frozen=True)
 class Task:
-    """What a process is to do. `number` of `members`: machines for `pairs`, ranks for `collectives`.
+    """The task of a process. `number` of `members`: machines for `pairs`, ranks for `collectives`.
 
     `bytes_per_second`: of the slowest pair. Collectives that would take seconds over it are left out.
     """
@@ -81,7 +81,7 @@ class PairResult:
     error: str = ""
 
     def with_other(self, other: "PairResult | None") -> "PairResult":
-        """Of both sides: the first one's measurements, the packets of both, and what either complains of."""
+        """Merges the results of both sides: the first one's measurements, the packets of both, and both errors."""
         if other is None:
             return self
         return replace(
@@ -168,7 +168,7 @@ def _pair(task: Task, board: Board, first: int, second: int) -> PairResult:
 
 
 def _waited_seconds() -> float:
-    """How long the threads of this process could have computed, and had no CPU; 0 where the system doesn't tell."""
+    """Seconds that the threads of this process were ready but had no CPU; 0 where the system doesn't report it."""
     seconds = 0.0
     for thread in SCHEDULED.glob("*/schedstat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -177,7 +177,7 @@ def _waited_seconds() -> float:
 
 
 def _tcp_segments() -> tuple[int, int]:
-    """How many TCP segments this machine has sent, and how many of them again; 0 where the system doesn't tell."""
+    """TCP segments that this machine has sent and has sent again; 0 where the system doesn't report them."""
     with contextlib.suppress(OSError, ValueError):
         names, values = (line.split() for line in TCP_COUNTERS.read_text().splitlines() if line.startswith("Tcp:"))
         counters = dict(zip(names[1:], values[1:], strict=True))

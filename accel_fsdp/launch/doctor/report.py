@@ -23,7 +23,7 @@ URL = re.compile(r"\b[a-z][a-z0-9+.-]*://[^\s,;'\"]+", re.IGNORECASE)
 PATH = re.compile(r"(?<![\w.])(?:~|\.{1,2})?(?:/[\w.@%+=~-]+)+/?|\b[A-Za-z]:\\\S+")
 DISTINCT = re.compile(r"[\d.-]")
 PUBLIC_VALUES = re.compile(r"[\d,.:-]{0,12}|(?:\^|=)?(?:eth|ib|ens?|bond)\w{0,6}|lo|[a-z_]{1,12}", re.IGNORECASE)
-"""Of variables: numbers, switches, levels, interfaces. Longer words may be names."""
+"""Values of variables that are not private: numbers, switches, levels, interfaces. Longer words may be names."""
 IPV4 = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w.]*\d)")
 IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-f]{0,4}:){2,7}(?:[0-9a-f]{1,4}|(?<=:))(?![\w:])", re.IGNORECASE)
 

@@ -1,4 +1,4 @@
-"""What the doctor says: one row for each thing that it looked at."""
+"""The rows of the doctor's report: one for each thing that it checked."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

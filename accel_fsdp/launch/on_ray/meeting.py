@@ -11,7 +11,7 @@ MOST_WORKERS = 100_000
 
 
 def shared_devices() -> Any:
-    """What `TorchTrainer` takes as `torch_config`: each worker sees the GPUs of all workers of its machine.
+    """The `torch_config` of `TorchTrainer`: each worker sees the GPUs of all workers of its machine.
 
     So LOCAL_RANK counts them as under torchrun. Ray's own `TorchConfig` would besides make a process group and a CUDA
     context in each worker, which trains nothing: half a GB of the GPU whose rank is a process of its own, and 200 MB of
@@ -85,7 +85,7 @@ class Messages:
         return self.signal
 
     async def outcome(self) -> tuple[int, int | None, list[tuple[int, int]]]:
-        """How often the ranks were started, the code that the job ends with, and what failed last."""
+        """The number of starts of the ranks, the job's exit code, and the last failures."""
         return self.starts, self.over, self.failures
 
 

@@ -22,7 +22,7 @@ from accel_fsdp.launch.on_ray import meeting
 
 POLL_SECONDS = 0.5
 TAIL_LINES = 10
-"""Of a failed rank's stderr, in the error that Ray shows."""
+"""Lines of a failed rank's stderr in the error that Ray shows."""
 RANK = "accel_fsdp.launch.on_ray.rank"
 _kept: list[Any] = []
 """The store, which ranks may ask for longer than that of rank 0 lives; it ends with the worker."""
@@ -63,7 +63,7 @@ def described(code: int) -> str:
 
 
 def _variables(messages: Any) -> dict[str, str]:
-    """What torchrun would tell the rank: its place, and the store of rank 0's worker as that of its agent."""
+    """The variables that torchrun would set: the rank's place, and the store of rank 0's worker as the agent's."""
     import ray
     from ray.train.collective import broadcast_from_rank_zero
     from torch.distributed import TCPStore  # type: ignore[attr-defined]

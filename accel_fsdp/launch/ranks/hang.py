@@ -34,7 +34,7 @@ Instructions = tuple[tuple[CodeType, int], ...]
 
 
 class Stand(NamedTuple):
-    """Where a rank is: the line of the script, the collective that it waits in, and the stack."""
+    """The place of a rank: the line of the script, the collective that it waits in, and the stack."""
 
     line: str
     collective: str

@@ -52,9 +52,10 @@ class HeldUnit:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a rank holds of one model. `whole`: the number of weights outside of units, which this rank holds in full.
+    """The weights that a rank holds of one model.
 
-    `kinds` counts the model's modules with weights by class.
+    `whole` is the number of weights outside of units, which this rank holds in full. `kinds` counts the model's modules
+    with weights by class.
     """
 
     model: str
@@ -75,7 +76,7 @@ class Holding:
 
 
 def holdings(events: Iterable[RankEvent]) -> dict[int, Holding]:
-    """What each rank held at its first step, or when the model was prepared if it took no step."""
+    """The weights that each rank held at its first step, or after `prepare` if it took no step."""
     by_rank: dict[int, Holding] = {}
     listed = list(events)
     for kind in ("prepared", "stepped"):

@@ -1,4 +1,4 @@
-"""What is observed inside a rank, and the library internals that it relies on; one line reports those that changed."""
+"""The observers inside a rank, and the library internals that they rely on; one line reports those that changed."""
 
 import functools
 from collections.abc import Callable

@@ -35,7 +35,7 @@ def show_error(error: BaseException) -> None:
 
 
 def line_of_stack(frame: FrameType | None) -> str:
-    """As file:line; empty if the stack of `frame` has no line of the script's folder."""
+    """The script's line as file:line; empty if the stack of `frame` has no line of the script's folder."""
     return line_of([(at.filename, at.lineno) for at in traceback.extract_stack(frame)])
 
 

@@ -206,7 +206,7 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
 
 
 def _place(title: str, job: JobFile) -> place.Place:
-    """Where the engine will say that machine 0 is."""
+    """The place of machine 0, with the address that the engine will give."""
     statements = {
         "num_machines": job.machines,
         "num_processes": job.machines * job.gpus,

@@ -3,7 +3,7 @@
 from accel_fsdp.launch.script.job_file import INSTALL, NCCL_DEBUG, TOKENS, JobFile, indented, refuse_own_disk
 
 FOLDER = "/project"
-"""Where the container sees the files that dstack copies."""
+"""The container's folder of the files that dstack copies."""
 SHM = "16GB"
 
 

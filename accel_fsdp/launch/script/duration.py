@@ -1,4 +1,4 @@
-"""What the plan says of a job: how long it will take, as far as its steps are known, and which variables it needs."""
+"""The plan of a job: how long it will take, as far as its steps are known, and which variables it needs."""
 
 import contextlib
 import math
@@ -17,7 +17,7 @@ from accel_fsdp.prediction.tracing import by_name
 
 Arguments: TypeAlias = Mapping[str, Any]
 FACTOR = 3
-"""How much longer than predicted a step may take: data is read, checkpoints are written, the network is shared."""
+"""A step may take this many times the prediction: data is read, checkpoints are written, the network is shared."""
 AROUND_SECONDS = 3600
 """Before the first step and after the last: the model is loaded, rows are tokenized, a model is exported."""
 
@@ -38,7 +38,7 @@ class Duration:
 
 
 def predicted(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Duration | None:
-    """Of `train/sft.py` with these arguments, rows as long as they may be; None where something isn't known."""
+    """The duration of `train/sft.py` with these arguments and rows of full length; None where a number is unknown."""
     with contextlib.suppress(*UNKNOWN):
         problem = _planned(arguments, config, machines, machine)
         steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(problem.job)

@@ -1,4 +1,4 @@
-"""What a job file says, whichever engine reads it, and the parts that all of them share."""
+"""The content of a job file for any engine, and the parts that all job files share."""
 
 import shlex
 from collections.abc import Mapping
@@ -12,13 +12,13 @@ from accel_fsdp.launch.script.flags import ScriptCommand
 from accel_fsdp.units import counted
 
 SHARED = "/shared"
-"""Where containers see the folder that all machines share, unless a flag says otherwise."""
+"""The path in containers of the folder that all machines share, unless a flag gives another."""
 LAUNCHER_SECONDS = 10
-"""What the launcher itself needs of the grace period, after the ranks have ended."""
+"""Seconds of the grace period that the launcher needs after the ranks have ended."""
 RESUMES = "resume_from_checkpoint"
 INSTALL = "pip install --quiet 'accel-fsdp[train]'"
 STOPPED = (75, 138)
-"""How `accel-fsdp launch` ends when a checkpoint was saved: its ranks got the signal, or it got SIGUSR1 itself."""
+"""Exit codes of `accel-fsdp launch` after a saved checkpoint: its ranks got the signal, or it got SIGUSR1 itself."""
 ENDED_BY_SIGTERM = 143
 TOKENS = {"HF_TOKEN": "gated models and --push_to_hub", "WANDB_API_KEY": "--report_to wandb"}
 """Variables that hold a secret, which no job file should, and what they are for."""
@@ -80,7 +80,7 @@ class JobFile:
 
 
 def shell_variables(job: JobFile) -> list[str]:
-    """What a user may want to set in a bash script: tokens from a file of their own, and NCCL's log."""
+    """Lines with variables that a user may want to set in a bash script: tokens from a private file, and NCCL's log."""
     return [
         *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
         f"# source ~/.tokens    # <- export {' and '.join(f'{name}=...' for name in TOKENS)}, in a file for you alone",

@@ -140,7 +140,7 @@ def _own_variables() -> list[str]:
 
 
 def _pod(job: JobFile, indent: str) -> list[str]:
-    """What else a pod needs. Without /dev/shm in memory it has 64 MB, too little for NCCL and workers of a loader."""
+    """The volumes of a pod, and its grace period. The default /dev/shm of 64 MB is too small for NCCL and loaders."""
     lines = [
         f"terminationGracePeriodSeconds: {job.flags.grace}",
         "# nodeSelector: {nvidia.com/gpu.product: NAME}    # <- which GPU",

@@ -6,7 +6,7 @@ from accel_fsdp.launch.script.job_file import NCCL_DEBUG, TOKENS, JobFile, refus
 
 RESTARTS = 3
 RESULTS = "ray"
-"""Where in the shared folder Ray keeps what it notes of a run."""
+"""The part of the shared folder in which Ray keeps its notes about a run."""
 
 
 def text(job: JobFile) -> str:
@@ -88,7 +88,7 @@ def _arguments(words: tuple[str, ...]) -> list[str]:
 
 
 def _resources(job: JobFile) -> str:
-    """Of each worker, a machine's part; `use_gpu` asks for its GPU."""
+    """The resources of each worker, a share of its machine's; `use_gpu` asks for its GPU."""
     memory = f', "memory": {job.flags.host_memory // job.gpus or 1} << 30' if job.flags.host_memory else ""
     return f'{{"CPU": {max(1, job.cpus // job.gpus)}{memory}}}'
 

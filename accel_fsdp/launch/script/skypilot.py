@@ -57,7 +57,7 @@ def text(job: JobFile) -> str:
 
 
 def _gpu(kind: MachineFacts | None, job: JobFile) -> str:
-    """What SkyPilot calls it."""
+    """SkyPilot's name for the GPU."""
     if kind is None or kind.accelerator is None:
         raise UsageError(
             f"{job.flags.file} doesn't say which GPU",

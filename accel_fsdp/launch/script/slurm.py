@@ -4,7 +4,7 @@ from accel_fsdp.launch.script.job_file import STOPPED, JobFile, shell_variables
 
 DEFAULT_MINUTES = 24 * 60
 OTHERS_SECONDS = 60
-"""How long a machine may go on after another has ended."""
+"""Seconds that a machine may go on after another has ended."""
 
 
 def text(job: JobFile) -> str:
@@ -87,7 +87,7 @@ def _run(job: JobFile) -> list[str]:
 
 
 def _end_of_one(job: JobFile) -> str:
-    """What happens when one machine ends before the others.
+    """srun's flags for a machine that ends before the others.
 
     Ending the others at once would hide the code of a stopped job behind theirs, 143. Ours all end together; a script
     of the user's own may go on for long on one machine, so only a failure ends the others there.

@@ -13,7 +13,7 @@ from accel_fsdp.models import state_bytes
 from accel_fsdp.units import gib_or_mib
 
 WRITE_BYTES_PER_SECOND = 500_000_000
-"""What a rank writes to a good network disk; slower ones are common, so the rule errs on the quiet side."""
+"""Bytes per second that a rank writes to a good network disk. Slower ones are common: the rule may stay silent."""
 DEFAULT_TIMEOUT = 1800
 TRAINING_KEYS = frozenset({
     "version", "cpu_offload", "auto_wrap_policy", "min_num_params", "transformer_layer_cls_to_wrap",

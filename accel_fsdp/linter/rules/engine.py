@@ -113,7 +113,7 @@ class Subject(JobConfig):
 
     @property
     def weight_bytes(self) -> int:
-        """What a weight takes that is trained in full: 4 bytes, unless the arguments load 16 bits.
+        """Bytes of a weight that is trained in full: 4, unless the arguments load 16 bits.
 
         Mixed precision keeps float32 masters of those too. Under auto, train/sft.py loads float32; others may not.
         """

@@ -18,7 +18,7 @@ FROM_THE_START = ("first_k_dense_replace", "num_dense_layers", "max_window_layer
 FROM_THE_END = ("num_kv_shared_layers",)
 NUMBERS_OF_LAYERS = re.compile(r"(ind(ex|ic|x)|idx|layers|layer_ids)")
 FEATURE_LAYERS = re.compile(r"^(vision_feature_layers?|vit_layers)$")
-"""From which layers of the image encoder features are taken; negative ones count from the last."""
+"""Keys with the layers of the image encoder whose features are used; negative ones count from the last."""
 
 
 def take(part: Part, model: "nn.Module", in_a_row: bool) -> None:

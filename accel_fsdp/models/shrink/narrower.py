@@ -13,7 +13,7 @@ from accel_fsdp.models.shrink.config_parts import EXPERT_COUNTS, GROUP_COUNTS, H
 
 HEAD_WIDTH, HEADS, GROUPS, WIDTH = 16, 4, 2, 64
 MOST_HEADS_OF_ONE_GROUP = 8
-"""Of models with one key for all heads: Falcon has 71, which would make it wide."""
+"""The most heads of a small model with one key for all heads. Falcon has 71, which would make it wide."""
 EXPERTS, EXPERTS_USED, EXPERT_GROUPS = 8, 2, 2
 ROUNDED_TO = 16
 INDEX_HEADS = ("index_n_heads",)

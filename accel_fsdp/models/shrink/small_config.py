@@ -46,10 +46,10 @@ class Attempt:
     words: str
     widths: bool = True
     parts: bool = True
-    """Also the widths of parts besides the text's: an image or audio encoder."""
+    """Reduces also the widths of an image or audio encoder."""
     vocabulary: bool = True
     heads: bool = True
-    """Also the widths of heads, on which some code relies although the config doesn't say so."""
+    """Reduces also the widths of heads, on which some code relies although the config doesn't show it."""
 
 
 ATTEMPTS = (

@@ -161,7 +161,7 @@ class CachingAllocator:
 
     @property
     def issued(self) -> int:
-        """How many blocks have waited for other streams so far, or do."""
+        """The number of blocks that have waited or are waiting for other streams."""
         return self._done + len(self._waiting)
 
     def complete(self, issued: int | None = None) -> None:

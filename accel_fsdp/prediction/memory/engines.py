@@ -118,7 +118,7 @@ class EngineMemory:
         """The unit's backward is done; `born` bytes of gradients are alive as GRADIENTS, unless it `adds`."""
 
     def end_backward(self) -> None:
-        """All gradients are there."""
+        """Called once all gradients are computed."""
         self.has_grads = True
 
     def kept_gradients(self) -> int:

@@ -46,10 +46,10 @@ class Block:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What memory and time depend on. `outer` are the parameters outside of the blocks: embeddings, last norm, head.
+    """The shape of a model, on which memory and time depend.
 
-    A tied head has no parameter of its own. `buffers_bytes` are stored or computed buffers, on every rank. `experts`
-    and `experts_used` count a layer's experts and those a token goes through, 0 without. `window` is the sliding
+    `outer` are the parameters outside of the blocks: embeddings, last norm, head. A tied head adds no parameter.
+    `buffers_bytes` are stored or computed buffers, on every rank. `experts` and `experts_used` count a layer's experts and those a token goes through, 0 without. `window` is the sliding
     window of the layers that have one, 0 without; `positions` the longest sequence, 0 if unlimited. `untraced` are the
     places of the blocks that images go through, whose activations aren't known. `eager_only`: transformers has no other
     attention for the model. `language` counts the parameters of the part that text goes through, 0 without another.
@@ -79,6 +79,6 @@ class ModelShape:
 
     @property
     def numel(self) -> int:
-        """How many elements all parameters have."""
+        """The number of elements of all parameters."""
         inside = sum(len(block.layers) * parameter.numel for block in self.blocks for parameter in block.parameters)
         return inside + sum(parameter.numel for parameter in self.outer)

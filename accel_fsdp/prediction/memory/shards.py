@@ -36,7 +36,7 @@ class Held:
 
     @property
     def numel(self) -> int:
-        """How many elements the whole parameter has."""
+        """The number of elements of the unsharded parameter."""
         return math.prod(self.shape)
 
 
@@ -58,7 +58,7 @@ class Unit:
 
     @property
     def count(self) -> int:
-        """How often the model has it."""
+        """The number of times that the model has this unit."""
         return len(self.block.layers) if self.block else 1
 
     @property

@@ -128,7 +128,7 @@ CHUNK_TOKENS = 256
 
 
 class Variant(NamedTuple):
-    """What decides a tape besides the model: how weights and adapters are held when a block computes.
+    """The settings that decide a tape besides the model: how weights and adapters are held when a block computes.
 
     "bf16" stands for both 16-bit dtypes. `adapters` may be wider than `weights`: PEFT makes them float32 and autocast
     casts them at each use.

@@ -83,7 +83,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        """What the operation allocates and saves."""
+        """Tensors that the operation allocates and saves."""
         ctx.save_for_backward(x, weight)
         return x.new_empty(x.shape[0], weight.shape[-1])
 

@@ -112,7 +112,7 @@ class FourBitLinear(nn.Linear):
         self.bias = like.bias
 
     def forward(self, input: Tensor) -> Tensor:
-        """As `Linear4bit.forward`: casts to the compute dtype and back."""
+        """Casts to the compute dtype and back, as `Linear4bit.forward` does."""
         dtype = input.dtype
         bias = None if self.bias is None else self.bias.to(torch.bfloat16)
         out: Tensor = _FourBit.apply(input.to(torch.bfloat16), (self.out_features, self.in_features), bias)  # type: ignore[no-untyped-call]

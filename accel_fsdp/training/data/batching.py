@@ -185,7 +185,7 @@ class IsolationCheck(TrainerCallback):  # type: ignore[misc]
             )
 
     def _predictions(self, model: "nn.Module", args: TrainingArguments, last: int) -> "Tensor":
-        """Those for the second document, next to where they meet: [3, vocabulary]."""
+        """The logits for the second document, next to the boundary: [3, vocabulary]."""
         documents = [np.asarray([2, 3, last]), np.asarray([3, 4, 5])]
         batch = self.collate([packing.joined(documents, documents)])
         with torch.no_grad():

@@ -21,7 +21,7 @@ ALIASES = {
 KINDS = {"messages": ("messages",), "pair": ("prompt", "completion"), "instruction": ("instruction", "output")}
 ANSWERS = ("completion", "output", "answer", "response")
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
-"""What ShareGPT's `from` says, in the words of chat templates."""
+"""Chat-template roles for the values of ShareGPT's `from`."""
 
 ALPACA = "### Instruction:\n{instruction}\n\n{input}### Response:\n"
 ALPACA_INPUT = "### Input:\n{input}\n\n"

@@ -28,7 +28,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """What `datasets.map` calls: columns of a batch to `input_ids`, `labels` and what the summary counts.
+    """The function for `datasets.map`: columns of a batch to `input_ids`, `labels` and the summary's counts.
 
     A row that can't be used gets its reason in `problem` instead of an exception, which would not survive the way out
     of a worker process and would name the row that failed first, not the first one.

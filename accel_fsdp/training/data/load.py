@@ -17,7 +17,7 @@ FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv
 FILE_ENDINGS = (*FILE_BUILDERS, ".txt", ".arrow", ".zip", ".gz", ".tar")
 """Endings that names on the hub don't have, to tell a path of two parts from such a name."""
 SAVED = ("dataset_dict.json", "state.json")
-"""What `save_to_disk` leaves in a folder."""
+"""Files that `save_to_disk` writes into a folder."""
 
 
 def load(name: str, config_name: str | None = None, *, streaming: bool = False) -> "DatasetDict | IterableDatasetDict":

@@ -26,7 +26,7 @@ STREAMED = 100
 """Rows of a stream that are tokenised together: enough for the tokenizer's threads, soon enough for the first step."""
 
 TOO_LONG, NO_TURN = "the prompts fill the length limit", "no turn is an assistant's"
-"""Why no row is left."""
+"""Reasons to drop a row, for the case that no row is left."""
 
 KEPT = ["input_ids", "labels"]
 
@@ -135,7 +135,7 @@ def _first_encoder(
     options: DataArguments,
     place: Callable[[int], str],
 ) -> Encoder:
-    """How the rows are read, as the first that isn't empty says; `place` names one for the user."""
+    """The encoder of the rows, chosen by the first one that isn't empty; `place` names a row for the user."""
     for number, row in enumerate(rows):
         try:
             return make_encoder(row, tokenizer, options)

@@ -18,7 +18,7 @@ SHOWN = (
 )
 """Trainer's arguments that decide what comes out; `run.json` has all of them."""
 ROWS = ("max_length", "packing", "assistant_only_loss", "completion_only_loss")
-"""What of the rows is trained."""
+"""Arguments that decide which tokens of the rows are trained."""
 
 
 def text(
@@ -106,7 +106,7 @@ def _arguments(arguments: Mapping[str, Mapping[str, Any]], adapter: bool) -> Ite
 
 
 def _segments(segments: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What a resumed run changed, by steps; nothing where all of them were trained alike."""
+    """The settings that a resumed run changed, by steps; empty where all steps were trained alike."""
     if len(segments) < 2:
         return
     tables = [

@@ -44,7 +44,7 @@ RELIES_ON = (
     Internal("torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data", "self"),
 )
 MOST_ENTRIES = 200_000
-"""Of a memory snapshot: the newest are kept."""
+"""The largest number of entries in a memory snapshot; the newest are kept."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self._warming: Any = None
         self._began = 0.0
         self.quick_seconds: list[float] = []
-        """Of the steps before the profiled ones, to see what the profiler costs."""
+        """Durations of the steps before the profiled ones, to measure the profiler's overhead."""
 
     # When
 
@@ -230,7 +230,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             self.mark("backward", by_unit.HEAD)
 
     def backward_ended(self) -> None:
-        """All gradients of the step are there."""
+        """Called once all gradients of the step are computed."""
         self.mark("update", "gradient norm")
 
     def mark(self, phase: Span, unit: str, name: str = "", layer: int | None = None) -> None:
@@ -368,7 +368,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def live_bytes(model: "nn.Module") -> int:
-    """What is allocated on the CPU: all storages that Python's tensors have, and the buckets that DDP keeps inside."""
+    """Bytes allocated on the CPU: all storages that Python's tensors have, and the buckets that DDP keeps inside."""
     sizes: dict[int, int] = {}
     for item in gc.get_objects():
         kind = type(item)  # DTensors and those of a trace, which have no storage of their own, dispatch to others

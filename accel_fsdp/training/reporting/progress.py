@@ -1,4 +1,4 @@
-"""What a person sees of a run while it trains: rate, share of the GPU's peak, memory beside the plan's, and advice."""
+"""The progress that a run reports while it trains: rate, share of the GPU's peak, memory beside the plan's, advice."""
 
 import contextlib
 import sys
@@ -69,11 +69,11 @@ class Tally:
             self.rows, self.length = ids.shape[0], ids.numel() // ids.shape[0]
 
     def skip(self) -> None:
-        """What happened since the last step, such as an evaluation, was not training."""
+        """Leaves out the time since the last step, which was not training but, for example, an evaluation."""
         self._since = time.perf_counter()
 
     def pass_time(self, steps: int = 0) -> None:
-        """What happened since was training, and ended `steps` steps."""
+        """Counts the time since the last call as training that completed `steps` steps."""
         now = time.perf_counter()
         self.seconds, self.steps, self._since = self.seconds + now - self._since, self.steps + steps, now
 
@@ -100,7 +100,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         self.steps_here = 0
         self.seconds_per_step = 0.0
         self.peaks: dict[str, int] = {}
-        """Of the second step: measured and predicted bytes, as far as they are known."""
+        """Measured and predicted bytes of the second step, as far as they are known."""
 
     def plan(self) -> dict[str, Any]:
         """The run in the planner's words, for its account; empty where the planner has none for it."""
@@ -111,7 +111,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         return {"strategy": self.job.layout.name, "layout": asdict(self.job.layout), "recipe": recipe}
 
     def totals(self) -> dict[str, Any]:
-        """What this session trained, evaluations and saves left out, and the second step's memory."""
+        """The training of this session, without evaluations and saves, and the second step's memory."""
         tokens, seconds = self.tally.all_tokens, self.tally.all_seconds
         rate = {"tokens": int(tokens), "training_seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
         return {**rate, "peak_memory_bytes": self.peaks}
@@ -282,7 +282,7 @@ def logging_steps(max_steps: int) -> int:
 
 
 def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps: tuple[int, int, int]) -> list[str]:
-    """What is about to be trained, in two lines.
+    """Describes the run that is about to begin, in two lines.
 
     `trained` of the `parameters`; `batch` is rows per rank, micro-batches and ranks; `steps` are those per epoch, those
     done and those to do in all.

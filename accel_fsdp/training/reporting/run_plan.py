@@ -24,7 +24,7 @@ class Forecast:
     tapes: Mapping[str, Tapes]
 
     def peak_bytes(self, rows: int, length: int, gpu: Gpu | None) -> int:
-        """What one rank allocates at most in a step of this batch."""
+        """The peak bytes that one rank allocates in a step of this batch."""
         job = self.job.with_recipe(rows=rows, length=length)
         return predicted(self.shape, self.tapes, job, gpu).peak.total
 
@@ -44,7 +44,7 @@ class Forecast:
         return by_unit.unit_steps(self.shape, tapes, job.recipe, job.layout, gpu, workspace)
 
     def advice(self, rows: int, length: int) -> list[str]:
-        """What would free memory, the most first, as lines of text."""
+        """Changes that would free memory, the largest first, as lines of text."""
         job = self.job.with_recipe(rows=rows, length=length)
         options = savings(self.shape, self.tapes, job)[:SHOWN_SAVINGS]
         return [f"{gib_or_mib(option.freed_bytes, gib_from=GIB / 10)} less: {option.change}" for option in options]

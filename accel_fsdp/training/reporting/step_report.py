@@ -20,7 +20,7 @@ BETWEEN, OTHER, GRADIENTS, WHOLE = "between steps", "others", "all gradients", "
 SHOWN = 6
 """The largest number of differences shown."""
 LEAST_SHARE = 0.005
-"""Of the step's highest point, time or traffic: smaller differences aren't named."""
+"""The smallest difference that is reported, as a share of the step's peak memory, time or traffic."""
 What = Literal["memory", "time", "traffic"]
 Write = Callable[[float], str]
 Cell = tuple[float | None, Write]
@@ -43,7 +43,7 @@ class Quantity:
 
 
 def combined(fold: Callable[[Iterable[float]], float], quantities: Iterable[Quantity]) -> Quantity:
-    """Such as the sum or maximum of quantities; predicted only if each of them is."""
+    """Combines quantities, such as by sum or maximum; predicted only if each of them is."""
     listed = list(quantities)
     known = [quantity.predicted for quantity in listed if quantity.predicted is not None]
     measured = fold(quantity.measured for quantity in listed)
@@ -83,7 +83,7 @@ class UnitRow:
 
     @property
     def name(self) -> str:
-        """Such as `forward of 32 x LlamaDecoderLayer`."""
+        """The row's title, such as `forward of 32 x LlamaDecoderLayer`."""
         return self.of(self.count)
 
     def of(self, count: int) -> str:
@@ -315,7 +315,7 @@ def _differences(
 
 
 def _difference(what: What, unit: str, text: str, quantity: Quantity, total_bytes: float) -> Iterator[StepDifference]:
-    """Yields nothing without a prediction. `text` has a placeholder for the measured number, `total_bytes` is the step's."""
+    """Yields a difference, if there is a prediction. `text` has a placeholder for the measured number."""
     if quantity.predicted is not None and total_bytes:
         write: Write = any_time if what == "time" else any_size
         apart = quantity.measured - quantity.predicted
@@ -325,7 +325,7 @@ def _difference(what: What, unit: str, text: str, quantity: Quantity, total_byte
 
 
 def _notes(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[int, int]]) -> Iterator[str]:
-    """What the prediction assumes, what the measured numbers leave out, and what the profiler costs."""
+    """Notes: the prediction's assumptions, the limits of the measurement, and the profiler's overhead."""
     if known.predicted is None:
         yield f"Nothing is predicted: {known.why_unknown}."
     elif known.gpu is None:
