@@ -43,11 +43,11 @@ class Migrated:
 
 def _refusing(function: Callable[P, T]) -> Callable[P, T]:
     """`function`, whose unknown keywords are a UserError as those of `plan` are, not a TypeError."""
-    known = inspect.signature(function).parameters
+    parameters = inspect.signature(function).parameters
 
     @wraps(function)
     def refusing(*args: P.args, **kwargs: P.kwargs) -> T:
-        _refuse_unknown(f"{function.__name__} has no", kwargs, known)
+        _refuse_unknown(f"{function.__name__} has no", kwargs, parameters)
         return function(*args, **kwargs)
 
     return refusing

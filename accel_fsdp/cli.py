@@ -163,8 +163,8 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
         return words[: words.index("--")], tuple(words[words.index("--") + 1 :])
     if not words or words[0] not in BEFORE_ARGS:
         return words, ()
-    known = flag_words.flags_of(COMMANDS[words[0]].flags())
-    with_value = {flag_words.field_name(name) for name, flag in known.items() if not flag.is_switch}
+    declared = flag_words.flags_of(COMMANDS[words[0]].flags())
+    with_value = {flag_words.field_name(name) for name, flag in declared.items() if not flag.is_switch}
     end, left, is_value = 1, BEFORE_ARGS[words[0]], False
     while end < len(words) and left:
         word = words[end]

@@ -84,8 +84,8 @@ def flags_of(declared: type) -> dict[str, Flag]:
 
 def _pairs(flags: dict[str, Flag], words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """Each flag among these words, and its value where it has one; the other words as they are."""
-    rest = list(words)
-    while rest and (word := rest.pop(0)) != "--":
+    remaining = list(words)
+    while remaining and (word := remaining.pop(0)) != "--":
         if not is_flag(word):
             yield word, None
             continue
@@ -94,16 +94,16 @@ def _pairs(flags: dict[str, Flag], words: Sequence[str]) -> Iterator[tuple[str, 
             name = name.replace("_", "-")
         elif name not in flags and name[:2] in flags:  # -yo FILE, which tyro takes apart
             last = flags.get(f"-{name[-1]}")
-            if last and not last.is_switch and rest and not is_flag(rest[0]):
-                rest.pop(0)
+            if last and not last.is_switch and remaining and not is_flag(remaining[0]):
+                remaining.pop(0)
             continue
-        known = flags.get(name)
+        flag = flags.get(name)
         if equals:
             yield name, value
-        elif known and not known.is_switch and rest and not is_flag(rest[0]):
-            yield name, rest.pop(0)
+        elif flag and not flag.is_switch and remaining and not is_flag(remaining[0]):
+            yield name, remaining.pop(0)
         else:
-            yield name if known else word, None
+            yield name if flag else word, None
 
 
 def is_flag(word: str) -> bool:

@@ -35,10 +35,10 @@ def init(command: InitCommand) -> int:
     target, config, native = command.folder, command.config, command.native
     contents = _contents(config, native)
     _refuse_file(target)
-    there = [str(target / name) for name in contents if atomic_files.is_taken(target / name)]
-    if there:
+    existing = [str(target / name) for name in contents if atomic_files.is_taken(target / name)]
+    if existing:
         raise UserError(
-            f"{', '.join(there)} {'exists' if len(there) == 1 else 'exist'}",
+            f"{', '.join(existing)} {'exists' if len(existing) == 1 else 'exist'}",
             why="nothing was written, since your own changes may be in there",
             fix="move them away, or choose another folder",
         )
@@ -55,11 +55,11 @@ def _needed(text: str, path: str) -> str:
 
     Such as `--use_peft ` for an adapter: without it every weight would be trained.
     """
-    rest = iter(script_arguments(text))
+    arguments = iter(script_arguments(text))
     needed = []
-    for word in rest:
+    for word in arguments:
         if word in CHOSEN:
-            next(rest)
+            next(arguments)
         else:
             needed.append(path if word == THIS_FILE else word)
     return "".join(f"{word} " for word in needed)
@@ -81,16 +81,16 @@ def _yaml(config: str) -> str:
 
 
 def _contents(config: str, native: bool) -> dict[str, str]:
-    known = configs()
-    if config not in known:
+    available = configs()
+    if config not in available:
         raise UsageError(
-            f"--config {config} is not a ready-made YAML.{did_you_mean(config, known)}",
+            f"--config {config} is not a ready-made YAML.{did_you_mean(config, available)}",
             why="there is nothing to copy",
-            fix=f"one of {', '.join(known)}; or make your own: accel-fsdp config -o FILE.yaml",
+            fix=f"one of {', '.join(available)}; or make your own: accel-fsdp config -o FILE.yaml",
         )
     scripts = [SCRIPT, *([NATIVE] if native else [])]
     texts = {name: (shipped.source() / name).read_text(encoding="utf-8") for name in scripts}
-    texts[_yaml(config)] = known[config].read_text(encoding="utf-8")
+    texts[_yaml(config)] = available[config].read_text(encoding="utf-8")
     return {**texts, README: _readme(config, _needed(texts[_yaml(config)], "fsdp.yaml"), native)}
 
 

@@ -180,7 +180,7 @@ def lines(
             for (x, y), value in zip(places, curve.points, strict=True)
         ]
         ends.append((curve.style, curve.name, places[-1][1]))
-    shapes += [_text(right + 8, y + 4, name, style=f"end {style}") for style, name, y in _apart(ends)]
+    shapes += [_text(right + 8, y + 4, name, style=f"end {style}") for style, name, y in _spread(ends)]
     shapes.append(_text(0, 12, "GiB"))
     shapes.append(_text((LEFT + right) / 2, height - 4, axis, "middle"))
     return _figure(words, width, height, shapes)
@@ -242,7 +242,7 @@ def losses(words: Words, curves: Sequence[Curve], width: int, axes: tuple[str, s
         shapes.append(f'<polyline class="curve {curve.style}" points="{_points(places)}"/>')
         shapes += [f'<circle class="dot {curve.style}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places[-1:]]
         ends += [(curve.style, curve.name, y) for _, y in places[-1:]]
-    shapes += [_text(right + 8, y + 4, name, style=f"end {style}") for style, name, y in _apart(ends)]
+    shapes += [_text(right + 8, y + 4, name, style=f"end {style}") for style, name, y in _spread(ends)]
     shapes.append(_text(0, 12, axes[1]))
     shapes.append(_text((LEFT + right) / 2, height - 4, axes[0], "middle"))
     return _figure(words, width, height, shapes)
@@ -301,7 +301,7 @@ def _round_steps(limit: float) -> list[float]:
     return [step * number for number in range(int(limit / step) + 1)]
 
 
-def _apart(ends: Sequence[tuple[str, str, float]]) -> Iterator[tuple[str, str, float]]:
+def _spread(ends: Sequence[tuple[str, str, float]]) -> Iterator[tuple[str, str, float]]:
     """Labels moved down so that none covers another."""
     last = -math.inf
     for style, name, y in sorted(ends, key=lambda end: end[2]):

@@ -57,8 +57,8 @@ class Parts:
     @property
     def new_state(self) -> tuple[str, ...]:
         """The missing files besides the weights: Trainer resets their state without a warning."""
-        there = {file_names.OPTIMIZER: self.optimizer, file_names.SCHEDULER: self.scheduler}
-        return tuple(name for name, is_there in there.items() if not is_there)
+        states = {file_names.OPTIMIZER: self.optimizer, file_names.SCHEDULER: self.scheduler}
+        return tuple(name for name, is_there in states.items() if not is_there)
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def begin(checkpoint: Path) -> None:
     Raises:
         UserError: the folder can't be written; `abandon` it.
     """
-    there = checkpoint.exists()
-    was_complete = there and not flaw(checkpoint)
-    if was_complete or not there:
+    exists = checkpoint.exists()
+    was_complete = exists and not flaw(checkpoint)
+    if was_complete or not exists:
         _remove(_aside(checkpoint))  # of a run that was killed while it deleted
     if was_complete:
         os.replace(checkpoint, _aside(checkpoint))
@@ -153,10 +153,10 @@ def unfinished(folder: Path) -> tuple[str, ...]:
         return (f"a marker that can be read: {error.what}",)
     if lacks is not None:
         return tuple(f"{name} ({size:,} bytes)" if name != ITS_END else name for name, size in lacks.items())
-    return (file_names.TRAINER_STATE,) if _is_trainers(folder) and not has_trainer_state(folder) else ()
+    return (file_names.TRAINER_STATE,) if _is_of_trainer(folder) and not has_trainer_state(folder) else ()
 
 
-def _is_trainers(folder: Path) -> bool:
+def _is_of_trainer(folder: Path) -> bool:
     """Whether Trainer wrote it, unlike `Accelerator.save_state` or an export, which write no `trainer_state.json`."""
     state = (file_names.SCHEDULER, f"{file_names.RNG_STATE}*", f"{file_names.OPTIMIZER}*")
     others = (f"{file_names.RANDOM_STATES}_*", file_names.REPORT)

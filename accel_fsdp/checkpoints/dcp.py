@@ -174,14 +174,14 @@ def _path(keys: Any) -> tuple[str, ...]:
 def _items(folder: Path, reader: FileReader, listed: dict[Inert, Inert]) -> dict[tuple[str, Any], _Item]:
     """The place of each chunk by name and offset, all of them in plain files of the folder."""
     items: dict[tuple[str, Any], _Item] = {}
-    known: dict[str, tuple[Path, int]] = {}
+    places: dict[str, tuple[Path, int]] = {}
     for index, place in listed.items():
         name = _text(place.state["relative_path"])
         at, length = torch_zip.size((place.state["offset"], place.state["length"]))
-        if name not in known:
+        if name not in places:
             inner = untrusted_files.inside(folder, name, file_names.DCP_METADATA)
-            known[name] = inner, reader.size_of(inner)
-        path, size_bytes = known[name]
+            places[name] = inner, reader.size_of(inner)
+        path, size_bytes = places[name]
         if place.state.get("transform_descriptors"):
             raise UserError(
                 f"{path} is compressed by an extension of DCP",

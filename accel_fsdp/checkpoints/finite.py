@@ -5,7 +5,7 @@ NOT_FINITE = {
     **{"F64": ("<u8", 0x7FF0000000000000), "F32": ("<u4", 0x7F800000), "C64": ("<u4", 0x7F800000)},
     **{"F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80), "F8_E5M2": ("u1", 0x7C), "F8_E4M3": ("u1", 0x7F)},
 }
-"""The bits of a number of each dtype, and which of them are all set in what is none."""
+"""The bits of a number of each dtype, and those that are all set in NaN and infinity."""
 
 
 def count(content: memoryview, dtype: str) -> int:

@@ -133,9 +133,9 @@ def _of_files(
         tensors, places = safetensors_header.read_parts(path)
         for name, header in tensors.items():
             listed_in.add((name, file))
-            known = parts.setdefault(name, {}).setdefault(places.get(name, (0,) * len(header.shape)), header)
-            if known is not header and not summary.equal(known, header):
-                raise damaged(path, f"holds another {name} than {known.file.name}")
+            previous = parts.setdefault(name, {}).setdefault(places.get(name, (0,) * len(header.shape)), header)
+            if previous is not header and not summary.equal(previous, header):
+                raise damaged(path, f"holds another {name} than {previous.file.name}")
     for name, file in listed.items():
         if (name, file) not in listed_in:
             place = f"not in {file}, where its index lists it" if name in parts else "in none of the files of its index"
@@ -177,7 +177,7 @@ def split(paths: Paths, adapter: str | None = None) -> Weights:
     inner = {path: stored for path, stored in paths.items() if len(path) > 1 and not OPTIMIZER_KEYS & set(path[:-1])}
     inner = {path: stored for path, stored in inner.items() if set(path[:-1]) <= MODEL_KEYS}
     model = inner or {path: stored for path, stored in paths.items() if len(path) == 1}
-    optimizer = {_behind(path): stored for path, stored in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
+    optimizer = {_optimizer_name(path): stored for path, stored in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
     tensors = _named(model)
     if not tensor_names.is_adapted(tensors):
         _check_unadapted(tensors)
@@ -227,7 +227,7 @@ def _named(paths: Paths) -> dict[str, Stored]:
     return tensors
 
 
-def _behind(path: tuple[str, ...]) -> str:
+def _optimizer_name(path: tuple[str, ...]) -> str:
     at = next(number for number, key in enumerate(path) if key in OPTIMIZER_KEYS)
     return ".".join(map(clean_name, path[at + 1 :]))
 

@@ -47,26 +47,26 @@ def unpickle(
     return content_read
 
 
-def _unfolded(holder: Any, known: dict[int, tuple[int, ...]], depth: int) -> tuple[int, ...]:
+def _unfolded(holder: Any, sizes: dict[int, tuple[int, ...]], depth: int) -> tuple[int, ...]:
     """Height, leaves, and letters of all leaves with their paths, of a holder with each part as often as it is there.
 
-    `known` has those that were counted, and an empty tuple for those that this one is in.
+    `sizes` has those that were counted, and an empty tuple for those that this one is in.
     """
-    if counted := known.get(id(holder)):
+    if counted := sizes.get(id(holder)):
         return counted
     if counted is not None or depth > DEEPEST:
         raise ValueError("it holds itself, or is nested deeper than any checkpoint")
-    known[id(holder)] = ()
+    sizes[id(holder)] = ()
     height, leaves, letters = 1, 1, 0
     for name_letters, part in _inner(holder):
         if isinstance(part, HOLDERS):
-            below, inside, text = _unfolded(part, known, depth + 1)
+            below, inside, text = _unfolded(part, sizes, depth + 1)
         else:
             below, inside, text = 0, 1, len(part) if isinstance(part, (str, bytes)) else 0
         height, leaves, letters = max(height, below + 1), leaves + inside, letters + text + name_letters * inside
     if height > DEEPEST:
         raise ValueError("it is nested deeper than any checkpoint")
-    known[id(holder)] = height, leaves, letters
+    sizes[id(holder)] = height, leaves, letters
     return height, leaves, letters
 
 

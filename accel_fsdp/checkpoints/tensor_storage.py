@@ -335,12 +335,12 @@ def joined_crc(first: int, second: int, second_bytes: int) -> int:
     return _product(factor, first) ^ second
 
 
-def _product(factor: int, rest: int) -> int:
+def _product(factor: int, power: int) -> int:
     """The product of two polynomials over GF(2), modulo the CRC's; the highest bit is the coefficient of x^0."""
     total = 0
     while factor:
         if factor & (1 << 31):
-            total ^= rest
+            total ^= power
         factor = (factor << 1) & 0xFFFFFFFF
-        rest = (rest >> 1) ^ (CRC_POLYNOMIAL if rest & 1 else 0)
+        power = (power >> 1) ^ (CRC_POLYNOMIAL if power & 1 else 0)
     return total

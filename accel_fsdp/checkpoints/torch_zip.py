@@ -166,7 +166,7 @@ def _typed_view(
     return _view(storage, offset, shape, strides, metadata=metadata, dtype=dtype)
 
 
-def _parameter(data: Any, *rest: Any) -> View:
+def _parameter(data: Any, *_others: Any) -> View:
     if not isinstance(data, View):
         raise TypeError("a parameter without a tensor")
     return data
@@ -218,8 +218,8 @@ class Archive:
         size, offset = _directory(tail)
         if size > min(self.length, LARGEST_DIRECTORY) or offset + size > self.length:
             raise ValueError("directory outside of the archive")
-        known = offset - tail_at
-        content = tail[known : known + size] if known >= 0 else self._bytes(offset, size)
+        shift = offset - tail_at
+        content = tail[shift : shift + size] if shift >= 0 else self._bytes(offset, size)
         return _entries(content, offset)
 
     def _bytes(self, at: int, count: int) -> bytes:

@@ -127,12 +127,12 @@ def _replaced(text: str, node: Any, key: str, value: Any) -> str:
         return text[:start] + " " * (start == end) + _block("", value, text).strip() + text[end:]
     colon = COLON.match(text, name.end_mark.index).end()  # type: ignore[union-attr]
     line_end, end = _line_end(text, colon), _line_end(text, end)
-    rest = text[colon:line_end] if _is_block(old) else text[_end(text, name, old) : line_end]
+    tail = text[colon:line_end] if _is_block(old) else text[_end(text, name, old) : line_end]
     block = _block("", value, text).removesuffix("\n")
     inside = "".join(_comments(text[line_end:end]))
     if isinstance(value, dict):
-        return text[:colon] + rest + block.lstrip("\n") + "\n" + inside + text[end:]
-    return f"{text[:colon]} {block.strip()}{rest}{inside}{text[end:]}"
+        return text[:colon] + tail + block.lstrip("\n") + "\n" + inside + text[end:]
+    return f"{text[:colon]} {block.strip()}{tail}{inside}{text[end:]}"
 
 
 def _added(text: str, node: Any, key: str, value: Any) -> str:

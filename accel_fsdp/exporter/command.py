@@ -96,7 +96,7 @@ def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
     checkpoint, newer = discover.find(options.src)
     for path in newer:
         console.say(f"passed over: {path}", style="yellow")
-    checkpoint = _one_of_two(checkpoint, options)
+    checkpoint = _model_or_adapter(checkpoint, options)
     if checkpoint.kind == "adapter":
         checkpoint = _one_adapter(checkpoint, options.adapter)
     console.say(str(checkpoint), style="cyan")
@@ -106,7 +106,7 @@ def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
         return _Export(options, out, checkpoint, reader, pool).run()
 
 
-def _one_of_two(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
+def _model_or_adapter(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
     """Chooses between a model and an adapter in one folder: the adapter with a flag for it, else the model."""
     beside = discover.adapter_beside(checkpoint) if options.src.is_dir() else None
     if beside is None or options.merge_adapter or options.adapter:

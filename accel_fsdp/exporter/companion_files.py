@@ -215,7 +215,7 @@ def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None
         settings = summary.read_json(adapter / file_names.ADAPTER_CONFIG)
         name, revision = (settings.get(key) for key in ("base_model_name_or_path", "revision"))
         if name and not revision:  # PEFT leaves it out where the model was loaded before
-            revision = next((known for trained_name, known in trained if trained_name == name), None)
+            revision = next((base_revision for trained_name, base_revision in trained if trained_name == name), None)
         return (str(name), str(revision) if revision else None) if name else None
     if any((folder / file_names.CONFIG).is_file() for folder in near):
         return None

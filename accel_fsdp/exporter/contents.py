@@ -110,17 +110,17 @@ class Planner:
     def _once(self, tensors: Mapping[str, Source], ties: tuple[tuple[str, ...], ...]) -> dict[str, Source]:
         first_of_storage = dict(tensors)
         for group in ties:
-            there = [name for name in group if name in first_of_storage]
-            for copy in there[1:]:
-                if not equal(self.reader, first_of_storage[there[0]], first_of_storage[copy]):
+            present = [name for name in group if name in first_of_storage]
+            for copy in present[1:]:
+                if not equal(self.reader, first_of_storage[present[0]], first_of_storage[copy]):
                     raise UserError(
-                        f"{there[0]} and {copy} differ, and the config ties them",
+                        f"{present[0]} and {copy} differ, and the config ties them",
                         why="from_pretrained would load one of them for both",
                         fix="if they were trained apart: tie_word_embeddings: false in the config of --model FOLDER",
                     )
                 del first_of_storage[copy]
-            if there and there[0] != group[0]:
-                first_of_storage[group[0]] = first_of_storage.pop(there[0])
+            if present and present[0] != group[0]:
+                first_of_storage[group[0]] = first_of_storage.pop(present[0])
         return first_of_storage
 
 
@@ -128,7 +128,7 @@ def equal(reader: FileReader, first: Source, second: Source) -> bool:
     """Whether two tensors hold the same elements; by checksums where that is enough."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
-    if (known := _checksums(first)) and known == _checksums(second):
+    if (checksums := _checksums(first)) and checksums == _checksums(second):
         return True
     count, unit = prod(first.shape), max(first.unit, second.unit)
     step = max(1, BLOCK_ELEMENTS // unit) * unit

@@ -166,25 +166,25 @@ class Merger:
         if embedding:
             down, up = (self.adapter.get(f"{module}.lora_embedding_{letter}") for letter in "AB")
         if down is None or up is None:
-            raise _other(f"one of the two matrices of {module} is missing")
+            raise _mismatch(f"one of the two matrices of {module} is missing")
         target = self._target(module)
         base, name = self.tensors[target], plain(f"{module}.").rstrip(".")
         if base.dtype not in FLOATS:
-            raise _other(f"{target} holds no floating-point numbers but {base.dtype}")
+            raise _mismatch(f"{target} holds no floating-point numbers but {base.dtype}")
         turned = embedding or self._is_turned(f"{name}.weight")
         shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
         if len(base.shape) != 2 or base.shape != shape:
-            raise _other(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")
-        rank = _of(name, self.settings.get("rank_pattern"), self.settings.get("r", 8))
+            raise _mismatch(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")
+        rank = _setting_of(name, self.settings.get("rank_pattern"), self.settings.get("r", 8))
         if down.shape[0] != rank or not rank:
-            raise _other(f"{module} has rank {down.shape[0]}, its settings say {rank}")
-        alpha = _of(name, self.settings.get("alpha_pattern"), self.settings.get("lora_alpha", 8))
+            raise _mismatch(f"{module} has rank {down.shape[0]}, its settings say {rank}")
+        alpha = _setting_of(name, self.settings.get("alpha_pattern"), self.settings.get("lora_alpha", 8))
         if not isinstance(alpha, int | float):
-            raise _other(f"lora_alpha of {module} is {alpha}")
+            raise _mismatch(f"lora_alpha of {module} is {alpha}")
         scale = alpha / (math.sqrt(rank) if self.settings.get("use_rslora") else rank)
         magnitude = self.adapter.get(f"{module}.lora_magnitude_vector")
         if (magnitude is not None) != bool(self.settings.get("use_dora")):
-            raise _other(f"{module} has {'no' if magnitude is None else 'a'} magnitude, its settings say otherwise")
+            raise _mismatch(f"{module} has {'no' if magnitude is None else 'a'} magnitude, its settings say otherwise")
         self.tensors[target] = Merged(target, self._dtype(base), base, down, up, scale, magnitude, turned)
 
     def tokens(self, name: str) -> None:
@@ -197,7 +197,7 @@ class Merger:
         tokens = tuple(listed) if isinstance(listed, list) else ()
         right = all(isinstance(token, int) and 0 <= token < base.shape[0] for token in tokens)
         if not right or rows.shape != (len(tokens), *base.shape[1:]):
-            raise _other(f"{name} is {list(rows.shape)}, its settings list {len(tokens)} tokens of {base.shape[0]}")
+            raise _mismatch(f"{name} is {list(rows.shape)}, its settings list {len(tokens)} tokens of {base.shape[0]}")
         self.tensors[target] = Replaced(target, self._dtype(base), base, rows, tokens)
 
     def _is_turned(self, weight: str) -> bool:
@@ -213,7 +213,7 @@ class Merger:
             raise _unmergeable("with target_parameters")
         if self.filed_as is not None and name not in self.filed_as and filed in self.tensors:
             raise _unmergeable(f"on {name}, which the model's files hold in another layout,")
-        return _in(self.tensors, filed)
+        return _checked_name(self.tensors, filed)
 
     def _dtype(self, base: Source) -> str:
         """The dtype of the merge: float32 unless the base's is asked for, so that another dtype is rounded to once."""
@@ -288,15 +288,15 @@ def tied_once(
     return {name: tensor for name, tensor in adapter.items() if changed.get(name) not in copies}
 
 
-def _of(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
+def _setting_of(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
     """A setting of one module: by the first pattern that its name ends in, as PEFT matches them."""
     by_pattern = patterns if isinstance(patterns, dict) else {}
     return next((value for key, value in by_pattern.items() if re.fullmatch(pattern_of(key), module)), default)
 
 
-def _in(base: Mapping[str, Source], name: str) -> str:
+def _checked_name(base: Mapping[str, Source], name: str) -> str:
     if name not in base:
-        raise _other(f"{name} is not in the base")
+        raise _mismatch(f"{name} is not in the base")
     return name
 
 
@@ -338,7 +338,7 @@ def _contradicted(what: str) -> UserError:
     )
 
 
-def _other(what: str) -> UserError:
+def _mismatch(what: str) -> UserError:
     return UserError(
         f"the adapter doesn't fit its base: {what}",
         why="the merged weights would be wrong",

@@ -221,7 +221,7 @@ def describe_adapter(
         return shapes[0], shapes[1]
     except UserError:
         raise
-    except Exception as error:  # settings edited by hand make all parts of PEFT raise what they like
+    except Exception as error:  # PEFT raises many kinds of errors for settings that were edited by hand
         raise UserError(
             f"PEFT can't build the adapter of {folder}: {first_line(error)}",
             why="what the file must hold is unknown",

@@ -102,7 +102,7 @@ class ExportReport:
         speed = f", {self.seconds:.1f} s" if self.seconds else ""
         dtypes = ", ".join(sorted({written.dtype for written in self.tensors.values()}))
         first = f"{counted(len(self.tensors), 'tensor')}, {gb_or_mb(self.size_bytes)}, {dtypes}{speed}"
-        odd = [f"  not finite: {_odd(self)}"] if self.non_finite else []
+        odd = [f"  not finite: {_non_finite(self)}"] if self.non_finite else []
         return [f"verified: {first}", *(f"  {check}" for check in self.checks), *odd]
 
 
@@ -155,15 +155,15 @@ def _check_links(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not hidden and not path.is_file() and (path.is_symlink() or not path.is_dir()):
-            kind = "a link to a folder" if path.is_dir() else "no file that can be read"
+            kind = "a link to a folder" if path.is_dir() else "not a readable file"
             raise untrusted_files.broken(path, f"is {kind}, which no export writes")
 
 
 def _check_code(folder: Path, report: ExportReport | None) -> None:
     """Refuses Python that the export didn't write: transformers runs it if a config names it and a user agrees."""
-    known = report.papers if report else {}
-    there = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in CODE)
-    unknown = [name for name in there if name not in known]
+    papers = report.papers if report else {}
+    code_files = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in CODE)
+    unknown = [name for name in code_files if name not in papers]
     if unknown:
         raise UserError(
             f"{folder} holds code that no export writes: {', '.join(unknown[: transformers_probe.SHOWN])}",
@@ -173,9 +173,9 @@ def _check_code(folder: Path, report: ExportReport | None) -> None:
 
 
 def _same_papers(folder: Path, report: ExportReport) -> ExportReport:
-    there = _papers(folder)
-    missing, extra = report.papers.keys() - there.keys(), there.keys() - report.papers.keys()
-    changed = (name for name, sha in report.papers.items() if there.get(name, sha) != sha)
+    papers = _papers(folder)
+    missing, extra = report.papers.keys() - papers.keys(), papers.keys() - report.papers.keys()
+    changed = (name for name, sha in report.papers.items() if papers.get(name, sha) != sha)
     problems = [
         *(f"{name} is missing" for name in sorted(missing)),
         *(f"{name} isn't what was written" for name in changed),
@@ -187,23 +187,23 @@ def _same_papers(folder: Path, report: ExportReport) -> ExportReport:
             why="users would load another model than the one that was verified, or run what is beside it",
             fix="put that right, or export it again: accel-fsdp export SRC OUT --force",
         )
-    return report.proven(f"{len(there)} other files are what was written")
+    return report.proven(f"{len(papers)} other files are what was written")
 
 
 def verify(folder: Path, report: ExportReport, threads: int, progress: Progress) -> ExportReport:
     """Reopens all files: names, shapes, dtypes and hashes must be those of the report."""
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
-    known = {written.file for written in report.tensors.values()}
-    if unknown := next((path.name for path in paths if path.name not in known), ""):
+    files = {written.file for written in report.tensors.values()}
+    if unknown := next((path.name for path in paths if path.name not in files), ""):
         raise damaged(folder, f"holds {unknown}, which was not exported")  # even an empty one may be loaded as weights
     in_files = {path.name: _tensors(path) for path in paths}
     placed = []
     for name, written in report.tensors.items():
-        there = in_files.get(written.file, {}).pop(name, None)
-        if there is None or (there.dtype, there.shape) != (written.dtype, written.shape):
+        header = in_files.get(written.file, {}).pop(name, None)
+        if header is None or (header.dtype, header.shape) != (written.dtype, written.shape):
             raise damaged(folder / written.file, f"doesn't hold {name} as {written.dtype} {list(written.shape)}")
         output = Output(name, written.dtype, _Blocks(written))
-        placed.append(TensorPlacement(output, folder / written.file, there.start))
+        placed.append(TensorPlacement(output, folder / written.file, header.start))
     extra = [name for tensors in in_files.values() for name in tensors]
     if extra:
         raise damaged(folder, f"holds {extra[0]}, which was not exported")
@@ -222,14 +222,14 @@ def check_finite(report: ExportReport) -> ExportReport:
     if report.non_finite:
         first = ", ".join(list(report.non_finite)[: transformers_probe.SHOWN])
         raise UserError(
-            f"{_odd(report)}: {first}",
+            f"{_non_finite(report)}: {first}",
             why="training has diverged, or the checkpoint is damaged; a model of such numbers answers nothing",
             fix="take an older checkpoint; if they belong there: --allow-non-finite",
         )
     return report.proven("no number is NaN or infinite")
 
 
-def _odd(report: ExportReport) -> str:
+def _non_finite(report: ExportReport) -> str:
     numbers, tensors = sum(report.non_finite.values()), len(report.non_finite)
     return f"{numbers:,} numbers are NaN or infinite, in {tensors} of {counted(len(report.tensors), 'tensor')}"
 

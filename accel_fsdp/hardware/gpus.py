@@ -209,11 +209,11 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     plain_name = _plain(name)
     rows = [gpu for gpu in GPUS if _plain(gpu.name) == plain_name]
     if not rows:
-        known = {_plain(gpu.name): gpu.name for gpu in GPUS}
+        names = {_plain(gpu.name): gpu.name for gpu in GPUS}
         raise UsageError(
-            f"{name} is an unknown GPU.{_suggestion(name, known.values())}",
+            f"{name} is an unknown GPU.{_suggestion(name, names.values())}",
             why="step time follows from its peak, memory and links",
-            fix=f"one of {', '.join(dict.fromkeys(known.values()))}",
+            fix=f"one of {', '.join(dict.fromkeys(names.values()))}",
         )
     in_name = (gpu.memory_gib for gpu in rows if re.search(rf"\b{gpu.memory_gib:g}\s*gi?b\b", name, re.I))
     size = memory_gib or next(in_name, rows[0].memory_gib)

@@ -181,29 +181,29 @@ def schedule_of(arguments: Mapping[str, Any]) -> Schedule:
     )
 
 
-def _word(arguments: Mapping[str, Any], name: str, usual: Event) -> str:
+def _word(arguments: Mapping[str, Any], name: str, default: Event) -> str:
     """A strategy as Trainer spells it: YAML 1.1 reads no as false."""
-    value = arguments.get(name, usual)
+    value = arguments.get(name, default)
     return "no" if value is False else str(value).lower()
 
 
-def _event(arguments: Mapping[str, Any], name: str, usual: Event) -> Event:
-    word = _word(arguments, name, usual)
+def _event(arguments: Mapping[str, Any], name: str, default: Event) -> Event:
+    word = _word(arguments, name, default)
     if word not in get_args(Event):
         raise UsageError(
-            f"{name}: {arguments.get(name, usual)} in the arguments",
+            f"{name}: {arguments.get(name, default)} in the arguments",
             why="Trainer has no such strategy",
             fix=f"one of {', '.join(get_args(Event))}",
         )
     return word  # type: ignore[return-value]
 
 
-def number(value: object, usual: float | None) -> float | None:
-    """The value as a number; `usual` if it isn't one."""
+def number(value: object, default: float | None) -> float | None:
+    """The value as a number; `default` if it isn't one."""
     try:
         return float(str(value))
     except ValueError:
-        return usual
+        return default
 
 
 def is_on(value: object) -> bool:

@@ -67,7 +67,7 @@ class Job:
 def recompute_by(engine: Engine, method: Method) -> Recompute:
     """The part that should recompute activations: FSDP, which gathers each layer only once, or the script.
 
-    "script" means `--gradient_checkpointing true` in the script's arguments. Adapters need it: the YAML's key loses them.
+    "script" means `--gradient_checkpointing true` in the script's arguments; the YAML's key loses adapters.
     """
     return "engine" if engine in FSDP_KINDS and method == "full" else "script"
 

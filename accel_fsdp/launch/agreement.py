@@ -215,8 +215,8 @@ class Differs(UserError):
         self.lines = lines
 
     def __str__(self) -> str:
-        first, *rest = super().__str__().split("\n")
-        return "\n".join([first, *(f"    {one_line(line)}" for line in self.lines), *rest])
+        first, *lines = super().__str__().split("\n")
+        return "\n".join([first, *(f"    {one_line(line)}" for line in self.lines), *lines])
 
 
 def compare(

@@ -152,7 +152,7 @@ class Watchdog:
             still=now - self._place_since,
             collective=stand.collective if stand else "",
             caller=stand.caller if stand else "",
-            mates=self._looks(),
+            mates=self._mates(),
         )
         return beat, stand.stack if stand else ""
 
@@ -163,12 +163,12 @@ class Watchdog:
             self._place_since, self._place = time.monotonic(), place  # in this order: another thread may read both
         return place
 
-    def _looks(self) -> dict[str, str]:
+    def _mates(self) -> dict[str, str]:
         """The states of the silent ranks' processes on this machine."""
-        silent = (peer.beat for peer in self._here() if peer.silent > self.patience.silence / 2)
+        silent = (peer.beat for peer in self._peers_here() if peer.silent > self.patience.silence / 2)
         return {str(beat.rank): beats.state_of(beat.pid, self._computed) for beat in silent}
 
-    def _here(self) -> list[Seen]:
+    def _peers_here(self) -> list[Seen]:
         """The ranks of this machine."""
         return [peer for peer in self.seen.values() if peer.beat.machine == self._first.machine]
 
@@ -197,11 +197,11 @@ class Watchdog:
             still = min(now - self._place_since, now - self._since)
             is_own_store = self._first.has_store  # in a launcher here, which a user may have stopped for a while
             longest = self.patience.seconds(self._doing) if is_own_store else self.patience.silence
-            self._looked(now)
+            self._measure_others(now)
             if waited >= longest and still >= self.patience.silence / 2 and self._needs_others():
                 self._stop_alone(f"no sign of {self._of_store()}, for {waited:.0f} s{self._why_no_sign(is_own_store)}")
 
-    def _looked(self, now: float) -> None:
+    def _measure_others(self, now: float) -> None:
         """Called every second, after a look at the main thread."""
 
     def _needs_others(self) -> bool:
@@ -226,7 +226,7 @@ class Watchdog:
 
     # The main thread, when its work has failed
 
-    def tell(self, error: BaseException) -> None:
+    def report(self, error: BaseException) -> None:
         """Reports to the other ranks that this one has failed, and ends the watch."""
         if self.board is not None and not self._over.is_set():
             stack = "".join(traceback.format_tb(error.__traceback__))
@@ -270,7 +270,7 @@ class Watchdog:
             self._store_is_gone = True
         if self._store_is_gone:
             return Cause(f"no connection to {self._of_store()}")
-        for peer in self._here():
+        for peer in self._peers_here():
             if peer.beat.rank != self.rank and (state := beats.state_of(peer.beat.pid)) in (GONE, STOPPED):
                 return Cause(hangs.describe_process(peer, state))
         peers = self.seen
@@ -304,7 +304,7 @@ class Watchdog:
 
     def _wake_stopped(self) -> None:
         """Wakes ranks of this machine that a signal stopped, so that they end too: their launcher waits for them."""
-        for peer in self._here():
+        for peer in self._peers_here():
             if peer.beat.rank != self.rank and peer.silent and beats.state_of(peer.beat.pid) == STOPPED:
                 with contextlib.suppress(OSError):
                     os.kill(peer.beat.pid, signal.SIGCONT)
@@ -327,7 +327,7 @@ class Watchdog:
 
     def _stop_alone(self, what: str) -> NoReturn:
         """Ends this rank when the store doesn't answer. The lowest rank of each machine reports."""
-        speaker = min((peer.beat for peer in self._here()), key=lambda beat: beat.rank, default=self._first)
+        speaker = min((peer.beat for peer in self._peers_here()), key=lambda beat: beat.rank, default=self._first)
         silently = False
         if speaker.rank != self.rank:
             self._wait_for(lambda: beats.state_of(speaker.pid) == GONE)
@@ -339,7 +339,7 @@ class Watchdog:
         """Ends this process; the cause and its fix are printed last."""
         error = self._error(cause, states)
         errors.tell_launcher(error)
-        here = [peer.beat.rank for peer in self._here() if peer.beat.rank in states]
+        here = [peer.beat.rank for peer in self._peers_here() if peer.beat.rank in states]
         first_here = min((rank for rank in here if states[rank].ago is None), default=self.rank) == self.rank
         if (speaks or first_here) and not silently:
             console.say(f"{hangs.stacks(states)}\n{error}" if speaks else str(error), lines=True)

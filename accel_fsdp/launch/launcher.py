@@ -276,7 +276,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
         what = f"rank {rank} ended with exit code {failure.exitcode}"
         print(f"accel-fsdp: {what}", file=sys.stderr)
         if meeting:
-            _tell_failure(what)
+            _report_failure(what)
         return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
     except ImportError as error:  # DeepSpeed
         raise _refused(args.config_file, error) from error
@@ -308,7 +308,7 @@ def _meet(args: Any, address: str, seconds: float) -> None:
     os.environ[MEETING] = f"{port} {address}"
 
 
-def _tell_failure(what: str) -> None:
+def _report_failure(what: str) -> None:
     """Reports this machine's failure to the ranks of the other machines, through the store where the launchers meet."""
     launch = LaunchEnvironment.now()
     address, port = launch.meeting

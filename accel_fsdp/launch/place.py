@@ -1,4 +1,4 @@
-"""Finds out which of how many machines a launcher runs on, from flags, SLURM, Kubernetes, SkyPilot or dstack.
+"""Finds this machine's number and the number of machines, from flags, SLURM, Kubernetes, SkyPilot or dstack.
 
 Only this module reads the engines' variables. The names are those of `accelerate launch`.
 """

@@ -126,22 +126,22 @@ def _resolved(address: str) -> list[str]:
         raise UserError(f"the name {address} is unknown on this machine: {why}", why=WAIT, fix=FIX_ADDRESS) from error
 
 
-def check_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> None:
+def check_interfaces(variables: Mapping[str, str], existing: Sequence[str]) -> None:
     """Compares the names in variables with the network interfaces of this machine.
 
     Raises:
         UserError: a variable names an interface that doesn't exist.
     """
-    for variable, name, interfaces in named_interfaces(variables, there):
+    for variable, name, interfaces in named_interfaces(variables, existing):
         if not interfaces:
             raise UserError(
                 f"{variable}={variables[variable]}: this machine has no interface {name}",
-                why=f"it has {', '.join(there)}",
+                why=f"it has {', '.join(existing)}",
                 fix=f"unset {variable}, or name an interface that each machine has",
             )
 
 
-def named_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
+def named_interfaces(variables: Mapping[str, str], existing: Sequence[str]) -> Iterator[tuple[str, str, list[str]]]:
     """Yields each name in a variable, with the existing interfaces that it stands for.
 
     NCCL takes all interfaces that begin with the name, unless the value begins with =. A ^ names those to leave out.
@@ -154,6 +154,8 @@ def named_interfaces(variables: Mapping[str, str], there: Sequence[str]) -> Iter
             name = word.partition(":")[0]
             if name and not value.startswith("^"):
                 matches = (
-                    interface for interface in there if (interface.startswith(name) if is_prefix else interface == name)
+                    interface
+                    for interface in existing
+                    if (interface.startswith(name) if is_prefix else interface == name)
                 )
                 yield variable, name, list(matches)

@@ -93,9 +93,11 @@ def _hold(machine: Attendee, meeting: Address, seconds: float) -> Board:
             why=f"no interface of it has the address of {meeting.host}, at which the others look for machine 0",
             fix=rendezvous.FIX_ADDRESS,
         )
-    there = meeting.open(OPEN_SECONDS)
-    if there.get("holder") != asdict(machine):
-        _refuse(there, f"two machines were told that they are machine 0: the one at {meeting.host}, and {machine.host}")
+    existing = meeting.open(OPEN_SECONDS)
+    if existing.get("holder") != asdict(machine):
+        _refuse(
+            existing, f"two machines were told that they are machine 0: the one at {meeting.host}, and {machine.host}"
+        )
     return board
 
 
@@ -123,9 +125,9 @@ def _reach(machine: Attendee, meeting: Address, seconds: float) -> Board:
 
 
 def _call(board: Board, machine: Attendee, seconds: float, deadline: float) -> None:
-    there = Attendee(**board.agree(f"machine/{machine.rank}", asdict(machine)))
-    if there != machine:
-        addresses = f"{there.host} (process {there.process}) and {machine.host} (process {machine.process})"
+    attendee = Attendee(**board.agree(f"machine/{machine.rank}", asdict(machine)))
+    if attendee != machine:
+        addresses = f"{attendee.host} (process {attendee.process}) and {machine.host} (process {machine.process})"
         _refuse(board, f"two machines were told that they are machine {machine.rank}: {addresses}")
     try:
         _wait_for_all(board, machine, seconds, deadline)

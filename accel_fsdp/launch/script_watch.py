@@ -63,7 +63,7 @@ class ScriptWatch(Watchdog):
 
     def failed(self, error: BaseException) -> None:
         """Reports to the other ranks why this one ends: exiting may take long, and they may be on other machines."""
-        in_time(lambda: self.tell(error))
+        in_time(lambda: self.report(error))
 
     def leave(self) -> None:
         """Ends the watch with the script, and reports that to the other ranks."""
@@ -99,16 +99,20 @@ class ScriptWatch(Watchdog):
         super()._forget()
         self._quiet_since = time.monotonic()
 
-    def _looked(self, now: float) -> None:
+    def _measure_others(self, now: float) -> None:
         """Measures what this rank's other threads and processes do while its main thread doesn't move."""
-        every = min(MEASURE_SECONDS, self.patience.silence / 8)
-        if now - self._place_since < every:
+        interval = min(MEASURE_SECONDS, self.patience.silence / 8)
+        if now - self._place_since < interval:
             self._measured, self._quiet_since = None, now
-        elif self._measured is None or now - self._measured_at >= every:
+        elif self._measured is None or now - self._measured_at >= interval:
             self._measured_at, work = now, self._work()
-            passed = now - self._quiet_since
-            before = self._measured
-            if before is None or work[0] - before[0] > BUSY * passed or work[1] - before[1] > BYTES_PER_SECOND * passed:
+            quiet_seconds = now - self._quiet_since
+            previous = self._measured
+            if (
+                previous is None
+                or work[0] - previous[0] > BUSY * quiet_seconds
+                or work[1] - previous[1] > BYTES_PER_SECOND * quiet_seconds
+            ):
                 self._quiet_since, self._measured = now, work
 
     def _work(self) -> tuple[float, float]:

@@ -66,7 +66,7 @@ class Draft:
         self.edits: list[Edit] = []
         self.changes: list[Change] = []
         self.read: dict[str, tuple[str, Any]] = {}
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         self._prepare_place()
         for raw, value in self._content(section).items():
             self._sort_in(str(raw), value)
@@ -83,12 +83,12 @@ class Draft:
             return
         if self.place in self.job.values:
             self.first.append(Edit("", self.place))
-            self.told.add(self.place)
+            self.reported.add(self.place)
             why = f"had no effect: {self.job.engine.label} does not read it"
             self.changes.append(Change(self.place, "lost", show(self.job.values[self.place]), why=why))
         if self.section in self.job.values:
             self.first.append(Edit("", self.section, new_key=self.place))
-            self.told.add(self.section)
+            self.reported.add(self.section)
 
     def _sort_in(self, raw: str, value: Any) -> None:
         """Sets aside what had no effect, with the reason, so that it gets none in the new file either."""
@@ -98,8 +98,8 @@ class Draft:
             before, _ = self.read.pop(key)
             self._set_aside(before, key, "written twice, the later one is used")
         if why:
-            known = (self.section, key) in BY_NAME or key in RETIRED
-            self._set_aside(raw, key if known else raw, why, breaks)
+            is_known = (self.section, key) in BY_NAME or key in RETIRED
+            self._set_aside(raw, key if is_known else raw, why, breaks)
         else:
             self.read[key] = (raw, value)
 
@@ -136,7 +136,7 @@ class Draft:
     ) -> None:
         """One key of the section: lost, or with another value, another name, or as it is."""
         raw, old = self.read.get(key, ("", None))
-        self.told.add(f"{self.section}.{key}")
+        self.reported.add(f"{self.section}.{key}")
         if kind == "lost":
             if not raw:
                 return
@@ -153,7 +153,7 @@ class Draft:
         self.changes.append(Change(f"{section or self.place}.{key}", "changed", "", show(value), "", why, breaks))
 
     def top(self, key: str, kind: ChangeKind, why: str = "", value: Any = None, breaks: bool = False) -> None:
-        self.told.add(key)
+        self.reported.add(key)
         old = self.job.values.get(key)
         if kind != "lost" and value is not None:
             self.edits.append(Edit("", key, value))
@@ -165,7 +165,7 @@ class Draft:
     def lose_rest(self, why: str) -> None:
         """Marks the remaining keys of the section as lost."""
         for key in self.read:
-            if f"{self.section}.{key}" not in self.told:
+            if f"{self.section}.{key}" not in self.reported:
                 self.row(key, "lost", why)
 
     def lose_mesh(self, why: str) -> None:
@@ -182,10 +182,10 @@ class Draft:
     def migration(self, source: str, target: str) -> Migration:
         """The finished migration, with all other keys as kept, in the order of the old file."""
         for key, (_, value) in self.read.items():
-            if f"{self.section}.{key}" not in self.told:
+            if f"{self.section}.{key}" not in self.reported:
                 self.changes.append(Change(f"{self.section}.{key}", "kept", show(value), show(value)))
         for key, value in self.job.values.items():
-            if key not in self.told and key != self.section:
+            if key not in self.reported and key != self.section:
                 self.changes.append(Change(str(key), "kept", show(value), show(value)))
         written = [str(key) for key in self._content(self.section)]
         inside = [f"{self.section}.{name}" for key in written for name in (full_name(self.section, key), key)]
@@ -209,18 +209,18 @@ class Draft:
 
 def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple[str, bool]:
     """Why a key means nothing to the old engine, or stops it: then its meaning is unknown."""
-    known = BY_NAME.get((section, key))
+    field = BY_NAME.get((section, key))
     if key in RETIRED and section == "fsdp_config":
         return f"had no effect: Accelerate reads {RETIRED[key]}", False
-    if known is None or not known.engines:
+    if field is None or not field.engines:
         return "had no effect: nothing reads it", False
     if key == "fsdp_activation_checkpointing_offload" and str(value).lower() in TRUE_WORDS and engine is Engine.FSDP1:
         return "FSDP1 stops at it", True
-    if engine not in known.engines and key != "fsdp_min_num_params":
+    if engine not in field.engines and key != "fsdp_min_num_params":
         return f"had no effect: {engine.label} ignores it", False
     if value is None:
-        return "had no value", section == "fsdp_config" and known.default is not None
-    if known.kind in (Kind.BOOL, Kind.CHOICE) and not known.accepts(value):
+        return "had no value", section == "fsdp_config" and field.default is not None
+    if field.kind in (Kind.BOOL, Kind.CHOICE) and not field.accepts(value):
         return f"Accelerate does not take {value}", True
     return "", False
 

@@ -51,25 +51,25 @@ def hub_id(name: str) -> str:
 
 def find(name: str) -> ModelFacts | None:
     """The facts of a hub id or its last part, in any case, or None."""
-    known = canonical(name)
-    return None if known is None else _facts(known, entries()[known]["facts"])
+    name_here = canonical(name)
+    return None if name_here is None else _facts(name_here, entries()[name_here]["facts"])
 
 
 def _facts(name: str, facts: dict[str, Any]) -> ModelFacts:
     layers = tuple(LayerClass(**layer) for layer in facts["wrap_classes"])
-    rest = {key: value for key, value in facts.items() if key not in ("wrap_classes", "classes")}
+    others = {key: value for key, value in facts.items() if key not in ("wrap_classes", "classes")}
     return ModelFacts(
         name=name,
         wrap_classes=layers,
         classes=frozenset(facts["classes"]),
         wrap_reason="from the bundled catalogue",
         origin="bundled catalogue",
-        **rest,
+        **others,
     )
 
 
 @cache
 def language_layers() -> frozenset[str]:
     """The layer classes of the models here that AutoModelForCausalLM builds."""
-    known = (entry["facts"] for entry in entries().values() if "auto_class" not in entry["facts"])
-    return frozenset(layer["name"] for facts in known for layer in facts["wrap_classes"])
+    known_facts = (entry["facts"] for entry in entries().values() if "auto_class" not in entry["facts"])
+    return frozenset(layer["name"] for facts in known_facts for layer in facts["wrap_classes"])

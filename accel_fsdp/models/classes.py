@@ -52,16 +52,16 @@ def trained_class(config: Any) -> Any:
     A class without a head is not trained itself. Without `architectures` a config with several parts is of the class
     for all of them, not of the one for text that AutoModelForCausalLM builds from a part.
     """
-    named_class, known = _named_class(config), _known(config)
-    headless = bool(known) and named_class is _bare_class(config)
-    if named_class is not None and not headless and not (named_class is known.get(MASKED) and _is_decoder(config)):
+    named_class, kinds = _named_class(config), _known(config)
+    headless = bool(kinds) and named_class is _bare_class(config)
+    if named_class is not None and not headless and not (named_class is kinds.get(MASKED) and _is_decoder(config)):
         return named_class
     kind = auto_class(config)
-    if kind == MASKED and CAUSAL in known:
-        return known[CAUSAL]  # the same layers
-    if kind == CAUSAL and _reads_text_part(known[CAUSAL], config):
-        return known.get(IMAGE_TEXT, known[CAUSAL])
-    return known.get(kind)
+    if kind == MASKED and CAUSAL in kinds:
+        return kinds[CAUSAL]  # the same layers
+    if kind == CAUSAL and _reads_text_part(kinds[CAUSAL], config):
+        return kinds.get(IMAGE_TEXT, kinds[CAUSAL])
+    return kinds.get(kind)
 
 
 def auto_class(config: Any) -> str:
@@ -71,26 +71,26 @@ def auto_class(config: Any) -> str:
     AutoModelForCausalLM knows is trained on text, with its parts for images too. An encoder that could also be a
     decoder, such as BERT, reads both ways and is trained to fill in masked words.
     """
-    known, named_class = _known(config), _named_class(config)
-    fits = [kind for kind, built in known.items() if built is named_class]
-    if named_class is not None and not fits and not (known and named_class is _bare_class(config)):
+    kinds, named_class = _known(config), _named_class(config)
+    fits = [kind for kind, built in kinds.items() if built is named_class]
+    if named_class is not None and not fits and not (kinds and named_class is _bare_class(config)):
         return str(named_class.__name__)
     if CLASSIFIER in fits:
         return CLASSIFIER
     bare = BARE if _bare_class(config) else ""
     if config.is_encoder_decoder:
-        return SEQ2SEQ if SEQ2SEQ in known else bare
-    if MASKED in known and not _is_decoder(config):
+        return SEQ2SEQ if SEQ2SEQ in kinds else bare
+    if MASKED in kinds and not _is_decoder(config):
         return MASKED
-    return next(iter(known), bare)
+    return next(iter(kinds), bare)
 
 
 def text_class(config: Any) -> Any:
     """The Auto class with which a script that trains on text loads the model, such as train/sft.py."""
     import transformers
 
-    known = _known(config)
-    reads_images = IMAGE_TEXT in known and trained_class(config) is known[IMAGE_TEXT]
+    kinds = _known(config)
+    reads_images = IMAGE_TEXT in kinds and trained_class(config) is kinds[IMAGE_TEXT]
     return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
 
 

@@ -101,7 +101,7 @@ def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
         for item in items:
             if isinstance(item, dict):
                 check(name, item, f"{place}{key}.")
-            elif problem := _wrong(key, item):
+            elif problem := _problem(key, item):
                 raise contradictory(name, f"{place}{key} is {json.dumps(item)[:40]}: {problem}")
     heads, groups = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and groups and heads % groups:
@@ -117,9 +117,9 @@ def _check_experts(name: str, settings: Mapping[str, Any], place: str) -> None:
     """
     check_count(name, max(map(_number, map(settings.get, EXPERTS))) * _number(settings.get("num_hidden_layers")))
     for count, used in ((count, used) for count in EXPERTS for used in EXPERTS_USED):
-        there, used_count = settings.get(count), settings.get(used)
-        if isinstance(there, int) and isinstance(used_count, int) and 1 < there < used_count:
-            counts = f"{count} is {there}, {place}{used} {used_count}"
+        expert_count, used_count = settings.get(count), settings.get(used)
+        if isinstance(expert_count, int) and isinstance(used_count, int) and 1 < expert_count < used_count:
+            counts = f"{count} is {expert_count}, {place}{used} {used_count}"
             raise contradictory(name, f"{place}{counts}: a token can't go to more experts than there are")
 
 
@@ -133,7 +133,7 @@ def _number(value: Any) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _wrong(key: str, value: Any) -> str:
+def _problem(key: str, value: Any) -> str:
     if key in WIDTHS:
         if value is None:
             return ""

@@ -25,8 +25,8 @@ def read_model(name: str) -> ModelFacts:
     Raises:
         UserError: there is no such folder or repository, or `build` refuses its config.
     """
-    known = None if os.path.exists(name) else catalogue.find(name)
-    return known or model_facts(name, read_config(name))
+    entry = None if os.path.exists(name) else catalogue.find(name)
+    return entry or model_facts(name, read_config(name))
 
 
 def model_facts(name: str, config: Any) -> ModelFacts:

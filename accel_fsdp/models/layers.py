@@ -59,7 +59,7 @@ def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
 
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    around = {path: set(_around(path)) for path, name in classes.items() if name in names}
+    around = {path: set(_parents(path)) for path, name in classes.items() if name in names}
     stacks = {
         classes[outer]
         for path, outside in around.items()
@@ -71,7 +71,7 @@ def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
     return [name for name in names if name in free]
 
 
-def _around(path: str) -> Iterator[str]:
+def _parents(path: str) -> Iterator[str]:
     while path:
         path = path.rpartition(".")[0]
         yield path

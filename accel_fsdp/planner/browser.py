@@ -95,8 +95,8 @@ def _word(field: str) -> str:
 
 def _flags() -> dict[str, Flag]:
     """The flags of the page by their names in a link."""
-    known = flag_words.flags_of(PlanCommand)
-    return {_word(field): known[flag_words.flag_of(field)] for field in LABELS}
+    flags = flag_words.flags_of(PlanCommand)
+    return {_word(field): flags[flag_words.flag_of(field)] for field in LABELS}
 
 
 def models() -> dict[str, list[str]]:

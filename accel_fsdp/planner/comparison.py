@@ -72,9 +72,9 @@ class Comparison:
         """The compared job, in a sentence."""
         shape, recipe, work = self.problem.shape, self.problem.job.recipe, self.work
         much = f"{work.tokens:,} tokens" if work.tokens else f"{work.rows:,} rows, {work.epochs:g} times"
-        usual = ", the default without --tokens or --dataset-rows" if self.assumed else ""
+        note = ", the default without --tokens or --dataset-rows" if self.assumed else ""
         return (
-            f"{shape.name}: {parameters(shape.numel, shape.language)}, {recipe.method} training on {much}{usual}, "
+            f"{shape.name}: {parameters(shape.numel, shape.language)}, {recipe.method} training on {much}{note}, "
             f"{recipe.length:,} tokens per sequence; all of it predicted."
         )
 
@@ -217,7 +217,7 @@ def compare(flags: PlanCommand) -> Comparison:
     _refuse_twice({name: (kinds[name], machine.count, several) for name, (machine, several) in described.items()})
     _refuse_beside(flags, {gpu.name for gpu in kinds.values()})
     inputs = [workload.inputs_of(flags, gpu) for gpu in kinds.values()]
-    usual = inputs[0].work == cost.Work()
+    is_default = inputs[0].work == cost.Work()
     results: list[Machine] = []
     problems: list[Problem] = []
     errors: list[UsageError] = []
@@ -230,10 +230,10 @@ def compare(flags: PlanCommand) -> Comparison:
             results.append(Machine(name, kinds[name], machine.count * several, why=f"{error.what}: {error.why}"))
             continue
         problems.append(problem)
-        results.append(_on(name, problem, replace(work, work=USUAL) if usual else work))
+        results.append(_on(name, problem, replace(work, work=USUAL) if is_default else work))
     if not problems:
         raise errors[0]
-    return Comparison(problems[0], USUAL if usual else inputs[0].work, tuple(results), usual)
+    return Comparison(problems[0], USUAL if is_default else inputs[0].work, tuple(results), is_default)
 
 
 def _on(name: str, problem: Problem, work: cost.CostInputs) -> Machine:

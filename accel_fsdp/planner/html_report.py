@@ -111,7 +111,7 @@ def sections(report: PlanReport) -> Iterator[str]:
     yield f"<header><h1>{escape(title_of(problem))}</h1><p>{escape(report.headline())}</p></header>"
     yield f'<section class="advice">{"".join(map(_advised, report.advice()))}</section>'
     if problem.ranks > 1:
-        yield _against(problem)
+        yield _strategy_bars(problem)
     yield _strategies(problem, plan)
     yield _step(problem, choice, chosen=plan.choice is not None)
     yield _numbers(problem, plan)
@@ -134,7 +134,7 @@ def _advised(line: str) -> str:
     return f"<{kind}>{escape(line.strip())}</{kind}>"
 
 
-def _against(problem: Problem) -> str:
+def _strategy_bars(problem: Problem) -> str:
     jobs = (_curve(problem, problem.job.recipe, name, problem.ranks) for name in ("DDP", "FULL_SHARD"))
     ddp, fsdp = (_timeline(problem, job).most for job in jobs)
     least = max(ddp.values()) * TOO_THIN

@@ -77,9 +77,9 @@ class Proposer:
         key = (layout.engine, layout.ranks, layout.ranks_per_node, job.method, job.recipe.precision)
         if key not in self._answers:
             preset = self._given(job)
-            known = catalogue.canonical(self.model)
-            settled = _settled({**preset, "model": known or PRESET_MODEL})
-            answers = settled if known else replace(settled, model=self.model, layer_class=self.layer_class)
+            catalogue_name = catalogue.canonical(self.model)
+            settled = _settled({**preset, "model": catalogue_name or PRESET_MODEL})
+            answers = settled if catalogue_name else replace(settled, model=self.model, layer_class=self.layer_class)
             self._answers[key] = answers
         base, sharded = self._answers[key], layout.is_fsdp
         return replace(

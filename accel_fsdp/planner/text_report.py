@@ -209,8 +209,8 @@ class PlanReport:
         if choice.layout.engine is Engine.DEEPSPEED:
             return
         plain, expandable, ends = self._replayed(choice)
-        usual, (low, high) = gib_in_figure(plain.reserved / GIB), (number_in_figure(size / GIB) for size in ends)
-        reserved = f"The allocator reserves about {usual} ({low} to {high})"
+        expected, (low, high) = gib_in_figure(plain.reserved / GIB), (number_in_figure(size / GIB) for size in ends)
+        reserved = f"The allocator reserves about {expected} ({low} to {high})"
         if plain.failed_at:
             reserved = f"The allocator runs out in the {plain.failed_at}"
         elif plain.thrashes:

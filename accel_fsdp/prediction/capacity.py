@@ -130,18 +130,18 @@ def replay_of(shape: ModelShape, tapes: Tapes, job: Job, workspace_bytes: int) -
     If a GPU has room for all reserved memory, the result without a limit is reused. Expandable segments are replayed
     each time, because their addresses depend on the GPU's size.
     """
-    known: dict[tuple[bool, int], Reservation] = {}
+    reservations: dict[tuple[bool, int], Reservation] = {}
     unlimited: list[Reservation] = []
 
     def replayed(expandable: bool, room_bytes: int) -> Reservation:
         if not expandable and unlimited and unlimited[0].reserved <= room_bytes:
             return unlimited[0]
-        if (expandable, room_bytes) not in known:
+        if (expandable, room_bytes) not in reservations:
             arguments = (job.recipe, job.layout, workspace_bytes, expandable, room_bytes)
-            known[expandable, room_bytes] = reservation = reserve(shape, tapes, *arguments)
+            reservations[expandable, room_bytes] = reservation = reserve(shape, tapes, *arguments)
             if not expandable and not reservation.met_limit:
                 unlimited.append(reservation)
-        return known[expandable, room_bytes]
+        return reservations[expandable, room_bytes]
 
     return replayed
 
@@ -169,12 +169,12 @@ def device(
     """
     allocated, outside = prediction.peak.total, outside_bytes(gpu, layout.ranks)
     room, spared = capacity_bytes - outside, spared_bytes(capacity_bytes) - outside
-    low, usual, high = (round(allocated * factor) for factor in RESERVED[layout.engine])
+    low, expected, high = (round(allocated * factor) for factor in RESERVED[layout.engine])
     ranged = (min(low, max(room, allocated)), min(high, max(room, allocated)))
     phase = prediction.peak.phase
     if allocated > room:
         return Device(allocated, ranged, "no", outside, capacity_bytes, runs_out=phase)
-    if allocated > spared or (replay is None and usual > spared):
+    if allocated > spared or (replay is None and expected > spared):
         return Device(allocated, ranged, "tight", outside, capacity_bytes, runs_out=phase)
     if replay is None or layout.engine is Engine.DEEPSPEED or (high <= spared and not unusual):
         return Device(allocated, ranged, "yes", outside, capacity_bytes)

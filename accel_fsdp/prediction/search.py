@@ -21,7 +21,7 @@ predicted."""
 ENOUGH = 0.95
 """The share of a strategy's highest speed that a micro-batch must reach: a larger one fills memory and gains little."""
 FINE = 64
-"""A limit found by replaying the allocator, which may take a second, is exact to one part in this many."""
+"""The inverse of the relative error of a limit that is found by replaying the allocator, which may take a second."""
 
 
 def largest(problem: Problem, job: Job, field: str, most: int, like: Candidate | None = None) -> int:
@@ -56,22 +56,22 @@ def _largest(needs: Callable[[int], Device], has: int, most: int, fitting: int =
     meets it; every third time it is the middle, in case the line misleads.
     """
     low, high, step = fitting, max(most, fitting) + 1, 1 + fitting // FINE
-    known = {number: needs(number).needed for number in {1 + fitting // 2, fitting} if fitting > 1}
+    needed = {number: needs(number).needed for number in {1 + fitting // 2, fitting} if fitting > 1}
     while high - low > step:
-        tries = len(known)
-        number = tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _meets(known, low, high, has)
+        tries = len(needed)
+        number = tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _meets(needed, low, high, has)
         number = min(max(number, low + 1), high - 1)
         device = needs(number)
-        known[number] = device.needed
+        needed[number] = device.needed
         low, high = (number, high) if device.fits else (low, number)
     return low
 
 
-def _meets(known: Mapping[int, int], low: int, high: int, has: int) -> int:
+def _meets(needed: Mapping[int, int], low: int, high: int, has: int) -> int:
     """The point where a line reaches the limit: the line through `low` and `high`, or the two highest known numbers."""
-    first, second = (low, high) if low in known and high in known else sorted(known)[-2:]
-    slope = (known[second] - known[first]) / (second - first)
-    return first + int((has / (1 + capacity.MARGIN) - known[first]) / slope) if slope > 0 else high - 1
+    first, second = (low, high) if low in needed and high in needed else sorted(needed)[-2:]
+    slope = (needed[second] - needed[first]) / (second - first)
+    return first + int((has / (1 + capacity.MARGIN) - needed[first]) / slope) if slope > 0 else high - 1
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _sure(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
         ordered = sorted(candidates, key=lambda candidate: -candidate.tokens_per_s)
         equal = [candidate for candidate in ordered if candidate.tokens_per_s >= TIE * ordered[0].tokens_per_s]
         choice = min(equal, key=_burden)
-        if any(choice is known for known in confirmed):
+        if any(choice is checked for checked in confirmed):
             return choice
         place = candidates.index(choice)
         candidates[place] = evaluated = problem.evaluate(choice.job)

@@ -27,11 +27,11 @@ TraceRecord: TypeAlias = tuple[ModelShape, dict[str, Tapes]]
 
 def find(name: str) -> TraceRecord | None:
     """A catalogue model's bundled shape and tapes by variant; None if it isn't bundled or can't be recorded."""
-    known = catalogue.canonical(name)
-    if known is None or not shipped(known):
+    catalogue_name = catalogue.canonical(name)
+    if catalogue_name is None or not shipped(catalogue_name):
         return None
-    shape, tapes = _bundled(first_alike(known))
-    return replace(shape, name=known, positions=catalogue.entries()[known]["positions"]), tapes
+    shape, tapes = _bundled(first_alike(catalogue_name))
+    return replace(shape, name=catalogue_name, positions=catalogue.entries()[catalogue_name]["positions"]), tapes
 
 
 def shipped(name: str) -> tuple[str, ...]:

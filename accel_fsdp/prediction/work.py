@@ -176,7 +176,7 @@ def _between(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Wor
 
 def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
     fused = _is_fused(recipe)
-    attention = sum(_other(weight, shape) for weight in products(block) if _is_attention(weight))
+    attention = sum(_inner_width(weight, shape) for weight in products(block) if _is_attention(weight))
     queries = shape.heads * shape.head_dim
     keys = max(0, attention - 2 * queries) / 2
     norms = tuple(_norms(block, shape, queries, keys, recipe))
@@ -187,7 +187,9 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
         yield per_element, queries + keys, 1 if fused else KERNELS["rotary"]
     yield (0, 0), 0, KERNELS["attention"] * bool(attention)
     yield _times(RESIDUAL_BYTES, wide), 2 * shape.hidden, KERNELS["residual"]
-    inner = [_other(weight, shape) * _routes(weight, shape) for weight in products(block) if not _is_attention(weight)]
+    inner = [
+        _inner_width(weight, shape) * _routes(weight, shape) for weight in products(block) if not _is_attention(weight)
+    ]
     if inner:
         gated = math.isclose(sum(inner), 3 * min(inner)) or shape.experts > 0
         per_element = (FUSED_GATE_BYTES if _fuses_gates(recipe) else GATE_BYTES) if gated else ACTIVATION_BYTES
@@ -277,7 +279,7 @@ def _keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
     return window - window**2 / (2 * recipe.length)
 
 
-def _other(weight: Parameter, shape: ModelShape) -> int:
+def _inner_width(weight: Parameter, shape: ModelShape) -> int:
     """The side of a weight that isn't the hidden one, whichever comes first (transformers' Conv1D is transposed)."""
     first, second = weight.shape[-2:]
     return first if second == shape.hidden else second

@@ -31,13 +31,13 @@ def fetch(launcher: Rehearsed, dataset: str, config_name: str | None, split: str
     """
     alone = replace(launcher, seconds=SECONDS, cold=True)
     words = [str(target), dataset, split, *([config_name] if config_name else [])]
-    why, may_be_cached = _asked(alone, "rows", words)
-    if may_be_cached and _asked(alone, "rows-offline", words, **{OFFLINE: "1"})[0] == "":
+    why, may_be_cached = _request_rows(alone, "rows", words)
+    if may_be_cached and _request_rows(alone, "rows-offline", words, **{OFFLINE: "1"})[0] == "":
         return ""
     return why
 
 
-def _asked(launcher: Rehearsed, name: str, words: Sequence[str], **environment: str) -> tuple[str, bool]:
+def _request_rows(launcher: Rehearsed, name: str, words: Sequence[str], **environment: str) -> tuple[str, bool]:
     """Why there are no rows, empty if they were written, and whether a cache may have them."""
     outcome = launcher.python(name, __name__, words, **environment)
     if outcome.code is None:

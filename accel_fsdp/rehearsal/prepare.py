@@ -92,9 +92,9 @@ def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:
     """A model that can be read: the named one, a bundled config, or any with the YAML's layer class."""
     if model is not None and Path(model).exists():
         return model, ""
-    known = catalogue.canonical(model) if model else None
-    if known:
-        return _written(catalogue.entries()[known]["config"], folder / "bundled"), ""
+    catalogue_name = catalogue.canonical(model) if model else None
+    if catalogue_name:
+        return _written(catalogue.entries()[catalogue_name]["config"], folder / "bundled"), ""
     if model is not None:
         return model, ""
     layer_class = str(job.fsdp("fsdp_transformer_layer_cls_to_wrap") or "").split(",")[0] if job.is_fsdp else ""

@@ -54,7 +54,7 @@ def greeting() -> dict[str, Any]:
 
 def serve(calls: int, questions: int, store: str) -> None:
     pipe = Connection(calls)
-    watching = threading.Thread(target=_tell_where, args=(Connection(questions), threading.get_ident()), daemon=True)
+    watching = threading.Thread(target=_report_places, args=(Connection(questions), threading.get_ident()), daemon=True)
     watching.start()
     with contextlib.suppress(EOFError):
         pipe.send(_joined(pipe.recv(), store))
@@ -62,7 +62,7 @@ def serve(calls: int, questions: int, store: str) -> None:
             pipe.send(_called(pipe.recv_bytes()))
 
 
-def _tell_where(questions: Connection, main: int) -> None:
+def _report_places(questions: Connection, main: int) -> None:
     """Answers questions about where the rank is, and ends the process when its parent has ended."""
     try:
         while True:

@@ -183,11 +183,11 @@ def xla_settings(path: Path) -> dict[str, Any]:
 def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
     parser = _Parser([ModelArguments, DataArguments, SftArguments], allow_abbrev=False)
     _require_launcher()
-    known = {option for action in parser._actions for option in action.option_strings}
+    options = {option for action in parser._actions for option in action.option_strings}
     for flag in (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")):
-        if flag not in known:
+        if flag not in options:
             hint = flag_hints.TRL.get(flag_words.field_name(flag))
-            guess = "" if hint else did_you_mean(flag, known)
+            guess = "" if hint else did_you_mean(flag, options)
             raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
     try:
         model, data, training = parser.parse_args_into_dataclasses()

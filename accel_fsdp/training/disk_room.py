@@ -73,7 +73,7 @@ def check_shared(trainer: Any, resume_from: str | None) -> None:
         [first, *_] = gather_object([Path(probe).name])
         answers = gather_object([(_appears(folder / first), resume_from)])
         trainer.accelerator.wait_for_everyone()
-    if all(there for there, _ in answers) and len({start for _, start in answers}) == 1:
+    if all(sees_it for sees_it, _ in answers) and len({start for _, start in answers}) == 1:
         return
     raise UserError(
         f"{trainer.args.output_dir} is not the same folder on all machines",
@@ -118,5 +118,5 @@ def _checkpoints_to_come(trainer: Any) -> int:
     left, epochs = state.max_steps - state.global_step, state.num_train_epochs
     per_epoch = state.max_steps / epochs if epochs <= state.max_steps else left  # unknown of a stream
     saves = cost.events(args.save_strategy.value, state.save_steps, left, per_epoch)
-    there = sum(not completeness.flaw(path) for path in file_names.checkpoints(Path(args.output_dir)))
-    return cost.at_once(saves, args.save_total_limit or 0, there)
+    complete = sum(not completeness.flaw(path) for path in file_names.checkpoints(Path(args.output_dir)))
+    return cost.at_once(saves, args.save_total_limit or 0, complete)

@@ -91,9 +91,9 @@ class Export:
         if self.args.load_best_model_at_end and trainer.state.best_model_checkpoint:
             return Path(trainer.state.best_model_checkpoint)
         folder = Path(self.args.output_dir) / f"{file_names.CHECKPOINT}{trainer.state.global_step}"
-        there = folder.is_dir()
+        exists = folder.is_dir()
         trainer.accelerator.wait_for_everyone()  # a rank that begins to save makes it
-        if not there:
+        if not exists:
             if (plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
                 plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the old type stay
                 plugin.set_state_dict_type("SHARDED_STATE_DICT")

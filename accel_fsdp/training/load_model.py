@@ -40,12 +40,12 @@ def load_tokenizer(options: ModelArguments, chat_template_path: str | None = Non
     if _first_rank():
         causal.check_config(config, options.model_name_or_path, options.trust_remote_code)
     tokenizer: PreTrainedTokenizerBase = models.read_tokenizer(*source)
-    known = tokenizer.get_vocab()
+    vocabulary = tokenizer.get_vocab()
     for name in ("eos_token", "pad_token"):
         value = getattr(options, name)
-        if value is not None and value not in known:
+        if value is not None and value not in vocabulary:
             raise UserError(
-                f"--{name} {value} is not a token of {options.model_name_or_path}.{did_you_mean(value, known)}",
+                f"--{name} {value} is not a token of {options.model_name_or_path}.{did_you_mean(value, vocabulary)}",
                 why="a token without a row in the embedding can't be trained",
                 fix="one of its own, such as "
                 + ", ".join(map(str, tokenizer.all_special_tokens[:3] or ["those it has"])),

@@ -55,8 +55,8 @@ def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
     With fewer machines than before, each rank takes more micro-batches.
     """
     rows = origin.rows_per_step * training.gradient_accumulation_steps
-    micro_batches, rest = divmod(rows, max(_rows_per_step(training), 1))
-    if rest or micro_batches < 1 or micro_batches == training.gradient_accumulation_steps:
+    micro_batches, remainder = divmod(rows, max(_rows_per_step(training), 1))
+    if remainder or micro_batches < 1 or micro_batches == training.gradient_accumulation_steps:
         return
     if training.process_index == 0:
         console.say(

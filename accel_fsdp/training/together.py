@@ -70,7 +70,7 @@ class Peers:
             self._fails_itself = isinstance(error, UserError)
             if not self._fails_itself:  # often a collective that lacks a failed rank: the watch knows which
                 time.sleep(2 * self._every)
-            self._tell(error)
+            self._report(error)
         self._over.set()
 
     def compare(self, name: str, settings: agreement.Settings) -> None:
@@ -89,7 +89,7 @@ class Peers:
     def _every(self) -> float:
         return max(POLL_SECONDS, dist.get_world_size() / RANKS_PER_SECOND)
 
-    def _tell(self, error: BaseException) -> None:
+    def _report(self, error: BaseException) -> None:
         """Reports to the other machines why this rank ends, and gives them time to read it."""
         if isinstance(error, agreement.Differs):  # all raise it
             return

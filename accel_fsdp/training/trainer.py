@@ -181,7 +181,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
                 self.stop.give_in()
             if isinstance(error, (RuntimeError, CheckpointException)) and saving.is_lost(error):
                 self._blame(error)
-            self.watch.tell(error)
+            self.watch.report(error)
             raise
         finally:
             self.stop.release()

@@ -118,8 +118,8 @@ def state_memory(context: Context) -> tuple[float, float] | None:
     layout, machine = layout_of(context), context.machine
     if context.model is None or layout is None:
         return None
-    known = machine.accelerator is not None and gpus.is_known(machine.accelerator)
-    has = gpus.find(str(machine.accelerator), machine.memory_gib).usable_gib if known else machine.memory_gib
+    is_known = machine.accelerator is not None and gpus.is_known(machine.accelerator)
+    has = gpus.find(str(machine.accelerator), machine.memory_gib).usable_gib if is_known else machine.memory_gib
     if has is None:
         return None
     return layout.shard_of(context.model.parameters * state_bytes.PER_PARAMETER[context["method"]]), has * GIB

@@ -55,12 +55,12 @@ def _engine_is(name: str) -> Callable[[Context], bool]:
     return lambda context: bool(context["engine"] == name)
 
 
-def _free(name: str, prompt: str, default: Default, meanings: dict[Any, str], **rest: Any) -> Question:
+def _free(name: str, prompt: str, default: Default, meanings: dict[Any, str], **options: Any) -> Question:
     """A question that no single key of the YAML answers."""
-    return Question(name, prompt, default, _options(name, meanings), metavar="|".join(meanings), **rest)
+    return Question(name, prompt, default, _options(name, meanings), metavar="|".join(meanings), **options)
 
 
-def _asks(name: str, key: str, default: Default, *, section: str = "fsdp_config", **rest: Any) -> Question:
+def _asks(name: str, key: str, default: Default, *, section: str = "fsdp_config", **options: Any) -> Question:
     """The question for one key of the YAML, with the prompt, the choices and the type that the field table gives it."""
     field = BY_NAME[section, key]
     meanings: dict[Any, str] = {
@@ -68,8 +68,8 @@ def _asks(name: str, key: str, default: Default, *, section: str = "fsdp_config"
     }
     if field.kind is Kind.BOOL:
         meanings = {False: "", True: ""}
-    hidden = rest.pop("hidden", ())
-    meanings = rest.pop("meanings", meanings)
+    hidden = options.pop("hidden", ())
+    meanings = options.pop("meanings", meanings)
     choices = "|".join(str(value) for value in meanings if value not in hidden)
     return Question(
         name,
@@ -78,7 +78,7 @@ def _asks(name: str, key: str, default: Default, *, section: str = "fsdp_config"
         _options(name, meanings, hidden) if meanings else None,
         metavar=METAVARS.get(field.kind, choices if len(choices) < 30 else "TYPE"),
         key=(section, key),
-        **rest,
+        **options,
     )
 
 

@@ -120,11 +120,11 @@ def check_gpus(context: Context, value: Any) -> str:
             what = f"no {name} has {about_gib(machine.memory_gib * GIB)}"
             raise _wrong_gpus(text, what, MEMORY_MATTERS, f"{machine.count}x{name}-{most:.0f}GB, the memory of one GPU")
     elif not machine.memory_gib:  # with it, it is newer or rarer than the table
-        known = dict.fromkeys(gpu.name for gpu in gpus.GPUS)
-        near = nearest(name, known)
+        names = dict.fromkeys(gpu.name for gpu in gpus.GPUS)
+        near = nearest(name, names)
         what = f"{name} is an unknown GPU." + (f" Did you mean {near}?" if near else "")
         first = f"{text.replace(name, near)}; or " if near else ""
-        typed = f"{first}{text}-<N>GB, with N the GiB of memory of one GPU; known are: {', '.join(known)}"
+        typed = f"{first}{text}-<N>GB, with N the GiB of memory of one GPU; known are: {', '.join(names)}"
         raise _wrong_gpus(text, what, MEMORY_MATTERS, typed)
     return text
 

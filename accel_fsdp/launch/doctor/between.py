@@ -143,10 +143,10 @@ def _unreachable(subject: str, what: str, pair: PairResult) -> Row:
 
 
 def _explained(message: str, why: str, fix: str) -> tuple[str, str]:
-    """Cause and fix of a message of the test itself, in which all take part: none is elsewhere in the script."""
+    """Cause and fix of a message of the doctor's test, without errors that only a training script can cause."""
     name = known_errors.find(message)
-    known = None if name is None or name in OF_SCRIPTS else known_errors.KNOWN[name]
-    return (known.often, known.fix) if known else (why, fix)
+    row = None if name is None or name in OF_SCRIPTS else known_errors.KNOWN[name]
+    return (row.often, row.fix) if row else (why, fix)
 
 
 def _cut_off(pair: PairResult) -> Row:

@@ -55,7 +55,7 @@ def examine(options: DoctorCommand) -> int:
     here, rows = _place(options, values, launched)
     number = int(here.value("machine_rank", 0))
     with console.waiting("looking at this machine"):
-        own_facts = facts.look(options.folder, _asked(here, values))
+        own_facts = facts.look(options.folder, _job_settings(here, values))
     rows += [replace(row, machine=number) for row in (_lint(options, here, read) if read else unread)]
     examination = Examination(number, here.machines, rows)
     examination.found.facts = {number: own_facts}
@@ -146,7 +146,7 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
     return rows
 
 
-def _asked(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
+def _job_settings(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of the job on this machine, without those that may differ between machines."""
     machine_flags = (*place.FLAGS, *OF_A_MACHINE)
     in_file = {name: value for name, value in agreement.flat(values).items() if name not in machine_flags}

@@ -71,9 +71,9 @@ def _ranges() -> dict[str, "SpecifierSet"]:
 
 def _gpus(facts: Facts) -> Iterator[Row]:
     if facts.gpu_problem:
-        known = known_errors.KNOWN.get(known_errors.find(facts.gpu_problem) or "")
-        why = known.often if known else NO_JOB
-        fix = known.fix if known else "nvidia-smi; a restart of the machine, if it says the same"
+        row = known_errors.KNOWN.get(known_errors.find(facts.gpu_problem) or "")
+        why = row.often if row else NO_JOB
+        fix = row.fix if row else "nvidia-smi; a restart of the machine, if it says the same"
         yield Row("GPUs", "error", facts.gpu_problem, why, fix)
     elif not facts.gpus:
         yield Row("GPUs", "ok", "none: ranks compute on the CPU and talk by gloo")

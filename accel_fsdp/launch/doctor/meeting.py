@@ -99,11 +99,11 @@ class Meeting:
 
     def _call_the_roll(self, mark: str) -> None:
         results = self.found
-        known = self._from_machines("facts", range(self.team.machines), self.team.seconds)
-        results.facts = {number: Facts(**facts) for number, facts in known.items()}
-        results.missing = [number for number in range(self.team.machines) if number not in known]
-        self.board.put("present", {"machines": sorted(known), "mark": mark, "clock": time.time()})
-        others = [number for number in known if number]
+        own_facts = self._from_machines("facts", range(self.team.machines), self.team.seconds)
+        results.facts = {number: Facts(**facts) for number, facts in own_facts.items()}
+        results.missing = [number for number in range(self.team.machines) if number not in own_facts]
+        self.board.put("present", {"machines": sorted(own_facts), "mark": mark, "clock": time.time()})
+        others = [number for number in own_facts if number]
         answers = self._from_machines("sees", others, FOLDER_SECONDS + LEAVE_SECONDS)
         results.folder_unseen = [number for number, answer in answers.items() if not answer["mark"]]
         results.clock_seconds = {number: answer["ahead"] for number, answer in answers.items()}

@@ -79,7 +79,7 @@ def _wait(running: threading.Thread, messages: Any, signals: list[int], grace: f
 
 
 def _code(errors: list[BaseException], starts: int, over: int | None, failures: list[tuple[int, int]]) -> int:
-    """The job's, once Ray has ended it; says which rank failed first."""
+    """The job's exit code, once Ray has ended it; prints which rank failed first."""
     if over is not None:
         return over
     times = counted(starts, "start")

@@ -23,7 +23,7 @@ class RankEvent:
     content: dict[str, Any]
 
 
-def tell(kind: str, **content: Any) -> None:
+def report(kind: str, **content: Any) -> None:
     """Appends an event of this rank. A reader skips a line until it is complete."""
     folder = os.environ.get(EVENTS)
     if not folder:

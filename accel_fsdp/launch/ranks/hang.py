@@ -49,7 +49,7 @@ class Stand(NamedTuple):
 def begin() -> None:
     """Starts a thread that watches the main thread."""
     if os.environ.get(events.EVENTS):
-        events.tell("began")
+        events.report("began")
         threading.Thread(target=_watch, args=(threading.get_ident(),), name=WATCHES, daemon=True).start()
 
 
@@ -63,10 +63,10 @@ def _watch(main: int) -> None:
         now, computed, here = time.monotonic(), computed_seconds(), stand.stack
         if here != place or computed - busy > BUSY * (now - since):
             if reported:
-                events.tell("moved")
+                events.report("moved")
             place, since, busy, reported = here, now, computed, False
         elif not reported and now - since > (COLLECTIVE_SECONDS if stand.collective else OTHER_SECONDS):
-            events.tell("still", stack=here, collective=stand.collective, line=stand.line)
+            events.report("still", stack=here, collective=stand.collective, line=stand.line)
             reported = True
 
 

@@ -25,7 +25,7 @@ DEEPSPEED_ALIGNMENT = 2
 """DeepSpeed pads each rank's part of a group of parameters to a multiple of this many elements
 (`DeepSpeedZeroOptimizer.nccl_start_alignment_factor`)."""
 WRAPPERS = (*tensor_names.WRAPPERS, "module")
-"""The last is DDP's and DeepSpeed's."""
+"""The last one is used by DDP and DeepSpeed."""
 
 
 @dataclass(frozen=True)

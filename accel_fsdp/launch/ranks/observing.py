@@ -25,7 +25,7 @@ class Observation:
         for internal in self.relies_on:
             if lacking := flaw(internal):
                 why = f"{internal.library} {metadata.version(internal.library)} {lacking}"
-                events.tell("unwatched", what=self.what, why=why)
+                events.report("unwatched", what=self.what, why=why)
                 if LaunchEnvironment.now().rank == 0:
                     console.say(f"accel-fsdp: not watched: {self.what}; {why}")
                 return False

@@ -19,7 +19,7 @@ def _code_of_script() -> int:
     del sys.argv[0]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     cpu.begin_rank()
-    tell_end = watch.begin()
+    report_end = watch.begin()
     hang.begin()
     code, error, line = 0, "", ""
     try:
@@ -42,6 +42,6 @@ def _code_of_script() -> int:
         script.show_error(failure)
         return 1
     if code == 0:
-        tell_end()
-    events.tell("ended", code=code, error=error, line=line)
+        report_end()
+    events.report("ended", code=code, error=error, line=line)
     return code

@@ -26,9 +26,9 @@ RELIES_ON = tuple(Internal(f"{module}:{kind}.{method}", "self *") for module, ki
 
 def _has_been_imported(module: str, kind: str) -> bool:
     """Whether the script's import of a module is done, so that a missing class means that the library changed."""
-    there = sys.modules.get(module)
-    spec = getattr(there, "__spec__", None)
-    return there is not None and (hasattr(there, kind) or not getattr(spec, "_initializing", False))
+    loaded = sys.modules.get(module)
+    spec = getattr(loaded, "__spec__", None)
+    return loaded is not None and (hasattr(loaded, kind) or not getattr(spec, "_initializing", False))
 
 
 class ObservedSaves:
@@ -47,9 +47,9 @@ class ObservedSaves:
             self.watched.add(call)
             if Observation(f"saves by {kind}.{method}", (Internal(f"{module}:{kind}.{method}", "self *"),)).is_possible:
                 owner = getattr(sys.modules[module], kind)
-                setattr(owner, method, self._watched(getattr(owner, method)))
+                setattr(owner, method, self._wrapped(getattr(owner, method)))
 
-    def _watched(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def saving(*args: Any, **kwargs: Any) -> Any:
             self.depth += 1
@@ -58,12 +58,12 @@ class ObservedSaves:
             finally:
                 self.depth -= 1
             if self.depth == 0:
-                self._tell(original.__qualname__, args, kwargs, result)
+                self._report(original.__qualname__, args, kwargs, result)
             return result
 
         return saving
 
-    def _tell(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def _report(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         keyword = next((kwargs[name] for name in FOLDERS if name in kwargs), None)
         folder = keyword or next((argument for argument in args[1:] if isinstance(argument, str | os.PathLike)), None)
         if folder is None and isinstance(result, str | os.PathLike):  # save_state returns the folder that it chose
@@ -72,4 +72,4 @@ class ObservedSaves:
             folder = args[0].args.output_dir
         if folder is not None:
             line = script.line_of_stack(sys._getframe(1))
-            events.tell("saved", call=call, folder=os.path.abspath(folder), line=line)
+            events.report("saved", call=call, folder=os.path.abspath(folder), line=line)

@@ -67,7 +67,7 @@ def begin() -> Callable[[], None]:
     installers: dict[Observation, Callable[[], None]] = {
         LOSSES: lambda: after(torch.Tensor, "backward", steps.ran_backward),
         TORCH_SAVES: lambda: after(torch, "save", steps.torch_saved),
-        CLIPPING: lambda: after(torch.nn.utils, "clip_grad_norm_", _tell_clipping),
+        CLIPPING: lambda: after(torch.nn.utils, "clip_grad_norm_", _report_clipping),
         CHECKPOINTING: _watch_checkpointing,
         TRACKERS: _watch_trackers,
         PREPARING: lambda: _watch_prepare(steps.measures),
@@ -77,12 +77,12 @@ def begin() -> Callable[[], None]:
         if observation.is_possible:
             install()
     steps.weights.install()
-    return steps.tell_end
+    return steps.report_end
 
 
 def tell_failure(error: BaseException) -> None:
     """Reports the error that ended the script, and the innermost line of the script that was running."""
-    events.tell("failed", error=in_a_line(error), line=script.line_of_error(error), wrapped=_of_wrapped(error))
+    events.report("failed", error=in_a_line(error), line=script.line_of_error(error), wrapped=_of_wrapped(error))
 
 
 def _of_wrapped(error: BaseException) -> str:
@@ -95,10 +95,10 @@ def _of_wrapped(error: BaseException) -> str:
     return name if inner is not error.obj and hasattr(inner, name) else ""
 
 
-def _tell_clipping(parameters: Any, *_: Any, **__: Any) -> None:
+def _report_clipping(parameters: Any, *_: Any, **__: Any) -> None:
     """Reports a call of torch's own function in the script itself: it takes FSDP1's shards for whole gradients."""
     if script.is_calling(sys._getframe(2)):
-        events.tell("clipped", line=script.line_of_stack(sys._getframe(2)))
+        events.report("clipped", line=script.line_of_stack(sys._getframe(2)))
 
 
 def _watch_checkpointing() -> None:
@@ -119,7 +119,7 @@ def _watch_checkpointing() -> None:
         if before is not None and not torch.equal(before, torch.get_rng_state()):
             caller = sys._getframe(1)
             by_wrapper = caller.f_globals.get("__name__") == wrappers.__name__
-            events.tell("forgot-rng", line=script.line_of_stack(caller), by_wrapper=by_wrapper)
+            events.report("forgot-rng", line=script.line_of_stack(caller), by_wrapper=by_wrapper)
         return result
 
     checkpointing.checkpoint = checkpoint
@@ -138,7 +138,7 @@ def _watch_trackers() -> None:
         names = [str(getattr(tracker, "value", tracker)) for tracker in asked_for]
         active = [str(getattr(tracker, "value", tracker)) for tracker in args[0].log_with]
         if trackers is not None and (lacking := [name for name in names if name not in (*active, "all")]):
-            events.tell("no-tracker", names=lacking, line=script.line_of_stack(sys._getframe(2)))
+            events.report("no-tracker", names=lacking, line=script.line_of_stack(sys._getframe(2)))
 
     after(Accelerator, "__init__", check_trackers)
 
@@ -156,11 +156,11 @@ def _watch_prepare(measures: bool) -> None:
         result = original(self, *args, **kwargs)
         prepared = result if isinstance(result, tuple | list) else (result,)
         if any(isinstance(item, torch.utils.data.DataLoader) for item in prepared):
-            events.tell("prepared-rows")
+            events.report("prepared-rows")
         models = [item for item in prepared if isinstance(item, torch.nn.Module)]
         if measures:
             for model, shared in zip(models, before, strict=False):
-                _tell_holding("prepared", model, shared=shared)
+                _report_holding("prepared", model, shared=shared)
         return result
 
     Accelerator.prepare = prepare
@@ -174,8 +174,8 @@ def _shared(model: "nn.Module") -> list[list[str]]:
     return [several for several in names.values() if len(several) > 1]
 
 
-def _tell_holding(kind: str, model: "nn.Module", **more: Any) -> None:
-    events.tell(kind, holding=dataclasses.asdict(measure(model)), **more)
+def _report_holding(kind: str, model: "nn.Module", **more: Any) -> None:
+    events.report(kind, holding=dataclasses.asdict(measure(model)), **more)
 
 
 def _only_makes_states() -> bool:
@@ -235,7 +235,7 @@ class _Steps:
         if loss.numel() == 1:
             value = float(loss.detach())
             line = "" if math.isfinite(value) else script.line_of_stack(sys._getframe(2))
-            events.tell("loss", value=value, step=self.weights.steps + 1, line=line)
+            events.report("loss", value=value, step=self.weights.steps + 1, line=line)
         self.weights.ran_backward(self._outermost())
 
     def torch_saved(self, saved: Any, f: Any = None, *_: Any, **__: Any) -> None:
@@ -245,11 +245,11 @@ class _Steps:
             shards, tensors = shards_in(saved, self.weights.shard_storages())
             if shards:
                 line = script.line_of_stack(sys._getframe(2))
-                events.tell("saved-shards", file=os.path.abspath(file), shards=shards, tensors=tensors, line=line)
+                events.report("saved-shards", file=os.path.abspath(file), shards=shards, tensors=tensors, line=line)
 
-    def tell_end(self) -> None:
+    def report_end(self) -> None:
         """Called at the end of the script."""
-        self.weights.tell_end(self._outermost())
+        self.weights.report_end(self._outermost())
 
     def _step(self, optimizer: Any, *_: Any) -> None:
         if _only_makes_states():
@@ -257,24 +257,24 @@ class _Steps:
         self.weights.steps_now(optimizer, self._outermost())
         if self.is_first:
             self.is_first = False
-            self._tell_first(optimizer)
+            self._report_first(optimizer)
         if self.hold_after is not None and self.hold_after.is_dir() and not completeness.flaw(self.hold_after):
-            events.tell("held")
+            events.report("held")
             signal.pause()
 
-    def _tell_first(self, optimizer: Any) -> None:
+    def _report_first(self, optimizer: Any) -> None:
         for hook in self.of_modules:
             hook.remove()
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model, own in self._trained_by(trained):
             name = type(unwrapped(model)).__name__
             line = self.weights.made_at.get(id(optimizer), "")
-            events.tell("optimizer", model=name, missing=len(own - trained), strange=len(trained - own), line=line)
+            events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - own), line=line)
             if self.measures:
-                _tell_holding("stepped", model)
+                _report_holding("stepped", model)
             names = {id(module): user_name(path) for path, module in model.named_modules()}
-            events.tell("units", names=[names[unit] for unit in self.units if unit in names])
-        events.tell("rows", hashes=self.rows, line=self.rows_line)
+            events.report("units", names=[names[unit] for unit in self.units if unit in names])
+        events.report("rows", hashes=self.rows, line=self.rows_line)
         self.models.clear()
 
     def _trained_by(self, trained: set[int]) -> list[tuple["nn.Module", set[int]]]:

@@ -95,22 +95,22 @@ class ObservedWeights:
         """Called after each backward pass; `models` are the outermost that ran."""
         if self.backwards == 0:
             self.backward_line = script.line_of_stack(sys._getframe(2))
-            self._tell_begun(models)
+            self._report_begun(models)
             self.first = _all(models) if self.steps == 0 else 0
         self.backwards += 1
 
     def steps_now(self, optimizer: Any, models: Iterable["nn.Module"]) -> None:
         """Called before each step of an optimizer."""
         if self.steps == 0:
-            events.tell("first-step", line=script.line_of_stack(sys._getframe(2)))
-            self._tell_begun(models)
+            events.report("first-step", line=script.line_of_stack(sys._getframe(2)))
+            self._report_begun(models)
         self.steps += 1
         self.sharded_steps += any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
 
-    def tell_end(self, models: Iterable["nn.Module"]) -> None:
+    def report_end(self, models: Iterable["nn.Module"]) -> None:
         """Called at the end of the script; `models` are those that it still has, if no optimizer has stepped."""
         is_unchanged = self.steps == 0 and self.first != 0 and self.first == _all(models)
-        events.tell(
+        events.report(
             "trained",
             optimizers=self.optimizers,
             backwards=self.backwards,
@@ -126,7 +126,7 @@ class ObservedWeights:
         flats = [handle.flat_param for handle in handles if handle.uses_sharded_strategy]
         return {getattr(flat, "_local_shard", flat).untyped_storage().data_ptr() for flat in flats} - {0}
 
-    def _tell_begun(self, models: Iterable["nn.Module"]) -> None:
+    def _report_begun(self, models: Iterable["nn.Module"]) -> None:
         """Reports the first values of all units; None for one whose part was loaded or sent since it was sharded."""
         if self.has_told:
             return
@@ -142,7 +142,7 @@ class ObservedWeights:
             weights = [[name, whole if same else None] for name, whole in zip(of, begun.whole, strict=False)]
             units.append({"ranks": _ranks(sharded), "weights": weights})
         if units:
-            events.tell("begun", units=units, line=self.sharded_at)
+            events.report("begun", units=units, line=self.sharded_at)
         self.begun = [sharded for sharded in self.begun if hasattr(sharded.of(), "flat_param")]
 
 

@@ -72,8 +72,8 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     job_file = _settle(options, job, script_args)
     if job_file.ours:
         _refuse_own_flags(script_args)
-    there = _place(CLUSTER_ENGINES[options.engine].title, job_file)
-    settled = place.settle(there, {}, job.values, str(options.file))
+    machine_0 = _place(CLUSTER_ENGINES[options.engine].title, job_file)
+    settled = place.settle(machine_0, {}, job.values, str(options.file))
     launcher.launcher_words(options.file, options.script, job_file.words, place=settled, values=job.values)
     read = settled.applied(job), document
     nothing = "no job file was written; --no-check writes it as it is"
@@ -143,7 +143,7 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
     uses_sft = read_launch(options.script, script_args).ours
     arguments = flag_words.parse_command_line(script_args)
     resumed = RESUMES in arguments
-    known = options.engine == "slurm" and uses_sft and options.time is None  # the others need no time
+    time_unneeded = options.engine == "slurm" and uses_sft and options.time is None  # the others need no time
     return JobFile(
         flags=options,
         words=(*script_args, f"--{RESUMES}", "auto") if uses_sft and not resumed else script_args,
@@ -152,7 +152,7 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
         gpus=gpus,
         kind=kind,
         cpus=options.cpus or CPUS_PER_GPU * gpus,
-        predicted=duration.predicted(arguments, config, count, kind) if known else None,
+        predicted=duration.predicted(arguments, config, count, kind) if time_unneeded else None,
         minutes=None if options.time is None else _minutes(options.time, options.grace),
         ours=uses_sft,
         environment=duration.environment(arguments if uses_sft else {}, config, count, kind),

@@ -10,7 +10,7 @@ RESULTS = "ray"
 
 
 def text(job: JobFile) -> str:
-    """The driver. What a worker does, and how the job ends, is `launch.on_ray`'s; this file is for users to edit."""
+    """The driver, a file for users to edit. `launch.on_ray` runs the workers and ends the job."""
     limit = f", minutes={job.minutes}" if job.minutes else ""
     refuse_own_disk(job, "Ray starts the workers again on any of its machines")
     return "\n".join(

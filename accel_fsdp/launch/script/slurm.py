@@ -9,10 +9,10 @@ OTHERS_SECONDS = 60
 
 def text(job: JobFile) -> str:
     """The batch script: `srun` starts the launcher once on each machine; a stopped job goes back into the queue."""
-    return "\n".join([*_asked(job), "", *_prepared(job), "", *_run(job), ""])
+    return "\n".join([*_directives(job), "", *_prepared(job), "", *_run(job), ""])
 
 
-def _asked(job: JobFile) -> list[str]:
+def _directives(job: JobFile) -> list[str]:
     time_comments, limit = _limit(job)
     days, minutes = divmod(limit, 24 * 60)
     memory_comment = [] if job.flags.host_memory else ["# All of each machine's memory:"]

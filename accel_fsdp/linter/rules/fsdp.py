@@ -125,9 +125,9 @@ def ignored_under_fsdp2(subject: Subject) -> Iterator[Finding]:
     if subject.engine is not Engine.FSDP2:
         return
     for key in subject.section("fsdp_config"):
-        known = BY_NAME.get(("fsdp_config", key))
+        field = BY_NAME.get(("fsdp_config", key))
         special = ("fsdp_sharding_strategy", "fsdp_min_num_params")
-        if known and Engine.FSDP1 in known.engines and Engine.FSDP2 not in known.engines and key not in special:
+        if field and Engine.FSDP1 in field.engines and Engine.FSDP2 not in field.engines and key not in special:
             yield Finding(
                 f"fsdp_config.{key}",
                 f"FSDP2 ignores {key}",
@@ -293,16 +293,16 @@ def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
     sequences = subject.engine is Engine.DEEPSPEED and sizes.get("sp", 1) != 1
     for name, size in sizes.items():
         key = size_key(name)
-        known = BY_NAME["parallelism_config", key]
+        field = BY_NAME["parallelism_config", key]
         counts = subject.engine is Engine.DEEPSPEED and name.startswith("dp_")
-        if size == 1 or subject.engine in known.engines or (counts and sequences):
+        if size == 1 or subject.engine in field.engines or (counts and sequences):
             continue
         yield Finding(
             f"parallelism_config.{key}",
             f"{subject.engine.label} does not use {key}",
             "DeepSpeed shards as zero_stage says" if counts else "Accelerate stops, or runs without it",
             f"{key}: 1, or "
-            + ("distributed_type: DEEPSPEED" if known.engines == {Engine.DEEPSPEED} else "fsdp_version: 2"),
+            + ("distributed_type: DEEPSPEED" if field.engines == {Engine.DEEPSPEED} else "fsdp_version: 2"),
             milder="warning" if counts else None,
         )
 

@@ -36,8 +36,8 @@ def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
     sections = SECTIONS if fp8 else SECTIONS[:-1]
     for section in ("", *sections):
         for key, value in subject.section(section).items():
-            if (known := BY_NAME.get((section, key))) and subject.reads(key):
-                yield f"{section}.{key}".lstrip("."), known, value
+            if (field := BY_NAME.get((section, key))) and subject.reads(key):
+                yield f"{section}.{key}".lstrip("."), field, value
 
 
 @rule("AF101")
@@ -100,13 +100,13 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
     It refuses the whole file. An FSDP key at the top level belongs into `fsdp_config`. `--fix` renames obvious
     typos, such as `fsdp_confg`.
     """
-    known = known_fields("")
+    fields = known_fields("")
     for key in subject.section(""):
-        if key in known or key in OLD_TOP_KEYS or subject.values.get("compute_environment") == "AMAZON_SAGEMAKER":
+        if key in fields or key in OLD_TOP_KEYS or subject.values.get("compute_environment") == "AMAZON_SAGEMAKER":
             continue
         inside = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
-        sure = "" if inside else typo_of(key, known)
-        near = sure or near_key(key, known)
+        sure = "" if inside else typo_of(key, fields)
+        near = sure or near_key(key, fields)
         hint = f" It belongs into {inside}." if inside else f" Did you mean {near}?" if near else ""
         fits = bool(sure) and sure not in subject.values
         yield Finding(
@@ -127,12 +127,12 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
     retired keys (AF104) and for missing prefixes (AF105) say more where they apply.
     """
     for section in SECTIONS:
-        known = known_fields(section)
+        fields = known_fields(section)
         for key in subject.section(section):
-            prefixed = f"parallelism_config_{key}" in known
-            if key not in known and key not in RETIRED and not prefixed:
-                sure = MISNAMED.get(key) or typo_of(key, known)
-                suggestion = sure or near_key(key, known)
+            prefixed = f"parallelism_config_{key}" in fields
+            if key not in fields and key not in RETIRED and not prefixed:
+                sure = MISNAMED.get(key) or typo_of(key, fields)
+                suggestion = sure or near_key(key, fields)
                 fits = bool(sure) and sure not in subject.section(section)
                 name = subject.written_name(section, key)
                 yield Finding(
@@ -175,9 +175,9 @@ def mesh_key_without_prefix(subject: Subject) -> Iterator[Finding]:
 
     Accelerate adds the prefix for `fsdp_config` only; here the key is dropped and the size stays 1.
     """
-    known = known_fields("parallelism_config")
+    fields = known_fields("parallelism_config")
     for key in subject.section("parallelism_config"):
-        if f"parallelism_config_{key}" in known:
+        if f"parallelism_config_{key}" in fields:
             edit = Edit("parallelism_config", key, new_key=f"parallelism_config_{key}")
             yield Finding(
                 f"parallelism_config.{key}",
@@ -210,25 +210,25 @@ def key_without_effect(subject: Subject) -> Iterator[Finding]:
     file. `accelerate config` writes them into every file; at their defaults they are one note. A key of DeepSpeed's
     own file is accepted in `deepspeed_config` and dropped. NVMe paths are AF216's.
     """
-    usual: list[str] = []
-    for path, known, value in written(subject):
-        if known.engines or known.kind is Kind.SECTION or known.key.endswith("_nvme_path"):
+    defaults: list[str] = []
+    for path, field, value in written(subject):
+        if field.engines or field.kind is Kind.SECTION or field.key.endswith("_nvme_path"):
             continue
-        if not known.section and (value is None or str(value).lower() in USUAL.get(known.key, ())):
-            usual.append(path)
+        if not field.section and (value is None or str(value).lower() in USUAL.get(field.key, ())):
+            defaults.append(path)
             continue
-        on_line = f"--{known.key} on the command line of accelerate launch"
+        on_line = f"--{field.key} on the command line of accelerate launch"
         yield Finding(
             path,
-            f"{known.key}: {str(value).lower() if isinstance(value, bool) else value} has no effect in the file",
-            known.help,
-            f"{'a deepspeed_config_file with it' if known.section else on_line}, or remove it",
+            f"{field.key}: {str(value).lower() if isinstance(value, bool) else value} has no effect in the file",
+            field.help,
+            f"{'a deepspeed_config_file with it' if field.section else on_line}, or remove it",
         )
-    if usual:
-        several = len(usual) > 1
+    if defaults:
+        several = len(defaults) > 1
         yield Finding(
-            usual[0],
-            f"{', '.join(usual)} {'have' if several else 'has'} no effect in the file",
+            defaults[0],
+            f"{', '.join(defaults)} {'have' if several else 'has'} no effect in the file",
             f"the launcher takes {'them' if several else 'it'} from its command line only; these are the usual values",
             "nothing to do",
         )
@@ -277,16 +277,16 @@ def null_value(subject: Subject) -> Iterator[Finding]:
     Accelerate turns the null into the text "None" and stops with "invalid truth value none". Wrap policy, layer class,
     prefetch, state dict type and ignored modules may be null, as `accelerate config` writes them: the same as no key.
     """
-    for path, known, value in written(subject):
-        if known.key == "dynamo_backend" or known.key in NULL_IS_ABSENT:
+    for path, field, value in written(subject):
+        if field.key == "dynamo_backend" or field.key in NULL_IS_ABSENT:
             continue  # null counts as no, or as no key
-        if value is None and known.section in ("fsdp_config", "dynamo_config"):
+        if value is None and field.section in ("fsdp_config", "dynamo_config"):
             yield Finding(
                 path,
-                f"{known.key} has no value",
+                f"{field.key} has no value",
                 "Accelerate reads the text None",
-                f"give it a value, or remove {known.key}",
-                (Edit(known.section, known.key),),
+                f"give it a value, or remove {field.key}",
+                (Edit(field.section, field.key),),
             )
 
 
@@ -294,40 +294,40 @@ def null_value(subject: Subject) -> Iterator[Finding]:
 def not_a_choice(subject: Subject) -> Iterator[Finding]:
     """A value that is not among those Accelerate knows for this key."""
     quoted = ("mixed_precision", "distributed_type", "dynamo_backend")  # false there is AF201 or AF208
-    for path, known, value in written(subject):
-        if known.kind is not Kind.CHOICE or value is None or (known.key in quoted and value is False):
+    for path, field, value in written(subject):
+        if field.kind is not Kind.CHOICE or value is None or (field.key in quoted and value is False):
             continue
         sagemaker = subject.values.get("compute_environment") == "AMAZON_SAGEMAKER"
-        if known.takes(str(value)) or (known.key == "distributed_type" and sagemaker):  # AF109
+        if field.takes(str(value)) or (field.key == "distributed_type" and sagemaker):  # AF109
             continue
-        hint = did_you_mean(str(value), known.choices)
-        suggestion = subject.fsdp_version if known.key == "fsdp_version" else ""
-        same = [choice for choice in known.choices if choice.lower() == str(value).lower()]
-        edits = tuple(Edit(known.section, known.key, kind) for kind in same if known.key == "distributed_type")
+        hint = did_you_mean(str(value), field.choices)
+        suggestion = subject.fsdp_version if field.key == "fsdp_version" else ""
+        same = [choice for choice in field.choices if choice.lower() == str(value).lower()]
+        edits = tuple(Edit(field.section, field.key, kind) for kind in same if field.key == "distributed_type")
         yield Finding(
             path,
-            f"{known.key}: {value} is unknown.{hint}",
+            f"{field.key}: {value} is unknown.{hint}",
             "Accelerate stops, or takes something else",
-            "one of " + ", ".join(known.choices),
-            (Edit(known.section, known.key, int(suggestion)),) if suggestion in known.choices else edits,
+            "one of " + ", ".join(field.choices),
+            (Edit(field.section, field.key, int(suggestion)),) if suggestion in field.choices else edits,
         )
 
 
 @rule("AF204")
 def not_a_boolean(subject: Subject) -> Iterator[Finding]:
     """A value that is neither true nor false where one is needed."""
-    for path, known, value in written(subject):
-        if known.kind is Kind.BOOL and value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
+    for path, field, value in written(subject):
+        if field.kind is Kind.BOOL and value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
             strategy = subject.engine is Engine.FSDP2 and str(value).upper() in STRATEGIES.values()
-            if not known.section and (known.key != "use_cpu" or subject.engine is not Engine.NONE):
+            if not field.section and (field.key != "use_cpu" or subject.engine is not Engine.NONE):
                 continue  # AF209, AF107
-            if known.key == "fsdp_reshard_after_forward" and (subject.engine is Engine.FSDP1 or strategy):
+            if field.key == "fsdp_reshard_after_forward" and (subject.engine is Engine.FSDP1 or strategy):
                 continue  # AF302, AF304
             yield Finding(
                 path,
-                f"{known.key}: {value} is neither true nor false",
+                f"{field.key}: {value} is neither true nor false",
                 "Accelerate stops: invalid truth value",
-                f"{known.key}: true or false",
+                f"{field.key}: true or false",
             )
 
 
@@ -337,8 +337,8 @@ def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
 
     YAML 1.1 reads `1e8` as text and `1.0e+8` as a float; the value travels as text and `int("1e8")` fails.
     """
-    for path, known, value in written(subject):
-        if known.kind is not Kind.INT or value is None or (isinstance(value, int) and not isinstance(value, bool)):
+    for path, field, value in written(subject):
+        if field.kind is not Kind.INT or value is None or (isinstance(value, int) and not isinstance(value, bool)):
             continue
         if isinstance(value, str) and value.isdecimal():
             continue
@@ -346,10 +346,10 @@ def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
         integer = int(number) if number is not None and number.is_integer() else None
         yield Finding(
             path,
-            f"{known.key}: {value!r} is not a whole number",
+            f"{field.key}: {value!r} is not a whole number",
             "Accelerate stops: invalid literal for int()",
-            f"{known.key}: {'N' if integer is None else integer}",
-            () if integer is None else (Edit(known.section, known.key, integer),),
+            f"{field.key}: {'N' if integer is None else integer}",
+            () if integer is None else (Edit(field.section, field.key, integer),),
         )
 
 
@@ -360,25 +360,25 @@ def names_in_a_list(subject: Subject) -> Iterator[Finding]:
     The list travels as its Python text, so Accelerate looks for a class named `['LlamaDecoderLayer']`; a space becomes
     part of the name. Accelerate compares the name of a class alone, without its module.
     """
-    for path, known, value in written(subject):
-        if known.kind is not Kind.NAMES or value is None:
+    for path, field, value in written(subject):
+        if field.kind is not Kind.NAMES or value is None:
             continue
         parts = [str(part) for part in value] if isinstance(value, list) else str(value).split(",")
         joined = ",".join(part.strip().rpartition(".")[2] for part in parts if part.strip())
         if not joined:
             yield Finding(
                 path,
-                f"{known.key} names no class",
+                f"{field.key} names no class",
                 "Accelerate looks for a class without a name and stops",
-                f"{known.key}: NAME, or remove it, and the model decides",
+                f"{field.key}: NAME, or remove it, and the model decides",
             )
         elif value != joined:
             yield Finding(
                 path,
-                f"{known.key} is not one text of names joined by commas",
+                f"{field.key} is not one text of names joined by commas",
                 "Accelerate would look for a class with brackets, spaces or dots in its name",
-                f"{known.key}: {joined}",
-                (Edit(known.section, known.key, joined),),
+                f"{field.key}: {joined}",
+                (Edit(field.section, field.key, joined),),
             )
 
 

@@ -302,8 +302,8 @@ def pure_low_precision(subject: Subject) -> Iterator[Finding]:
     """
     off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
     dtype = subject.asked_dtype
-    known = dtype != "auto" or (subject.is_fsdp and subject.trains_everything)
-    if off and known and subject.load_dtype in LOW_DTYPES and not subject.uses_adapter:
+    is_stated = dtype != "auto" or (subject.is_fsdp and subject.trains_everything)
+    if off and is_stated and subject.load_dtype in LOW_DTYPES and not subject.uses_adapter:
         yield Finding(
             "mixed_precision",
             f"{f'a checkpoint in {subject.load_dtype}' if dtype == 'auto' else f'--dtype {dtype}'} "

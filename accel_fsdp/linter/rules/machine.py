@@ -103,9 +103,9 @@ def flag_beats_the_file(subject: Subject) -> Iterator[Finding]:
 
     The launcher's flags come before the script. `--machine_rank` and the address may differ.
     """
-    for (section, key), known in BY_NAME.items():
+    for (section, key), field in BY_NAME.items():
         flag, written = subject.launcher.get(key), subject.section(section).get(key)
-        if key in MAY_DIFFER or not known.engines or None in (flag, written) or _same(flag, written):
+        if key in MAY_DIFFER or not field.engines or None in (flag, written) or _same(flag, written):
             continue
         yield Finding(
             f"{section}.{key}".lstrip("."),

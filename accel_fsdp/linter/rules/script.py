@@ -104,11 +104,11 @@ def trainer_classes(subject: Subject) -> set[str]:
     return instances | {name.rpartition(".")[2] for name in bases if name.endswith("Trainer")}
 
 
-def on_trainer(call: ast.Call, known: set[str]) -> bool:
+def on_trainer(call: ast.Call, trainer_names: set[str]) -> bool:
     """Whether a method is called on a Trainer: by its assignment, or by its name."""
     on = call.func.value if isinstance(call.func, ast.Attribute) else None
     is_trainer = isinstance(on, ast.Call) and _makes_trainer(on)
-    return is_trainer or "trainer" in receiver(call).lower() or receiver(call) in known
+    return is_trainer or "trainer" in receiver(call).lower() or receiver(call) in trainer_names
 
 
 def wrapped_names(subject: Subject) -> set[str]:
@@ -140,9 +140,9 @@ def _has_config(subject: Subject, names: tuple[str, ...], *keywords: str) -> ast
 def save_model_does_nothing(subject: Subject) -> Iterator[Finding]:
     """`trainer.save_model()` with SHARDED_STATE_DICT and nothing in the script that gathers: it writes no model."""
     gathers = calls(subject, "set_state_dict_type", "get_state_dict", "get_model_state_dict", "merge_fsdp_weights")
-    known = trainers(subject)
+    trainer_names = trainers(subject)
     if subject.sharded_state_dict and not gathers:
-        for call in (call for call in calls(subject, "save_model") if on_trainer(call, known)):
+        for call in (call for call in calls(subject, "save_model") if on_trainer(call, trainer_names)):
             yield at(
                 subject,
                 call,
@@ -176,13 +176,13 @@ def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
     Seen below `if ...is_main_process`, `if rank == 0` and their like, and in the `else` of `if not ...is_main_process`.
     """
     alone = [part for node in nodes(subject) if isinstance(node, ast.If) for part in _of_one_rank(node)]
-    known, gathered = trainers(subject), set()
+    trainer_names, gathered = trainers(subject), set()
     for call in (call for part in alone for call in ast.walk(part)):
         gathers = isinstance(call, ast.Call) and name_of(call) in GATHERING and call not in gathered
         if not gathers or not isinstance(call, ast.Call):
             continue
         gathered.add(call)
-        if name_of(call) == "save_state" and on_trainer(call, known):
+        if name_of(call) == "save_state" and on_trainer(call, trainer_names):
             continue  # Trainer.save_state writes a small JSON on rank 0
         if name_of(call) == "save_model" and not receiver(call):
             continue  # a function of the script's own
@@ -237,9 +237,9 @@ def checkpoint_after_the_switch(subject: Subject) -> Iterator[Finding]:
 @rule("AF905", "warning", pains=("P24",))
 def evaluating_first(subject: Subject) -> Iterator[Finding]:
     """`trainer.evaluate()` before `trainer.train()`: FSDP2 stops there, FSDP1 in `train()`."""
-    known = trainers(subject)
+    trainer_names = trainers(subject)
     for scope in calls_by_scope(subject):
-        inside = [call for call in scope if on_trainer(call, known)]
+        inside = [call for call in scope if on_trainer(call, trainer_names)]
         trains = {receiver(call): call.lineno for call in reversed(inside) if name_of(call) == "train"}
         first = [c for c in inside if name_of(c) == "evaluate" and c.lineno < trains.get(receiver(c), 0)]
         if first:

@@ -37,7 +37,7 @@ class Part:
 
     def keys(self, pattern: re.Pattern[str]) -> list[str]:
         """The keys that are named so, in its own words too, and hold a whole number."""
-        names = {own_name for usual, own_name in self.names.items() if pattern.search(usual)}
+        names = {own_name for usual_name, own_name in self.names.items() if pattern.search(usual_name)}
         return [key for key, value in self.real.items() if type(value) is int and (key in names or pattern.search(key))]
 
     @property

@@ -1,4 +1,4 @@
-"""A config with fewer layers, among which each kind of layer of the real model is."""
+"""Makes a config with fewer layers that still has each kind of layer of the real model."""
 
 import copy
 import re

@@ -36,10 +36,10 @@ def narrow(parts: Sequence[Part], heads_too: bool, all_parts: bool) -> None:
     width = heads * head if heads and main.fills_width else WIDTH
     if main.hidden <= width:
         return  # it is small already
-    known = {part.hidden: width for part in parts if part.hidden and (all_parts or part.main)}
+    new_widths = {part.hidden: width for part in parts if part.hidden and (all_parts or part.main)}
     for part in parts:
         if part.main or all_parts or part is parts[0]:
-            _narrow_part(part, width, head, known)
+            _narrow_part(part, width, head, new_widths)
         if main.heads and not part.heads:  # its heads are named in the config around it
             for key in part.keys(GROUP_COUNTS):
                 part.values[key] = max(1, part.real[key] * heads // main.heads)
@@ -54,12 +54,12 @@ def _small_heads(part: Part) -> int:
     return min(HEADS, part.heads) if ratio == 1 else GROUPS * ratio
 
 
-def _narrow_part(part: Part, width: int, head: int, known: dict[int, int]) -> None:
+def _narrow_part(part: Part, width: int, head: int, new_widths: dict[int, int]) -> None:
     _few_experts(part)
     mamba = _small_mamba(part, width)
     if part.heads and not (mamba and "num_heads" in part.real):
         _few_heads(part, width, head)
-    hidden = part.hidden or max(known)
+    hidden = part.hidden or max(new_widths)
     single = part.values.get(OF_LAYERS) or {}
     for keys in (part.values, *single.values()):
         real = part.real if keys is part.values else dict(keys)
@@ -67,16 +67,16 @@ def _narrow_part(part: Part, width: int, head: int, known: dict[int, int]) -> No
             if key in mamba or not WIDTHS.search(key) or HEAD_WIDTHS.search(key):
                 continue
             if type(value) is int:
-                keys[key] = _scaled(value, width / hidden, known)
+                keys[key] = _scaled(value, width / hidden, new_widths)
             elif isinstance(value, list) and all(type(size) is int for size in value):
-                keys[key] = [_scaled(size, width / hidden, known) for size in keys[key]]
+                keys[key] = [_scaled(size, width / hidden, new_widths) for size in keys[key]]
 
 
-def _scaled(value: int, factor: float, known: dict[int, int]) -> int:
+def _scaled(value: int, factor: float, new_widths: dict[int, int]) -> int:
     """Scales a width; equal widths get equal results everywhere."""
-    if value not in known:
-        known[value] = min(value, max(ROUNDED_TO, round(value * factor / ROUNDED_TO) * ROUNDED_TO))
-    return known[value]
+    if value not in new_widths:
+        new_widths[value] = min(value, max(ROUNDED_TO, round(value * factor / ROUNDED_TO) * ROUNDED_TO))
+    return new_widths[value]
 
 
 def _few_heads(part: Part, width: int, head: int) -> None:
@@ -146,10 +146,10 @@ def _shares(parts: Sequence[int], total: int) -> list[int]:
 
 def _few_experts(part: Part) -> None:
     """Few experts, of which a token uses no more than there are, and groups of at least two."""
-    there = part.experts
-    if there < 2:
+    experts = part.experts
+    if experts < 2:
         return
-    few = min(there, EXPERTS)
+    few = min(experts, EXPERTS)
     for key, value in part.real.items():
         if EXPERT_COUNTS.search(key) or USED_COUNTS.search(key):
             most = few if EXPERT_COUNTS.search(key) else EXPERTS_USED

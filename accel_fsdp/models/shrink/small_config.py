@@ -103,7 +103,7 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any], place: str = ""
 
 
 def token_ids(config: Any) -> dict[int, str]:
-    """The tokens that a config names by their numbers, each with the first key that does."""
+    """The token ids in a config, each with the first key that names it."""
     keys: dict[int, str] = {}
     for part in parts_of(config):
         for key, value in part.real.items():

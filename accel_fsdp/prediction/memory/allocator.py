@@ -108,8 +108,8 @@ class CachingAllocator:
         place = self._fitting(blocks, size)
         block = self._new(pool, stream, size) if place is None else blocks.pop(place)[2]
         if block.size - size >= pool.least_rest:
-            rest = self._cut(block, size)
-            insort(blocks, (rest.size, rest.address, rest))
+            remainder = self._cut(block, size)
+            insort(blocks, (remainder.size, remainder.address, remainder))
         block.is_free = False
         self.active += block.size
         self._see(self.active)
@@ -247,12 +247,12 @@ class CachingAllocator:
     def _cut(self, block: Block, size: int) -> Block:
         """Shortens a block to its beginning, and returns the rest, which follows it (`alloc_found_block`)."""
         following = block.next
-        rest = Block(block.pool, block.stream, block.address + size, block.size - size, block.mapped, block)
-        rest.next = following
+        remainder = Block(block.pool, block.stream, block.address + size, block.size - size, block.mapped, block)
+        remainder.next = following
         if following is not None:
-            following.before = rest
-        block.next, block.size = rest, size
-        return rest
+            following.before = remainder
+        block.next, block.size = remainder, size
+        return remainder
 
     def _expand(self, pool: _Pool, stream: int, size: int) -> Block | None:
         """Maps more of an expandable segment (`try_allocate_expandable_block`)."""

@@ -35,12 +35,12 @@ class Recorded(Mapping[str, Tapes]):
 def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Recorded]:
     """The shape and tapes: bundled, else from the cache, else recorded from the model's config."""
     folder = Path(name)
-    known = None if folder.exists() else catalogue.canonical(name)
-    if known:
-        config = catalogue.entries()[known]["config"]
-        if bundled := trace_store.find(known):
-            return bundled[0], Recorded(known, config, dict(bundled[1]))
-        name = known
+    catalogue_name = None if folder.exists() else catalogue.canonical(name)
+    if catalogue_name:
+        config = catalogue.entries()[catalogue_name]["config"]
+        if bundled := trace_store.find(catalogue_name):
+            return bundled[0], Recorded(catalogue_name, config, dict(bundled[1]))
+        name = catalogue_name
     elif folder.is_dir():
         config = config_json.settings_in(folder)
     else:
@@ -58,9 +58,9 @@ def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelSh
             from accel_fsdp.models import read_config
             from accel_fsdp.prediction.tracing.fit import record_model
 
-            known = name in catalogue.entries() and not Path(name).exists()
+            in_catalogue = name in catalogue.entries() and not Path(name).exists()
             with config_json.believed(name):
-                return record_model(name, _configured(config) if known else read_config(name), (variant,))
+                return record_model(name, _configured(config) if in_catalogue else read_config(name), (variant,))
 
     shape, tapes = trace_store.remembered(config, variant, anew)
     return replace(shape, name=name), tapes

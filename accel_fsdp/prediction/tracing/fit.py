@@ -124,15 +124,15 @@ def fit(run: Callable[[At], Raw], lengths: tuple[int, ...], ranked: bool) -> Tap
         RuntimeError: with the operation whose size is no such polynomial, or where the runs differ.
     """
     ranks = RANKS if ranked else (0, 0, 0)
-    known = cache(run)
+    cached = cache(run)
     try:  # most sizes depend on the tokens only; a batch of other rows proves it
-        several = _fit(known, (2, 2, 4), lengths, ranks, ALONE)
+        several = _fit(cached, (2, 2, 4), lengths, ranks, ALONE)
     except RuntimeError:
-        several = _fit(known, (2, 3, 4), lengths, ranks, SEVERAL)
+        several = _fit(cached, (2, 3, 4), lengths, ranks, SEVERAL)
     at = At(1, lengths[3], ranks[2])
-    if _replays(several, known(at), at):
+    if _replays(several, cached(at), at):
         return several
-    return replace(several, alone=_fit(known, (1, 1, 1), lengths, ranks, ALONE))
+    return replace(several, alone=_fit(cached, (1, 1, 1), lengths, ranks, ALONE))
 
 
 def _replays(tape: Tape, raw: Raw, at: At) -> bool:

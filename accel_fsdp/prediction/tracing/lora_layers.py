@@ -84,7 +84,7 @@ class _FourBit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        """A linear layer whose weight exists only meanwhile; neither it nor the input is saved."""
+        """A linear layer whose weight exists only during the call; autograd saves neither it nor the input."""
         ctx.shape = shape
         return F.linear(x, unpacked(shape, x), bias)
 

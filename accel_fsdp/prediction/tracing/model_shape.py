@@ -19,7 +19,7 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
     traced = set(text_layers(model))
     groups: dict[Any, list[int]] = {}
     for index, (path, layer) in enumerate(layers.items()):
-        groups.setdefault((*_looks(layer), path.rsplit(".", 1)[0]), []).append(index)
+        groups.setdefault((*_signature(layer), path.rsplit(".", 1)[0]), []).append(index)
     modules = list(layers.values())
     heads = int(_first(text, "num_attention_heads", "n_head"))
     return ModelShape(
@@ -77,7 +77,7 @@ def _nested(path: str, paths: set[str]) -> bool:
     return any(".".join(parts[:n]) in paths for n in range(1, len(parts)))
 
 
-def _looks(layer: "nn.Module") -> tuple[Any, ...]:
+def _signature(layer: "nn.Module") -> tuple[Any, ...]:
     """The properties that two layers with one tape share: class, parameters, kind of attention."""
     attention = tuple(
         str(value)

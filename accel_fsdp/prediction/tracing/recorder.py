@@ -35,8 +35,8 @@ class _Stage(nn.Module):
 
     def __init__(self, layer: nn.Module, on_call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
-        known = vars(self).keys()
-        plain = {k: v for k, v in vars(layer).items() if isinstance(v, str | int | float) and k not in known}
+        own_names = vars(self).keys()
+        plain = {k: v for k, v in vars(layer).items() if isinstance(v, str | int | float) and k not in own_names}
         self.__dict__.update(plain)  # models ask a layer for its kind of attention
         self._seen = on_call
 
@@ -129,13 +129,13 @@ class Recorder:
         layers = {index: self._layer(index, at.rank) for index in self._text if index not in self._width}
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden, rest, kwarg_tensors = _split(args, kwargs)
+            hidden, others, kwarg_tensors = _split(args, kwargs)
             if index in layers:
-                result = layers[index](hidden, *rest, **kwarg_tensors)
+                result = layers[index](hidden, *others, **kwarg_tensors)
                 self._width[index] = len(result) if isinstance(result, tuple) else 0
                 self._dtype[index] = (result[0] if isinstance(result, tuple) else result).dtype
             hidden = hidden.to(self._dtype.get(index, hidden.dtype))
-            calls[index] = (hidden, rest, kwarg_tensors)
+            calls[index] = (hidden, others, kwarg_tensors)
             return self._as_block(index, hidden)
 
         self._stages(max(self._text) + 1, seen)

@@ -177,7 +177,7 @@ class IsolationCheck(TrainerCallback):  # type: ignore[misc]
         model.eval()
         before, after = (self._predictions(model, args, last) for last in (6, 7))
         model.train(training)
-        if (after - before).abs().max() > ROUNDING[_computed_in(model)] * before.abs().max():
+        if (after - before).abs().max() > ROUNDING[_compute_dtype(model)] * before.abs().max():
             raise UserError(
                 f"--packing doesn't work with {type(model).__name__} and its attention",
                 why="a document's predictions depend on the document before it in the row",
@@ -193,7 +193,7 @@ class IsolationCheck(TrainerCallback):  # type: ignore[misc]
         return logits[0, 3:].float()
 
 
-def _computed_in(model: "nn.Module") -> torch.dtype:
+def _compute_dtype(model: "nn.Module") -> torch.dtype:
     mixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
     stored = next(part.dtype for part in model.parameters() if part.is_floating_point())
     return mixed.get(LaunchEnvironment.now().mixed_precision, stored)

@@ -88,7 +88,7 @@ class RowReader:
         output = _text(row["output"], self.column["output"])
         extra = row.get("input") or ""
         if self.chats:
-            return _asked("\n\n".join(filter(None, (instruction, extra))), output)
+            return _question_chat("\n\n".join(filter(None, (instruction, extra))), output)
         more = ALPACA_INPUT.format(input=extra) if extra else ""
         return Pair(ALPACA.format(instruction=instruction, input=more), output)
 
@@ -97,7 +97,7 @@ class RowReader:
         assert self.completion_template is not None
         prompt = _render("prompt", self.prompt_template, row)
         completion = _text(_render("completion", self.completion_template, row), "the completion")
-        return _asked(prompt, completion) if self.chats else Pair(prompt, completion)
+        return _question_chat(prompt, completion) if self.chats else Pair(prompt, completion)
 
 
 def reader(
@@ -241,7 +241,7 @@ def lettered(options: Sequence[object]) -> str:
     return "\n".join(f"{chr(ord('A') + number)}. {option}" for number, option in enumerate(options))
 
 
-def _asked(prompt: str, completion: str) -> Chat:
+def _question_chat(prompt: str, completion: str) -> Chat:
     return Chat([{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}], answers=1)
 
 

@@ -201,8 +201,8 @@ def _tokens(encoding: Any, text: str, span: chat_template.TextSpan) -> chat_temp
         raise BadRow(f"one token holds {text[begins:start]!r} and the assistant's first letters")
     if begins < start and not text[start:stops].strip():
         first += 1
-    if rest := text[end : encoding.token_to_chars(last)[1]].strip():
-        raise BadRow(f"one token holds the assistant's last letters and {rest!r}")
+    if unread := text[end : encoding.token_to_chars(last)[1]].strip():
+        raise BadRow(f"one token holds the assistant's last letters and {unread!r}")
     return first, last + 1
 
 

@@ -133,9 +133,9 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         profile_flag.check_reached(self.steps, state.max_steps)
         left = range(max(self.steps.start, state.global_step + 1), self.steps.stop)
         if left != self.steps:
-            rest = f"step {left.start} is the first profiled one" if left else "none is profiled"
+            note = f"step {left.start} is the first profiled one" if left else "none is profiled"
             self._warn(
-                f"--profile_steps begins at {self.steps.start}, and {state.global_step:,} steps are done: {rest}"
+                f"--profile_steps begins at {self.steps.start}, and {state.global_step:,} steps are done: {note}"
             )
         self.steps = left
         if self.rank == 0 and left:
@@ -234,7 +234,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.mark("update", "gradient norm")
 
     def mark(self, phase: Span, unit: str, name: str = "", layer: int | None = None) -> None:
-        """A stretch begins here, unless it has begun already."""
+        """Begins a span of the profile, unless it has begun already."""
         step = self.step
         if step is None:
             return
@@ -370,13 +370,13 @@ def _has_gradient(value: Any) -> bool:
 def live_bytes(model: "nn.Module") -> int:
     """Bytes allocated on the CPU: all storages that Python's tensors have, and the buckets that DDP keeps inside."""
     sizes: dict[int, int] = {}
-    for item in gc.get_objects():
-        kind = type(item)  # DTensors and those of a trace, which have no storage of their own, dispatch to others
+    for tensor in gc.get_objects():
+        kind = type(tensor)  # DTensors and those of a trace, which have no storage of their own, dispatch to others
         if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             continue
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no storage, or a parted one
-            if item.device.type == "cpu":
-                storage = item.untyped_storage()
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no storage, or several
+            if tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()
     sizes.pop(0, None)
     return sum(sizes.values()) + sum(bucket_sizes(model))

@@ -45,9 +45,9 @@ class Quantity:
 def combined(fold: Callable[[Iterable[float]], float], quantities: Iterable[Quantity]) -> Quantity:
     """Combines quantities, such as by sum or maximum; predicted only if each of them is."""
     listed = list(quantities)
-    known = [quantity.predicted for quantity in listed if quantity.predicted is not None]
+    predicted = [quantity.predicted for quantity in listed if quantity.predicted is not None]
     measured = fold(quantity.measured for quantity in listed)
-    return Quantity(measured, fold(known) if len(known) == len(listed) else None)
+    return Quantity(measured, fold(predicted) if len(predicted) == len(listed) else None)
 
 
 @dataclass(frozen=True)

@@ -190,12 +190,12 @@ def _ledger(
     alive: dict[int, tuple[int, bool]] = {}
     for event in events:
         change, address = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
-        known, owned = alive.pop(address, (0, False))
+        size, owned = alive.pop(address, (0, False))
         if change > 0:
-            totals[owned] -= known  # its release wasn't recorded: it was on a thread that isn't profiled
+            totals[owned] -= size  # its release wasn't recorded: it was on a thread that isn't profiled
             owned = backend.owns(event)
             alive[address] = change, owned
-        elif not known and event["tid"] in backend.threads:
+        elif not size and event["tid"] in backend.threads:
             continue
         totals[owned] += change
         most = max(most, totals[True])
