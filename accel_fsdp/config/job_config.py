@@ -68,7 +68,8 @@ class JobConfig:
     def other_tool(self) -> str:
         """The tool that the configuration belongs to, if it isn't Accelerate; else empty."""
         marks = {tool: len(keys & self.values.keys()) for tool, keys in OTHER_TOOLS.items()}
-        marks["a training script"] += 2 * isinstance(self.values.get("fsdp"), str)  # as TrainingArguments have it
+        if isinstance(self.values.get("fsdp"), str):  # as TrainingArguments have it
+            marks["a training script"] += 2
         likely = max(marks, key=lambda tool: marks[tool])
         is_accelerate = "distributed_type" in self.values or "compute_environment" in self.values
         return "" if is_accelerate or marks[likely] < 2 else likely

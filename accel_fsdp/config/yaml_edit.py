@@ -121,10 +121,13 @@ def _replaced(text: str, node: Any, key: str, value: Any) -> str:
     if start < name.end_mark.index:  # an alias: the node is that of its anchor
         start = ALIAS.match(text, name.end_mark.index).start(1)  # type: ignore[union-attr]
     if node.flow_style:
-        return text[:start] + " " * (start == end) + _flow(value) + text[end:]
+        space = " " if start == end else ""
+        return text[:start] + space + _flow(value) + text[end:]
     if not _is_block(old) and not isinstance(value, dict):
-        end -= text[start:end].endswith("\n")
-        return text[:start] + " " * (start == end) + _block("", value, text).strip() + text[end:]
+        if text[start:end].endswith("\n"):
+            end -= 1
+        space = " " if start == end else ""
+        return text[:start] + space + _block("", value, text).strip() + text[end:]
     colon = COLON.match(text, name.end_mark.index).end()  # type: ignore[union-attr]
     line_end, end = _line_end(text, colon), _line_end(text, end)
     tail = text[colon:line_end] if _is_block(old) else text[_end(text, name, old) : line_end]

@@ -64,7 +64,10 @@ def _report(path: Path, migration: Migration, after: str, options: MigrateComman
         changes = [asdict(change) for change in migration.changes]
         console.put(json.dumps({"file": str(path), **content, "changes": changes, "yaml": after}, indent=2), lines=True)
         return
-    rows = [((change.kind + "!" * change.breaks), _becomes(change), _because(change)) for change in migration.changes]
+    rows = [
+        (change.kind + ("!" if change.breaks else ""), _becomes(change), _because(change))
+        for change in migration.changes
+    ]
     if rows:
         styles = ["red" if change.breaks else STYLES[change.kind] for change in migration.changes]
         console.show_table(("", "key", "why"), rows, styles, to_stderr=options.dry_run)

@@ -13,8 +13,8 @@ from accel_fsdp.config import MigrationTarget
 class MigrateCommand:
     """The whole command.
 
-    `force` accepts a lost meaning, and `overwrite` another file in OUT's place: whoever accepts the one, which the
-    report named, may not know of the other.
+    `force` accepts a lost meaning, and `overwrite` another file in OUT's place. They are separate, because the
+    report names the first and users may not know of the second.
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]

@@ -24,7 +24,7 @@ FINE = 2.0**-17
 ALWAYS_AHEAD = ("xlnet", "cpmant")
 """Types of causal language models that see all tokens of a row, whatever their config says."""
 AHEAD_UNLESS_DECODER = ("bert-generation",)
-"""The same where the config lacks `is_decoder`, besides the types that are also trained to fill in masked words."""
+"""Types that see all tokens if the config lacks `is_decoder`, besides those also trained to fill in masked words."""
 DECODER = "a decoder, such as a Llama, Qwen or GPT-2"
 
 

@@ -23,7 +23,7 @@ HEADROOM = 1.1
 
 
 def weight_bytes(loaded: int, mixed: bool, fsdp: bool, zero: bool) -> int:
-    """Bytes of a trained weight at rest, of one that was loaded with `loaded` bytes."""
+    """Bytes of a trained weight between steps, if its checkpoint stores it in `loaded` bytes."""
     return MASTER if zero or (fsdp and mixed) else loaded
 
 

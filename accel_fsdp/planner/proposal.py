@@ -178,7 +178,7 @@ def arguments(job: Job) -> dict[str, Any]:
 
 
 def argument_line(job: Job) -> str:
-    """The same as a command line has them."""
+    """The arguments of the job as a command line."""
     return shlex.join(_argument_words(job))
 
 

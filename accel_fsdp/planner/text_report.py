@@ -110,7 +110,7 @@ class PlanReport:
         """Explains the words that occur in the column `fits`."""
         outside = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
         verdicts = {candidate.verdict for candidate in self.plan.rows}
-        nccl = " and NCCL" * (self.problem.job.layout.ranks > 1)
+        nccl = " and NCCL" if self.problem.job.layout.ranks > 1 else ""
         words = [f"yes with {outside} more for CUDA{nccl} and 5% to spare"]
         if "expandable" in verdicts:
             words.append(f"expandable {capacity.NEEDS_EXPANDABLE}")
@@ -222,7 +222,7 @@ class PlanReport:
             yield "Rows of many lengths, without --packing, leave gaps that only expandable segments avoid."
 
     def _replayed(self, choice: Candidate) -> tuple[Reservation, Reservation, tuple[int, int]]:
-        """The allocator as it is, with expandable segments, and the range of the first's reserved bytes."""
+        """The replayed allocator without and with expandable segments, and the range of reserved bytes without."""
         replay = self.problem.replay(choice.job)
         room = self.problem.capacity_bytes - choice.device.outside
         plain = replay(False, room)

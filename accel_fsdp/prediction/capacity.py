@@ -206,7 +206,7 @@ def replayed_range(reserved: int, room: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Host:
-    """Bytes of one machine's memory at its fullest in each phase, and of its disk."""
+    """Peak bytes of one machine's memory in each phase, and bytes of its disk."""
 
     loading: int
     offload: int

@@ -54,12 +54,12 @@ def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
 
 
 def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
-    """One all-gather of one unit; with offload its shard comes from the host first, in the dtype that it rests in."""
+    """One all-gather of one unit; with offload its shard is first copied from the host, in the dtype stored there."""
     if _replicates(layout) or not (layout.is_sharded or layout.offload):
         return Traffic()
     volume = sum(count * width for count, width in gathered(unit, recipe))
     down = sum(count * _host_width(width, recipe, layout) for count, width in gathered(unit, recipe))
-    host = Traffic(pcie_bytes=layout.shard_of(down) * layout.offload)
+    host = Traffic(pcie_bytes=layout.shard_of(down) if layout.offload else 0)
     return _ring(volume, layout.shard_ranks, layout.ranks_per_node) + host
 
 
@@ -69,7 +69,7 @@ def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     scattered = _ring(volume, layout.shard_ranks, layout.ranks_per_node)
     apart = 1 if layout.is_sharded else layout.ranks_per_node  # hybrid: each of a rank's replicas is elsewhere
     width = compute_bytes(recipe) if layout.engine is Engine.DEEPSPEED else master_bytes(recipe, layout)
-    up = Traffic(pcie_bytes=layout.shard_of(unit.trained_numel * width) * layout.offload)
+    up = Traffic(pcie_bytes=layout.shard_of(unit.trained_numel * width) if layout.offload else 0)
     return scattered + _ring(layout.shard_of(volume), layout.replicas, apart).times(2) + up
 
 
@@ -96,7 +96,7 @@ def update(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
     if not _replicates(layout):
         return Traffic()
     volume = all_trained_numel(shape, recipe, layout) * compute_bytes(recipe)
-    down = Traffic(pcie_bytes=volume / layout.ranks * layout.offload)
+    down = Traffic(pcie_bytes=volume / layout.ranks if layout.offload else 0)
     return _ring(volume, layout.ranks, layout.ranks_per_node) + down
 
 

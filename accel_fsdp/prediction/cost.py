@@ -39,7 +39,7 @@ class Work:
 
 
 def steps_per_epoch(rows: int, job: Job) -> int:
-    """The steps of an epoch as Trainer counts them: each rank has as many micro-batches; the last step may have less."""
+    """The steps of an epoch as Trainer counts them: each rank has as many micro-batches; the last step may be short."""
     batches = -(-rows // (job.recipe.rows * job.layout.data_ranks))
     return -(-batches // job.recipe.accumulation)
 

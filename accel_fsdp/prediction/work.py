@@ -185,7 +185,7 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
     if attention and not _has_learned_positions(shape):
         per_element = FUSED_ROTARY_BYTES if fused else _times(ROTARY_BYTES, wide)
         yield per_element, queries + keys, 1 if fused else KERNELS["rotary"]
-    yield (0, 0), 0, KERNELS["attention"] * bool(attention)
+    yield (0, 0), 0, KERNELS["attention"] if attention else 0
     yield _times(RESIDUAL_BYTES, wide), 2 * shape.hidden, KERNELS["residual"]
     inner = [
         _inner_width(weight, shape) * _routes(weight, shape) for weight in products(block) if not _is_attention(weight)
@@ -244,7 +244,7 @@ def _adapters(block: Block, recipe: Recipe) -> tuple[Work, Work]:
         if not weight.is_adapted(recipe.lora_targets):
             continue
         flops = 2 * recipe.lora_rank * sum(weight.shape) * tokens
-        thin = Work(matmul_flops=flops * (not alone), float32_flops=flops * alone)
+        thin = Work(float32_flops=flops) if alone else Work(matmul_flops=flops)
         rows, columns = weight.shape
         moved = [Work(moved_bytes=(into * columns + out * rows) * tokens) for into, out in LORA_BYTES]
         launched = Work(kernels=KERNELS["lora"])

@@ -85,7 +85,7 @@ def _refuse_unknown(job: JobConfig) -> None:
 
 
 def without_mesh(job: JobConfig, processes: int) -> JobConfig:
-    """The same job on another number of ranks, which share one copy of the model, or two under FSDP1's hybrid."""
+    """The job on another number of ranks, which share one copy of the model, or two under FSDP1's hybrid."""
     values = {key: value for key, value in job.values.items() if key != "parallelism_config"}
     return JobConfig({**values, "num_processes": processes})
 

@@ -24,13 +24,13 @@ from accel_fsdp.units import counted
 EXACT = 1e-4
 """The relative tolerance of losses in float32: the order of sums differs."""
 EXACT_LOGITS = 1e-3
-"""The same for logits: if a gradient is near zero, Adam turns its rounding into a whole step. 1.3e-4 was measured."""
+"""The tolerance of logits: if a gradient is near zero, Adam turns its rounding into a whole step. 1.3e-4 was measured."""
 ROUNDED = 2e-2
-"""The same for both in 16 bits, after updates at a rehearsal's rate: each layer and norm rounds to 3 digits."""
+"""The tolerance of both in 16 bits, after updates at a rehearsal's rate: each layer and norm rounds to 3 digits."""
 AUTOCAST = 2e-4
-"""The same for losses before weights differ: random rounding cancels out over a step's tokens."""
+"""The tolerance of 16-bit losses before weights differ: random rounding cancels out over a step's tokens."""
 AUTOCAST_MIXTURE = 1.5e-3
-"""The same for mixtures of experts: rounding sends some tokens to another expert. 1e-3 was measured with 32 tokens."""
+"""AUTOCAST for mixtures of experts: rounding sends some tokens to another expert. 1e-3 was measured with 32 tokens."""
 WRITTEN: Mapping[str, str] = {"max_steps": "2", "save_strategy": "no", "learning_rate": "1e-8"}
 """Arguments in the YAML's precision; the rate hardly changes weights, as ZeRO's bfloat16 weights lose small updates."""
 WRITTEN_ROWS = 8

@@ -53,10 +53,10 @@ def cross_entropy(logits: Tensor, target_ids: Tensor, smoothing: float = 0.0) ->
 
 @torch.no_grad()
 def right_tokens(logits: Tensor, target_ids: Tensor) -> Tensor:
-    """How many targets are likelier than every other token; one that ties with another is not predicted.
+    """The number of targets whose logit exceeds all others; a target that ties with another token isn't counted.
 
-    The maximum of the others, without its place: looking for that one would take five times as long. The target's own
-    logit gives way to it for that moment, as a copy may not fit; `data`, as autograd is not to take note.
+    `amax` is five times as fast as `argmax`. The target's logit is replaced by -inf meanwhile, because a copy of the
+    logits may not fit; `data` keeps autograd from recording that.
     """
     places, others = target_ids.clamp(min=0)[..., None], logits.data
     target_scores = others.gather(-1, places)

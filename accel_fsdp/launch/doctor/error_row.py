@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KnownError:
-    """`pattern`: what a user sees, in any case. `cause`: what is often behind it. `means`: what the message says by
-    itself, where it doesn't name the cause; such a row comes after those whose message does.
+    """`pattern`: what a user sees, in any case. `cause`: what is often behind it. `means`: the meaning of a
+    message that doesn't name the cause; rows with it come after the others.
 
     `seen`: reports of it, as repository#issue. `unless`: a text that matches is another error. `follows`: it also
     follows from an error of the script on another rank, which is then the cause.

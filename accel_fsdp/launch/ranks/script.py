@@ -40,7 +40,7 @@ def line_of_stack(frame: FrameType | None) -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """The same, from an error's traceback."""
+    """The script's line as file:line, from an error's traceback."""
     return line_of([(at.filename, at.lineno) for at in traceback.extract_tb(error.__traceback__)])
 
 

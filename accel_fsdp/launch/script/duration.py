@@ -60,9 +60,9 @@ UNKNOWN = (UserError, RuntimeError, KeyError, ImportError)
 
 
 def _planned(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Problem:
-    """The job as the plan knows it.
+    """The job as the planner describes it.
 
-    A model is known that is bundled or is here: a job file is written without the network.
+    The model must be bundled or on this machine: a job file is written without the network.
 
     Raises:
         UserError: the job can't be planned. KeyError: model or GPU aren't known. RuntimeError, ImportError: the model

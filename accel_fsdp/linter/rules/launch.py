@@ -143,8 +143,8 @@ def layer_class_not_in_the_model(subject: Subject) -> Iterator[Finding]:
 def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
     """TRANSFORMER_BASED_WRAP without a layer class.
 
-    Accelerate then takes the model's `_no_split_modules`. Of transformers 5's causal language models about
-    one in ten names classes there that it doesn't contain, and stops; as many name none, and are not wrapped at all.
+    Accelerate then takes the model's `_no_split_modules`. About one in ten of transformers 5's causal language models
+    names classes that it doesn't contain there, and stops; as many name none, and are not wrapped.
     """
     needs_class = subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
     if subject.is_fsdp and needs_class and not subject.has("fsdp_transformer_layer_cls_to_wrap"):

@@ -145,7 +145,7 @@ class Ddp(EngineMemory):
     """Buckets of all gradients beside the gradients themselves: Accelerate leaves `gradient_as_bucket_view` off."""
 
     def load(self) -> None:
-        """The same as without DDP, and the buckets."""
+        """Allocates the buckets in addition to the tensors of plain training."""
         super().load()
         self.meter.add(BUFFERS, self.total(lambda unit: self._master(unit, shard=False)))
 

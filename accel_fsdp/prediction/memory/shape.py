@@ -50,8 +50,9 @@ class ModelShape:
 
     `outer` are the parameters outside of the blocks: embeddings, last norm, head. A tied head adds no parameter.
     `buffers_bytes` are stored or computed buffers, on every rank. `experts` and `experts_used` count a layer's experts
-    and those a token goes through, 0 without. `window` is the sliding window of the layers that have one, 0 without; `positions` the longest sequence, 0 if unlimited. `untraced` are the
-    places of the blocks that images go through, whose activations aren't known. `eager_only`: transformers has no other
+    and those a token goes through, 0 without. `window` is the sliding window of the layers that have one, 0 without;
+    `positions` the longest sequence, 0 if unlimited. `untraced` are the places of the blocks that images go through,
+    whose activations aren't known. `eager_only`: transformers has no other
     attention for the model. `language` counts the parameters of the part that text goes through, 0 without another.
     """
 

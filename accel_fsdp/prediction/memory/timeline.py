@@ -116,7 +116,7 @@ class Trace(Meter):
     _top: Moment | None = None
 
     def enter(self, phase: str) -> None:
-        """The same without units, and the rest of the phase before counts as a unit."""
+        """Begins a phase; the rest of the phase before it counts as a unit."""
         self.mark()
         super().enter(phase)
 

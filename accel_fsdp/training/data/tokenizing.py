@@ -107,7 +107,7 @@ def tokenize(
 def stream(
     rows: "IterableDataset", tokenizer: "PreTrainedTokenizerBase", options: DataArguments, seed: int
 ) -> "IterableDataset":
-    """The same for rows that come one after another, again and again, shuffled within a buffer.
+    """Tokenises rows as a stream, repeatedly and shuffled within a buffer.
 
     Nothing is cached or counted, and a bad row stops the run when it comes.
     """
@@ -255,7 +255,7 @@ def _nothing_left(options: DataArguments, reason: str) -> UserError:
 def _kept(
     encoded: "Dataset", options: DataArguments, batch_size: int | None
 ) -> "tuple[Dataset | packing.Packed, TokenSummary]":
-    """Drops what can't teach anything, packs the rest if asked to, and counts."""
+    """Drops rows without trained tokens, packs the others if asked to, and counts both."""
     length, trained = np.asarray(encoded["length"][:]), np.asarray(encoded["trained"][:])
     long = length > options.max_length
     dropped_long = long & (options.truncation_mode == "drop")

@@ -110,7 +110,7 @@ class StepTrace:
 def read(
     trace: Mapping[str, Any], marks: Sequence[Mark], before_bytes: int, seconds: Sequence[float] | None, device: int
 ) -> StepTrace:
-    """Lays the marks over the trace. `before_bytes` were allocated when it began.
+    """Merges the marks into the trace. `before_bytes` were allocated when it began.
 
     `seconds` are those between the marks as the GPU counted them; None: as the trace has them. `device` is the GPU's
     number, -1 for the CPU.
@@ -130,7 +130,7 @@ def read(
 
 
 def annotated(trace: Mapping[str, Any], step: StepTrace) -> dict[str, Any]:
-    """The same trace with the units as ranges on a separate line, and the allocated bytes as a curve."""
+    """The trace with the units as ranges on a separate line, and the allocated bytes as a curve."""
     events = [event for event in trace["traceEvents"] if not str(event.get("name", "")).startswith(MARK)]
     process = next(event["pid"] for event in trace["traceEvents"] if str(event.get("name", "")).startswith(MARK))
     common = {"pid": process, "tid": UNITS_TRACK}
