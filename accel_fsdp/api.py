@@ -63,7 +63,7 @@ def check(
     checkpoint: File | None = None,
     here: bool = False,
 ) -> list[Finding]:
-    """What `accel-fsdp check` finds in an Accelerate YAML, in the order of its lines; empty where nothing is wrong.
+    """The findings of `accel-fsdp check` for an Accelerate YAML, in the order of its lines; empty for a faultless file.
 
     Raises:
         UserError: a file or the model can't be read.
@@ -83,7 +83,7 @@ def _path(name: str, path: File) -> Path:
 
 
 def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
-    """What `accel-fsdp plan` predicts; `flags` are the command's, such as `seq_len=4096` or `method="lora"`.
+    """The prediction of `accel-fsdp plan`; `flags` are the command's, such as `seq_len=4096` or `method="lora"`.
 
     Raises:
         UserError: the model or the GPUs are not known, the numbers can't be, or there is no such flag.
@@ -94,7 +94,7 @@ def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
 
 
 def compare(model: str, machines: Iterable[str], **flags: Any) -> Comparison:
-    """What `accel-fsdp plan --compare` predicts for these machines; `flags` as of `plan`, such as `tokens="2B"`.
+    """The prediction of `accel-fsdp plan --compare` for these machines; `flags` as of `plan`, such as `tokens="2B"`.
 
     Raises:
         UserError: as `plan`.
@@ -121,7 +121,7 @@ def _plan_command(function: str, left_out: Iterable[str], **flags: Any) -> PlanC
 
 @_refusing
 def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrated:
-    """What `accel-fsdp migrate --dry-run` writes, with the fate of each key; the file stays as it is.
+    """The output of `accel-fsdp migrate --dry-run`, with the change of each key; the file is not changed.
 
     Raises:
         UserError: the file can't be read, or its engine can't be migrated.

@@ -225,15 +225,15 @@ def edits(first: str, second: str) -> int:
 def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
     """Runs `main` and returns its exit code; a `UserError` becomes its three lines on stderr.
 
-    Ranks usually fail alike, so the other ranks of a node wait for rank 0's message: the launcher ends them once rank 0
-    has failed, and a rank that is still alive afterwards failed alone and says so.
+    Ranks usually fail for the same reason, so the other ranks of a node wait for rank 0's message: the launcher ends
+    them once rank 0 has failed. A rank that is still alive afterwards failed for a reason of its own and prints it.
     """
     global _failure_file
     _failure_file = os.environ.pop(FAILURE_FILE, "")  # child processes aren't ranks
     try:
         main()
     except Stopped as error:
-        tell_launcher(error)
+        report_to_launcher(error)
         if LaunchEnvironment.now().rank == 0:
             print(error, file=sys.stderr, flush=True)
         return error.exit_code
@@ -241,15 +241,15 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
         launch = LaunchEnvironment.now()
         if launch.local_rank != 0:
             time.sleep(LET_RANK_ZERO_SPEAK_SECONDS)
-        tell_launcher(error)
+        report_to_launcher(error)
         if launch.local_rank != 0:
             print(f"[rank {launch.rank}]", end=" ", file=sys.stderr)
         print(error, file=sys.stderr, flush=True)
         return error.exit_code
     except ImportError as error:  # importlib.metadata's PackageNotFoundError is one
-        if (known := _not_importable(error)) is None:
+        if (not_importable := _not_importable(error)) is None:
             raise
-        print(known, file=sys.stderr, flush=True)
+        print(not_importable, file=sys.stderr, flush=True)
         return 1
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
@@ -314,7 +314,7 @@ def _forget_stdout() -> None:
         os.close(silent)
 
 
-def tell_launcher(error: UserError) -> None:
+def report_to_launcher(error: UserError) -> None:
     """Writes the message to the file of torch's launcher, which then ends its report of the failure with it.
 
     Otherwise that report is 40 lines that refer to a page about tracebacks. `accel-fsdp launch` learns from its own

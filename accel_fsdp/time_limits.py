@@ -1,4 +1,4 @@
-"""Time limits for what may take for ever: a pattern or template from an untrusted file, a disk, another machine."""
+"""Time limits for calls that may never return: patterns and templates of untrusted files, disks, other machines."""
 
 import signal
 import threading

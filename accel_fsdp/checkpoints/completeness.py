@@ -206,7 +206,7 @@ def _trainer_state(checkpoint: Path) -> dict[str, Any] | None:
 def _flaw(checkpoint: Path) -> str:
     lacks = lacking(checkpoint)
     if lacks is not None:
-        return next((_of_size(checkpoint / name, size) for name, size in lacks.items()), "")
+        return next((_size_flaw(checkpoint / name, size) for name, size in lacks.items()), "")
     if not _trainer_state(checkpoint):
         return f"{file_names.TRAINER_STATE}, which Trainer writes last, is missing or empty"
     sharded = (
@@ -218,7 +218,7 @@ def _flaw(checkpoint: Path) -> str:
     return f"{cut[0]}/{file_names.DCP_METADATA} is missing" if cut else ""
 
 
-def _of_size(path: Path, size: int) -> str:
+def _size_flaw(path: Path, size: int) -> str:
     if path.name == ITS_END:
         return "its run ended while it was written"
     return f"{path.name} has {_size(path):,} of {size:,} bytes" if path.is_file() else f"{path.name} is missing"

@@ -48,7 +48,7 @@ TORCH_MODEL = f"model{TORCH_EXPORT}"
 EXPORTED = (SAFETENSORS, TORCH_EXPORT)
 """This project's exports: how the files of weights end."""
 PAPERS = ("*.json", "*.txt", "*.model", "*.jinja")
-"""Transformers: config, tokenizer and templates, whatever their names."""
+"""Transformers: config, tokenizer and templates, under all their names."""
 CARD = "README.md"
 """The model card, as the hub shows it."""
 

@@ -1,4 +1,4 @@
-"""NaN and infinity in weights: a run that has diverged leaves files that load, and answer nothing."""
+"""NaN and infinity in weights: the files of a run that has diverged load, but such a model is useless."""
 
 CACHED_BYTES = 1 << 17
 NOT_FINITE = {

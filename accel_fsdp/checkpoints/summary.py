@@ -122,7 +122,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def facts_of(folder: Path) -> CheckpointFacts:
-    """Looks at this folder, whatever is in folders of it."""
+    """Reads this folder without its subfolders."""
     _check_folder(folder)
     counts = {path: _counts(path) for path in sorted(folder.iterdir())}
     counted_paths = [path for path, counted in counts.items() if counted is True]

@@ -46,7 +46,7 @@ def is_adapted(names: Iterable[str]) -> bool:
 
 
 def is_wrapped(names: Iterable[str]) -> bool:
-    """Whether PEFT has wrapped a model with these names, for an adapter of whatever kind."""
+    """Whether PEFT has wrapped a model with these names, for an adapter of any kind."""
     return any(name.startswith(PEFT_PREFIX) for name in names)
 
 

@@ -142,7 +142,7 @@ class Stored:
 
 
 def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes, by offsets and sizes, that elements `start` to `stop` of a tensor in C order are made of."""
+    """Splits elements `start` to `stop` of a tensor in C order into boxes, given by offsets and sizes."""
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
     if first > last:  # all of it within one row

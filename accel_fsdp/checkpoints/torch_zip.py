@@ -292,7 +292,7 @@ def _entries(content: bytes, start: int) -> dict[str, Slot]:
         if method != 0 or packed != size:
             raise ValueError("a compressed record")
         key = content[name_start : name_start + name].decode().partition("/")[2]
-        if key.lower() in lower_names:  # torch finds records whatever their case
+        if key.lower() in lower_names:  # torch ignores the case of records' names
             raise ValueError("two records of one name")
         lower_names.add(key.lower())
         slots[key] = Slot(crc, size, header, start + at)

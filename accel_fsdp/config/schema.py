@@ -70,7 +70,7 @@ class Field:
     question: str = ""
 
     def takes(self, text: str) -> bool:
-        """Whether text is one of the choices, in whatever case where Accelerate doesn't mind."""
+        """Whether text is one of the choices, ignoring case where Accelerate does."""
         if self.key in EXACT:
             return text in self.choices
         if text.upper() in NUMBERED.get(self.key, ()):

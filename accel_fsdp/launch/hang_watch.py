@@ -338,7 +338,7 @@ class Watchdog:
     def _leave(self, cause: Cause, states: dict[int, LastSeen], speaks: bool, silently: bool) -> NoReturn:
         """Ends this process; the cause and its fix are printed last."""
         error = self._error(cause, states)
-        errors.tell_launcher(error)
+        errors.report_to_launcher(error)
         here = [peer.beat.rank for peer in self._peers_here() if peer.beat.rank in states]
         first_here = min((rank for rank in here if states[rank].ago is None), default=self.rank) == self.rank
         if (speaks or first_here) and not silently:

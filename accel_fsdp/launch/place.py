@@ -177,7 +177,7 @@ class Variables:
         if not text.value.isdecimal():
             raise UserError(
                 f"{text.source}={text.value} is not a number",
-                why=f"{self.engine} says with it how many processes or machines there are, or which one this is",
+                why=f"{self.engine} gives the number of processes or machines with it, or the number of this one",
                 fix=f"set {text.source} to a number, or use torchrun, which knows other words: torchrun train/sft.py",
             )
         return Said(int(text.value), text.source)

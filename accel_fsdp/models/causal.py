@@ -22,7 +22,7 @@ ROUNDING = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 none. A look ahead changes the predictions of trained weights by far more."""
 FINE = 2.0**-17
 ALWAYS_AHEAD = ("xlnet", "cpmant")
-"""Types of causal language models that see all tokens of a row, whatever their config says."""
+"""Types of causal language models that see all tokens of a row with any config."""
 AHEAD_UNLESS_DECODER = ("bert-generation",)
 """Types that see all tokens if the config lacks `is_decoder`, besides those also trained to fill in masked words."""
 DECODER = "a decoder, such as a Llama, Qwen or GPT-2"

@@ -67,9 +67,9 @@ def trained_class(config: Any) -> Any:
 def auto_class(config: Any) -> str:
     """The Auto class that trains the class that a config's `architectures` names, else the first that knows the config.
 
-    The class's own name where no Auto class of `AUTO_CLASSES` builds it; empty if nothing is known of the config. What
-    AutoModelForCausalLM knows is trained on text, with its parts for images too. An encoder that could also be a
-    decoder, such as BERT, reads both ways and is trained to fill in masked words.
+    Returns the name of the class itself if no Auto class of `AUTO_CLASSES` builds it, and "" for an unknown config.
+    Models of AutoModelForCausalLM are trained on text, even if they have parts for images. An encoder that could also
+    be a decoder, such as BERT, reads in both directions and is trained to fill in masked words.
     """
     kinds, named_class = _known(config), _named_class(config)
     fits = [kind for kind, built in kinds.items() if built is named_class]

@@ -159,7 +159,7 @@ def contradictory(name: str, what: str) -> UserError:
 
 @contextmanager
 def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Converts whatever transformers raises for a config into one message.
+    """Converts all errors that transformers raises for a config into one message.
 
     `passing` is what it raises for another reason than the config, for the caller.
 

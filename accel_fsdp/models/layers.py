@@ -113,9 +113,9 @@ def _parameters_of_one(model: "nn.Module", name: str) -> int:
 
 
 def language_parameters(model: Any) -> int:
-    """The parameters of the part that text goes through, of a model with others for images or sound; 0 of one without.
+    """The number of parameters that text goes through, if a model also has parts for images or sound; else 0.
 
-    A language model is that part as a whole, and one with an encoder and a decoder is not told apart.
+    Encoder and decoder of a text model are not separated either.
     """
     beside = beside_text(model)
     read = (counting.numel(parameter) for name, parameter in model.named_parameters() if name not in beside)

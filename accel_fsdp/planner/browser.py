@@ -45,7 +45,7 @@ LABELS = {
 }
 """The fields of `PlanCommand` on the page, in order, with their labels."""
 RECORDED_LATER = {"attention": ("eager",), "checkpointing": ("selective",)}
-"""Choices for which the catalogue has no records; a link with one gets an error."""
+"""Choices for which the catalogue has no records; a link to the page that contains such a choice gets an error."""
 
 
 Kind = Literal["choice", "number", "amount", "switch", "text"]

@@ -64,7 +64,7 @@ def main(target: str, dataset: str, split: str, config_name: str | None = None) 
             if not why and not _is_gone(cause):
                 error = (raised.what, raised.why, raised.fix)
             why = why or first_line(cause)
-        except Exception as raised:  # whatever a network brings: rows can be made up
+        except Exception as raised:  # any error of the network: rows can be made up
             why = why or first_line(raised)
     sys.stdout.write(json.dumps({"why": why, "may_be_cached": may_be_cached, "error": error}) + "\n")
     sys.stdout.flush()

@@ -50,8 +50,8 @@ class OwnRehearsal:
                 raise of_no_training(outcome)
             what = f"what the ranks hold can't be seen: {unwatched[0]['why']}"
             raise Failure(what, SCRIPT, "the versions that README names as tested")
-        for bad in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
-            raise self._unsaved(bad)
+        for flawed in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
+            raise self._unsaved(flawed)
         off = "".join(f"; not watched: {event['what']} ({event['why']})" for event in unwatched)
         return Proof(verdict.summary(outcome.holdings) + off, last_lines(outcome.printed))
 

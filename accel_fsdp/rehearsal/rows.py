@@ -1,4 +1,4 @@
-"""A few rows for a rehearsal: cut from the user's own files, in whatever format training reads, or made up."""
+"""A few rows for a rehearsal: cut from the user's files, in any format that training reads, or made up."""
 
 import json
 import random

@@ -24,7 +24,7 @@ from accel_fsdp.units import counted
 EXACT = 1e-4
 """The relative tolerance of losses in float32: the order of sums differs."""
 EXACT_LOGITS = 1e-3
-"""The tolerance of logits: if a gradient is near zero, Adam turns its rounding into a whole step. 1.3e-4 was measured."""
+"""The tolerance of logits: Adam turns the rounding of a gradient near zero into a whole step. 1.3e-4 was measured."""
 ROUNDED = 2e-2
 """The tolerance of both in 16 bits, after updates at a rehearsal's rate: each layer and norm rounds to 3 digits."""
 AUTOCAST = 2e-4

@@ -37,7 +37,7 @@ GPU_STATES = ("cuda", "npu", "hpu", "mlu", "musa")
 
 
 def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> None:
-    """Loads the weights as they were stored, whatever the YAML says about the next checkpoint.
+    """Loads the weights as they were stored, independent of the YAML's settings for the next checkpoint.
 
     `save_pretrained` gives the weights of some models other names or shapes in files than they have in the model: the
     fused experts of a mixture, and models with images. Trainer takes from such a file what has the model's names, and
@@ -178,8 +178,8 @@ def _is_no_absence(record: logging.LogRecord) -> bool:
 def _as_trained(trainer: Any, checkpoint: str | None) -> Iterator[None]:
     """Keeps torch from asking for states that a checkpoint rightly lacks: of parameters without a gradient so far.
 
-    It creates a state for whatever asks for gradients, and wants each from the checkpoint (torch 2.13); such are the
-    image encoder and experts that no row has reached. Whatever was not trained at all is missed as ever.
+    It creates a state for each tensor that requires gradients, such as an image encoder and experts that no row has
+    reached, and reads each from the checkpoint (torch 2.13). States of trained tensors are still required.
     """
     without = [] if checkpoint is None or trainer.on_tpu else _without_state(trainer, Path(checkpoint))
     for parameter in without:

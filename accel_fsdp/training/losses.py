@@ -41,7 +41,7 @@ def has_rows(inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, target_ids: Tensor, smoothing: float = 0.0) -> Tensor:
-    """The sum over the positions with a target, computed in float32 whatever dtype the logits have."""
+    """The sum over the positions with a target, computed in float32 for logits of any dtype."""
     return F.cross_entropy(
         logits.float().flatten(0, -2),
         target_ids.flatten(),

@@ -124,7 +124,7 @@ class Peers:
         """Ends this process: its main thread may wait in a collective that never returns."""
         why, fix = "training has not begun, and can't without it", "mend the cause there, then start again"
         error = UserError(what, why=why, fix=fix)
-        errors.tell_launcher(error)
+        errors.report_to_launcher(error)
         if self.local_rank:
             time.sleep(LET_RANK_ZERO_SPEAK_SECONDS)
         else:

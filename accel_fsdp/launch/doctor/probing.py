@@ -159,7 +159,7 @@ def _pair(task: Task, board: Board, first: int, second: int) -> PairResult:
             _measure_pair(task.device, result)
         finally:
             dist.destroy_process_group()
-    except Exception as error:  # whatever the network makes of it is the result
+    except Exception as error:  # any error of the network is the result
         result.error = str(error) or type(error).__name__
     result.waited = (_waited_seconds() - waited) / (time.monotonic() - began)
     now = _tcp_segments()
@@ -294,7 +294,7 @@ def _collectives(task: Task, board: Board) -> None:
                     board.put(collective_key(name, size), asdict(result))
         board.put(done_key(task.number), "")
         dist.destroy_process_group()
-    except Exception as error:  # whatever the network makes of it is the result
+    except Exception as error:  # any error of the network is the result
         board.put(done_key(task.number), f"{name}: {error or type(error).__name__}")
 
 

@@ -13,7 +13,7 @@ OF_SOME_PYTHONS: dict[str, Any] = {"__annotations__": {}, "__cached__": None}
 
 def run(path: str) -> None:
     """Executes a script in `__main__`, with the names that Python would give it; raises what it raises."""
-    absolute = os.path.abspath(path)  # as Python names it, whatever was typed
+    absolute = os.path.abspath(path)  # as Python names it, for any typed path
     with open(path, "rb") as file:
         code = compile(file.read(), absolute, "exec", dont_inherit=True)
     names = vars(sys.modules["__main__"])

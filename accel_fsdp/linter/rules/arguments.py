@@ -330,8 +330,8 @@ def _positive(value: Any) -> bool:
 def best_model_of_shards(subject: Subject) -> Iterator[Finding]:
     """`--load_best_model_at_end` with SHARDED_STATE_DICT: the newest checkpoint is never noted as the best.
 
-    Trainer 5.23 looks for the folder before anything has made it. If one rank is quicker than another they differ, and
-    loading hangs. train/sft.py makes the folder first.
+    Trainer 5.23 looks for the folder before it is made. If a quick rank makes it for the others, ranks differ in what
+    they found, and loading hangs. train/sft.py makes the folder first.
     """
     if subject.is_fsdp and subject.sharded_state_dict and subject.arg_on("load_best_model_at_end") and not subject.ours:
         yield Finding(

@@ -168,9 +168,9 @@ def address_of_every_machine(subject: Subject) -> Iterator[Finding]:
     """Several machines and a `main_process_ip` that only machine 0 can use, or `main_process_port: 0`.
 
     Under 127.0.0.1 every machine connects to itself; an address is a name or number without http:// and port; port 0 is
-    a different free port on each machine. They wait for one another until the timeout. $MASTER_ADDR isn't expanded
-    in a YAML. A placeholder such as HOST, your_ip or 192.168.x.x is a warning, and a plain number, as in Accelerate's
-    templates, a note.
+    a different free port on each machine. The machines then wait for one another until the timeout. $MASTER_ADDR isn't
+    expanded in a YAML. A placeholder such as HOST, your_ip or 192.168.x.x is a warning, and a plain number, as in
+    Accelerate's templates, a note.
     """
     if subject.number("num_machines") < 2 or subject.engine is Engine.NONE:
         return

@@ -76,7 +76,7 @@ def smaller(config: Any, model: "nn.Module", attempt: Attempt, words: Words, in_
     `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
 
     Raises:
-        ValueError, and whatever transformers raises: no model has the sizes that came out.
+        ValueError, and any error of transformers: no model can have the resulting sizes.
     """
     parts = parts_of(config)
     for part in parts:

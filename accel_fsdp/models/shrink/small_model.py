@@ -71,7 +71,7 @@ def shrink(model: str, target: Path) -> SmallModel:
     words = Words(MADE_UP_VOCABULARY, made_up_tokenizer.numbers(token_ids))
     if tokenizer:
         words = Words(_rows(tokenizer, token_ids))
-    tokenizer_is: Literal["real", "made up"] = "real" if tokenizer else "made up"
+    tokenizer_kind: Literal["real", "made up"] = "real" if tokenizer else "made up"
     small = _first_that_works(model, config, real, words)
     _store(small.model, models.stored_dtype(model))
     with atomic_files.replaced_folder(target) as folder:
@@ -83,8 +83,8 @@ def shrink(model: str, target: Path) -> SmallModel:
         layer_classes=_classes(small.model),
         layer_parameters=(_largest_layer(real), _largest_layer(small.model)),
         changed=small_config.changes(config.to_dict(), small.model.config.to_dict()),
-        tokenizer=tokenizer_is,
-        not_shown=tuple(_not_shown(config, small, tokenizer_is)),
+        tokenizer=tokenizer_kind,
+        not_shown=tuple(_not_shown(config, small, tokenizer_kind)),
     )
 
 
@@ -119,7 +119,7 @@ def _first_that_works(name: str, config: Any, real: "nn.Module", words: Words) -
     for attempt in ATTEMPTS:
         try:
             attempted = _make(name, config, real, words, attempt)
-        except Exception as error:  # whatever a config of unknown kind brings: the next one changes less of it
+        except Exception as error:  # any error of a config of unknown kind: the next attempt changes less of it
             failed.append(f"{attempt.words}: {first_line(error)}")
             continue
         if not attempted.tried:

@@ -101,7 +101,7 @@ class Units(NamedTuple):
 
 
 def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
-    """The units of a model, one object for equal ones."""
+    """The units of a model; equal units are one object."""
     alike = replace(recipe, rows=1, length=1, accumulation=1, checkpointing="none")
     return _distinct_units(shape, alike, Layout(layout.engine, 1, 1, 1))
 
@@ -211,7 +211,7 @@ def quantization_bytes(unit: Unit, layout: Layout) -> int:
 
 
 def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
-    """The optimizer state of one unit's trained shards; DeepSpeed makes one of whatever isn't frozen."""
+    """The optimizer state of one unit's trained shards; DeepSpeed makes a state for every tensor that isn't frozen."""
     if unit.idle and layout.engine is not Engine.DEEPSPEED:
         return 0
     return _optimizer_bytes(unit, recipe.optimizer, master_bytes(recipe, layout), layout)

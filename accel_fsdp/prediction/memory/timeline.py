@@ -15,7 +15,7 @@ LETTERS: Mapping[str, str] = dict(zip(KINDS, "POGUALBW", strict=True))
 
 
 COMPUTE, CAST, GATHER, REDUCE = range(4)
-"""The streams of a rank: the allocator keeps memory for each apart."""
+"""The streams of a rank: the allocator has separate memory for each."""
 
 
 @dataclass(frozen=True)

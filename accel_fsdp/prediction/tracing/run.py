@@ -94,13 +94,13 @@ def _without_saving(
     """A forward that saves nothing for backward, as checkpointing's first one."""
     watch = Watch()
 
-    def given() -> Tensor:
+    def make_input() -> Tensor:
         with watch.from_caller():
             return torch.empty(like.shape, dtype=like.dtype)
 
     with CudaRules(), _undisturbed(), quiet(), torch.no_grad(), watch:
         with around():
-            result = call(watch, given)
+            result = call(watch, make_input)
         watch.stop()
         del result
     return in_order_of_birth([event for event in watch.events if event.sign])

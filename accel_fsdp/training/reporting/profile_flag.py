@@ -26,7 +26,7 @@ def steps_asked(text: str) -> range:
 
 
 def check_reached(steps: range, last: int) -> None:
-    """Whether a run of so many steps trains these."""
+    """Checks that a run of `last` steps trains all of `steps`."""
     if steps[-1] > last:
         raise UsageError(
             f"--profile_steps {steps.start}:{steps[-1]}",

@@ -186,7 +186,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
             say(text)
 
     def read_plan(self) -> None:
-        """Reads the forecast, or says why there is none: whatever keeps it from being made must not stop a run."""
+        """Reads the forecast, or logs why there is none: an error of the planner must not stop a run."""
         if self.forecast is not None or self.why_no_plan:
             return
         try:
