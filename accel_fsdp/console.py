@@ -130,7 +130,7 @@ def waiting(text: str) -> Iterator[None]:
 
 @contextmanager
 def progress(text: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar with GB/s and the time left while bytes are moved; yields what to call with each number of bytes."""
+    """A bar with GB/s and the time left while bytes are moved; yields a function to call with each number of bytes."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -28,7 +28,7 @@ class PlaceFlags:
 
 @dataclass(frozen=True)
 class LaunchCommand(PlaceFlags):
-    """Those before the script; what follows it is the script's."""
+    """The flags before the script; the script's own arguments follow it."""
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
     script: Annotated[

@@ -76,7 +76,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Refuses what no tokenizer can be read from: pipes and devices, and JSON that would take Python's stack."""
+    """Refuses files that can't hold a tokenizer: pipes and devices, and JSON that would take Python's stack."""
     for path in (path for pattern in file_names.PAPERS for path in sorted(folder.glob(pattern))):
         if not path.exists():
             continue  # a link to nothing

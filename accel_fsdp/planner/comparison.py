@@ -27,7 +27,7 @@ COLUMNS = ("machine", "strategy", "batch", "checkpointing", "tokens/s", "hours",
 
 @dataclass(frozen=True)
 class Machine:
-    """One row: a machine as it was named, and what was found for it; `why` says why there is nothing."""
+    """One row: a machine as it was named, and its best candidate; `why` gives the reason if there is none."""
 
     name: str
     gpu: Gpu
@@ -99,7 +99,7 @@ class Comparison:
         ]
 
     def sentences(self) -> Iterator[str]:
-        """Explains the table, and what it leaves out; a sentence or two a line."""
+        """Explains the table and its omissions; a sentence or two per line."""
         for word, best, amount in (
             ("Cheapest", self.cheapest, lambda spent: spent.money),
             ("Fastest", self.fastest, lambda spent: spent.hours),

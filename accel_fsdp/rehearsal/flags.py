@@ -9,7 +9,7 @@ import tyro
 
 @dataclass(frozen=True)
 class RehearseCommand:
-    """Those before `--`; what follows are the training script's arguments."""
+    """The command's flags, before `--`; the training script's arguments follow."""
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
     model: Annotated[

@@ -97,7 +97,7 @@ def _unloadable(name: str) -> Iterator[None]:
 
 
 def receives_weights(options: ModelArguments) -> bool:
-    """Whether rank 0 sends this rank its shards, so that what it reads itself would be thrown away.
+    """Whether rank 0 sends this rank its shards, so that reading weights here would be wasted.
 
     transformers 5.23 reads all weights on all ranks all the same, and a checkpoint of another dtype is then copied in
     full by every rank. Accelerate sends neither 4-bit weights nor those of modules that FSDP ignores.

@@ -74,7 +74,7 @@ def router_coefficient(model: Any) -> float | None:
 
 
 def prepare(arguments: dict[str, Any]) -> None:
-    """Changes what Trainer is made with: rows that fill an epoch's last step, and no zeros in the log for NaN."""
+    """Changes Trainer's inputs: rows that fill an epoch's last step, and no zeros in the log for NaN."""
     arguments["args"].logging_nan_inf_filter = False
     for name in ("train_dataset", "eval_dataset"):
         if hasattr(arguments.get(name), "__len__"):

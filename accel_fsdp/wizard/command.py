@@ -149,7 +149,7 @@ def _diff(original: Original, text: str, place: str) -> None:
 
 
 def _may_write(output: Path | None, options: WizardOptions, original: Original | None, text: str) -> bool:
-    """Asks before a file is overwritten; of one that is re-edited the diff is shown first."""
+    """Asks before a file is overwritten; shows the diff first if the file is re-edited."""
     if output is None or options.force or not atomic_files.is_taken(output):
         return True
     if original is not None:

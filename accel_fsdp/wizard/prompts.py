@@ -17,7 +17,7 @@ from accel_fsdp import console
 from accel_fsdp.wizard.question import Context, Option, Question
 
 BACK = object()
-"""The answer of someone who pressed Escape."""
+"""The answer after Escape."""
 ESCAPE_SECONDS = 0.1
 """Seconds to wait after Escape for the rest of an arrow key's sequence."""
 

@@ -20,7 +20,7 @@ def _optional(metavar: str, text: str, default: str) -> Any:
 
 @dataclass(frozen=True)
 class ScriptCommand:
-    """Those before the script; what follows it is the script's."""
+    """The flags before the script; the script's own arguments follow it."""
 
     engine: Annotated[
         tyro.conf.Positional[ClusterWord],

@@ -75,8 +75,7 @@ def no_meeting_point(subject: Subject) -> Iterator[Finding]:
 def machine_rank_in_the_file(subject: Subject) -> Iterator[Finding]:
     """`machine_rank` in a file for several machines.
 
-    Right in a file of one machine's own, as `accelerate config` writes it on each; copied to all it makes each one the
-    same number.
+    `accelerate config` writes it on each machine. A copy of that file gives all machines the same number.
     """
     machines = subject.top("num_machines")
     if isinstance(machines, int) and machines > 1 and "machine_rank" in subject.values:

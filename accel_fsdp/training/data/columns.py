@@ -1,4 +1,4 @@
-"""Rows of a data set to what is tokenised: a conversation, a prompt with its completion, or plain text."""
+"""Converts rows of a data set to the form that is tokenised: a chat, a prompt with its completion, or plain text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ ALPACA_INPUT = "### Input:\n{input}\n\n"
 
 
 class BadRow(ValueError):
-    """A row that can't be trained on; the text says what is wrong with it."""
+    """A row that can't be trained on; the text gives the reason."""
 
 
 class Empty(BadRow):
@@ -46,7 +46,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Pair:
-    """A prompt and what the model shall answer, both plain text."""
+    """A prompt and its completion, both plain text."""
 
     prompt: str
     completion: str

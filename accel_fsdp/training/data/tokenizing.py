@@ -1,4 +1,4 @@
-"""A split to tokens, on all cores and once: what is kept, cut, dropped or refused, and the numbers to check it by."""
+"""Tokenises a split, on all cores and once; keeps, cuts, drops or refuses rows, and counts them for a check."""
 
 import hashlib
 import json

@@ -16,7 +16,7 @@ SHOWN = (
     *("num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "optim"),
     *(*lineage.SCHEDULE, "seed"),
 )
-"""Trainer's arguments that decide what comes out; `run.json` has all of them."""
+"""Trainer's arguments that decide the result; `run.json` has all of them."""
 ROWS = ("max_length", "packing", "assistant_only_loss", "completion_only_loss")
 """Arguments that decide which tokens of the rows are trained."""
 
@@ -96,7 +96,7 @@ def _where(run: Mapping[str, Any]) -> str:
 
 
 def _arguments(arguments: Mapping[str, Mapping[str, Any]], adapter: bool) -> Iterator[str]:
-    """Rows of those that decide what comes out, without those that are off."""
+    """Rows of the arguments that decide the result, without those that are off."""
     training = arguments["training"]
     ends_by = "num_train_epochs" if training["max_steps"] > 0 else "max_steps"  # the other one decided nothing
     row_arguments = {name: arguments["data"].get(name) for name in ROWS}

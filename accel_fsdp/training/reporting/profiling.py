@@ -265,7 +265,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.mark("start", "")
 
     def _drop(self) -> None:
-        """Ends what an earlier try at training has begun: Trainer may begin again with smaller batches."""
+        """Drops the profile of an earlier try: Trainer may begin again with smaller batches."""
         for record in filter(None, (self._warming, self.step)):
             record.stop()
         self._warming = self.step = self._newest = None
@@ -278,7 +278,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             torch.cuda.memory._record_memory_history(enabled, stacks="python", max_entries=MOST_ENTRIES)
 
     def _hooks(self, model: "nn.Module") -> Iterator[Any]:
-        """Around each block, outside of what wraps it: its gathering is part of it."""
+        """Marks each block outside of its wrapper, so that gathering is part of it."""
         outermost: dict[str, Any] = {}
         for path, module in model.named_modules():
             outermost.setdefault(holding.user_name(path), module)

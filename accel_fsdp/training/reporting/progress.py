@@ -90,7 +90,7 @@ class Tally:
 
 
 class ProgressReport(TrainerCallback):  # type: ignore[misc]
-    """Adds to what Trainer logs, prints a line of it, and holds the second step's memory against the plan."""
+    """Adds to Trainer's log, prints a line of it, and compares the second step's memory with the plan."""
 
     def __init__(self, job: Job | None, accelerator: "Accelerator") -> None:
         self.job, self.accelerator, self.tally = job, accelerator, Tally()
@@ -139,7 +139,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         logs["peak_memory_gib" if on_gpu else "peak_host_memory_gib"] = peak / GIB
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Logs the host memory that loading and sharding took; on GPUs reads what the plan knows of the model."""
+        """Logs the host memory that loading and sharding took; on GPUs reads the plan's forecast for the model."""
         peaks = gather(torch.tensor([host.peak_memory()], device=args.device)).tolist()
         if state.is_world_process_zero:
             others = f", of the others at most {gib_or_mib(max(peaks[1:]))}" if peaks[1:] else ""

@@ -56,7 +56,7 @@ class RunRecord:
         self.content.update(account)
 
     def finish(self, log_history: list[dict[str, float]], totals: Mapping[str, Any], status: str = "finished") -> None:
-        """The run is over: all that was logged, its losses, what was counted, and the loss curve where there is one."""
+        """Records the end of the run: its log, its losses, its counts, and the loss curve where there is one."""
         self.content.update(status=status, results={**results(log_history), **totals}, log=log_history)
         self._write()
         curves = loss_curves(log_history)
@@ -91,7 +91,7 @@ def _device() -> dict[str, Any]:
 
 
 def loss_curves(log_history: list[dict[str, float]]) -> list[tuple[str, list[tuple[int, float]]]]:
-    """The points (step, loss) of training and evaluation, without what was never logged."""
+    """The points (step, loss) of training and evaluation, without a curve that was never logged."""
     curves = []
     for key, name in (("loss", "training"), ("eval_loss", "held-out")):
         points = [(int(entry["step"]), float(entry[key])) for entry in log_history if key in entry]

@@ -359,7 +359,7 @@ def _notes(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[in
 
 
 def tables(step: StepComparison) -> Iterator[tuple[Sequence[str], list[Row]]]:
-    """Titles and rows of the units, and of what is sent."""
+    """Titles and rows of the units, and of the traffic."""
     nothing: Cell = (None, any_size)
     rows = [(row.name, [*cells(row.peak_bytes), *cells(row.seconds, any_time)]) for row in step.rows]
     all_cells = [*cells(step.highest), *cells(step.seconds, any_time)]
