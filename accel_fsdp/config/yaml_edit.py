@@ -78,7 +78,7 @@ def _renamed(document: Any, text: str, section: str, key: str, new_key: str) -> 
 
 
 def _dropped(document: Any, text: str, section: str, key: str) -> str:
-    """An emptied section goes too."""
+    """Removes a key, and its section if that is empty then."""
     place = document[section] if section else document
     if section and len(place) == 1:
         return _dropped(document, text, "", section)

@@ -79,7 +79,7 @@ def looks_ahead(model: "nn.Module") -> bool | None:
     try:
         with torch.no_grad():
             logits: Tensor = model(input_ids=rows).logits.float()
-    except Exception:  # it wants other inputs, or another device
+    except Exception:  # it needs other inputs, or another device
         return None
     finally:
         model.train(training)

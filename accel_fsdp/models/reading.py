@@ -73,10 +73,10 @@ def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
 
 
 def _require_reading(name: str) -> None:
-    """Goes on if there is what reads models that aren't bundled.
+    """Checks that the libraries are installed that read models outside of the catalogue.
 
     Raises:
-        NotInstalled: there isn't. UserError: there isn't either, and a bundled model has nearly that name.
+        NotInstalled: one is missing. UserError: one is missing, and a bundled model has nearly that name.
     """
     purpose, libraries = f"reading the model {name}", ("transformers", "torch")
     lacking = next((library for library in libraries if not is_installed(library)), "")

@@ -99,7 +99,7 @@ class Device:
 
     @property
     def used(self) -> tuple[int, int]:
-        """The driver's total."""
+        """The memory in use as the driver reports it, in bytes: the least and the most."""
         low, high = self.reserved
         return low + self.outside, high + self.outside
 

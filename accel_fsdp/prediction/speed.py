@@ -212,7 +212,7 @@ def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: 
     before = min(piece.gathers, 1)
     later = piece.gathers - before
     after = piece.gather.times(later) + (piece.reduce if reduces else Traffic())
-    copies = Work(moved_bytes=piece.copied[0]), Work(moved_bytes=piece.copied[1] * reduces)
+    copies = Work(moved_bytes=piece.copied[0]), Work(moved_bytes=piece.copied[1] if reduces else 0)
     forward = piece.forward + copies[0].times(before)
     backward = piece.recompute + piece.backward + copies[0].times(later) + copies[1]
     gathers_fsdp1 = layout.engine is Engine.FSDP1 and layout.is_sharded and piece.gathers > 0

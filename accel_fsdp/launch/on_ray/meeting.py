@@ -80,7 +80,7 @@ class Messages:
         return self.running
 
     async def wanted(self) -> int:
-        """Waits until there is a signal for the ranks."""
+        """Waits for a signal to the ranks, and returns it."""
         await self._signalled.wait()
         return self.signal
 

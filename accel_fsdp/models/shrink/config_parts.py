@@ -36,7 +36,7 @@ class Part:
         self.real = copy.deepcopy(self.values)
 
     def keys(self, pattern: re.Pattern[str]) -> list[str]:
-        """The keys that are named so, in its own words too, and hold a whole number."""
+        """The keys that match `pattern`, by their own or their usual name, and hold a whole number."""
         names = {own_name for usual_name, own_name in self.names.items() if pattern.search(usual_name)}
         return [key for key, value in self.real.items() if type(value) is int and (key in names or pattern.search(key))]
 

@@ -160,7 +160,10 @@ class _Together(nn.Module):
 class _Part(nn.Module):
     def __init__(self, together: _Together, place: int) -> None:
         super().__init__()
-        self._together, self._place = [together], place  # in a list, so that its parameters are the first part's alone
+        self._together, self._place = (
+            [together],
+            place,
+        )  # in a list, so that only the first part registers its parameters
         if place == 0:
             self.own = together
 

@@ -186,8 +186,8 @@ def _masked(encoding: Any, text: str, spans: list[chat_template.TextSpan]) -> En
 def _tokens(encoding: Any, text: str, span: chat_template.TextSpan) -> chat_template.TextSpan:
     """The tokens of `text[start:end]`.
 
-    A token that reaches in from before the span is taken for it when only white space is outside, and left out when
-    only white space is inside.
+    A token that begins before the span belongs to it if only white space is outside, and does not if only white space
+    is inside.
     """
     start, end = span
     first = _token_at(encoding, range(start, end))

@@ -172,7 +172,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         step, self.step = self.step, None
         step.stop()
         with self.during("writing the profile"):
-            with self._told(step.number):
+            with self._reporting_errors(step.number):
                 self._write(step)
                 self._newest = step
             if step.number == self.steps[-1]:
@@ -192,18 +192,18 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         newest, self._newest = self._newest, None
         if newest and self.on_gpu:
             with (
-                self._told(newest.number),
+                self._reporting_errors(newest.number),
                 atomic_files.new_file(self.folder / f"memory-rank{self.rank}.pickle") as place,
             ):
                 torch.cuda.memory._dump_snapshot(str(place))  # type: ignore[no-untyped-call]
         if newest and self.rank == 0:
-            with self._told(newest.number):
+            with self._reporting_errors(newest.number):
                 self._show(newest)
         self._record_memory(None)
 
     @contextlib.contextmanager
-    def _told(self, number: int) -> Iterator[None]:
-        """Whatever keeps a profile from being written or shown must not stop a run."""
+    def _reporting_errors(self, number: int) -> Iterator[None]:
+        """Prints errors of writing or showing a profile, which must not stop a run."""
         try:
             yield
         except Exception as error:

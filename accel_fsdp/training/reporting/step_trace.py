@@ -1,8 +1,8 @@
 """Reads a torch profiler's trace of one step: memory and time of each stretch between two marks, and what was sent.
 
 The marks are short ranges that a run puts into the trace where a unit begins (`profiling`). Memory is what the
-allocator told the profiler, at each allocation: on GPUs its own total; on CPU, which keeps none, what was alive before
-and each change since. Pure.
+allocator reports to the profiler at each allocation: on GPUs its total; on CPU, which has none, the live bytes before
+and each later change. Pure.
 """
 
 import re
