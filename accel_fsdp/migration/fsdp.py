@@ -143,7 +143,7 @@ def keep_wrapping(draft: Draft, new: Engine) -> None:
     if policy != "SIZE_BASED_WRAP":
         draft.row("fsdp_min_num_params", "lost", "read under SIZE_BASED_WRAP only")
     wraps = policy != "NO_WRAP" or checkpoints
-    keep_layer_class(draft, named=wraps and (policy != "SIZE_BASED_WRAP" or new is Engine.FSDP2))
+    keep_layer_class(draft, is_required=wraps and (policy != "SIZE_BASED_WRAP" or new is Engine.FSDP2))
 
 
 def keep_layer_class(draft: Draft, is_required: bool) -> None:
