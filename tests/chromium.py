@@ -20,7 +20,7 @@ FLAGS = (
     *("disable-component-update", "disable-sync", "disable-dev-shm-usage", "hide-scrollbars"),
     "host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
 )
-SECONDS = 60
+SECONDS = 200
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import first_line
@@ -17,6 +18,8 @@ from accel_fsdp.rehearsal.job import Rehearsed
 
 SECONDS = 20
 """Seconds that the hub may take; libraries retry for minutes."""
+TOO_LATE = 124
+"""The exit code of a process that got nothing from the hub in this time, as `timeout` has it."""
 PROBE_SECONDS = 5
 OFFLINE = "HF_HUB_OFFLINE"
 
@@ -29,8 +32,8 @@ def fetch(launcher: Rehearsed, dataset: str, config_name: str | None, split: str
     Raises:
         UserError: the data set exists, but without this configuration or split, or it can't be read.
     """
-    alone = replace(launcher, seconds=SECONDS, cold=True)
-    words = [str(target), dataset, split, *([config_name] if config_name else [])]
+    alone = replace(launcher, cold=True)
+    words = [str(SECONDS), str(target), dataset, split, *([config_name] if config_name else [])]
     why, may_be_cached = _request_rows(alone, "rows", words)
     if may_be_cached and _request_rows(alone, "rows-offline", words, **{OFFLINE: "1"})[0] == "":
         return ""
@@ -40,7 +43,7 @@ def fetch(launcher: Rehearsed, dataset: str, config_name: str | None, split: str
 def _request_rows(launcher: Rehearsed, name: str, words: Sequence[str], **environment: str) -> tuple[str, bool]:
     """Why there are no rows, empty if they were written, and whether a cache may have them."""
     outcome = launcher.python(name, __name__, words, **environment)
-    if outcome.code is None:
+    if outcome.code == TOO_LATE:
         return f"the hub gave none in {SECONDS} seconds", True
     if outcome.code:
         return f"the process that reads it ended with exit code {outcome.code}", True
@@ -51,8 +54,11 @@ def _request_rows(launcher: Rehearsed, name: str, words: Sequence[str], **enviro
     return answer["why"], answer["may_be_cached"]
 
 
-def main(target: str, dataset: str, split: str, config_name: str | None = None) -> None:
+def main(seconds: str, target: str, dataset: str, split: str, config_name: str | None = None) -> None:
     """The process itself: writes the rows, and reports why it can't."""
+    import datasets  # noqa: F401  # takes as long as the hub may, where the machine is busy
+
+    Timer(int(seconds), os._exit, [TOO_LATE]).start()
     why, error = _unreachable(dataset), None
     may_be_cached = bool(why) and not _offline()
     if not may_be_cached:
