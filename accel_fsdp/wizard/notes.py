@@ -171,7 +171,10 @@ def misfit(context: Context) -> tuple[str, ...]:
         return _misfit_of_state(context)
     if judged.fits and _is_hosted(context):
         return ()
-    how = f"this leaves too little free memory: it {judged.words}" if judged.verdict == "tight" else host_words(context)
+    problem = _problem(context)
+    lack = host_words(context) or (problem.host_lack(problem.job) if problem else "")
+    how = f"this doesn't fit. {lack}" if judged.fits else ""
+    how = f"this leaves too little free memory: it {judged.words}" if judged.verdict == "tight" else how
     how = f"this doesn't fit: it {judged.words}" if judged.verdict == "no" else how
     better = "; ".join(_better(context)) or "a smaller model, or larger GPUs"
     return f"warning: {how}", f"  what fits: {better}"
@@ -184,8 +187,8 @@ def host_words(context: Context) -> str:
 
 
 def _is_hosted(context: Context) -> bool:
-    """Whether each machine has the memory that offload needs, as far as it is known."""
-    problem = _offloading(context)
+    """Whether each machine has the memory to load the model, and for the offload, as far as it is known."""
+    problem = _problem(context)
     return problem is None or problem.is_hosted(problem.job)
 
 
