@@ -178,7 +178,7 @@ def split(paths: Paths, adapter: str | None = None) -> Weights:
     inner = {path: stored for path, stored in inner.items() if set(path[:-1]) <= MODEL_KEYS}
     model = inner or {path: stored for path, stored in paths.items() if len(path) == 1}
     optimizer = {_optimizer_name(path): stored for path, stored in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
-    tensors = _named(model)
+    tensors = _named({**model, **_second_model(paths, model)})
     if not tensor_names.is_adapted(tensors):
         _check_unadapted(tensors)
         return Weights(tensors, optimizer=optimizer)
@@ -212,12 +212,38 @@ def _check_unadapted(names: Mapping[str, Stored]) -> None:
         )
 
 
+def _second_model(paths: Paths, model: Paths) -> Paths:
+    """The model's tensors under further keys, such as an average's: most names and shapes there are the model's."""
+    shapes = {_plain(path[-1]): stored.shape for path, stored in model.items()}
+    mappings: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
+    for path in paths:
+        if path not in model and not any("optim" in key.lower() for key in path[:-1]):
+            mappings.setdefault(path[:-1], []).append(path)
+    second: dict[tuple[str, ...], Stored] = {}
+    for several in mappings.values():
+        same = {path: paths[path] for path in several if shapes.get(_plain(path[-1])) == paths[path].shape}
+        if 2 * len(same) > len(several):
+            second |= same
+    return second
+
+
+def _content(stored: Stored) -> tuple[Any, ...]:
+    """What makes two tensors equal: the same bytes, or bytes of the same length and checksum."""
+    pieces = []
+    for piece in stored.pieces:
+        record = piece.record
+        content = record if record.crc is None else (record.length, record.crc)
+        pieces.append((content, piece.offsets, piece.sizes, piece.skip, piece.strides))
+    return stored.dtype, stored.shape, pieces
+
+
 def _named(paths: Paths) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     origins: dict[str, tuple[str, ...]] = {}
     for path, stored in paths.items():
         name = _plain(path[-1])
-        if tensors.setdefault(name, stored) != stored:
+        first = tensors.setdefault(name, stored)
+        if first is not stored and _content(first) != _content(stored):
             raise UserError(
                 f"the checkpoint holds two tensors named {name}: {'.'.join(origins[name])} and {'.'.join(path)}",
                 why="which of them is the model's can't be guessed",

@@ -5,6 +5,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from accel_fsdp import console, flag_words, shipped
@@ -96,7 +97,7 @@ def _steps(
     }
     if not launcher.cold:
         warm.start_server(folder)
-    yield "check", lambda: _check(options, launcher, words)
+    yield "check", lambda: _check(options, launcher, words, model)
     small_job, report.changes = scale(job, options.processes)
     if options.script is not None:
         yield from OwnRehearsal(launcher, small_job, words).steps()
@@ -116,12 +117,23 @@ def _steps(
     yield from SftRehearsal(launcher, prepared, words).steps()
 
 
-def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]) -> str:
-    """Ends the rehearsal at errors of the linter, and counts its warnings."""
-    file, model = options.file, options.model
+def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...], model: str | None) -> str:
+    """Ends the rehearsal at errors of the linter, and counts its warnings.
+
+    A model that only the script's arguments name may be readable for the script alone; then the YAML is checked by
+    itself.
+    """
+    file = options.file
     arguments = launcher.folder / "arguments.json"
     arguments.write_text(json.dumps(flag_words.parse_command_line(words)), encoding="utf-8")
-    findings = lint(file, LintOptions(model=model, args=arguments if words else None, script=launcher.script))
+    inputs = LintOptions(model=model, args=arguments if words else None, script=launcher.script)
+    try:
+        findings = lint(file, inputs)
+    except UserError:
+        if options.model or not model:
+            raise
+        model = None
+        findings = lint(file, replace(inputs, model=None))
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         first, *others = errors

@@ -375,6 +375,9 @@ def test_another_model_than_the_config_says(
 TWICE = {
     "keys": lambda one, other: {"model": one, "state_dict": other},
     "depths": lambda one, other: {"model": {"module": one}, "state": {"model": other}},
+    "average": lambda one, other: {"model": one, "ema": other, "optim_states": {"exp_avg": other}},
+    "average first": lambda one, other: {"model_ema": {"module": other}, "state_dict": one},
+    "average of most": lambda one, other: {**one, "ema": {**dict(list(other.items())[:3]), "decay": torch.ones(1)}},
     "prefixes": lambda one, other: {**one, **{f"module.{name}": tensor for name, tensor in other.items()}},
 }
 
@@ -386,7 +389,7 @@ def test_two_models_in_one_checkpoint(how: str, tiny_model: Path, tmp_path: Path
     torch.save(TWICE[how](one, {name: tensor + 1 for name, tensor in one.items()}), tmp_path / "run" / "model.pth")
     with pytest.raises(UserError, match="holds two tensors named"):
         export(tmp_path / "run", tmp_path / "out")
-    torch.save(TWICE[how](one, one), tmp_path / "run" / "model.pth")
+    torch.save(TWICE[how](one, {name: t.clone() for name, t in one.items()}), tmp_path / "run" / "model.pth")
     same(export(tmp_path / "run", tmp_path / "out"), one)
 
 

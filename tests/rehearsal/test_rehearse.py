@@ -158,6 +158,18 @@ def test_the_check_comes_before_what_cannot_be_rehearsed(tmp_path: Path) -> None
     assert "Did you mean FSDP?" in finished.output
 
 
+@pytest.mark.parametrize("before", [["--model"], ["--", "--model_name_or_path"]], ids=["flag", "argument"])
+def test_the_check_takes_the_model_that_is_named(before: list[str], tiny_model: Path, tmp_path: Path) -> None:
+    text = (CONFIGS / "fsdp2.yaml").read_text()
+    assert "LlamaDecoderLayer" in text
+    (tmp_path / "job.yaml").write_text(text.replace("LlamaDecoderLayer", "GPT2Block"))
+    finished = accel_fsdp("rehearse", tmp_path / "job.yaml", *before, tiny_model)
+    assert finished.code == 1
+    assert "FAILED check" in finished.output
+    assert f"AF501: {tiny_model} has no GPT2Block" in " ".join(finished.output.split())
+    assert "fix: fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer" in finished.output
+
+
 @pytest.mark.parametrize("flags", [["--processes", "0"], ["--timeout", "-1"]])
 def test_numbers_that_mean_nothing(flags: list[str]) -> None:
     finished = accel_fsdp("rehearse", CONFIGS / "fsdp2.yaml", *flags)
