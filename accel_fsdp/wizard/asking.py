@@ -73,7 +73,7 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
                 read_model(answer)
             return answer
         except UserError as error:
-            console.say(_at_prompt(error, question), style="red", wrap=True)
+            console.say(_at_prompt(error, question), style="red", wrap=True, lines=True)
 
 
 def _at_prompt(error: UserError, question: Question) -> str:
