@@ -186,12 +186,13 @@ def near_key(name: str, known: Iterable[str]) -> str:
 def typo_of(name: str, known: Iterable[str], certain: bool = True) -> str:
     """The one known key that `name` surely misspells, else the empty string.
 
-    The two differ by at most two wrong, missing, doubled or swapped letters, one in a short name; they have the same
-    digits, and no second key is as near. If not `certain`, three letters may differ.
+    The two differ by at most two wrong, missing, doubled or swapped letters, one in a short name (`ddp_config` counts
+    as `ddp`); they have the same digits, and no second key is as near. If not `certain`, three letters may differ.
     """
     name = name.lower()
+    telling = name.rpartition("config_")[2].removeprefix("fsdp_").removesuffix("_config")
     near = sorted((edits(name, key.lower()), key) for key in known if _digits(key) == _digits(name))
-    most = min(2 if certain else 3, max(1, len(name.rpartition("config_")[2].removeprefix("fsdp_")) // 4))
+    most = min(2 if certain else 3, max(1, len(telling) // 4))
     if not near or near[0][0] > most or (len(near) > 1 and near[1][0] <= near[0][0] + (1 if certain else 0)):
         return ""
     return near[0][1]

@@ -20,6 +20,9 @@ FULL = "  fsdp_state_dict_type: FULL_STATE_DICT\n"
 SHARDED = "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
 OFFLOAD = "  fsdp_offload_params: true\n"
 UNNAMED = TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n"
+SAGEMAKER = (
+    "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nec2_instance_type: p\niam_role_name: r\n"
+)
 FP8 = V2.replace("'no'", "fp8") + "fp8_config: {fp8_backend: AO}\n"
 DS_FILE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
 TWO = "num_machines: 2\nmain_process_ip: a\n"
@@ -135,6 +138,7 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
         versions(BF16, "--max_steps 3", transformers="5.23.0"),
         versions(BF16, "--max_steps 3", transformers="5.22.2"),
     ),
+    "AF702": (versions(SAGEMAKER, accelerate="1.15.0"), versions(SAGEMAKER, accelerate="1.9.0")),
     "AF701": (versions(V2, accelerate="1.14.1"), versions(V1, accelerate="1.14.1")),
     "AF801": (folder(V2 + FULL, SHARDED_CHECKPOINT), folder(V2, SHARDED_CHECKPOINT)),
     "AF802": (folder(V2, SHARDED_CHECKPOINT, scheduler=False), folder(V2, SHARDED_CHECKPOINT)),
@@ -226,7 +230,7 @@ def test_rule_is_silent_where_the_script_is_ours(code: str) -> None:
     assert code not in codes_of(replace(FACTS[code][0], ours=True))
 
 
-BY_FILE_ALONE = {"AF320", "AF321", "AF322"}
+BY_FILE_ALONE = {"AF320", "AF321", "AF322", "AF702"}
 
 
 @pytest.mark.parametrize("code", sorted(set(FACTS) - BY_FILE_ALONE))

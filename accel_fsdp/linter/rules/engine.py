@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_fsdp.config import LONG_DTYPES, Edit, Engine, JobConfig, Method, apply, short_name
+from accel_fsdp.config import BY_NAME, LONG_DTYPES, Edit, Engine, JobConfig, Method, apply, short_name
 from accel_fsdp.job import Job, clashes, from_arguments, from_yaml
 from accel_fsdp.models import ModelFacts, optimizers, state_bytes
 
@@ -80,6 +80,22 @@ class Subject(JobConfig):
 
     def arg_on(self, *names: str) -> bool:
         return any(from_arguments.is_on(self.arg(name)) for name in names)
+
+    @property
+    def lacks_processes(self) -> bool:
+        """Whether `accelerate launch` stops because neither file nor command line gives the number of processes.
+
+        Accelerate fills it in for 'NO' in quotes, and one process needs no number where the key is null.
+        """
+        number = self.values.get("num_processes", 1 if self.values.get("distributed_type") == "NO" else -1)
+        stops = number == -1 or (number is None and self.engine is not Engine.NONE)
+        return stops and "num_processes" not in self.launcher
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether `distributed_type` is one that Accelerate knows; a bare NO, which YAML reads as false, counts."""
+        kind = self.values.get("distributed_type")
+        return kind is False or (kind is not None and BY_NAME["", "distributed_type"].takes(str(kind)))
 
     @property
     def uses_adapter(self) -> bool:
@@ -193,18 +209,23 @@ OF_THE_ENGINE = ("AF101", "AF203")
 ENGINE_KEY = "distributed_type"
 FOREIGN = "AF112"
 """The rule about files of other tools."""
+OF_ANY_ENVIRONMENT = frozenset({"AF109", "AF110", "AF111", "AF201", "AF202", "AF203", "AF204", "AF702"})
+"""The rules that hold for a file that isn't for a local machine; the others are about keys that it can't have."""
 
 
 def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     """All findings of all rules, in the order of their codes.
 
     An obvious misspelling is one finding: the following rules see the corrected file. For another tool's file that
-    is the only finding.
+    is the only finding. Of a file for SageMaker, or for an unknown environment, only what holds everywhere is reported.
     """
     if subject.other_tool and FOREIGN in rules:
         rules = {FOREIGN: rules[FOREIGN]}
+    is_local = subject.top("compute_environment") in ("LOCAL_MACHINE", None)
+    if not is_local:
+        rules = {code: rule for code, rule in rules.items() if code in OF_ANY_ENVIRONMENT}
     subjects = dict.fromkeys(rules, subject)
-    corrections, engine_rules = (MISSPELT, OF_THE_ENGINE) if len(rules) > 1 else ((), ())
+    corrections, engine_rules = (MISSPELT, OF_THE_ENGINE) if len(rules) > 1 and is_local else ((), ())
     for code in corrections:
         renamed = _as_meant(subject, [edit for finding in RULES[code].check(subject) for edit in finding.edits])
         if renamed is not subject:

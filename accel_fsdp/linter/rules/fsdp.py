@@ -49,6 +49,8 @@ def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """
     if subject.engine is not Engine.FSDP1 or not subject.has("fsdp_reshard_after_forward"):
         return
+    if subject.has("fsdp_version") and subject.fsdp("fsdp_version") is None:
+        return  # AF202; nothing runs before the version is known
     fix, edits = _instead_of_reshard(subject)
     value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
     same = value == subject.strategy or (value.lower() in TRUE_WORDS and RESHARDS.get(subject.strategy) is True)
@@ -271,8 +273,7 @@ def fsdp_block_without_fsdp(subject: Subject) -> Iterator[Finding]:
             "remove fsdp_config, or distributed_type: FSDP without deepspeed_config",
         )
     if subject.section("fsdp_config") and subject.engine in (Engine.DDP, Engine.NONE):
-        kind = subject.values.get("distributed_type")
-        if kind is None or (kind is not False and not BY_NAME["", "distributed_type"].takes(str(kind))):
+        if not subject.has_engine:
             return  # AF101, AF203
         yield Finding(
             "distributed_type",

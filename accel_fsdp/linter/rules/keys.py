@@ -98,17 +98,17 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
     """A top-level key that Accelerate does not know.
 
     It refuses the whole file. An FSDP key at the top level belongs into `fsdp_config`. `--fix` renames obvious
-    typos, such as `fsdp_confg`.
+    typos, such as `fsdp_confg`, unless the engine of the file would ignore that section.
     """
     fields = known_fields("")
     for key in subject.section(""):
-        if key in fields or key in OLD_TOP_KEYS or subject.values.get("compute_environment") == "AMAZON_SAGEMAKER":
+        if key in fields or key in OLD_TOP_KEYS:
             continue
         inside = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
         sure = "" if inside else typo_of(key, fields)
         near = sure or near_key(key, fields)
         hint = f" It belongs into {inside}." if inside else f" Did you mean {near}?" if near else ""
-        fits = bool(sure) and sure not in subject.values
+        fits = bool(sure) and sure not in subject.values and _is_read(subject, fields[sure])
         yield Finding(
             key,
             f"unknown key {key}.{hint}",
@@ -116,6 +116,11 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
             f"rename it to {sure}" if fits else f"correct or remove {key}",
             (Edit("", key, new_key=sure),) if fits else (),
         )
+
+
+def _is_read(subject: Subject, field: Field) -> bool:
+    """Whether the engine of the file reads a section; also if the file names no engine that Accelerate knows."""
+    return field.kind is not Kind.SECTION or not subject.has_engine or subject.engine in field.engines
 
 
 @rule("AF103", pains=("P05", "P84"))
@@ -252,35 +257,40 @@ def mixed_precision_is_a_boolean(subject: Subject) -> Iterator[Finding]:
             )
 
 
-@rule("AF208", "warning")
+@rule("AF208")
 def distributed_type_is_a_boolean(subject: Subject) -> Iterator[Finding]:
     """`distributed_type: NO` without quotes: YAML 1.1 reads it as false.
 
-    Accelerate runs one process, as 'NO' means, but only where `num_processes` is given: it knows the default of 'NO'
-    and none of false.
+    Accelerate runs one process, as 'NO' means, but only where `num_processes` is given, and this is a warning. Without
+    it Accelerate stops: it knows the default of 'NO' and none of false.
     """
     if subject.values.get("distributed_type") is False:
-        word = subject.spelt("distributed_type", "NO")
+        word, lacks = subject.spelt("distributed_type", "NO"), subject.lacks_processes
         yield Finding(
             "distributed_type",
             f"distributed_type: {word} without quotes is the boolean false",
-            "it counts as 'NO' where num_processes is given; elsewhere Accelerate stops",
+            "Accelerate stops: it asks for --num_processes"
+            if lacks
+            else "it counts as 'NO' because num_processes is given",
             "distributed_type: 'NO', in quotes",
             (Edit("", "distributed_type", "NO"),),
+            milder=None if lacks else "warning",
         )
 
 
 @rule("AF202", pains=("P66",))
 def null_value(subject: Subject) -> Iterator[Finding]:
-    """A key with nothing behind it in `fsdp_config` or `dynamo_config`.
+    """A key with nothing behind it in `fsdp_config`, `dynamo_config` or `parallelism_config`.
 
-    Accelerate turns the null into the text "None" and stops with "invalid truth value none". Wrap policy, layer class,
-    prefetch, state dict type and ignored modules may be null, as `accelerate config` writes them: the same as no key.
+    Accelerate turns the null into the text "None" and stops, with "invalid truth value none" or "invalid literal for
+    int()". Wrap policy, layer class, prefetch, state dict type and ignored modules may be null, as `accelerate config`
+    writes them: the same as no key. So may keys of a mesh that its sizes leave unread.
     """
     for path, field, value in written(subject):
         if field.key == "dynamo_backend" or field.key in NULL_IS_ABSENT:
             continue  # null counts as no, or as no key
-        if value is None and field.section in ("fsdp_config", "dynamo_config"):
+        in_mesh = field.section == "parallelism_config" and _is_read_from_mesh(subject, field.key)
+        if value is None and (in_mesh or field.section in ("fsdp_config", "dynamo_config")):
             yield Finding(
                 path,
                 f"{field.key} has no value",
@@ -288,6 +298,19 @@ def null_value(subject: Subject) -> Iterator[Finding]:
                 f"give it a value, or remove {field.key}",
                 (Edit(field.section, field.key),),
             )
+
+
+MESH_DETAILS = {"parallelism_config_cp_comm_strategy": "cp", "parallelism_config_sp_seq_length_is_variable": "sp"}
+"""Keys of a mesh that the launcher passes on only if that axis has more than one rank."""
+UNSET_DETAILS = ("parallelism_config_sp_seq_length", "parallelism_config_sp_attn_implementation")
+"""Keys of a mesh whose default is null."""
+
+
+def _is_read_from_mesh(subject: Subject, key: str) -> bool:
+    """Whether the launcher passes a key of the mesh on to the ranks; it does so under any engine of several GPUs."""
+    engines = (Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)
+    is_unread = key in UNSET_DETAILS or subject.mesh.get(MESH_DETAILS.get(key, "")) == 1
+    return subject.engine in engines and subject.values.get("distributed_type") != "MULTI_CPU" and not is_unread
 
 
 @rule("AF203", pains=("P67",))

@@ -12,13 +12,14 @@ from accel_fsdp.units import listed
 @rule("AF401")
 def no_number_of_processes(subject: Subject) -> Iterator[Finding]:
     """`num_processes` is missing: `accelerate launch` stops unless it is on the command line."""
-    launched = "num_processes" in subject.launcher
-    if subject.top("num_processes") in (None, -1) and subject.engine is not Engine.NONE and not launched:
+    is_bare_no = subject.values.get("distributed_type") is False  # AF208
+    if subject.lacks_processes and subject.has_engine and not is_bare_no:
+        value = subject.values.get("num_processes")
         yield Finding(
             "num_processes",
-            "num_processes is missing",
+            "num_processes is missing" if value is None else f"num_processes: {value} stands for none",
             "accelerate launch stops without --num_processes",
-            "num_processes: the GPUs of all machines together",
+            f"num_processes: {'1' if subject.engine is Engine.NONE else 'the GPUs of all machines together'}",
         )
 
 

@@ -6,6 +6,23 @@ from accel_fsdp.config import Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 
+@rule("AF702")
+def sagemaker_is_not_launched(subject: Subject) -> Iterator[Finding]:
+    """A file for SageMaker with accelerate 1.10 or later, whose launcher stops at every such file.
+
+    It asks for the file's `parallelism_config`, which 1.10 added to files for a local machine only.
+    """
+    installed = subject.versions.get("accelerate")
+    is_broken = installed is not None and not subject.older("accelerate", "1.10")
+    if subject.values.get("compute_environment") == "AMAZON_SAGEMAKER" and is_broken:
+        yield Finding(
+            "compute_environment",
+            f"accelerate {installed} launches no file for SageMaker",
+            "it stops: 'SageMakerConfig' object has no attribute 'parallelism_config'",
+            "pip install 'accelerate<1.10' where the job is submitted",
+        )
+
+
 @rule("AF701", "warning", pains=("P92", "P93", "P94", "P95", "P96", "P97"))
 def accelerate_is_older(subject: Subject) -> Iterator[Finding]:
     """FSDP2 with accelerate before 1.15, whose bugs no file shows.
