@@ -173,6 +173,29 @@ class JobConfig:
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
     @property
+    def is_alone(self) -> bool:
+        """Whether the launcher starts one process, whatever `num_processes` says."""
+        return str(self.values.get("distributed_type")) in ("NO", "False")
+
+    @property
+    def processes(self) -> int:
+        """The processes that the launcher starts in all; 0 if the file doesn't say."""
+        return 1 if self.is_alone else self.number("num_processes")
+
+    @property
     def ranks_here(self) -> int:
         """Processes on each machine; 0 if the file doesn't say."""
-        return self.number("num_processes") // (self.number("num_machines") or 1)
+        return 1 if self.is_alone else self.processes // (self.number("num_machines") or 1)
+
+    @property
+    def off_gpus(self) -> str:
+        """What the file is for, if it isn't for GPUs with an engine that this package covers; else empty.
+
+        Accelerate's launcher reads `use_cpu` only where it starts the script directly.
+        """
+        kind = str(self.values.get("distributed_type"))
+        if self.values.get("compute_environment") == "AMAZON_SAGEMAKER":
+            return "SageMaker"
+        if kind == "MULTI_CPU" or (self.is_alone and str(self.values.get("use_cpu")).lower() in TRUE_WORDS):
+            return "CPUs"
+        return {DISTRIBUTED_TYPES[Engine.TPU]: "TPUs", "MEGATRON_LM": "Megatron-LM"}.get(kind, "")

@@ -84,7 +84,12 @@ def read_text(path: Path, why: str, fix: str, usual: str = "") -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"cannot read {path}: it is not UTF-8 text", why=why, fix=fix) from error
+        encoding = "UTF-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "LATIN1"
+        raise UsageError(
+            f"cannot read {path}: it is not UTF-8 text",
+            why="Accelerate and Python read UTF-8",
+            fix=f"save it as UTF-8, such as with iconv -f {encoding} -t UTF-8; or {fix}",
+        ) from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -174,8 +179,9 @@ def load(path: Path, doubled: bool = False) -> Any:
             fix="correct that line, or make a new file: accel-fsdp config",
         ) from error
     if not isinstance(content, dict):
+        kind = "a list" if isinstance(content, list) else "a single value"
         raise UsageError(
-            f"{path} holds no keys",
+            f"{path} holds no keys" if content is None else f"{path} is {kind}, not a mapping",
             why="an Accelerate YAML is a mapping such as distributed_type: FSDP",
             fix="make one: accel-fsdp config -o FILE",
         )

@@ -53,7 +53,7 @@ def job_of(
 
 def layout_of(config: JobConfig, ranks: int = 0) -> Layout:
     """How a YAML shards its model on `ranks`, by default its `num_processes`; unreadable parts keep their defaults."""
-    ranks, together, offload = ranks or config.number("num_processes"), config.ranks_here, _offloads(config)
+    ranks, together, offload = ranks or config.processes, config.ranks_here, _offloads(config)
     layout = Layout(config.engine, 1, ranks, together)
     if config.engine is Engine.NONE:
         layout = Layout.alone()
@@ -79,7 +79,8 @@ def predictable(config: JobConfig, arguments: Mapping[str, Any] | None = None, r
     Raises:
         UsageError: the YAML's settings can't be predicted, or it has no number of processes.
     """
-    ranks = config.number("num_processes")
+    _refuse(bool(config.off_gpus), f"a job for {config.off_gpus}", "a plan is about GPUs with FSDP, DDP or DeepSpeed")
+    ranks = config.processes
     alone = config.engine is Engine.NONE and ranks == 1
     if not alone and (config.engine not in SHARDING_KINDS | {Engine.DDP} or not ranks):
         several = counted(ranks, "process", "processes") if ranks else "an unknown number of processes"
@@ -152,7 +153,7 @@ def gpus_in_header(config: JobConfig) -> str:
         machine, number = machines.parse(text)
     except UsageError:
         return ""
-    if not machine.count or several * machine.count != config.number("num_processes") or number not in (1, several):
+    if not machine.count or several * machine.count != config.processes or number not in (1, several):
         return ""
     return text if number == several else f"{several}x{text}"
 

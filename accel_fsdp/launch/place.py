@@ -80,6 +80,8 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
     """
     by_flag = {name: Said(value, flag_words.flag_of(name)) for name, value in flags.items() if value is not None}
     in_file = {name: said for name in FLAGS if (said := _in_file(name, values.get(name), file)) is not None}
+    if JobConfig(values).is_alone:
+        in_file.pop("num_processes", None)  # one process is started all the same
     if place.engine:
         for name in by_flag.keys() & place.said.keys():
             _refuse_contradiction(place, name, by_flag[name], "leave out the flag")

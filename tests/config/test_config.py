@@ -152,7 +152,8 @@ def assert_plugin(plugin: Any, wanted: Answers) -> None:
     ("text", "message"),
     [
         ("a: [1\nb: 2\n", "fsdp.yaml:2: expected ',' or ']'"),
-        ("just text\n", "holds no keys"),
+        ("just text\n", "is a single value, not a mapping"),
+        ("- a\n", "is a list, not a mapping"),
         ("", "holds no keys"),
         ("a: 1\na: 2\n", "fsdp.yaml:2: found duplicate key"),
         ("\x00", "special characters are not allowed"),
@@ -166,6 +167,15 @@ def test_unusable_yaml_is_one_clear_error(text: str, message: str, made_file: Pa
     with pytest.raises(UserError) as caught:
         launcher.launcher_args(made_file, Path(__file__), ())
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["UTF-16", "LATIN1"])
+def test_a_file_in_another_encoding_is_named_so(encoding: str, made_file: Path) -> None:
+    made_file.write_bytes("distributed_type: FSDP  # geprüft\n".encode(encoding))
+    with pytest.raises(UserError) as caught:
+        yaml_file.load(made_file)
+    assert "UTF-8" in caught.value.why
+    assert f"iconv -f {encoding} -t UTF-8" in caught.value.fix
 
 
 def test_comments_and_unknown_keys_survive_loading(made_file: Path) -> None:

@@ -509,8 +509,26 @@ def test_flags_of_the_command_stand_before_the_file(word: str, write: Write, tmp
     assert f"own.py {word}" in write("slurm", ONE, script=Path("own.py"), words=(word,)).replace(" \\\n       ", "")
 
 
-def test_a_job_for_tpus_is_refused(write: Write) -> None:
-    assert "job.yaml is for TPUs" in write("slurm", (ROOT / "accelerate_configs" / "tpu.yaml").read_text())
+@pytest.mark.parametrize(
+    ("yaml", "target"),
+    [
+        ((ROOT / "accelerate_configs" / "tpu.yaml").read_text(), "TPUs"),
+        ("distributed_type: MULTI_CPU\nnum_processes: 4\n", "CPUs"),
+        ("distributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n", "CPUs"),
+        ("distributed_type: MEGATRON_LM\nnum_processes: 8\nmegatron_lm_config: {}\n", "Megatron-LM"),
+        ("compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nnum_machines: 1\n", "SageMaker"),
+    ],
+)
+def test_a_job_that_is_not_for_gpus_is_refused(yaml: str, target: str, write: Write) -> None:
+    assert f"job.yaml is for {target}" in write("slurm", yaml)
+
+
+def test_one_process_takes_one_gpu(write: Write) -> None:
+    """As Accelerate starts it, whatever `num_processes` says: TRL ships such a file."""
+    alone = "distributed_type: 'NO'\nmixed_precision: bf16\nnum_machines: 1\nnum_processes: 8\n"
+    assert asked(write("slurm", alone))["gpus-per-node"] == "1"
+    assert "--nproc-per-node=1 " in write("torchrun", alone)
+    assert "job.yaml starts one process" in write("slurm", alone, "--gpus", "8xH100")
 
 
 @pytest.mark.parametrize("yaml_file", MADE, ids=lambda one: one.stem)

@@ -107,6 +107,7 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF402": (V2 + "num_machines: 3\nmain_process_ip: a\n", V2 + "num_machines: 2\nmain_process_ip: a\n"),
     "AF403": (V2 + "num_machines: 2\n", V2 + "num_machines: 2\nmain_process_ip: a\n"),
     "AF404": (V2 + "num_machines: 2\nmain_process_ip: a\nmachine_rank: 0\n", V2 + "num_machines: 1\nmachine_rank: 0\n"),
+    "AF417": ("distributed_type: 'NO'\nnum_processes: 8\n", "distributed_type: 'NO'\nnum_processes: 1\n"),
     "AF407": (V2.replace("num_processes: 2", "num_processes: 0"), V2),
     "AF405": (V2 + "use_cpu: true\n", V2 + "use_cpu: false\n"),
     "AF406": (DS + "  zero_stage: 3\n", DS + "  zero_stage: 3\n  zero3_save_16bit_model: true\n"),

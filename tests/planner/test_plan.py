@@ -278,6 +278,7 @@ def edited(tmp_path: Path, name: str, *pairs: tuple[str, str]) -> Path:
         ("zero3.yaml", "zero_stage: 3", "zero_stage: 9", "zero_stage: 9 can't be predicted"),
         ("zero3.yaml", "zero_stage: 3", "zero_stage: three", "zero_stage: three can't be predicted"),
         ("fsdp2.yaml", "num_machines: 1", "num_machines: 2", "the YAML has num_machines: 2"),
+        ("ddp.yaml", "MULTI_GPU", "MULTI_CPU", "a job for CPUs can't be predicted"),
         ("fsdp2.yaml", "TRANSFORMER_BASED_WRAP", "NO_WRAP", "makes one unit of the whole model, can't be predicted"),
     ],
 )
@@ -288,6 +289,12 @@ def test_a_yaml_that_cannot_be_predicted_is_refused(
     shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100", "--config", path)
     assert shown.code == 2
     assert message in " ".join(shown.output.split())
+
+
+def test_one_process_is_predicted_whatever_num_processes_says(tmp_path: Path) -> None:
+    path = tmp_path / "alone.yaml"
+    path.write_text("distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 8\n")
+    assert planned("--model", "gpt2", "--gpus", "1xH100-80GB", "--config", str(path))["gpus"] == 1
 
 
 def test_advice_for_a_yaml_that_does_not_fit_names_the_strategy_it_is_about() -> None:

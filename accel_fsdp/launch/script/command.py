@@ -173,15 +173,17 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
     """How many machines, the GPUs of each, and which: what the YAML says, and where it doesn't, the flag.
 
     Raises:
-        UsageError: neither says it, the two say different things, or the job is a TPU's.
+        UsageError: neither says it, the two say different things, or the job isn't for GPUs.
     """
-    if config.engine is Engine.TPU:
+    if config.off_gpus:
+        on_tpu = "start it on the TPU's own machine: accel-fsdp launch FILE SCRIPT"
+        elsewhere = "start it there: accelerate launch --config_file FILE SCRIPT"
         raise UsageError(
-            f"{options.file} is for TPUs",
-            why="a job file asks for GPUs",
-            fix="start it on the TPU's own machine: accel-fsdp launch FILE SCRIPT",
+            f"{options.file} is for {config.off_gpus}",
+            why="a job file asks for GPUs, and starts FSDP, DDP, DeepSpeed or one process on them",
+            fix=on_tpu if config.engine is Engine.TPU else elsewhere,
         )
-    processes = config.number("num_processes") if "num_processes" in config.values else 0
+    processes = config.processes
     several = config.number("num_machines") if "num_machines" in config.values else 0  # not Accelerate's default
     text = options.gpus or from_yaml.gpus_in_header(config)
     if not text:
@@ -196,9 +198,10 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
     machine, number = machines.parse(text)
     in_file = (several or number, processes or number * machine.count)
     if in_file != (number, number * machine.count) or not machine.count:
+        says = f"says num_machines {in_file[0]}, num_processes {in_file[1]}"
         raise UsageError(
             f"--gpus {text} is {counted(number, 'machine')} with {counted(machine.count, 'GPU')} each, and "
-            f"{options.file} says num_machines {in_file[0]}, num_processes {in_file[1]}",
+            f"{options.file} {'starts one process' if config.is_alone else says}",
             why="some GPUs would stay idle, or some ranks have none",
             fix="make one of them say what the other says",
         )

@@ -289,7 +289,7 @@ def null_value(subject: Subject) -> Iterator[Finding]:
     for path, field, value in written(subject):
         if field.key == "dynamo_backend" or field.key in NULL_IS_ABSENT:
             continue  # null counts as no, or as no key
-        in_mesh = field.section == "parallelism_config" and _is_read_from_mesh(subject, field.key)
+        in_mesh = field.section == "parallelism_config" and _is_read_from_mesh(subject, field)
         if value is None and (in_mesh or field.section in ("fsdp_config", "dynamo_config")):
             yield Finding(
                 path,
@@ -300,16 +300,15 @@ def null_value(subject: Subject) -> Iterator[Finding]:
             )
 
 
-MESH_DETAILS = {"parallelism_config_cp_comm_strategy": "cp", "parallelism_config_sp_seq_length_is_variable": "sp"}
-"""Keys of a mesh that the launcher passes on only if that axis has more than one rank."""
-UNSET_DETAILS = ("parallelism_config_sp_seq_length", "parallelism_config_sp_attn_implementation")
-"""Keys of a mesh whose default is null."""
+def _is_read_from_mesh(subject: Subject, field: Field) -> bool:
+    """Whether the launcher passes a key of the mesh on to the ranks, and its null means something else than no key.
 
-
-def _is_read_from_mesh(subject: Subject, key: str) -> bool:
-    """Whether the launcher passes a key of the mesh on to the ranks; it does so under any engine of several GPUs."""
+    It passes sizes and backends on under any engine of several GPUs, the rest for an axis of more than one rank.
+    """
     engines = (Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)
-    is_unread = key in UNSET_DETAILS or subject.mesh.get(MESH_DETAILS.get(key, "")) == 1
+    axis = field.key.removeprefix("parallelism_config_").partition("_")[0]
+    is_detail = not field.key.endswith(("_size", "_backend"))
+    is_unread = field.default is None or (is_detail and subject.mesh.get(axis) == 1)
     return subject.engine in engines and subject.values.get("distributed_type") != "MULTI_CPU" and not is_unread
 
 

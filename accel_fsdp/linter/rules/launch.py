@@ -32,6 +32,22 @@ def too_few_processes(subject: Subject) -> Iterator[Finding]:
             yield Finding(key, f"{key}: {value}", "nothing would run", f"{key}: 1 or more")
 
 
+@rule("AF417", "note")
+def processes_without_an_engine(subject: Subject) -> Iterator[Finding]:
+    """`num_processes` above 1 beside `distributed_type: 'NO'`: Accelerate starts one process all the same.
+
+    TRL ships such a file for a single GPU.
+    """
+    number = subject.number("num_processes")
+    if subject.is_alone and number > 1 and not subject.launcher.get("num_processes"):
+        yield Finding(
+            "num_processes",
+            f"distributed_type: {subject.spelt('distributed_type', 'NO')} starts one process, not {number}",
+            "the other GPUs stay idle",
+            "num_processes: 1, or distributed_type: FSDP or MULTI_GPU for all of them",
+        )
+
+
 @rule("AF402", pains=("P44",))
 def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
     """`num_processes` is the total over all machines; a remainder is silently dropped.
