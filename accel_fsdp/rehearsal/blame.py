@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.rehearsal import verdict, without_gpu
-from accel_fsdp.rehearsal.job import Hang, Outcome
+from accel_fsdp.rehearsal.job import CONSEQUENCE, Hang, Outcome, left_alone
 from accel_fsdp.rehearsal.scaled import machines_of
 
 SCRIPT = "the script"
@@ -112,8 +112,6 @@ KNOWN = (
 """Known problems that only a run shows."""
 OF_PYTHON = re.compile(r"(AttributeError|TypeError|NameError|UnboundLocalError):")
 """Python's errors for slips in a script."""
-CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
-"""The errors of the other ranks once one of them is gone."""
 OURS = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
 """Exit codes of this project's programs."""
 ABSENT = "this rank never comes to what the others wait for: see why it stays at this line"
@@ -127,8 +125,8 @@ def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome) -> None:
 
 
 def of_outcome(outcome: Outcome) -> Failure:
-    if outcome.hang is not None:
-        return _of_hang(outcome.hang, outcome)
+    if hang := outcome.hang or left_alone(outcome.events):
+        return of_hang(hang, outcome.tail)
     failures = [event.content for event in outcome.failures]
     failure = next((content for content in failures if not CONSEQUENCE.search(content["error"])), None)
     if failure is None and (own_error := OURS.search(outcome.output)):
@@ -176,12 +174,13 @@ def _unwrapping(outcome: Outcome) -> str:
     return f"the model inside of the wrapper has it: accelerator.unwrap_model(model).{name}" if name else ""
 
 
-def _of_hang(hang: Hang, outcome: Outcome) -> Failure:
+def of_hang(hang: Hang, tail: str = "") -> Failure:
+    """`tail`: the last lines of the output, shown where there are no stacks."""
     lines: Mapping[str, str] = {collective: line for line, collective, *_ in hang.waits.values() if line}
     line = lines.get("") or next(iter(lines.values()), "")  # a rank outside of collectives keeps the others waiting
     fix = ABSENT if "" in lines else HANGING
     if not hang.waits:
         what, fix = "the launch took too long and was ended", "fewer steps or a smaller model, or more of --timeout"
-        return Failure(what, key="--timeout", fix=fix, output=outcome.tail)
+        return Failure(what, key="--timeout", fix=fix, output=tail)
     what = f"the ranks wait for each other: {hang}"
-    return Failure(what, key=SCRIPT, fix=fix, line=line, output=hang.stacks or outcome.tail)
+    return Failure(what, key=SCRIPT, fix=fix, line=line, output=hang.stacks or tail)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ RANK = "accel_fsdp.launch.ranks"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 1.0
 TAIL_LETTERS = 4000
+CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
+"""The errors of the other ranks once one of them is gone."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,9 @@ class Outcome:
 
     @property
     def tail(self) -> str:
-        return self.output[-TAIL_LETTERS:]
+        """The last lines of the output."""
+        tail = self.output[-TAIL_LETTERS:]
+        return tail.partition("\n")[2] or tail if len(self.output) > TAIL_LETTERS else tail
 
 
 @dataclass(frozen=True)
@@ -193,6 +198,17 @@ def hang_in(events: Sequence[RankEvent], processes: int) -> Hang | None:
         return None
     waits = {rank: Stand(stand["line"], stand["collective"], stand["stack"]) for rank, stand in waiting.items()}
     return Hang(waits, frozenset(event.rank for event in events if event.kind == "ended"))
+
+
+def left_alone(events: Sequence[RankEvent]) -> Hang | None:
+    """A hang that gloo ended: ranks whose script ended well have closed their connections, and the others failed."""
+    failed = [event for event in events if event.kind == "failed"]
+    ended = frozenset(event.rank for event in events if event.kind == "ended" and event.content["code"] == 0)
+    if not failed or not ended or not all(CONSEQUENCE.search(event.content["error"]) for event in failed):
+        return None
+    places = {event.rank: event.content for event in failed}
+    waits = {rank: Stand(at["line"], at["collective"] or "a collective", "") for rank, at in places.items()}
+    return Hang(waits, ended)
 
 
 def _kill(started: Sequence[Process]) -> None:

@@ -198,6 +198,53 @@ def _final_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> di
     return {} if all(counts.values()) else counts
 
 
+def _settings_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """Each rank updates its shards of a weight, so the ranks need the same rates at the same step."""
+    by_step: dict[int, dict[int, RankEvent]] = {}
+    for event in _of("settings", events):
+        by_step.setdefault(event.content["step"], {})[event.rank] = event
+    for step, reports in sorted(by_step.items()):
+        first, *others = sorted(reports)
+        for rank in others:
+            if different := _different(reports[first].content["groups"], reports[rank].content["groups"]):
+                name, ours, theirs = different
+                yield Failure(
+                    f"the ranks' optimizers differ: at step {step} {name} is {ours} on rank {first} and {theirs} on "
+                    f"rank {rank}",
+                    SCRIPT,
+                    f"the same {name} on all ranks: neither it nor a schedule may depend on the rank's number or on "
+                    "what a rank sees alone, such as its own loss",
+                    reports[rank].content["line"],
+                )
+                return
+
+
+def _different(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tuple[str, str, str] | None:
+    """The first setting that differs in two ranks' groups of parameters: its name and both values."""
+    for ours, theirs in zip(first_groups, other_groups, strict=False):
+        for name in ours.keys() & theirs.keys():
+            pairs = list(zip(ours[name], theirs[name], strict=False))
+            if not all(math.isclose(one, other) for one, other in pairs):
+                texts = [", ".join(f"{number:g}" for number in numbers) for numbers in (ours[name], theirs[name])]
+                return name, texts[0], texts[1]
+    return None
+
+
+def _kept_gradients(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """The optimizer adds the gradients of all earlier steps to each step's."""
+    reports = _of("gradients", events)
+    if any(report.engine.startswith(Engine.DEEPSPEED.label) for report in by_rank.values()):  # which clears by itself
+        return
+    if reports and all(event.content["kept"] for event in reports):
+        first = reports[0].content
+        yield Failure(
+            f"gradients are never cleared: step {first['step']} still has those of step {first['step'] - 1}",
+            SCRIPT,
+            "optimizer.zero_grad() after each optimizer.step()",
+            first["line"],
+        )
+
+
 def _steps_until_now(events: Sequence[RankEvent]) -> dict[int, int]:
     """Each rank's steps before its last backward pass, if all ran as many passes and one never stepped.
 
@@ -281,6 +328,8 @@ LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failur
     _no_tracker,
     _no_step,
     _steps_apart,
+    _settings_apart,
+    _kept_gradients,
     _saved_shards,
     _not_finite,
 )

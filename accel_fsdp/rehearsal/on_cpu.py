@@ -5,8 +5,11 @@ from collections.abc import Callable, Sequence
 
 from accel_fsdp import console
 from accel_fsdp.config import JobConfig
+from accel_fsdp.errors import UserError
 from accel_fsdp.launch import ranks
 from accel_fsdp.rehearsal import janitor, verdict, without_gpu
+from accel_fsdp.rehearsal.blame import of_hang
+from accel_fsdp.rehearsal.job import left_alone
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, without a measurement."""
@@ -21,7 +24,7 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
             return code
         events = ranks.read(folder)
     holdings = ranks.holdings(events)
-    _say_what_needs_a_gpu(events)
+    _say_why(events)
     if not holdings:
         console.say("no model was trained, so nothing was measured", style="yellow")
         return code
@@ -36,8 +39,12 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     return code or int(bool(differences))
 
 
-def _say_what_needs_a_gpu(events: Sequence[ranks.RankEvent]) -> None:
-    """Prints a fix for the rank that failed first, below its traceback."""
+def _say_why(events: Sequence[ranks.RankEvent]) -> None:
+    """Prints below the tracebacks what ended a rank's collective, or a fix for the rank that failed first."""
+    if hang := left_alone(events):
+        failure = of_hang(hang)
+        console.say(str(UserError(failure.what, why="rank and script end there", fix=failure.fix)), lines=True)
+        return
     failed = next((event.content for event in events if event.kind == "failed"), None)
     if failed and (fix := without_gpu.instead(failed["error"], failed["line"])):
         console.say(f"{failed['line']}: {fix}", style="red")

@@ -54,7 +54,8 @@ if NAME == "experts":
 
     model.model.layers[0].mlp = Experts()
 
-optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-3)
+rate = 1e-3 * (1 + accelerator.process_index) if NAME == "rates apart" else 1e-3
+optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=rate)
 if NAME == "optimizer of other weights":
     optimizer = torch.optim.AdamW([nn.Parameter(one.detach().clone()) for one in model.parameters()], lr=1e-3)
     model = accelerator.prepare(model)
@@ -95,7 +96,10 @@ for step, batch in enumerate(loader):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if steps:
         optimizer.step()
-    optimizer.zero_grad()
+    if NAME == "other seeds":
+        model.zero_grad()
+    elif NAME != "never cleared":
+        optimizer.zero_grad(set_to_none=NAME != "none")
     if step == 1:
         break
 
@@ -103,7 +107,7 @@ if NAME == "generate":
     accelerator.unwrap_model(model).generate(rows[:1].to(accelerator.device), max_new_tokens=2)
 if NAME == "saves on one rank" and accelerator.is_main_process:
     accelerator.save_state(FOLDER)
-if NAME == "state dict on one rank" and accelerator.is_main_process:
+if NAME.startswith("state dict on one rank") and accelerator.is_main_process:
     accelerator.get_state_dict(model)
 if NAME == "two optimizers":
     accelerator.save_state(FOLDER)  # with both
@@ -118,3 +122,5 @@ if NAME in ("none", "adapter"):
     accelerator.unwrap_model(model).save_pretrained(
         FOLDER, state_dict=state, is_main_process=accelerator.is_main_process
     )
+if NAME == "state dict on one rank, others end":
+    accelerator.end_training()

@@ -4,17 +4,22 @@ docs/rehearse.md shows the lines.
 """
 
 import json
+import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from conftest import ROOT, accel_fsdp
 
-from accel_fsdp.launch.ranks import RankEvent, script
-from accel_fsdp.rehearsal import mistakes, own_script
+from accel_fsdp.config import read_config
+from accel_fsdp.launch.ranks import RankEvent, gradients, read, script
+from accel_fsdp.rehearsal import mistakes, on_cpu, own_script
+from accel_fsdp.rehearsal.job import Outcome
 
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
 FSDP1 = {
@@ -100,6 +105,9 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "LoRA under FSDP1": ("adapter", FSDP1, "fsdp_version", "state_dict=state"),
     "save_state on rank 0 alone": ("saves on one rank", FSDP2, "the script", "accelerator.save_state"),
     "state_dict on rank 0 alone": ("state dict on one rank", FSDP2, "the script", "accelerator.get_state_dict(model)"),
+    "state_dict on rank 0 alone, and end_training": (
+        "state dict on one rank, others end", FSDP2, "the script", "accelerator.get_state_dict(model)",
+    ),
     "use_orig_params: false with frozen layers": (
         "frozen layers", FSDP1 | {"fsdp_use_orig_params": False}, "fsdp_use_orig_params", "model, optimizer, loader)",
     ),
@@ -124,6 +132,12 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
     "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),
     "optimizer.step() forgotten": ("no step", FSDP1, "the script", "accelerator.backward(loss"),
+    "another learning rate on each rank": ("rates apart", FSDP2, "the script", "one.requires_grad], lr=rate"),
+    "another learning rate on each rank, under FSDP1": (
+        "rates apart", FSDP1, "the script", "one.requires_grad], lr=rate",
+    ),
+    "zero_grad() forgotten": ("never cleared", FSDP2, "the script", "optimizer.step()"),
+    "zero_grad() forgotten, under FSDP1": ("never cleared", FSDP1, "the script", "optimizer.step()"),
     "another seed on each rank": (
         "other seeds", FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, "the script", "optimizer, loader)",
     ),
@@ -218,6 +232,46 @@ def test_gradients_alone_may_be_what_a_script_wants() -> None:
     assert not said_of(trained())
 
 
+Clears = Callable[[list[torch.optim.Optimizer], list[torch.nn.Module]], object]
+CLEARED: dict[str, tuple[Clears, bool]] = {
+    "never": (lambda optimizers, models: None, True),
+    "by the other optimizer": (lambda optimizers, models: optimizers[1].zero_grad(), True),
+    "to None": (lambda optimizers, models: optimizers[0].zero_grad(), False),
+    "to zeros": (lambda optimizers, models: optimizers[0].zero_grad(set_to_none=False), False),
+    "by the model": (lambda optimizers, models: models[0].zero_grad(), False),
+    "faded": (lambda optimizers, models: [one.grad.mul_(0.9) for one in models[0].parameters() if one.grad is not None],
+              False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["after the step", "before backward"])
+@pytest.mark.parametrize("how", CLEARED)
+def test_gradients_may_be_cleared_in_many_ways(
+    how: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two batches make a step, and another optimizer steps with the same models in turn."""
+    monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(tmp_path))
+    observed = gradients.ObservedGradients()
+    clears, is_kept = CLEARED[how]
+    models: list[torch.nn.Module] = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for step in range(3):
+        if late and step:
+            clears(optimizers, models)
+        for _ in range(2):
+            loss = models[1](models[0](torch.ones(2))).square().sum()
+            observed.before_backward()
+            loss.backward()
+            observed.ran_backward()
+        for optimizer in optimizers[: 2 - step % 2]:
+            observed.steps_now(optimizer)
+            optimizer.step()
+        if not late:
+            clears(optimizers, models)
+    first = [event.content["kept"] for event in read(tmp_path) if event.content["step"] == 2][:1]
+    assert first == [is_kept]
+
+
 def test_a_rank_may_have_a_model_of_its_own() -> None:
     assert said_of(trained(), trained(sharded_steps=1))
     assert not said_of(trained(steps=5, backwards=5), trained())
@@ -259,3 +313,30 @@ def test_a_file_for_each_rank_may_hold_its_part() -> None:
     assert not said_of(saved("/rank-0.pt"), saved("/rank-1.pt"))
     assert said_of(saved("/model.pt"), saved("/model.pt"))
     assert said_of(saved("/model.pt"), ("loss", {"value": 1.0, "step": 1}))
+
+
+def test_launch_says_which_rank_had_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that leaves the process group closes its connections, and gloo ends the others' collectives."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    lost = {"kind": "failed", "error": "RuntimeError: Connection closed by peer [127.0.0.1]:1", "wrapped": ""}
+    events = [{**lost, "line": "mine.py:7", "collective": "wait_tensor"}, {"kind": "ended", "code": 0, "line": ""}]
+
+    def launch() -> int:
+        for rank, event in enumerate(events):
+            line = json.dumps({"seconds": 0.0, **event})
+            Path(os.environ["ACCEL_FSDP_EVENTS"], f"{rank}.jsonl").write_text(f"{line}\n")
+        return 1
+
+    assert on_cpu.measured(read_config(yaml_file(tmp_path, FSDP2))[0], launch) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "error: the ranks wait for each other: rank 0 waits in wait_tensor at mine.py:7; rank 1 has ended" in said
+    assert "fix: every rank must call what all of them do together" in said
+
+
+def test_the_end_of_a_long_output_begins_at_a_line() -> None:
+    lines = [f"line {number}" for number in range(1000)]
+    tail = Outcome(1, [], "\n".join(lines)).tail
+    assert tail.splitlines() == lines[-len(tail.splitlines()) :]
+    assert Outcome(1, [], "short\nlog").tail == "short\nlog"

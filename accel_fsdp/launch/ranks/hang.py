@@ -98,11 +98,21 @@ def computed_seconds() -> float:
 
 def caller_of_error(error: BaseException) -> str:
     """The innermost code that an error came through and that isn't torch's, Accelerate's or Python's own."""
+    return _caller(_spots(error))
+
+
+def collective_of_error(error: BaseException) -> str:
+    """The collective that an error came through; empty if there is none."""
+    return _collective(_spots(error))
+
+
+def _spots(error: BaseException) -> list[Spot]:
+    """The places that an error came through, innermost first."""
     spots = [
         Spot(frame.f_code, frame.f_lasti, line, str(frame.f_globals.get("__name__")))
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    return _caller(spots[::-1])
+    return spots[::-1]
 
 
 def _caller(stack: Sequence[Spot]) -> str:

@@ -32,6 +32,18 @@ class Observation:
         return True
 
 
+def before(owner: Any, name: str, callback: Callable[..., None]) -> None:
+    """Calls `callback` with the same arguments before each call of a function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        callback(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(owner, name, watched)
+
+
 def after(owner: Any, name: str, callback: Callable[..., None]) -> None:
     """Calls `callback` with the same arguments after each call of a function."""
     original = getattr(owner, name)

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
-from accel_fsdp.launch.ranks import events, holding, script
+from accel_fsdp.launch.ranks import events, hang, holding, script
+from accel_fsdp.launch.ranks.gradients import ObservedGradients
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
-from accel_fsdp.launch.ranks.observing import Observation, after
+from accel_fsdp.launch.ranks.observing import Observation, after, before
 from accel_fsdp.launch.ranks.saves import ObservedSaves
 from accel_fsdp.launch.ranks.weights import ObservedWeights, shards_in
 from accel_fsdp.library_internals import Internal
@@ -65,7 +66,7 @@ def begin() -> Callable[[], None]:
 
     steps = _Steps(os.environ.get(HOLD_AFTER), HOLDING.is_possible)
     installers: dict[Observation, Callable[[], None]] = {
-        LOSSES: lambda: after(torch.Tensor, "backward", steps.ran_backward),
+        LOSSES: steps.watch_backward,
         TORCH_SAVES: lambda: after(torch, "save", steps.torch_saved),
         CLIPPING: lambda: after(torch.nn.utils, "clip_grad_norm_", _report_clipping),
         CHECKPOINTING: _watch_checkpointing,
@@ -82,7 +83,13 @@ def begin() -> Callable[[], None]:
 
 def tell_failure(error: BaseException) -> None:
     """Reports the error that ended the script, and the innermost line of the script that was running."""
-    events.report("failed", error=in_a_line(error), line=script.line_of_error(error), wrapped=_of_wrapped(error))
+    events.report(
+        "failed",
+        error=in_a_line(error),
+        line=script.line_of_error(error),
+        wrapped=_of_wrapped(error),
+        collective=hang.collective_of_error(error),
+    )
 
 
 def _of_wrapped(error: BaseException) -> str:
@@ -201,6 +208,7 @@ class _Steps:
         self.rows_line = ""
         self.saves = ObservedSaves()
         self.weights = ObservedWeights()
+        self.gradients = ObservedGradients()
         self.of_modules: list[Any] = []
 
     def install(self) -> None:
@@ -231,12 +239,19 @@ class _Steps:
     def _leave(self, *_: Any) -> None:
         self.depth -= 1
 
+    def watch_backward(self) -> None:
+        import torch
+
+        before(torch.Tensor, "backward", self.gradients.before_backward)
+        after(torch.Tensor, "backward", self.ran_backward)
+
     def ran_backward(self, loss: "torch.Tensor", *_: Any, **__: Any) -> None:
         if loss.numel() == 1:
             value = float(loss.detach())
             line = "" if math.isfinite(value) else script.line_of_stack(sys._getframe(2))
             events.report("loss", value=value, step=self.weights.steps + 1, line=line)
         self.weights.ran_backward(self._outermost())
+        self.gradients.ran_backward()
 
     def torch_saved(self, saved: Any, f: Any = None, *_: Any, **__: Any) -> None:
         """Called after each `torch.save`. Saves by libraries are skipped: they can read their own shards."""
@@ -255,6 +270,7 @@ class _Steps:
         if _only_makes_states():
             return
         self.weights.steps_now(optimizer, self._outermost())
+        self.gradients.steps_now(optimizer)
         if self.is_first:
             self.is_first = False
             self._report_first(optimizer)

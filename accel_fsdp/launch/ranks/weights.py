@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle"
 SHARDED = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+SETTINGS = ("lr", "weight_decay", "betas", "momentum")
+"""What a group of an optimizer's parameters is updated with; all ranks need the same."""
 OPTIMIZERS = Observation(
     "optimizers that are made", (Internal("torch.optim:Optimizer.__init__", "self params defaults"),)
 )
@@ -105,7 +107,16 @@ class ObservedWeights:
             events.report("first-step", line=script.line_of_stack(sys._getframe(2)))
             self._report_begun(models)
         self.steps += 1
-        self.sharded_steps += any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+        if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+            self.sharded_steps += 1
+            self._report_settings(optimizer)
+
+    def _report_settings(self, optimizer: Any) -> None:
+        """Reports the settings with which all ranks must update their shards."""
+        groups = [
+            {name: _numbers(group[name]) for name in SETTINGS if name in group} for group in optimizer.param_groups
+        ]
+        events.report("settings", step=self.sharded_steps, groups=groups, line=self.made_at.get(id(optimizer), ""))
 
     def report_end(self, models: Iterable["nn.Module"]) -> None:
         """Called at the end of the script; `models` are those that it still has, if no optimizer has stepped."""
@@ -144,6 +155,12 @@ class ObservedWeights:
         if units:
             events.report("begun", units=units, line=self.sharded_at)
         self.begun = [sharded for sharded in self.begun if hasattr(sharded.of(), "flat_param")]
+
+
+def _numbers(value: Any) -> list[float]:
+    """A setting of an optimizer as numbers; those that are no numbers, such as None, are left out."""
+    several = value if isinstance(value, tuple | list) else [value]
+    return [float(number) for number in several if isinstance(number, int | float) or hasattr(number, "item")]
 
 
 def checksum(values: "torch.Tensor") -> int:

@@ -1,0 +1,78 @@
+"""Observes the gradients of optimizers: whether a script clears them between two steps."""
+
+import sys
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from accel_fsdp.launch.ranks import events, script
+from accel_fsdp.launch.ranks.weights import checksum
+
+CLEARED = -1
+"""In place of the checksum of a gradient that is None or 0."""
+MOST_STEPS = 4
+"""The first steps of an optimizer, in which its gradients are observed."""
+
+
+@dataclass
+class _Tracked:
+    """One gradient of an optimizer: its checksum when it was last used, and what happened since the last step."""
+
+    parameter: Any
+    used: int
+    steps: int = 1
+    backwards: int = 0
+    is_kept: bool = True
+
+
+class ObservedGradients:
+    """Compares a gradient before each backward pass with what the last pass or step left.
+
+    Other values, zeros and None mean that the script has cleared it. The verdict falls at the optimizer's next step,
+    as passes for another optimizer's loss may come before the script clears it.
+    """
+
+    def __init__(self) -> None:
+        self.tracked: dict[int, _Tracked] = {}
+
+    def before_backward(self, *_: Any, **__: Any) -> None:
+        for gradient in self.tracked.values():
+            now = _checksum(gradient.parameter())
+            gradient.is_kept = gradient.is_kept and now == gradient.used and now != CLEARED
+
+    def ran_backward(self) -> None:
+        for gradient in self.tracked.values():
+            gradient.backwards += 1
+            if gradient.is_kept:
+                gradient.used = _checksum(gradient.parameter())
+
+    def steps_now(self, optimizer: Any) -> None:
+        """Called before each step of an optimizer."""
+        last = self.tracked.pop(id(optimizer), None)
+        if last and last.backwards and last.parameter() is not None:
+            line = script.line_of_stack(sys._getframe(2))
+            events.report("gradients", kept=last.is_kept, step=last.steps + 1, line=line)
+        steps = last.steps + 1 if last else 1
+        parameter = _first(optimizer) if steps < MOST_STEPS else None
+        if parameter is not None:
+            self.tracked[id(optimizer)] = _Tracked(weakref.ref(parameter), _checksum(parameter), steps)
+
+
+def _first(optimizer: Any) -> Any:
+    """The first parameter whose gradient isn't 0 on this rank; None if there is none."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return next((parameter for parameter in parameters if _local(parameter) is not None), None)
+
+
+def _local(parameter: Any) -> Any:
+    """This rank's part of a gradient; None if it has none or only zeros."""
+    from torch.distributed.tensor import DTensor
+
+    gradient = parameter.grad
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local if local is not None and not local.is_sparse and bool(local.any()) else None
+
+
+def _checksum(parameter: Any) -> int:
+    local = None if parameter is None else _local(parameter)
+    return CLEARED if local is None else checksum(local)
