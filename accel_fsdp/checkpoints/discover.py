@@ -113,6 +113,19 @@ def check_bytes(checkpoint: CheckpointLocation, optimizer: bool = False) -> None
         )
 
 
+def has_lost_marker(checkpoint: CheckpointLocation) -> bool:
+    """Whether a sharded checkpoint of `train/sft.py`, which marks each one, has no `complete.json`.
+
+    Its run is recognised by the description of the model beside the checkpoints.
+    """
+    folder = checkpoint.folder
+    is_ours = (folder / file_names.TRAINER_STATE).is_file() and (
+        (folder.parent / file_names.DESCRIBED / file_names.CONFIG).is_file()
+        or (folder.parent / file_names.RUN).is_file()
+    )
+    return checkpoint.kind == "sharded (DCP)" and is_ours and not (folder / file_names.MARKER).exists()
+
+
 def _safetensors(folder: Path) -> CheckpointLocation | None:
     try:
         names = _names(folder)

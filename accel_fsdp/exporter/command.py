@@ -102,6 +102,9 @@ def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
     console.say(str(checkpoint), style="cyan")
     refusals.check_place(out, checkpoint, options.force)
     discover.check_bytes(checkpoint, options.with_optimizer)
+    if discover.has_lost_marker(checkpoint):
+        what = "shards that were exchanged, or are of another step, go unnoticed"
+        console.say(f"no {file_names.MARKER}: {what}", style="yellow")
     with closing(FileReader()) as reader, transformers_probe.aside() as pool:
         return _Export(options, out, checkpoint, reader, pool).run()
 

@@ -231,7 +231,8 @@ def check_finite(report: ExportReport) -> ExportReport:
 
 def _non_finite(report: ExportReport) -> str:
     numbers, tensors = sum(report.non_finite.values()), len(report.non_finite)
-    return f"{numbers:,} numbers are NaN or infinite, in {tensors} of {counted(len(report.tensors), 'tensor')}"
+    several = counted(numbers, "number is", "numbers are")
+    return f"{several} NaN or infinite, in {tensors} of {counted(len(report.tensors), 'tensor')}"
 
 
 def _tensors(path: Path) -> dict[str, safetensors_header.Tensor]:

@@ -99,7 +99,9 @@ def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | Non
             load(folder)
         return
     set_seed(trainer.args.seed + trainer.state.global_step * ranks + rank)
-    console.say(f"rank {rank}: no random state in {checkpoint}; dropout differs from here on", style="yellow")
+    console.say(
+        f"rank {rank}: no random state in {checkpoint}; dropout, where the model has it, differs", style="yellow"
+    )
 
 
 def cause(error: BaseException) -> str:

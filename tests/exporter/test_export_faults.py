@@ -581,6 +581,23 @@ def test_weights_are_enough(run_folder: Path, tmp_path: Path) -> None:
         export(run_folder, tmp_path / "other")
 
 
+def test_a_checkpoint_that_has_lost_its_marker(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without it nothing shows that two ranks' files were exchanged. Plain Trainer's checkpoints never have one."""
+    folder, lost = run_folder / "checkpoint-1", "no complete.json: shards that were exchanged"
+    (folder / "trainer_state.json").write_text("{}")
+    export(run_folder, tmp_path / "unmarked")
+    assert lost in " ".join(capsys.readouterr().err.split())
+    completeness.seal(folder, Origin("FSDP"))
+    export(run_folder, tmp_path / "marked")
+    assert lost not in capsys.readouterr().err
+    (folder / file_names.MARKER).unlink()
+    described = (run_folder / "model").rename(tmp_path / "described")
+    export(run_folder, tmp_path / "plain", model=str(described))
+    assert lost not in capsys.readouterr().err
+
+
 def test_local_state_dicts_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoint-3"
     folder.mkdir(parents=True)

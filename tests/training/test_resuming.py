@@ -293,6 +293,19 @@ def test_the_first_rank_goes_on_from_its_random_state(
     assert "no random state" not in capsys.readouterr().err
 
 
+def test_a_new_rank_begins_with_a_random_state_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model may have no dropout, which alone would differ."""
+    one = object.__new__(SftTrainer)
+    one.args = SimpleNamespace(process_index=1, world_size=2, seed=3, output_dir=str(tmp_path), parallel_mode=None)
+    one.state = SimpleNamespace(global_step=4)
+    one._load_rng_state(str(tmp_path))
+    seen = torch.rand(3)
+    torch.manual_seed(3 + 4 * 2 + 1)
+    assert torch.equal(seen, torch.rand(3))
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"rank 1: no random state in {tmp_path}; dropout, where the model has it, differs" in said
+
+
 def test_an_adapter_of_another_kind_is_resumed(tmp_path: Path) -> None:
     """Its tensors have names of their own in files, which only PEFT knows."""
     layers = torch.nn.Sequential(OrderedDict(down=torch.nn.Linear(4, 4), up=torch.nn.Linear(4, 4)))
