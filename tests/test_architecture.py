@@ -56,6 +56,7 @@ PATCHING = {
     "launch.ranks.saves",
     "launch.ranks.watch",
     "launch.ranks.weights",
+    "training.dcp_patches",
     "training.peft_patches",
 }
 MODULES = {

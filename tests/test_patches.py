@@ -29,11 +29,12 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from accel_fsdp import cpu
-from accel_fsdp.training import peft_patches
+from accel_fsdp.training import dcp_patches, peft_patches
 
 os.environ.update(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1", CUDA_VISIBLE_DEVICES="")
 NAME = os.environ["PROBE_WITHOUT"]
+os.chdir(os.path.dirname(os.path.abspath(__file__)))
 
 def group(backend, ranks):
     os.environ["WORLD_SIZE"] = str(ranks)
@@ -41,7 +42,7 @@ def group(backend, ranks):
     dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
 
 def mend():
-    for module in (cpu, peft_patches):
+    for module in (cpu, dcp_patches, peft_patches):
         for name, patch in vars(module).items():
             if type(patch).__name__ == "Patch" and name != NAME:
                 patch()
@@ -128,6 +129,32 @@ before = {name: value.clone() for name, value in model.state_dict().items() if "
 fault = refuses(lambda: peft.set_peft_model_state_dict(model, saved)) or all(
     torch.equal(value, before[name]) for name, value in model.state_dict().items() if "lora" in name
 )
+""",
+    "read_metadata_as_data": """
+import pickle
+from torch.distributed.checkpoint import FileSystemReader
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("proof",)
+with open(".metadata", "wb") as file:
+    pickle.dump(Evil(), file)
+try:
+    FileSystemReader(".").read_metadata()
+except Exception as error:
+    print(error)
+fault = os.path.exists("proof")
+""",
+    "read_values_as_data": """
+import torch.distributed.checkpoint as dcp
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("proof",)
+dcp.save({"rate": Evil()}, checkpoint_id="saved", no_dist=True)
+try:
+    dcp.load({"rate": 1.0}, checkpoint_id="saved", no_dist=True)
+except BaseException as error:
+    print(error)
+fault = os.path.exists("proof")
 """,
     "keep_frozen_units": """
 group("gloo", 1)

@@ -32,12 +32,12 @@ from transformers import DataCollatorForSeq2Seq
 from transformers.initialization import no_init_weights
 
 from accel_fsdp import atomic_files, console, cpu, models
-from accel_fsdp.checkpoints import completeness, file_names
+from accel_fsdp.checkpoints import completeness, file_names, resumed_pickles
 from accel_fsdp.errors import UserError, guard
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.training import peft_patches
+from accel_fsdp.training import dcp_patches, peft_patches
 from accel_fsdp.training.data import DataArguments, load, tokenizing
 from accel_fsdp.units import counted, gib_or_mib
 
@@ -253,6 +253,8 @@ def checkpoint_of(job: Job) -> Path | None:
     if job.resume != bool(complete):
         what = f"{job.output_dir} holds {len(complete)} complete checkpoints"
         raise UserError(what, why="a run resumes one, or begins in a folder without any", fix="add or drop --resume")
+    if complete and (refusal := resumed_pickles.refusal(complete[-1])):
+        raise refusal
     return complete[-1] if complete else None
 
 
@@ -288,6 +290,7 @@ def main() -> None:
     scheduler = LambdaLR(optimizer, lambda step: 1 - step / steps if job.lr_scheduler_type == "linear" else 1.0)
     state = State(model, optimizer, scheduler, {"step": 0, "epoch": 0, "row": 0})
     if checkpoint:
+        dcp_patches.enable()  # torch unpickles parts of a checkpoint, which would run code of whoever wrote it
         dcp.load({"job": state}, checkpoint_id=checkpoint)
     losses, groups = [], global_batches(loader, job, state.place)
     model.train()

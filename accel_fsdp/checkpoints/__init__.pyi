@@ -7,6 +7,7 @@ from . import finite as finite
 from . import marker as marker
 from . import open_checkpoint as open_checkpoint
 from . import optimizer_names as optimizer_names
+from . import resumed_pickles as resumed_pickles
 from . import safetensors_header as safetensors_header
 from . import summary as summary
 from . import tensor_names as tensor_names
@@ -17,6 +18,7 @@ from .marker import Origin as Origin
 from .open_checkpoint import MODEL_KEYS as MODEL_KEYS
 from .open_checkpoint import Weights as Weights
 from .pickle_opcodes import Inert as Inert
+from .safe_unpickle import ERRORS as ERRORS
 from .safe_unpickle import unpickle as unpickle
 from .summary import TIED as TIED
 from .summary import CheckpointFacts as CheckpointFacts

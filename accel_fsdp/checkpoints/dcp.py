@@ -112,14 +112,30 @@ def _value(reader: FileReader, item: _Item) -> Any:
     return Archive(reader, item.path, item.start, item.length).load(TENSORS)
 
 
+def read_bytes(path: Path) -> bytes:
+    content = untrusted_files.read_bytes(path, LARGEST_METADATA)
+    if content is None:
+        raise damaged(path, "is missing")
+    return content
+
+
+def unpickled(content: bytes, path: Path) -> Any:
+    """What a `.metadata` file lists, as inert values.
+
+    Raises:
+        UserError: it is damaged, or names something else than the types of DCP's metadata.
+    """
+    metadata = unpickle(content, ADMITTED, path)
+    if not isinstance(metadata, Inert) or not isinstance(metadata.state, dict):
+        raise damaged(path, "is damaged: it lists no tensors")
+    return metadata
+
+
 @contextlib.contextmanager
 def _listing(folder: Path) -> Iterator[dict[str, Any]]:
     """Yields the content of `.metadata`; an error inside the block is raised as damage."""
     path = folder / file_names.DCP_METADATA
-    content = untrusted_files.read_bytes(path, LARGEST_METADATA)
-    if content is None:
-        raise damaged(path, "is missing")
-    metadata = unpickle(content, ADMITTED, path)
+    metadata = unpickled(read_bytes(path), path)
     try:
         yield metadata.state
     except ERRORS as error:

@@ -18,6 +18,8 @@ BITS = {name: 8 * size for name, size in ITEM_BYTES.items()} | {"F4": 4, "F6_E2M
 METADATA, PARTS = "__metadata__", "DCP_SHARDING_INFO"
 FIELDS = {"dtype", "shape", "data_offsets"}
 LARGEST_SIZE = 1 << 64
+MOST_DIMENSIONS = 64
+"""torch's own limit; the format has none, and sizes of a million take minutes to multiply."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,8 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> Tensor:
 
 
 def _sizes(path: Path, name: str, numbers: Any) -> tuple[int, ...]:
-    valid = isinstance(numbers, list) and all(type(number) is int and 0 <= number < LARGEST_SIZE for number in numbers)
+    listed = isinstance(numbers, list) and len(numbers) <= MOST_DIMENSIONS
+    valid = listed and all(type(number) is int and 0 <= number < LARGEST_SIZE for number in numbers)
     if not valid:
         raise _damaged(path, f"{name} has impossible sizes")
     return tuple(numbers)

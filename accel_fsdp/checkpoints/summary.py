@@ -4,12 +4,12 @@ import mmap
 import os
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import completeness, file_names, safetensors_header
+from accel_fsdp.checkpoints import completeness, file_names, resumed_pickles, safetensors_header
 from accel_fsdp.checkpoints.safetensors_header import Tensor
 from accel_fsdp.errors import UsageError, UserError
 
@@ -24,6 +24,7 @@ class CheckpointFacts(completeness.Parts):
     `adapter_tensors` is None where there is no adapter file. `empty_tensor` names a tensor without elements.
     `tied_twice` says that a tied model's embeddings are stored twice. `has_config` counts a tokenizer's as well.
     `unfinished` is what its marker says is wrong, as a resume judges it; empty where all is there, or no marker is.
+    `refused` is why the states beside the weights can't be loaded, or must not be, because they would run code.
     """
 
     rng_states: int = 0
@@ -37,6 +38,7 @@ class CheckpointFacts(completeness.Parts):
     has_config: bool = False
     private: str = ""
     unfinished: str = ""
+    refused: UserError | None = None
 
 
 def tensors_of(path: Path) -> dict[str, Tensor] | None:
@@ -109,7 +111,8 @@ def read_checkpoint(folder: Path) -> CheckpointFacts:
     _check_folder(folder)
     numbered = file_names.checkpoints(folder)
     holds_model = any(folder.glob(file_names.ALL_SAFETENSORS)) or any(folder.glob(f"{file_names.TORCH_STEM}*"))
-    return facts_of(numbered[-1] if numbered and not holds_model else folder)
+    checkpoint = numbered[-1] if numbered and not holds_model else folder
+    return replace(facts_of(checkpoint), refused=resumed_pickles.refusal(checkpoint))
 
 
 def _check_folder(folder: Path) -> None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 STDIN = "-"
 """The name under which a command reads its standard input."""
 DEEPEST = 100
+LONGEST_NUMBER = 10_000
+"""Characters of a number: YAML has numbers in base 60, 1:59:59, and a hundred thousand of their parts take a minute."""
 LARGEST = MIB
 """Bytes of a YAML; ruamel.yaml needs a minute for ten times as many."""
 
@@ -120,7 +122,19 @@ def _text(path: Path) -> str:
             why="an Accelerate YAML has two levels, and a parser takes minutes for thousands",
             fix="give the YAML that accelerate launch --config_file takes",
         )
+    check_numbers(text, path)
     return text
+
+
+def check_numbers(text: str, path: Path) -> None:
+    """Refuses a number of absurd length, before a parser converts it."""
+    if match := re.search(rf"\d[\d:_.]{{{LONGEST_NUMBER},}}", text):
+        line = text.count("\n", 0, match.start()) + 1
+        raise UsageError(
+            f"{path}:{line}: a number of more than {LONGEST_NUMBER:,} characters",
+            why="no setting has such a value, and a parser takes minutes for it",
+            fix="correct that line",
+        )
 
 
 def _depth(text: str) -> int:

@@ -6,11 +6,19 @@ import re
 import time
 from concurrent.futures import Executor
 from contextlib import closing, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accel_fsdp import atomic_files, console, untrusted_files
-from accel_fsdp.checkpoints import CheckpointLocation, FileReader, Weights, discover, file_names, open_checkpoint
+from accel_fsdp.checkpoints import (
+    CheckpointLocation,
+    FileReader,
+    Weights,
+    discover,
+    file_names,
+    open_checkpoint,
+    resumed_pickles,
+)
 from accel_fsdp.config import DTYPES
 from accel_fsdp.errors import UsageError, UserError, nearest, require
 from accel_fsdp.exporter import (
@@ -61,7 +69,7 @@ def run(options: ExportCommand) -> int:
 
 
 def show_list(options: ExportCommand) -> int:
-    checkpoints = discover.listed(options.src) or [discover.find(options.src)[0]]
+    checkpoints = list(map(_judged, discover.listed(options.src) or [discover.find(options.src)[0]]))
     if options.json:
         keys = ("kind", "folder", "weights", "missing", "size_bytes")
         rows_of_keys = [{key: getattr(item, key) for key in keys} for item in checkpoints]
@@ -74,6 +82,14 @@ def show_list(options: ExportCommand) -> int:
     styles = ["yellow" if item.missing else "" for item in checkpoints]
     console.show_table(("folder", "kind", "weights", "lacks"), rows, styles, whole=True)
     return 0
+
+
+def _judged(checkpoint: CheckpointLocation) -> CheckpointLocation:
+    """Counts a pickle that is damaged, or would run code where it is loaded, as a part that is missing."""
+    refused = resumed_pickles.refusal(checkpoint.folder)
+    if refused is None:
+        return checkpoint
+    return replace(checkpoint, missing=(*checkpoint.missing, f"a safe state: {refused.what}"))
 
 
 def _out_of(options: ExportCommand) -> Path:

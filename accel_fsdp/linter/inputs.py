@@ -132,8 +132,8 @@ def _parsed(path: Path, text: str) -> ScriptFacts:
     """Parses a training script without running it."""
     try:
         return ScriptFacts(path.name, ast.parse(text))
-    except (SyntaxError, ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:  # the last one for deep nesting as well
+        reason = getattr(error, "msg", None) or str(error) or "its code is nested too deep"
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UsageError(
             f"cannot read {path}{line}: {reason}", why="the script can't be checked", fix="give a Python file"
@@ -180,6 +180,7 @@ def _arguments_text(path: Path) -> str:
 
 
 def _arguments(path: Path, text: str) -> dict[str, Any]:
+    yaml_file.check_numbers(text, path)
     try:
         content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -1,4 +1,5 @@
 from . import arguments as arguments
+from . import dcp_patches as dcp_patches
 from . import disk_room as disk_room
 from . import divergence as divergence
 from . import flag_hints as flag_hints

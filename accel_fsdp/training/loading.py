@@ -7,6 +7,7 @@ of Trainer's own methods, which it is given as `load`.
 import contextlib
 import copy
 import logging
+import pickle
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from transformers import set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import console, models
-from accel_fsdp.checkpoints import clean_name, file_names, optimizer_names, summary
+from accel_fsdp.checkpoints import ERRORS, clean_name, file_names, optimizer_names, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import resuming
@@ -105,9 +106,14 @@ def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | Non
 
 
 def cause(error: BaseException) -> str:
-    """The error in one line: for a sharded checkpoint that of the first failed rank; without gloo's advice."""
+    """The error in one line: for a sharded checkpoint that of the first failed rank; without the libraries' advice.
+
+    torch's advice on a file that names code is to run it.
+    """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
+    if isinstance(error, pickle.UnpicklingError):
+        return "one of its files is damaged, or names what could run code; nothing was executed"
     return re.sub(r"^\[[^]]*\] ", "", models.first_line(error)).partition(" This is typically caused")[0]
 
 
@@ -137,7 +143,7 @@ def _as_stored(trainer: Any, checkpoint: str | None) -> Iterator[None]:
     try:
         with contextlib.nullcontext() if plugin is None or checkpoint is None else _kind(plugin, Path(checkpoint)):
             yield
-    except (OSError, RuntimeError, ValueError, KeyError, CheckpointException) as error:
+    except (OSError, RuntimeError, *ERRORS, CheckpointException) as error:
         raise UserError(
             f"cannot resume from {checkpoint}: {cause(error)}",
             why="the checkpoint is incomplete, or was written with other model, LoRA or state dict settings",

@@ -5,7 +5,8 @@ all silently: under FSDP1 (`._fsdp_wrapped_module.` in mid-name) and under FSDP 
 (`._checkpoint_wrapped_module.`) `save_pretrained` writes a file with no tensor in it, sharded checkpoints hold none,
 and under FSDP1 a resume loads none (PEFT strips `base_model.model.` where no name starts with it, and takes the model's
 names from a state dict that may be empty on all ranks but the first). And torch's FSDP1 loses the frozen base of an
-unsharded model. `enable()` mends all of it; this module and `cpu.py` are the only ones that patch a library.
+unsharded model. `enable()` mends all of it; this module, `dcp_patches.py` and
+`cpu.py` are the only ones that patch a library.
 """
 
 from functools import cache

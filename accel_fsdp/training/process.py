@@ -11,6 +11,7 @@ import torch
 from transformers import TrainingArguments, set_seed
 
 from accel_fsdp import atomic_files, cpu
+from accel_fsdp.training import dcp_patches
 from accel_fsdp.training.divergence import Diverged
 from accel_fsdp.training.reporting import run_record
 from accel_fsdp.training.trainer import SftTrainer, check_libraries
@@ -36,6 +37,7 @@ def begin(model: Any, data: Any, training: TrainingArguments) -> run_record.RunR
     """
     atomic_files.check_writable(Path(training.output_dir))
     check_libraries()
+    dcp_patches.enable()
     set_seed(training.seed)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|transformers\.|accel_fsdp\.cpu")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)

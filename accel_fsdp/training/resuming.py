@@ -1,5 +1,6 @@
 """Chooses the checkpoint that a run resumes, and checks before loading that its settings fit."""
 
+import os
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,7 @@ from accel_fsdp.checkpoints import (
     completeness,
     file_names,
     marker,
+    resumed_pickles,
     safetensors_header,
     summary,
     tensor_names,
@@ -125,7 +127,7 @@ def _check_rows(checkpoint: Path, origin: Origin | None, rows_per_step: int, ign
 
 
 def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
-    """The flaw of a checkpoint on any rank. Each rank checks all sizes and its share of the bytes."""
+    """The flaw of a checkpoint on any rank. Each rank checks all sizes and its share of the bytes and pickles."""
     apart = training.save_on_each_node  # then each machine has its own checkpoint and checks all of it
     part, of = (
         (training.local_process_index, LaunchEnvironment.now().local_world_size)
@@ -135,6 +137,8 @@ def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
     try:
         problem = completeness.flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
         problem = problem or marker.damage(checkpoint, part=part, of=of)
+        if not problem and (refused := resumed_pickles.refusal(checkpoint, part, of)):
+            raise refused
     except (OSError, UserError) as error:
         problem = getattr(error, "what", "") or str(error)
     return next(filter(None, _agreed([problem])), "")
@@ -162,6 +166,8 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     """
     facts, origin = summary.facts_of(checkpoint), marker.origin_of(checkpoint)
     stored = origin.engine if origin else _engine(checkpoint, facts)
+    if completeness.by_deepspeed(checkpoint):
+        _restrict_deepspeed()
     if lacking := completeness.lacking_to_resume(checkpoint, facts):
         raise UserError(
             f"{checkpoint} holds no {' and no '.join(lacking)}",
@@ -178,6 +184,21 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
         )
     _check_ranks(checkpoint, origin, here, order_depends_on_ranks and skips_data)
     _check_rows(checkpoint, origin, here.rows_per_step, not skips_data)
+
+
+def _restrict_deepspeed() -> None:
+    """Makes DeepSpeed load tensors, plain data and its own few types: it asks torch for everything that a file names.
+
+    A user who has set torch's variable for the opposite keeps it.
+    """
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    if not os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
+        torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
 
 
 def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:

@@ -59,6 +59,7 @@ SAME = {
 STRICTER = {
     "name twice": b'{"a":{%s},"a":{%s}}' % (PLACE, PLACE),
     "more fields": b'{"a":{%s,"x":1}}' % PLACE,
+    "many dimensions": b'{"a":{%s},"b":{"dtype":"F32","shape":[0%s],"data_offsets":[4,4]}}' % (PLACE, b",1" * 64),
     "a list as fields": b'{"a":["F32",[1],[0,4]]}',
 }
 

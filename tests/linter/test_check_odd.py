@@ -50,6 +50,7 @@ ODD: dict[str, bytes] = {
     "a huger number": V2.replace("num_processes: 2", "num_processes: 1" + "0" * 5000).encode(),
     "a date": V2.encode() + b"main_process_ip: 2026-11-22\nmain_process_port: 2026-13-45\n",
     "sexagesimals": V2.encode() + b"main_process_port: 29:50:00\n",
+    "a long sexagesimal": V2.replace("num_processes: 2", "num_processes: " + "1:" * 200_000 + "1").encode(),
     "keys that are no text": V2.encode() + b"1: a\nnull: b\ntrue: c\n2026-11-22: d\n",
     "keys that are lists": V2.encode() + b"? [a, b]\n: c\n",
     "tags": V2.encode() + b"tpu_env: !!python/object/apply:os.system [echo hi]\n",
@@ -108,6 +109,15 @@ def test_stdin_is_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "-:8: error AF103" in capsys.readouterr().out
     with pytest.raises(UsageError, match="--fix -"):
         linter.lint_all((Path("-"),), linter.LintOptions(fix=True))
+
+
+@pytest.mark.parametrize("code", ["(" * 200_000, "x = " + "-" * 100_000 + "1", "x = 1" + " + 1" * 100_000])
+def test_a_script_that_is_nested_too_deep_is_refused(code: str, tmp_path: Path) -> None:
+    """Python's parser then says MemoryError or RecursionError."""
+    (tmp_path / "fsdp.yaml").write_text(V2)
+    (tmp_path / "script.py").write_text(code)
+    with pytest.raises(UsageError, match=r"cannot read .*script\.py.*(too deep|too many|recursion)"):
+        linter.lint(tmp_path / "fsdp.yaml", linter.LintOptions(script=tmp_path / "script.py"))
 
 
 def test_a_json_file_must_be_json(tmp_path: Path) -> None:

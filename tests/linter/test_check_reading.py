@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import shutil
 import socket
 import sys
@@ -16,12 +17,14 @@ import reference_docs
 import test_check
 import test_check_facts
 import test_check_script
+import torch
 import yaml
 from accelerate.commands.config.config_args import default_yaml_config_file
 from checking import V1, V2, codes_of, subject
 from conftest import ROOT, accel_fsdp, run
 from known_issues import PAINS, UNSEEN
 from safetensors.numpy import save_file
+from torch.distributed.checkpoint.metadata import Metadata
 
 from accel_fsdp.checkpoints import Origin, completeness, discover, summary
 from accel_fsdp.hardware import host
@@ -64,9 +67,9 @@ def sharded_checkpoint(folder: Path, ranks: int = 2) -> Path:
         (folder / name).mkdir(parents=True)
         for rank in range(ranks):
             (folder / name / f"__{rank}_0.distcp").write_bytes(b"")
-            (folder / f"rng_state_{rank}.pth").write_bytes(b"")
-        (folder / name / ".metadata").write_bytes(b"not unpickled")
-    (folder / "scheduler.pt").write_bytes(b"")
+            torch.save({}, folder / f"rng_state_{rank}.pth")
+        (folder / name / ".metadata").write_bytes(pickle.dumps(Metadata({})))
+    torch.save({}, folder / "scheduler.pt")
     (folder / "trainer_state.json").write_text('{"global_step": 9}')
     return folder
 
@@ -79,6 +82,8 @@ def test_checkpoint_command(tmp_path: Path, fsdp2: Path) -> None:
     assert set(found(fsdp2, "--checkpoint", good)) == {"AF801", "AF802", "AF804"}
     ours = ("--script", ROOT / "train" / "sft.py")
     assert set(found(fsdp2, "--checkpoint", good, *ours)) == {"AF802", "AF804"}
+    (good / "pytorch_model_fsdp_0" / ".metadata").write_bytes(b"cposix\nmkdir\n.")
+    assert "names posix.mkdir, which no checkpoint needs" in found(fsdp2, "--checkpoint", good)["AF803"]
     newer = sharded_checkpoint(tmp_path / "run" / "checkpoint-10")
     (newer / "trainer_state.json").unlink()
     shutil.rmtree(newer / "optimizer_0")
@@ -98,7 +103,7 @@ def test_an_empty_folder_holds_no_checkpoint(tmp_path: Path, fsdp2: Path) -> Non
     ("spoil", "said"),
     [
         (lambda folder: (folder / "complete.json").write_text('{"complete": false}'), "its run ended while"),
-        (lambda folder: (folder / "scheduler.pt").write_bytes(b"longer"), "scheduler.pt has 6 of 0 bytes"),
+        (lambda folder: (folder / "scheduler.pt").write_bytes(b"longer"), "scheduler.pt has 6 of"),
         (lambda folder: (folder / "complete.json").write_text("{"), "complete.json"),
     ],
 )

@@ -1,7 +1,9 @@
 """What a run says of a checkpoint before it loads anything, and which ones it keeps. No launches."""
 
+import io
 import json
 import os
+import pickle
 import random
 from collections import OrderedDict
 from pathlib import Path
@@ -12,8 +14,10 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import Metadata
 
-from accel_fsdp.checkpoints import Origin, completeness, discover, file_names, marker
+from accel_fsdp import cli
+from accel_fsdp.checkpoints import Origin, completeness, discover, file_names, marker, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.training import SftTrainer, loading, resuming
 
@@ -24,6 +28,17 @@ WHOLE = ("model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.pth")
 ZERO = tuple(f"global_step4/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
 
 
+def content_of(name: str) -> bytes:
+    """A file of that name that a resume can read; the tensors' files are never opened here."""
+    if name.endswith(".metadata"):
+        return pickle.dumps(Metadata({}, storage_data={}))
+    saved = io.BytesIO()
+    if name.endswith(".pth") or name == "scheduler.pt":
+        torch.save({}, saved)
+        return saved.getvalue()
+    return b"{}" if name.endswith(".safetensors") else b'{"global_step": 4}'
+
+
 def written(folder: Path, *names: str, origin: Origin | None = HERE) -> Path:
     """A checkpoint of these files; without origin as plain Trainer leaves it."""
     folder.mkdir(parents=True)
@@ -31,7 +46,7 @@ def written(folder: Path, *names: str, origin: Origin | None = HERE) -> Path:
         completeness.begin(folder)
     for name in (*names, "trainer_state.json"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("{}" if name.endswith(".safetensors") else '{"global_step": 4}')
+        (folder / name).write_bytes(content_of(name))
     if origin:
         completeness.seal(folder, origin)
     return folder
@@ -106,6 +121,64 @@ def test_steps_of_another_size_are_refused_before_anything_is_loaded(
     assert resuming.chosen(SimpleNamespace(**run, train_batch_size=2)) == str(folder)
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "2")  # both ranks have a part of the same rows
     assert resuming.chosen(SimpleNamespace(**run, train_batch_size=4)) == str(folder)
+
+
+class Evil:
+    """Unpickling it makes a folder."""
+
+    def __init__(self, proof: Path) -> None:
+        self.proof = proof
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.proof),)
+
+
+def saved(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("pytorch_model_fsdp_0/.metadata", pickle.dumps, "names posix.mkdir"),
+        ("optimizer_0/.metadata", pickle.dumps, "names posix.mkdir"),
+        ("optimizer_0/__1.metadata", pickle.dumps, "names posix.mkdir"),
+        ("scheduler.pt", saved, "names posix.mkdir"),
+        ("scheduler.pt", lambda _: b"cut", "scheduler.pt is not a file of torch.save"),
+        ("rng_state_1.pth", lambda _: saved({"cpu": 1})[:-30], "rng_state_1.pth is damaged"),
+        ("global_step4/mp_rank_00_model_states.pt", saved, "names posix.mkdir"),
+        ("latest", lambda _: b"../other", "outside of its folder"),
+    ],
+)
+def test_what_a_strangers_checkpoint_names_is_not_run(
+    name: str, content: Any, said: str, marked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """It is refused before a library opens it, whether the marker fits or there is none, and `check` says so."""
+    folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST, origin=None)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(content(Evil(tmp_path / "proof")))
+    if marked:
+        completeness.seal(folder, HERE)
+    monkeypatch.setattr(resuming, "_agreed", list)
+    run = {"output_dir": str(tmp_path), "world_size": 2, "save_on_each_node": False, "train_batch_size": 2}
+    run |= {"gradient_accumulation_steps": 2, "ignore_data_skip": False, "resume_from_checkpoint": str(folder)}
+    reasons = []
+    for rank in range(2):  # each reads its share, and in a run every rank hears of it
+        try:
+            resuming.chosen(SimpleNamespace(**run, process_index=rank))
+        except UserError as error:
+            reasons.append(error.why)
+    assert any(said in why for why in reasons), reasons
+    refused = summary.read_checkpoint(folder).refused
+    assert refused is not None
+    assert said in refused.what
+    if not name.startswith(("global_step", "latest")):
+        cli.call(["export", str(folder), "--list"])
+        assert said in capsys.readouterr().out
+    assert not (tmp_path / "proof").exists()
 
 
 def test_the_newest_complete_one_is_taken_and_the_others_are_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from accel_fsdp.config import (
     read_config,
     yaml_file,
 )
-from accel_fsdp.errors import UNPRINTABLE, UsageError
+from accel_fsdp.errors import LONGEST_SHOWN, UNPRINTABLE, UsageError
 from accel_fsdp.hardware import MachineFacts, machines
 from accel_fsdp.job import from_yaml
 from accel_fsdp.launch import launcher, place
@@ -33,6 +33,9 @@ TIME = re.compile(r"(?=.)(?:(?P<days>\d+)d)?(?:(?P<hours>\d+)h)?(?:(?P<minutes>\
 CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d)(?::\d\d)?", re.ASCII)
 PATH = re.compile(r"/[\w./+-]*", re.ASCII)
 """A folder that needs no quotes in any of the files."""
+
+IMAGE = re.compile(r"[a-zA-Z0-9](?:[\w./:@+-]*\w)?", re.ASCII)
+"""A reference of a container image, registry/name:tag@digest, which needs no quotes either."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,12 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
             f"--shared {options.shared} is not an absolute path of letters, digits and . _ + -",
             why="each machine looks there, wherever it starts",
             fix=f"--shared {SHARED}",
+        )
+    if options.image is not None and not IMAGE.fullmatch(options.image):
+        raise UsageError(
+            f"--image {options.image[:LONGEST_SHOWN]} is not a reference of an image: letters, digits and . _ / : @ + -",
+            why="a job file would read it as something else, or could not be read",
+            fix="--image REGISTRY/NAME:TAG, or NAME@DIGEST",
         )
 
 

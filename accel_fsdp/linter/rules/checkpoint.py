@@ -55,10 +55,15 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
     Trainer writes `trainer_state.json` last and torch the `.metadata` of a sharded folder, which on several machines
     without a shared disk is on one of them only. Trainer resumes the highest number, complete or not. train/sft.py
     keeps `complete.json`, which lists the missing parts and the size of each file.
+
+    The pickles that a resume loads (`.metadata`, schedule, random states, DeepSpeed's files) are read without running
+    anything. One that is damaged or names code is an error: train/sft.py refuses it, and Trainer alone may run it.
     """
     saved = subject.checkpoint
     if saved is None:
         return
+    if saved.refused is not None:
+        yield Finding("", saved.refused.what, saved.refused.why, saved.refused.fix)
     if saved.unfinished:
         yield Finding(
             "",
