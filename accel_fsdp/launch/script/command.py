@@ -35,7 +35,7 @@ PATH = re.compile(r"/[\w./+-]*", re.ASCII)
 """A folder that needs no quotes in any of the files."""
 
 IMAGE = re.compile(r"[a-zA-Z0-9](?:[\w./:@+-]*\w)?", re.ASCII)
-"""A reference of a container image, registry/name:tag@digest, which needs no quotes either."""
+"""The name of a container image, registry/name:tag@digest, which needs no quotes either."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
         )
     if options.image is not None and not IMAGE.fullmatch(options.image):
         raise UsageError(
-            f"--image {options.image[:LONGEST_SHOWN]} is not a reference of an image: letters, digits and . _ / : @ + -",
+            f"--image {options.image[:LONGEST_SHOWN]} is not the name of an image: letters, digits, . _ / : @ + -",
             why="a job file would read it as something else, or could not be read",
             fix="--image REGISTRY/NAME:TAG, or NAME@DIGEST",
         )
