@@ -15,7 +15,6 @@ from accel_fsdp.checkpoints import dcp
 from accel_fsdp.library_internals import Internal, patch
 
 CODE = "a checkpoint of a stranger would run code when a run resumes from it"
-PLANNER = "torch.distributed.checkpoint.default_planner"
 
 
 @cache
@@ -57,18 +56,19 @@ def read_metadata_as_data() -> None:
     """torch loads `.metadata` with `pickle.load`, which calls whatever the file names."""
     from torch.distributed.checkpoint import filesystem
 
-    filesystem.pickle = SimpleNamespace(load=_load, dump=pickle.dump)
+    filesystem.pickle = SimpleNamespace(load=_load, dump=pickle.dump)  # type: ignore[attr-defined, assignment]
 
 
 @patch(
-    Internal(f"{PLANNER}:DefaultLoadPlanner.load_bytes", "self read_item value"),
-    Internal(f"{PLANNER}:set_element", "root_dict path value"),
+    Internal("torch.distributed.checkpoint.default_planner:DefaultLoadPlanner.load_bytes", "self read_item value"),
+    Internal("torch.distributed.checkpoint._traverse:set_element", "root_dict path value"),
     why=CODE,
 )
 def read_values_as_data() -> None:
     """torch loads values beside tensors with `weights_only=False`, which calls whatever they name."""
     import torch
-    from torch.distributed.checkpoint import default_planner
+    from torch.distributed.checkpoint._traverse import set_element
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from transformers.trainer_pt_utils import safe_globals
 
     def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
@@ -76,8 +76,8 @@ def read_values_as_data() -> None:
             loaded = torch.load(value, weights_only=True)
         name = read_item.dest_index.fqn
         if self.flatten_state_dict:
-            default_planner.set_element(self.original_state_dict, self.mappings[name], loaded)
+            set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
 
-    default_planner.DefaultLoadPlanner.load_bytes = load_bytes
+    DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]

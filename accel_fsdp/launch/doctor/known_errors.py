@@ -21,6 +21,8 @@ CHATTER = re.compile(
 """Lines that don't say that something failed for good. They are read where a text has no others."""
 MOST_CHARACTERS = 2_000_000
 """The part of a log's end that is read."""
+LONGEST_LINE = 4_000
+"""Characters of a line that are read, half of them at each end: some patterns take quadratic time in it."""
 ROOT_CAUSE = re.compile(r"\bRoot Cause( \(first observed failure\))?:\s*$")
 OTHER_FAILURES = re.compile(r"\bFailures:\s*$")
 END_OF_REPORT = re.compile(r"={9}|\*{9}")
@@ -36,9 +38,15 @@ FIRST_FAILURE = re.compile(r"failed \(exitcode: -?\d+\) local_rank")
 
 def find(message: str) -> str | None:
     """The name of the first row that knows the message's most telling part; None if none does."""
-    failed = PYTHONS_ERROR.search(message[-MOST_CHARACTERS:])
+    message = "\n".join(map(_cut, message[-MOST_CHARACTERS:].splitlines()))
+    failed = PYTHONS_ERROR.search(message)
     rows = {name: row for name, row in KNOWN.items() if not (failed and row.follows)}
     return next((name for text in _texts(message) for name, row in rows.items() if _matches(row, text)), None)
+
+
+def _cut(line: str) -> str:
+    half = LONGEST_LINE // 2
+    return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 
 
 def _matches(row: KnownError, text: str) -> bool:
@@ -49,7 +57,7 @@ def _matches(row: KnownError, text: str) -> bool:
 
 def _texts(message: str) -> Iterator[str]:
     """Yields torchrun's report of the first failed rank, then the other lines: torchrun itself ended those ranks."""
-    lines = [line for line in message[-MOST_CHARACTERS:].splitlines() if not HARMLESS.search(line)]
+    lines = [line for line in message.splitlines() if not HARMLESS.search(line)]
     first, rest = _by_report(lines) if any(map(ROOT_CAUSE.search, lines)) else ([], lines)
     yield "\n".join([*first, *filter(FIRST_FAILURE.search, rest)])
     yield "\n".join([line for line in rest if not CHATTER.search(line)] or rest)

@@ -290,7 +290,7 @@ SCRIPT_ERRORS = {
         means="torch doesn't know which GPU this rank uses",
     ),
     "library-versions": KnownError(
-        r"^[^\n]*(TypeError: |\w+\.__init__\(\))[^\n]*got an unexpected keyword argument|^[^\n]*cannot import name '",
+        r"^[^\n]*(TypeError: |\w\.__init__\(\))[^\n]*got an unexpected keyword argument|^[^\n]*cannot import name '",
         "a library is newer or older than the code that uses it, and what it asks for was renamed, moved or isn't "
         "there yet; after an upgrade of one package, another is left behind",
         "pip list, and the versions that the script or its project asks for; the release notes of that library",
