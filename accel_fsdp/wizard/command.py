@@ -101,6 +101,8 @@ def _text(talk: interview.Interview, answers: Answers, original: Original | None
     if original is None:
         return to_yaml.to_text(answers)
     answered = talk.given.keys() - original.written
+    if answers.model and "layer_class" not in original.written:
+        answered |= {"layer_class"}  # the model has answered it
     return from_yaml.update(yaml_file.load(original.path), original.job, original.answers, answers, answered)
 
 

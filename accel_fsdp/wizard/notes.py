@@ -144,6 +144,9 @@ def warnings(context: Context) -> tuple[str, ...]:
     lines = tuple(f"warning: {caution}" for caution in validation.cautions(context))
     if context["num_machines"] > 1 and not context["main_process_ip"]:
         lines += (NO_ADDRESS,)
+    if context["mixed_precision"] == "bf16" and context.machine.count and not machines.has_bf16(context.machine):
+        units = f"{context.machine.accelerator} has no bf16 units and computes it at the rate of float32"
+        lines += (f"warning: {units}; --mixed-precision fp16 is faster",)
     gpus = context.machine.count * context["num_machines"]
     if context["num_processes"] < gpus:
         lines += (f"note: {context['num_processes']} of {gpus} GPUs will be used, one by each process",)

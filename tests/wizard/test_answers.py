@@ -345,6 +345,15 @@ def test_gpus_without_a_process_are_said() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("gpus", "precision", "said"), [("2xT4", "bf16", 1), ("2xT4", "fp16", 0), ("2xA100", "bf16", 0)]
+)
+def test_a_precision_that_a_gpu_emulates_is_warned_of(gpus: str, precision: str, said: int) -> None:
+    flags = {"model": "gpt2", "gpus": gpus, "mixed_precision": precision}
+    lines = interview.warnings(interview.interview(flags, {}, True))
+    assert sum("has no bf16 units" in line and "--mixed-precision fp16" in line for line in lines) == said
+
+
 def test_more_of_the_hosts_memory_than_machines_have_is_said() -> None:
     """Llama 405B fits on eight GPUs by offload, with 6 TB on the machine."""
     flags = {"model": "llama-3.1-405b", "gpus": "8xH100"}

@@ -52,8 +52,11 @@ def test_a_file_that_others_ship_loses_nothing(path: Path, tmp_path: Path) -> No
     if content.get("main_process_ip") == "1234":  # a placeholder
         content["main_process_ip"] = flags["main_process_ip"] = "10.0.0.1"
     else:
-        wizard.configure(options, flags)
+        wizard.configure(options, {})
         assert copy.read_text() == text
+    section = content.get("fsdp_config", {})
+    if "TRANSFORMER_BASED_WRAP" in section.values():
+        section.setdefault("fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer")  # the model's, once it is known
     content["mixed_precision"] = flags["mixed_precision"] = "no" if content.get("mixed_precision") == "bf16" else "bf16"
     wizard.configure(options, flags)
     after = copy.read_text()
