@@ -44,8 +44,12 @@ def main() -> None:
         code = call(words)
 
     command = COMMANDS.get(words[0] if words else "")
-    outcome = (command.cleaned or command.outcome) if command else "nothing written"
-    sys.exit(guard(run, f"interrupted, {outcome}" if outcome else "interrupted") or code)
+
+    def interrupted() -> str:
+        outcome = command.left() if command else "nothing written"
+        return f"interrupted, {outcome}" if outcome else "interrupted"
+
+    sys.exit(guard(run, interrupted) or code)
 
 
 def call(words: list[str]) -> int:
@@ -56,7 +60,7 @@ def call(words: list[str]) -> int:
     """
     command, flags, script_args = _parse(words)
     if command.cleaned:
-        _end_as_ctrl_c_does(command.cleaned)
+        _end_as_ctrl_c_does(command.left)
     run = _named(command.run) if isinstance(command.run, str) else command.run
     code: int = run(flags, script_args) if command.has_script else run(flags)
     return code
@@ -144,12 +148,12 @@ def _doctor(options: Any) -> int:
     return doctor.explain(options.explain) if options.explain is not None else doctor.examine(options)
 
 
-def _end_as_ctrl_c_does(outcome: str) -> None:
+def _end_as_ctrl_c_does(outcome: Callable[[], str]) -> None:
     """Lets SIGTERM and SIGHUP raise, so that half-written files are removed; `outcome` is printed."""
 
     def terminate(number: int, _: object) -> None:
         signal.signal(number, signal.SIG_IGN)  # a second signal doesn't stop the clean-up
-        os.write(sys.stderr.fileno(), f"\nended by {signal.Signals(number).name}, {outcome}\n".encode())
+        os.write(sys.stderr.fileno(), f"\nended by {signal.Signals(number).name}, {outcome()}\n".encode())
         raise SystemExit(128 + number)
 
     for name in {"SIGTERM", "SIGHUP"} & signal.Signals.__members__.keys():
@@ -233,7 +237,7 @@ class Command:
     """`summary` is its line in the help, `place` the class of its flags, `run` the function that takes them.
 
     `cleaned`: what a command that cleans up says when Ctrl-C, SIGTERM or SIGHUP ends it; `outcome`: what the others say
-    at Ctrl-C.
+    at Ctrl-C. `finished` is a function that returns another sentence once the command has done its work.
     """
 
     summary: str
@@ -241,7 +245,12 @@ class Command:
     run: str | Callable[..., int]
     outcome: str = "nothing written"
     cleaned: str = ""
+    finished: str = ""
     has_script: bool = False
+
+    def left(self) -> str:
+        """What the command leaves behind where it is ended now."""
+        return (_named(self.finished)() if self.finished else "") or self.cleaned or self.outcome
 
     def flags(self) -> type:
         flags_class: type = _named(self.place)
@@ -299,6 +308,7 @@ COMMANDS = {
         "accel_fsdp.exporter:ExportCommand",
         "accel_fsdp.exporter:run",
         cleaned="OUT is as it was",
+        finished="accel_fsdp.exporter:finished",
     ),
     "init": Command(
         "Copy the training script, a YAML and a short README into a project of your own; nothing is overwritten.",

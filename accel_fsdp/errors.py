@@ -223,8 +223,10 @@ def edits(first: str, second: str) -> int:
     return rows[-1][-1]
 
 
-def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
+def guard(main: Callable[[], None], interrupted: Callable[[], str] = lambda: "interrupted") -> int:
     """Runs `main` and returns its exit code; a `UserError` becomes its three lines on stderr.
+
+    After Ctrl-C the sentence of `interrupted` is printed.
 
     Ranks usually fail for the same reason, so the other ranks of a node wait for rank 0's message: the launcher ends
     them once rank 0 has failed. A rank that is still alive afterwards failed for a reason of its own and prints it.
@@ -259,7 +261,7 @@ def guard(main: Callable[[], None], interrupted: str = "interrupted") -> int:
         return UsageError.exit_code
     except KeyboardInterrupt:
         if LaunchEnvironment.now().local_rank == 0:
-            print(f"\n{interrupted}", file=sys.stderr)
+            print(f"\n{interrupted()}", file=sys.stderr)
         return 130
     return 0
 

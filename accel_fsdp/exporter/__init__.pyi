@@ -7,6 +7,7 @@ from . import safetensors_writer as safetensors_writer
 from . import transformers_probe as transformers_probe
 from . import verification as verification
 from .command import exported as exported
+from .command import finished as finished
 from .command import run as run
 from .contents import Planner as Planner
 from .flags import ExportCommand as ExportCommand

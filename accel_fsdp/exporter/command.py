@@ -43,6 +43,21 @@ SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
 """The sizes of huggingface_hub, without the negative ones that it accepts."""
 
 
+_before: tuple[Path, int] | None = None
+"""OUT of the export that runs, and the number of the folder that was there before; 0 for none."""
+
+
+def finished() -> str:
+    """That OUT has been replaced, for a command that is ended afterwards; empty before that."""
+    if _before is None or _inode(_before[0]) in (0, _before[1]):
+        return ""
+    return f"after the export had finished: {_before[0]} is new and complete"
+
+
+def _inode(out: Path) -> int:
+    return out.stat().st_ino if out.exists() else 0
+
+
 def run(options: ExportCommand) -> int:
     """Lists, checks or exports; returns the exit code.
 
@@ -100,7 +115,9 @@ def _out_of(options: ExportCommand) -> Path:
 
 def exported(options: ExportCommand) -> ExportReport:
     """Writes OUT, complete and verified, or not at all."""
+    global _before
     out = _out_of(options).resolve()
+    _before = out, _inode(out)
     try:
         return _find_and_export(options, out)
     except OSError as error:

@@ -60,6 +60,8 @@ OWN_ARGUMENTS = re.compile(
 """Arguments that may differ between machines: places, logs, trackers, how fast data are read, how long to wait."""
 SECRET_FLAGS = re.compile(r"([\w.]*[_.])?(token|password|secret|key)")
 """Flags whose values are compared, but not shown."""
+SECRET_VARIABLES = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
+"""Variables likewise."""
 MAY_DIFFER = "ACCEL_FSDP_MAY_DIFFER"
 """The variable that names, on any machine, other settings that may differ."""
 NAMED = ("arguments", "environment", "versions")
@@ -136,7 +138,7 @@ def is_own(argument: str) -> bool:
 
 def of_job(variables: Mapping[str, str], script: Path, words: Sequence[str] = ()) -> Settings:
     """The settings of a job with any script, on this machine; `variables` are those of its ranks."""
-    plain = {name: _portable(value) for name, value in variables.items() if is_compared(name)}
+    plain = {name: _visible(name, value) for name, value in variables.items() if is_compared(name)}
     files = {name: digest_of(Path(value)) for name, value in variables.items() if name in CONFIG_FILES}
     return {
         "environment": dict(sorted({**plain, **files}.items())),
@@ -184,6 +186,11 @@ def flags_of(words: Sequence[str]) -> dict[str, str]:
             value = " ".join(map(_portable, values)) or "given"
             flags[flag] = digest_of(value.encode()) if SECRET_FLAGS.fullmatch(_key(flag)) else value
     return flags
+
+
+def _visible(variable: str, value: str) -> str:
+    """A variable's value as other machines may print it: a secret's differs without being shown."""
+    return f"a secret ({digest_of(value.encode())[:6]})" if SECRET_VARIABLES.search(variable) else _portable(value)
 
 
 def _portable(value: str) -> str:

@@ -50,7 +50,7 @@ def check_place(address: str, port: int, rank: int) -> None:
 def why_unreached(problem: str) -> str:
     """The usual causes of an endpoint that can't be reached."""
     if "refused" in problem:
-        return "the machine with that address answers, and nothing listens at the port"
+        return "the machine with that address answers, and nothing listens at the port: machine 0 may have another one"
     return "nothing answers: often a firewall drops the port, or the address is another machine's"
 
 

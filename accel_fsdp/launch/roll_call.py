@@ -65,7 +65,7 @@ def attend(machine: Attendee, meeting: Address, seconds: float, settings: Settin
             fix=f"another one on all machines: --main-process-port {meeting.port + 1}",
         ) from error
     try:
-        _call(board, machine, seconds, deadline)
+        _call(board, machine, meeting, seconds, deadline)
         agreement.compare(
             board.store, "told", Member(machine.rank, machine.rank), machine.machines, settings, OPEN_SECONDS
         )
@@ -114,7 +114,8 @@ def _reach(machine: Attendee, meeting: Address, seconds: float) -> Board:
         waited = time.monotonic() - began
         report = f"machine 0 at {meeting} has not been reached for {waited:.0f} s: {problem}{note}"
         if waited < limit:
-            console.say(f"accel-fsdp: {report}")
+            port = "; perhaps machine 0 has another port" if "refused" in problem else ""
+            console.say(f"accel-fsdp: {report}{port}")
         elif here:
             raise UserError(report, why="no process with machine rank 0 listens there", fix=FIX_RANKS)
         else:
@@ -124,20 +125,20 @@ def _reach(machine: Attendee, meeting: Address, seconds: float) -> Board:
 # Which machines have connected
 
 
-def _call(board: Board, machine: Attendee, seconds: float, deadline: float) -> None:
+def _call(board: Board, machine: Attendee, meeting: Address, seconds: float, deadline: float) -> None:
     attendee = Attendee(**board.agree(f"machine/{machine.rank}", asdict(machine)))
     if attendee != machine:
         addresses = f"{attendee.host} (process {attendee.process}) and {machine.host} (process {machine.process})"
         _refuse(board, f"two machines were told that they are machine {machine.rank}: {addresses}")
     try:
-        _wait_for_all(board, machine, seconds, deadline)
+        _wait_for_all(board, machine, meeting, seconds, deadline)
     except BaseException:
         with contextlib.suppress(RuntimeError):
             board.remove(f"machine/{machine.rank}")
         raise
 
 
-def _wait_for_all(board: Board, attendee: Attendee, seconds: float, deadline: float) -> None:
+def _wait_for_all(board: Board, attendee: Attendee, meeting: Address, seconds: float, deadline: float) -> None:
     began = last_report = time.monotonic()
     while True:
         if refusal := board.get(REFUSED):
@@ -159,7 +160,8 @@ def _wait_for_all(board: Board, attendee: Attendee, seconds: float, deadline: fl
             raise _refusal(late, fix)
         if now - last_report >= SAY_SECONDS:
             last_report = now
-            console.say(f"accel-fsdp: {_roll(present, attendee.machines)}, {now - began:.0f} s")
+            place = f"; machine 0 waits at {meeting}" if attendee.rank == 0 else ""
+            console.say(f"accel-fsdp: {_roll(present, attendee.machines)}, {now - began:.0f} s{place}")
         time.sleep(ASK_SECONDS)
 
 

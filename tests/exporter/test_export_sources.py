@@ -3,6 +3,7 @@
 import errno
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM
 
-from accel_fsdp import atomic_files
+from accel_fsdp import atomic_files, cli
 from accel_fsdp.checkpoints import discover, tensor_names
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import command, refusals
@@ -200,6 +201,26 @@ def test_a_full_disk_is_told_all_that_is_needed(
         with pytest.raises(UserError, match=r"needs 67\.\d+ MB, the disk of .* has 67\.11 MB free") as caught:
             export(tiny_model, tmp_path / "out", dtype=dtype)
         assert caught.value.fix.endswith(advice)
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_an_interrupt_after_the_export_does_not_deny_it(
+    old: bool, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    words = ["export", str(tiny_model), str(tmp_path / "out"), "--verify", "bytes"]
+    if old:
+        assert cli.call(words) == 0
+    monkeypatch.setattr(sys, "argv", ["accel-fsdp", *words, *(["--force"] if old else [])])
+    for place, left in (("_find_and_export", "OUT is as it was"), ("_show", "is new and complete")):
+        with monkeypatch.context() as patch:
+            patch.setattr(command, place, interrupt)
+            with pytest.raises(SystemExit):
+                cli.main()
+        said = capsys.readouterr().err
+        assert left in said.strip().splitlines()[-1], said
 
 
 def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) -> None:

@@ -62,6 +62,13 @@ def test_secrets_are_compared_and_not_shown() -> None:
         (value,) = agreement.flags_of(words).values()
         assert "hf_abc" not in value
     assert value != agreement.flags_of(["--api_key", "hf_abd"])["--api_key"]
+    shown = [
+        str(agreement.of_job({name: value}, Path("script.py"))["environment"][name])
+        for name in ("DS_API_KEY", "ACCELERATE_TOKEN", "FSDP_SECRET_X")
+        for value in ("hf_abc", "hf_abd")
+    ]
+    assert not any("hf_ab" in text for text in shown)
+    assert len(set(shown)) == 2
 
 
 def test_variables_that_are_compared(tmp_path: Path) -> None:

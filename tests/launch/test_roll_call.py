@@ -71,7 +71,7 @@ CASES: Mapping[str, tuple[Callable[[Launch], list[Finished]], list[list[str]]]] 
         lambda launch: launch.ended(0),
         [
             [
-                "accel-fsdp: 1 of 2 machines connected; machine 1 is missing, 10 s\n",
+                f"accel-fsdp: 1 of 2 machines connected; machine 1 is missing, 10 s; machine 0 waits at n1:{PORT}\n",
                 "error: 1 of 2 machines connected; machine 1 is missing, after 12 s",
             ]
         ],
@@ -80,7 +80,7 @@ CASES: Mapping[str, tuple[Callable[[Launch], list[Finished]], list[list[str]]]] 
         lambda launch: launch.ended(None, 1),
         [
             [
-                f"accel-fsdp: {NOT_REACHED}10 s: Connection refused\n",
+                f"accel-fsdp: {NOT_REACHED}10 s: Connection refused; perhaps machine 0 has another port\n",
                 f"error: {NOT_REACHED}12 s: Connection refused",
             ]
         ],

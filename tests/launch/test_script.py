@@ -493,6 +493,15 @@ def test_a_job_that_could_not_run_is_refused(yaml: str, flags: list[str], said: 
     assert said in write("slurm", yaml, *flags)
 
 
+def test_a_secret_in_a_job_file_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.yaml").write_text(TWO)
+    for flag, is_secret in (("--eos_token", False), ("--hub_token", True)):
+        assert cli.call(["script", "slurm", "job.yaml", str(SFT), *TRAINS, flag, "SECRET"]) == 0
+        said = capsys.readouterr().err
+        assert (f"the secret of {flag}" in said and "HF_TOKEN" in said) == is_secret, said
+
+
 def test_deepspeeds_own_launcher_is_refused_before_the_job_waits(write: Write) -> None:
     yaml = "distributed_type: DEEPSPEED\nnum_machines: 2\nnum_processes: 8\ndeepspeed_config:\n  zero_stage: 3\n"
     assert "deepspeed_multinode_launcher: standard" in write("slurm", yaml)

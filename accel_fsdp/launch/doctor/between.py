@@ -21,7 +21,8 @@ LOSSY, LEAST_RESENT = 0.01, 20
 OF_SCRIPTS = ("collective-timeout", "missing-ranks", "gone")
 """Known errors whose cause is what ranks of a script do."""
 PING = (
-    "ping -M do -s 1472 HOST between them shows it; ip link set eth0 mtu 1400 on both, or the network's MTU everywhere"
+    "ping -M do -s 1472 HOST between them shows it, and with a smaller -s the size that passes: 28 more than that is "
+    "the MTU to set on both, on the interface that ip route get HOST names; or the network's MTU everywhere"
 )
 
 
@@ -162,7 +163,13 @@ def _cut_off(pair: PairResult) -> Row:
         return Row(_name(pair), "error", f"messages of {arrived} come back, and {what}", why, PING)
     slow = per_second(2 * pair.failed_bytes / PAIR_SECONDS)
     why = f"the link carries less than {slow}, or it was cut meanwhile"
-    return Row(_name(pair), "error", f"{what}, and one of {arrived} did", why, "ethtool eth0; another interface")
+    return Row(
+        _name(pair),
+        "error",
+        f"{what}, and one of {arrived} did",
+        why,
+        "ethtool of the interface that ip route get HOST names; another interface",
+    )
 
 
 def _slow_machine(results: Found, machine: int) -> Row:

@@ -21,7 +21,7 @@ from accel_fsdp.job import from_yaml
 from accel_fsdp.launch import launcher, place
 from accel_fsdp.launch.script import dstack, duration, kubernetes, ray, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, ScriptCommand
-from accel_fsdp.launch.script.job_file import RESUMES, SHARED, JobFile
+from accel_fsdp.launch.script.job_file import RESUMES, SHARED, TOKENS, JobFile
 from accel_fsdp.linter import read_launch, stops
 from accel_fsdp.units import counted
 
@@ -34,6 +34,9 @@ CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d)(?::\d\d
 PATH = re.compile(r"/[\w./+-]*", re.ASCII)
 """A folder that needs no quotes in any of the files."""
 
+SECRET_FLAG = re.compile(r"token|(.*_)?(hub|hf|auth|access|api)_?(token|key)|(.*_)?(password|secret)")
+SECRET_VALUE = re.compile(r"(hf|sk|gh[a-z]|glpat)[_-]\w{8,}")
+"""Arguments that hold a secret, by their names and by their values."""
 IMAGE = re.compile(r"[a-zA-Z0-9](?:[\w./:@+-]*\w)?", re.ASCII)
 """The name of a container image, registry/name:tag@digest, which needs no quotes either."""
 
@@ -70,6 +73,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     _check_words(options, script_args)
     _refuse_unread(options)
     _check_numbers(options)
+    _warn_of_secrets(script_args)
     kind = ENGINES[options.engine]
     job, document = read_config(options.file)
     job_file = _settle(options, job, script_args)
@@ -120,6 +124,18 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
             why="a job file would read it as something else, or could not be read",
             fix="--image REGISTRY/NAME:TAG, or NAME@DIGEST",
         )
+
+
+def _warn_of_secrets(script_args: tuple[str, ...]) -> None:
+    """Says where the job file, which others can read, would hold a token."""
+    arguments = flag_words.parse_command_line(script_args)
+    for name, value in arguments.items():
+        if (SECRET_FLAG.fullmatch(name) and isinstance(value, str)) or SECRET_VALUE.match(str(value)):
+            console.say(
+                f"warning: the job file holds the secret of --{name}, and others may read it: leave the flag out, and "
+                f"set {' or '.join(TOKENS)} on the machines, as a comment in the job file shows",
+                style="yellow",
+            )
 
 
 def _refuse_unread(options: ScriptCommand) -> None:
