@@ -187,7 +187,7 @@ def measured(config: Any, at: At) -> tuple[int, int]:
 
     layer, hidden, kwargs = real_block(config, at)
     switch = torch.ones((), requires_grad=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof:
         given = Given.apply(switch, hidden)
         with record_function("forward starts"):
             out = layer(given, **kwargs)
