@@ -43,16 +43,8 @@ def _say_why(events: Sequence[ranks.RankEvent]) -> None:
     """Prints below the tracebacks what ended a rank's collective, or a fix for the rank that failed first."""
     if hang := left_alone(events):
         failure = of_hang(hang)
-        console.say(
-            str(
-                UserError(
-                    failure.what,
-                    why="the ranks that have ended closed their connections, and the others' collectives failed",
-                    fix=failure.fix,
-                )
-            ),
-            lines=True,
-        )
+        why = "the ranks that have ended closed their connections, and the others' collectives failed"
+        console.say(str(UserError(failure.what, why=why, fix=failure.fix)), lines=True)
         return
     failed = next((event.content for event in events if event.kind == "failed"), None)
     if failed and (fix := without_gpu.instead(failed["error"], failed["line"])):

@@ -174,11 +174,13 @@ def misfit(context: Context) -> tuple[str, ...]:
         return _misfit_of_state(context)
     if judged.fits and _is_hosted(context):
         return ()
-    problem = _problem(context)
-    lack = host_words(context) or (problem.host_lack(problem.job) if problem else "")
-    how = f"this doesn't fit. {lack}" if judged.fits else ""
-    how = f"this leaves too little free memory: it {judged.words}" if judged.verdict == "tight" else how
-    how = f"this doesn't fit: it {judged.words}" if judged.verdict == "no" else how
+    if judged.verdict == "no":
+        how = f"this doesn't fit: it {judged.words}"
+    elif judged.verdict == "tight":
+        how = f"this leaves too little free memory: it {judged.words}"
+    else:
+        problem = _problem(context)
+        how = f"this doesn't fit. {host_words(context) or (problem.host_lack(problem.job) if problem else '')}"
     better = "; ".join(_better(context)) or "a smaller model, or larger GPUs"
     return f"warning: {how}", f"  what fits: {better}"
 

@@ -100,12 +100,7 @@ class CachingAllocator:
         Raises:
             MemoryError: there isn't as much, also after all that is cached has been given back.
         """
-        if self._completed:
-            self._process_events()
-        size = -(-size // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
-        pool = self._small if size <= SMALL_BYTES else self._large
-        blocks = pool.blocks[stream]
-        place = self._fitting(blocks, size)
+        size, pool, blocks, place = self._looked_up(size, stream)
         block = self._new(pool, stream, size) if place is None else blocks.pop(place)[2]
         if block.size - size >= pool.least_rest:
             remainder = self._cut(block, size)
@@ -121,17 +116,21 @@ class CachingAllocator:
         Raises:
             MemoryError: as `malloc`.
         """
-        if self._completed:
-            self._process_events()
-        rounded = -(-size // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
-        pool = self._small if rounded <= SMALL_BYTES else self._large
-        blocks = pool.blocks[stream]
-        place = self._fitting(blocks, rounded)
+        rounded, pool, blocks, place = self._looked_up(size, stream)
         if place is None:
             self.free(self.malloc(size, stream))
             return
         size_there = blocks[place][0]
         self._see(self.active + (rounded if size_there - rounded >= pool.least_rest else size_there))
+
+    def _looked_up(self, size: int, stream: int) -> tuple[int, _Pool, list[tuple[int, int, Block]], int | None]:
+        """The rounded size of a request, its pool, the cached blocks of its stream, and the place of one that fits."""
+        if self._completed:
+            self._process_events()
+        size = -(-size // ROUND_BYTES) * ROUND_BYTES or ROUND_BYTES
+        pool = self._small if size <= SMALL_BYTES else self._large
+        blocks = pool.blocks[stream]
+        return size, pool, blocks, self._fitting(blocks, size)
 
     def _see(self, active: int) -> None:
         """Keeps the peaks."""
