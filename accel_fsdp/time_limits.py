@@ -2,28 +2,42 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+SOON = 1e-6
+"""The shortest time of an alarm in seconds; 0 would turn it off."""
+
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Ends the block with a TimeoutError after that time. Only the main thread of a POSIX system has such an alarm."""
+    """Ends the block with a TimeoutError after that time; an earlier limit around it, such as a caller's, stays.
+
+    Only the main thread of a POSIX system has such an alarm.
+    """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+    outer_seconds, outer_interval = signal.getitimer(signal.ITIMER_REAL)
+    if 0 < outer_seconds <= seconds:  # the outer limit ends this block first
         yield
         return
 
     def late(number: int, frame: object) -> None:
         raise TimeoutError(f"it takes more than {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    before, start = signal.signal(signal.SIGALRM, late), time.monotonic()
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if outer_seconds:
+            remaining = max(outer_seconds - (time.monotonic() - start), SOON)
+            signal.setitimer(signal.ITIMER_REAL, remaining, outer_interval)
 
 
 def result_of(act: Callable[[], Any], seconds: float) -> Any:
