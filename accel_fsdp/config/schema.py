@@ -151,7 +151,7 @@ TOP: tuple[Field, ...] = (
           question="Port of the first machine?"),
     Field("gpu_ids", Kind.TEXT, "all", GPU, "GPUs to use as text such as '0,1'; replaces CUDA_VISIBLE_DEVICES."),
     Field("main_training_function", Kind.TEXT, "main", XLA, "The script's function that a TPU process calls."),
-    Field("use_cpu", Kind.BOOL, False, ALL, "Trains on the CPU; not handed to FSDP ranks."),
+    Field("use_cpu", Kind.BOOL, False, ALL, "Trains on the CPU, under NO and MULTI_CPU alone."),
     Field("debug", Kind.BOOL, False, ALL, "Checks shapes before each collective; slow."),
     Field("downcast_bf16", Kind.TEXT, False, XLA, "On TPU, double tensors become bf16 too."),
     Field("fsdp_config", Kind.SECTION, {}, FSDP, "The FSDP keys."),

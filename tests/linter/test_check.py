@@ -109,7 +109,7 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF404": (V2 + "num_machines: 2\nmain_process_ip: a\nmachine_rank: 0\n", V2 + "num_machines: 1\nmachine_rank: 0\n"),
     "AF417": ("distributed_type: 'NO'\nnum_processes: 8\n", "distributed_type: 'NO'\nnum_processes: 1\n"),
     "AF407": (V2.replace("num_processes: 2", "num_processes: 0"), V2),
-    "AF405": (V2 + "use_cpu: true\n", V2 + "use_cpu: false\n"),
+    "AF405": (DDP + "use_cpu: true\n", DDP.replace("GPU", "CPU") + "use_cpu: true\n"),
     "AF406": (DS + "  zero_stage: 3\n", DS + "  zero_stage: 3\n  zero3_save_16bit_model: true\n"),
     "AF501": (V2.replace("LlamaDecoderLayer", "LlamaDecoderLyer"), V2),
     "AF502": (TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n", V2),

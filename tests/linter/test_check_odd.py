@@ -188,11 +188,12 @@ def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: 
                 assert now[key][inner] == one
 
 
-def test_use_cpu_hides_nothing_of_fsdp(tmp_path: Path) -> None:
-    """It doesn't reach FSDP's ranks, so they meet on one GPU all the same."""
-    path = tmp_path / "fsdp.yaml"
-    path.write_text(GOLDEN["AF413"][0] + "use_cpu: true\n")
-    assert "AF413" in {one.code for one in linter.lint(path, linter.LintOptions())}
+@pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU"])
+def test_use_cpu_hides_nothing(kind: str, tmp_path: Path) -> None:
+    """It doesn't reach the ranks, so they meet on one GPU all the same."""
+    path = tmp_path / "job.yaml"
+    path.write_text(GOLDEN["AF413"][0].replace("type: FSDP", f"type: {kind}") + "use_cpu: true\n")
+    assert {"AF405", "AF413"} <= {one.code for one in linter.lint(path, linter.LintOptions())}
 
 
 def ended(*words: str | Path) -> int:

@@ -77,10 +77,11 @@ def test_a_bare_no_stops_the_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.pain("P83")
-def test_use_cpu_is_not_handed_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU", "DEEPSPEED", "XLA"])
+def test_use_cpu_is_not_handed_on(kind: str, tmp_path: Path) -> None:
     """AF405: no variable for the ranks comes of it."""
-    with_it = environment(tmp_path, fsdp_config={}, use_cpu=True)
-    assert with_it == environment(tmp_path, fsdp_config={})
+    with_it = environment(tmp_path, distributed_type=kind, fsdp_config={}, use_cpu=True)
+    assert with_it == environment(tmp_path, distributed_type=kind, fsdp_config={})
 
 
 @pytest.mark.pain("P90")

@@ -105,12 +105,16 @@ def machine_rank_in_the_file(subject: Subject) -> Iterator[Finding]:
 
 
 @rule("AF405", "warning", pains=("P83",))
-def use_cpu_under_fsdp(subject: Subject) -> Iterator[Finding]:
-    """`use_cpu: true` under FSDP, which the launcher does not hand to the ranks."""
-    if subject.is_fsdp and subject.values.get("use_cpu") is True:
+def use_cpu_under_an_engine(subject: Subject) -> Iterator[Finding]:
+    """`use_cpu: true` under FSDP, DDP on GPUs, DeepSpeed or XLA: the launcher does not hand it to the ranks.
+
+    It does so for `distributed_type: 'NO'` and `MULTI_CPU`.
+    """
+    kind = subject.values.get("distributed_type")
+    if subject.engine is not Engine.NONE and kind != "MULTI_CPU" and subject.values.get("use_cpu") is True:
         yield Finding(
             "use_cpu",
-            "FSDP ranks don't learn of use_cpu",
+            f"use_cpu does not reach the ranks under {kind}",
             "it has no effect",
             "use_cpu: false; train/sft.py finds out by itself",
             (Edit("", "use_cpu", False),),

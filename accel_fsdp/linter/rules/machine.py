@@ -70,8 +70,7 @@ def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
     chosen, ranks = _chosen(subject), subject.ranks_here
     if subject.engine not in (Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED) or not chosen:
         return
-    on_cpu = subject.values.get("use_cpu") is True and not subject.is_fsdp  # FSDP's ranks don't learn of it (AF405)
-    if on_cpu or subject.values.get("distributed_type") == "MULTI_CPU":
+    if subject.values.get("distributed_type") == "MULTI_CPU":
         return
     single = chosen == 1 and subject.engine is Engine.DDP and subject.top("num_machines") == 1
     if chosen < ranks or single:
