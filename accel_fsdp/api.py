@@ -182,7 +182,7 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
         )
     names = {
         name: question.field
-        for question in wizard.QUESTIONS
+        for question in wizard.SETTLED
         for name in (question.field, *map(flag_words.field_name, question.aliases))
     }
     _refuse_unknown("there is no question", answers, names)

@@ -123,8 +123,8 @@ def _without_flags(name: str, summary: str) -> type:
 def _config(options: Any) -> int:
     from accel_fsdp import wizard
 
-    question_fields = [question.field for question in wizard.QUESTIONS]
-    flags = {name: getattr(options, name) for name in question_fields if getattr(options, name) is not None}
+    values = {question.field: getattr(options, question.field) for question in wizard.SETTLED}
+    flags = {name: str(value) for name, value in values.items() if value is not None}
     return wizard.configure(options, flags)
 
 

@@ -37,6 +37,7 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
     assert accel_fsdp("config", "--yes", *words, "-o", str(path)).code == 0
     assert api.to_yaml(MODEL) == path.read_text()
     assert api.to_yaml({**MODEL, "nodes": 1}) == path.read_text()
+    assert " --max_length 4096\n" in api.to_yaml({**MODEL, "seq_len": 4096})
     planned = accel_fsdp("plan", *words, "--seq-len", "4096", "--json").output
     assert json.loads(json.dumps(api.plan(**MODEL, seq_len=4096).as_json())) == json.loads(planned)
     migrated = accel_fsdp("migrate", str(path), "--to", "fsdp1", "--json", "--dry-run").output
@@ -70,6 +71,7 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
         (lambda: api.to_yaml("gpt2"), "'gpt2' is not a mapping"),  # type: ignore[arg-type]
         (lambda: api.to_yaml({1: "gpt2"}), "there is no question 1."),  # type: ignore[dict-item]
         (lambda: api.to_yaml({**MODEL, "strategy": 9}), "error: strategy 9 can't be used."),
+        (lambda: api.to_yaml({**MODEL, "seq_len": 200_000}), "seq_len 200000 is longer than the 131072 positions of"),
         (lambda: api.to_yaml({**MODEL, "zero_stage": 3}), "fix: leave out zero_stage"),
         (lambda: api.check("nowhere.yaml"), "nowhere.yaml"),
         (lambda: api.export("nowhere", "out"), "nowhere"),

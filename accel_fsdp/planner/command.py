@@ -17,12 +17,11 @@ from accel_fsdp.planner import proposal, text_report, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.planner.text_report import PlanReport
-from accel_fsdp.prediction import Candidate, Problem, cost, layouts, search, speed, trace_store
+from accel_fsdp.prediction import Candidate, Problem, cost, layouts, length_of, search, speed, trace_store
 from accel_fsdp.prediction.memory import ModelShape
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted
 
-DEFAULT_LENGTH = 2048
 MOST_TOKENS = 1_000_000_000
 """More tokens in a step are taken for a typing error: the largest known steps have some 100 million."""
 ReadShape: TypeAlias = Callable[[str, Recipe], tuple[ModelShape, by_name.Recorded]]
@@ -74,13 +73,17 @@ def search_problem(flags: PlanCommand, read_shape: ReadShape = by_name.read_shap
     problem = make_problem(flags, read_shape=read_shape)
     machine, _ = machines_of(flags)
     layers = tuple(dict.fromkeys(block.name for block in problem.shape.blocks))
-    proposer = Proposer(problem.shape.name, machines.as_named(machine), machine.count, layers)
+    usual_length = length_of(problem.shape, None)
+    proposer = Proposer(problem.shape.name, machines.as_named(machine), machine.count, layers, usual_length)
     proposer = proposer.over(list(layouts(problem.job)))
     return replace(problem, refuses=proposer.refuses), proposer
 
 
 def _with_header(flags: PlanCommand) -> PlanCommand:
-    """The flags, completed from the command in the header of `--config`; the method too if the model comes from it."""
+    """The flags, completed from the command in the header of `--config`.
+
+    Method and length come from it if the model does.
+    """
     if flags.config is None or str(flags.config) == yaml_file.STDIN or (flags.model and flags.gpus):
         return flags
     config, _ = read_config(flags.config)
@@ -89,7 +92,9 @@ def _with_header(flags: PlanCommand) -> PlanCommand:
     if flags.model or flags.args:
         return replace(flags, model=flags.model or header_flags.get("--model", ""), gpus=gpus)
     method = next((name for name in get_args(Method) if name == header_flags.get("--method")), flags.method)
-    return replace(flags, model=header_flags.get("--model", ""), gpus=gpus, method=method)
+    length = header_flags.get("--seq-len", "")
+    seq_len = int(length) if flags.seq_len is None and length.isdecimal() else flags.seq_len
+    return replace(flags, model=header_flags.get("--model", ""), gpus=gpus, method=method, seq_len=seq_len)
 
 
 def machines_of(flags: PlanCommand) -> tuple[MachineFacts, int]:
@@ -262,7 +267,7 @@ def recipe_of(flags: PlanCommand) -> Recipe:
         flags.precision or ("bf16" if machines.has_bf16(machines_of(flags)[0]) else "fp16"),
         flags.dtype or ("float32" if flags.method == "full" else "bfloat16"),
         rows=flags.batch or 1,
-        length=flags.seq_len or DEFAULT_LENGTH,
+        length=flags.seq_len or Recipe.length,
         accumulation=flags.accumulation,
         optimizer=flags.optimizer,
         checkpointing=flags.checkpointing,
@@ -297,16 +302,7 @@ def _check_attention(recipe: Recipe, gpu: Gpu) -> None:
 
 
 def _length(flags: PlanCommand, recipe: Recipe, shape: ModelShape) -> int:
-    if not flags.args and flags.seq_len is None:
-        return min(recipe.length, shape.positions or recipe.length)
-    length, flag = recipe.length, "--max_length" if flags.args else "--seq-len"
-    if shape.positions and length > shape.positions:
-        raise UsageError(
-            f"{flag} {length} is longer than the {shape.positions} positions of {shape.name}",
-            why=f"the model has no positions beyond {shape.positions}",
-            fix=f"{flag} {shape.positions} or less",
-        )
-    return length
+    return length_of(shape, recipe.length, "--max_length") if flags.args else length_of(shape, flags.seq_len)
 
 
 def _accumulation(flags: PlanCommand, recipe: Recipe, ranks: int) -> int:

@@ -9,6 +9,7 @@ import tyro
 from accel_fsdp.config import DTYPES, Method, Precision
 from accel_fsdp.job import Attention, Checkpointing, Kernels
 from accel_fsdp.models import optimizers
+from accel_fsdp.wizard import SeqLen
 
 
 @dataclass(frozen=True)
@@ -41,14 +42,7 @@ class PlanCommand:
             help="In place of --gpus: the best way on each of these machines, in one table: 8xH100,2x8xA100-40GB.",
         ),
     ] = None
-    seq_len: Annotated[
-        Optional[int],
-        tyro.conf.arg(
-            metavar="TOKENS",
-            help="Tokens per sequence.",
-            help_behavior_hint="(default: 2048, or the model's positions if fewer)",
-        ),
-    ] = None
+    seq_len: SeqLen = None
     batch: Annotated[
         Optional[int],
         tyro.conf.arg(

@@ -24,7 +24,8 @@ OUTPUT = "fsdp.yaml"
 class Proposer:
     """Puts jobs into the words of wizard, YAML and script, for one model on machines of one kind.
 
-    `gpus` is one machine as `machines.parse` reads it, `layer_class` what to wrap. `common` are the rules that speak of
+    `gpus` is one machine as `machines.parse` reads it, `layer_class` what to wrap, `usual_length` the tokens per row
+    that the wizard judges without `--seq-len`. `common` are the rules that speak of
     every job alike, such as those about a precision that was asked for: they decide nothing.
     """
 
@@ -32,6 +33,7 @@ class Proposer:
     gpus: str
     gpus_each: int
     layer_class: tuple[str, ...]
+    usual_length: int
     common: frozenset[str] = frozenset()
     _answers: dict[tuple[Any, ...], Answers] = field(default_factory=dict)
     _faults: dict[tuple[Any, ...], dict[str, str]] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class Proposer:
             zero_stage=layout.strategy if layout.engine is Engine.DEEPSPEED else base.zero_stage,
             cpu_offload=layout.offload,
             activation_checkpointing=in_yaml(job),
+            seq_len=None if job.recipe.length == self.usual_length else job.recipe.length,
         )
 
     def written(self, job: Job, environment: Mapping[str, str]) -> str:
@@ -126,7 +129,8 @@ class Proposer:
     def _flags(self, job: Job) -> dict[str, str]:
         """The wizard's flags, by the names of its questions."""
         answers = self.answers(job)
-        names = (*self._given(job), *(["strategy"] if job.layout.is_fsdp else []))
+        names = [*self._given(job), *(["strategy"] if job.layout.is_fsdp else [])]
+        names += ["seq_len"] if answers.seq_len else []
         return {name: to_yaml.flag_text(getattr(answers, name)) for name in names}
 
     def _given(self, job: Job) -> dict[str, str]:

@@ -11,10 +11,8 @@ from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.job import SHARDING_KINDS, Job, Layout, Recipe
 from accel_fsdp.prediction import trace_store
 from accel_fsdp.prediction.memory import ModelShape, Tapes, Variant
-from accel_fsdp.prediction.problem import Candidate, Problem
+from accel_fsdp.prediction.problem import Candidate, Problem, length_of
 
-LENGTH = 2048
-"""Tokens per row for judging a YAML, which has no length; fewer if the model has fewer positions."""
 Known = tuple[ModelShape, Mapping[str, Tapes]]
 
 
@@ -25,10 +23,14 @@ def problem_of(
     method: Method = "full",
     precision: Precision = "bf16",
     known: Known | None = None,
+    seq_len: int | None = None,
 ) -> Problem | None:
-    """A job with one row of at most `LENGTH` tokens per GPU; None if model or GPU is unknown.
+    """A job with one row of `seq_len` tokens per GPU (see `length_of`); None if model or GPU is unknown.
 
     `known` is the shape and the tapes of a model outside the catalogue (`tracing.read_shape`), which take seconds.
+
+    Raises:
+        UsageError: the model has fewer positions than `seq_len`.
     """
     recorded = known or trace_store.find(model)
     if recorded is None or machine.accelerator is None or not gpus.is_known(machine.accelerator):
@@ -37,7 +39,7 @@ def problem_of(
     if known is None and not any(Variant.of(variant).method == method for variant in tapes):
         return None
     dtype: Literal["float32", "bfloat16"] = "float32" if method == "full" else "bfloat16"
-    recipe = Recipe(method, precision, dtype, length=min(LENGTH, shape.positions or LENGTH))
+    recipe = Recipe(method, precision, dtype, length=length_of(shape, seq_len))
     return Problem(shape, tapes, gpus.find(machine.accelerator, machine.memory_gib), Job(layout, recipe))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from accel_fsdp.config import Engine
+from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.job import Job, Layout, Recipe
 from accel_fsdp.prediction import capacity
@@ -140,6 +141,23 @@ class Candidate:
         """The verdict in words, such as: needs 63.7 of 39.4 GiB with 1 x 2,048 tokens per GPU."""
         memory = gib_of(self.device.needed, self.device.capacity)
         return f"needs {memory} with {self.recipe.rows} x {self.recipe.length:,} tokens per GPU"
+
+
+def length_of(shape: ModelShape, seq_len: int | None, flag: str = "--seq-len") -> int:
+    """The tokens per row: `seq_len`, or without it the default, at most the model's positions.
+
+    Raises:
+        UsageError: the model has fewer positions than `seq_len`.
+    """
+    if seq_len is None:
+        return min(Recipe.length, shape.positions or Recipe.length)
+    if shape.positions and seq_len > shape.positions:
+        raise UsageError(
+            f"{flag} {seq_len} is longer than the {shape.positions} positions of {shape.name}",
+            why=f"the model has no positions beyond {shape.positions}",
+            fix=f"{flag} {shape.positions} or less",
+        )
+    return seq_len
 
 
 def layouts(job: Job) -> Iterator[Job]:

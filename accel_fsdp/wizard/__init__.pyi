@@ -6,10 +6,12 @@ from . import to_yaml as to_yaml
 from .answers import Answers as Answers
 from .command import configure as configure
 from .flags import ConfigCommand as ConfigCommand
+from .flags import SeqLen as SeqLen
 from .flags import WizardOptions as WizardOptions
 from .presets import MODEL as MODEL
 from .presets import PRESETS as PRESETS
 from .question import Context as Context
 from .questions import QUESTIONS as QUESTIONS
+from .questions import SETTLED as SETTLED
 from .questions import applying as applying
 from .to_yaml import to_text as to_text

@@ -11,7 +11,8 @@ class Answers:
 
     What follows from them for the training script comes last: `script_checkpoints` says that it has to checkpoint
     activations, as Accelerate can't, `auto_class` what builds its model. Memory was judged with one row of `length`
-    tokens on each GPU, 0 where it wasn't, and fits with the variables of `environment` alone.
+    tokens on each GPU, 0 where it wasn't, and fits with the variables of `environment` alone. `seq_len` is that length
+    where it was given, None for the default.
     """
 
     model: str
@@ -33,6 +34,7 @@ class Answers:
     ram_efficient_loading: bool
     main_process_ip: str
     main_process_port: int
+    seq_len: int | None = None
     script_checkpoints: bool = False
     auto_class: str = "AutoModelForCausalLM"
     length: int = 0

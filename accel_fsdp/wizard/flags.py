@@ -7,9 +7,20 @@ from typing import Annotated, Any, Optional
 
 import tyro
 
+from accel_fsdp.job import Recipe
 from accel_fsdp.wizard.presets import PRESETS
 from accel_fsdp.wizard.question import Question
 from accel_fsdp.wizard.questions import QUESTIONS
+
+SeqLen = Annotated[
+    Optional[int],
+    tyro.conf.arg(
+        metavar="TOKENS",
+        help="Tokens per sequence.",
+        help_behavior_hint=f"(default: {Recipe.length}, or the model's positions if fewer)",
+    ),
+]
+"""The length that memory is predicted for, here and in `accel-fsdp plan`."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +66,9 @@ def _flag_field(question: Question) -> tuple[str, Any, Any]:
 
 
 ConfigCommand = dataclasses.make_dataclass(
-    "ConfigCommand", [_flag_field(q) for q in QUESTIONS], bases=(WizardOptions,), frozen=True
+    "ConfigCommand",
+    [*(_flag_field(q) for q in QUESTIONS), ("seq_len", SeqLen, dataclasses.field(default=None))],
+    bases=(WizardOptions,),
+    frozen=True,
 )
 """The whole command."""

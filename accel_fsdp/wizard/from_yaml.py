@@ -25,15 +25,15 @@ from accel_fsdp.config import (
 )
 from accel_fsdp.errors import UsageError
 from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.questions import QUESTIONS, applying
+from accel_fsdp.wizard.questions import QUESTIONS, SETTLED, applying
 from accel_fsdp.wizard.to_yaml import header, to_mapping
 
 
 def to_flags(job: JobConfig) -> dict[str, str]:
     """The flags that would make this YAML: the inverse of `to_yaml.to_mapping`, as far as the wizard has questions.
 
-    A missing key means Accelerate's default, not the wizard's. Model, method and machine are not in a YAML but read
-    from the command in our own header, if there is one.
+    A missing key means Accelerate's default, not the wizard's. Model, method, machine and length are not in a YAML but
+    read from the command in our own header, if there is one.
     """
     engine = job.engine
     if job.other_tool or engine is Engine.NONE:
@@ -124,9 +124,9 @@ def _class_names(value: Any) -> str:
 
 
 def _header_flags(text: str, engine: str) -> dict[str, str]:
-    """Model, method and machine from the header; no method if the engine was changed since."""
+    """Model, method, machine and length from the header; no method if the engine was changed since."""
     words = made_with(text)
-    fields = {question.flag: question.field for question in QUESTIONS if question.key is None}
+    fields = {question.flag: question.field for question in SETTLED if question.key is None}
     if words.get("--engine") != engine and engine != "ddp":  # plain DDP takes every method, and is FSDP2's NO_SHARD
         fields.pop("--method")
     return {field: words[flag] for flag, field in fields.items() if flag in words}

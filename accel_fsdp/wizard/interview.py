@@ -17,7 +17,7 @@ from accel_fsdp.wizard import notes
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
 from accel_fsdp.wizard.question import Context, Question, settle, skip
-from accel_fsdp.wizard.questions import QUESTIONS, to_answers
+from accel_fsdp.wizard.questions import QUESTIONS, SEQ_LEN, SETTLED, to_answers
 
 WITHOUT_MODEL = ""
 """The answer where no model is needed: the layer class is named, or a file is edited."""
@@ -65,7 +65,7 @@ class Interview:
             return skip(question, context, self.flags)
         context = self._settle_given(question, context)
         if question.field == "gpus":
-            return replace(context, traced=_traced(context))
+            return self._settle_given(SEQ_LEN, replace(context, traced=_traced(context)))
         return self._with_model(context) if question.field == "model" else context
 
     def _settle_given(self, question: Question, context: Context) -> Context:
@@ -140,7 +140,7 @@ def warnings(talk: Interview) -> tuple[str, ...]:
 
 def in_words(text: str, between: str = " ") -> str:
     """Replaces flags by the questions' titles in the review; with "_" `between` the words, by the fields' names."""
-    for question in QUESTIONS:
+    for question in SETTLED:
         text = re.sub(rf"{question.flag}(?![\w-])", question.field.replace("_", between), text)
     return text
 

@@ -105,7 +105,19 @@ def _problem(context: Context) -> "Problem | None":
     layout, precision = layout_of(context), _precision(context)
     if layout is None or _is_unknown(context):
         return None
-    return problem_of(context["model"], context.machine, layout, context["method"], precision, context.traced)
+    model, method, seq_len = context["model"], context["method"], context.given.get("seq_len")
+    return problem_of(model, context.machine, layout, method, precision, context.traced, seq_len)
+
+
+def check_length(context: Context, value: Any) -> int | None:
+    """Refuses rows without tokens, and rows longer than the model's positions, as far as these are known."""
+    from accel_fsdp.prediction import length_of, trace_store
+
+    if value is None:
+        return None
+    length = validation.check_tokens(context, value)
+    recorded = context.traced or (None if _is_own_model(context) else trace_store.find(context["model"]))
+    return length_of(recorded[0], length) if recorded else length
 
 
 def _precision(context: Context) -> Precision:
@@ -211,12 +223,14 @@ def _misfit_of_state(context: Context) -> tuple[str, ...]:
 
 
 def _is_unknown(context: Context) -> bool:
-    """Whether nothing can be predicted: a folder called like a model of the catalogue may hold another one.
-
-    Nor can a model that is one unit, as predictions gather layer by layer.
-    """
+    """Whether nothing can be predicted, as of a model that is one unit: predictions gather layer by layer."""
     one_unit = context["engine"] == "fsdp" and context.given.get("wrap_policy") == "NO_WRAP"
-    return one_unit or (context.traced is None and (not context["model"] or os.path.exists(context["model"])))
+    return one_unit or (context.traced is None and _is_own_model(context))
+
+
+def _is_own_model(context: Context) -> bool:
+    """Whether the model has no name or is a folder, which may hold another model than that of the catalogue."""
+    return not context["model"] or os.path.exists(context["model"])
 
 
 def _better(context: Context) -> Iterator[str]:

@@ -237,6 +237,15 @@ QUESTIONS: tuple[Question, ...] = (
     ),
 )
 
+SEQ_LEN = Question(
+    "seq_len",
+    "Tokens per sequence",
+    defaults.always(None, "the usual length"),
+    check=notes.check_length,
+)
+"""The length to predict memory for: settled as the questions are, once the model and the GPUs are, but never asked."""
+SETTLED = (*QUESTIONS, SEQ_LEN)
+
 
 def to_answers(context: Context) -> Answers:
     answers = Answers(**context.given, script_checkpoints=notes.checkpoints_in_script(context))

@@ -22,7 +22,7 @@ from accel_fsdp.config import (
 from accel_fsdp.config import header as config_header
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import engine_of
-from accel_fsdp.wizard.questions import applying
+from accel_fsdp.wizard.questions import SEQ_LEN, applying
 
 OWN_SCRIPT = "YOUR_SCRIPT.py"
 """The placeholder for a script, for models that ours doesn't train."""
@@ -131,9 +131,9 @@ def _engine_in_words(answers: Answers) -> str:
 def command_line(answers: Answers) -> str:
     """The non-interactive command that writes the same YAML."""
     words = COMMAND.split()
-    for question in applying(answers):
+    for question in (*applying(answers), SEQ_LEN):
         value = getattr(answers, question.field)
-        words += [question.flag, flag_text(value)] if value not in ("", ()) else []
+        words += [question.flag, flag_text(value)] if value not in ("", (), None) else []
     return shlex.join(words)
 
 
@@ -152,8 +152,8 @@ def launch_line(answers: Answers, path: str) -> str:
 
 def _our_script(answers: Answers, path: str) -> list[str]:
     arguments: list[str] = []
-    if answers.length:
-        arguments += ["--per_device_train_batch_size", "1", "--max_length", str(answers.length)]
+    if length := answers.length or answers.seq_len:
+        arguments += ["--per_device_train_batch_size", "1", "--max_length", str(length)]
     if answers.method != "full":
         arguments.append("--use_peft")
     if answers.method == "qlora":

@@ -168,6 +168,10 @@ def check_size(context: Context, value: Any) -> int:
     return _number("--min-num-params", value, why, fix=100_000_000, most=10**15)
 
 
+def check_tokens(context: Context, value: Any) -> int:
+    return _number("--seq-len", value, "a row has tokens to train on", fix=Recipe.length, most=10**9)
+
+
 def check_port(context: Context, value: Any) -> int:
     return _number("--main-process-port", value, "it must be a free TCP port", fix=DEFAULT_PORT, most=65535)
 

@@ -10,7 +10,7 @@ from conftest import ROOT, accel_fsdp, run
 from accel_fsdp.config import Engine
 from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Job, Layout, Recipe
-from accel_fsdp.prediction import RANGE, Problem, advice, search, trace_store
+from accel_fsdp.prediction import RANGE, Problem, search, trace_store
 from accel_fsdp.prediction.memory import (
     GRADIENTS,
     OPTIMIZER,
@@ -177,7 +177,7 @@ def test_the_wizard_shows_the_same_prediction() -> None:
     given = {"model": LLAMA, "method": "full", "gpus": "8xH100-80GB", "num_machines": 1, "fsdp_version": 2}
     context = Context({**given, "engine": "fsdp"})
     layout = Layout(Engine.FSDP2, 1, 8, 8)
-    peak = peak_of(layout, Recipe(length=advice.LENGTH))
+    peak = peak_of(layout, Recipe())
     assert notes.note("strategy", 1, context) == f", ~{peak / GIB:,.1f} GiB"
     assert notes.note("strategy", 4, context) == ""  # hybrid sharding on one machine is full sharding
     assert notes.note("method", 1, context) == ""

@@ -65,6 +65,8 @@ def launch_words(path: Path) -> list[str]:
         ("--model", MIXTRAL, "--gpus", "4x8xH100"),
         ("--model", "llama-3.1-8b", "--gpus", "8xT4"),
         ("--model", "llama-3.1-8b", "--gpus", "8xH100", "--optimizer", "adafactor", "--global-batch", "64"),
+        ("--model", "llama-3.1-8b", "--gpus", "8xH100", "--seq-len", "16384"),
+        ("--model", "gpt2", "--gpus", "8xH100", "--seq-len", "1024"),  # the wizard's own length of it
     ],
 )
 def test_what_is_recommended_can_be_written_and_fits_as_it_was_said(flags: tuple[str, ...], tmp_path: Path) -> None:
@@ -74,11 +76,16 @@ def test_what_is_recommended_can_be_written_and_fits_as_it_was_said(flags: tuple
     choice, path = content["choice"], tmp_path / "fsdp.yaml"
     words = shlex.split(content["config_command"])
     assert words[:5] == ["accel-fsdp", "config", "--yes", "-o", "fsdp.yaml"]
+    assert ("--seq-len" in words) == ("16384" in flags)
     here("config", "--yes", "-o", path, *words[5:])
     launched = launch_words(own)
     short, whole = (one.read_text().splitlines() for one in (path, own))
     at = short.index("# Launch:") + 1
     assert short[:at] + short[at + 1 :] == whole[:at] + whole[at + 1 :]
+    by_wizard = launch_words(path)
+    assert by_wizard[by_wizard.index("--max_length") + 1] == str(content["sequence_length"])
+    by_header = planned("--config", path)
+    assert by_header["sequence_length"] == content["sequence_length"]
     line = tmp_path / "arguments"
     line.write_text(shlex.join(launched))
     checked = accel_fsdp("check", path, "--args", line, "--model", content["model"], "--strict")

@@ -368,12 +368,17 @@ def test_more_of_the_hosts_memory_than_machines_have_is_said() -> None:
 
 
 def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
-    """GPT-2 too, which has 1,024 positions."""
-    for model, length in (("llama-3.1-8b", "2,048"), ("gpt2", "1,024")):
-        context = interview.interview({"model": model, "gpus": "8xH100"}, {}, defaults=True).settled(until="strategy")
+    """GPT-2 too, which has 1,024 positions, and rows of another length."""
+    for model, length, asked in (
+        ("llama-3.1-8b", "2,048", None),
+        ("gpt2", "1,024", None),
+        ("llama-3.1-8b", "8,192", 8192),
+    ):
+        flags = {"model": model, "gpus": "8xH100"} | ({"seq_len": str(asked)} if asked else {})
+        context = interview.interview(flags, {}, defaults=True).settled(until="strategy")
         question = next(one for one in questions.QUESTIONS if one.field == "strategy")
         assert f"1 x {length} tokens" in question.default(context)[1]
-        problem = planner.make_problem(planner.PlanCommand(model, "8xH100"))
+        problem = planner.make_problem(planner.PlanCommand(model, "8xH100", seq_len=asked))
         table = {job.layout.name: problem.predicted(job).peak.total for job in layouts(problem.job)}
         for option, name in zip(
             question.options(context), ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "DDP"), strict=False
@@ -404,6 +409,8 @@ def test_a_gpu_stays_the_same_in_the_words_for_it(driver: str, memory: float, sa
         *(["plan", "--model", model, "--gpus", "8xH100"] for model in ("/no/such", "no/such", "gtp2")),
         *(["plan", "--model", "gpt2", "--gpus", gpus] for gpus in ("8x", "8xFoo", "cpu", "2xcpu", "")),
         ["plan", "--model", "gpt2", "--gpus", "8xH100", "--seq-len", "2048"],
+        ["config", "--yes", "--model", "gpt2", "--gpus", "8xH100", "--seq-len", "2048", "-o", "-"],
+        ["config", "--yes", "--model", "gpt2", "--seq-len", "0", "-o", "-"],
         *(["config", "--yes", "--model", model, "-o", "-"] for model in ("/no/such", "no/such", "")),
         *(["config", "--yes", "--model", "gpt2", "--gpus", gpus] for gpus in ("8x", "8xFoo", "1xH100 --engine ddp")),
         ["config", "--yes", "--model", "gpt2", "--layer-class", "Block", "-o", "-"],
@@ -441,6 +448,7 @@ TEXTS: dict[str, dict[str, str]] = {
     "model": {"layer_class": "Layer", "gpus": "8xH100"},
     "layer_class": {"model": "/no/such/folder", "gpus": "8xH100"},
     "gpus": {"model": "gpt2"},
+    "seq_len": {"model": "gpt2", "gpus": "8xH100"},
     "min_num_params": {"model": "gpt2", "gpus": "8xH100", "fsdp_version": "1", "wrap_policy": "SIZE_BASED_WRAP"},
     "num_processes": {"model": "gpt2", "gpus": "8xH100"},
     **dict.fromkeys(("num_machines", "main_process_ip", "main_process_port"), TWO_MACHINES),
@@ -512,6 +520,8 @@ def test_full_training_of_a_quantised_model_is_warned_of(folder: Callable[[str],
 @pytest.mark.parametrize(
     ("gpus", "flags", "variables"),
     [
+        ("8xH100-80GB", {"seq_len": "4096"}, []),
+        ("8xGH999-96GB", {"seq_len": "4096"}, []),  # not in the table, so memory isn't judged
         ("8xA100-40GB", {}, ["PYTORCH_ALLOC_CONF=expandable_segments:True"]),
         ("8xH100-80GB", {}, []),
         ("2x8xA100-40GB", {"method": "lora"}, []),
@@ -526,4 +536,4 @@ def test_the_launch_line_has_what_memory_was_judged_with(
     words = shlex.split(to_yaml.launch_line(made, "made.yaml"))
     assert [word for word in words if "=" in word] == variables
     assert words[words.index("--per_device_train_batch_size") + 1] == "1"
-    assert words[words.index("--max_length") + 1] == "2048"
+    assert words[words.index("--max_length") + 1] == flags.get("seq_len", "2048")

@@ -280,6 +280,29 @@ def test_an_address_that_cannot_be_used_goes(tmp_path: Path) -> None:
     assert "main_process_ip" not in yaml.safe_load(path.read_text())
 
 
+@pytest.mark.parametrize(
+    ("flags", "length", "said"),
+    [
+        ({}, "8192", ""),
+        ({"seq_len": "4096"}, "4096", ""),
+        ({"model": "gpt2"}, "1024", "seq len 8192 is longer than the 1024 positions of openai-community/gpt2"),
+    ],
+)
+def test_the_length_that_memory_was_judged_with_is_kept(
+    flags: dict[str, str], length: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "made.yaml"
+    wizard.configure(wizard.WizardOptions(path, yes=True), {**LLAMA, "seq_len": "8192"})
+    assert "--max_length 8192\n" in path.read_text()
+    capsys.readouterr()
+    changed = {"strategy": "2", "layer_class": "GPT2Block" if "model" in flags else "LlamaDecoderLayer"}
+    wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {**changed, **flags})
+    assert said in " ".join(capsys.readouterr().err.split())
+    header = path.read_text().splitlines()[:5]
+    assert (f" --seq-len {length}" in header[2]) == (not said)
+    assert header[4].endswith(f" --max_length {length}")
+
+
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("trl/*fsdp*.yaml")), ids=lambda path: path.stem)
 def test_a_file_is_re_edited_without_a_model(path: Path, tmp_path: Path) -> None:
     """What it leaves to the model stays so."""

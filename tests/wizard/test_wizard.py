@@ -127,10 +127,12 @@ def test_the_command_in_the_header_writes_the_same_bytes(tmp_path: Path) -> None
 
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     flags = ["--fsdp-version", "1", "--strategy", "HYBRID_SHARD", "--wrap-policy", "size_based_wrap"]
+    flags += ["--seq-len", "32768"]
     assert accel_fsdp("config", "--yes", *LLAMA, *flags, "-o", first).code == 0
     words = shlex.split(first.read_text().splitlines()[2].removeprefix("#"))
     assert accel_fsdp(*words[1:], "-o", second).code == 0
     assert first.read_bytes() == second.read_bytes()
+    assert "fsdp_activation_checkpointing: true" in first.read_text()  # 2,048 tokens need none
 
 
 def made(folder: Path) -> Path:
