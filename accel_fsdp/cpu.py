@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -28,6 +28,7 @@ PLUGIN = "accelerate.utils:FullyShardedDataParallelPlugin"
 UNSHARDED = "on CPU processes it would train every rank unsharded"
 FSDP1_FAILS = "FSDP1 on CPU tensors would fail, or save wrong states"
 _patched = False
+_at_end: list[Callable[[], None]] = []
 
 
 def is_needed() -> bool:
@@ -109,6 +110,11 @@ def init_process_group(timeout_seconds: float) -> None:
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_seconds))
 
 
+def at_end(function: Callable[[], None]) -> None:
+    """Has `finish(0)` call a function first, whether the script calls that or what runs the script."""
+    _at_end.append(function)
+
+
 def finish(exit_code: int) -> None:
     """Ends a CPU rank without running interpreter teardown; returns where there is an accelerator or no process group.
 
@@ -117,6 +123,8 @@ def finish(exit_code: int) -> None:
     """
     if not is_needed():
         return
+    while _at_end and exit_code == 0:
+        _at_end.pop()()
     import torch.distributed as dist
 
     if not dist.is_initialized():

@@ -135,6 +135,8 @@ def ended(process: "subprocess.Popen[str]", seconds: float) -> Finished:
         if (
             process.poll() is not None
         ):  # what it started keeps the pipe open: a server that starts warm, once in a while
+            assert process.stdout is not None
+            process.stdout.close()
             said = expired.output or b""
             text = said if isinstance(said, str) else said.decode(errors="replace")
             return Finished(process.returncode, text.replace("\r", "\n"))

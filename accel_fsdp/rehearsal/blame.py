@@ -86,6 +86,12 @@ KNOWN = (
         "call the whole model: a part of it, or generate, sees shards, as FSDP gathers in the hooks of its units",
     ),
     Cause(
+        r"The size of tensor a \(\d+\) must match the size of tensor b",
+        SCRIPT,
+        "leave no_sync before the last micro-batch of a step: in it gradients stay whole, and weights are shards",
+        at=r"torch/optim/",
+    ),
+    Cause(
         "data pointer on an invalid python storage",
         SCRIPT,
         "the weights are shards: on all ranks, model.save_pretrained(folder, "

@@ -101,9 +101,17 @@ class Rehearsed:
         Accelerate's functions turn the YAML into the variables of its launcher, and the ranks start as under torchrun:
         the launcher itself takes as long to load as a rank.
         """
-        hold = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else {}
+        hold = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else self._records(name, job)
         variables_of = environments(job, self.folder / f"{name}.yaml", self.script)
         return self._run(name, RANK, [str(self.script), *words], [hold | variables for variables in variables_of])
+
+    def _records(self, name: str, job: JobConfig) -> dict[str, str]:
+        """The variable that has the ranks record their updates, for jobs whose ranks hold whole layers of one model."""
+        if job.engine in (Engine.NONE, Engine.DEEPSPEED):
+            return {}
+        folder = self.folder / f"{name}.records"
+        folder.mkdir()
+        return {ranks.RECORDS: str(folder)}
 
     def python(self, name: str, module: str, words: Sequence[str], **environment: str) -> Outcome:
         """Runs a module with these words in a new process."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_fsdp.config import Engine, JobConfig
-from accel_fsdp.rehearsal import mistakes, saved, verdict
+from accel_fsdp.rehearsal import mistakes, repeated, saved, verdict
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.report import Proof
@@ -53,7 +53,8 @@ class OwnRehearsal:
         for flawed in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
             raise self._unsaved(flawed)
         off = "".join(f"; not watched: {event['what']} ({event['why']})" for event in unwatched)
-        return Proof(verdict.summary(outcome.holdings) + off, last_lines(outcome.printed))
+        same = repeated.said(outcome.events)
+        return Proof(verdict.summary(outcome.holdings) + same + off, last_lines(outcome.printed))
 
     def _failed(self, outcome: Outcome) -> Failure:
         failure = of_outcome(outcome)

@@ -12,7 +12,7 @@ from typing import Any
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.config import SCRIPT, Engine, JobConfig
 from accel_fsdp.models import config_json
-from accel_fsdp.rehearsal import mistakes, verdict
+from accel_fsdp.rehearsal import mistakes, repeated, verdict
 from accel_fsdp.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.prepare import Prepared
@@ -131,9 +131,12 @@ class SftRehearsal:
     def resume(self) -> str:
         """Trains from that checkpoint to the end, on as many ranks."""
         words = self._words("run", self.ranks, resume_from_checkpoint="true")
-        self._ran("resumed", self.in_float32, words)
+        outcome = self._ran("resumed", self.in_float32, words)
+        for difference in repeated.differences(outcome.events):
+            raise difference
         losses = self._losses("run")
-        return f"steps {SAVED + 1} to {STEPS}, loss {losses[SAVED + 1]:.4f} -> {losses[STEPS]:.4f}"
+        same = repeated.said(outcome.events)
+        return f"steps {SAVED + 1} to {STEPS}, loss {losses[SAVED + 1]:.4f} -> {losses[STEPS]:.4f}{same}"
 
     def compare(self) -> str:
         """Trains all steps in one process, without sharding, and compares the losses."""
@@ -196,7 +199,9 @@ class SftRehearsal:
 
     def _sharded(self, outcome: Outcome) -> str:
         judge(self.job, self.small.model.layer_classes, outcome)
-        return verdict.summary(outcome.holdings)
+        for difference in repeated.differences(outcome.events):
+            raise difference
+        return verdict.summary(outcome.holdings) + repeated.said(outcome.events)
 
     def _losses(self, name: str) -> Mapping[int, float]:
         """The losses that Trainer logged, by step."""

@@ -16,6 +16,7 @@ import yaml
 from accelerate.state import AcceleratorState
 from accelerate.utils import merge_fsdp_weights
 from conftest import ROOT, accelerate_launch, run
+from packaging.version import Version
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -25,6 +26,8 @@ from accel_fsdp.job import Job, Layout, clashes
 PROBE = ROOT / "tests" / "upstream_probe.py"
 LAYERS = ["LlamaDecoderLayer", "LlamaDecoderLayer"]
 BESIDES_LAYERS = ["Embedding", "Linear", "LlamaForCausalLM", "LlamaRMSNorm"]
+IS_OLD = Version(torch.__version__) < Version("2.13")
+LATER = pytest.mark.skipif(IS_OLD, reason="torch 2.11 does something else here")
 SHARED = "is shared with a parameter already managed by another FSDP group"
 
 Seen = dict[str, list[Any]]
@@ -174,6 +177,8 @@ def test_adafactor_fails_on_dtensors(sharding: Seen) -> None:
 @pytest.mark.parametrize("name", ["adafactor", "adamw_bnb_8bit", "lion_32bit", "adagrad", "sgd"])
 def test_the_table_knows_which_optimizers_step_and_save(name: str, engine: Engine, sharding: Seen) -> None:
     """AF604 and AF605: what the table of combinations says is what stock Trainer does, no more and no less."""
+    if (name, engine) == ("adagrad", Engine.FSDP2) and IS_OLD:
+        pytest.skip("torch 2.11 stops at its step already")
     step, save = sharding["optimizers"][0][name][engine.label]
     said = [one.effect for one in clashes(Job(Layout(engine), optimizer=name))]
     assert said == (["stops"] if step else ["stops when it saves"] if save else [])
@@ -246,6 +251,7 @@ def test_generate_works_under_fsdp2_only(sharding: Seen) -> None:
     assert same(sharding["generating"]) == {"fsdp2": "", "fsdp1": "RuntimeError: 'weight' must be 2-D"}
 
 
+@LATER
 @pytest.mark.pain("P72")
 def test_a_tied_embedding_in_a_unit_of_its_own_is_refused(sharding: Seen) -> None:
     """AF319: `Embedding` among the layer classes takes the weight that the head shares."""
@@ -254,6 +260,7 @@ def test_a_tied_embedding_in_a_unit_of_its_own_is_refused(sharding: Seen) -> Non
     assert seen["without"] == ""
 
 
+@LATER
 @pytest.mark.pain("P73")
 def test_adapters_on_tied_embeddings_fail_under_fsdp2(sharding: Seen) -> None:
     """AF622: what fails, and how, depends on RAM-efficient loading: only with it can the embedding alone be trained."""
@@ -350,6 +357,7 @@ def test_a_switch_to_full_breaks_the_next_checkpoint_of_fsdp1(saving: Seen) -> N
     assert seen["fsdp2"][1] == ""
 
 
+@LATER
 @pytest.mark.pain("P21")
 def test_a_checkpoint_of_the_other_type_is_not_found(saving: Seen) -> None:
     """Sharded read as full, full read as sharded, and Hugging Face weights alone: each looks for files of its own."""

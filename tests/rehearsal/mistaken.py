@@ -3,6 +3,7 @@
 It uses Accelerate and transformers alone, and knows nothing of the rehearsal.
 """
 
+import contextlib
 import sys
 
 import torch
@@ -13,7 +14,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 NAME, MODEL, FOLDER = sys.argv[1:4]
-accelerator = Accelerator(log_with="wandb" if NAME == "tracker" else None)
+ACCUMULATED = 2 if "divided" in NAME else 1
+accelerator = Accelerator(log_with="wandb" if NAME == "tracker" else None, gradient_accumulation_steps=ACCUMULATED)
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 if NAME == "other seeds":
@@ -54,7 +56,7 @@ if NAME == "experts":
 
     model.model.layers[0].mlp = Experts()
 
-rate = 1e-3 * (1 + accelerator.process_index) if NAME == "rates apart" else 1e-3
+rate = {"rates apart": 1e-3 * (1 + accelerator.process_index), "rate of 0": 0.0}.get(NAME, 1e-3)
 optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=rate)
 if NAME == "optimizer of other weights":
     optimizer = torch.optim.AdamW([nn.Parameter(one.detach().clone()) for one in model.parameters()], lr=1e-3)
@@ -72,11 +74,17 @@ else:
 
 if NAME == "loads whole weights":
     model.load_state_dict(load_file(f"{MODEL}/model.safetensors"))
+if NAME == "sums over ranks":
+    summed = lambda _, bucket: torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()  # noqa: E731
+    model.register_comm_hook(None, lambda _, bucket: summed(_, bucket).then(lambda done: done.value()[0]))
 if NAME == "attribute of a wrapped model":
     model.config.use_cache = False
 if NAME == "method of no model":
     model.prepare_for_traning()
 
+synced = contextlib.ExitStack()
+if NAME == "not synced":
+    synced.enter_context(accelerator.no_sync(model))
 steps = {"no step": False, "steps on one rank": accelerator.is_main_process}.get(NAME, True)
 for step, batch in enumerate(loader):
     batch = batch.to("cuda" if NAME == "cuda" else accelerator.device)
@@ -89,18 +97,38 @@ for step, batch in enumerate(loader):
         hidden = accelerator.unwrap_model(model).model.embed_tokens(batch)
         loss = accelerator.unwrap_model(model).model.layers[0].mlp(hidden).sum()
     else:
-        loss = model(input_ids=batch, labels=batch).loss
-    accelerator.backward(loss * scale)
+        counts = {"num_items_in_batch": torch.tensor(271.0)} if NAME == "count in forward" else {}
+        loss = model(input_ids=batch, labels=batch, **counts).loss
+    if NAME == "clips before backward":
+        accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+    if NAME == "not divided":
+        with accelerator.accumulate(model):
+            loss.backward()
+    elif NAME == "divided twice":
+        with accelerator.accumulate(model):
+            accelerator.backward(loss / ACCUMULATED)
+    else:
+        accelerator.backward(loss * scale)
     accelerator.print(f"step {step}: loss {loss.item():.4f}")
     if NAME == "torch clips":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    if NAME == "clips by another function":
+        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, norm)
+    if NAME == "cleared before the step":
+        optimizer.zero_grad()
     if steps:
         optimizer.step()
+    if NAME == "rank 0 writes" and accelerator.is_main_process:
+        with torch.no_grad():
+            for one in model.parameters():
+                getattr(one, "_local_tensor", one).mul_(1.1)
     if NAME == "other seeds":
         model.zero_grad()
     elif NAME != "never cleared":
         optimizer.zero_grad(set_to_none=NAME != "none")
-    if step == 1:
+    if step == 2 * ACCUMULATED - 1:
         break
 
 if NAME == "generate":

@@ -119,7 +119,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "generate outside of a gathered context": ("generate", FSDP1, "the script", "generate(rows"),
     "forward of a part of the model": ("part of the model", FSDP2, "the script", "model.embed_tokens(batch)"),
-    "other control flow on a rank": ("control flow", FSDP1, "the script", "accelerator.backward(loss"),
+    "other control flow on a rank": ("control flow", FSDP1, "the script", "loss = model(input_ids"),
     "experts as units, routed by rank": (
         "experts", FSDP2 | {"fsdp_transformer_layer_cls_to_wrap": "LlamaMLP"}, "fsdp_transformer_layer_cls_to_wrap", "",
     ),
@@ -153,6 +153,17 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a misspelt method": ("method of no model", FSDP2, "the script", "model.prepare_for_traning()"),
     "a loss that is NaN": ("loss is NaN", FSDP1, "the script", "accelerator.backward(loss"),
     "a tracker that isn't installed": ("tracker", FSDP2, "the script", "log_with="),
+    "clipping before backward": ("clips before backward", FSDP2, "the script", "accelerator.clip_grad_norm_"),
+    "clipping by another of torch's functions": ("clips by another function", FSDP1, "the script", "optimizer.step()"),
+    "no_sync around every step": ("not synced", FSDP2, "the script", "accelerator.backward(loss * scale)"),
+    "no_sync around every step, under FSDP1": ("not synced", FSDP1, "the script", "optimizer.step()"),
+    "no_sync around every step, under DDP": ("not synced", {}, "the script", "accelerator.backward(loss * scale)"),
+    "losses not divided by the accumulation steps": ("not divided", FSDP1, "the script", "loss.backward()"),
+    "losses divided twice": ("divided twice", FSDP2, "the script", "accelerator.backward(loss / ACCUMULATED)"),
+    "zero_grad() before the step": ("cleared before the step", FSDP2, "the script", "optimizer.step()"),
+    "a learning rate of 0": ("rate of 0", FSDP1, "the script", "optimizer.step()"),
+    "gradients summed over ranks": ("sums over ranks", {}, "the script", "accelerator.backward(loss * scale)"),
+    "weights that rank 0 alone changes": ("rank 0 writes", FSDP2, "the script", ""),
     "a batch sent to cuda": ("cuda", FSDP1, "the script", 'batch.to("cuda"'),
 }  # fmt: skip
 DOCS = (ROOT / "docs/rehearse.md").read_text()
@@ -179,6 +190,14 @@ def test_of_the_script(name: str, tiny_model: Path, tmp_path: Path) -> None:
         found = AT.search(failed["line"])
         assert found, failed
         assert abs(int(found[1]) - line_of(line)) <= 2
+
+
+def test_a_count_that_fsdp_rounds_is_a_mistake(tiny_model: Path, tmp_path: Path) -> None:
+    """It casts what the model's forward takes to bfloat16, which has no 271: all gradients are 271/272 of the right."""
+    failed = rehearsed(tmp_path, tiny_model, "count in forward", FSDP2, mixed_precision="bf16")["steps"][-1]
+    assert (failed["passed"], failed["key"]) == (False, "mixed_precision")
+    assert "gradients are 0.99" in failed["said"]
+    assert in_docs(failed["said"])
 
 
 @pytest.mark.parametrize("fsdp", [FSDP1 | {"fsdp_sync_module_states": True}, FSDP2], ids=["fsdp1", "fsdp2"])

@@ -10,4 +10,5 @@ from .holding import HeldUnit as HeldUnit
 from .holding import Holding as Holding
 from .holding import holdings as holdings
 from .holding import measure as measure
+from .recording import RECORDS as RECORDS
 from .watch import HOLD_AFTER as HOLD_AFTER

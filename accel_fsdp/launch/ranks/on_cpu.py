@@ -2,25 +2,30 @@
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.ranks import events, hang, script, watch
+from accel_fsdp.launch.ranks import events, hang, recording, replay, script, watch
 
 
 def run() -> None:
     """Runs the script whose name and arguments follow on the command line, and ends this process."""
-    code = _code_of_script()
+    del sys.argv[0]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    cpu.begin_rank()
+    recorder = recording.begin()  # before the watch, which asks whether the script itself is the caller
+    report_end = watch.begin()
+    if recorder is not None:
+        cpu.at_end(partial(replay.compare, recorder))
+    hang.begin()
+    code = _code_of_script(report_end)
     cpu.finish(code)
     sys.exit(code)
 
 
-def _code_of_script() -> int:
-    del sys.argv[0]
-    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
-    cpu.begin_rank()
-    report_end = watch.begin()
-    hang.begin()
+def _code_of_script(report_end: Callable[[], None]) -> int:
     code, error, line = 0, "", ""
     try:
         script.run(sys.argv[0])

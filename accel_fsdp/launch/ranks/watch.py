@@ -284,8 +284,9 @@ class _Steps:
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model, own in self._trained_by(trained):
             name = type(unwrapped(model)).__name__
+            every = {id(p) for p in model.parameters()}  # frozen ones too: AdamW(model.parameters()) has them
             line = self.weights.made_at.get(id(optimizer), "")
-            events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - own), line=line)
+            events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - every), line=line)
             if self.measures:
                 _report_holding("stepped", model)
             names = {id(module): user_name(path) for path, module in model.named_modules()}

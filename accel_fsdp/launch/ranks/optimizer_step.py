@@ -1,0 +1,48 @@
+"""Repeats one step of an optimizer on whole weights."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from accel_fsdp.launch.ranks import parts
+
+if TYPE_CHECKING:
+    import torch
+
+Tensors: TypeAlias = "dict[str, torch.Tensor]"
+
+
+def stepped(
+    kind: type[Any],
+    defaults: Mapping[str, Any],
+    step: Mapping[str, Any],
+    states: Sequence[Mapping[str, Any]],
+    before: Tensors,
+    used: Tensors,
+) -> Tensors:
+    """The weights after one step of a new optimizer with the recorded settings, states and gradients."""
+    import torch
+
+    weights = {name: torch.nn.Parameter(before[name].clone()) for names in step["names"] for name in names}
+    taken = inspect.signature(kind).parameters
+    groups = [{"params": [weights[name] for name in names]} for names in step["names"]]
+    optimizer = kind(groups, **{key: value for key, value in defaults.items() if key in taken})
+    for group, settings in zip(optimizer.param_groups, step["settings"], strict=True):
+        group.update({key: value for key, value in settings.items() if value is not None})
+    for name, weight in weights.items():
+        weight.grad = used[name].to(weight.dtype) if name in used else None
+        if state := _state(weight, [held.get(name, {}) for held in states]):
+            optimizer.state[weight] = state
+    optimizer.step()
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def _state(weight: "torch.Tensor", of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for key in dict.fromkeys(key for held in of_ranks for key in held):
+        values = [held[key] for held in of_ranks if key in held]
+        if isinstance(values[0], list):
+            state[key] = parts.whole(weight.shape, key, [{key: value} for value in values])
+        else:
+            state[key] = values[0]
+    return state

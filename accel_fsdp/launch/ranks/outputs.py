@@ -1,0 +1,41 @@
+"""Walks through what a module returns: tensors in dictionaries, tuples, lists and dataclasses."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+
+def tensors_in(value: Any) -> "Iterator[torch.Tensor]":
+    """Yields the tensors in what a module returned, in an order that is the same each time."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    for _, inner in members(value):
+        yield from tensors_in(inner)
+
+
+def members(value: Any) -> list[tuple[Any, Any]]:
+    """The keys and values of a container; none of anything else."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    return [(each.name, getattr(value, each.name)) for each in fields(value)] if is_dataclass(value) else []
+
+
+def with_member(container: Any, key: Any, value: Any) -> Any:
+    """The container with another member: itself, unless it is a tuple. One that can't be changed is left as it is."""
+    if isinstance(container, tuple):
+        changed = [*container[:key], value, *container[key + 1 :]]
+        return container._make(changed) if hasattr(container, "_make") else type(container)(changed)
+    with contextlib.suppress(Exception):  # a dataclass with slots, or whatever a class of the user raises
+        if isinstance(container, Mapping | list):
+            container[key] = value  # type: ignore[index]
+        else:
+            vars(container)[key] = value
+    return container

@@ -1,0 +1,122 @@
+"""Where the part that a rank holds of a weight, its gradient or its optimizer state is in the whole one."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from accel_fsdp.launch.ranks.holding import FLAT, user_name
+from accel_fsdp.library_internals import Internal
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Start: TypeAlias = "int | list[int]"
+Parts: TypeAlias = "dict[str, tuple[Start, torch.Tensor]]"
+"""By the name of a weight: where this rank's part starts in it, and the part."""
+RELIES_ON = (
+    Internal(f"{FLAT}._params"),
+    Internal(f"{FLAT}._shapes"),
+    Internal(f"{FLAT}._shard_param_infos"),
+    Internal("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "global_shape mesh placements *"),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a part: `start` is its offset in each dimension of the weight.
+
+    FSDP1 cuts flattened weights: there `start` counts the elements before the part. With `use_orig_params: false` one
+    `parameter` holds the parts of several weights, and `within` is the range of this one.
+    """
+
+    name: str
+    parameter: "torch.Tensor"
+    start: Start
+    within: slice | None = None
+
+    def part(self, values: Any) -> "torch.Tensor":
+        """A copy of the part, from a tensor laid out as `parameter` is, such as its gradient."""
+        from torch.distributed.tensor import DTensor
+
+        local = values.detach()
+        local = local.to_local() if isinstance(local, DTensor) else local
+        local = local.reshape(-1) if isinstance(self.start, int) else local
+        return (local if self.within is None else local[self.within]).cpu().clone()
+
+
+def places(model: "nn.Module") -> list[Place]:
+    """The places of all parts that this rank holds of a prepared model."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    found: list[Place] = []
+    paths = {id(module): user_name(path) for path, module in model.named_modules()}
+    flattened: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            found += _of_flat(module._handle.flat_param, paths)
+            flattened |= {id(parameter) for parameter in (module._handle.flat_param, *_originals(module))}
+    for path, parameter in model.named_parameters():
+        if id(parameter) not in flattened:
+            found.append(Place(user_name(path), parameter, _offsets(parameter)))
+    return found
+
+
+def parts(of: Iterable[Place], values: Callable[["torch.Tensor"], Any]) -> Parts:
+    """This rank's parts of what `values` gives for a parameter, without those for which it gives None."""
+    given = ((place, values(place.parameter)) for place in of)
+    return {place.name: (place.start, place.part(tensor)) for place, tensor in given if tensor is not None}
+
+
+def whole(shape: "torch.Size", name: str, of_ranks: Iterable[Parts]) -> "torch.Tensor | None":
+    """A weight's whole value from the ranks' parts; None if no rank has one."""
+    import torch
+
+    total: torch.Tensor | None = None
+    for start, part in (held[name] for held in of_ranks if name in held):
+        total = torch.zeros(shape, dtype=part.dtype) if total is None else total
+        region(total, start, part).copy_(part)
+    return total
+
+
+def region(total: "torch.Tensor", start: Start, part: "torch.Tensor") -> "torch.Tensor":
+    """The view of a whole weight that a rank's part fills."""
+    if isinstance(start, int):
+        return total.view(-1)[start : start + part.numel()]
+    return total[tuple(slice(first, first + size) for first, size in zip(start, part.shape, strict=True))]
+
+
+def names_of(of: Iterable[Place]) -> Mapping[int, list[str]]:
+    """The weights that each parameter of an optimizer holds parts of, by its id."""
+    names: dict[int, list[str]] = {}
+    for place in of:
+        names.setdefault(id(place.parameter), []).append(place.name)
+    return names
+
+
+def _of_flat(flat: Any, paths: Mapping[int, str]) -> Iterator[Place]:
+    originals = flat._params or [None] * len(flat._param_infos)
+    for info, shard, original in zip(flat._param_infos, flat._shard_param_infos, originals, strict=True):
+        if not shard.in_shard:
+            continue
+        name = ".".join(filter(None, (paths[id(info.module)], info.param_name)))
+        if original is not None:
+            yield Place(name, original, shard.intra_param_start_idx)
+            continue
+        within = slice(shard.offset_in_shard, shard.offset_in_shard + shard.numel_in_shard)
+        yield Place(name, flat, shard.intra_param_start_idx, within)
+
+
+def _originals(module: Any) -> list["torch.Tensor"]:
+    flat = module._handle.flat_param
+    return [*(flat._params or []), *(flat._shared_params or [])]
+
+
+def _offsets(parameter: Any) -> list[int]:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(parameter, DTensor):
+        return [0] * parameter.dim()
+    _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return list(offsets)

@@ -1,0 +1,391 @@
+"""Records the first updates of a script on each rank, so that one plain process can repeat them (`replay.py`).
+
+A forward pass of the model is cut out of the script: its inputs are recorded, and the gradients that came back to its
+outputs, however the script made its loss of them. An update ends with the steps of its optimizers.
+"""
+
+import copy
+import functools
+import inspect
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.errors import is_installed
+from accel_fsdp.launch.ranks import events, parts, script
+from accel_fsdp.launch.ranks.holding import is_unit, unwrapped, user_name
+from accel_fsdp.launch.ranks.observing import Observation, after, before
+from accel_fsdp.launch.ranks.outputs import members, with_member
+from accel_fsdp.launch.ranks.parts import Parts, Place
+from accel_fsdp.launch.ranks.records import Clip, Forward, Step, Unrecordable, Update, recorded, setting, states_of
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.library_internals import Internal
+from accel_fsdp.units import kib_or_mib
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+RECORDS = "ACCEL_FSDP_RECORDS"
+"""The variable that names the folder of recorded updates; if it isn't set, nothing is recorded."""
+MOST_UPDATES = 2
+MOST_BYTES = 2**29
+"""Of a model's weights: a rank keeps several copies of its part, and rank 0 two of the whole."""
+UPDATES = Observation(
+    "updates, to repeat them in one process",
+    (
+        *parts.RELIES_ON,
+        Internal("torch.nn:Module.__call__"),
+        Internal("torch.autograd:backward", "tensors *"),
+        Internal("torch.distributed.fsdp:fully_shard", "module *"),
+        Internal("torch.optim.optimizer:register_optimizer_step_post_hook", "hook"),
+    ),
+)
+
+
+@dataclass
+class Copy:
+    """A model from before it was sharded, and its number of hooks then.
+
+    `plain` is None on other ranks than 0, and where `why` says so.
+    """
+
+    plain: "nn.Module | None"
+    hooks: int
+    why: str = ""
+
+
+def begin() -> "Recorder | None":
+    """Begins to record where a rehearsal asks for it, before the script imports anything."""
+    folder = os.environ.get(RECORDS)
+    if not folder or not UPDATES.is_possible:
+        return None
+    recorder = Recorder(Path(folder))
+    recorder.install()
+    return recorder
+
+
+class Recorder:
+    """Records updates until there are `MOST_UPDATES`; then it takes its hooks out."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.copies: list[Copy] = []
+        self.optimizers: list[list[Any]] = []
+        self.prepared: dict[int, weakref.ref[nn.Module]] = {}
+        self.models: weakref.WeakKeyDictionary[nn.Module, tuple[int, str]] = weakref.WeakKeyDictionary()
+        self.places: list[Place] = []
+        self.update: Update | None = None
+        self.begun: Parts = {}
+        self.written = 0
+        self.depth = 0
+        self.in_backward = False
+        self.boundary: list[Any] = []
+        self.remove: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        import torch
+        import torch.distributed.fsdp as fsdp
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        before(DistributedDataParallel, "__init__", lambda _, module, *__, **___: self.keep(module))
+        before(fsdp.FullyShardedDataParallel, "__init__", lambda _, module, *__, **___: self._keep_whole(module))
+        before(fsdp, "fully_shard", lambda module, *_, **__: self._keep_whole(module))
+        for wrapper in (DistributedDataParallel, fsdp.FullyShardedDataParallel):
+            after(wrapper, "__init__", lambda model, *_, **__: self.prepare(model))
+        if is_installed("accelerate"):
+            from accelerate import Accelerator
+
+            before(Accelerator, "prepare", self._keep_all)
+        after(fsdp, "fully_shard", lambda module, *_, **__: self.prepare(module))
+        before(torch.nn.utils, "clip_grad_norm_", self._clips)
+        before(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._clips)
+        self._replace(torch.nn.Module, "__call__", self._calling)
+        self._replace(torch.autograd, "backward", self._running_backward)
+        hooks = [register_optimizer_step_pre_hook(self._step), register_optimizer_step_post_hook(self._stepped)]
+        self.remove += [hook.remove for hook in hooks]
+
+    def keep(self, root: "nn.Module") -> None:
+        """Copies a model before it is sharded; not a part of one that it has copied."""
+        if root in self.models:
+            return
+        number = len(self.copies)
+        self.copies.append(_copied(root))
+        self.models |= {inner: (number, path) for path, inner in root.named_modules()}
+        self.prepared[number] = weakref.ref(root)
+
+    def _keep_whole(self, part: Any) -> None:
+        """Copies the model that a module, or the first of a list of modules, is a part of."""
+        module = part[0] if isinstance(part, list) else part
+        if module not in self.models:
+            self.keep(_outermost(module))
+
+    def _keep_all(self, _: Any, *args: Any, **__: Any) -> None:
+        from torch import nn
+
+        for model in args:
+            if isinstance(model, nn.Module):
+                self.keep(model)
+
+    def prepare(self, model: "nn.Module") -> None:
+        """Called with a model that is sharded now, or whose part is; wrappers around it are its own modules."""
+        if isinstance(model, list) or (known := self.models.get(unwrapped(model))) is None:
+            return
+        number, within = known
+        for path, inner in model.named_modules():
+            self.models[inner] = (number, ".".join(filter(None, (within, user_name(path)))))
+        if not within:
+            self.prepared[number] = weakref.ref(model)
+
+    def end(self) -> None:
+        """Ends the last update, at the end of the script."""
+        self._close()
+        self._stop()
+        if self.written:
+            events.report("moved", moved=self._has_moved())
+
+    def _has_moved(self) -> bool:
+        """Whether any weight's part on this rank has other values than before the first update."""
+        now = parts.parts(self.places, lambda parameter: parameter)
+        return any(not part.equal(now[name][1]) for name, (_, part) in self.begun.items() if name in now)
+
+    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        setattr(owner, name, replaced)
+        self.remove.append(lambda: setattr(owner, name, original))
+
+    def _stop(self) -> None:
+        while self.remove:
+            self.remove.pop()()
+
+    def _calling(self, original: Callable[..., Any], module: "nn.Module", *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if self.depth or self.in_backward or not torch.is_grad_enabled() or module not in self.models:
+            return original(module, *args, **kwargs)
+        forward = self._begin_forward(module, args, kwargs)
+        self.depth += 1
+        try:
+            result = original(module, *args, **kwargs)
+        finally:
+            self.depth -= 1
+        return result if forward is None else self._watched(forward, result)
+
+    def _begin_forward(self, module: "nn.Module", args: Any, kwargs: Any) -> Forward | None:
+        import torch
+
+        if self.update is not None and self.update.steps:
+            self._close()
+        if self.written >= MOST_UPDATES:
+            self._stop()
+            return None
+        if self.update is None:
+            self.update = self._begin_update()
+        number, path = self.models[module]
+        try:
+            inputs = recorded([list(args), dict(kwargs)])
+        except Unrecordable as problem:
+            self.update.why = self.update.why or str(problem)
+            return None
+        inner = unwrapped(module)
+        evaluating = [name for name, part in inner.named_modules() if not part.training]
+        forward = Forward(number, path, inputs, torch.get_rng_state(), [user_name(name) for name in evaluating])
+        self.update.forwards.append(forward)
+        return forward
+
+    def _begin_update(self) -> Update:
+        models = {number: model for number, of in self.prepared.items() if (model := of()) is not None}
+        why = next((kept.why for kept in self.copies if kept.why), "")
+        if len(models) > 1:
+            why = why or "several models are trained"
+        if any(_hooks(model) != self.copies[number].hooks for number, model in models.items()):
+            why = why or "hooks were added to the model after it was sharded"
+        self.places = [place for model in models.values() for place in parts.places(model)]
+        trained = [place.name for place in self.places if place.parameter.requires_grad]
+        weights = parts.parts(self.places, lambda parameter: parameter if parameter.is_floating_point() else None)
+        self.begun = self.begun or weights
+        model = next(iter(models.values()))
+        return Update(weights, trained, _precision(model), _cast(model), why=why, accumulation=_accumulation())
+
+    def _watched(self, forward: Forward, value: Any, path: str = "") -> Any:
+        """What a module returned, with a copy of each tensor: an output may be a part of another, as logits of a loss.
+
+        So what comes back to a copy came from outside.
+        """
+        import torch
+
+        if isinstance(value, torch.Tensor):
+            return self._watched_tensor(forward, value, path)
+        within = f"{path}." if path else ""
+        for key, inner in members(value):
+            watched = self._watched(forward, inner, f"{within}{key}")
+            if watched is not inner:
+                value = with_member(value, key, watched)
+        return value
+
+    def _watched_tensor(self, forward: Forward, tensor: "torch.Tensor", path: str) -> "torch.Tensor":
+        number = len(forward.gradients)
+        forward.gradients.append(None)
+        if path == "loss" and tensor.numel() == 1:
+            forward.loss, forward.value = number, float(tensor.detach())
+        if not tensor.requires_grad:
+            return tensor
+        watched = tensor.clone()
+        watched.register_hook(  # type: ignore[no-untyped-call]
+            functools.partial(self._got_gradient, forward, number)
+        )
+        self.boundary.append(watched.grad_fn)
+        return watched
+
+    def _got_gradient(self, forward: Forward, number: int, gradient: "torch.Tensor") -> None:
+        last = forward.gradients[number]
+        now = gradient.detach().cpu().clone()
+        forward.gradients[number] = now if last is None else last + now
+
+    def _running_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
+        update = self.update
+        if update is not None and not self.in_backward:
+            roots = tensors if isinstance(tensors, list | tuple) else [tensors]
+            names = {id(place.parameter): place.name for place in self.places}
+            if outside := _reached(roots, {id(node) for node in self.boundary}, names):
+                update.why = update.why or f"{outside} is used outside of the model's forward"
+        nested, self.in_backward = self.in_backward, True
+        try:
+            original(tensors, *args, **kwargs)
+        finally:
+            self.in_backward = nested
+        if update is not None and not nested:
+            update.line = script.line_of_stack(sys._getframe(2))
+            update.backwards += 1
+            update.reduced = parts.parts(self.places, lambda parameter: parameter.grad)
+
+    def _step(self, optimizer: Any, *_: Any) -> None:
+        update = self.update
+        if update is None:
+            return
+        names = parts.names_of(self.places)
+        of = [[name for p in group["params"] for name in names.get(id(p), [])] for group in optimizer.param_groups]
+        own = {name for several in of for name in several}
+        held = [place for place in self.places if place.name in own]
+        settings = [
+            {key: setting(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups
+        ]
+        states = {place.name: states_of(optimizer.state.get(place.parameter, {}), place) for place in held}
+        update.steps.append(Step(of, settings, states, script.line_of_stack(sys._getframe(2))))
+        update.used |= parts.parts(held, lambda parameter: parameter.grad)
+
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
+        if self.update is None or not self.update.steps:
+            return
+        own = {name for several in self.update.steps[-1].names for name in several}
+        held = [place for place in self.places if place.name in own]
+        self.update.after |= parts.parts(held, lambda parameter: parameter)
+        if len(self.optimizers) <= self.written:
+            self.optimizers.append([])
+        self.optimizers[self.written].append(optimizer)
+
+    def _clips(self, _: Any, max_norm: Any, norm_type: Any = 2.0, *__: Any, **___: Any) -> None:
+        if self.update is not None:
+            line = script.line_of_stack(sys._getframe(2))
+            self.update.clips.append(Clip(float(max_norm), float(norm_type), self.update.backwards, line))
+
+    def _close(self) -> None:
+        """Writes an update that has ended with a step."""
+        import torch
+
+        update, self.update, self.boundary = self.update, None, []
+        if update is None or not update.steps:
+            return
+        rank = LaunchEnvironment.now().rank
+        path = self.folder / f"{rank}.{self.written}"
+        torch.save(asdict(update), f"{path}.part")
+        os.replace(f"{path}.part", path)
+        self.written += 1
+
+
+def _reached(roots: "Iterable[torch.Tensor]", boundary: set[int], names: Mapping[int, str]) -> str:
+    """The first weight that a loss depends on by another way than the outputs of recorded forward passes; or empty."""
+    seen: dict[int, Any] = {}  # which keeps the nodes, so that no other one gets the id of a seen one
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    while nodes:
+        node = nodes.pop()
+        if id(node) in boundary or id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if name := names.get(id(getattr(node, "variable", None))):
+            return name
+        nodes += [inner for inner, _ in node.next_functions if inner is not None]
+    return ""
+
+
+def _outermost(module: "nn.Module") -> "nn.Module":
+    """The model that a module is a part of, or itself."""
+    import gc
+
+    from torch import nn
+
+    made = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
+    holders = [holder for holder in made if any(inner is module for inner in holder.modules())]
+    return max(holders, key=lambda holder: sum(1 for _ in holder.modules()), default=module)
+
+
+def _copied(model: "nn.Module") -> Copy:
+    hooks = _hooks(model)
+    if LaunchEnvironment.now().rank != 0:
+        return Copy(None, hooks)
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if size_bytes > MOST_BYTES:
+        return Copy(None, hooks, f"the model has more than {kib_or_mib(MOST_BYTES)}")
+    try:
+        return Copy(copy.deepcopy(model), hooks)
+    except Exception as error:  # whatever a model's own code raises
+        return Copy(None, hooks, f"the model can't be copied: {type(error).__name__}: {error}")
+
+
+def _hooks(model: "nn.Module") -> int:
+    """The hooks of a model's modules that may change what it computes; those of torch itself, such as FSDP's, not."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
+    functions = [inspect.unwrap(getattr(hook, "func", hook)) for hook in hooks]
+    return sum(not str(getattr(function, "__module__", "")).startswith("torch.") for function in functions)
+
+
+def _precision(model: Any) -> str:
+    """What the forward pass computes in: "no" for the weights' own type, else as Accelerate names it."""
+    import torch
+
+    if torch.is_autocast_enabled("cpu"):
+        return _name(torch.get_autocast_dtype("cpu"))
+    if (state := sys.modules.get("accelerate.state")) and state.is_initialized():
+        return str(state.AcceleratorState().mixed_precision)
+    return _cast(model)
+
+
+def _cast(model: "nn.Module") -> str:
+    """What FSDP casts the weights to for a forward pass; "no" if it casts none."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    unit: Any = next((module for module in model.modules() if is_unit(module)), None)
+    if isinstance(unit, FullyShardedDataParallel):
+        return _name(getattr(unit.mixed_precision, "param_dtype", None))
+    return "no" if unit is None else _name(unit._get_fsdp_state()._mp_policy.param_dtype)
+
+
+def _name(dtype: Any) -> str:
+    return {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "no")
+
+
+def _accumulation() -> int:
+    """The micro-batches of a step, as Accelerate divides losses by them."""
+    state = sys.modules.get("accelerate.state")
+    return int(state.GradientState().num_steps) if state and state.is_initialized() else 1

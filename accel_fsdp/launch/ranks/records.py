@@ -1,0 +1,113 @@
+"""What a rank records of an update: numbers, texts and tensors, as `torch.load(weights_only=True)` reads no others."""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.launch.ranks.parts import Parts, Place
+
+if TYPE_CHECKING:
+    import torch
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+class Unrecordable(Exception):
+    """What of an update can't be recorded, as a sentence."""
+
+
+@dataclass
+class Forward:
+    """One outermost forward pass: `module` is its path in the model, `gradients` those of its outputs, in order.
+
+    `loss` is the number of the output that the model itself calls its loss, `evaluating` the modules in that mode.
+    """
+
+    model: int
+    module: str
+    inputs: Any
+    random: "torch.Tensor"
+    evaluating: list[str]
+    gradients: "list[torch.Tensor | None]" = field(default_factory=list)
+    loss: int | None = None
+    value: float | None = None
+
+
+@dataclass
+class Step:
+    """One step of an optimizer: the names of weights and the settings of each group, and its states before the step."""
+
+    names: list[list[str]]
+    settings: list[dict[str, Any]]
+    states: "dict[str, dict[str, Any]]"
+    line: str
+
+
+@dataclass
+class Clip:
+    """A call that clips to a norm. `backwards`: how many backward passes of the update came before."""
+
+    most: float
+    norm: float
+    backwards: int
+    line: str
+
+
+@dataclass
+class Update:
+    """`weights` and `after` are the weights' parts before and after it, `reduced` the gradients after the last
+    backward pass, and `used` those that the optimizers saw. `cast`: what FSDP casts weights to for a forward pass.
+    `why` it can't be repeated; empty if it can.
+    """
+
+    weights: Parts
+    trained: list[str]
+    precision: str
+    cast: str
+    forwards: list[Forward] = field(default_factory=list)
+    reduced: Parts = field(default_factory=dict)
+    used: Parts = field(default_factory=dict)
+    after: Parts = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    clips: list[Clip] = field(default_factory=list)
+    backwards: int = 0
+    accumulation: int = 1
+    line: str = ""
+    why: str = ""
+
+
+def recorded(value: Any) -> Any:
+    """A copy of a forward pass's inputs; raises `Unrecordable` at what a file of tensors can't hold."""
+    import torch
+
+    if isinstance(value, PLAIN):
+        return value
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return value.detach().cpu().clone().requires_grad_(value.requires_grad)
+    if isinstance(value, Mapping):
+        return {key: recorded(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [recorded(inner) for inner in value]
+    raise Unrecordable(f"the model's forward takes a {type(value).__name__}")
+
+
+def states_of(state: Mapping[str, Any], place: Place) -> dict[str, Any]:
+    """An optimizer's states of a weight: its part of those with a value for each element, and single numbers."""
+    import torch
+
+    kept: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == place.parameter.shape:
+            kept[key] = [place.start, place.part(value)]
+        else:
+            with contextlib.suppress(Unrecordable):
+                kept[key] = recorded(value)
+    return kept
+
+
+def setting(value: Any) -> Any:
+    try:
+        return recorded(value)
+    except Unrecordable:
+        return None

@@ -1,0 +1,381 @@
+"""Repeats recorded updates in one plain process on rank 0, and compares gradients, clipping and steps with the ranks'.
+
+Each part is repeated with what the ranks had before it, so that differences don't add up: forward and backward passes
+with the ranks' weights, the optimizers' steps with the gradients that these saw.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.launch.ranks import events, parts
+from accel_fsdp.launch.ranks.holding import user_name
+from accel_fsdp.launch.ranks.optimizer_step import Tensors, stepped
+from accel_fsdp.launch.ranks.outputs import tensors_in
+from accel_fsdp.launch.ranks.recording import Recorder
+from accel_fsdp.launch_environment import LaunchEnvironment
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+WAIT_SECONDS = 10.0
+"""How long rank 0 waits for the records of the others, which have ended their scripts."""
+EXACT = 1e-3
+"""The largest relative difference of a weight's gradient or update in float32. 2e-5 was measured."""
+ROUNDED = 0.1
+"""The same of gradients in 16 bits, where FSDP also rounds what autocast leaves in float32. 1e-2 was measured."""
+ROUNDED_RATIO = 2e-3
+"""How far from 1 the ratio of all gradients may be in 16 bits, where rounding cancels out. 6e-4 was measured."""
+FLOOR = 1e-2
+"""Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
+MOSTLY = 0.9
+"""The share of a weight's elements that change where a script changes all of it: zeros may stay."""
+DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
+"""As torch names what Accelerate calls a mixed precision."""
+UNREPEATED = ("fp8",)
+KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
+"""Modules whose optimizers communicate with no other rank in a step."""
+
+
+class Unrepeatable(Exception):
+    """Why an update can't be repeated, as a sentence."""
+
+
+def compare(recorder: Recorder) -> None:
+    """Called on each rank when the script has ended; rank 0 repeats the updates and reports what differs."""
+    import torch.distributed as dist
+
+    recorder.end()
+    launch = LaunchEnvironment.now()
+    if dist.is_initialized():
+        dist.barrier()
+    if launch.rank != 0:
+        return
+    try:
+        last: list[dict[str, Any]] = []
+        for number in range(recorder.written):
+            updates = _read(recorder.folder, number, launch.world_size)
+            _compare_between(last, updates)
+            _Repeated(recorder, number, updates).compare()
+            last = updates
+        if not recorder.written:
+            raise Unrepeatable("no forward pass of a model that was sharded led to a step of an optimizer")
+    except Unrepeatable as problem:
+        events.report("unrepeated", why=str(problem))
+    except Exception as error:  # whatever a model's own code raises
+        events.report("unrepeated", why=f"{type(error).__name__}: {error}")
+
+
+def _read(folder: Path, number: int, ranks: int) -> list[dict[str, Any]]:
+    import torch
+
+    end = time.monotonic() + WAIT_SECONDS
+    paths = [folder / f"{rank}.{number}" for rank in range(ranks)]
+    while not all(path.is_file() for path in paths):
+        if time.monotonic() > end:
+            missing = next(rank for rank, path in enumerate(paths) if not path.is_file())
+            raise Unrepeatable(f"rank {missing} took fewer steps")
+        time.sleep(0.05)
+    return [torch.load(path, weights_only=True) for path in paths]
+
+
+def _compare_between(last: Sequence[Mapping[str, Any]], updates: Sequence[Mapping[str, Any]]) -> None:
+    """Reports a weight that changed wholly on some ranks since the last step, and on others not at all."""
+    changes: dict[str, dict[int, float]] = {}
+    for rank, (update, now) in enumerate(zip(last, updates, strict=bool(last))):
+        for name, (_, part) in update["after"].items():
+            if name in now["weights"] and part.numel():
+                changes.setdefault(name, {})[rank] = float((part != now["weights"][name][1]).float().mean())
+    for name, shares in changes.items():
+        changed = [rank for rank, share in shares.items() if share > MOSTLY]
+        same = [rank for rank, share in shares.items() if share == 0]
+        if changed and same:
+            events.report("otherwise", what="behind", name=name, ranks=[changed[0], same[0]], line="")
+            return
+
+
+class _Repeated:
+    """One update of all ranks, `updates`, and the model to repeat it with."""
+
+    def __init__(self, recorder: Recorder, number: int, updates: Sequence[dict[str, Any]]) -> None:
+        self.number = number
+        self.updates = updates
+        self.first = updates[0]
+        if why := next((update["why"] for update in updates if update["why"]), ""):
+            raise Unrepeatable(why)
+        if self.first["precision"] in UNREPEATED:
+            raise Unrepeatable(f"autocast on a CPU has no {self.first['precision']}")
+        copies = [kept.plain for kept in recorder.copies]
+        used = {forward["model"] for update in updates for forward in update["forwards"]}
+        model = copies[next(iter(used))] if len(used) == 1 else None
+        if model is None:
+            raise Unrepeatable("no model of it was copied before it was sharded")
+        self.model: nn.Module = model
+        self.optimizers = recorder.optimizers[number]
+        self.weights = {user_name(path): weight for path, weight in model.named_parameters()}
+
+    def compare(self) -> None:
+        trained = self.first["trained"]
+        if missing := next((name for name in trained if name not in self.weights), ""):
+            raise Unrepeatable(f"the model had no {missing} before it was sharded")
+        reduced, used = self._whole("reduced"), self._whole("used")
+        self._compare_copies("reduced", "gradient")
+        alone = self._gradients()
+        apart, ratio = self._compare_gradients(reduced, alone)
+        self._compare_clipping(reduced, used)
+        self._compare_losses()
+        before, after = self._whole("weights"), self._whole("after")
+        self._compare_copies("after", "value")
+        why = self._compare_steps(before, used, after)
+        covered = {name for step in self.first["steps"] for names in step["names"] for name in names}
+        moved = any(not before[name].equal(after[name]) for name in after)
+        still = {name for name, gradient in alone.items() if bool(gradient.any())} - covered
+        events.report(
+            "repeated",
+            update=self.number + 1,
+            apart=apart,
+            ratio=ratio,
+            steps=why,
+            moved=moved,
+            cleared=bool(alone) and not any(bool(gradient.any()) for gradient in used.values()),
+            rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
+            uncovered=sorted(still),
+            exact=self.exact,
+            line=self._step_line,
+        )
+
+    @property
+    def exact(self) -> bool:
+        import torch
+
+        full = all(weight.dtype == torch.float32 for weight in self.weights.values() if weight.is_floating_point())
+        return self.first["precision"] == "no" and full
+
+    @property
+    def _step_line(self) -> str:
+        return str(self.first["steps"][-1]["line"])
+
+    def _differs(self, what: str, line: str, **content: Any) -> None:
+        events.report("otherwise", what=what, update=self.number + 1, line=line, **content)
+
+    def _whole(self, kind: str) -> Tensors:
+        of_ranks = [update[kind] for update in self.updates]
+        names = {name: None for held in of_ranks for name in held}
+        wholes = {name: parts.whole(self.weights[name].shape, name, of_ranks) for name in names if name in self.weights}
+        return {name: tensor for name, tensor in wholes.items() if tensor is not None}
+
+    def _gradients(self) -> Tensors:
+        """The plain model's gradients: of the mean over ranks of the sum over their micro-batches."""
+        import torch
+
+        values = self._whole("weights")
+        trained = set(self.first["trained"])
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                if name in values:
+                    weight.copy_(_rounded(values[name], self.first["cast"]))
+        for name, weight in self.weights.items():
+            weight.requires_grad_(name in trained and weight.is_floating_point())
+            weight.grad = None
+        state = torch.get_rng_state()
+        try:
+            with alone():
+                for update in self.updates:
+                    for forward in update["forwards"]:
+                        self._repeat(forward)
+        finally:
+            torch.set_rng_state(state)
+        gradients = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
+        return {name: gradient.float() / len(self.updates) for name, gradient in gradients.items()}
+
+    def _repeat(self, forward: Mapping[str, Any]) -> None:
+        import torch
+
+        if not any(gradient is not None for gradient in forward["gradients"]):
+            return
+        module = self.model.get_submodule(forward["module"]) if forward["module"] else self.model
+        evaluating = set(forward["evaluating"])
+        for path, part in module.named_modules():
+            part.training = user_name(path) not in evaluating
+        torch.set_rng_state(forward["random"])
+        args, kwargs = forward["inputs"]
+        precision = self.first["precision"]
+        dtype = getattr(torch, DTYPES[precision]) if precision in DTYPES else None
+        with torch.enable_grad(), torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            result = module(*args, **kwargs)
+        outputs = list(tensors_in(result))
+        if len(outputs) != len(forward["gradients"]):
+            raise Unrepeatable("the model returns other outputs when it isn't sharded")
+        pairs = [
+            (output, gradient.to(output.dtype).reshape(output.shape))
+            for output, gradient in zip(outputs, forward["gradients"], strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _compare_gradients(self, reduced: Tensors, alone: Tensors) -> tuple[float, float]:
+        """The largest relative difference of a gradient, and the ratio of all of them; reports a difference."""
+        if not alone:
+            raise Unrepeatable("no gradient came back to the model's outputs")
+        largest = max(_norm(gradient) for gradient in alone.values())
+        tolerance = EXACT if self.exact else ROUNDED
+        worst, worst_name = 0.0, ""
+        for name, gradient in alone.items():
+            theirs = reduced.get(name)
+            apart = _norm(gradient - (theirs.float() if theirs is not None else 0)) / max(
+                _norm(gradient), FLOOR * largest
+            )
+            if apart > worst or math.isnan(apart):
+                worst, worst_name = apart, name
+        ratio = _ratio(reduced, alone)
+        if worst <= tolerance and not self.exact and abs(ratio - 1) > ROUNDED_RATIO:
+            self._differs("all-gradients", self.first["line"], ratio=ratio)
+        if not worst <= tolerance:
+            theirs = reduced.get(worst_name)
+            own = 0.0 if theirs is None else _ratio({worst_name: theirs}, {worst_name: alone[worst_name]})
+            self._differs(
+                "gradient",
+                self.first["line"],
+                name=worst_name,
+                apart=worst,
+                ratio=own,
+                all=ratio,
+                ranks=len(self.updates),
+                accumulation=self._forwards(),
+            )
+        return worst, ratio
+
+    def _forwards(self) -> int:
+        return len(self.first["forwards"])
+
+    def _compare_clipping(self, reduced: Tensors, used: Tensors) -> None:
+        """Compares the factor between reduced and used gradients on all ranks, and with the norm that was asked for."""
+        clips = self.first["clips"]
+        if clips and not any(clip["backwards"] for clip in clips):
+            self._differs("clipped-early", clips[0]["line"])
+            return
+        factors = {rank: _factor(update["reduced"], update["used"]) for rank, update in enumerate(self.updates)}
+        known = {rank: factor for rank, factor in factors.items() if factor is not None}
+        if not known:
+            return
+        lowest, highest = (choose(known, key=lambda rank: known[rank]) for choose in (min, max))
+        if known[highest] - known[lowest] > EXACT * known[highest]:
+            line = clips[-1]["line"] if clips else self._step_line
+            self._differs("clipped-apart", line, factors=[known[lowest], known[highest]], ranks=[lowest, highest])
+            return
+        if not clips or len(known) < len(factors):
+            return
+        if len({(clip["most"], clip["norm"]) for clip in clips}) > 1 or clips[-1]["norm"] != 2:
+            return
+        total = math.sqrt(sum(_norm(gradient) ** 2 for gradient in reduced.values()))
+        expected = min(1.0, clips[-1]["most"] / (total + 1e-6))
+        if abs(expected - known[lowest]) > 10 * EXACT * expected:
+            self._differs("clipped-otherwise", clips[-1]["line"], factors=[known[lowest], expected])
+
+    def _compare_losses(self) -> None:
+        """What came back to the losses that the model itself made adds up to 1, if each is divided once."""
+        accumulation = self.first["accumulation"]
+        forwards = self.first["forwards"]
+        own = [forward for forward in forwards if forward["loss"] is not None]
+        if accumulation < 2 or len(own) != accumulation or len(forwards) != accumulation:
+            return
+        others = any(g is not None for f in own for n, g in enumerate(f["gradients"]) if n != f["loss"])
+        shares = [forward["gradients"][forward["loss"]] for forward in own]
+        counted = any("num_items_in_batch" in forward["inputs"][1] for forward in own)
+        if others or counted or any(share is None for share in shares):
+            return
+        total = sum(float(share) for share in shares)
+        for ratio in (accumulation, 1 / accumulation):
+            if abs(total / ratio - 1) < EXACT:
+                self._differs("divided", self.first["line"], ratio=ratio, accumulation=accumulation)
+
+    def _compare_copies(self, kind: str, what: str) -> None:
+        """Reports the first weight of which two ranks hold different copies, as under DDP and in replicas."""
+        import torch
+
+        for name in self.first["trained"]:
+            seen: dict[str, tuple[int, torch.Tensor]] = {}
+            for rank, update in enumerate(self.updates):
+                if (held := update[kind].get(name)) is None:
+                    continue
+                start, part = held
+                first, same = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
+                apart = _norm(part - same) / max(_norm(same), 1e-12)
+                if part.numel() and apart > EXACT:
+                    line = self.first["line"] if kind == "reduced" else self._step_line
+                    self._differs("copies", line, name=name, of=what, ranks=[first, rank], apart=apart)
+                    return
+
+    def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
+        """Repeats each optimizer's step with the gradients that it saw; returns why it can't, or an empty text."""
+        for step, optimizer in zip(self.first["steps"], self.optimizers, strict=False):
+            kind = type(optimizer)
+            if not f"{kind.__module__}.".startswith(KNOWN_OPTIMIZERS):
+                return f"{kind.__name__} is not an optimizer of torch or transformers"
+            index = self.first["steps"].index(step)
+            states = [update["steps"][index]["states"] for update in self.updates]
+            try:
+                changed = stepped(kind, optimizer.defaults, step, states, before, used)
+            except Exception as error:  # whatever an optimizer's own code raises
+                return f"{kind.__name__}: {type(error).__name__}: {error}"
+            for name, weight in changed.items():
+                change, expected = after[name].float() - before[name].float(), weight.float() - before[name].float()
+                size = max(_norm(expected), 1e-6 * _norm(before[name]))
+                if size and (apart := _norm(change - expected) / size) > 10 * EXACT:
+                    self._differs(
+                        "step",
+                        step["line"],
+                        name=name,
+                        apart=apart,
+                        optimizer=kind.__name__,
+                        ratio=_ratio({name: change}, {name: expected}),
+                    )
+                    return ""
+        return ""
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Raises `Unrepeatable` where code communicates with other ranks, which have ended their scripts."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
+                raise Unrepeatable("the model's forward communicates with other ranks")
+            return func(*args, **(kwargs or {}))
+
+    with Alone():  # type: ignore[no-untyped-call]
+        yield
+
+
+def _rounded(weight: "torch.Tensor", cast: str) -> "torch.Tensor":
+    """The weight as FSDP casts it: norms that learn by the same steps are all rounded to the same side."""
+    import torch
+
+    return weight.to(getattr(torch, DTYPES[cast])).to(weight.dtype) if cast in DTYPES else weight
+
+
+def _norm(values: "torch.Tensor") -> float:
+    return float(values.float().norm())
+
+
+def _ratio(theirs: Mapping[str, "torch.Tensor"], alone: Mapping[str, "torch.Tensor"]) -> float:
+    """How many times the plain gradients the others are: their projection on these."""
+    pairs = [(theirs[name].float().flatten(), alone[name].float().flatten()) for name in alone if name in theirs]
+    square = sum(float(ours.double().dot(ours.double())) for _, ours in pairs)
+    return sum(float(other.double().dot(ours.double())) for other, ours in pairs) / square if square else 0.0
+
+
+def _factor(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float | None:
+    """What a rank multiplied its parts of the gradients with; None if that isn't one number, or it has none."""
+    before = {name: part for name, (_, part) in reduced.items() if name in used}
+    after = {name: used[name][1] for name in before}
+    ratio = _ratio(after, before)
+    size = math.sqrt(sum(_norm(part) ** 2 for part in after.values()))
+    apart = math.sqrt(sum(_norm(after[name] - ratio * part) ** 2 for name, part in before.items()))
+    return ratio if size and apart <= EXACT * size else None

@@ -1,0 +1,161 @@
+"""What repeating the ranks' updates in one plain process showed: differences, and updates without an effect. Pure."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.units import counted
+
+NEAR = 0.01
+"""How near a ratio must be to one that has a meaning, relative to it."""
+
+
+def differences(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """Yields the first difference between the ranks and one process, or why no update had an effect."""
+    for event in events:
+        if event.kind == "otherwise":
+            yield SAID[event.content["what"]](event.content)
+            return
+    yield from _without_effect(events)
+
+
+def said(events: Sequence[RankEvent]) -> str:
+    """What was compared, as the end of a sentence; empty if nothing was recorded."""
+    if why := next((event.content["why"] for event in events if event.kind == "unrepeated"), ""):
+        return f"; not repeated in one process: {why}"
+    updates = [event.content for event in events if event.kind == "repeated"]
+    if not updates:
+        return ""
+    apart = max(update["apart"] for update in updates)
+    compared = "gradients and weights of" if not any(update["steps"] for update in updates) else "gradients of"
+    notes = "".join(f"; its step was not repeated: {update['steps']}" for update in updates[:1] if update["steps"])
+    if uncovered := updates[0]["uncovered"]:
+        names = f"{uncovered[0]} and {len(uncovered) - 1} more" if len(uncovered) > 1 else uncovered[0]
+        notes += f"; no optimizer has {names}, which have gradients"
+    return f"; {compared} {counted(len(updates), 'step')} are those of one process (apart by {apart:.0e}){notes}"
+
+
+def _gradient(content: Mapping[str, Any]) -> Failure:
+    name, ratio = content["name"], content["ratio"]
+    if ratio == 0:
+        name = name if content["all"] else "any weight"
+        what = f"no gradient comes to {name}, and in one process one does"
+    elif meaning := _meaning(ratio, content):
+        what = f"the gradient of {name} is {ratio:.4g} times that of one process: {meaning}"
+    else:
+        what = f"the gradient of {name} differs from that of one process by {content['apart']:.2g} of its norm"
+    fix = (
+        "see what changes gradients between forward and step: hooks of the script, no_sync, a divide factor; or a "
+        "library is at fault"
+    )
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
+def _meaning(ratio: float, content: Mapping[str, Any]) -> str:
+    ranks, batches = content["ranks"], content["accumulation"]
+    meanings = (
+        (ranks, "it is summed over ranks, not averaged"),
+        (1 / ranks, "it is averaged over ranks twice"),
+        (batches, "it is multiplied by the number of micro-batches"),
+        (1 / batches, "it is divided by the number of micro-batches twice"),
+        (ranks * batches, "it is summed over ranks and micro-batches"),
+    )
+    near = (text for value, text in meanings if value != 1 and math.isclose(ratio, value, rel_tol=NEAR))
+    return next(near, "")
+
+
+def _copies(content: Mapping[str, Any]) -> Failure:
+    first, other = content["ranks"]
+    name = content["name"]
+    if content["of"] == "gradient":
+        what = f"ranks {first} and {other} step with different gradients of {name}: they are not averaged"
+        return Failure(what, SCRIPT, "leave no_sync before the last micro-batch of a step", content["line"])
+    what = f"{name} has other values on rank {other} than on rank {first} after a step"
+    return Failure(
+        what, SCRIPT, "change weights on all ranks in the same way, or only by the optimizer", content["line"]
+    )
+
+
+def _all_gradients(content: Mapping[str, Any]) -> Failure:
+    ratio = content["ratio"]
+    what = f"gradients are {ratio:.4f} times those of one process under autocast, on average over all weights"
+    fix = (
+        "a count or scale that the loss is divided by may be rounded to 16 bits: keep it in float32, outside of forward"
+    )
+    return Failure(what, "mixed_precision", fix, content["line"])
+
+
+def _behind(content: Mapping[str, Any]) -> Failure:
+    changed, same = content["ranks"]
+    what = f"between two steps {content['name']} changed on rank {changed}, and not on rank {same}"
+    fix = "change weights on all ranks; a rank sees its own shards alone"
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
+def _clipped_early(content: Mapping[str, Any]) -> Failure:
+    what = "gradients are clipped before the backward pass that makes them: the step takes them unclipped"
+    return Failure(what, SCRIPT, "clip between backward and optimizer.step()", content["line"])
+
+
+def _clipped_apart(content: Mapping[str, Any]) -> Failure:
+    (lowest, highest), (first, other) = content["factors"], content["ranks"]
+    what = (
+        f"clipping multiplies gradients by {lowest:.4g} on rank {first} and by {highest:.4g} on rank {other}: "
+        "each takes the norm of its own shards"
+    )
+    return Failure(what, SCRIPT, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
+
+
+def _clipped_otherwise(content: Mapping[str, Any]) -> Failure:
+    factor, expected = content["factors"]
+    what = f"clipping multiplies gradients by {factor:.4g}, and in one process by {expected:.4g}"
+    return Failure(what, SCRIPT, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
+
+
+def _divided(content: Mapping[str, Any]) -> Failure:
+    batches = content["accumulation"]
+    if content["ratio"] > 1:
+        what = f"losses are not divided by gradient_accumulation_steps: gradients are {batches} times those of the mean"
+        return Failure(what, SCRIPT, "accelerator.backward(loss), which divides it", content["line"])
+    what = f"losses are divided by gradient_accumulation_steps twice: gradients are 1/{batches} of those of the mean"
+    return Failure(what, SCRIPT, "accelerator.backward(loss) divides it: leave out the script's own", content["line"])
+
+
+def _step(content: Mapping[str, Any]) -> Failure:
+    what = (
+        f"{content['optimizer']} changes {content['name']} by other values than in one process, apart by "
+        f"{content['apart']:.2g} of their norm"
+    )
+    fix = "an optimizer that works on each element, such as AdamW, or FSDP2, which gives it whole weights as DTensors"
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
+def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """No update that was recorded moved a weight."""
+    updates = [event.content for event in events if event.kind == "repeated"]
+    if not updates:
+        return
+    line = updates[0]["line"]
+    if all(update["cleared"] for update in updates):
+        what = f"no gradient comes to the optimizer in {counted(len(updates), 'step')}"
+        fix = "backward, then optimizer.step(), then zero_grad(); and the last micro-batch of a step outside of no_sync"
+        yield Failure(what, SCRIPT, fix, line)
+    elif not any(event.content["moved"] for event in events if event.kind == "moved"):
+        rates = {rate for update in updates for rate in update["rates"]}
+        why = ": the learning rate is 0" if rates == {0.0} else ""
+        yield Failure(f"no weight moved in any step{why}", SCRIPT, "see the optimizer's rate and its schedule", line)
+
+
+SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
+    "gradient": _gradient,
+    "all-gradients": _all_gradients,
+    "copies": _copies,
+    "behind": _behind,
+    "clipped-early": _clipped_early,
+    "clipped-apart": _clipped_apart,
+    "clipped-otherwise": _clipped_otherwise,
+    "divided": _divided,
+    "step": _step,
+}

@@ -1,0 +1,101 @@
+"""A training script that is unusual and right: `right.py WAYS MODEL`, with names of ways between commas."""
+
+import contextlib
+import copy
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+WAYS, MODEL = sys.argv[1].split(","), sys.argv[2]
+BY_HAND = "accumulates by hand" in WAYS
+EACH = 2 if "accumulates" in WAYS or BY_HAND else 1
+accelerator = Accelerator(gradient_accumulation_steps=1 if BY_HAND else EACH)
+torch.manual_seed(0)
+dropout = {"attention_dropout": 0.5} if "dropout" in WAYS else {}
+model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, **dropout).train()
+reference = copy.deepcopy(model).eval().requires_grad_(False)
+loader: Any = DataLoader(torch.randint(0, 100, (32, 12)), batch_size=2)  # type: ignore[arg-type]
+if {"frozen weights", "gradual unfreezing"} & {*WAYS}:
+    for layer in model.model.layers[:1]:
+        layer.requires_grad_(False)
+if "gradient checkpointing" in WAYS:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+if "adapter" in WAYS:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+parameters = list(model.parameters())
+optimizer: Any = torch.optim.AdamW(parameters, lr=1e-3)
+if "momentum" in WAYS:
+    optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1)
+if "groups" in WAYS:
+    decayed = [one for one in parameters if one.dim() > 1]
+    plain = [one for one in parameters if one.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}], lr=1e-3)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if "warmup" in WAYS:
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: min(step, 5) / 5)
+if "hook" in WAYS:
+    accelerator.unwrap_model(model).model.layers[0].mlp.register_forward_hook(lambda *given: given[2] * 1.5)
+average: dict[str, torch.Tensor] = {}
+
+
+def loss_of(batch: torch.Tensor) -> torch.Tensor:
+    if "own loss" in WAYS:
+        logits = model(input_ids=batch).logits[:, :-1]
+        return nn.functional.cross_entropy(logits.flatten(0, 1).div(2), batch[:, 1:].flatten(), label_smoothing=0.1)
+    output = model(input_ids=batch, labels=batch)
+    loss: torch.Tensor = output.loss
+    if "loss and logits" in WAYS:
+        loss = loss + 1e-2 * output.logits.float().logsumexp(-1).square().mean()
+    if "penalty" in WAYS:
+        loss = loss + sum(1e-2 * one.square().sum() for one in model.parameters())
+    if "reference" in WAYS:
+        with torch.no_grad():
+            told = reference(input_ids=batch).logits
+        loss = loss + nn.functional.mse_loss(output.logits, told)
+    if "two passes" in WAYS:
+        loss = loss + model(input_ids=batch.flip(1), labels=batch).loss
+    return loss
+
+
+for step, batch in enumerate(loader):
+    if BY_HAND:
+        is_last = step % EACH == EACH - 1
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
+            accelerator.backward(loss_of(batch))
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(batch))
+            if "clips values" in WAYS:
+                torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
+            if "clips each micro-batch" in WAYS or ("clips" in WAYS and accelerator.sync_gradients):
+                accelerator.clip_grad_norm_(model.parameters(), 1e-2)
+            optimizer.step()
+            if "warmup" in WAYS:
+                schedule.step()
+            optimizer.zero_grad()
+    if "average" in WAYS:
+        for name, one in model.named_parameters():
+            average.setdefault(name, one.detach().clone()).lerp_(one.detach(), 0.1)
+    if "weights clamped" in WAYS:
+        with torch.no_grad():
+            for one in model.parameters():
+                one.clamp_(-0.03, 0.03)
+    if "gradual unfreezing" in WAYS and step == 0:
+        model.requires_grad_(True)
+    if "evaluates" in WAYS:
+        model.eval()
+        with torch.no_grad():
+            model(input_ids=batch)
+        model.train()
+    if step == 3 * EACH - 1:
+        break

@@ -1,0 +1,51 @@
+"""A rehearsal repeats what the ranks did in one plain process: unusual scripts that are right pass."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from test_mistakes import FSDP1, FSDP2, yaml_file
+from test_public import rehearsed
+
+SCRIPT = ROOT / "tests/rehearsal/right.py"
+SAME = re.compile(r"gradients and weights of 2 steps are those of one process \(apart by (\d)e([+-]\d+)\)")
+BF16 = {"mixed_precision": "bf16"}
+RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "accumulates,own loss,groups,clips": (FSDP2, {}),
+    "accumulates by hand,frozen weights,momentum,evaluates,average": (FSDP1, {}),
+    "dropout,two passes,weights clamped,clips values,reference": ({}, {}),
+    "gradual unfreezing,loss and logits,clips each micro-batch": (
+        FSDP1 | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+        {},
+    ),
+    "adapter,gradient checkpointing,warmup": (FSDP2, BF16),
+    "own loss,groups": (FSDP1, BF16),
+}
+
+
+@pytest.mark.parametrize("ways", RIGHT)
+def test_what_is_unusual_and_right_moves_weights_as_one_process_does(
+    ways: str, tiny_model: Path, tmp_path: Path
+) -> None:
+    fsdp, top = RIGHT[ways]
+    step = rehearsed(yaml_file(tmp_path, fsdp, **top), SCRIPT, ways, tiny_model)
+    assert step["passed"], step
+    same = SAME.search(step["said"])
+    assert same, step["said"]
+    assert int(same[2]) <= (-2 if top else -5) or same[1] == "0"
+
+
+@pytest.mark.parametrize(
+    ("ways", "why"),
+    [
+        ("hook", "hooks were added to the model after it was sharded"),
+        ("penalty", "is used outside of the model's forward"),
+    ],
+)
+def test_what_can_not_be_repeated_is_said(ways: str, why: str, tiny_model: Path, tmp_path: Path) -> None:
+    step = rehearsed(yaml_file(tmp_path, {}), SCRIPT, ways, tiny_model)
+    assert step["passed"], step
+    assert "not repeated in one process: " in step["said"]
+    assert why in step["said"]
