@@ -53,7 +53,6 @@ MAY_PRINT = {
 PATCHING = {
     "cpu",
     "launch.ranks.observing",
-    "launch.ranks.recording",
     "launch.ranks.saves",
     "launch.ranks.watch",
     "launch.ranks.weights",

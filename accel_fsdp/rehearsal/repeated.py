@@ -31,6 +31,8 @@ def said(events: Sequence[RankEvent]) -> str:
     apart = max(update["apart"] for update in updates)
     compared = "gradients and weights of" if not any(update["steps"] for update in updates) else "gradients of"
     notes = "".join(f"; its step was not repeated: {update['steps']}" for update in updates[:1] if update["steps"])
+    if any(update["changed"] for update in updates):
+        notes += "; not repeated: what the script changes in gradients between backward and step"
     if uncovered := updates[0]["uncovered"]:
         names = f"{uncovered[0]} and {len(uncovered) - 1} more" if len(uncovered) > 1 else uncovered[0]
         notes += f"; no optimizer has {names}, which have gradients"
@@ -102,10 +104,16 @@ def _clipped_early(content: Mapping[str, Any]) -> Failure:
 def _clipped_apart(content: Mapping[str, Any]) -> Failure:
     (lowest, highest), (first, other) = content["factors"], content["ranks"]
     what = (
-        f"clipping multiplies gradients by {lowest:.4g} on rank {first} and by {highest:.4g} on rank {other}: "
-        "each takes the norm of its own shards"
+        f"between backward and step gradients are multiplied by {lowest:.4g} on rank {first} and by {highest:.4g} on "
+        f"rank {other}, as clipping by the norm of a rank's own shards does"
     )
     return Failure(what, SCRIPT, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
+
+
+def _changed_apart(content: Mapping[str, Any]) -> Failure:
+    changed, same = content["ranks"]
+    what = f"between backward and step gradients change on rank {changed}, and not on rank {same}"
+    return Failure(what, SCRIPT, "change gradients on all ranks in the same way", content["line"])
 
 
 def _clipped_otherwise(content: Mapping[str, Any]) -> Failure:
@@ -155,6 +163,7 @@ SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "behind": _behind,
     "clipped-early": _clipped_early,
     "clipped-apart": _clipped_apart,
+    "changed-apart": _changed_apart,
     "clipped-otherwise": _clipped_otherwise,
     "divided": _divided,
     "step": _step,

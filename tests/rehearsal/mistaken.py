@@ -116,6 +116,9 @@ for step, batch in enumerate(loader):
         gradients = [one.grad for one in model.parameters() if one.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, norm)
+    if NAME == "noise on a rank" and accelerator.process_index == 1:
+        for one in model.parameters():
+            getattr(one.grad, "_local_tensor", one.grad).add_(torch.tensor(0.01))
     if NAME == "cleared before the step":
         optimizer.zero_grad()
     if steps:

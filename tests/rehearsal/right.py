@@ -59,6 +59,9 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             told = reference(input_ids=batch).logits
         loss = loss + nn.functional.mse_loss(output.logits, told)
+    if "probes gradients" in WAYS:  # as an adaptive weight of a loss does
+        (probed,) = torch.autograd.grad(loss, output.logits, retain_graph=True)
+        loss = loss * (1 + probed.norm().detach())
     if "two passes" in WAYS:
         loss = loss + model(input_ids=batch.flip(1), labels=batch).loss
     return loss
@@ -75,6 +78,9 @@ for step, batch in enumerate(loader):
     else:
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(batch))
+            if "skips a batch" in WAYS and step == 0:
+                optimizer.zero_grad()
+                continue
             if "clips values" in WAYS:
                 torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
             if "clips each micro-batch" in WAYS or ("clips" in WAYS and accelerator.sync_gradients):

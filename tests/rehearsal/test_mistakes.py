@@ -163,6 +163,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "zero_grad() before the step": ("cleared before the step", FSDP2, "the script", "optimizer.step()"),
     "a learning rate of 0": ("rate of 0", FSDP1, "the script", "optimizer.step()"),
     "gradients summed over ranks": ("sums over ranks", {}, "the script", "accelerator.backward(loss * scale)"),
+    "gradients that one rank alone changes": ("noise on a rank", FSDP2, "the script", "optimizer.step()"),
     "weights that rank 0 alone changes": ("rank 0 writes", FSDP2, "the script", ""),
     "a batch sent to cuda": ("cuda", FSDP1, "the script", 'batch.to("cuda"'),
 }  # fmt: skip

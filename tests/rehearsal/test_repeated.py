@@ -22,6 +22,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "adapter,gradient checkpointing,warmup": (FSDP2, BF16),
     "own loss,groups": (FSDP1, BF16),
+    "probes gradients,momentum": (FSDP2, {}),
 }
 
 
@@ -42,6 +43,7 @@ def test_what_is_unusual_and_right_moves_weights_as_one_process_does(
     [
         ("hook", "hooks were added to the model after it was sharded"),
         ("penalty", "is used outside of the model's forward"),
+        ("skips a batch", "gradients are kept, cleared or changed between two backward passes of a step"),
     ],
 )
 def test_what_can_not_be_repeated_is_said(ways: str, why: str, tiny_model: Path, tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def _of_fsdp1(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
 
 def _of_fsdp2(name: str, module: Any, counted_ids: set[int]) -> Iterator[tuple[HeldUnit, set[int]]]:
     """A module may have several groups, one per mesh, or share one. `counted_ids` holds the ids of counted groups."""
-    for group in _groups(module._get_fsdp_state()):
+    for group in groups(module._get_fsdp_state()):
         if id(group) in counted_ids:
             continue
         counted_ids.add(id(group))
@@ -198,7 +198,7 @@ def _of_fsdp2(name: str, module: Any, counted_ids: set[int]) -> Iterator[tuple[H
         yield unit, set(owned)
 
 
-def _groups(state: Any) -> list[Any]:
+def groups(state: Any) -> list[Any]:
     """The parameter groups of a module: torch 2.11 has one at most."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

@@ -55,3 +55,15 @@ def after(owner: Any, name: str, callback: Callable[..., None]) -> None:
         return result
 
     setattr(owner, name, watched)
+
+
+def replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
+    """Calls `wrapper` with the original and the arguments in place of a function; the result puts the original back."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    setattr(owner, name, watched)
+    return lambda: setattr(owner, name, original)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accel_fsdp.launch.ranks.holding import FLAT, user_name
+from accel_fsdp.launch.ranks.holding import FLAT, groups, user_name
 from accel_fsdp.library_internals import Internal
 
 if TYPE_CHECKING:
@@ -47,17 +47,22 @@ class Place:
 
 def places(model: "nn.Module") -> list[Place]:
     """The places of all parts that this rank holds of a prepared model."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     found: list[Place] = []
     paths = {id(module): user_name(path) for path, module in model.named_modules()}
-    flattened: set[int] = set()
+    sharded: set[int] = set()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             found += _of_flat(module._handle.flat_param, paths)
-            flattened |= {id(parameter) for parameter in (module._handle.flat_param, *_originals(module))}
+            sharded |= {id(parameter) for parameter in (module._handle.flat_param, *_originals(module))}
+        elif isinstance(module, FSDPModule):
+            for param in (param for group in groups(module._get_fsdp_state()) for param in group.fsdp_params):
+                if id(param.sharded_param) not in sharded:
+                    found.append(_of_fsdp2(param, paths))
+                    sharded |= {id(param.sharded_param), id(getattr(param, "_unsharded_param", None))}
     for path, parameter in model.named_parameters():
-        if id(parameter) not in flattened:
+        if id(parameter) not in sharded:
             found.append(Place(user_name(path), parameter, _offsets(parameter)))
     return found
 
@@ -92,6 +97,13 @@ def names_of(of: Iterable[Place]) -> Mapping[int, list[str]]:
     for place in of:
         names.setdefault(id(place.parameter), []).append(place.name)
     return names
+
+
+def _of_fsdp2(param: Any, paths: Mapping[int, str]) -> Place:
+    """The place of what the optimizer has: between forward and backward the module may have the whole weight."""
+    info, sharded = param._module_info, param.sharded_param
+    name = ".".join(filter(None, (paths[id(info.module)], info.param_name)))
+    return Place(name, sharded, _offsets(sharded))
 
 
 def _of_flat(flat: Any, paths: Mapping[int, str]) -> Iterator[Place]:

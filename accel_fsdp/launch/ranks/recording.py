@@ -4,27 +4,25 @@ A forward pass of the model is cut out of the script: its inputs are recorded, a
 outputs, however the script made its loss of them. An update ends with the steps of its optimizers.
 """
 
-import copy
 import functools
-import inspect
 import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import is_installed
-from accel_fsdp.launch.ranks import events, parts, script
-from accel_fsdp.launch.ranks.holding import is_unit, unwrapped, user_name
-from accel_fsdp.launch.ranks.observing import Observation, after, before
+from accel_fsdp.launch.ranks import events, parts, precision, script
+from accel_fsdp.launch.ranks.copies import Copy, copied, hooks_of, outermost
+from accel_fsdp.launch.ranks.holding import unwrapped, user_name
+from accel_fsdp.launch.ranks.observing import Observation, after, before, replace
 from accel_fsdp.launch.ranks.outputs import members, with_member
 from accel_fsdp.launch.ranks.parts import Parts, Place
 from accel_fsdp.launch.ranks.records import Clip, Forward, Step, Unrecordable, Update, recorded, setting, states_of
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.units import kib_or_mib
 
 if TYPE_CHECKING:
     import torch
@@ -33,8 +31,6 @@ if TYPE_CHECKING:
 RECORDS = "ACCEL_FSDP_RECORDS"
 """The variable that names the folder of recorded updates; if it isn't set, nothing is recorded."""
 MOST_UPDATES = 2
-MOST_BYTES = 2**29
-"""Of a model's weights: a rank keeps several copies of its part, and rank 0 two of the whole."""
 UPDATES = Observation(
     "updates, to repeat them in one process",
     (
@@ -43,20 +39,10 @@ UPDATES = Observation(
         Internal("torch.autograd:backward", "tensors *"),
         Internal("torch.distributed.fsdp:fully_shard", "module *"),
         Internal("torch.optim.optimizer:register_optimizer_step_post_hook", "hook"),
+        Internal("torch.optim:Optimizer._optimizer_step_pre_hooks"),
+        Internal("torch.optim:Optimizer._optimizer_step_post_hooks"),
     ),
 )
-
-
-@dataclass
-class Copy:
-    """A model from before it was sharded, and its number of hooks then.
-
-    `plain` is None on other ranks than 0, and where `why` says so.
-    """
-
-    plain: "nn.Module | None"
-    hooks: int
-    why: str = ""
 
 
 def begin() -> "Recorder | None":
@@ -83,8 +69,9 @@ class Recorder:
         self.begun: Parts = {}
         self.written = 0
         self.depth = 0
-        self.in_backward = False
+        self.in_backward = self.in_step = False
         self.boundary: list[Any] = []
+        self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -105,8 +92,9 @@ class Recorder:
         after(fsdp, "fully_shard", lambda module, *_, **__: self.prepare(module))
         before(torch.nn.utils, "clip_grad_norm_", self._clips)
         before(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._clips)
-        self._replace(torch.nn.Module, "__call__", self._calling)
-        self._replace(torch.autograd, "backward", self._running_backward)
+        self.remove.append(replace(torch.nn.Module, "__call__", self._calling))
+        self.remove.append(replace(torch.autograd, "backward", self._running_backward))
+        self.remove.append(replace(torch.autograd, "grad", self._differentiating))
         hooks = [register_optimizer_step_pre_hook(self._step), register_optimizer_step_post_hook(self._stepped)]
         self.remove += [hook.remove for hook in hooks]
 
@@ -115,7 +103,7 @@ class Recorder:
         if root in self.models:
             return
         number = len(self.copies)
-        self.copies.append(_copied(root))
+        self.copies.append(copied(root))
         self.models |= {inner: (number, path) for path, inner in root.named_modules()}
         self.prepared[number] = weakref.ref(root)
 
@@ -123,7 +111,7 @@ class Recorder:
         """Copies the model that a module, or the first of a list of modules, is a part of."""
         module = part[0] if isinstance(part, list) else part
         if module not in self.models:
-            self.keep(_outermost(module))
+            self.keep(outermost(module))
 
     def _keep_all(self, _: Any, *args: Any, **__: Any) -> None:
         from torch import nn
@@ -154,16 +142,6 @@ class Recorder:
         now = parts.parts(self.places, lambda parameter: parameter)
         return any(not part.equal(now[name][1]) for name, (_, part) in self.begun.items() if name in now)
 
-    def _replace(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
-
-        setattr(owner, name, replaced)
-        self.remove.append(lambda: setattr(owner, name, original))
-
     def _stop(self) -> None:
         while self.remove:
             self.remove.pop()()
@@ -184,6 +162,9 @@ class Recorder:
     def _begin_forward(self, module: "nn.Module", args: Any, kwargs: Any) -> Forward | None:
         import torch
 
+        if self.update is not None and self.in_step:
+            self.update.why = "a closure makes the gradients within the optimizer's step"
+            return None
         if self.update is not None and self.update.steps:
             self._close()
         if self.written >= MOST_UPDATES:
@@ -191,6 +172,8 @@ class Recorder:
             return None
         if self.update is None:
             self.update = self._begin_update()
+        elif not _same(self.update.weights, self._weights()):
+            self.update.why = self.update.why or "weights change between two forward passes of a step"
         number, path = self.models[module]
         try:
             inputs = recorded([list(args), dict(kwargs)])
@@ -208,14 +191,22 @@ class Recorder:
         why = next((kept.why for kept in self.copies if kept.why), "")
         if len(models) > 1:
             why = why or "several models are trained"
-        if any(_hooks(model) != self.copies[number].hooks for number, model in models.items()):
+        if any(hooks_of(model) != self.copies[number].hooks for number, model in models.items()):
             why = why or "hooks were added to the model after it was sharded"
         self.places = [place for model in models.values() for place in parts.places(model)]
         trained = [place.name for place in self.places if place.parameter.requires_grad]
-        weights = parts.parts(self.places, lambda parameter: parameter if parameter.is_floating_point() else None)
+        if any(map(_has_hooks, (place.parameter for place in self.places))):
+            why = why or "weights have hooks"
+        weights = self._weights()
         self.begun = self.begun or weights
         model = next(iter(models.values()))
-        return Update(weights, trained, _precision(model), _cast(model), why=why, accumulation=_accumulation())
+        reduces = precision.reduces(model)
+        return Update(
+            weights, trained, precision.of(model), precision.cast(model), reduces, why=why, accumulation=_accumulation()
+        )
+
+    def _weights(self) -> Parts:
+        return parts.parts(self.places, lambda parameter: parameter if parameter.is_floating_point() else None)
 
     def _watched(self, forward: Forward, value: Any, path: str = "") -> Any:
         """What a module returned, with a copy of each tensor: an output may be a part of another, as logits of a loss.
@@ -240,17 +231,29 @@ class Recorder:
             forward.loss, forward.value = number, float(tensor.detach())
         if not tensor.requires_grad:
             return tensor
+        forward.outputs[number] = tensor.detach().cpu().clone()
         watched = tensor.clone()
         watched.register_hook(  # type: ignore[no-untyped-call]
             functools.partial(self._got_gradient, forward, number)
         )
         self.boundary.append(watched.grad_fn)
+        self.returned.append((watched, tensor))
         return watched
 
     def _got_gradient(self, forward: Forward, number: int, gradient: "torch.Tensor") -> None:
+        if not self.in_backward:  # torch.autograd.grad, which leaves no gradient in a weight
+            return
         last = forward.gradients[number]
         now = gradient.detach().cpu().clone()
         forward.gradients[number] = now if last is None else last + now
+
+    def _differentiating(
+        self, original: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Differentiates by what the module returned, not by the copies: a loss among it depends on no copy."""
+        several = inputs if isinstance(inputs, list | tuple) else [inputs]
+        copies = {id(copied_output): returned for copied_output, returned in self.returned}
+        return original(outputs, [copies.get(id(tensor), tensor) for tensor in several], *args, **kwargs)
 
     def _running_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
         update = self.update
@@ -259,6 +262,9 @@ class Recorder:
             names = {id(place.parameter): place.name for place in self.places}
             if outside := _reached(roots, {id(node) for node in self.boundary}, names):
                 update.why = update.why or f"{outside} is used outside of the model's forward"
+            if not _same(_not_zero(update.reduced), _not_zero(self._gradients())):
+                when = "between two backward passes of a step" if update.backwards else "before it"
+                update.why = update.why or f"gradients are kept, cleared or changed {when}"
         nested, self.in_backward = self.in_backward, True
         try:
             original(tensors, *args, **kwargs)
@@ -267,12 +273,16 @@ class Recorder:
         if update is not None and not nested:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
-            update.reduced = parts.parts(self.places, lambda parameter: parameter.grad)
+            update.reduced = self._gradients()
+
+    def _gradients(self) -> Parts:
+        return parts.parts(self.places, lambda parameter: parameter.grad)
 
     def _step(self, optimizer: Any, *_: Any) -> None:
         update = self.update
         if update is None:
             return
+        self.in_step = True
         names = parts.names_of(self.places)
         of = [[name for p in group["params"] for name in names.get(id(p), [])] for group in optimizer.param_groups]
         own = {name for several in of for name in several}
@@ -281,10 +291,12 @@ class Recorder:
             {key: setting(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups
         ]
         states = {place.name: states_of(optimizer.state.get(place.parameter, {}), place) for place in held}
-        update.steps.append(Step(of, settings, states, script.line_of_stack(sys._getframe(2))))
+        has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        update.steps.append(Step(of, settings, states, script.line_of_stack(sys._getframe(2)), has_hooks))
         update.used |= parts.parts(held, lambda parameter: parameter.grad)
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
+        self.in_step = False
         if self.update is None or not self.update.steps:
             return
         own = {name for several in self.update.steps[-1].names for name in several}
@@ -303,7 +315,7 @@ class Recorder:
         """Writes an update that has ended with a step."""
         import torch
 
-        update, self.update, self.boundary = self.update, None, []
+        update, self.update, self.boundary, self.returned = self.update, None, [], []
         if update is None or not update.steps:
             return
         rank = LaunchEnvironment.now().rank
@@ -322,67 +334,26 @@ def _reached(roots: "Iterable[torch.Tensor]", boundary: set[int], names: Mapping
         if id(node) in boundary or id(node) in seen:
             continue
         seen[id(node)] = node
-        if name := names.get(id(getattr(node, "variable", None))):
-            return name
+        if (leaf := getattr(node, "variable", None)) is not None:  # under FSDP2 an unsharded weight, without a name
+            return names.get(id(leaf), "a weight")
         nodes += [inner for inner, _ in node.next_functions if inner is not None]
     return ""
 
 
-def _outermost(module: "nn.Module") -> "nn.Module":
-    """The model that a module is a part of, or itself."""
-    import gc
-
-    from torch import nn
-
-    made = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
-    holders = [holder for holder in made if any(inner is module for inner in holder.modules())]
-    return max(holders, key=lambda holder: sum(1 for _ in holder.modules()), default=module)
+def _has_hooks(weight: Any) -> bool:
+    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
 
 
-def _copied(model: "nn.Module") -> Copy:
-    hooks = _hooks(model)
-    if LaunchEnvironment.now().rank != 0:
-        return Copy(None, hooks)
-    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    if size_bytes > MOST_BYTES:
-        return Copy(None, hooks, f"the model has more than {kib_or_mib(MOST_BYTES)}")
-    try:
-        return Copy(copy.deepcopy(model), hooks)
-    except Exception as error:  # whatever a model's own code raises
-        return Copy(None, hooks, f"the model can't be copied: {type(error).__name__}: {error}")
+def _not_zero(held: Parts) -> Parts:
+    return {name: (start, part) for name, (start, part) in held.items() if bool(part.any())}
 
 
-def _hooks(model: "nn.Module") -> int:
-    """The hooks of a model's modules that may change what it computes; those of torch itself, such as FSDP's, not."""
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
-    functions = [inspect.unwrap(getattr(hook, "func", hook)) for hook in hooks]
-    return sum(not str(getattr(function, "__module__", "")).startswith("torch.") for function in functions)
-
-
-def _precision(model: Any) -> str:
-    """What the forward pass computes in: "no" for the weights' own type, else as Accelerate names it."""
-    import torch
-
-    if torch.is_autocast_enabled("cpu"):
-        return _name(torch.get_autocast_dtype("cpu"))
-    if (state := sys.modules.get("accelerate.state")) and state.is_initialized():
-        return str(state.AcceleratorState().mixed_precision)
-    return _cast(model)
-
-
-def _cast(model: "nn.Module") -> str:
-    """What FSDP casts the weights to for a forward pass; "no" if it casts none."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    unit: Any = next((module for module in model.modules() if is_unit(module)), None)
-    if isinstance(unit, FullyShardedDataParallel):
-        return _name(getattr(unit.mixed_precision, "param_dtype", None))
-    return "no" if unit is None else _name(unit._get_fsdp_state()._mp_policy.param_dtype)
-
-
-def _name(dtype: Any) -> str:
-    return {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "no")
+def _same(first: Parts, other: Parts) -> bool:
+    """Whether two records hold the same values; weights that FSDP1 still has gathered aren't compared."""
+    if first.keys() != other.keys():
+        return False
+    pairs = ((part, other[name][1]) for name, (_, part) in first.items())
+    return all(one.equal(another) for one, another in pairs if one.shape == another.shape)
 
 
 def _accumulation() -> int:

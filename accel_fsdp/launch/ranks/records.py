@@ -21,7 +21,8 @@ class Unrecordable(Exception):
 class Forward:
     """One outermost forward pass: `module` is its path in the model, `gradients` those of its outputs, in order.
 
-    `loss` is the number of the output that the model itself calls its loss, `evaluating` the modules in that mode.
+    `outputs` has the values of those that gradients may come back to. `loss` is the number of the output that the model
+    itself calls its loss, `evaluating` the modules in that mode.
     """
 
     model: int
@@ -30,6 +31,7 @@ class Forward:
     random: "torch.Tensor"
     evaluating: list[str]
     gradients: "list[torch.Tensor | None]" = field(default_factory=list)
+    outputs: "dict[int, torch.Tensor]" = field(default_factory=dict)
     loss: int | None = None
     value: float | None = None
 
@@ -42,6 +44,7 @@ class Step:
     settings: list[dict[str, Any]]
     states: "dict[str, dict[str, Any]]"
     line: str
+    has_hooks: bool = False
 
 
 @dataclass
@@ -57,7 +60,8 @@ class Clip:
 @dataclass
 class Update:
     """`weights` and `after` are the weights' parts before and after it, `reduced` the gradients after the last
-    backward pass, and `used` those that the optimizers saw. `cast`: what FSDP casts weights to for a forward pass.
+    backward pass, and `used` those that the optimizers saw. `cast`: what FSDP casts weights to for a forward pass,
+    `reduces`: what it reduces gradients in.
     `why` it can't be repeated; empty if it can.
     """
 
@@ -65,6 +69,7 @@ class Update:
     trained: list[str]
     precision: str
     cast: str
+    reduces: str
     forwards: list[Forward] = field(default_factory=list)
     reduced: Parts = field(default_factory=dict)
     used: Parts = field(default_factory=dict)

@@ -15,6 +15,7 @@ from accel_fsdp.launch.ranks import events, parts
 from accel_fsdp.launch.ranks.holding import user_name
 from accel_fsdp.launch.ranks.optimizer_step import Tensors, stepped
 from accel_fsdp.launch.ranks.outputs import tensors_in
+from accel_fsdp.launch.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
 from accel_fsdp.launch.ranks.recording import Recorder
 from accel_fsdp.launch_environment import LaunchEnvironment
 
@@ -24,13 +25,13 @@ if TYPE_CHECKING:
 
 WAIT_SECONDS = 10.0
 """How long rank 0 waits for the records of the others, which have ended their scripts."""
-EXACT = 1e-3
-"""The largest relative difference of a weight's gradient or update in float32. 1e-7 was measured."""
 ROUNDED = 0.35
 """The same of gradients in 16 bits, where FSDP also rounds what autocast leaves in float32: 1e-2 was measured for most
 models, 0.08 for mixtures of experts, 0.11 for biases of GPT-2. A factor of 2 or 1/2 gives 1 or 0.5."""
 ROUNDED_RATIO = 2e-3
 """How far from 1 the ratio of all gradients may be in 16 bits, where rounding cancels out. 1e-3 was measured."""
+ROUNDED_OUTPUTS = 0.1
+"""How far apart the outputs of a forward pass may be in 16 bits; else it depends on what is not recorded."""
 FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
 MOSTLY = 0.9
@@ -91,12 +92,12 @@ def _compare_between(last: Sequence[Mapping[str, Any]], updates: Sequence[Mappin
         for name, (_, part) in update["after"].items():
             if name in now["weights"] and part.numel():
                 changes.setdefault(name, {})[rank] = float((part != now["weights"][name][1]).float().mean())
-    for name, shares in changes.items():
-        changed = [rank for rank, share in shares.items() if share > MOSTLY]
-        same = [rank for rank, share in shares.items() if share == 0]
-        if changed and same:
-            events.report("otherwise", what="behind", name=name, ranks=[changed[0], same[0]], line="")
-            return
+    changed = {name: shares for name, shares in changes.items() if max(shares.values()) > MOSTLY}
+    partly = [name for name, shares in changed.items() if min(shares.values()) == 0]
+    if len(partly) > 1 and 2 * len(partly) > len(changed):  # one weight alone may have its changed rows on one rank
+        shares = changed[partly[0]]
+        ranks = [max(shares, key=lambda rank: shares[rank]), min(shares, key=lambda rank: shares[rank])]
+        events.report("otherwise", what="behind", name=partly[0], ranks=ranks, line="")
 
 
 class _Repeated:
@@ -126,7 +127,7 @@ class _Repeated:
         reduced, used = self._whole("reduced"), self._whole("used")
         self._compare_copies("reduced", "gradient")
         alone = self._gradients()
-        apart, ratio = self._compare_gradients(reduced, alone)
+        apart, of_all = self._compare_gradients(reduced, alone)
         self._compare_clipping(reduced, used)
         self._compare_losses()
         before, after = self._whole("weights"), self._whole("after")
@@ -139,12 +140,13 @@ class _Repeated:
             "repeated",
             update=self.number + 1,
             apart=apart,
-            ratio=ratio,
+            ratio=of_all,
             steps=why,
             moved=moved,
             cleared=bool(alone) and not any(bool(gradient.any()) for gradient in used.values()),
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
             uncovered=sorted(still),
+            changed=any(map(is_changed, self.updates)),
             exact=self.exact,
             line=self._step_line,
         )
@@ -154,7 +156,7 @@ class _Repeated:
         import torch
 
         full = all(weight.dtype == torch.float32 for weight in self.weights.values() if weight.is_floating_point())
-        return self.first["precision"] == "no" and full
+        return full and {self.first[name] for name in ("precision", "cast", "reduces")} == {"no"}
 
     @property
     def _step_line(self) -> str:
@@ -211,6 +213,12 @@ class _Repeated:
         outputs = list(tensors_in(result))
         if len(outputs) != len(forward["gradients"]):
             raise Unrepeatable("the model returns other outputs when it isn't sharded")
+        tolerance = EXACT if self.exact else ROUNDED_OUTPUTS
+        for number, value in forward["outputs"].items():
+            if norm(outputs[number].detach() - value) > tolerance * norm(value):
+                raise Unrepeatable(
+                    "the forward pass gives other values there: it depends on more than its inputs and weights"
+                )
         pairs = [
             (output, gradient.to(output.dtype).reshape(output.shape))
             for output, gradient in zip(outputs, forward["gradients"], strict=True)
@@ -222,33 +230,33 @@ class _Repeated:
         """The largest relative difference of a gradient, and the ratio of all of them; reports a difference."""
         if not alone:
             raise Unrepeatable("no gradient came back to the model's outputs")
-        largest = max(_norm(gradient) for gradient in alone.values())
+        largest = max(norm(gradient) for gradient in alone.values())
         tolerance = EXACT if self.exact else ROUNDED
         worst, worst_name = 0.0, ""
         for name, gradient in alone.items():
             theirs = reduced.get(name)
-            apart = _norm(gradient - (theirs.float() if theirs is not None else 0)) / max(
-                _norm(gradient), FLOOR * largest
+            apart = norm(gradient - (theirs.float() if theirs is not None else 0)) / max(
+                norm(gradient), FLOOR * largest
             )
             if apart > worst or math.isnan(apart):
                 worst, worst_name = apart, name
-        ratio = _ratio(reduced, alone)
-        if worst <= tolerance and not self.exact and abs(ratio - 1) > ROUNDED_RATIO:
-            self._differs("all-gradients", self.first["line"], ratio=ratio)
+        of_all = ratio(reduced, alone)
+        if worst <= tolerance and not self.exact and abs(of_all - 1) > ROUNDED_RATIO:
+            self._differs("all-gradients", self.first["line"], ratio=of_all)
         if not worst <= tolerance:
             theirs = reduced.get(worst_name)
-            own = 0.0 if theirs is None else _ratio({worst_name: theirs}, {worst_name: alone[worst_name]})
+            own = 0.0 if theirs is None else ratio({worst_name: theirs}, {worst_name: alone[worst_name]})
             self._differs(
                 "gradient",
                 self.first["line"],
                 name=worst_name,
                 apart=worst,
                 ratio=own,
-                all=ratio,
+                all=of_all,
                 ranks=len(self.updates),
                 accumulation=self._forwards(),
             )
-        return worst, ratio
+        return worst, of_all
 
     def _forwards(self) -> int:
         return len(self.first["forwards"])
@@ -259,10 +267,16 @@ class _Repeated:
         if clips and not any(clip["backwards"] for clip in clips):
             self._differs("clipped-early", clips[0]["line"])
             return
-        factors = {rank: _factor(update["reduced"], update["used"]) for rank, update in enumerate(self.updates)}
+        factors = {rank: factor(update["reduced"], update["used"]) for rank, update in enumerate(self.updates)}
         known = {rank: factor for rank, factor in factors.items() if factor is not None}
+        changed = [share_changed(update["reduced"], update["used"]) for update in self.updates]
+        if max(changed) > MOSTLY and min(changed) == 0:
+            self._differs("changed-apart", self._step_line, ranks=[changed.index(max(changed)), changed.index(0)])
+            return
         if not known:
             return
+        if len(clips) != 1 or used.keys() != reduced.keys():
+            clips = []
         lowest, highest = (choose(known, key=lambda rank: known[rank]) for choose in (min, max))
         if known[highest] - known[lowest] > EXACT * known[highest]:
             line = clips[-1]["line"] if clips else self._step_line
@@ -270,9 +284,9 @@ class _Repeated:
             return
         if not clips or len(known) < len(factors):
             return
-        if len({(clip["most"], clip["norm"]) for clip in clips}) > 1 or clips[-1]["norm"] != 2:
+        if clips[-1]["norm"] != 2:
             return
-        total = math.sqrt(sum(_norm(gradient) ** 2 for gradient in reduced.values()))
+        total = math.sqrt(sum(norm(gradient) ** 2 for gradient in reduced.values()))
         expected = min(1.0, clips[-1]["most"] / (total + 1e-6))
         if abs(expected - known[lowest]) > 10 * EXACT * expected:
             self._differs("clipped-otherwise", clips[-1]["line"], factors=[known[lowest], expected])
@@ -290,9 +304,9 @@ class _Repeated:
         if others or counted or any(share is None for share in shares):
             return
         total = sum(float(share) for share in shares)
-        for ratio in (accumulation, 1 / accumulation):
-            if abs(total / ratio - 1) < EXACT:
-                self._differs("divided", self.first["line"], ratio=ratio, accumulation=accumulation)
+        for times in (accumulation, 1 / accumulation):
+            if abs(total / times - 1) < EXACT:
+                self._differs("divided", self.first["line"], ratio=times, accumulation=accumulation)
 
     def _compare_copies(self, kind: str, what: str) -> None:
         """Reports the first weight of which two ranks hold different copies, as under DDP and in replicas."""
@@ -305,7 +319,7 @@ class _Repeated:
                     continue
                 start, part = held
                 first, same = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
-                apart = _norm(part - same) / max(_norm(same), 1e-12)
+                apart = norm(part - same) / max(norm(same), 1e-12)
                 if part.numel() and apart > EXACT:
                     line = self.first["line"] if kind == "reduced" else self._step_line
                     self._differs("copies", line, name=name, of=what, ranks=[first, rank], apart=apart)
@@ -315,6 +329,8 @@ class _Repeated:
         """Repeats each optimizer's step with the gradients that it saw; returns why it can't, or an empty text."""
         for step, optimizer in zip(self.first["steps"], self.optimizers, strict=False):
             kind = type(optimizer)
+            if step["has_hooks"] or len(set(map(id, self.optimizers))) < len(self.optimizers):
+                return f"{kind.__name__} has hooks, or steps more than once"
             if not f"{kind.__module__}.".startswith(KNOWN_OPTIMIZERS):
                 return f"{kind.__name__} is not an optimizer of torch or transformers"
             index = self.first["steps"].index(step)
@@ -325,15 +341,15 @@ class _Repeated:
                 return f"{kind.__name__}: {type(error).__name__}: {error}"
             for name, weight in changed.items():
                 change, expected = after[name].float() - before[name].float(), weight.float() - before[name].float()
-                size = max(_norm(expected), 1e-6 * _norm(before[name]))
-                if size and (apart := _norm(change - expected) / size) > 10 * EXACT:
+                size = max(norm(expected), 1e-6 * norm(before[name]))
+                if size and (apart := norm(change - expected) / size) > 10 * EXACT:
                     self._differs(
                         "step",
                         step["line"],
                         name=name,
                         apart=apart,
                         optimizer=kind.__name__,
-                        ratio=_ratio({name: change}, {name: expected}),
+                        ratio=ratio({name: change}, {name: expected}),
                     )
                     return ""
         return ""
@@ -359,24 +375,3 @@ def _rounded(weight: "torch.Tensor", cast: str) -> "torch.Tensor":
     import torch
 
     return weight.to(getattr(torch, DTYPES[cast])).to(weight.dtype) if cast in DTYPES else weight
-
-
-def _norm(values: "torch.Tensor") -> float:
-    return float(values.float().norm())
-
-
-def _ratio(theirs: Mapping[str, "torch.Tensor"], alone: Mapping[str, "torch.Tensor"]) -> float:
-    """How many times the plain gradients the others are: their projection on these."""
-    pairs = [(theirs[name].float().flatten(), alone[name].float().flatten()) for name in alone if name in theirs]
-    square = sum(float(ours.double().dot(ours.double())) for _, ours in pairs)
-    return sum(float(other.double().dot(ours.double())) for other, ours in pairs) / square if square else 0.0
-
-
-def _factor(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float | None:
-    """What a rank multiplied its parts of the gradients with; None if that isn't one number, or it has none."""
-    before = {name: part for name, (_, part) in reduced.items() if name in used}
-    after = {name: used[name][1] for name in before}
-    ratio = _ratio(after, before)
-    size = math.sqrt(sum(_norm(part) ** 2 for part in after.values()))
-    apart = math.sqrt(sum(_norm(after[name] - ratio * part) ** 2 for name, part in before.items()))
-    return ratio if size and apart <= EXACT * size else None

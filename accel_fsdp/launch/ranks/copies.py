@@ -1,0 +1,60 @@
+"""Copies models before they are sharded."""
+
+import copy
+import gc
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.units import kib_or_mib
+
+if TYPE_CHECKING:
+    from torch import nn
+
+MOST_BYTES = 2**29
+"""Of a model's weights: a rank keeps several copies of its part, and rank 0 two of the whole."""
+
+
+@dataclass
+class Copy:
+    """A model from before it was sharded, and its number of hooks then.
+
+    `plain` is None on other ranks than 0, and where `why` says so.
+    """
+
+    plain: "nn.Module | None"
+    hooks: int
+    why: str = ""
+
+
+def outermost(module: "nn.Module") -> "nn.Module":
+    """The model that a module is a part of, or itself."""
+    from torch import nn
+
+    made = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
+    holders = [holder for holder in made if any(inner is module for inner in holder.modules())]
+    return max(holders, key=lambda holder: sum(1 for _ in holder.modules()), default=module)
+
+
+def copied(model: "nn.Module") -> Copy:
+    hooks = hooks_of(model)
+    if LaunchEnvironment.now().rank != 0:
+        return Copy(None, hooks)
+    size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    if size_bytes > MOST_BYTES:
+        return Copy(None, hooks, f"the model has more than {kib_or_mib(MOST_BYTES)}")
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return Copy(None, hooks, "the model had no values when it was sharded")
+    try:
+        return Copy(copy.deepcopy(model), hooks)
+    except Exception as error:  # whatever a model's own code raises
+        return Copy(None, hooks, f"the model can't be copied: {type(error).__name__}: {error}")
+
+
+def hooks_of(model: "nn.Module") -> int:
+    """The hooks of a model's modules that may change what it computes; those of torch itself, such as FSDP's, not."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
+    functions = [inspect.unwrap(getattr(hook, "func", hook)) for hook in hooks]
+    return sum(not str(getattr(function, "__module__", "")).startswith("torch.") for function in functions)

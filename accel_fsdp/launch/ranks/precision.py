@@ -1,0 +1,44 @@
+"""The precision in which a model computes, and in which FSDP keeps what it gathers and reduces."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.launch.ranks.holding import is_unit
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def of(model: Any) -> str:
+    """What the forward pass computes in: "no" for the weights' own type, else as Accelerate names it."""
+    import torch
+
+    if torch.is_autocast_enabled("cpu"):
+        return _name(torch.get_autocast_dtype("cpu"))
+    if (state := sys.modules.get("accelerate.state")) and state.is_initialized():
+        return str(state.AcceleratorState().mixed_precision)
+    return cast(model)
+
+
+def cast(model: "nn.Module") -> str:
+    """What FSDP casts the weights to for a forward pass; "no" if it casts none."""
+    return _name(getattr(_policy(model), "param_dtype", None))
+
+
+def reduces(model: "nn.Module") -> str:
+    """What FSDP reduces gradients in, if that is a type of 16 bits."""
+    return _name(getattr(_policy(model), "reduce_dtype", None))
+
+
+def _policy(model: "nn.Module") -> Any:
+    """FSDP's mixed precision; None without it."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    unit: Any = next((module for module in model.modules() if is_unit(module)), None)
+    if unit is None or isinstance(unit, FullyShardedDataParallel):
+        return getattr(unit, "mixed_precision", None)
+    return unit._get_fsdp_state()._mp_policy
+
+
+def _name(dtype: Any) -> str:
+    return {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "no")
