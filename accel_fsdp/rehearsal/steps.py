@@ -132,8 +132,6 @@ class SftRehearsal:
         """Trains from that checkpoint to the end, on as many ranks."""
         words = self._words("run", self.ranks, resume_from_checkpoint="true")
         outcome = self._ran("resumed", self.in_float32, words)
-        for difference in repeated.differences(outcome.events):
-            raise difference
         losses = self._losses("run")
         same = repeated.said(outcome.events)
         return f"steps {SAVED + 1} to {STEPS}, loss {losses[SAVED + 1]:.4f} -> {losses[STEPS]:.4f}{same}"
@@ -195,12 +193,12 @@ class SftRehearsal:
         outcome = self.launcher.launch(name, job, words, kill_after)
         if outcome.hang or outcome.code:
             raise next(mistakes.found(outcome.events), of_outcome(outcome))
+        for difference in repeated.differences(outcome.events):
+            raise difference
         return outcome
 
     def _sharded(self, outcome: Outcome) -> str:
         judge(self.job, self.small.model.layer_classes, outcome)
-        for difference in repeated.differences(outcome.events):
-            raise difference
         return verdict.summary(outcome.holdings) + repeated.said(outcome.events)
 
     def _losses(self, name: str) -> Mapping[int, float]:

@@ -34,8 +34,8 @@ optimizer: Any = torch.optim.AdamW(parameters, lr=1e-3)
 if "momentum" in WAYS:
     optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1)
 if "groups" in WAYS:
-    decayed = [one for one in parameters if one.dim() > 1]
-    plain = [one for one in parameters if one.dim() < 2]
+    decayed = [weight for weight in parameters if weight.dim() > 1]
+    plain = [weight for weight in parameters if weight.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}], lr=1e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 if "warmup" in WAYS:
@@ -54,7 +54,7 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
     if "loss and logits" in WAYS:
         loss = loss + 1e-2 * output.logits.float().logsumexp(-1).square().mean()
     if "penalty" in WAYS:
-        loss = loss + sum(1e-2 * one.square().sum() for one in model.parameters())
+        loss = loss + sum(1e-2 * weight.square().sum() for weight in model.parameters())
     if "reference" in WAYS:
         with torch.no_grad():
             told = reference(input_ids=batch).logits
@@ -90,12 +90,12 @@ for step, batch in enumerate(loader):
                 schedule.step()
             optimizer.zero_grad()
     if "average" in WAYS:
-        for name, one in model.named_parameters():
-            average.setdefault(name, one.detach().clone()).lerp_(one.detach(), 0.1)
+        for name, weight in model.named_parameters():
+            average.setdefault(name, weight.detach().clone()).lerp_(weight.detach(), 0.1)
     if "weights clamped" in WAYS:
         with torch.no_grad():
-            for one in model.parameters():
-                one.clamp_(-0.03, 0.03)
+            for weight in model.parameters():
+                weight.clamp_(-0.03, 0.03)
     if "gradual unfreezing" in WAYS and step == 0:
         model.requires_grad_(True)
     if "evaluates" in WAYS:

@@ -5,7 +5,7 @@ import weakref
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fsdp.launch.ranks import events, script
+from accel_fsdp.launch.ranks import events, parts, script
 from accel_fsdp.launch.ranks.weights import checksum
 
 CLEARED = -1
@@ -66,11 +66,8 @@ def _first(optimizer: Any) -> Any:
 
 def _local(parameter: Any) -> Any:
     """This rank's part of a gradient; None if it has none or only zeros."""
-    from torch.distributed.tensor import DTensor
-
-    gradient = parameter.grad
-    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-    return local if local is not None and not local.is_sparse and bool(local.any()) else None
+    own = parts.local(parameter.grad)
+    return own if own is not None and not own.is_sparse and bool(own.any()) else None
 
 
 def _checksum(parameter: Any) -> int:

@@ -37,12 +37,16 @@ class Place:
 
     def part(self, values: Any) -> "torch.Tensor":
         """A copy of the part, from a tensor laid out as `parameter` is, such as its gradient."""
-        from torch.distributed.tensor import DTensor
+        own: torch.Tensor = local(values.detach())
+        own = own.reshape(-1) if isinstance(self.start, int) else own
+        return (own if self.within is None else own[self.within]).cpu().clone()
 
-        local = values.detach()
-        local = local.to_local() if isinstance(local, DTensor) else local
-        local = local.reshape(-1) if isinstance(self.start, int) else local
-        return (local if self.within is None else local[self.within]).cpu().clone()
+
+def local(tensor: Any) -> Any:
+    """This rank's part of a DTensor; any other tensor as it is, and None."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def places(model: "nn.Module") -> list[Place]:

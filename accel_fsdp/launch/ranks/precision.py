@@ -3,6 +3,7 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.config import TORCH_DTYPES
 from accel_fsdp.launch.ranks.holding import is_unit
 
 if TYPE_CHECKING:
@@ -41,4 +42,4 @@ def _policy(model: "nn.Module") -> Any:
 
 
 def _name(dtype: Any) -> str:
-    return {"torch.bfloat16": "bf16", "torch.float16": "fp16"}.get(str(dtype), "no")
+    return next((name for name, torchs in TORCH_DTYPES.items() if str(dtype) == f"torch.{torchs}"), "no")

@@ -228,7 +228,7 @@ class Recorder:
         number = len(forward.gradients)
         forward.gradients.append(None)
         if path == "loss" and tensor.numel() == 1:
-            forward.loss, forward.value = number, float(tensor.detach())
+            forward.loss = number
         if not tensor.requires_grad:
             return tensor
         forward.outputs[number] = tensor.detach().cpu().clone()
@@ -285,8 +285,7 @@ class Recorder:
         self.in_step = True
         names = parts.names_of(self.places)
         of = [[name for p in group["params"] for name in names.get(id(p), [])] for group in optimizer.param_groups]
-        own = {name for several in of for name in several}
-        held = [place for place in self.places if place.name in own]
+        held = self._held(of)
         settings = [
             {key: setting(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups
         ]
@@ -299,12 +298,15 @@ class Recorder:
         self.in_step = False
         if self.update is None or not self.update.steps:
             return
-        own = {name for several in self.update.steps[-1].names for name in several}
-        held = [place for place in self.places if place.name in own]
-        self.update.after |= parts.parts(held, lambda parameter: parameter)
+        self.update.after |= parts.parts(self._held(self.update.steps[-1].names), lambda parameter: parameter)
         if len(self.optimizers) <= self.written:
             self.optimizers.append([])
         self.optimizers[self.written].append(optimizer)
+
+    def _held(self, names: Iterable[Iterable[str]]) -> list[Place]:
+        """The places of the weights in an optimizer's groups."""
+        own = {name for several in names for name in several}
+        return [place for place in self.places if place.name in own]
 
     def _clips(self, _: Any, max_norm: Any, norm_type: Any = 2.0, *__: Any, **___: Any) -> None:
         if self.update is not None:

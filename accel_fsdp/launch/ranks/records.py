@@ -33,7 +33,6 @@ class Forward:
     gradients: "list[torch.Tensor | None]" = field(default_factory=list)
     outputs: "dict[int, torch.Tensor]" = field(default_factory=dict)
     loss: int | None = None
-    value: float | None = None
 
 
 @dataclass
@@ -61,8 +60,7 @@ class Clip:
 class Update:
     """`weights` and `after` are the weights' parts before and after it, `reduced` the gradients after the last
     backward pass, and `used` those that the optimizers saw. `cast`: what FSDP casts weights to for a forward pass,
-    `reduces`: what it reduces gradients in.
-    `why` it can't be repeated; empty if it can.
+    `reduces`: what it reduces gradients in. `why` it can't be repeated; empty if it can.
     """
 
     weights: Parts

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch.ranks import events, parts
 from accel_fsdp.launch.ranks.holding import user_name
 from accel_fsdp.launch.ranks.optimizer_step import Tensors, stepped
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 WAIT_SECONDS = 10.0
 """How long rank 0 waits for the records of the others, which have ended their scripts."""
 ROUNDED = 0.35
-"""The same of gradients in 16 bits, where FSDP also rounds what autocast leaves in float32: 1e-2 was measured for most
-models, 0.08 for mixtures of experts, 0.11 for biases of GPT-2. A factor of 2 or 1/2 gives 1 or 0.5."""
+"""As `EXACT`, of gradients in 16 bits, where FSDP also rounds what autocast leaves in float32: 1e-2 was measured for
+most models, 0.08 for mixtures of experts, 0.11 for biases of GPT-2. A factor of 2 or 1/2 gives 1 or 0.5."""
 ROUNDED_RATIO = 2e-3
 """How far from 1 the ratio of all gradients may be in 16 bits, where rounding cancels out. 1e-3 was measured."""
 ROUNDED_OUTPUTS = 0.1
@@ -36,8 +37,6 @@ FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
 MOSTLY = 0.9
 """The share of a weight's elements that change where a script changes all of it: zeros may stay."""
-DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-"""As torch names what Accelerate calls a mixed precision."""
 UNREPEATED = ("fp8",)
 KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
 """Modules whose optimizers communicate with no other rank in a step."""
@@ -61,7 +60,8 @@ def compare(recorder: Recorder) -> None:
         last: list[dict[str, Any]] = []
         for number in range(recorder.written):
             updates = _read(recorder.folder, number, launch.world_size)
-            _compare_between(last, updates)
+            if last:
+                _compare_between(last, updates)
             _Repeated(recorder, number, updates).compare()
             last = updates
         if not recorder.written:
@@ -88,7 +88,7 @@ def _read(folder: Path, number: int, ranks: int) -> list[dict[str, Any]]:
 def _compare_between(last: Sequence[Mapping[str, Any]], updates: Sequence[Mapping[str, Any]]) -> None:
     """Reports a weight that changed wholly on some ranks since the last step, and on others not at all."""
     changes: dict[str, dict[int, float]] = {}
-    for rank, (update, now) in enumerate(zip(last, updates, strict=bool(last))):
+    for rank, (update, now) in enumerate(zip(last, updates, strict=True)):
         for name, (_, part) in update["after"].items():
             if name in now["weights"] and part.numel():
                 changes.setdefault(name, {})[rank] = float((part != now["weights"][name][1]).float().mean())
@@ -127,7 +127,7 @@ class _Repeated:
         reduced, used = self._whole("reduced"), self._whole("used")
         self._compare_copies("reduced", "gradient")
         alone = self._gradients()
-        apart, of_all = self._compare_gradients(reduced, alone)
+        apart = self._compare_gradients(reduced, alone)
         self._compare_clipping(reduced, used)
         self._compare_losses()
         before, after = self._whole("weights"), self._whole("after")
@@ -140,14 +140,12 @@ class _Repeated:
             "repeated",
             update=self.number + 1,
             apart=apart,
-            ratio=of_all,
             steps=why,
             moved=moved,
             cleared=bool(alone) and not any(bool(gradient.any()) for gradient in used.values()),
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
             uncovered=sorted(still),
             changed=any(map(is_changed, self.updates)),
-            exact=self.exact,
             line=self._step_line,
         )
 
@@ -207,7 +205,7 @@ class _Repeated:
         torch.set_rng_state(forward["random"])
         args, kwargs = forward["inputs"]
         precision = self.first["precision"]
-        dtype = getattr(torch, DTYPES[precision]) if precision in DTYPES else None
+        dtype = getattr(torch, LONG_DTYPES[precision]) if precision in LONG_DTYPES else None
         with torch.enable_grad(), torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
             result = module(*args, **kwargs)
         outputs = list(tensors_in(result))
@@ -226,8 +224,8 @@ class _Repeated:
         ]
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
 
-    def _compare_gradients(self, reduced: Tensors, alone: Tensors) -> tuple[float, float]:
-        """The largest relative difference of a gradient, and the ratio of all of them; reports a difference."""
+    def _compare_gradients(self, reduced: Tensors, alone: Tensors) -> float:
+        """The largest relative difference of a gradient; reports it, or the ratio of all, where it is too large."""
         if not alone:
             raise Unrepeatable("no gradient came back to the model's outputs")
         largest = max(norm(gradient) for gradient in alone.values())
@@ -254,12 +252,9 @@ class _Repeated:
                 ratio=own,
                 all=of_all,
                 ranks=len(self.updates),
-                accumulation=self._forwards(),
+                accumulation=len(self.first["forwards"]),
             )
-        return worst, of_all
-
-    def _forwards(self) -> int:
-        return len(self.first["forwards"])
+        return worst
 
     def _compare_clipping(self, reduced: Tensors, used: Tensors) -> None:
         """Compares the factor between reduced and used gradients on all ranks, and with the norm that was asked for."""
@@ -268,7 +263,7 @@ class _Repeated:
             self._differs("clipped-early", clips[0]["line"])
             return
         factors = {rank: factor(update["reduced"], update["used"]) for rank, update in enumerate(self.updates)}
-        known = {rank: factor for rank, factor in factors.items() if factor is not None}
+        known = {rank: times for rank, times in factors.items() if times is not None}
         changed = [share_changed(update["reduced"], update["used"]) for update in self.updates]
         if max(changed) > MOSTLY and min(changed) == 0:
             self._differs("changed-apart", self._step_line, ranks=[changed.index(max(changed)), changed.index(0)])
@@ -327,13 +322,12 @@ class _Repeated:
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it saw; returns why it can't, or an empty text."""
-        for step, optimizer in zip(self.first["steps"], self.optimizers, strict=False):
+        for index, (step, optimizer) in enumerate(zip(self.first["steps"], self.optimizers, strict=False)):
             kind = type(optimizer)
             if step["has_hooks"] or len(set(map(id, self.optimizers))) < len(self.optimizers):
                 return f"{kind.__name__} has hooks, or steps more than once"
             if not f"{kind.__module__}.".startswith(KNOWN_OPTIMIZERS):
                 return f"{kind.__name__} is not an optimizer of torch or transformers"
-            index = self.first["steps"].index(step)
             states = [update["steps"][index]["states"] for update in self.updates]
             try:
                 changed = stepped(kind, optimizer.defaults, step, states, before, used)
@@ -349,7 +343,6 @@ class _Repeated:
                         name=name,
                         apart=apart,
                         optimizer=kind.__name__,
-                        ratio=ratio({name: change}, {name: expected}),
                     )
                     return ""
         return ""
@@ -374,4 +367,4 @@ def _rounded(weight: "torch.Tensor", cast: str) -> "torch.Tensor":
     """The weight as FSDP casts it: norms that learn by the same steps are all rounded to the same side."""
     import torch
 
-    return weight.to(getattr(torch, DTYPES[cast])).to(weight.dtype) if cast in DTYPES else weight
+    return weight.to(getattr(torch, LONG_DTYPES[cast])).to(weight.dtype) if cast in LONG_DTYPES else weight

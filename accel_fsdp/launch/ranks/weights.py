@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.launch.ranks import events, script
+from accel_fsdp.launch.ranks import events, parts, script
 from accel_fsdp.launch.ranks.holding import FLAT, user_name
 from accel_fsdp.launch.ranks.observing import Observation, after
 from accel_fsdp.library_internals import Internal
@@ -232,14 +232,11 @@ def _ranks(unit: Any) -> list[int]:
 
 def _all(models: Iterable["nn.Module"]) -> int:
     """One checksum of all trained weights on this rank; 0 if there are none."""
-    from torch.distributed.tensor import DTensor
-
     total = 0
     for model in models:
         for parameter in model.parameters():
             if parameter.requires_grad and not parameter.is_meta:
-                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-                total = zlib.crc32(checksum(local).to_bytes(4, "little"), total)
+                total = zlib.crc32(checksum(parts.local(parameter)).to_bytes(4, "little"), total)
     return total
 
 
