@@ -46,6 +46,8 @@ BEGINNINGS = frozenset(
 """Settings of an adapter's first weights, and of where its code and its base are."""
 MANY_MODULES = 400
 """From this number of names on, PEFT compares all of them with each other (0.21, `_find_minimal_target_modules`)."""
+MANY_COMPARISONS = 50_000_000
+"""PEFT compares each module's name with each listed one: some 10 seconds."""
 EMBEDDING = re.compile(r"emb(?!ed_out)|wte")
 """The pattern that separates the names of embeddings from those of linear layers, whose weights look alike."""
 FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
@@ -207,7 +209,14 @@ def describe_adapter(
             long = {
                 key: kept for key, kept in listed.items() if not isinstance(kept, str) and len(kept) >= MANY_MODULES
             }
-            vars(settings).update({key: _fewest_endings(entries, names) for key, entries in long.items()})
+            fewest = {key: _fewest_endings(entries, names) for key, entries in long.items()}
+            vars(settings).update(fewest)
+            if any(len(endings) * len(names) > MANY_COMPARISONS for endings in fewest.values()):
+                raise UserError(
+                    f"the adapter of {folder} lists {max(map(len, fewest.values())):,} of {len(names):,} modules",
+                    why="no shorter list chooses the same ones, and PEFT compares each of them with each module",
+                    fix="load it with PEFT, and merge_and_unload() or save_pretrained it",
+                )
             model = get_peft_model(base_model, settings)
         if getattr(settings, "target_parameters", None) and not adapts_parameters:
             raise UserError(

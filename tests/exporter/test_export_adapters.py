@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from accel_fsdp import exporter
 from accel_fsdp.errors import UserError
-from accel_fsdp.exporter import companion_files, safetensors_writer
+from accel_fsdp.exporter import companion_files, safetensors_writer, transformers_probe
 from accel_fsdp.models import remote_code
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -168,6 +168,17 @@ def test_a_long_list_of_modules_is_shortened(
         return
     merged = export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
     same(merged, adapted.merge_and_unload().state_dict())
+
+
+def test_a_long_list_that_cannot_be_shortened_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    """Every second of many modules: PEFT would compare for minutes, or for hours."""
+    trained(tiny_model, target_modules=["q_proj"]).save_pretrained(tmp_path)
+    path = tmp_path / "adapter_config.json"
+    listed = [f"experts.p{number}" for number in range(0, 11_000, 2)]
+    path.write_text(json.dumps({**json.loads(path.read_text()), "target_modules": listed}))
+    base = {f"experts.p{number}.weight": (2, 2) for number in range(11_000)}
+    with pytest.raises(UserError, match="lists 5,500 of 11,002 modules"):
+        transformers_probe.describe_adapter(tmp_path, tiny_model, base)
 
 
 def test_matrices_of_single_experts_are_named(tmp_path: Path) -> None:
