@@ -121,7 +121,7 @@ def _keep_state_dict_type(draft: Draft, old: Engine, new: Engine) -> None:
     name = draft.word(key) if key in draft.read else STATE_DICT_DEFAULT[old]
     name = STATE_DICT_TYPES.get(name, name)
     if key not in draft.read:
-        draft.row(key, "kept", f"{old.value}'s default, not {new.value}'s", value=name)
+        draft.row(key, "kept", f"{old.label}'s default, not {new.label}'s", value=name)
     elif name == "LOCAL_STATE_DICT" and new is Engine.FSDP2:
         draft.row(key, "changed", "FSDP2 has no LOCAL_STATE_DICT", value="SHARDED_STATE_DICT")
     else:

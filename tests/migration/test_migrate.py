@@ -332,6 +332,14 @@ def test_what_had_no_effect_gets_none(name: str, tmp_path: Path) -> None:
     assert "lost" in {one.kind for one in migration.changes if one.key.rpartition(".")[2] == key}
 
 
+def test_a_default_of_the_old_engine_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "fsdp1.yaml"
+    path.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP\n")
+    migration, _ = migrated(path, "fsdp2")
+    kept = next(one for one in migration.changes if one.key.endswith("fsdp_state_dict_type"))
+    assert kept.why == "FSDP1's default, not FSDP2's"
+
+
 def test_the_layer_class_can_be_named(tmp_path: Path) -> None:
     path = tmp_path / "ddp.yaml"
     path.write_text(DDP)
