@@ -23,6 +23,7 @@ UNNAMED = TOP + "fsdp_config: {fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORM
 SAGEMAKER = (
     "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nec2_instance_type: p\niam_role_name: r\n"
 )
+TP = "parallelism_config: {parallelism_config_dp_shard_size: 4, parallelism_config_tp_size: 2}\n"
 FP8 = V2.replace("'no'", "fp8") + "fp8_config: {fp8_backend: AO}\n"
 DS_FILE = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: ds.json}\n"
 TWO = "num_machines: 2\nmain_process_ip: a\n"
@@ -139,6 +140,7 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
         versions(BF16, "--max_steps 3", transformers="5.22.2"),
     ),
     "AF702": (versions(SAGEMAKER, accelerate="1.15.0"), versions(SAGEMAKER, accelerate="1.9.0")),
+    "AF703": (versions(V2 + TP, transformers="5.17.0"), versions(V2 + TP, transformers="5.16.0")),
     "AF701": (versions(V2, accelerate="1.14.1"), versions(V1, accelerate="1.14.1")),
     "AF801": (folder(V2 + FULL, SHARDED_CHECKPOINT), folder(V2, SHARDED_CHECKPOINT)),
     "AF802": (folder(V2, SHARDED_CHECKPOINT, scheduler=False), folder(V2, SHARDED_CHECKPOINT)),

@@ -61,7 +61,6 @@ VARIANTS: dict[str, tuple[str, str]] = {
                              "main_process_port: 29501")),
     "ignored modules": (LLAMA, V2 + "  fsdp_ignored_modules: 'model\\.(embed_tokens|norm)'\n"),
     "a mesh of ones": (LLAMA, V2 + MESH.format(1, 1)),
-    "shards beside tensor parallelism": (LLAMA, V2 + MESH.format(1, 4) + "  parallelism_config_tp_size: 2\n"),
     "sections that stay empty": (LLAMA, V2 + "deepspeed_config: {}\nparallelism_config: {}\ndynamo_config: {}\n"),
     "compiled by layers": (LLAMA, V2 + "dynamo_config: {backend: inductor, use_regional_compilation: true}\n"),
     "FP8": (LLAMA, V2.replace("bf16", "fp8") + "fp8_config: {backend: TE, fp8_format: HYBRID, amax_history_len: 16,"

@@ -5,6 +5,8 @@ the list of known pains that a test shows; the last test holds that list complet
 """
 
 import ast
+import importlib
+import inspect
 import os
 import re
 import stat
@@ -15,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate import Accelerator
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -352,3 +355,9 @@ def test_every_reproduced_row_is_shown() -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_upstream_*.py")), ids=lambda path: path.stem)
 def test_the_rules_that_docstrings_name_exist(path: Path) -> None:
     assert set(re.findall(r"\bAF\d{3}\b", path.read_text())) <= set(RULES)
+
+
+def test_accelerate_prepares_tensor_parallelism_with_a_name_that_transformers_lacks() -> None:
+    """AF703: once this stops to hold, the rule needs an upper version."""
+    assert "import ReplicateParallel" in inspect.getsource(Accelerator._prepare_tp)
+    assert not hasattr(importlib.import_module("transformers.integrations.tensor_parallel"), "ReplicateParallel")
