@@ -12,6 +12,9 @@ SHIPPED = sorted((Path(__file__).parent / "shipped").glob("*/*.yaml"))
 ON_THE_COMMAND_LINE = {"slurm_fsdp": "accelerate launch --num_processes 8 --num_machines 2 train.py"}
 """What the example's own job script gives the launcher."""
 
+NOT_WITH_THESE_VERSIONS = {"tp_hsdp": "AF703"}
+"""An example whose tensor parallelism needs transformers before 5.17."""
+
 
 @pytest.fixture
 def beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -33,8 +36,10 @@ def test_a_shipped_file_passes(path: Path, beside: Path) -> None:
     copy = beside / path.name
     copy.write_bytes(path.read_bytes())
     options = linter.LintOptions(args=args, strict=True)
-    assert [(one.code, one.what) for one in linter.lint(copy, options) if one.severity != "note"] == []
-    assert linter.lint_all((copy,), options) == 0
+    known = NOT_WITH_THESE_VERSIONS.get(path.stem)
+    found = [(one.code, one.what) for one in linter.lint(copy, options) if one.severity != "note"]
+    assert [entry for entry in found if entry[0] != known] == []
+    assert linter.lint_all((copy,), options) == (1 if known else 0)
     unused = [one for one in linter.lint(copy, options) if one.code == "AF107" and "these are the usual" in one.why]
     assert len(unused) <= 1
 
