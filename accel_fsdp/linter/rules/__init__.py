@@ -7,6 +7,7 @@ from accel_fsdp.linter.rules import (  # each registers its rules
     keys,
     launch,
     machine,
+    mesh,
     model,
     script,
     unused_sections,
@@ -18,5 +19,6 @@ from accel_fsdp.linter.rules.keys import SECTIONS
 
 __all__ = [
     "RULES", "SECTIONS", "Finding", "Rule", "ScriptFacts", "Severity", "Subject", "arguments", "checkpoint", "fsdp",
-    "keys", "launch", "locate", "machine", "model", "repair", "run", "script", "unused_sections", "values", "versions",
+    "keys", "launch", "locate", "machine", "mesh", "model", "repair", "run", "script", "unused_sections", "values",
+    "versions",
 ]  # fmt: skip

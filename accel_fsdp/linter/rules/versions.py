@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.config import Engine, size_key
+from accel_fsdp.config import Engine
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 
@@ -37,23 +37,4 @@ def accelerate_is_older(subject: Subject) -> Iterator[Finding]:
             f"accelerate {subject.versions['accelerate']} has bugs under FSDP2 that 1.15 fixed",
             "adapters are lost, layers are checkpointed in parts, and tied embeddings or a resumed optimizer stop it",
             "pip install 'accelerate>=1.15'",
-        )
-
-
-@rule("AF703", "warning")
-def tensor_parallelism_splits_nothing(subject: Subject) -> Iterator[Finding]:
-    """`tp_size` beside FSDP2 with transformers 5.17 or later, which lacks what Accelerate's tensor parallelism imports.
-
-    A model that is loaded whole is not split: its ranks do the same work twice. One that is loaded with a tensor
-    parallel plan stops in `prepare`.
-    """
-    size = subject.mesh["tp"]
-    is_new = "transformers" in subject.versions and not subject.older("transformers", "5.17")
-    if subject.engine is Engine.FSDP2 and isinstance(size, int) and size > 1 and is_new:
-        yield Finding(
-            f"parallelism_config.{size_key('tp')}",
-            f"tp_size: {size} splits no layer with transformers {subject.versions['transformers']}",
-            f"{size} ranks each train the same rows with the same shards; a model loaded with a tp_plan stops: "
-            "ImportError: ReplicateParallel",
-            f"{size_key('tp')}: 1, and {size_key('dp_shard')} {size} times as large",
         )
