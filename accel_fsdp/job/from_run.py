@@ -1,5 +1,6 @@
 """Describes a live run as a job, from the launcher's variables, an `Accelerator` and its model."""
 
+import gc
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import AXES, DDP_TYPES, FSDP_VERSIONS, Engine, deepspeed_name
@@ -12,6 +13,9 @@ from accel_fsdp.models import optimizers, state_bytes
 
 if TYPE_CHECKING:
     from torch import nn
+
+OF_ONE_ROW = {*AXES, "pp", "tensor", "context", "sequence", "pipeline", "model"} - {"dp_replicate", "dp_shard"}
+"""Names that scripts give the dimensions of a mesh whose ranks train on the same rows."""
 
 
 def engine_here() -> Engine:
@@ -80,6 +84,15 @@ def _offloads(plugin: Any) -> bool:
     return isinstance(cpu_offload, CPUOffloadPolicy) or (
         isinstance(cpu_offload, CPUOffload) and bool(cpu_offload.offload_params)
     )
+
+
+def ranks_may_share_rows() -> bool:
+    """Whether this process has a mesh of devices whose ranks train on the same rows, as for tensor parallelism."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    meshes = [thing for thing in gc.get_objects() if issubclass(type(thing), DeviceMesh)]
+    dimensions = [pair for mesh in meshes for pair in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)]
+    return any(size > 1 and name in OF_ONE_ROW for name, size in dimensions)
 
 
 def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
-from accel_fsdp.rehearsal import repeated
+from accel_fsdp.rehearsal import drawn_rows, repeated
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.units import counted
 
@@ -43,18 +43,8 @@ def _another_optimizer(events: Sequence[RankEvent], by_rank: dict[int, Holding])
             )
 
 
-def _same_rows(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """A dataloader that was not prepared gives each rank the same rows."""
-    row_events = _of("rows", events)
-    rows = [event.content["hashes"] for event in row_events]
-    prepared = _of("prepared-rows", events)  # then equal rows come from the data itself
-    if not prepared and len(rows) > 1 and rows[0] and all(hashes == rows[0] for hashes in rows):
-        yield Failure(
-            f"all {len(rows)} ranks train on the same rows",
-            SCRIPT,
-            "accelerator.prepare(dataloader), or a DistributedSampler",
-            row_events[0].content["line"],
-        )
+def _rows(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    return drawn_rows.found(events)
 
 
 def _other_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
@@ -323,7 +313,7 @@ LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failur
     _another_optimizer,
     _begun_apart,
     _other_units,
-    _same_rows,
+    _rows,
     _untied,
     _clipped_by_torch,
     _forgotten_rng,

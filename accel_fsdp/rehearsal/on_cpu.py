@@ -7,7 +7,7 @@ from accel_fsdp import console
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import ranks
-from accel_fsdp.rehearsal import janitor, verdict, without_gpu
+from accel_fsdp.rehearsal import drawn_rows, janitor, verdict, without_gpu
 from accel_fsdp.rehearsal.blame import of_hang
 from accel_fsdp.rehearsal.job import left_alone
 
@@ -16,7 +16,9 @@ INTERRUPTED = 130
 
 
 def measured(job: JobConfig, launch: Callable[[], int]) -> int:
-    """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 if the YAML differs."""
+    """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 if the YAML differs.
+
+    The same for rows of the data that several ranks train on, or none."""
     with janitor.folder() as folder:
         os.environ |= janitor.mark(folder) | {ranks.EVENTS: str(folder), "CUDA_VISIBLE_DEVICES": ""}
         code = launch()
@@ -36,7 +38,10 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     differences = list(verdict.differences(expected, holdings))
     for difference in differences:
         console.say(f"not what the YAML asks for: {difference.what} ({difference.key})", style="red")
-    return code or int(bool(differences))
+    mistakes = list(drawn_rows.found(events))
+    for mistake in mistakes:
+        console.say(f"{mistake.line}: {mistake.what}; {mistake.fix}", style="red")
+    return code or int(bool(differences or mistakes))
 
 
 def _say_why(events: Sequence[ranks.RankEvent]) -> None:

@@ -4,13 +4,16 @@ It uses Accelerate and transformers alone, and knows nothing of the rehearsal.
 """
 
 import contextlib
+import itertools
 import sys
+from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
+from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoModelForCausalLM
 
 NAME, MODEL, FOLDER = sys.argv[1:4]
@@ -24,6 +27,25 @@ if NAME == "other seeds":
     torch.manual_seed(0)
 rows = torch.randint(0, 100, (16, 12))
 loader = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
+if NAME == "sharded twice":
+    loader = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))  # type: ignore[arg-type, var-annotated]
+if NAME == "another shuffle":
+    order = torch.Generator().manual_seed(accelerator.process_index)
+    loader = DataLoader(rows, batch_size=2, shuffle=True, generator=order)  # type: ignore[arg-type]
+if NAME == "another order":
+
+    class Shuffled(Sampler[int]):
+        """Each rank has an order of its own, and Accelerate gives it a part of that."""
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(torch.randperm(16, generator=torch.Generator().manual_seed(accelerator.process_index)).tolist())
+
+        def __len__(self) -> int:
+            return 16
+
+    loader = DataLoader(rows, batch_size=2, sampler=Shuffled())  # type: ignore[arg-type]
+if NAME == "same order":
+    loader = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))  # type: ignore[arg-type, var-annotated]
 
 if NAME == "frozen layers":
     for parameter in model.model.layers[0].self_attn.parameters():
@@ -67,7 +89,7 @@ elif NAME == "two optimizers":
     halves = [list(part.parameters()) for part in (model.model, model.lm_head)]
     optimizer, other = (torch.optim.AdamW(half, lr=1e-3) for half in halves)
     model, optimizer, other, loader = accelerator.prepare(model, optimizer, other, loader)
-elif NAME == "dataloader not prepared":
+elif NAME in ("dataloader not prepared", "another shuffle", "same order"):
     model, optimizer = accelerator.prepare(model, optimizer)
 else:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -86,7 +108,8 @@ synced = contextlib.ExitStack()
 if NAME == "not synced":
     synced.enter_context(accelerator.no_sync(model))
 steps = {"no step": False, "steps on one rank": accelerator.is_main_process}.get(NAME, True)
-for step, batch in enumerate(loader):
+epochs = itertools.chain.from_iterable([loader] * 2)
+for step, batch in enumerate(epochs):  # twice
     batch = batch.to("cuda" if NAME == "cuda" else accelerator.device)
     if NAME == "control flow" and step == 1 and accelerator.process_index == 1:
         continue
@@ -131,7 +154,7 @@ for step, batch in enumerate(loader):
         model.zero_grad()
     elif NAME != "never cleared":
         optimizer.zero_grad(set_to_none=NAME != "none")
-    if step == 2 * ACCUMULATED - 1:
+    if step == {"same order": 5, "another order": 3}.get(NAME, 2 * ACCUMULATED - 1):
         break
 
 if NAME == "generate":

@@ -3,6 +3,7 @@
 docs/rehearse.md shows the lines.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -17,7 +18,7 @@ import yaml
 from conftest import ROOT, accel_fsdp
 
 from accel_fsdp.config import read_config
-from accel_fsdp.launch.ranks import RankEvent, gradients, read, script
+from accel_fsdp.launch.ranks import RankEvent, gradients, measure, read, script
 from accel_fsdp.rehearsal import mistakes, on_cpu, own_script
 from accel_fsdp.rehearsal.job import Outcome
 
@@ -129,6 +130,10 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "a rank that ends itself": ("exits", FSDP1, "the script", "sys.exit(3)"),
     "a dataloader not prepared": ("dataloader not prepared", FSDP2, "the script", "labels=batch"),
+    "sharded twice": ("sharded twice", FSDP2, "the script", "sampler=DistributedSampler(rows))"),
+    "another shuffle on each rank": ("another shuffle", FSDP1, "the script", "shuffle=True, generator=order)"),
+    "an own sampler with another seed on each rank": ("another order", FSDP2, "the script", "sampler=Shuffled())"),
+    "set_epoch() forgotten": ("same order", {}, "the script", "# twice"),
     "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
     "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),
     "optimizer.step() forgotten": ("no step", FSDP1, "the script", "accelerator.backward(loss"),
@@ -227,13 +232,6 @@ def test_the_last_lines_of_a_script_are_few_and_short() -> None:
     printed = "\n".join(f"line {number}" for number in range(9)) + "\n\n 1%\r100%\n" + "a" * 500
     assert own_script.last_lines(printed).split("\n") == ["line 6", "line 7", "line 8", "100%", "a" * 160]
     assert own_script.last_lines("") == ""
-
-
-def test_rows_that_are_alike_may_be_so_in_the_data() -> None:
-    rows = ("rows", {"hashes": [7], "line": ""})
-    assert said_of(rows) == ["all 2 ranks train on the same rows"]
-    prepared = [RankEvent(0, 0.0, "prepared-rows", {}), *(RankEvent(rank, 1.0, *rows) for rank in (0, 1))]
-    assert not list(mistakes.found(prepared))
 
 
 def test_lines_of_no_file_are_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,6 +351,23 @@ def test_launch_says_which_rank_had_ended(
     said = " ".join(capsys.readouterr().err.split())
     assert "error: the ranks wait for each other: rank 0 waits in wait_tensor at mine.py:7; rank 1 has ended" in said
     assert "fix: every rank must call what all of them do together" in said
+
+
+def test_launch_says_that_ranks_share_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    stepped = {"kind": "stepped", "holding": dataclasses.asdict(measure(torch.nn.Linear(2, 2)))}
+    rows = {"kind": "rows", "hashes": [[7]], "line": "mine.py:7", "may_share": False}
+
+    def launch() -> int:
+        for rank in range(2):
+            lines = "".join(json.dumps({"seconds": 0.0, **event}) + "\n" for event in (stepped, rows))
+            Path(os.environ["ACCEL_FSDP_EVENTS"], f"{rank}.jsonl").write_text(lines)
+        return 0
+
+    assert on_cpu.measured(read_config(yaml_file(tmp_path, {}))[0], launch) == 1
+    assert "mine.py:7: all 2 ranks train on the same rows" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_end_of_a_long_output_begins_at_a_line() -> None:

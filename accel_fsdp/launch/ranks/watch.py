@@ -10,7 +10,6 @@ import math
 import os
 import signal
 import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -18,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
-from accel_fsdp.launch.ranks import events, hang, holding, script
+from accel_fsdp.job import from_run
+from accel_fsdp.launch.ranks import drawn_rows, events, hang, holding, script
+from accel_fsdp.launch.ranks.drawn_rows import ObservedRows
 from accel_fsdp.launch.ranks.gradients import ObservedGradients
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.launch.ranks.observing import Observation, after, before
@@ -54,7 +55,7 @@ STEPS = Observation(
     ),
 )
 HOLDING = Observation("what each rank holds", holding.RELIES_ON)
-OBSERVED = (LOSSES, TORCH_SAVES, CLIPPING, CHECKPOINTING, PREPARING, TRACKERS, STEPS)
+OBSERVED = (LOSSES, TORCH_SAVES, CLIPPING, CHECKPOINTING, PREPARING, TRACKERS, STEPS, drawn_rows.LOADERS)
 RELIES_ON = tuple(internal for observation in OBSERVED for internal in observation.relies_on)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 """The variable that names a checkpoint: in the first step after it is complete, a rank waits to be killed."""
@@ -73,6 +74,7 @@ def begin() -> Callable[[], None]:
         TRACKERS: _watch_trackers,
         PREPARING: lambda: _watch_prepare(steps.measures),
         STEPS: steps.install,
+        drawn_rows.LOADERS: steps.drawn.install,
     }
     for observation, install in installers.items():
         if observation.is_possible:
@@ -194,7 +196,10 @@ def _only_makes_states() -> bool:
 
 
 class _Steps:
-    """Observes the first step: the outermost modules that ran forward before it, and their rows."""
+    """Observes the first step: the outermost modules that ran forward before it, and their rows.
+
+    Rows of later steps are noted where no loader gives them.
+    """
 
     def __init__(self, hold_after: str | None, measures: bool) -> None:
         self.measures = measures
@@ -202,13 +207,14 @@ class _Steps:
         self.is_first = True
         self.depth = 0
         self.models: dict[int, Any] = {}
-        self.rows: list[int] = []
+        self.rows: list[list[int] | None] = []
         self.units: list[int] = []
-        self.awaits_rows = False
+        self.awaits_rows = self.in_backward = False
         self.rows_line = ""
         self.saves = ObservedSaves()
         self.weights = ObservedWeights()
         self.gradients = ObservedGradients()
+        self.drawn = ObservedRows()
         self.of_modules: list[Any] = []
 
     def install(self) -> None:
@@ -225,16 +231,20 @@ class _Steps:
         import torch
 
         if self.depth == 0:
-            self.saves.watch()
-            self.models[id(module)] = module
-            self.awaits_rows = torch.is_grad_enabled()
-        if is_unit(module):
-            self.units.append(id(module))
+            self.awaits_rows = torch.is_grad_enabled() and not self.in_backward
+        if self.is_first:
+            if self.depth == 0:
+                self.saves.watch()
+                self.models[id(module)] = module
+            if is_unit(module):
+                self.units.append(id(module))
         self.depth += 1
         if self.awaits_rows and args and isinstance(args[0], torch.Tensor):  # in Transformers the embedding's input
             self.awaits_rows = False
             self.rows_line = self.rows_line or script.line_of_stack(sys._getframe())
-            self.rows.append(zlib.crc32(args[0].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()))
+            self.rows.append(drawn_rows.hashes_of(args[0]))
+            if len(self.rows) == drawn_rows.MOST_BY_HAND:
+                self._leave_modules()
 
     def _leave(self, *_: Any) -> None:
         self.depth -= 1
@@ -242,16 +252,22 @@ class _Steps:
     def watch_backward(self) -> None:
         import torch
 
-        before(torch.Tensor, "backward", self.gradients.before_backward)
+        before(torch.Tensor, "backward", self._runs_backward)
         after(torch.Tensor, "backward", self.ran_backward)
 
+    def _runs_backward(self, *_: Any, **__: Any) -> None:
+        self.in_backward = True
+        self.gradients.before_backward()
+
     def ran_backward(self, loss: "torch.Tensor", *_: Any, **__: Any) -> None:
+        self.in_backward = False
         if loss.numel() == 1:
             value = float(loss.detach())
             line = "" if math.isfinite(value) else script.line_of_stack(sys._getframe(2))
             events.report("loss", value=value, step=self.weights.steps + 1, line=line)
         self.weights.ran_backward(self._outermost())
         self.gradients.ran_backward()
+        self.drawn.ran_backward()
 
     def torch_saved(self, saved: Any, f: Any = None, *_: Any, **__: Any) -> None:
         """Called after each `torch.save`. Saves by libraries are skipped: they can read their own shards."""
@@ -265,6 +281,7 @@ class _Steps:
     def report_end(self) -> None:
         """Called at the end of the script."""
         self.weights.report_end(self._outermost())
+        self.drawn.report_end(self.rows, self.rows_line)
 
     def _step(self, optimizer: Any, *_: Any) -> None:
         if _only_makes_states():
@@ -278,9 +295,13 @@ class _Steps:
             events.report("held")
             signal.pause()
 
-    def _report_first(self, optimizer: Any) -> None:
+    def _leave_modules(self) -> None:
         for hook in self.of_modules:
             hook.remove()
+
+    def _report_first(self, optimizer: Any) -> None:
+        if self.drawn.has_trained:
+            self._leave_modules()
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model, own in self._trained_by(trained):
             name = type(unwrapped(model)).__name__
@@ -291,7 +312,7 @@ class _Steps:
                 _report_holding("stepped", model)
             names = {id(module): user_name(path) for path, module in model.named_modules()}
             events.report("units", names=[names[unit] for unit in self.units if unit in names])
-        events.report("rows", hashes=self.rows, line=self.rows_line)
+        events.report("rows", hashes=self.rows, line=self.rows_line, may_share=from_run.ranks_may_share_rows())
         self.models.clear()
 
     def _trained_by(self, trained: set[int]) -> list[tuple["nn.Module", set[int]]]:

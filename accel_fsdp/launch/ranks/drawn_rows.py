@@ -1,0 +1,254 @@
+"""Observes which rows of its data a rank trains on: their places in the data set, and checksums of their content."""
+
+import contextlib
+import functools
+import hashlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.launch.ranks import events, script
+from accel_fsdp.launch.ranks.observing import Observation, after
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.library_internals import Internal
+
+if TYPE_CHECKING:
+    import torch
+
+ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
+LOADERS = Observation(
+    "rows that loaders give",
+    (
+        Internal("torch.utils.data:DataLoader.__init__", "self dataset *"),
+        Internal(f"{ITERATOR}._next_index", "self"),
+        Internal(f"{ITERATOR}.__next__", "self"),
+    ),
+)
+MOST_ROWS = 2048
+"""The first rows of an epoch that are noted."""
+MOST_EPOCHS = 3
+"""The first epochs of a loader that are noted."""
+MOST_BY_HAND = 256
+"""The first forward passes whose rows are noted where no loader gives them."""
+PREPARED = "accelerator.prepare"
+
+
+@dataclass
+class DrawnRows:
+    """What one epoch of a loader gave on a rank, batch by batch.
+
+    `places` are the rows' indices in the data set, None for a stream; `hashes` are checksums of their content, None
+    where rows can't be told apart in a batch. `once`: the sampler gives each row of the data set once in an epoch, on
+    all ranks together; `is_own`: it is not one of torch's. `planned` is the largest number of rows that this rank
+    takes in an epoch. `sharders` name what gives the rank its part. `sampler_epoch`: what the sampler's `set_epoch` was
+    called with last, where it has one.
+    """
+
+    line: str
+    loop: str
+    loader: int = 0
+    epoch: int = 0
+    places: list[list[int]] | None = field(default_factory=list)
+    hashes: list[list[int] | None] = field(default_factory=list)
+    is_whole: bool = False
+    length: int | None = None
+    fingerprint: str | None = None
+    once: bool = False
+    is_own: bool = False
+    planned: int | None = None
+    batch: int | None = None
+    drops_last: bool = False
+    sharders: list[str] = field(default_factory=list)
+    sampler_epoch: int | None = None
+
+
+@dataclass
+class _Loader:
+    """A loader, told apart from others by the object that gives it indices."""
+
+    number: int = -1
+    noted: int = 0
+    now: "_Pass | None" = None
+
+
+@dataclass
+class _Pass:
+    """One iteration over a loader."""
+
+    loader: _Loader
+    indices: "weakref.ref[Any]"
+    rows: DrawnRows
+    given: int = 0
+    trained: int = 0
+
+
+class ObservedRows:
+    """Notes the rows of each loader that was the last to give a batch before a backward pass."""
+
+    def __init__(self) -> None:
+        self.made_at: dict[int, str] = {}
+        self.loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
+        self.passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
+        self.unfinished: list[_Pass] = []
+        self.last: _Pass | None = None
+        self.at_line: Counter[str] = Counter()
+        self.has_trained = False
+
+    def install(self) -> None:
+        from torch.utils.data import DataLoader
+        from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+        after(DataLoader, "__init__", self._made)
+        iterators: Any = _BaseDataLoaderIter
+        draw, give = iterators._next_index, iterators.__next__
+
+        @functools.wraps(draw)
+        def next_index(iterator: Any) -> Any:
+            index = draw(iterator)
+            self._drew(iterator, index)
+            return index
+
+        @functools.wraps(give)
+        def next_batch(iterator: Any) -> Any:
+            try:
+                batch = give(iterator)
+            except StopIteration:
+                if ended := self.passes.get(iterator):
+                    ended.rows.is_whole = True
+                raise
+            self._gave(iterator, batch)
+            return batch
+
+        iterators._next_index, iterators.__next__ = next_index, next_batch
+
+    def ran_backward(self) -> None:
+        if self.last:
+            self.last.trained = self.last.given
+            self.has_trained = True
+
+    def report_end(self, by_hand: list[list[int] | None], line: str) -> None:
+        """Reports the rows that are left; `by_hand` are those of the model's forward passes, told if no loader was."""
+        for unfinished in self.unfinished:
+            self._report(unfinished)
+        if by_hand and not self.has_trained:
+            events.report("drawn", **asdict(DrawnRows(line, line, epoch=1, places=None, hashes=by_hand)))
+
+    def _made(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
+        if script.is_calling(sys._getframe(2)):  # a library makes another loader of the same data set
+            self.made_at[id(dataset)] = script.line_of_stack(sys._getframe(2))
+
+    def _drew(self, iterator: Any, index: Any) -> None:
+        drawn = self.passes.get(iterator)
+        if drawn is None or drawn.indices() is not iterator._sampler_iter:
+            try:
+                drawn = self.passes[iterator] = self._begin(iterator)
+            except TypeError:  # indices in a list, which has no weak references
+                return
+        places = index if isinstance(index, list | tuple) else [index]
+        if not all(isinstance(place, int) for place in places):
+            drawn.rows.places = None
+        elif drawn.rows.places is not None and sum(map(len, drawn.rows.places)) < MOST_ROWS:
+            drawn.rows.places.append([int(place) for place in places])
+
+    def _begin(self, iterator: Any) -> _Pass:
+        loader = self.loaders.setdefault(iterator._index_sampler, _Loader())
+        if loader.now:
+            self._report(loader.now)
+            self.unfinished.remove(loader.now)
+        loop = script.line_of_stack(sys._getframe(3))
+        line = self.made_at.get(id(iterator._dataset), loop)
+        rows = DrawnRows(line, loop, **_facts(iterator._index_sampler, iterator._dataset))
+        loader.now = _Pass(loader, weakref.ref(iterator._sampler_iter), rows)
+        self.unfinished.append(loader.now)
+        return loader.now
+
+    def _gave(self, iterator: Any, batch: Any) -> None:
+        self.last = drawn = self.passes.get(iterator)
+        if drawn is None:
+            return
+        drawn.given += 1
+        if drawn.loader.noted < MOST_EPOCHS and sum(len(hashes or [0]) for hashes in drawn.rows.hashes) < MOST_ROWS:
+            rows = drawn.rows.places and drawn.rows.places[len(drawn.rows.hashes) :]
+            drawn.rows.hashes.append(hashes_of(batch, len(rows[0]) if rows else None))
+
+    def _report(self, ended: _Pass) -> None:
+        loader, rows = ended.loader, ended.rows
+        if not ended.trained or loader.noted >= MOST_EPOCHS:
+            return
+        if loader.number < 0:
+            loader.number = self.at_line[rows.line]
+            self.at_line[rows.line] += 1
+        loader.noted += 1
+        if not rows.is_whole:  # the loaders of Accelerate take a batch before they give the last one
+            trained = max(1, ended.trained - bool(rows.sharders[:1] == [PREPARED]))
+            rows.places, rows.hashes = rows.places and rows.places[:trained], rows.hashes[:trained]
+        rows.loader, rows.epoch = loader.number, loader.noted
+        events.report("drawn", **asdict(rows))
+
+
+def hashes_of(batch: Any, rows: int | None = None) -> list[int] | None:
+    """A checksum for each row of a batch, of its input_ids if it has some; None if a batch has no such rows."""
+    import torch
+
+    mask = None
+    if isinstance(batch, Mapping):
+        mask = batch.get("attention_mask")
+        batch = [batch["input_ids"]] if "input_ids" in batch else list(batch.values())
+    several = batch if isinstance(batch, list | tuple) else [batch]
+    tensors = [each for each in several if isinstance(each, torch.Tensor) and each.dim() and not each.is_meta]
+    tensors = [each for each in tensors if len(each) == (rows or len(tensors[0]))]
+    if not tensors:
+        return None
+    if len(tensors) == 1 and isinstance(mask, torch.Tensor) and mask.shape == tensors[0].shape:
+        return [_hash([ids[real.bool()]]) for ids, real in zip(tensors[0], mask, strict=True)]  # without padding
+    return [_hash([each[row] for each in tensors]) for row in range(len(tensors[0]))]
+
+
+def _hash(parts: "list[torch.Tensor]") -> int:
+    import torch
+
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        values = part.detach().as_subclass(torch.Tensor).cpu().contiguous().reshape(-1)
+        digest.update(values.view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(digest.digest(), "little")
+
+
+def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
+    """What is known of a loader's data set, and of how its batches are made."""
+    from torch.utils.data import BatchSampler
+    from torch.utils.data.distributed import DistributedSampler
+
+    facts: dict[str, Any] = {"length": None, "fingerprint": getattr(dataset, "_fingerprint", None)}
+    with contextlib.suppress(Exception):  # whatever a data set's own code raises
+        facts["length"] = len(dataset)
+    is_shard = type(indices).__name__ == "BatchSamplerShard"
+    batches = indices.batch_sampler if is_shard else indices
+    if type(batches) is not BatchSampler:
+        return facts
+    sampler: Any = batches.sampler
+    facts |= {"batch": batches.batch_size, "sharders": [PREPARED] * is_shard}
+    facts["is_own"] = not type(sampler).__module__.startswith("torch.")
+    facts["drops_last"] = batches.drop_last or getattr(sampler, "drop_last", False) is True
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        facts["sharders"].append("a DistributedSampler")
+    if isinstance(epoch := getattr(sampler, "epoch", None), int) and hasattr(sampler, "set_epoch"):
+        facts["sampler_epoch"] = epoch
+    if facts["length"] is not None and _gives_once(sampler, facts["length"]):
+        each = indices.batch_size // indices.num_processes if is_shard and indices.split_batches else batches.batch_size
+        facts |= {"once": True, "planned": len(indices) * each}
+    return facts
+
+
+def _gives_once(sampler: Any, rows: int) -> bool:
+    from torch.utils.data import RandomSampler, SequentialSampler
+    from torch.utils.data.distributed import DistributedSampler
+
+    if type(sampler) is DistributedSampler:
+        return sampler.num_replicas in (1, LaunchEnvironment.now().world_size)
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == rows
+    return type(sampler) is SequentialSampler

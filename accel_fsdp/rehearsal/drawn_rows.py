@@ -1,0 +1,190 @@
+"""Judges which rows of the data each rank trained on: shared by ranks, lost, or in the same order in each epoch. Pure.
+
+What can't be judged is silent: samplers that repeat rows on purpose, data sets that differ between ranks or hold rows
+several times, and what fills the last batch of an epoch so that all ranks have equally many.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain, combinations, pairwise
+from typing import Any
+
+from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.units import counted
+
+FEWEST = 4
+"""Rows of which the order shows anything."""
+FEWEST_BY_CONTENT = 12
+"""Rows of a rank that content alone, without places in a data set, must tell apart to show anything."""
+SHARE_BY_CONTENT = 1 / 3
+"""The share of a rank's rows that another one has too, by content alone: samples drawn at random may share a few."""
+DISTRIBUTED = "a DistributedSampler"
+
+
+def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """The gravest mistake, of the first loader and epoch that has one."""
+    row_events = [event for event in events if event.kind == "rows"]
+    if any(event.content["may_share"] for event in row_events):
+        return
+    drawn: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
+    for event in events:
+        if event.kind == "drawn":
+            rows = event.content
+            drawn.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[event.rank] = rows
+    looks = [_same_rows(events, row_events)]
+    looks += [look(of_ranks) for look in (_shared, _lost) for _, of_ranks in sorted(drawn.items())]
+    looks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
+    yield from list(chain.from_iterable(looks))[:1]
+
+
+def _same_rows(events: Sequence[RankEvent], row_events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """A dataloader that was not prepared gives each rank the same rows."""
+    rows = [event.content["hashes"] for event in row_events]
+    prepared = any(event.kind == "prepared-rows" for event in events)  # then equal rows come from the data itself
+    if not prepared and len(rows) > 1 and rows[0] and all(hashes == rows[0] for hashes in rows):
+        yield Failure(
+            f"all {len(rows)} ranks train on the same rows",
+            SCRIPT,
+            "accelerator.prepare(dataloader), or a DistributedSampler",
+            row_events[0].content["line"],
+        )
+
+
+def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
+    """Rows of the data set that no rank takes in an epoch, beyond an incomplete last batch that is dropped."""
+    several = list(of_ranks.values())
+    first = several[0]
+    length = first["length"]
+    if len(several) < 2 or not all(rows["once"] and rows["length"] == length for rows in several):
+        return
+    if not all(_same_data(first, other) is not False for other in several[1:]):
+        return
+    if all(rows["is_whole"] for rows in several):
+        taken = len(set().union(*(_places(rows) for rows in several)))
+    else:
+        taken = sum(rows["planned"] for rows in several)
+    dropped = len(several) * first["batch"] if any(rows["drops_last"] for rows in several) else 0
+    if length - taken > dropped:
+        sharders = first["sharders"]
+        how, fix = (
+            "",
+            "a sampler that gives each row to one rank: DistributedSampler(data), or accelerator.prepare(loader)",
+        )
+        if len(sharders) > 1:
+            how = f": {' and '.join(sharders)} both give each rank a part"
+            fix = "leave out the DistributedSampler: accelerator.prepare(dataloader) gives each rank its part"
+        what = f"of {counted(length, 'row')} the ranks take only {taken} in an epoch{how}"
+        yield Failure(what, SCRIPT, fix, first["line"])
+
+
+def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
+    """Rows that two ranks train on in one epoch, where a plain run trains on each once."""
+    for (first, ours), (other, theirs) in combinations(sorted(of_ranks.items()), 2):
+        same_data = _same_data(ours, theirs)
+        if same_data and _parts_of_one(list(of_ranks.values())):
+            our_rows, their_rows = set(_places(_trusted(ours))), set(_places(_trusted(theirs)))
+            is_mistake = bool(our_rows & their_rows)
+        else:
+            our_rows, their_rows = _contents(ours), _contents(theirs)
+            enough = min(len(our_rows), len(their_rows)) >= FEWEST_BY_CONTENT
+            share = len(our_rows & their_rows) / max(1, min(len(our_rows), len(their_rows)))
+            by_content = ours["places"] is None or (not same_data and ours["once"] and theirs["once"])
+            is_mistake = enough and by_content and share >= SHARE_BY_CONTENT
+        if is_mistake:
+            yield Failure(
+                f"rank {other} trained on {len(our_rows & their_rows)} of {counted(len(their_rows), 'row')} that rank "
+                f"{first} had too, in epoch {ours['epoch']}",
+                SCRIPT,
+                _fix(ours["sharders"]),
+                theirs["line"],
+            )
+            return
+
+
+def _fix(sharders: Sequence[str]) -> str:
+    if DISTRIBUTED in sharders:
+        return "the same seed in the DistributedSampler of all ranks, and rank=accelerator.process_index"
+    if sharders:
+        return "one seed on all ranks for the order of rows: accelerator.prepare gives each rank other places in it"
+    return "accelerator.prepare(dataloader), or a DistributedSampler, and one seed on all ranks for the order of rows"
+
+
+def _parts_of_one(several: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether each row of the data set is meant for one rank: the sampler is known, or its numbers of rows say so."""
+    if all(rows["once"] for rows in several):
+        return True
+    if not all(rows["is_whole"] and rows["is_own"] for rows in several):
+        return False
+    places = [_places(rows) for rows in several]
+    without_repeats = all(len(set(_places(_trusted(rows)))) == len(_places(_trusted(rows))) for rows in several)
+    spare = sum(len(rows["places"][-1]) for rows in several)
+    return without_repeats and 0 <= sum(map(len, places)) - several[0]["length"] < spare
+
+
+def _same_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool | None:
+    """Whether two ranks' data sets hold the same rows at the same places; None if that can't be seen."""
+    if ours["places"] is None or theirs["places"] is None or ours["length"] != theirs["length"]:
+        return False
+    if ours["fingerprint"] and ours["fingerprint"] == theirs["fingerprint"]:
+        return True
+    our_rows, their_rows = _by_place(ours), _by_place(theirs)
+    both = our_rows.keys() & their_rows.keys()
+    if any(our_rows[place] != their_rows[place] for place in both):
+        return False
+    tells_apart = all(2 * len(set(rows.values())) > len(rows) for rows in (our_rows, their_rows))
+    return True if both and tells_apart else None
+
+
+def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
+    """A sampler shuffles by its epoch, and nobody told it the next one."""
+    epochs = [event.content for event in events if event.kind == "drawn" and event.rank == rank]
+    by_loader: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for rows in epochs:
+        by_loader.setdefault((rows["line"], rows["loader"]), []).append(rows)
+    for last, now in chain.from_iterable(pairwise(several) for several in by_loader.values()):
+        if last["sampler_epoch"] is None or last["sampler_epoch"] != now["sampler_epoch"]:
+            continue
+        count = min(len(_places(last)), len(_places(now)))
+        order = _places(now)[:count]
+        if count >= FEWEST and order == _places(last)[:count] and order != sorted(order):
+            yield Failure(
+                f"epoch {now['epoch']} has the rows of epoch {last['epoch']} in the same order, {count} on rank {rank}",
+                SCRIPT,
+                "sampler.set_epoch(epoch) at the start of each epoch: it shuffles by that number",
+                now["loop"],
+            )
+            return
+
+
+def _trusted(rows: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without the last batch of an epoch: rows from its start may fill it."""
+    batches, full = rows["places"], -(-(rows["planned"] or 0) // (rows["batch"] or 1))
+    ends = rows["is_whole"] or (full and len(batches or ()) >= full)
+    if not ends:
+        return rows
+    return {**rows, "places": batches and batches[:-1], "hashes": rows["hashes"][:-1]}
+
+
+def _places(rows: Mapping[str, Any]) -> list[int]:
+    return list(chain.from_iterable(rows["places"] or ()))
+
+
+def _by_place(rows: Mapping[str, Any]) -> dict[int, int]:
+    """The checksum of each row by its place, for batches whose rows can be told apart."""
+    pairs = zip(rows["places"] or (), rows["hashes"], strict=False)
+    return {
+        place: content
+        for places, hashes in pairs
+        if hashes is not None and len(hashes) == len(places)
+        for place, content in zip(places, hashes, strict=True)
+    }
+
+
+def _contents(rows: Mapping[str, Any]) -> set[int]:
+    """The rows' checksums until one comes again, as in the next epoch; empty where rows can't be told apart."""
+    seen: set[int] = set()
+    for hashes in _trusted(rows)["hashes"]:
+        if hashes is None or not seen.isdisjoint(hashes) or len(set(hashes)) < len(hashes):
+            break
+        seen.update(hashes)
+    return seen

@@ -1,0 +1,225 @@
+"""Which rows each rank trains on: mistakes are told with counts, and what is unusual and right is not one."""
+
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import prepare_data_loader, skip_first_batches
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.distributed import DistributedSampler
+
+from accel_fsdp.launch.ranks import RankEvent, read
+from accel_fsdp.launch.ranks.drawn_rows import DrawnRows, ObservedRows, hashes_of
+from accel_fsdp.rehearsal import drawn_rows
+
+ROWS: Any = list(torch.randint(0, 100, (32, 12), generator=torch.Generator().manual_seed(0)))
+RANKS = 2
+PATCHED = ((DataLoader, "__init__"), (_BaseDataLoaderIter, "_next_index"), (_BaseDataLoaderIter, "__next__"))
+Epochs = Iterator[Iterable[Any]]
+
+
+def distributed(rank: int, rows: Any = ROWS, **how: Any) -> Any:
+    return DistributedSampler(rows, num_replicas=RANKS, rank=rank, **how)
+
+
+def prepared(loader: Any, rank: int, **how: Any) -> Any:
+    return prepare_data_loader(loader, num_processes=RANKS, process_index=rank, put_on_device=False, **how)
+
+
+def sampled(sampler: Any, rank: int, batch: int = 2) -> Any:
+    return prepared(DataLoader(ROWS, batch, sampler=sampler), rank)
+
+
+def unprepared(sampler: Any) -> Any:
+    return DataLoader(ROWS, 2, sampler=sampler)
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Ordered(Sampler[int]):
+    """An own sampler: the places in an order."""
+
+    def __init__(self, order: Iterable[int]) -> None:
+        self.order = list(order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __init__(self, rows: Iterable[torch.Tensor]) -> None:
+        self.rows = list(rows)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(self.rows)
+
+
+class Augmented(list[torch.Tensor]):
+    """Gives other values at each call."""
+
+    def __getitem__(self, place: Any) -> Any:
+        return super().__getitem__(place) + random.randrange(100)
+
+
+def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Rows of several lengths, padded to the longest of the batch."""
+    cut = [row[: 4 + int(row[0]) % 8] for row in rows]
+    ids = torch.nn.utils.rnn.pad_sequence(cut, batch_first=True, padding_value=-1)
+    return {"input_ids": ids, "attention_mask": ids != -1}
+
+
+def shuffled(seed: int) -> list[int]:
+    return torch.randperm(32, generator=seeded(seed)).tolist()  # type: ignore[no-any-return]
+
+
+def each_epoch(rank: int, **how: Any) -> Epochs:
+    sampler = distributed(rank, ROWS[:15], **how)
+    loader: Any = DataLoader(ROWS[:15], batch_size=4, sampler=sampler)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        yield loader
+
+
+def peeks(rank: int) -> Epochs:
+    loader: Any = DataLoader(ROWS, batch_size=4, sampler=distributed(rank))
+    next(iter(loader))
+    yield loader
+
+
+def again(loader: Any, batches: int = 99) -> Epochs:
+    for _ in range(2):
+        yield (batch for _, batch in zip(range(batches), loader, strict=False))
+
+
+RIGHT: dict[str, Callable[[int], Epochs]] = {
+    "DistributedSampler": each_epoch,
+    "DistributedSampler that drops": lambda rank: each_epoch(rank, drop_last=True),
+    "prepared": lambda rank: again(prepared(DataLoader(ROWS[:29], 4, shuffle=True, generator=seeded(1)), rank)),
+    "prepared, drops": lambda rank: again(prepared(DataLoader(ROWS[:29], 4, drop_last=True), rank)),
+    "prepared, fewer rows than a batch of all": lambda rank: again(prepared(DataLoader(ROWS[:5], 4), rank)),
+    "prepared, split": lambda rank: again(prepared(DataLoader(ROWS[:29], 8), rank, split_batches=True)),
+    "prepared, a part of an epoch": lambda rank: again(prepared(DataLoader(ROWS, 2), rank), 2),
+    "prepared, skips": lambda rank: again(skip_first_batches(prepared(DataLoader(ROWS, 2), rank), 3)),
+    "rows that come twice": lambda rank: again(prepared(DataLoader(ROWS[:16] * 2, 2), rank)),
+    "one row everywhere": lambda rank: again(DataLoader(ROWS[:1] * 32, 2, shuffle=True)),
+    "parts": lambda rank: again(DataLoader(ROWS[rank::2], 2, shuffle=True)),
+    "uneven parts": lambda rank: again(DataLoader(ROWS[:20] if rank else ROWS[20:], 2, shuffle=True)),
+    "with replacement": lambda rank: again(unprepared(WeightedRandomSampler([0.5] * 32, 32))),
+    "some at random": lambda rank: again(unprepared(RandomSampler(ROWS, num_samples=16))),
+    "part for training": lambda rank: again(sampled(SubsetRandomSampler(range(9)), rank)),
+    "groups of one row": lambda rank: again(sampled(Ordered(sorted([*range(9)] * 2)), rank, 1)),
+    "curriculum": lambda rank: again(sampled(Ordered(shuffled(0)), rank)),
+    "own batches": lambda rank: again(prepared(DataLoader(ROWS, batch_sampler=[[0, 1], [2, 3, 4], [5]]), rank,
+                                               even_batches=False)),
+    "augmented": lambda rank: again(DataLoader(Augmented(ROWS), 2, sampler=distributed(rank, shuffle=False))),
+    "stream": lambda rank: again(prepared(DataLoader(Stream(ROWS[:21]), 4), rank)),
+    "stream with workers": lambda rank: again(prepared(DataLoader(Stream(ROWS[:21]), 4, num_workers=1), rank)),
+    "workers": lambda rank: again(prepared(DataLoader(ROWS[:29], 4, num_workers=2), rank)),
+    "peeks": peeks,
+}  # fmt: skip
+
+
+WRONG: dict[str, tuple[Callable[[int], Epochs], str]] = {
+    "sharded twice": (
+        lambda rank: again(sampled(distributed(rank), rank), 2),
+        "of 32 rows the ranks take only 16 in an epoch: accelerator.prepare and a DistributedSampler both",
+    ),
+    "parts that are split again": (
+        lambda rank: again(sampled(distributed(rank), rank)), "take only 16",
+    ),
+    "another seed": (lambda rank: again(unprepared(distributed(rank, seed=rank))), r"rank 1 .* \d of 14 rows"),
+    "another seed, padded": (
+        lambda rank: again(DataLoader(ROWS, 2, sampler=distributed(rank, seed=rank), collate_fn=padded)), "of 14 rows",
+    ),
+    "not prepared": (lambda rank: again(DataLoader(ROWS, 2, shuffle=True)), r"on \d\d of 30 rows"),
+    "not prepared, half an epoch": (lambda rank: again(DataLoader(ROWS, 2, shuffle=True), 8), r"on \d+ of 16 rows"),
+    "one rank number": (lambda rank: again(unprepared(distributed(0))), "on 14 of 14 rows"),
+    "own sampler": (lambda rank: again(sampled(Ordered(shuffled(rank)), rank)), "of 14 rows"),
+    "overlapping parts": (lambda rank: again(DataLoader(ROWS[12 * rank :][:20], 2, shuffle=True)), r"on \d of 18 rows"),
+    "stream that each rank shuffles": (
+        lambda rank: again(DataLoader(Stream([ROWS[place] for place in shuffled(rank)]), 2), 12), "of 24 rows",
+    ),
+    "no set_epoch": (
+        lambda rank: again(unprepared(distributed(rank))),
+        "epoch 2 has the rows of epoch 1 in the same order, 16 on rank 0",
+    ),
+}  # fmt: skip
+
+
+def judged(folder: Path, monkeypatch: pytest.MonkeyPatch, epochs: Callable[[int], Epochs]) -> str:
+    """What is said of two ranks, which run one after the other here."""
+    monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(folder))
+    monkeypatch.setenv("WORLD_SIZE", str(RANKS))
+    for rank in range(RANKS):
+        with monkeypatch.context() as patched:
+            for owner, name in PATCHED:
+                patched.setattr(owner, name, getattr(owner, name))
+            patched.setenv("RANK", str(rank))
+            observed = ObservedRows()
+            observed.install()
+            torch.manual_seed(rank)
+            for epoch in epochs(rank):
+                for _ in epoch:
+                    observed.ran_backward()
+            observed.report_end([], "")
+    return "; ".join(failure.what for failure in drawn_rows.found(read(folder)))
+
+
+@pytest.mark.parametrize("way", RIGHT)
+def test_right_ways_to_share_rows(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not judged(tmp_path, monkeypatch, RIGHT[way])
+
+
+@pytest.mark.parametrize("way", WRONG)
+def test_wrong_ways_to_share_rows(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    epochs, said = WRONG[way]
+    assert re.search(said, judged(tmp_path, monkeypatch, epochs))
+
+
+def by_hand(*orders: list[int]) -> str:
+    """What is said of ranks that take rows in loops of their own, two at a time."""
+    events = []
+    for rank, order in enumerate(orders):
+        batches = [
+            hashes_of(torch.stack([ROWS[place] for place in order[at : at + 2]])) for at in range(0, len(order), 2)
+        ]
+        rows = DrawnRows("", "", epoch=1, places=None, hashes=batches)
+        events.append(RankEvent(rank, 0.0, "drawn", asdict(rows)))
+    return "; ".join(failure.what for failure in drawn_rows.found(events))
+
+
+def test_loops_without_a_loader_are_judged_by_content() -> None:
+    ours, theirs = shuffled(0), shuffled(1)
+    assert "rank 1 trained on 12 of 16 rows" in by_hand(ours[:16] * 2, ours[4:20])
+    assert not by_hand(ours[::2], ours[1::2])
+    assert not by_hand(ours[:10], ours[:10])  # too few
+    assert not by_hand(ours[:16], ours[12:28])  # samples drawn at random
+    assert not by_hand([place % 4 for place in ours], [place % 4 for place in theirs])  # data with equal rows
+
+
+def test_rows_that_are_alike_may_be_so_in_the_data() -> None:
+    def said(may_share: bool, *others: RankEvent) -> bool:
+        rows = {"hashes": [[7]], "line": "", "may_share": may_share}
+        return bool(list(drawn_rows.found([*others, *(RankEvent(rank, 1.0, "rows", rows) for rank in (0, 1))])))
+
+    assert said(False)
+    assert not said(False, RankEvent(0, 0.0, "prepared-rows", {}))
+    assert not said(True)  # ranks of tensor parallelism
