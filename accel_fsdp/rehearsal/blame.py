@@ -120,13 +120,23 @@ OF_PYTHON = re.compile(r"(AttributeError|TypeError|NameError|UnboundLocalError):
 """Python's errors for slips in a script."""
 OURS = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
 """Exit codes of this project's programs."""
+BY_HAND = (
+    "the script shards the model itself, otherwise than the YAML says: see which modules, ranks and strategy it names"
+)
 ABSENT = "this rank never comes to what the others wait for: see why it stays at this line"
 HANGING = "every rank must call what all of them do together: no collective behind `if rank == 0`"
 
 
 def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome) -> None:
     expected = verdict.of_job(job, job.number("num_processes"), machines_of(job), classes)
+    lines = {
+        event.kind: str(event.content["line"]) for event in outcome.events if event.kind in ("begun", "first-step")
+    }
     for difference in verdict.differences(expected, outcome.holdings):
+        if not difference.key:
+            raise Failure(difference.what, key=SCRIPT, fix=difference.fix, line=lines.get("first-step", ""))
+        if "begun" in lines and not any(event.kind == "prepared" for event in outcome.events):
+            raise Failure(difference.what, key=SCRIPT, fix=BY_HAND, line=lines["begun"])
         raise Failure(difference.what, key=difference.key, fix="see what accel-fsdp check says of it")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
-from accel_fsdp.rehearsal import drawn_rows, repeated
+from accel_fsdp.rehearsal import drawn_rows, rates, repeated
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.units import counted
 
@@ -21,6 +21,7 @@ def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
     for look in LOOKS:
         yield from look(events, by_rank)
     yield from repeated.differences(events)
+    yield from rates.mistakes(events)
 
 
 def _another_optimizer(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:

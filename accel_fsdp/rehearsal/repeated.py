@@ -74,7 +74,8 @@ def _copies(content: Mapping[str, Any]) -> Failure:
     if content["of"] == "gradient":
         what = f"ranks {first} and {other} step with different gradients of {name}: they are not averaged"
         return Failure(what, SCRIPT, "leave no_sync before the last micro-batch of a step", content["line"])
-    what = f"{name} has other values on rank {other} than on rank {first} after a step"
+    when = "after a step" if content["of"] == "value" else f"before step {content['update']}"
+    what = f"{name} has other values on rank {other} than on rank {first} {when}"
     return Failure(
         what, SCRIPT, "change weights on all ranks in the same way, or only by the optimizer", content["line"]
     )
@@ -96,6 +97,28 @@ def _behind(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, fix, content["line"])
 
 
+def _begins(content: Mapping[str, Any]) -> Failure:
+    changed, same = content["ranks"]
+    what = (
+        f"before the first step rank {changed} has other weights than the model that was wrapped on rank 0, and rank "
+        f"{same} has these"
+    )
+    fix = "the same seed on all ranks before the model is made; and no values of another rank into wrapped weights"
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
+def _hidden(content: Mapping[str, Any]) -> Failure:
+    what = f"the gradient of {content['name']} is NaN or infinite after backward, and is replaced before the step"
+    fix = "see what makes it so, such as torch.where with a branch that has no finite derivative; then leave it out"
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
+def _modes(content: Mapping[str, Any]) -> Failure:
+    evaluating, training = content["ranks"]
+    what = f"rank {evaluating} trains in evaluation mode, without dropout, and rank {training} in training mode"
+    return Failure(what, SCRIPT, "model.train() on every rank after an evaluation", content["line"])
+
+
 def _clipped_early(content: Mapping[str, Any]) -> Failure:
     what = "gradients are clipped before the backward pass that makes them: the step takes them unclipped"
     return Failure(what, SCRIPT, "clip between backward and optimizer.step()", content["line"])
@@ -108,6 +131,11 @@ def _clipped_apart(content: Mapping[str, Any]) -> Failure:
         f"rank {other}, as clipping by the norm of a rank's own shards does"
     )
     return Failure(what, SCRIPT, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
+
+
+def _summed_again(content: Mapping[str, Any]) -> Failure:
+    what = f"between backward and step gradients are multiplied by {content['ranks']}, the number of ranks"
+    return Failure(what, SCRIPT, "leave it out: DDP and FSDP have averaged them over ranks", content["line"])
 
 
 def _changed_apart(content: Mapping[str, Any]) -> Failure:
@@ -156,15 +184,39 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
         yield Failure(f"no weight moved in any step{why}", SCRIPT, "see the optimizer's rate and its schedule", line)
 
 
+def _multiplied(content: Mapping[str, Any]) -> Failure:
+    what = f"the loss is multiplied by the {content['ranks']} ranks, and gradients are averaged over these"
+    return Failure(what, SCRIPT, "leave it out, or divide by the tokens or rows of all ranks", content["line"])
+
+
+def _dropped(content: Mapping[str, Any]) -> Failure:
+    batches = content["accumulation"]
+    what = f"losses are divided by {batches}, and all but the last of {batches} gradients are cleared before the step"
+    return Failure(what, SCRIPT, "zero_grad() after optimizer.step() alone, not with each micro-batch", content["line"])
+
+
+def _frozen(content: Mapping[str, Any]) -> Failure:
+    what = "no weight of the model needs gradients: its optimizer's steps change nothing"
+    fix = "requires_grad_(True) for what should be trained; PeftModel.from_pretrained(..., is_trainable=True)"
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
 SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "gradient": _gradient,
     "all-gradients": _all_gradients,
     "copies": _copies,
+    "begins": _begins,
     "behind": _behind,
     "clipped-early": _clipped_early,
     "clipped-apart": _clipped_apart,
     "changed-apart": _changed_apart,
     "clipped-otherwise": _clipped_otherwise,
     "divided": _divided,
+    "dropped": _dropped,
+    "frozen": _frozen,
+    "hidden": _hidden,
+    "modes": _modes,
+    "multiplied": _multiplied,
     "step": _step,
+    "summed-again": _summed_again,
 }

@@ -12,10 +12,18 @@ from accel_fsdp.units import counted
 
 @dataclass(frozen=True)
 class Wrong:
-    """A difference of a rank from the YAML, and the `key` that decides it."""
+    """A difference of a rank from the YAML, and the `key` that decides it; empty if the script does, with a `fix`."""
 
     what: str
     key: str
+    fix: str = ""
+
+
+WRAPPED = (
+    "run forward through what accelerator.prepare, DistributedDataParallel or FSDP returned: a call of its .module, or "
+    "of a model that was not prepared, averages no gradients over ranks"
+)
+WHOLE = "prepare the whole model, once it has all its modules; with fully_shard, shard the root after its layers"
 
 
 def differences(job: Job, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
@@ -23,14 +31,14 @@ def differences(job: Job, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
     keys = set()
     for rank, holding in sorted(ranks.items()):
         for difference in _of_rank(job, rank, holding):
-            if difference.key not in keys:
-                keys.add(difference.key)
+            if difference.key + difference.fix not in keys:
+                keys.add(difference.key + difference.fix)
                 yield difference
 
 
 def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
     if job.engine is not Engine.NONE and holding.engine == Engine.NONE.label:
-        yield Wrong(f"rank {rank} trains {holding.model} alone, as one process", "distributed_type")
+        yield Wrong(f"rank {rank} trains {holding.model} alone, as one process", "", WRAPPED)
         return
     if not job.layout.is_sharded:
         return
@@ -39,7 +47,7 @@ def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
         yield Wrong(f"rank {rank} holds all {holding.weights:,} weights: {how}", "distributed_type")
         return
     if holding.whole and job.engine is not Engine.DEEPSPEED and not job.ignores_modules:
-        yield Wrong(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "fsdp_ignored_modules")
+        yield Wrong(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "", WHOLE)
     yield from _of_units(job, rank, holding)
     for name in job.layer_classes:
         units = sum(unit.kind == name for unit in holding.units)

@@ -56,8 +56,11 @@ if NAME == "forgotten random state":
     forward = layer.mlp.forward
     dropped = lambda x: nn.functional.dropout(forward(x))  # noqa: E731
     layer.mlp.forward = lambda x: checkpoint(dropped, x, use_reentrant=False, preserve_rng_state=False)
-if NAME == "dropout":
+if NAME in ("dropout", "evaluates on"):
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attention_dropout=0.5).train()
+if NAME == "nothing trained":
+    model.requires_grad_(False)
+    model.enable_input_require_grads()
 if NAME == "tied":
     model.lm_head.weight = model.model.embed_tokens.weight
 if NAME == "adapter":
@@ -79,7 +82,8 @@ if NAME == "experts":
     model.model.layers[0].mlp = Experts()
 
 rate = {"rates apart": 1e-3 * (1 + accelerator.process_index), "rate of 0": 0.0}.get(NAME, 1e-3)
-optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=rate)
+trained = [one for one in model.parameters() if one.requires_grad]
+optimizer = torch.optim.AdamW(trained or model.parameters(), lr=rate)
 if NAME == "optimizer of other weights":
     optimizer = torch.optim.AdamW([nn.Parameter(one.detach().clone()) for one in model.parameters()], lr=1e-3)
     model = accelerator.prepare(model)
@@ -107,6 +111,17 @@ if NAME == "method of no model":
 synced = contextlib.ExitStack()
 if NAME == "not synced":
     synced.enter_context(accelerator.no_sync(model))
+scheduler = None
+if NAME == "scheduler of another optimizer":
+    scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.AdamW(model.parameters()))
+if NAME == "rate ends early":
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer.optimizer, 1.0, 0.0, total_iters=1)
+if NAME == "evaluates on":
+    model.train(accelerator.process_index > 0)
+if NAME == "begins apart" and not accelerator.is_main_process:
+    with torch.no_grad():
+        for one in model.parameters():
+            getattr(one, "_local_tensor", one).normal_()
 steps = {"no step": False, "steps on one rank": accelerator.is_main_process}.get(NAME, True)
 epochs = itertools.chain.from_iterable([loader] * 2)
 for step, batch in enumerate(epochs):  # twice
@@ -115,10 +130,15 @@ for step, batch in enumerate(epochs):  # twice
         continue
     if NAME == "exits" and step == 1 and accelerator.process_index == 1:
         sys.exit(3)
-    scale = float("nan") if NAME == "loss is NaN" and step == 1 else 1.0
+    scale = float("nan") if NAME == "loss is NaN" and step == 1 else 2.0 if NAME == "times ranks" else 1.0
     if NAME == "part of the model":
         hidden = accelerator.unwrap_model(model).model.embed_tokens(batch)
         loss = accelerator.unwrap_model(model).model.layers[0].mlp(hidden).sum()
+    elif NAME == "NaN replaced":
+        logits = model(input_ids=batch).logits
+        loss = torch.where(logits > 0, logits.sqrt(), logits**2).mean()
+    elif NAME == "past the wrapper":
+        loss = model.module(input_ids=batch, labels=batch).loss
     else:
         counts = {"num_items_in_batch": torch.tensor(271.0)} if NAME == "count in forward" else {}
         loss = model(input_ids=batch, labels=batch, **counts).loss
@@ -130,6 +150,9 @@ for step, batch in enumerate(epochs):  # twice
     elif NAME == "divided twice":
         with accelerator.accumulate(model):
             accelerator.backward(loss / ACCUMULATED)
+    elif NAME == "each batch cleared":
+        accelerator.backward(loss / 2)
+        steps = step == 1
     else:
         accelerator.backward(loss * scale)
     accelerator.print(f"step {step}: loss {loss.item():.4f}")
@@ -142,10 +165,18 @@ for step, batch in enumerate(epochs):  # twice
     if NAME == "noise on a rank" and accelerator.process_index == 1:
         for one in model.parameters():
             getattr(one.grad, "_local_tensor", one.grad).add_(torch.tensor(0.01))
+    if NAME == "summed again":
+        for one in model.parameters():
+            torch.distributed.all_reduce(one.grad)
+    if NAME == "NaN replaced":
+        for one in model.parameters():
+            one.grad.nan_to_num_()
     if NAME == "cleared before the step":
         optimizer.zero_grad()
     if steps:
         optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
     if NAME == "rank 0 writes" and accelerator.is_main_process:
         with torch.no_grad():
             for one in model.parameters():
@@ -154,7 +185,7 @@ for step, batch in enumerate(epochs):  # twice
         model.zero_grad()
     elif NAME != "never cleared":
         optimizer.zero_grad(set_to_none=NAME != "none")
-    if step == {"same order": 5, "another order": 3}.get(NAME, 2 * ACCUMULATED - 1):
+    if step == {"same order": 5, "another order": 3, "rate ends early": 3}.get(NAME, 2 * ACCUMULATED - 1):
         break
 
 if NAME == "generate":

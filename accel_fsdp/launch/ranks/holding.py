@@ -106,7 +106,7 @@ def measure(model: "nn.Module") -> Holding:
 
 def unwrapped(model: Any) -> "nn.Module":
     """The user's own module, inside of all wrappers."""
-    while inner := next((getattr(model, name) for name in WRAPPERS if _wraps(model, name)), None):
+    while (inner := next((getattr(model, name) for name in WRAPPERS if _wraps(model, name)), None)) is not None:
         model = inner
     return model  # type: ignore[no-any-return]
 

@@ -70,6 +70,8 @@ class Recorder:
         self.written = 0
         self.depth = 0
         self.in_backward = self.in_step = False
+        self.covered: set[str] | None = None
+        self.why = self.wrapped_at = ""
         self.boundary: list[Any] = []
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
@@ -87,8 +89,10 @@ class Recorder:
             after(wrapper, "__init__", lambda model, *_, **__: self.prepare(model))
         if is_installed("accelerate"):
             from accelerate import Accelerator
+            from accelerate.local_sgd import LocalSGD
 
             before(Accelerator, "prepare", self._keep_all)
+            before(LocalSGD, "__enter__", self._trains_apart)
         after(fsdp, "fully_shard", lambda module, *_, **__: self.prepare(module))
         before(torch.nn.utils, "clip_grad_norm_", self._clips)
         before(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._clips)
@@ -103,6 +107,7 @@ class Recorder:
         if root in self.models:
             return
         number = len(self.copies)
+        self.wrapped_at = self.wrapped_at or script.line_of_stack(sys._getframe(2))
         self.copies.append(copied(root))
         self.models |= {inner: (number, path) for path, inner in root.named_modules()}
         self.prepared[number] = weakref.ref(root)
@@ -119,6 +124,10 @@ class Recorder:
         for model in args:
             if isinstance(model, nn.Module):
                 self.keep(model)
+
+    def _trains_apart(self, local: Any) -> None:
+        if local.enabled:
+            self.why = "LocalSGD averages the ranks' weights now and then, not their gradients"
 
     def prepare(self, model: "nn.Module") -> None:
         """Called with a model that is sharded now, or whose part is; wrappers around it are its own modules."""
@@ -188,7 +197,7 @@ class Recorder:
 
     def _begin_update(self) -> Update:
         models = {number: model for number, of in self.prepared.items() if (model := of()) is not None}
-        why = next((kept.why for kept in self.copies if kept.why), "")
+        why = self.why or next((kept.why for kept in self.copies if kept.why), "")
         if len(models) > 1:
             why = why or "several models are trained"
         if any(hooks_of(model) != self.copies[number].hooks for number, model in models.items()):
@@ -262,7 +271,9 @@ class Recorder:
             names = {id(place.parameter): place.name for place in self.places}
             if outside := _reached(roots, {id(node) for node in self.boundary}, names):
                 update.why = update.why or f"{outside} is used outside of the model's forward"
-            if not _same(_not_zero(update.reduced), _not_zero(self._gradients())):
+            now = self._gradients()
+            if not _same(self._used(update.reduced), self._used(now)):
+                update.dropped |= bool(update.backwards) and not _not_zero(now)
                 when = "between two backward passes of a step" if update.backwards else "before it"
                 update.why = update.why or f"gradients are kept, cleared or changed {when}"
         nested, self.in_backward = self.in_backward, True
@@ -274,6 +285,11 @@ class Recorder:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
             update.reduced = self._gradients()
+
+    def _used(self, gradients: Parts) -> Parts:
+        """Those that aren't 0, without weights that no optimizer has had in the last step: they may pile up there."""
+        covered = self.covered
+        return {name: part for name, part in _not_zero(gradients).items() if covered is None or name in covered}
 
     def _gradients(self) -> Parts:
         return parts.parts(self.places, lambda parameter: parameter.grad)
@@ -320,6 +336,7 @@ class Recorder:
         update, self.update, self.boundary, self.returned = self.update, None, [], []
         if update is None or not update.steps:
             return
+        self.covered = {name for step in update.steps for several in step.names for name in several}
         rank = LaunchEnvironment.now().rank
         path = self.folder / f"{rank}.{self.written}"
         torch.save(asdict(update), f"{path}.part")

@@ -60,7 +60,8 @@ class Clip:
 class Update:
     """`weights` and `after` are the weights' parts before and after it, `reduced` the gradients after the last
     backward pass, and `used` those that the optimizers saw. `cast`: what FSDP casts weights to for a forward pass,
-    `reduces`: what it reduces gradients in. `why` it can't be repeated; empty if it can.
+    `reduces`: what it reduces gradients in. `dropped`: whether gradients were cleared between two backward passes.
+    `why` it can't be repeated; empty if it can.
     """
 
     weights: Parts
@@ -77,6 +78,7 @@ class Update:
     backwards: int = 0
     accumulation: int = 1
     line: str = ""
+    dropped: bool = False
     why: str = ""
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import LONG_DTYPES
-from accel_fsdp.launch.ranks import events, parts
+from accel_fsdp.launch.ranks import agreement, events, parts
+from accel_fsdp.launch.ranks.agreement import MOSTLY
 from accel_fsdp.launch.ranks.holding import user_name
 from accel_fsdp.launch.ranks.optimizer_step import Tensors, stepped
 from accel_fsdp.launch.ranks.outputs import tensors_in
@@ -35,8 +36,6 @@ ROUNDED_OUTPUTS = 0.1
 """How far apart the outputs of a forward pass may be in 16 bits; else it depends on what is not recorded."""
 FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
-MOSTLY = 0.9
-"""The share of a weight's elements that change where a script changes all of it: zeros may stay."""
 UNREPEATED = ("fp8",)
 KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
 """Modules whose optimizers communicate with no other rank in a step."""
@@ -60,8 +59,8 @@ def compare(recorder: Recorder) -> None:
         last: list[dict[str, Any]] = []
         for number in range(recorder.written):
             updates = _read(recorder.folder, number, launch.world_size)
-            if last:
-                _compare_between(last, updates)
+            if last and (content := agreement.between(last, updates)):
+                events.report("otherwise", what="behind", line="", **content)
             _Repeated(recorder, number, updates).compare()
             last = updates
         if not recorder.written:
@@ -85,21 +84,6 @@ def _read(folder: Path, number: int, ranks: int) -> list[dict[str, Any]]:
     return [torch.load(path, weights_only=True) for path in paths]
 
 
-def _compare_between(last: Sequence[Mapping[str, Any]], updates: Sequence[Mapping[str, Any]]) -> None:
-    """Reports a weight that changed wholly on some ranks since the last step, and on others not at all."""
-    changes: dict[str, dict[int, float]] = {}
-    for rank, (update, now) in enumerate(zip(last, updates, strict=True)):
-        for name, (_, part) in update["after"].items():
-            if name in now["weights"] and part.numel():
-                changes.setdefault(name, {})[rank] = float((part != now["weights"][name][1]).float().mean())
-    changed = {name: shares for name, shares in changes.items() if max(shares.values()) > MOSTLY}
-    partly = [name for name, shares in changed.items() if min(shares.values()) == 0]
-    if len(partly) > 1 and 2 * len(partly) > len(changed):  # one weight alone may have its changed rows on one rank
-        shares = changed[partly[0]]
-        ranks = [max(shares, key=lambda rank: shares[rank]), min(shares, key=lambda rank: shares[rank])]
-        events.report("otherwise", what="behind", name=partly[0], ranks=ranks, line="")
-
-
 class _Repeated:
     """One update of all ranks, `updates`, and the model to repeat it with."""
 
@@ -108,6 +92,9 @@ class _Repeated:
         self.updates = updates
         self.first = updates[0]
         if why := next((update["why"] for update in updates if update["why"]), ""):
+            shares = self._shares()
+            if self.first["dropped"] and shares and all(abs(share * len(shares) - 1) < EXACT for share in shares):
+                self._differs("dropped", self.first["line"], accumulation=len(shares))
             raise Unrepeatable(why)
         if self.first["precision"] in UNREPEATED:
             raise Unrepeatable(f"autocast on a CPU has no {self.first['precision']}")
@@ -118,22 +105,36 @@ class _Repeated:
             raise Unrepeatable("no model of it was copied before it was sharded")
         self.model: nn.Module = model
         self.optimizers = recorder.optimizers[number]
+        self.wrapped_at = recorder.wrapped_at
         self.weights = {user_name(path): weight for path, weight in model.named_parameters()}
 
     def compare(self) -> None:
         trained = self.first["trained"]
+        if not trained:
+            self._differs("frozen", self._step_line)
+            return
         if missing := next((name for name in trained if name not in self.weights), ""):
             raise Unrepeatable(f"the model had no {missing} before it was sharded")
+        covered = {name for step in self.first["steps"] for names in step["names"] for name in names}
         reduced, used = self._whole("reduced"), self._whole("used")
+        if not self.number and (ranks := agreement.beginning(self.updates, self.weights)):
+            self._differs("begins", self.wrapped_at, ranks=ranks)
+        self._compare_copies("weights", "beginning")
+        if ranks := agreement.modes(self.updates, self.model):
+            self._differs("modes", self.first["line"], ranks=ranks)
         self._compare_copies("reduced", "gradient")
+        if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
+            self._differs("hidden", self._step_line, name=hidden)
+            return
         alone = self._gradients()
+        if self.number:  # gradients of weights that no optimizer has pile up from step to step
+            alone = {name: gradient for name, gradient in alone.items() if name in covered}
         apart = self._compare_gradients(reduced, alone)
         self._compare_clipping(reduced, used)
         self._compare_losses()
         before, after = self._whole("weights"), self._whole("after")
         self._compare_copies("after", "value")
         why = self._compare_steps(before, used, after)
-        covered = {name for step in self.first["steps"] for names in step["names"] for name in names}
         moved = any(not before[name].equal(after[name]) for name in after)
         still = {name for name, gradient in alone.items() if bool(gradient.any())} - covered
         events.report(
@@ -277,6 +278,8 @@ class _Repeated:
             line = clips[-1]["line"] if clips else self._step_line
             self._differs("clipped-apart", line, factors=[known[lowest], known[highest]], ranks=[lowest, highest])
             return
+        if not clips and len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT):
+            self._differs("summed-again", self._step_line, ranks=len(factors))
         if not clips or len(known) < len(factors):
             return
         if clips[-1]["norm"] != 2:
@@ -288,37 +291,28 @@ class _Repeated:
 
     def _compare_losses(self) -> None:
         """What came back to the losses that the model itself made adds up to 1, if each is divided once."""
-        accumulation = self.first["accumulation"]
+        accumulation, ranks = self.first["accumulation"], len(self.updates)
+        shares = self._shares()
+        if accumulation > 1 and len(shares) == accumulation:
+            for times in (accumulation, 1 / accumulation):
+                if abs(sum(shares) / times - 1) < EXACT:
+                    self._differs("divided", self.first["line"], ratio=times, accumulation=accumulation)
+        elif shares and ranks not in (1, len(shares)) and all(abs(s * len(shares) / ranks - 1) < EXACT for s in shares):
+            self._differs("multiplied", self.first["line"], ranks=ranks)
+
+    def _shares(self) -> list[float]:
+        """What came back to each loss that the model itself made; empty if the step's loss is made of other outputs."""
         forwards = self.first["forwards"]
-        own = [forward for forward in forwards if forward["loss"] is not None]
-        if accumulation < 2 or len(own) != accumulation or len(forwards) != accumulation:
-            return
-        others = any(g is not None for f in own for n, g in enumerate(f["gradients"]) if n != f["loss"])
-        shares = [forward["gradients"][forward["loss"]] for forward in own]
-        counted = any("num_items_in_batch" in forward["inputs"][1] for forward in own)
-        if others or counted or any(share is None for share in shares):
-            return
-        total = sum(float(share) for share in shares)
-        for times in (accumulation, 1 / accumulation):
-            if abs(total / times - 1) < EXACT:
-                self._differs("divided", self.first["line"], ratio=times, accumulation=accumulation)
+        others = any(g is not None for f in forwards for n, g in enumerate(f["gradients"]) if n != f["loss"])
+        counted = any("num_items_in_batch" in forward["inputs"][1] for forward in forwards)
+        if others or counted or any(f["loss"] is None or f["gradients"][f["loss"]] is None for f in forwards):
+            return []
+        return [float(forward["gradients"][forward["loss"]]) for forward in forwards]
 
     def _compare_copies(self, kind: str, what: str) -> None:
-        """Reports the first weight of which two ranks hold different copies, as under DDP and in replicas."""
-        import torch
-
-        for name in self.first["trained"]:
-            seen: dict[str, tuple[int, torch.Tensor]] = {}
-            for rank, update in enumerate(self.updates):
-                if (held := update[kind].get(name)) is None:
-                    continue
-                start, part = held
-                first, same = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
-                apart = norm(part - same) / max(norm(same), 1e-12)
-                if part.numel() and apart > EXACT:
-                    line = self.first["line"] if kind == "reduced" else self._step_line
-                    self._differs("copies", line, name=name, of=what, ranks=[first, rank], apart=apart)
-                    return
+        if content := agreement.copies(self.updates, kind):
+            line = self.first["line"] if kind == "reduced" else self._step_line
+            self._differs("copies", line, of=what, **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it saw; returns why it can't, or an empty text."""
@@ -361,6 +355,10 @@ def alone() -> Iterator[None]:
 
     with Alone():  # type: ignore[no-untyped-call]
         yield
+
+
+def _finite(tensor: "torch.Tensor | None") -> bool:
+    return tensor is None or bool(tensor.isfinite().all())
 
 
 def _rounded(weight: "torch.Tensor", cast: str) -> "torch.Tensor":

@@ -24,6 +24,7 @@ from accel_fsdp.launch.ranks.gradients import ObservedGradients
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.launch.ranks.observing import Observation, after, before
 from accel_fsdp.launch.ranks.saves import ObservedSaves
+from accel_fsdp.launch.ranks.schedules import ObservedSchedules
 from accel_fsdp.launch.ranks.weights import ObservedWeights, shards_in
 from accel_fsdp.library_internals import Internal
 
@@ -80,6 +81,7 @@ def begin() -> Callable[[], None]:
         if observation.is_possible:
             install()
     steps.weights.install()
+    steps.schedules.install()
     return steps.report_end
 
 
@@ -215,6 +217,7 @@ class _Steps:
         self.weights = ObservedWeights()
         self.gradients = ObservedGradients()
         self.drawn = ObservedRows()
+        self.schedules = ObservedSchedules()
         self.of_modules: list[Any] = []
 
     def install(self) -> None:
@@ -282,12 +285,14 @@ class _Steps:
         """Called at the end of the script."""
         self.weights.report_end(self._outermost())
         self.drawn.report_end(self.rows, self.rows_line)
+        self.schedules.report_end()
 
     def _step(self, optimizer: Any, *_: Any) -> None:
         if _only_makes_states():
             return
         self.weights.steps_now(optimizer, self._outermost())
         self.gradients.steps_now(optimizer)
+        self.schedules.steps_now(optimizer)
         if self.is_first:
             self.is_first = False
             self._report_first(optimizer)

@@ -1,0 +1,78 @@
+"""Compares recorded updates of the ranks with each other: copies of weights, training modes, changes on some alone."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.launch.ranks import parts
+from accel_fsdp.launch.ranks.ratios import EXACT, norm
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+MOSTLY = 0.9
+"""The share of a weight's elements that change where a script changes all of it: zeros may stay."""
+Updates = Sequence[Mapping[str, Any]]
+
+
+def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
+    """The first weight of which two ranks hold different copies, as under DDP and in replicas."""
+    import torch
+
+    for name in updates[0]["trained"]:
+        seen: dict[str, tuple[int, torch.Tensor]] = {}
+        for rank, update in enumerate(updates):
+            if (held := update[kind].get(name)) is None:
+                continue
+            start, part = held
+            first, same = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
+            apart = norm(part - same) / max(norm(same), 1e-12)
+            if part.numel() and apart > EXACT:
+                return {"name": name, "ranks": [first, rank], "apart": apart}
+    return None
+
+
+def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
+    """A weight that changed wholly on some ranks since the last step, and on others not at all."""
+    changes: dict[str, dict[int, float]] = {}
+    for rank, (update, now) in enumerate(zip(last, updates, strict=True)):
+        for name, (_, part) in update["after"].items():
+            if name in now["weights"] and part.numel():
+                changes.setdefault(name, {})[rank] = float((part != now["weights"][name][1]).float().mean())
+    changed = {name: shares for name, shares in changes.items() if max(shares.values()) > MOSTLY}
+    partly = [name for name, shares in changed.items() if min(shares.values()) == 0]
+    if len(partly) < 2 or 2 * len(partly) <= len(changed):  # one weight alone may have its changed rows on one rank
+        return None
+    shares = changed[partly[0]]
+    return {
+        "name": partly[0],
+        "ranks": [max(shares, key=lambda rank: shares[rank]), min(shares, key=shares.__getitem__)],
+    }
+
+
+def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int] | None:
+    """A rank with other weights than the `plain` model had before it was sharded, and one that has these."""
+    shares = []
+    for update in updates:
+        held = [(plain[name].detach(), *of) for name, of in update["weights"].items() if name in plain]
+        changes = [(parts.region(weight, start, part) != part).flatten() for weight, start, part in held]
+        elements = sum(change.numel() for change in changes)
+        shares.append(sum(int(change.sum()) for change in changes) / elements if elements else 0.0)
+    return [shares.index(max(shares)), shares.index(0)] if max(shares) > MOSTLY and min(shares) == 0 else None
+
+
+def modes(updates: Updates, model: "nn.Module") -> list[int] | None:
+    """A rank that trains in evaluation mode and one that does not, if the model has what that mode turns off."""
+    evaluating = [set(update["forwards"][0]["evaluating"]) for update in updates if update["forwards"]]
+    rank = next((rank for rank, mode in enumerate(evaluating) if mode != evaluating[0]), 0)
+    if not rank or not any(map(_differs_in_training, model.modules())):
+        return None
+    return [0, rank] if evaluating[0] > evaluating[rank] else [rank, 0]
+
+
+def _differs_in_training(module: "nn.Module") -> bool:
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    rates = [value for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+    return isinstance(module, _BatchNorm) or any(rates) or (isinstance(module, _DropoutNd) and module.p > 0)

@@ -1,0 +1,79 @@
+"""Observes learning rates over the whole run, and which optimizers the schedulers move."""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from accel_fsdp.launch.ranks import events, script
+from accel_fsdp.launch.ranks.observing import Observation, after
+from accel_fsdp.library_internals import Internal
+
+SCHEDULES = Observation(
+    "learning rates and their schedules",
+    (
+        Internal("torch.optim.lr_scheduler:LRScheduler.__init__", "self optimizer *"),
+        Internal("torch.optim.lr_scheduler:LRScheduler.step", "self *"),
+    ),
+)
+RELIES_ON = SCHEDULES.relies_on
+
+
+@dataclass
+class _Scheduled:
+    """An optimizer with a scheduler, the line that made it, and the one that moves it more often than it steps."""
+
+    optimizer: Any
+    made_at: str
+    moved_at: str = ""
+    moves: int = 0
+    steps: int = 0
+
+
+class ObservedSchedules:
+    """Counts the steps whose rate is 0 since the last one whose rate was not, and the moves of each scheduler."""
+
+    def __init__(self) -> None:
+        self.scheduled: list[_Scheduled] = []
+        self.trained = self.idle = 0
+
+    def install(self) -> None:
+        if SCHEDULES.is_possible:
+            from torch.optim.lr_scheduler import LRScheduler
+
+            after(LRScheduler, "__init__", self._made)
+            after(LRScheduler, "step", self._moved)
+
+    def _made(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        if self._of(scheduler.optimizer) is None:
+            self.scheduled.append(_Scheduled(scheduler.optimizer, script.line_of_stack(sys._getframe(2))))
+
+    def _moved(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        if known := self._of(scheduler.optimizer):  # not yet within `__init__`, which moves it once
+            known.moves += 1
+            if known.moves > known.steps and script.is_calling(sys._getframe(2)):
+                known.moved_at = script.line_of_stack(sys._getframe(2))
+
+    def _of(self, optimizer: Any) -> _Scheduled | None:
+        """What is known of an optimizer, or of one that wraps it, such as Accelerate's."""
+        same = (known for known in self.scheduled if known.optimizer.param_groups is optimizer.param_groups)
+        return next(same, None)
+
+    def steps_now(self, optimizer: Any) -> None:
+        """Called before each step of an optimizer."""
+        if known := self._of(optimizer):
+            known.steps += 1
+        rests = all(not float(group.get("lr", 1.0)) for group in optimizer.param_groups)
+        self.idle = self.idle + 1 if rests else 0
+        self.trained += not rests
+
+    def report_end(self) -> None:
+        """Called at the end of the script."""
+        astray = [known.made_at for known in self.scheduled if known.moves > 1 and not known.steps]
+        first = max(self.scheduled, key=lambda known: known.steps, default=_Scheduled(None, ""))
+        taken = {"trained": self.trained, "idle": self.idle, "moves": first.moves}
+        events.report(
+            "schedules",
+            **taken,
+            line=first.moved_at or first.made_at,
+            astray=astray if self.trained + self.idle else [],
+        )

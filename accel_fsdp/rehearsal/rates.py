@@ -1,0 +1,30 @@
+"""Finds learning rates that end too early, and schedulers of an optimizer that never steps. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.units import counted
+
+IDLE = 0.25
+"""The share of the steps that may have a rate of 0 at the end, after others had one."""
+
+
+def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """Yields what the schedules of the first rank do to its steps."""
+    content = next((event.content for event in events if event.kind == "schedules"), None)
+    if content is None:
+        return
+    for line in content["astray"][:1]:
+        what = "a scheduler moves the rate of an optimizer that never steps, while another one steps"
+        yield Failure(what, SCRIPT, "make the scheduler of the optimizer that steps, after it", line)
+    trained, idle = content["trained"], content["idle"]
+    if trained and idle > 1 and idle >= IDLE * (trained + idle):
+        what = f"the learning rate is 0 in the last {idle} of {counted(trained + idle, 'step')}"
+        if content["moves"] > trained + idle:
+            what += f": the scheduler moved {content['moves']} times"
+        fix = (
+            "scheduler.step() once per step of the optimizer, for as many as there are; a scheduler that Accelerate "
+            "prepared moves num_processes times in each, so give it num_processes times as many"
+        )
+        yield Failure(what, SCRIPT, fix, content["line"])
