@@ -6,15 +6,18 @@ reports that on stderr, and changes nothing on a machine with a GPU, NPU or TPU.
 and `dcp_patches.py` patch libraries.
 """
 
+import atexit
 import contextlib
 import functools
 import inspect
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 from accel_fsdp.errors import is_installed
 from accel_fsdp.launch_environment import OFFLOAD_DEVICES, LaunchEnvironment
@@ -23,10 +26,15 @@ from accel_fsdp.units import counted
 
 INIT_UTILS = "torch.distributed.fsdp._init_utils"
 OPTIM_UTILS = "torch.distributed.fsdp._optim_utils"
-RELIES_ON = (Internal("transformers.training_args:is_torch_bf16_gpu_available", ""),)
+RELIES_ON = (
+    Internal("transformers.training_args:is_torch_bf16_gpu_available", ""),
+    Internal("torch.distributed.distributed_c10d:_get_default_store", ""),
+)
 PLUGIN = "accelerate.utils:FullyShardedDataParallelPlugin"
 UNSHARDED = "on CPU processes it would train every rank unsharded"
 FSDP1_FAILS = "FSDP1 on CPU tensors would fail, or save wrong states"
+END_SECONDS = 0.02
+"""Seconds between two looks at how many ranks have ended."""
 _patched = False
 _at_end: list[Callable[[], None]] = []
 
@@ -130,11 +138,37 @@ def finish(exit_code: int) -> None:
     if not dist.is_initialized():
         return
     if exit_code == 0:
-        dist.barrier()
+        wait_for_others("ended")
         dist.destroy_process_group()
+    _exit(exit_code)
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends this process as Python does, but for the interpreter's teardown: threads end, then `atexit` runs."""
+    threading._shutdown()  # type: ignore[attr-defined]  # which ends thread pools too
+    atexit._run_exitfuncs()
+    _exit(exit_code)
+
+
+def _exit(exit_code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)
+
+
+def wait_for_others(end: str) -> None:
+    """Returns once all ranks have come to this end, as closed connections would fail the collectives of others.
+
+    They count in the store: a barrier would be taken for one that another rank still waits in.
+    """
+    import torch.distributed as dist
+
+    with contextlib.suppress(dist.DistError):  # rank 0 was the first to see the last one, and has closed the store
+        store = dist.distributed_c10d._get_default_store()
+        ended = store.add(f"accel_fsdp/{end}", 1)
+        while ended < dist.get_world_size():
+            time.sleep(END_SECONDS)
+            ended = store.add(f"accel_fsdp/{end}", 0)
 
 
 def _announce(launch: LaunchEnvironment) -> None:

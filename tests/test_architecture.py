@@ -53,6 +53,7 @@ MAY_PRINT = {
 PATCHING = {
     "cpu",
     "launch.ranks.observing",
+    "launch.ranks.raised",
     "launch.ranks.saves",
     "launch.ranks.watch",
     "launch.ranks.weights",

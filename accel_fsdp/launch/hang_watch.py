@@ -22,10 +22,10 @@ import torch.distributed as dist
 from accel_fsdp import console, errors, time_limits
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError, in_a_line
-from accel_fsdp.launch import beats, flight_records, hangs, rendezvous
+from accel_fsdp.launch import beats, hangs, rendezvous
 from accel_fsdp.launch.beats import GONE, STOPPED, Beat, RankBoard
 from accel_fsdp.launch.hangs import Cause, LastSeen, Patience, Seen
-from accel_fsdp.launch.ranks import hang
+from accel_fsdp.launch.ranks import flight_records, hang
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 BEAT_SECONDS = 2.0

@@ -13,11 +13,11 @@ from pathlib import Path
 from torch.distributed import distributed_c10d
 
 from accel_fsdp import console
-from accel_fsdp.launch import flight_records, hangs
+from accel_fsdp.launch import hangs
 from accel_fsdp.launch.beats import Beat
 from accel_fsdp.launch.hang_watch import DISK_SECONDS, Watchdog, in_time, machine_answers
 from accel_fsdp.launch.hangs import Patience
-from accel_fsdp.launch.ranks import hang
+from accel_fsdp.launch.ranks import flight_records, hang
 from accel_fsdp.library_internals import Internal, flaw
 
 RELIES_ON = (

@@ -1,11 +1,12 @@
 """Finds the cause of a failure: the line of the script, and the key or argument that is known to cause it."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from accel_fsdp.config import JobConfig
-from accel_fsdp.rehearsal import verdict, without_gpu
+from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.rehearsal import absent, verdict, without_gpu
 from accel_fsdp.rehearsal.job import CONSEQUENCE, Hang, Outcome, left_alone
 from accel_fsdp.rehearsal.scaled import machines_of
 
@@ -124,7 +125,6 @@ BY_HAND = (
     "the script shards the model itself, otherwise than the YAML says: see which modules, ranks and strategy it names"
 )
 ABSENT = "this rank never comes to what the others wait for: see why it stays at this line"
-HANGING = "every rank must call what all of them do together: no collective behind `if rank == 0`"
 
 
 def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome) -> None:
@@ -142,7 +142,7 @@ def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome) -> None:
 
 def of_outcome(outcome: Outcome) -> Failure:
     if hang := outcome.hang or left_alone(outcome.events):
-        return of_hang(hang, outcome.tail)
+        return of_hang(hang, outcome.events, outcome.tail)
     failures = [event.content for event in outcome.failures]
     failure = next((content for content in failures if not CONSEQUENCE.search(content["error"])), None)
     if failure is None and (own_error := OURS.search(outcome.output)):
@@ -152,6 +152,8 @@ def of_outcome(outcome: Outcome) -> Failure:
         what = f"rank {ended.rank} ended itself with exit code {ended.content['code']}, and the others wait for it"
         fix = "see why this rank alone comes to this line"
         return Failure(what, key=SCRIPT, fix=fix, line=ended.content["line"], output=outcome.tail)
+    if failure is None and not ended and (found := absent.absence(outcome.events)):
+        return Failure(found.what, SCRIPT, found.fix, found.line, outcome.tail)
     failure = failure or next(iter(failures), None) or (ended.content if ended else {})
     return of_message(str(failure.get("error", "")), str(failure.get("line", "")), outcome)
 
@@ -190,13 +192,19 @@ def _unwrapping(outcome: Outcome) -> str:
     return f"the model inside of the wrapper has it: accelerator.unwrap_model(model).{name}" if name else ""
 
 
-def of_hang(hang: Hang, tail: str = "") -> Failure:
+def of_hang(hang: Hang, events: Sequence[RankEvent], tail: str = "") -> Failure:
     """`tail`: the last lines of the output, shown where there are no stacks."""
     lines: Mapping[str, str] = {collective: line for line, collective, *_ in hang.waits.values() if line}
     line = lines.get("") or next(iter(lines.values()), "")  # a rank outside of collectives keeps the others waiting
-    fix = ABSENT if "" in lines else HANGING
-    if not hang.waits:
+    output = hang.stacks or tail
+    if not hang.in_time:
         what, fix = "the launch took too long and was ended", "fewer steps or a smaller model, or more of --timeout"
-        return Failure(what, key="--timeout", fix=fix, output=tail)
+        is_alone = "" in lines and (len(lines) > 1 or bool(hang.ended))
+        key, fix = (SCRIPT, f"{ABSENT}; if it is only slow, {fix}") if is_alone else ("--timeout", fix)
+        return Failure(f"{what}: {hang}" if hang.waits else what, key=key, fix=fix, line=line, output=output)
+    if "" in lines:
+        return Failure(f"the ranks wait for each other: {hang}", key=SCRIPT, fix=ABSENT, line=line, output=output)
+    if found := absent.absence(events):
+        return Failure(f"{found.what}: {hang}", key=SCRIPT, fix=found.fix, line=found.line, output=output)
     what = f"the ranks wait for each other: {hang}"
-    return Failure(what, key=SCRIPT, fix=fix, line=line, output=hang.stacks or tail)
+    return Failure(what, key=SCRIPT, fix=absent.FIXES["gather"], line=line, output=output)

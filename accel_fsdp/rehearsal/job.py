@@ -1,8 +1,10 @@
 """One launch of a rehearsal: starts its ranks under `launch.ranks`, reads their events, and ends a hang."""
 
 import contextlib
+import dataclasses
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +28,8 @@ Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
 RANK = "accel_fsdp.launch.ranks"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 1.0
+PLACES_SECONDS = 8.0
+"""Seconds that the ranks may take to report where they are and which collectives they called."""
 TAIL_LETTERS = 4000
 CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket closed")
 """The errors of the other ranks once one of them is gone."""
@@ -33,10 +37,14 @@ CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket 
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that wait for each other. `ended`: the ranks whose script has ended meanwhile."""
+    """Ranks that wait for each other. `ended`: the ranks whose script has ended meanwhile.
+
+    `in_time`: false if the launch was ended for its time.
+    """
 
     waits: Mapping[int, Stand]
     ended: frozenset[int] = frozenset()
+    in_time: bool = True
 
     def __str__(self) -> str:
         places = {**self.waits, **dict.fromkeys(self.ended, "has ended")}
@@ -133,7 +141,8 @@ class Rehearsed:
             _kill(started)
         text = output.read_text(encoding="utf-8", errors="replace")
         printed = stdout.read_text(encoding="utf-8", errors="replace") if self.cold else ""
-        return Outcome(code, ranks.read(folder), printed + text, hang, printed)
+        events = [*ranks.read(folder), *ranks.aborted(folder, self.script)]
+        return Outcome(code, events, printed + text, hang, printed)
 
     def _start(
         self, module: str, words: Sequence[str], environment: Mapping[str, str], output: Path, stdout: Path
@@ -157,6 +166,8 @@ class Rehearsed:
             time.sleep(POLL_SECONDS)
             codes = [_code(process) for process in started]
             if any(codes):
+                if -signal.SIGABRT in codes:
+                    self._places(started, folder)
                 time.sleep(GRACE_SECONDS)  # in which the other ranks report their failures
                 return next(code if code > 0 else 128 - code for code in codes if code), None
             if None not in codes:
@@ -167,8 +178,19 @@ class Rehearsed:
             if any(event.kind == "held" for event in new):
                 return None, None
             if hang := hang_in(events, len(started)):
+                self._places(started, folder)
                 return None, hang
-        return None, Hang({})
+        return None, dataclasses.replace(hang_of(self._places(started, folder)), in_time=False)
+
+    @staticmethod
+    def _places(started: Sequence[Process], folder: Path) -> list[RankEvent]:
+        """Asks the ranks where they are; returns the events once all that run have answered, or their time is over."""
+        ranks.ask(folder)
+        running = sum(_code(process) is None for process in started)
+        end = time.monotonic() + PLACES_SECONDS
+        while sum(event.kind == "calls" for event in ranks.read(folder)) < running and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        return ranks.read(folder)
 
 
 def environments(job: JobConfig, config: Path, script: Path) -> list[dict[str, str]]:
@@ -196,16 +218,31 @@ def places(ranks: int, machines: int = 1) -> list[dict[str, str]]:
 
 
 def hang_in(events: Sequence[RankEvent], processes: int) -> Hang | None:
-    """A hang, if every rank that has not ended is stuck, and one of them in a collective; else None."""
-    last: dict[int, RankEvent] = {}
-    for event in events:
-        last[event.rank] = event
-    waiting = {rank: event.content for rank, event in last.items() if event.kind == "still"}
-    ended = sum(event.kind == "ended" for event in last.values())
-    if len(waiting) + ended < processes or not any(stand["collective"] for stand in waiting.values()):
+    """A hang, if every rank that has not ended is stuck, and one of them in a collective; else None.
+
+    Ranks that all stand in collectives will never move if some have ended, or if they are in different ones.
+    """
+    last = {event.rank: event for event in events}
+    ended = {event.rank for event in events if event.kind == "ended"}
+    waiting = {rank: event.content for rank, event in last.items() if event.kind == "still" and rank not in ended}
+    collectives = {(stand["collective"], stand["line"]) for stand in waiting.values()}
+    if len(waiting) + len(ended) < processes or not any(name for name, _ in collectives):
         return None
-    waits = {rank: Stand(stand["line"], stand["collective"], stand["stack"]) for rank, stand in waiting.items()}
-    return Hang(waits, frozenset(event.rank for event in events if event.kind == "ended"))
+    is_sure = all(name for name, _ in collectives) and (ended or len(collectives) > 1)
+    if not is_sure and not all(stand["long"] for stand in waiting.values()):
+        return None
+    return hang_of(events)
+
+
+def hang_of(events: Sequence[RankEvent]) -> Hang:
+    """The last places of all ranks that have not ended, as far as they reported them."""
+    ended = frozenset(event.rank for event in events if event.kind == "ended")
+    places = {event.rank: event.content for event in events if event.kind in ("still", "at")}
+    return Hang({rank: _stand(at) for rank, at in places.items() if rank not in ended}, ended)
+
+
+def _stand(place: Mapping[str, str]) -> Stand:
+    return Stand(place["line"], place["collective"], place["stack"])
 
 
 def left_alone(events: Sequence[RankEvent]) -> Hang | None:

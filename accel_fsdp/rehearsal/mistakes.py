@@ -9,6 +9,7 @@ from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
 from accel_fsdp.rehearsal import drawn_rows, rates, repeated
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
 
 APART = 1e-3
@@ -22,6 +23,28 @@ def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
         yield from look(events, by_rank)
     yield from repeated.differences(events)
     yield from rates.mistakes(events)
+
+
+def _swallowed(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """A rank that catches an error of its model, such as out of memory, leaves the others in a collective."""
+    followed = {(event.rank, error) for event in _of("failed", events) for error in event.content.get("follows", ())}
+    began = {event.rank for event in _of("began", events)}
+    ranks: dict[tuple[str, str], set[int]] = {}
+    for event in _of("raised", events):
+        error, line = event.content["error"], event.content["line"]
+        if (event.rank, error) not in followed and not CONSEQUENCE.search(error):
+            ranks.setdefault((line, error.partition(":")[0]), set()).add(event.rank)
+    for event in _of("raised", events):
+        several = ranks.get((event.content["line"], event.content["error"].partition(":")[0]), began)
+        if event.rank in several and several != began:
+            yield Failure(
+                f"rank {event.rank} alone went on after an error of its model: {event.content['error']}",
+                SCRIPT,
+                "let the error end the rank; where a step may be skipped, all ranks must skip it: find out before the "
+                "model runs, and let accelerator.reduce tell the others",
+                event.content["line"],
+            )
+            return
 
 
 def _another_optimizer(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
@@ -311,6 +334,7 @@ def _first(kind: str, events: Sequence[RankEvent]) -> RankEvent | None:
 
 
 LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failure]], ...] = (
+    _swallowed,
     _another_optimizer,
     _begun_apart,
     _other_units,

@@ -47,7 +47,7 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
 def _say_why(events: Sequence[ranks.RankEvent]) -> None:
     """Prints below the tracebacks what ended a rank's collective, or a fix for the rank that failed first."""
     if hang := left_alone(events):
-        failure = of_hang(hang)
+        failure = of_hang(hang, events)
         why = "the ranks that have ended closed their connections, and the others' collectives failed"
         console.say(str(UserError(failure.what, why=why, fix=failure.fix)), lines=True)
         return

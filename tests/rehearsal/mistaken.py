@@ -19,13 +19,15 @@ from transformers import AutoModelForCausalLM
 NAME, MODEL, FOLDER = sys.argv[1:4]
 ACCUMULATED = 2 if "divided" in NAME else 1
 accelerator = Accelerator(log_with="wandb" if NAME == "tracker" else None, gradient_accumulation_steps=ACCUMULATED)
+if NAME == "uneven batches":
+    accelerator.even_batches = False
 torch.manual_seed(0)
 model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
 if NAME == "other seeds":
     torch.manual_seed(accelerator.process_index)
     model.lm_head.reset_parameters()
     torch.manual_seed(0)
-rows = torch.randint(0, 100, (16, 12))
+rows = torch.randint(0, 100, (6 if NAME == "uneven batches" else 16, 12))
 loader = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
 if NAME == "sharded twice":
     loader = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))  # type: ignore[arg-type, var-annotated]
@@ -130,6 +132,9 @@ for step, batch in enumerate(epochs):  # twice
         continue
     if NAME == "exits" and step == 1 and accelerator.process_index == 1:
         sys.exit(3)
+    if NAME == "evaluates on one rank" and accelerator.is_main_process:
+        with torch.no_grad():
+            evaluated = model(input_ids=batch).logits
     scale = float("nan") if NAME == "loss is NaN" and step == 1 else 2.0 if NAME == "times ranks" else 1.0
     if NAME == "part of the model":
         hidden = accelerator.unwrap_model(model).model.embed_tokens(batch)
@@ -141,7 +146,11 @@ for step, batch in enumerate(epochs):  # twice
         loss = model.module(input_ids=batch, labels=batch).loss
     else:
         counts = {"num_items_in_batch": torch.tensor(271.0)} if NAME == "count in forward" else {}
-        loss = model(input_ids=batch, labels=batch, **counts).loss
+        wrong = 600 * step * accelerator.process_index if NAME == "swallows an error" else 0
+        try:
+            loss = model(input_ids=batch + wrong, labels=batch, **counts).loss
+        except IndexError:
+            continue
     if NAME == "clips before backward":
         accelerator.clip_grad_norm_(model.parameters(), 1e-3)
     if NAME == "not divided":
@@ -190,6 +199,14 @@ for step, batch in enumerate(epochs):  # twice
 
 if NAME == "generate":
     accelerator.unwrap_model(model).generate(rows[:1].to(accelerator.device), max_new_tokens=2)
+if NAME == "barrier on one rank" and accelerator.is_main_process:
+    accelerator.wait_for_everyone()
+if NAME == "gathers other sizes":
+    accelerator.gather(torch.zeros(2, 3 + accelerator.process_index))
+if NAME == "generates on one rank" and accelerator.process_index == 1:
+    model.generate(rows[:1], max_new_tokens=2)
+if NAME == "generates other lengths":
+    model.generate(rows[:1], max_new_tokens=2 + accelerator.process_index, synced_gpus=False)
 if NAME == "saves on one rank" and accelerator.is_main_process:
     accelerator.save_state(FOLDER)
 if NAME.startswith("state dict on one rank") and accelerator.is_main_process:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import sys
+import time
 from typing import Any
 
 import torch
@@ -98,6 +99,8 @@ for step, batch in enumerate(loader):
                 weight.clamp_(-0.03, 0.03)
     if "gradual unfreezing" in WAYS and step == 0:
         model.requires_grad_(True)
+    if "slow rank" in WAYS and step == 0 and accelerator.process_index == 1:
+        time.sleep(5)  # as to tokenize, while the others wait in a collective
     if "evaluates" in WAYS:
         model.eval()
         with torch.no_grad():
@@ -105,3 +108,9 @@ for step, batch in enumerate(loader):
         model.train()
     if step == 3 * EACH - 1:
         break
+
+own = accelerator.process_index
+if "gathers padded" in WAYS:
+    accelerator.gather(accelerator.pad_across_processes(torch.zeros(2, 3 + own), dim=1))
+if "generates" in WAYS:
+    model.generate(batch[:1], max_new_tokens=2 + own, synced_gpus=True)

@@ -9,6 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from conftest import ROOT, accel_fsdp
 
 from accel_fsdp.config import read_config
 from accel_fsdp.launch.ranks import RankEvent, gradients, measure, read, script
-from accel_fsdp.rehearsal import mistakes, on_cpu, own_script
+from accel_fsdp.rehearsal import blame, job, mistakes, on_cpu, own_script
 from accel_fsdp.rehearsal.job import Outcome
 
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
@@ -96,7 +97,7 @@ def test_of_the_yaml(name: str, tiny_model: Path, tmp_path: Path) -> None:
     assert said in failed["said"]
     assert key in failed["key"]
     assert name in DOCS
-    assert in_docs(failed["said"]), failed["said"]
+    assert in_docs(failed["said"]), failed
 
 
 BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
@@ -109,6 +110,13 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "state_dict on rank 0 alone, and end_training": (
         "state dict on one rank, others end", FSDP2, "the script", "accelerator.get_state_dict(model)",
     ),
+    "an error caught on one rank": ("swallows an error", FSDP2, "the script", "loss = model(input_ids"),
+    "evaluation on rank 0 alone": ("evaluates on one rank", FSDP2, "the script", "evaluated = model("),
+    "a barrier on rank 0 alone": ("barrier on one rank", FSDP2, "the script", "accelerator.wait_for_everyone()"),
+    "generate on one rank alone": ("generates on one rank", FSDP2, "the script", "model.generate(rows[:1], max_new"),
+    "generate of other lengths on each rank": ("generates other lengths", FSDP2, "the script", "synced_gpus=False"),
+    "gather of other sizes on each rank": ("gathers other sizes", {}, "the script", "accelerator.gather("),
+    "fewer batches on one rank": ("uneven batches", FSDP2, "the script", "loss = model(input_ids"),
     "use_orig_params: false with frozen layers": (
         "frozen layers", FSDP1 | {"fsdp_use_orig_params": False}, "fsdp_use_orig_params", "model, optimizer, loader)",
     ),
@@ -198,7 +206,7 @@ def test_of_the_script(name: str, tiny_model: Path, tmp_path: Path) -> None:
     assert not failed["passed"]
     assert failed["key"] == key, failed
     assert name in DOCS
-    assert in_docs(failed["said"]), failed["said"]
+    assert in_docs(failed["said"]), failed
     if mistake == "adapter":  # as TRL's sft.py --use_peft leaves one
         assert "with 0 tensors" in failed["said"]
         assert "PEFT" in failed["fix"]
@@ -378,6 +386,48 @@ def test_launch_says_that_ranks_share_rows(
 
     assert on_cpu.measured(read_config(yaml_file(tmp_path, {}))[0], launch) == 1
     assert "mine.py:7: all 2 ranks train on the same rows" in " ".join(capsys.readouterr().err.split())
+
+
+def still(rank: int, collective: str, line: str = "mine.py:7", long: bool = False) -> RankEvent:
+    return RankEvent(rank, 1.0, "still", {"collective": collective, "line": line, "stack": "", "long": long})
+
+
+ENDED = RankEvent(1, 0.5, "ended", {"code": 0, "error": "", "line": ""})
+STANDS: dict[str, tuple[list[RankEvent], bool]] = {
+    "one has ended": ([still(0, "barrier"), ENDED, RankEvent(1, 2.0, "moved", {"moved": True})], True),
+    "at different lines": ([still(0, "barrier"), still(1, "barrier", "mine.py:9")], True),
+    "in different collectives": ([still(0, "barrier"), still(1, "all_gather")], True),
+    "in one, on a slow machine": ([still(0, "all_gather"), still(1, "all_gather")], False),
+    "in one, for long": ([still(0, "all_gather", long=True), still(1, "all_gather", long=True)], True),
+    "one goes on": ([still(0, "barrier"), still(1, "all_gather"), RankEvent(1, 2.0, "went-on", {})], False),
+    "one is slow outside": ([still(0, "barrier", long=True), RankEvent(1, 0.0, "loss", {})], False),
+    "one downloads": ([still(0, "barrier", long=True), still(1, "", long=True)], True),
+    "both download": ([still(0, "", long=True), still(1, "", long=True)], False),
+}
+
+
+@pytest.mark.parametrize("name", STANDS)
+def test_a_hang_is_sure_early_where_nothing_can_move(name: str) -> None:
+    events, is_hang = STANDS[name]
+    assert (job.hang_in(events, 2) is not None) == is_hang
+
+
+def test_a_loop_without_an_end_is_named_where_time_is_over() -> None:
+    events = [ENDED, RankEvent(0, 9.0, "at", {"collective": "", "line": "mine.py:4", "stack": ""})]
+    failure = blame.of_hang(replace(job.hang_of(events), in_time=False), events)
+    assert failure.what == "the launch took too long and was ended: rank 0 is at mine.py:4; rank 1 has ended"
+    assert (failure.key, failure.line) == ("the script", "mine.py:4")
+    slow = [RankEvent(rank, 9.0, "at", {"collective": "", "line": "mine.py:4", "stack": ""}) for rank in (0, 1)]
+    assert blame.of_hang(replace(job.hang_of(slow), in_time=False), slow).key == "--timeout"
+
+
+def test_errors_that_all_ranks_skip_or_that_end_the_script_are_its_own_affair() -> None:
+    raised = "raised", {"error": "RuntimeError: out of memory", "line": "mine.py:7"}
+    assert said_of(raised, ("loss", {"value": 1.0, "step": 1}))
+    assert not said_of(raised)
+    failed = RankEvent(0, 2.0, "failed", {"follows": ["ValueError: no step", raised[1]["error"]]})
+    events = [RankEvent(0, 1.0, *raised), failed, *(RankEvent(rank, 0.0, "began", {}) for rank in (0, 1))]
+    assert not list(mistakes.found(events))
 
 
 def test_the_end_of_a_long_output_begins_at_a_line() -> None:

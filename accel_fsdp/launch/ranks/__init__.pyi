@@ -1,9 +1,14 @@
+from . import flight_records as flight_records
 from . import hang as hang
 from . import holding as holding
 from . import script as script
+from .collectives import Call as Call
+from .collectives import aborted as aborted
+from .collectives import calls_of as calls_of
 from .events import EVENTS as EVENTS
 from .events import EventReader as EventReader
 from .events import RankEvent as RankEvent
+from .events import ask as ask
 from .events import read as read
 from .hang import Stand as Stand
 from .holding import HeldUnit as HeldUnit

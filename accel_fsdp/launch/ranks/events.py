@@ -11,6 +11,10 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 
 EVENTS = "ACCEL_FSDP_EVENTS"
 """The variable that names the folder of events; if it isn't set, nothing is written."""
+ABORTED = ".aborted"
+"""The end of the name of the file into which Python writes a rank's stack if a library aborts the process."""
+ASKED = "asked"
+"""The file in the folder of events that asks the ranks where they are."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,15 @@ def report(kind: str, **content: Any) -> None:
     line = json.dumps({"seconds": time.monotonic(), "kind": kind, **content})
     with open(Path(folder) / f"{rank}.jsonl", "a", encoding="utf-8") as file:
         file.write(line + "\n")
+
+
+def ask(folder: Path) -> None:
+    """Asks each rank for its place and its collectives."""
+    (folder / ASKED).touch()
+
+
+def is_asked() -> bool:
+    return (Path(os.environ[EVENTS]) / ASKED).exists()
 
 
 class EventReader:

@@ -1,11 +1,14 @@
 """Detects that a rank waits for others: in which collective, since when, and where in the script."""
 
+import contextlib
+import faulthandler
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
@@ -13,16 +16,17 @@ import psutil
 
 from accel_fsdp import frames
 from accel_fsdp.frames import Spot
-from accel_fsdp.launch.ranks import events, script
+from accel_fsdp.launch.ranks import collectives, events, script
+from accel_fsdp.launch_environment import LaunchEnvironment
 
 WATCHES = "accel-fsdp watch"
 """The name of threads that watch the script, and read much of what the system says of processes."""
 EVERY_SECONDS = 1.0
-COLLECTIVE_SECONDS, OTHER_SECONDS = 10.0, 40.0
-"""How long a rank may stay on the same lines without computing before it reports that: in a collective, and in
-anything else, such as a download."""
+IDLE_SECONDS, COLLECTIVE_SECONDS, OTHER_SECONDS = 3.0, 10.0, 40.0
+"""How long a rank may stay on the same lines without computing before it reports that: in a collective where the
+machine let each of its threads run at once, in any collective, and in anything else, such as a download."""
 BUSY = 0.2
-"""The part of a core above which a process counts as computing."""
+"""The part of a core above which a process counts as computing, or as waiting for a core."""
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 DEBUGGERS = ("bdb.py", "pydevd.py", "pydevd_frame.py")
 LIBRARIES = ("torch", "accelerate")
@@ -50,24 +54,41 @@ def begin() -> None:
     """Starts a thread that watches the main thread."""
     if os.environ.get(events.EVENTS):
         events.report("began")
+        folder = Path(os.environ[events.EVENTS])
+        if not faulthandler.is_enabled():  # gloo aborts a rank that is sent more bytes than it waits for
+            faulthandler.enable(open(folder / f"{LaunchEnvironment.now().rank}{events.ABORTED}", "w"))  # noqa: SIM115
         threading.Thread(target=_watch, args=(threading.get_ident(),), name=WATCHES, daemon=True).start()
 
 
 def _watch(main: int) -> None:
-    place, since, busy, reported = "", time.monotonic(), computed_seconds(), False
+    place, since, busy, delayed, reported = "", time.monotonic(), 0.0, 0.0, 0
+    answered = False
     while True:
         time.sleep(EVERY_SECONDS)
         stand = stand_of(main)
         if stand is None:
             return
+        if not answered and events.is_asked():
+            answered = True
+            events.report("at", **_content(stand))
+            collectives.report()
         now, computed, here = time.monotonic(), computed_seconds(), stand.stack
         if here != place or computed - busy > BUSY * (now - since):
             if reported:
-                events.report("moved")
-            place, since, busy, reported = here, now, computed, False
-        elif not reported and now - since > (COLLECTIVE_SECONDS if stand.collective else OTHER_SECONDS):
-            events.report("still", stack=here, collective=stand.collective, line=stand.line)
-            reported = True
+                events.report("went-on")
+            place, since, busy, delayed, reported = here, now, computed, delayed_seconds(), 0
+            continue
+        seconds = now - since
+        is_long = seconds > (COLLECTIVE_SECONDS if stand.collective else OTHER_SECONDS)
+        is_idle = stand.collective and seconds > IDLE_SECONDS and delayed_seconds() - delayed <= BUSY * seconds
+        if (level := 2 if is_long else int(bool(is_idle))) > reported:
+            events.report("still", **_content(stand), long=is_long)
+            reported = level
+
+
+def _content(stand: Stand) -> dict[str, str]:
+    """What an event says of a place."""
+    return {"stack": stand.stack, "collective": stand.collective, "line": stand.line}
 
 
 def stand_of(thread: int, caller: str = "") -> Stand | None:
@@ -94,6 +115,15 @@ def computed_seconds() -> float:
     """The CPU time of this process and its children, which may tokenize for it."""
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return time.process_time() + float(sum(child.user + child.system for child in times))
+
+
+def delayed_seconds() -> float:
+    """How long the threads of this process were ready to run and had no core, on Linux; elsewhere 0."""
+    nanoseconds = 0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            nanoseconds += int(task.read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def caller_of_error(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from functools import partial
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.ranks import events, hang, recording, replay, script, watch
+from accel_fsdp.launch_environment import LaunchEnvironment
 
 
 def run() -> None:
@@ -22,6 +23,8 @@ def run() -> None:
     hang.begin()
     code = _code_of_script(report_end)
     cpu.finish(code)
+    if LaunchEnvironment.now().is_rank and cpu.is_needed():
+        cpu.leave(code)  # the script has closed its process group: torch's threads may still abort the teardown
     sys.exit(code)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import cpu
 from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch.ranks import agreement, events, parts
 from accel_fsdp.launch.ranks.agreement import MOSTLY
@@ -52,7 +53,7 @@ def compare(recorder: Recorder) -> None:
     recorder.end()
     launch = LaunchEnvironment.now()
     if dist.is_initialized():
-        dist.barrier()
+        cpu.wait_for_others("records")
     if launch.rank != 0:
         return
     try:

@@ -46,16 +46,17 @@ def line_of_error(error: BaseException) -> str:
 
 def is_calling(frame: FrameType | None) -> bool:
     """Whether the code of `frame` is the script's own, not a library's."""
-    return frame is not None and _is_own(frame.f_code.co_filename)
+    return frame is not None and is_own(frame.f_code.co_filename)
 
 
 def line_of(places: list[tuple[str, int | None]]) -> str:
     """The innermost line of the script, from a stack's files and lines, outermost first; its folder is as typed."""
-    own = [(file, line) for file, line in places if _is_own(file)]
+    own = [(file, line) for file, line in places if is_own(file)]
     return f"{os.path.join(os.path.dirname(sys.argv[0]), os.path.basename(own[-1][0]))}:{own[-1][1]}" if own else ""
 
 
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
+    """Whether a file is in the script's folder."""
     if file.startswith("<"):  # <frozen runpy>, <string>: not a file
         return False
     return os.path.dirname(os.path.abspath(file)) == os.path.dirname(os.path.abspath(sys.argv[0]))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.job import from_run
-from accel_fsdp.launch.ranks import drawn_rows, events, hang, holding, script
+from accel_fsdp.launch.ranks import collectives, drawn_rows, events, hang, holding, raised, script
 from accel_fsdp.launch.ranks.drawn_rows import ObservedRows
 from accel_fsdp.launch.ranks.gradients import ObservedGradients
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
@@ -76,6 +76,7 @@ def begin() -> Callable[[], None]:
         PREPARING: lambda: _watch_prepare(steps.measures),
         STEPS: steps.install,
         drawn_rows.LOADERS: steps.drawn.install,
+        raised.ERRORS: raised.ObservedErrors().install,
     }
     for observation, install in installers.items():
         if observation.is_possible:
@@ -90,10 +91,12 @@ def tell_failure(error: BaseException) -> None:
     events.report(
         "failed",
         error=in_a_line(error),
+        follows=list(raised.chain(error)),
         line=script.line_of_error(error),
         wrapped=_of_wrapped(error),
         collective=hang.collective_of_error(error),
     )
+    collectives.report()
 
 
 def _of_wrapped(error: BaseException) -> str:

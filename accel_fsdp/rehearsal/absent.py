@@ -1,0 +1,249 @@
+"""Finds the rank that is absent where others wait, by the collectives of all: where their ways parted, and why.
+
+It reads the script, and nothing else.
+"""
+
+import ast
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+
+from accel_fsdp.launch.ranks import Call, RankEvent, calls_of
+from accel_fsdp.units import counted
+
+Calls = Mapping[int, Sequence[Call]]
+OF_RANK = re.compile(r"rank|is_main|is_master|main_process|process_index|process_zero|last_process", re.IGNORECASE)
+"""In names that the condition of an `if` has that holds on some ranks."""
+EQUAL_SIZES = ("all_gather", "_all_gather_base", "all_reduce", "reduce", "gather")
+"""Collectives whose tensors have one size on all ranks."""
+PRIORITY = ("barrier", "generate", "save", "evaluation", "gather")
+"""Kinds of calls that one rank makes rather than all, the likeliest first."""
+FIXES: Mapping[str, str] = {
+    "barrier": "call it on every rank: wait_for_everyone outside of what one rank does alone",
+    "save": "save on all ranks: accelerator.save_state(folder), or state = accelerator.get_state_dict(model); only "
+    "the writing of a whole state is rank 0's alone",
+    "generate": "generate on every rank, on prompts of its own: each token gathers the weights from all ranks",
+    "forward": "run the model on every rank, also to evaluate, as each pass gathers the weights from all ranks; "
+    "accelerator.gather_for_metrics brings the results together, and rank 0 alone prints them",
+    "evaluation": "evaluate on every rank, as each pass gathers the weights from all ranks; rank 0 alone prints",
+    "gather": "every rank must call what all of them do together: no collective behind `if rank == 0`",
+    "lengths": "generate(..., synced_gpus=True): ranks that are done run on with the others",
+    "sizes": "accelerator.pad_across_processes(tensor, dim=1) before gather; accelerator.gather_for_metrics drops what "
+    "an uneven last batch repeats; gather_for_metrics(objects, use_gather_object=True) takes any sizes",
+    "uneven": "the same number of steps on every rank: even_batches=True or DataLoader(drop_last=True), under DDP "
+    "accelerator.join_uneven_inputs([model]); no break or continue that a rank takes alone",
+    "other": "every rank must call the same in the same order: what decides it must be equal on all ranks, as after "
+    "accelerator.reduce or broadcast",
+}
+
+
+@dataclass(frozen=True)
+class Absence:
+    """`what` one rank does alone, the script's line, and the fix."""
+
+    what: str
+    line: str
+    fix: str
+
+
+@dataclass(frozen=True)
+class _Parting:
+    """The first collective in which two ranks differ; `call` is the one of `rank` alone."""
+
+    rank: int
+    call: Call
+    other: int
+    other_call: Call | None = None
+    is_new: bool = True
+    """Whether the other rank has never called it from there."""
+
+
+def absence(events: Sequence[RankEvent]) -> Absence | None:
+    """What one rank does alone; None if the ranks' calls don't show it."""
+    calls = {event.rank: calls_of(event.content) for event in events if event.kind == "calls"}
+    every = {event.rank for event in events if event.kind == "began"}
+    if unequal := _sizes_apart(calls):
+        return unequal
+    aborted = {event.rank: calls_of(event.content)[-1] for event in events if event.kind == "aborted"}
+    parting = next(_partings(calls), None) or _from_gone(calls, every, aborted)
+    if parting is None and aborted:
+        rank, call = next(iter(aborted.items()))
+        return Absence(
+            f"{call.said} on rank {rank} is sent another size than it waits for", call.lines[-1], FIXES["sizes"]
+        )
+    return _explained(parting, events) if parting else None
+
+
+def _sizes_apart(calls: Calls) -> Absence | None:
+    for first, other in combinations(sorted(calls), 2):
+        ours, theirs = _last(calls[first]), _last(calls[other])
+        if not ours or not theirs or not _is_same(ours, theirs) or ours.number != theirs.number or not ours.lines:
+            continue
+        if ours.name in EQUAL_SIZES and ours.sizes != theirs.sizes:
+            sizes = f"{_shape(ours)} on rank {first} and {_shape(theirs)} on rank {other}"
+            return Absence(f"{ours.said} gets tensors of different sizes: {sizes}", ours.lines[-1], FIXES["sizes"])
+    return None
+
+
+def _shape(call: Call) -> str:
+    return ", ".join("x".join(map(str, size)) or "a number" for size in call.sizes)
+
+
+def _last(calls: Sequence[Call]) -> Call | None:
+    return calls[-1] if calls else None
+
+
+def _is_same(ours: Call, theirs: Call) -> bool:
+    return (ours.group, ours.name, ours.lines) == (theirs.group, theirs.name, theirs.lines)
+
+
+def _partings(calls: Calls) -> Iterator[_Parting]:
+    """Where two ranks parted for good, in each group: after the last collective that both called at the same line."""
+    for first, other in combinations(sorted(calls), 2):
+        for group in dict.fromkeys(call.group for call in calls[first]):
+            ours, theirs = ({c.number: c for c in calls[rank] if c.group == group} for rank in (first, other))
+            if not theirs:
+                continue
+            same = [number for number in ours.keys() & theirs.keys() if _is_same(ours[number], theirs[number])]
+            at = max(same, default=max(min(ours), min(theirs)) - 1) + 1
+            our_call, their_call = (_of_script(numbered.get(at)) for numbered in (ours, theirs))
+            if our_call or their_call:
+                yield _alone(calls, (first, our_call), (other, their_call))
+
+
+def _of_script(call: Call | None) -> Call | None:
+    """The call, unless a rank makes it after the script's end."""
+    return call if call and call.lines else None
+
+
+def _from_gone(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _Parting | None:
+    """Where one rank told nothing of its calls: it has ended, or a library aborted it in the call of `aborted`.
+
+    What another rank did alone is then the last that its script makes it do by its number.
+    """
+    gone = sorted(every - calls.keys())
+    for rank, several in sorted(calls.items()):
+        last = _of_script(_last(several))
+        if not gone or not last:
+            continue
+        its_last = aborted.get(gone[0])
+        if its_last and _branch(its_last) and its_last.lines != last.lines:
+            return _Parting(gone[0], its_last, rank, last)
+        by_number = next((call for call in reversed(several) if _branch(call)), None)
+        return _Parting(rank, by_number or last, gone[0], its_last, is_new=by_number is not None)
+    return None
+
+
+def _alone(calls: Calls, *sides: tuple[int, Call | None]) -> _Parting:
+    """The parting, told from the side of the rank that does what the other never did; from the first if unknown."""
+
+    def is_new(rank: int, call: Call, other: int) -> bool:
+        return call.lines not in {earlier.lines for earlier in calls[other]}
+
+    ways = []
+    for (rank, call), (other, other_call) in (sides, sides[::-1]):
+        if call:
+            new = is_new(rank, call, other)
+            kind = PRIORITY.index(call.kind) if call.kind in PRIORITY else len(PRIORITY)
+            ways.append((not new, not _branch(call), kind, rank, _Parting(rank, call, other, other_call, new)))
+    return min(ways)[-1]
+
+
+def _explained(parting: _Parting, events: Sequence[RankEvent]) -> Absence:
+    call, rank, other = parting.call, parting.rank, parting.other
+    line = call.lines[-1]
+    if branch := _branch(call):
+        return Absence(
+            f"rank {rank} alone calls {call.said}, under {branch}", line, FIXES.get(call.kind, FIXES["other"])
+        )
+    if call.kind == "generate" and not parting.is_new:
+        return Absence(f"rank {rank} generates more tokens than rank {other}", line, FIXES["lengths"])
+    passes = {r: sum(event.kind == "loss" and event.rank == r for event in events) for r in (rank, other)}
+    loop = _loop(call)
+    if loop and not parting.is_new and not (parting.other_call and _is_inside(parting.other_call, loop)):
+        after = counted(passes[other], "backward pass", "backward passes")
+        return Absence(
+            f"rank {other} left the loop of line {loop.lineno} after {after}, and rank {rank} goes on in it",
+            line,
+            FIXES["uneven"],
+        )
+    if parting.other_call and parting.other_call.lines == call.lines:  # then gloo says that sizes differ
+        pair = " and ".join(map(str, sorted((rank, other))))
+        return Absence(f"{call.said} gets tensors of different sizes on ranks {pair}", line, FIXES["sizes"])
+    if parting.other_call is None:
+        return Absence(f"rank {rank} alone calls {call.said}", line, FIXES.get(call.kind, FIXES["other"]))
+    where = f"{parting.other_call.said} at {parting.other_call.lines[-1]}"
+    if parting.is_new and call.kind in PRIORITY:
+        return Absence(f"rank {rank} alone calls {call.said}, where rank {other} calls {where}", line, FIXES[call.kind])
+    return Absence(f"rank {rank} calls {call.said} where rank {other} calls {where}", line, FIXES["other"])
+
+
+def _branch(call: Call) -> str:
+    """The condition on a rank under which the script makes a call; empty if there is none."""
+    for line in reversed(call.lines):
+        for node in _around(line):
+            if isinstance(node, ast.If) and (condition := _on_ranks(node.test)):
+                is_else = any(_holds(inner, _number(line)) for inner in node.orelse)
+                return f"{'the else of ' if is_else else ''}`if {condition}` in line {node.lineno}"
+    return ""
+
+
+def _on_ranks(condition: ast.expr) -> str:
+    """The parts of a condition that name a rank; empty if there are none."""
+    is_and = isinstance(condition, ast.BoolOp) and isinstance(condition.op, ast.And)
+    parts = list(ast.iter_child_nodes(condition))[1:] if is_and else [condition]
+    return " and ".join(ast.unparse(part) for part in parts if any(map(_is_rank, ast.walk(part))))
+
+
+def _is_rank(node: ast.AST) -> bool:
+    """Whether it is a name such as `rank` or `accelerator.is_main_process`, or the key of a variable such as "RANK"."""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return bool(OF_RANK.search(name))
+        case ast.Constant(value=str(text)):
+            return text.endswith("RANK")
+    return False
+
+
+def _loop(call: Call) -> ast.For | ast.While | None:
+    """The innermost loop of the script that makes a call."""
+    loops = (node for line in reversed(call.lines) for node in _around(line) if isinstance(node, ast.For | ast.While))
+    return next(loops, None)
+
+
+def _is_inside(call: Call, loop: ast.For | ast.While) -> bool:
+    return any(_holds(loop, _number(line)) for line in call.lines)
+
+
+def _around(line: str) -> list[ast.stmt]:
+    """The statements around a line, innermost first; a function ends them."""
+    statements: list[ast.stmt] = []
+    body: Sequence[ast.AST] = [_parsed(line.rpartition(":")[0])]
+    while inner := next((node for node in body if _holds(node, _number(line))), None):
+        if isinstance(inner, ast.FunctionDef | ast.ClassDef):
+            statements = []
+        elif isinstance(inner, ast.stmt):
+            statements.append(inner)
+        body = list(ast.iter_child_nodes(inner))
+    return statements[::-1]
+
+
+def _holds(node: ast.AST, line: int) -> bool:
+    return isinstance(node, ast.Module) or getattr(node, "lineno", line + 1) <= line <= getattr(
+        node, "end_lineno", line
+    )
+
+
+def _number(line: str) -> int:
+    return int(line.rpartition(":")[2])
+
+
+@cache
+def _parsed(file: str) -> ast.Module:
+    try:
+        with open(file, encoding="utf-8") as script:
+            return ast.parse(script.read())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
