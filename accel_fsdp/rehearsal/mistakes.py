@@ -308,6 +308,15 @@ def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Ite
             return
 
 
+def _nothing_prepared(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """A state is that of what was prepared before."""
+    if event := _first("state-of-nothing", events):
+        call, line = event.content["call"], event.content["line"]
+        does = "saves" if call == "save_state" else "loads"
+        what = f"{call} comes before prepare, so that it {does} no weights"
+        yield Failure(what, SCRIPT, f"accelerator.prepare(model, optimizer), then {call}", line)
+
+
 def _no_tracker(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Accelerate leaves out trackers that aren't installed, and the run isn't recorded."""
     if event := _first("no-tracker", events):
@@ -343,6 +352,7 @@ LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failur
     _clipped_by_torch,
     _forgotten_rng,
     _no_tracker,
+    _nothing_prepared,
     _no_step,
     _steps_apart,
     _settings_apart,

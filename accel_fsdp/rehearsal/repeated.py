@@ -195,6 +195,13 @@ def _dropped(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, "zero_grad() after optimizer.step() alone, not with each micro-batch", content["line"])
 
 
+def _too_early(content: Mapping[str, Any]) -> Failure:
+    batches = counted(content["batches"], "batch", "batches")
+    what = f"each step has {batches}, and each loss is divided by {content['accumulation']}"
+    fix = "with accelerator.accumulate(model): around a batch, or leave out gradient_accumulation_steps"
+    return Failure(what, "gradient_accumulation_steps", fix, content["line"])
+
+
 def _frozen(content: Mapping[str, Any]) -> Failure:
     what = "no weight of the model needs gradients: its optimizer's steps change nothing"
     fix = "requires_grad_(True) for what should be trained; PeftModel.from_pretrained(..., is_trainable=True)"
@@ -219,4 +226,5 @@ SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "multiplied": _multiplied,
     "step": _step,
     "summed-again": _summed_again,
+    "too-early": _too_early,
 }

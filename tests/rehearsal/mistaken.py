@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoModelForCausalLM
 
 NAME, MODEL, FOLDER = sys.argv[1:4]
-ACCUMULATED = 2 if "divided" in NAME else 1
+ACCUMULATED = 2 if "divided" in NAME or NAME == "steps early" else 1
 accelerator = Accelerator(log_with="wandb" if NAME == "tracker" else None, gradient_accumulation_steps=ACCUMULATED)
 if NAME == "uneven batches":
     accelerator.even_batches = False
@@ -83,6 +83,8 @@ if NAME == "experts":
 
     model.model.layers[0].mlp = Experts()
 
+if NAME == "loads before prepare":
+    accelerator.load_state(MODEL)
 rate = {"rates apart": 1e-3 * (1 + accelerator.process_index), "rate of 0": 0.0}.get(NAME, 1e-3)
 trained = [one for one in model.parameters() if one.requires_grad]
 optimizer = torch.optim.AdamW(trained or model.parameters(), lr=rate)

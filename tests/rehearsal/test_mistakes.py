@@ -179,6 +179,10 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a scheduler of another optimizer": ("scheduler of another optimizer", FSDP1, "the script", "ConstantLR("),
     "no weight that needs gradients": ("nothing trained", FSDP2, "the script", "optimizer.step()"),
     "gradients cleared with each micro-batch": ("each batch cleared", FSDP2, "the script", "backward(loss / 2)"),
+    "a state before prepare": ("loads before prepare", FSDP2, "the script", "accelerator.load_state(MODEL)"),
+    "a step before all its batches": (
+        "steps early", FSDP2, "gradient_accumulation_steps", "accelerator.backward(loss * scale)",
+    ),
     "gradients summed again": ("summed again", {}, "the script", "optimizer.step()"),
     "NaN gradients replaced": ("NaN replaced", {}, "the script", "optimizer.step()"),
     "evaluation mode on one rank": ("evaluates on", FSDP2, "the script", "accelerator.backward(loss * scale)"),

@@ -273,7 +273,7 @@ class Recorder:
                 update.why = update.why or f"{outside} is used outside of the model's forward"
             now = self._gradients()
             if not _same(self._used(update.reduced), self._used(now)):
-                update.dropped |= bool(update.backwards) and not _not_zero(now)
+                update.dropped |= bool(update.backwards) and not self.in_step and not _not_zero(now)
                 when = "between two backward passes of a step" if update.backwards else "before it"
                 update.why = update.why or f"gradients are kept, cleared or changed {when}"
         nested, self.in_backward = self.in_backward, True
@@ -299,6 +299,7 @@ class Recorder:
         if update is None:
             return
         self.in_step = True
+        update.midway = _is_midway()
         names = parts.names_of(self.places)
         of = [[name for p in group["params"] for name in names.get(id(p), [])] for group in optimizer.param_groups]
         held = self._held(of)
@@ -373,6 +374,13 @@ def _same(first: Parts, other: Parts) -> bool:
         return False
     pairs = ((part, other[name][1]) for name, (_, part) in first.items())
     return all(one.equal(another) for one, another in pairs if one.shape == another.shape)
+
+
+def _is_midway() -> bool:
+    """Whether a dataloader that Accelerate prepared has more batches: only its last ones may be fewer than a step's."""
+    state = sys.modules.get("accelerate.state")
+    gradients = state.GradientState() if state and state.is_initialized() else None
+    return gradients is not None and gradients.in_dataloader and not gradients.end_of_dataloader
 
 
 def _accumulation() -> int:

@@ -60,8 +60,8 @@ class Clip:
 class Update:
     """`weights` and `after` are the weights' parts before and after it, `reduced` the gradients after the last
     backward pass, and `used` those that the optimizers saw. `cast`: what FSDP casts weights to for a forward pass,
-    `reduces`: what it reduces gradients in. `dropped`: whether gradients were cleared between two backward passes.
-    `why` it can't be repeated; empty if it can.
+    `reduces`: what it reduces gradients in. `dropped`: whether gradients were cleared between two backward passes,
+    `midway`: whether it stepped before the last batch of a prepared dataloader. `why` it can't be repeated; or empty.
     """
 
     weights: Parts
@@ -79,6 +79,7 @@ class Update:
     accumulation: int = 1
     line: str = ""
     dropped: bool = False
+    midway: bool = False
     why: str = ""
 
 

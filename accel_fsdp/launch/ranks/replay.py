@@ -94,7 +94,7 @@ class _Repeated:
         self.first = updates[0]
         if why := next((update["why"] for update in updates if update["why"]), ""):
             shares = self._shares()
-            if self.first["dropped"] and shares and all(abs(share * len(shares) - 1) < EXACT for share in shares):
+            if self.first["dropped"] and len(shares) > 1 and _each(shares, 1 / len(shares)):
                 self._differs("dropped", self.first["line"], accumulation=len(shares))
             raise Unrepeatable(why)
         if self.first["precision"] in UNREPEATED:
@@ -298,7 +298,9 @@ class _Repeated:
             for times in (accumulation, 1 / accumulation):
                 if abs(sum(shares) / times - 1) < EXACT:
                     self._differs("divided", self.first["line"], ratio=times, accumulation=accumulation)
-        elif shares and ranks not in (1, len(shares)) and all(abs(s * len(shares) / ranks - 1) < EXACT for s in shares):
+        elif len(shares) < accumulation and self.first["midway"] and _each(shares, 1 / accumulation):
+            self._differs("too-early", self.first["line"], batches=len(shares), accumulation=accumulation)
+        elif shares and ranks not in (1, len(shares)) and _each(shares, ranks / len(shares)):
             self._differs("multiplied", self.first["line"], ranks=ranks)
 
     def _shares(self) -> list[float]:
@@ -356,6 +358,10 @@ def alone() -> Iterator[None]:
 
     with Alone():  # type: ignore[no-untyped-call]
         yield
+
+
+def _each(shares: Sequence[float], value: float) -> bool:
+    return bool(shares) and all(abs(share / value - 1) < EXACT for share in shares)
 
 
 def _finite(tensor: "torch.Tensor | None") -> bool:

@@ -178,6 +178,14 @@ def _watch_prepare(measures: bool) -> None:
         return result
 
     Accelerator.prepare = prepare
+    for name in ("save_state", "load_state"):
+        before(Accelerator, name, functools.partial(_check_prepared, name))
+
+
+def _check_prepared(call: str, accelerator: Any, *_: Any, **__: Any) -> None:
+    """Reports a save or a load before anything was prepared: it writes or reads no weights, without a word."""
+    if not (accelerator._models or accelerator._optimizers or accelerator._custom_objects):
+        events.report("state-of-nothing", call=call, line=script.line_of_stack(sys._getframe(2)))
 
 
 def _shared(model: "nn.Module") -> list[list[str]]:
