@@ -113,7 +113,7 @@ def judged(name: str, limit: int) -> Judged:
 def of_others(name: str, clones: Path, limit: int) -> Judged:
     """Rehearses a script of somebody else; its working directory has what it asks for by name."""
     sys.path.insert(0, str(FOLDER))
-    import public
+    from common import public
 
     row = PUBLIC[name]
     with tempfile.TemporaryDirectory() as folder:
