@@ -33,6 +33,7 @@ def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
             drawn.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[event.rank] = rows
     looks = [_same_rows(events, row_events)]
     looks += [look(of_ranks) for look in (_shared, _lost) for _, of_ranks in sorted(drawn.items())]
+    looks += [_fewer(events, of_ranks) for _, of_ranks in sorted(drawn.items())]
     looks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
     yield from list(chain.from_iterable(looks))[:1]
 
@@ -99,6 +100,22 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
                 theirs["line"],
             )
             return
+
+
+def _fewer(events: Sequence[RankEvent], of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
+    """Smaller batches on one rank, whose mean losses weigh as much as those of the larger ones."""
+    shares = [share for event in events if event.kind == "repeated" for share in event.content["shares"]]
+    batches = {rank: rows["batch"] for rank, rows in sorted(of_ranks.items()) if rows["batch"]}
+    if None in shares or len(set(shares)) != 1 or len(set(batches.values())) < 2:
+        return
+    most, least = max(batches, key=lambda rank: batches[rank]), min(batches, key=lambda rank: batches[rank])
+    yield Failure(
+        f"rank {least} takes {counted(batches[least], 'row')} in a batch, and rank {most} {batches[most]}: the mean "
+        "loss of each counts alike",
+        SCRIPT,
+        "the same batch_size on all ranks; or each rank's loss times its rows, divided by the mean of all ranks' rows",
+        of_ranks[least]["line"],
+    )
 
 
 def _fix(sharders: Sequence[str]) -> str:

@@ -19,6 +19,7 @@ def differences(events: Sequence[RankEvent]) -> Iterator[Failure]:
             yield SAID[event.content["what"]](event.content)
             return
     yield from _without_effect(events)
+    yield from _in_no_optimizer(events)
 
 
 def said(events: Sequence[RankEvent]) -> str:
@@ -34,8 +35,7 @@ def said(events: Sequence[RankEvent]) -> str:
     if any(update["changed"] for update in updates):
         notes += "; not repeated: what the script changes in gradients between backward and step"
     if uncovered := updates[0]["uncovered"]:
-        names = f"{uncovered[0]} and {len(uncovered) - 1} more" if len(uncovered) > 1 else uncovered[0]
-        notes += f"; no optimizer has {names}, which have gradients"
+        notes += f"; no optimizer has {_names(uncovered)}, which have gradients"
     return f"; {compared} {counted(len(updates), 'step')} are those of one process (apart by {apart:.0e}){notes}"
 
 
@@ -178,7 +178,7 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
         what = f"no gradient comes to the optimizer in {counted(len(updates), 'step')}"
         fix = "backward, then optimizer.step(), then zero_grad(); and the last micro-batch of a step outside of no_sync"
         yield Failure(what, SCRIPT, fix, line)
-    elif not any(event.content["moved"] for event in events if event.kind == "moved"):
+    elif not any(event.content["moved"] for event in events if event.kind == "weights"):
         rates = {rate for update in updates for rate in update["rates"]}
         why = ": the learning rate is 0" if rates == {0.0} else ""
         yield Failure(f"no weight moved in any step{why}", SCRIPT, "see the optimizer's rate and its schedule", line)
@@ -206,6 +206,26 @@ def _frozen(content: Mapping[str, Any]) -> Failure:
     what = "no weight of the model needs gradients: its optimizer's steps change nothing"
     fix = "requires_grad_(True) for what should be trained; PeftModel.from_pretrained(..., is_trainable=True)"
     return Failure(what, SCRIPT, fix, content["line"])
+
+
+def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """Weights with gradients that never change, beside more that do: a script that trains a head alone has few of them.
+
+    Others come to an optimizer later, or are changed by the script.
+    """
+    updates = [event.content for event in events if event.kind == "repeated"]
+    still = [set(event.content["still"]) for event in events if event.kind == "weights"]
+    left = sorted(set(updates[0]["uncovered"]).intersection(*still)) if updates and still else []
+    if left and len(left) < updates[0]["trained"] / 2:
+        have = "have gradients and never change" if len(left) > 1 else "has gradients and never changes"
+        what = f"no optimizer has {_names(left)}, which {have}"
+        fix = "give them to the optimizer, as AdamW(model.parameters()) does; or requires_grad_(False) for them"
+        made = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
+        yield Failure(what, SCRIPT, fix, next(made, updates[0]["line"]))
+
+
+def _names(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
 SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {

@@ -46,6 +46,9 @@ if NAME == "another order":
             return 16
 
     loader = DataLoader(rows, batch_size=2, sampler=Shuffled())  # type: ignore[arg-type]
+if NAME == "fewer rows":
+    fewer = DistributedSampler(rows, shuffle=False)  # type: ignore[arg-type, var-annotated]
+    loader = DataLoader(rows, batch_size=2 - accelerator.process_index, sampler=fewer)  # type: ignore[arg-type]
 if NAME == "same order":
     loader = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))  # type: ignore[arg-type, var-annotated]
 
@@ -88,6 +91,8 @@ if NAME == "loads before prepare":
 rate = {"rates apart": 1e-3 * (1 + accelerator.process_index), "rate of 0": 0.0}.get(NAME, 1e-3)
 trained = [one for one in model.parameters() if one.requires_grad]
 optimizer = torch.optim.AdamW(trained or model.parameters(), lr=rate)
+if NAME == "head forgotten":
+    optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-3)
 if NAME == "optimizer of other weights":
     optimizer = torch.optim.AdamW([nn.Parameter(one.detach().clone()) for one in model.parameters()], lr=1e-3)
     model = accelerator.prepare(model)
@@ -97,7 +102,7 @@ elif NAME == "two optimizers":
     halves = [list(part.parameters()) for part in (model.model, model.lm_head)]
     optimizer, other = (torch.optim.AdamW(half, lr=1e-3) for half in halves)
     model, optimizer, other, loader = accelerator.prepare(model, optimizer, other, loader)
-elif NAME in ("dataloader not prepared", "another shuffle", "same order"):
+elif NAME in ("dataloader not prepared", "another shuffle", "same order", "fewer rows"):
     model, optimizer = accelerator.prepare(model, optimizer)
 else:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)

@@ -38,6 +38,8 @@ if "groups" in WAYS:
     decayed = [weight for weight in parameters if weight.dim() > 1]
     plain = [weight for weight in parameters if weight.dim() < 2]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}], lr=1e-3)
+if "trains the head alone" in WAYS:
+    optimizer = torch.optim.AdamW(model.lm_head.parameters(), lr=1e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 if "warmup" in WAYS:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: min(step, 5) / 5)

@@ -223,3 +223,15 @@ def test_rows_that_are_alike_may_be_so_in_the_data() -> None:
     assert said(False)
     assert not said(False, RankEvent(0, 0.0, "prepared-rows", {}))
     assert not said(True)  # ranks of tensor parallelism
+
+
+def test_smaller_batches_may_weigh_less() -> None:
+    def said(*shares: float | None, batches: tuple[int, int] = (4, 2)) -> bool:
+        told = [DrawnRows("", "", batch=batch, places=[[rank]], hashes=[]) for rank, batch in enumerate(batches)]
+        events = [RankEvent(rank, 0.0, "drawn", asdict(rows)) for rank, rows in enumerate(told)]
+        return bool(list(drawn_rows.found([*events, RankEvent(0, 0.0, "repeated", {"shares": list(shares)})])))
+
+    assert said(1.0, 1.0)
+    assert not said(1.0, 1.0, batches=(4, 4))
+    assert not said(1.33, 0.67)
+    assert not said(None, 1.0)  # another loss, which may be a sum over all rows

@@ -20,7 +20,7 @@ from conftest import ROOT, accel_fsdp
 
 from accel_fsdp.config import read_config
 from accel_fsdp.launch.ranks import RankEvent, gradients, measure, read, script
-from accel_fsdp.rehearsal import blame, job, mistakes, on_cpu, own_script
+from accel_fsdp.rehearsal import blame, job, mistakes, on_cpu, own_script, repeated
 from accel_fsdp.rehearsal.job import Outcome
 
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
@@ -141,6 +141,8 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "sharded twice": ("sharded twice", FSDP2, "the script", "sampler=DistributedSampler(rows))"),
     "another shuffle on each rank": ("another shuffle", FSDP1, "the script", "shuffle=True, generator=order)"),
     "an own sampler with another seed on each rank": ("another order", FSDP2, "the script", "sampler=Shuffled())"),
+    "fewer rows on one rank": ("fewer rows", FSDP2, "the script", "batch_size=2 - accelerator.process_index"),
+    "a head in no optimizer": ("head forgotten", FSDP2, "the script", "AdamW(model.model.parameters()"),
     "set_epoch() forgotten": ("same order", {}, "the script", "# twice"),
     "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
     "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),
@@ -270,6 +272,18 @@ def test_gradients_alone_may_be_what_a_script_wants() -> None:
     assert not said_of(trained(**none, kept=True, optimizers=0))  # as for maps of what a model looks at
     assert not said_of(trained(**none, kept=False))  # updated by hand, or loaded
     assert not said_of(trained())
+
+
+def test_weights_in_no_optimizer_may_be_meant() -> None:
+    def said(trained: int, still: tuple[list[str], list[str]] = (["head", "a"], ["head"])) -> bool:
+        content = {"uncovered": ["head"], "trained": trained, "line": "", "cleared": False}
+        told = [RankEvent(rank, 0.0, "weights", {"moved": True, "still": names}) for rank, names in enumerate(still)]
+        told.append(RankEvent(0, 0.0, "moved", {}))  # of a rank that had waited
+        return bool(list(repeated.differences([RankEvent(0, 0.0, "repeated", content), *told])))
+
+    assert said(3)
+    assert not said(2)  # a head alone is trained
+    assert not said(3, (["head"], []))  # later, or by the script
 
 
 Clears = Callable[[list[torch.optim.Optimizer], list[torch.nn.Module]], object]

@@ -23,6 +23,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapter,gradient checkpointing,warmup": (FSDP2, BF16),
     "own loss,groups": (FSDP1, BF16),
     "probes gradients,momentum,slow rank,gathers padded,generates": (FSDP2, {}),
+    "trains the head alone": ({}, {}),
 }
 
 

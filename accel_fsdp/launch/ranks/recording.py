@@ -144,12 +144,14 @@ class Recorder:
         self._close()
         self._stop()
         if self.written:
-            events.report("moved", moved=self._has_moved())
+            same = self._unchanged()
+            still = [place.name for place in self.places if place.parameter.requires_grad and place.name in same]
+            events.report("weights", moved=len(same) < len(self.begun), still=sorted(set(still)))
 
-    def _has_moved(self) -> bool:
-        """Whether any weight's part on this rank has other values than before the first update."""
+    def _unchanged(self) -> set[str]:
+        """The weights whose parts on this rank have the values that they had before the first update."""
         now = parts.parts(self.places, lambda parameter: parameter)
-        return any(not part.equal(now[name][1]) for name, (_, part) in self.begun.items() if name in now)
+        return {name for name, (_, part) in self.begun.items() if name not in now or part.equal(now[name][1])}
 
     def _stop(self) -> None:
         while self.remove:

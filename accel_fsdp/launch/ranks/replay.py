@@ -147,6 +147,8 @@ class _Repeated:
             cleared=bool(alone) and not any(bool(gradient.any()) for gradient in used.values()),
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
             uncovered=sorted(still),
+            trained=len(self.first["trained"]),
+            shares=[_share_of_losses(update) for update in self.updates],
             changed=any(map(is_changed, self.updates)),
             line=self._step_line,
         )
@@ -343,6 +345,14 @@ class _Repeated:
                     )
                     return ""
         return ""
+
+
+def _share_of_losses(update: Mapping[str, Any]) -> float | None:
+    """What came back to the mean losses that the model itself made on a rank; None for other losses."""
+    own = [forward for forward in update["forwards"] if "num_items_in_batch" not in forward["inputs"][1]]
+    gradients = [forward["gradients"][forward["loss"]] for forward in own if forward["loss"] is not None]
+    is_known = len(gradients) == len(update["forwards"]) and all(gradient is not None for gradient in gradients)
+    return sum(float(gradient) for gradient in gradients) if is_known else None
 
 
 @contextlib.contextmanager
