@@ -137,6 +137,18 @@ def _forgotten_rng(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> 
         )
 
 
+def _begins_anew(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    """A resumed optimizer without its moments: the first steps after the resume are larger, and other ones."""
+    if event := _first("anew", events):
+        yield Failure(
+            f"{event.content['optimizer']} begins anew: {event.content['checkpoint']} was loaded, and the next step "
+            "finds none of its states",
+            "fsdp_state_dict_type",
+            "fsdp_version: 2, or fsdp_state_dict_type: FULL_STATE_DICT; Accelerate loads no sharded one under FSDP1",
+            event.content["line"],
+        )
+
+
 def _begun_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Each rank shards its own random model, so the shards don't fit together. A weight loaded later has no value here.
 
@@ -346,6 +358,7 @@ LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failur
     _swallowed,
     _another_optimizer,
     _begun_apart,
+    _begins_anew,
     _other_units,
     _rows,
     _untied,

@@ -159,6 +159,23 @@ def _divided(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, "accelerator.backward(loss) divides it: leave out the script's own", content["line"])
 
 
+def _counted(content: Mapping[str, Any]) -> Failure:
+    ratio = content["ratio"]
+    what = f"gradients are {ratio:.4g} times those of the mean over the step's tokens: {_meaning(ratio, content)}"
+    fix = "divide the loss by the tokens of all ranks once; Trainer multiplies it by the ranks, as FSDP averages"
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
+def _trainer_loss(content: Mapping[str, Any]) -> Failure:
+    what = "Trainer computes another loss of the sharded model than of the plain one: their gradients differ by "
+    what += f"{content['apart']:.2f} of their norm"
+    fix = (
+        "no --label_smoothing_factor under FSDP2, which renames the model's class: Trainer then doesn't shift labels; "
+        "or a compute_loss_func"
+    )
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
 def _step(content: Mapping[str, Any]) -> Failure:
     what = (
         f"{content['optimizer']} changes {content['name']} by other values than in one process, apart by "
@@ -244,6 +261,8 @@ SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "hidden": _hidden,
     "modes": _modes,
     "multiplied": _multiplied,
+    "counted": _counted,
+    "trainer-loss": _trainer_loss,
     "step": _step,
     "summed-again": _summed_again,
     "too-early": _too_early,

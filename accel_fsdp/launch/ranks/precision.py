@@ -3,10 +3,11 @@
 import sys
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.config import TORCH_DTYPES
+from accel_fsdp.config import LONG_DTYPES, TORCH_DTYPES
 from accel_fsdp.launch.ranks.holding import is_unit
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 
@@ -43,3 +44,10 @@ def _policy(model: "nn.Module") -> Any:
 
 def _name(dtype: Any) -> str:
     return next((name for name, torchs in TORCH_DTYPES.items() if str(dtype) == f"torch.{torchs}"), "no")
+
+
+def rounded(weight: "torch.Tensor", cast: str) -> "torch.Tensor":
+    """The weight as FSDP casts it: norms that learn by the same steps are all rounded to the same side."""
+    import torch
+
+    return weight.to(getattr(torch, LONG_DTYPES[cast])).to(weight.dtype) if cast in LONG_DTYPES else weight

@@ -21,6 +21,7 @@ from accel_fsdp.launch.ranks.observing import Observation, after, before, replac
 from accel_fsdp.launch.ranks.outputs import members, with_member
 from accel_fsdp.launch.ranks.parts import Parts, Place
 from accel_fsdp.launch.ranks.records import Clip, Forward, Step, Unrecordable, Update, recorded, setting, states_of
+from accel_fsdp.launch.ranks.trainer_losses import TrainerLosses
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
@@ -75,6 +76,7 @@ class Recorder:
         self.boundary: list[Any] = []
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
+        self.trainer_losses = TrainerLosses(self._newest)
 
     def install(self) -> None:
         import torch
@@ -121,6 +123,7 @@ class Recorder:
     def _keep_all(self, _: Any, *args: Any, **__: Any) -> None:
         from torch import nn
 
+        self.trainer_losses.watch()
         for model in args:
             if isinstance(model, nn.Module):
                 self.keep(model)
@@ -169,6 +172,9 @@ class Recorder:
         finally:
             self.depth -= 1
         return result if forward is None else self._watched(forward, result)
+
+    def _newest(self) -> tuple[int, Forward | None]:
+        return self.written, self.update.forwards[-1] if self.update is not None and self.update.forwards else None
 
     def _begin_forward(self, module: "nn.Module", args: Any, kwargs: Any) -> Forward | None:
         import torch

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import cpu
 from accel_fsdp.config import LONG_DTYPES
-from accel_fsdp.launch.ranks import agreement, events, parts
+from accel_fsdp.launch.ranks import agreement, events, loss_shares, parts, precision
 from accel_fsdp.launch.ranks.agreement import MOSTLY
 from accel_fsdp.launch.ranks.holding import user_name
 from accel_fsdp.launch.ranks.optimizer_step import Tensors, stepped
@@ -62,7 +62,7 @@ def compare(recorder: Recorder) -> None:
             updates = _read(recorder.folder, number, launch.world_size)
             if last and (content := agreement.between(last, updates)):
                 events.report("otherwise", what="behind", line="", **content)
-            _Repeated(recorder, number, updates).compare()
+            _compare(recorder, number, updates)
             last = updates
         if not recorder.written:
             raise Unrepeatable("no forward pass of a model that was sharded led to a step of an optimizer")
@@ -70,6 +70,16 @@ def compare(recorder: Recorder) -> None:
         events.report("unrepeated", why=str(problem))
     except Exception as error:  # whatever a model's own code raises
         events.report("unrepeated", why=f"{type(error).__name__}: {error}")
+
+
+def _compare(recorder: Recorder, number: int, updates: Sequence[dict[str, Any]]) -> None:
+    """Repeats an update; the ranks' copies are compared even if it can't be."""
+    try:
+        _Repeated(recorder, number, updates).compare()
+    except Unrepeatable:
+        if content := agreement.copies(updates, "reduced"):
+            events.report("otherwise", what="copies", line=updates[0]["line"], of="gradient", **content)
+        raise
 
 
 def _read(folder: Path, number: int, ranks: int) -> list[dict[str, Any]]:
@@ -93,7 +103,7 @@ class _Repeated:
         self.updates = updates
         self.first = updates[0]
         if why := next((update["why"] for update in updates if update["why"]), ""):
-            shares = self._shares()
+            shares = loss_shares.of_batches(self.first["forwards"])
             if self.first["dropped"] and len(shares) > 1 and _each(shares, 1 / len(shares)):
                 self._differs("dropped", self.first["line"], accumulation=len(shares))
             raise Unrepeatable(why)
@@ -107,6 +117,7 @@ class _Repeated:
         self.model: nn.Module = model
         self.optimizers = recorder.optimizers[number]
         self.wrapped_at = recorder.wrapped_at
+        self.trainer_losses = recorder.trainer_losses.calls
         self.weights = {user_name(path): weight for path, weight in model.named_parameters()}
 
     def compare(self) -> None:
@@ -128,13 +139,15 @@ class _Repeated:
             self._differs("hidden", self._step_line, name=hidden)
             return
         alone = self._gradients()
+        self._compare_trainer_losses()
         if self.number:  # gradients of weights that no optimizer has pile up from step to step
             alone = {name: gradient for name, gradient in alone.items() if name in covered}
         apart = self._compare_gradients(reduced, alone)
         self._compare_clipping(reduced, used)
         self._compare_losses()
+        if content := loss_shares.flaw(self.updates):
+            self._differs("counted", self.first["line"], **content)
         before, after = self._whole("weights"), self._whole("after")
-        self._compare_copies("after", "value")
         why = self._compare_steps(before, used, after)
         moved = any(not before[name].equal(after[name]) for name in after)
         still = {name for name, gradient in alone.items() if bool(gradient.any())} - covered
@@ -182,7 +195,7 @@ class _Repeated:
         with torch.no_grad():
             for name, weight in self.weights.items():
                 if name in values:
-                    weight.copy_(_rounded(values[name], self.first["cast"]))
+                    weight.copy_(precision.rounded(values[name], self.first["cast"]))
         for name, weight in self.weights.items():
             weight.requires_grad_(name in trained and weight.is_floating_point())
             weight.grad = None
@@ -203,14 +216,8 @@ class _Repeated:
         if not any(gradient is not None for gradient in forward["gradients"]):
             return
         module = self.model.get_submodule(forward["module"]) if forward["module"] else self.model
-        evaluating = set(forward["evaluating"])
-        for path, part in module.named_modules():
-            part.training = user_name(path) not in evaluating
-        torch.set_rng_state(forward["random"])
         args, kwargs = forward["inputs"]
-        precision = self.first["precision"]
-        dtype = getattr(torch, LONG_DTYPES[precision]) if precision in LONG_DTYPES else None
-        with torch.enable_grad(), torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+        with torch.enable_grad(), self._as_recorded(module, forward):
             result = module(*args, **kwargs)
         outputs = list(tensors_in(result))
         if len(outputs) != len(forward["gradients"]):
@@ -227,6 +234,29 @@ class _Repeated:
             if gradient is not None and output.requires_grad
         ]
         torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+
+    def _as_recorded(self, module: "nn.Module", forward: Mapping[str, Any]) -> "torch.autocast":
+        """Sets the modes and random numbers of a forward pass; returns the context of its precision."""
+        import torch
+
+        evaluating = set(forward["evaluating"])
+        for path, part in module.named_modules():
+            part.training = user_name(path) not in evaluating
+        torch.set_rng_state(forward["random"])
+        precision = self.first["precision"]
+        dtype = getattr(torch, LONG_DTYPES[precision]) if precision in LONG_DTYPES else None
+        return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
+
+    def _compare_trainer_losses(self) -> None:
+        """Reports a loss of Trainer's own that has other gradients where the model is plain."""
+        for loss in (loss for loss in self.trainer_losses if loss.update == self.number):
+            try:
+                with alone(), self._as_recorded(self.model, vars(loss.forward)):
+                    apart = loss.apart(self.model)
+            except Exception:  # whatever a script's own trainer raises without its model
+                return
+            if apart > (EXACT if self.exact else ROUNDED):
+                return self._differs("trainer-loss", self.first["line"], apart=apart)
 
     def _compare_gradients(self, reduced: Tensors, alone: Tensors) -> float:
         """The largest relative difference of a gradient; reports it, or the ratio of all, where it is too large."""
@@ -295,7 +325,7 @@ class _Repeated:
     def _compare_losses(self) -> None:
         """What came back to the losses that the model itself made adds up to 1, if each is divided once."""
         accumulation, ranks = self.first["accumulation"], len(self.updates)
-        shares = self._shares()
+        shares = loss_shares.of_batches(self.first["forwards"])
         if accumulation > 1 and len(shares) == accumulation:
             for times in (accumulation, 1 / accumulation):
                 if abs(sum(shares) / times - 1) < EXACT:
@@ -304,15 +334,6 @@ class _Repeated:
             self._differs("too-early", self.first["line"], batches=len(shares), accumulation=accumulation)
         elif shares and ranks not in (1, len(shares)) and _each(shares, ranks / len(shares)):
             self._differs("multiplied", self.first["line"], ranks=ranks)
-
-    def _shares(self) -> list[float]:
-        """What came back to each loss that the model itself made; empty if the step's loss is made of other outputs."""
-        forwards = self.first["forwards"]
-        others = any(g is not None for f in forwards for n, g in enumerate(f["gradients"]) if n != f["loss"])
-        counted = any("num_items_in_batch" in forward["inputs"][1] for forward in forwards)
-        if others or counted or any(f["loss"] is None or f["gradients"][f["loss"]] is None for f in forwards):
-            return []
-        return [float(forward["gradients"][forward["loss"]]) for forward in forwards]
 
     def _compare_copies(self, kind: str, what: str) -> None:
         if content := agreement.copies(self.updates, kind):
@@ -376,10 +397,3 @@ def _each(shares: Sequence[float], value: float) -> bool:
 
 def _finite(tensor: "torch.Tensor | None") -> bool:
     return tensor is None or bool(tensor.isfinite().all())
-
-
-def _rounded(weight: "torch.Tensor", cast: str) -> "torch.Tensor":
-    """The weight as FSDP casts it: norms that learn by the same steps are all rounded to the same side."""
-    import torch
-
-    return weight.to(getattr(torch, LONG_DTYPES[cast])).to(weight.dtype) if cast in LONG_DTYPES else weight

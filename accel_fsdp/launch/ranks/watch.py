@@ -23,6 +23,7 @@ from accel_fsdp.launch.ranks.drawn_rows import ObservedRows
 from accel_fsdp.launch.ranks.gradients import ObservedGradients
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.launch.ranks.observing import Observation, after, before
+from accel_fsdp.launch.ranks.resumes import ObservedResumes
 from accel_fsdp.launch.ranks.saves import ObservedSaves
 from accel_fsdp.launch.ranks.schedules import ObservedSchedules
 from accel_fsdp.launch.ranks.weights import ObservedWeights, shards_in
@@ -73,7 +74,7 @@ def begin() -> Callable[[], None]:
         CLIPPING: lambda: after(torch.nn.utils, "clip_grad_norm_", _report_clipping),
         CHECKPOINTING: _watch_checkpointing,
         TRACKERS: _watch_trackers,
-        PREPARING: lambda: _watch_prepare(steps.measures),
+        PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes),
         STEPS: steps.install,
         drawn_rows.LOADERS: steps.drawn.install,
         raised.ERRORS: raised.ObservedErrors().install,
@@ -157,7 +158,7 @@ def _watch_trackers() -> None:
     after(Accelerator, "__init__", check_trackers)
 
 
-def _watch_prepare(measures: bool) -> None:
+def _watch_prepare(measures: bool, resumes: ObservedResumes) -> None:
     """Measures each model that Accelerate prepares, and notes before which of its modules share a weight."""
     import torch
     from accelerate import Accelerator
@@ -166,6 +167,7 @@ def _watch_prepare(measures: bool) -> None:
 
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        resumes.watch()
         before = [_shared(item) for item in args if isinstance(item, torch.nn.Module)]
         result = original(self, *args, **kwargs)
         prepared = result if isinstance(result, tuple | list) else (result,)
@@ -229,17 +231,19 @@ class _Steps:
         self.gradients = ObservedGradients()
         self.drawn = ObservedRows()
         self.schedules = ObservedSchedules()
+        self.resumes = ObservedResumes()
         self.of_modules: list[Any] = []
 
     def install(self) -> None:
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.of_modules = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
         register_optimizer_step_pre_hook(self._step)
+        register_optimizer_step_post_hook(self.resumes.stepped)
 
     def _enter(self, module: "nn.Module", args: tuple[Any, ...]) -> None:
         import torch
@@ -304,6 +308,7 @@ class _Steps:
         self.weights.steps_now(optimizer, self._outermost())
         self.gradients.steps_now(optimizer)
         self.schedules.steps_now(optimizer)
+        self.resumes.steps_now(optimizer)
         if self.is_first:
             self.is_first = False
             self._report_first(optimizer)

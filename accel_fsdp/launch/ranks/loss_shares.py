@@ -1,0 +1,40 @@
+"""Whether losses that are divided by a count of tokens add up to one mean over a step. Pure."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COUNTED = 0.02
+"""How near a sum must be to a wrong one, where tokens are counted: some models count one too many in each row."""
+IGNORED = -100
+"""The label of tokens that aren't trained."""
+
+
+def flaw(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """How many times the mean over an update's tokens the gradients are, where that has a meaning; None if it is 1.
+
+    Each rank's loss is a sum over its tokens, divided by those of all ranks: the shares add up to their number.
+    Trainer multiplies by the ranks, as FSDP averages over them. Where it counts ranks that see the same rows, as those
+    of tensor parallelism, the gradients are several times as large.
+    """
+    total, ranks, batches = 0.0, len(updates), len(updates[0]["forwards"])
+    for forward in (forward for update in updates for forward in update["forwards"]):
+        sent = {number: gradient for number, gradient in enumerate(forward["gradients"]) if gradient is not None}
+        inputs = forward["inputs"][1]
+        labels, count = inputs.get("labels"), inputs.get("num_items_in_batch")
+        if sent.keys() != {forward["loss"]} or labels is None or count is None or labels.dim() != 2:
+            return None
+        tokens = int((labels[:, 1:] != IGNORED).sum())
+        total += float(sent[forward["loss"]]) * tokens / float(count) / ranks
+    wrong = {ranks, 1 / ranks, batches, 1 / batches, ranks * batches} - {1}
+    times = next((times for times in wrong if math.isclose(total, times, rel_tol=COUNTED)), None)
+    return {"ratio": times, "ranks": ranks, "accumulation": batches} if times else None
+
+
+def of_batches(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
+    """What came back to each loss that the model itself made; empty if the step's loss is made of other outputs."""
+    others = any(g is not None for f in forwards for n, g in enumerate(f["gradients"]) if n != f["loss"])
+    counted = any("num_items_in_batch" in forward["inputs"][1] for forward in forwards)
+    if others or counted or any(f["loss"] is None or f["gradients"][f["loss"]] is None for f in forwards):
+        return []
+    return [float(forward["gradients"][forward["loss"]]) for forward in forwards]
