@@ -8,6 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 from rich.panel import Panel
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -22,8 +24,8 @@ class Stdout(Console):
             super().print(*objects, **how)
 
 
-talk = Console(stderr=True, highlight=False)
-data = Stdout(highlight=False)
+talk = Console(stderr=True, highlight=False, emoji=False)
+data = Stdout(highlight=False, emoji=False)
 
 
 def say(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> None:
@@ -31,7 +33,7 @@ def say(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> 
 
     Long lines stay whole so that they can be copied, unless `wrap` breaks them between words.
     """
-    talk.print(printable(text) if lines else one_line(text), style=style, markup=False, soft_wrap=not wrap)
+    _print(talk, printable(text) if lines else one_line(text), style, wrap)
 
 
 def answered(question: str, answer: str) -> None:
@@ -52,7 +54,14 @@ def show_yaml(text: str, title: str) -> None:
 
 def put(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> None:
     """Data for a pipe: `text` and a newline, as `say` prints talk; the style shows in terminals only."""
-    data.print(printable(text) if lines else one_line(text), style=style, markup=False, soft_wrap=not wrap)
+    _print(data, printable(text) if lines else one_line(text), style, wrap)
+
+
+def _print(console: Console, text: str, style: str, wrap: bool) -> None:
+    if wrap:
+        console.print(text, style=style, markup=False)
+    else:  # rich's own texts turn tabs into spaces
+        console.print(Segments([Segment(text, Style.parse(style)), Segment.line()]), soft_wrap=True)
 
 
 def show_diff(before: str, after: str, old_name: str, new_name: str = "") -> None:

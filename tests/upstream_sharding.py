@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainingArguments
+import transformers
+from transformers import BertConfig, CLIPConfig, PreTrainedConfig, T5Config, Trainer, TrainingArguments, ViTConfig
 from upstream_probe import (
     FULL,
     LAYER,
@@ -225,6 +226,43 @@ def strategy_under_fsdp2(folder: Path) -> Any:
 def mesh_too_large(folder: Path) -> Any:
     mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
     return raised(prepared, llama(), V2, parallelism_config=mesh)
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+IMAGE = {"image_size": 8, "patch_size": 4}
+TEXT = {"vocab_size": 99, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "ViT": ViTConfig(**VISION, **IMAGE, architectures=["ViTForImageClassification"]),
+    "BERT": BertConfig(**VISION, vocab_size=99, architectures=["BertForMaskedLM"]),
+    "T5": T5Config(**TEXT, decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"]),
+    "CLIP": CLIPConfig(
+        text_config={**VISION, "vocab_size": 99, "eos_token_id": 2, "bos_token_id": 1},
+        vision_config={**VISION, **IMAGE},
+        architectures=["CLIPModel"],
+    ),
+}
+"""Models of whose input embedding or head Accelerate can make no unit under FSDP2, or not with each layer class."""
+
+
+def units_of_embeddings(folder: Path) -> Any:
+    def trained(name: str, settings: dict[str, Any], classes: str) -> None:
+        torch.manual_seed(0)
+        whole = getattr(transformers, CONFIGS[name].architectures[0])(CONFIGS[name])
+        accelerator, model, optimizer = prepared(whole, {**settings, "fsdp_transformer_layer_cls_to_wrap": classes})
+        ids = torch.tensor([[5, 6, 7, 8]])
+        images = {"pixel_values": torch.ones(1, 3, 8, 8), "labels": torch.tensor([1])}
+        accelerator.backward(model(**(images if name == "ViT" else {"input_ids": ids, "labels": ids})).loss)
+        optimizer.step()
+
+    return {
+        "ViTEmbeddings": raised(trained, "ViT", V2, "ViTEmbeddings,ViTLayer"),
+        "ViT": raised(trained, "ViT", V2, "ViTLayer"),
+        "BERT": raised(trained, "BERT", V2, "BertLayer"),
+        "T5": raised(trained, "T5", V2, "T5Block"),
+        "T5 FSDP1": raised(trained, "T5", V1, "T5Block"),
+        "CLIP": raised(trained, "CLIP", V2, "CLIPEncoderLayer"),
+        "CLIP FSDP1": raised(trained, "CLIP", V1, "CLIPEncoderLayer"),
+    }
 
 
 def evaluate_before_train(folder: Path) -> Any:

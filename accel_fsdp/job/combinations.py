@@ -153,6 +153,25 @@ TABLE: tuple[Clash, ...] = (
         lambda job: job.engine is Engine.FSDP2 and job.wrap_policy == "SIZE_BASED_WRAP",
     ),
     Clash(
+        "no-embedding-fsdp2", ("embeddings",), "stops",
+        "Accelerate makes a unit of the input embedding under FSDP2, and this model names none",
+        "prepare stops: get_input_embeddings not auto-handled", "fsdp_version: 1",
+        lambda job: job.engine is Engine.FSDP2 and job.embeddings == "none",
+    ),
+    Clash(
+        "shared-embedding-fsdp2", ("embeddings",), "stops",
+        "Accelerate makes units of input embedding and head under FSDP2, and this model shares their weights with "
+        "other modules",
+        "the first step stops: is shared with a parameter already managed by another FSDP group", "fsdp_version: 1",
+        lambda job: job.engine is Engine.FSDP2 and job.embeddings == "shared",
+    ),
+    Clash(
+        "scalars-fsdp1", ("scalars",), "stops",
+        "FSDP1 can't shard this model's parameters without a dimension, such as logit_scale",
+        "prepare stops: FSDP doesn't support scalar parameters", "fsdp_version: 2",
+        lambda job: job.engine is Engine.FSDP1 and job.scalars,
+    ),
+    Clash(
         "local-state-fsdp2", ("state_dict",), "stops",
         "FSDP2 does not support LOCAL_STATE_DICT", "Accelerate stops",
         "fsdp_state_dict_type: SHARDED_STATE_DICT",

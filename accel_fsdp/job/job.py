@@ -8,6 +8,7 @@ from accel_fsdp.job.layout import FSDP_KINDS, Layout
 from accel_fsdp.job.recipe import Recipe
 
 Recompute = Literal["none", "engine", "script"]
+Embeddings = Literal["", "none", "shared"]
 DEFAULT_RECIPE = Recipe()
 
 
@@ -19,7 +20,9 @@ class Job:
     initial weights, such as gptq. `optimizer` is Trainer's name (`--optim`); `recipe` has the one predicted in its
     place. `recompute` is what recomputes activations: "none", "engine" (`fsdp_activation_checkpointing` of the YAML)
     or "script" (`--gradient_checkpointing`). `layer_classes` are those of the wrap policy. `flags` are the enabled
-    boolean arguments of the script, such as `load_in_8bit`.
+    boolean arguments of the script, such as `load_in_8bit`. `embeddings` says why Accelerate can't make units of the
+    model's embedding and head under FSDP2: it has "none", or their weights are "shared" with other modules. `scalars`:
+    whether the model has parameters without a dimension.
     """
 
     layout: Layout
@@ -33,6 +36,8 @@ class Job:
     ignores_modules: bool = False
     state_dict: str = ""
     flags: frozenset[str] = frozenset()
+    embeddings: Embeddings = ""
+    scalars: bool = False
 
     @property
     def engine(self) -> Engine:

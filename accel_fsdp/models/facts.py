@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from accel_fsdp.errors import UserError, did_you_mean
+from accel_fsdp.job.job import Embeddings
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,11 @@ class ModelFacts:
     `auto_class` is the class of transformers that trains it. `parameters` counts all of it. `language_parameters` are
     those of the part that text goes through, 0 where the model has no other: `train/sft.py` loads and saves the whole
     model, and its rows of text train this part alone.
+
+    `embeddings` says what Accelerate finds under FSDP2, where input embedding and head are units of their own: "none"
+    if the model names no input embedding, "shared" if one of their weights is also in another module; empty if all is
+    well. `embedding_parents` are the classes that hold the input embedding and no layer, such as BertEmbeddings.
+    `scalars` says that a parameter has no dimension.
     """
 
     name: str
@@ -55,6 +61,9 @@ class ModelFacts:
     quant_method: str = ""
     auto_class: str = "AutoModelForCausalLM"
     language_parameters: int = 0
+    embeddings: Embeddings = ""
+    scalars: bool = False
+    embedding_parents: frozenset[str] = frozenset()
 
 
 def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: tuple[str, ...] = ()) -> None:

@@ -46,6 +46,9 @@ def model_facts(name: str, config: Any) -> ModelFacts:
             persistent_buffers=layers.persistent_buffers(model),
             auto_class=auto_class(config),
             language_parameters=layers.language_parameters(model),
+            embeddings=layers.embeddings(model),
+            scalars=any(parameter.dim() == 0 for parameter in model.parameters()),
+            embedding_parents=layers.embedding_parents(model, [layer.name for layer in wrapped]),
             **_formats(name, config, model),
         )
 

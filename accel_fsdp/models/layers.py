@@ -2,9 +2,10 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.job.job import Embeddings
 from accel_fsdp.models import counting
 from accel_fsdp.models.facts import LayerClass
 
@@ -42,14 +43,13 @@ def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
     """Finds the layer classes that FSDP should make units of.
 
     First choice: the names in `_no_split_modules` that exist in the built model (those that don't would stop
-    Accelerate), but for those that hold the embedding alone that the head shares, and of nested ones the layers alone.
-    Otherwise the classes of the longest `ModuleList` of equal layers.
+    Accelerate), but for those that hold the input embedding, and of nested ones the layers alone. Otherwise the
+    classes of the longest `ModuleList` of equal layers.
     """
     present = Counter(type(module).__name__ for module in model.modules())
     names = [name for name in (getattr(model, "_no_split_modules", None) or ()) if present[name]]
-    names = _outermost(model, [name for name in names if not _parts_tied_embedding(model, name)])
-    if not names:
-        names = _repeated_layer(model)
+    names = [name for name in names if name not in _around(input_embedding(model), model)]
+    names = _outermost(model, names) or _repeated_layer(model)
     return tuple(LayerClass(name, present[name], _parameters_of_one(model, name)) for name in sorted(names))
 
 
@@ -77,23 +77,52 @@ def _parents(path: str) -> Iterator[str]:
         yield path
 
 
-def _parts_tied_embedding(model: "nn.Module", name: str) -> bool:
-    """Whether modules of this class hold the embedding and not the head that shares its weight, as BertEmbeddings do.
-
-    A unit of them would gather the weight for itself: the head then sees a shard.
-    """
-    from transformers import PreTrainedModel
-
-    if not isinstance(model, PreTrainedModel):
-        return False
+def input_embedding(model: "nn.Module") -> "nn.Module | None":
+    """The module that `get_input_embeddings` names; None where the model names none."""
     try:
-        table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    except NotImplementedError:  # it has no words
-        return False
-    if head is None or getattr(head, "weight", None) is not getattr(table, "weight", head):
-        return False
-    inside = [set(module.modules()) for module in model.modules() if type(module).__name__ == name]
-    return any(table in inner and head not in inner for inner in inside)
+        table: nn.Module | None = getattr(model, "get_input_embeddings", lambda: None)()
+    except NotImplementedError:
+        return None
+    return table
+
+
+def _around(part: "nn.Module | None", model: "nn.Module") -> frozenset[str]:
+    """The classes of the modules that a part of the model lies in, but for the model's own."""
+    outer = (module for module in model.modules() if module is not part and module is not model)
+    return frozenset(type(module).__name__ for module in outer if any(inner is part for inner in module.modules()))
+
+
+def embedding_parents(model: "nn.Module", layers: Collection[str]) -> frozenset[str]:
+    """The classes that hold the input embedding and none of these layers.
+
+    As units they take its weight: Accelerate, which makes a unit of the embedding after those of the layer classes,
+    then stops under FSDP2, and under FSDP1 a head that shares the weight sees a shard.
+    """
+    layers_around = (_around(module, model) for module in model.modules() if type(module).__name__ in layers)
+    return _around(input_embedding(model), model).difference(*layers_around)
+
+
+def embeddings(model: "nn.Module") -> Embeddings:
+    """Why Accelerate can't make units of input embedding and head under FSDP2 (1.14 and later, `fsdp2_prepare_model`).
+
+    Both are one unit if they share their weight, which may then be in no third module, and else two.
+    """
+    table = input_embedding(model)
+    if table is None and hasattr(model, "get_input_embeddings"):
+        return "none"
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    parts = [part for part in (table, head) if part is not None]
+    weights = {id(getattr(part, "weight", part)) for part in parts}
+    units = [parts] if len(weights) == 1 else [[part] for part in parts]
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    for unit in units:
+        inside = {id(module) for part in unit for module in part.modules()}
+        if any(owners[id(parameter)] - inside for part in unit for parameter in part.parameters()):
+            return "shared"
+    return ""
 
 
 def _repeated_layer(model: "nn.Module") -> list[str]:

@@ -25,6 +25,13 @@ def num_machines(context: Context) -> tuple[int, str]:
     return count, "one machine" if count == 1 else f"as in {context['gpus']}"
 
 
+def fsdp_version(context: Context) -> tuple[int, str]:
+    why = validation.reason("fsdp_version", 2, context)
+    if why and not validation.reason("fsdp_version", 1, context):
+        return 1, why
+    return 2, "it resumes the optimizer exactly, and PyTorch goes on developing it"
+
+
 def strategy(context: Context) -> tuple[int, str]:
     ranks = context.machine.count * context["num_machines"]
     reason = "FULL_SHARD fits the largest model"

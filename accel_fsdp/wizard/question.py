@@ -137,9 +137,10 @@ def _one_of(question: Question, options: list[Option], value: Any) -> Any:
         for option in options
         if option.offered and not option.disabled
     ]
+    others = "--engine ddp, or another model" if question.field == "fsdp_version" else "another model"
     raise UsageError(
         f"{question.flag} {value} can't be used."
         + ("" if chosen else did_you_mean(text, [*known, *question.names.values()])),
         why=chosen.disabled if chosen else "it is not one of the listed values",
-        fix=f"{question.flag} with one of: " + ", ".join(known) if known else "another model",
+        fix=f"{question.flag} with one of: " + ", ".join(known) if known else others,
     )

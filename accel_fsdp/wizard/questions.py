@@ -164,7 +164,7 @@ QUESTIONS: tuple[Question, ...] = (
     _asks(
         "fsdp_version",
         "fsdp_version",
-        defaults.always(2, "it resumes the optimizer exactly, and PyTorch goes on developing it"),
+        defaults.fsdp_version,
         applies=_engine_is("fsdp"),
     ),
     _asks(

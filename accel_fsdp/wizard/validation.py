@@ -52,18 +52,21 @@ def _clashes(question: str, value: Any, context: Context) -> list[Clash]:
         wrap_policy=answers.get("wrap_policy", ""),
         state_dict=answers.get("state_dict_type", ""),
         base=context.model.quant_method if context.model else "",
+        embeddings=context.model.embeddings if context.model else "",
+        scalars=context.model is not None and context.model.scalars,
     )
-    return [clash for clash in clashes(job) if _PARTS[question] in clash.parts]
+    return [clash for clash in clashes(job) if not _PARTS[question].isdisjoint(clash.parts)]
 
 
 _PARTS = {
-    "method": "base",
-    **dict.fromkeys(("engine", "fsdp_version"), "method"),
-    "wrap_policy": "wrap_policy",
-    "activation_checkpointing": "recompute",
-    "state_dict_type": "state_dict",
+    "method": {"base"},
+    "engine": {"method"},
+    "fsdp_version": {"method", "embeddings", "scalars"},
+    "wrap_policy": {"wrap_policy"},
+    "activation_checkpointing": {"recompute"},
+    "state_dict_type": {"state_dict"},
 }
-"""The questions that the table of combinations knows, and which part of a job their options decide with what is known
+"""The questions that the table of combinations knows, and which parts of a job their options decide with what is known
 by then."""
 
 

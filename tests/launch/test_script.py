@@ -266,6 +266,12 @@ def as_kubernetes_expands(text: str) -> str:
     return re.sub(r"\$(\$|\((\w+)\))", lambda found: "$" if found[1] == "$" else pytest.fail(found[0]), text)
 
 
+def as_dstack_expands(text: str) -> str:
+    """$$ becomes $; a single $ ends that, and a name between ${{ and }} is filled in (`VariablesInterpolator`)."""
+    assert "$" not in text.replace("$$", "")
+    return text.replace("$$", "$")
+
+
 @pytest.mark.parametrize("engine", ["kubernetes", "skypilot", "dstack"])
 @pytest.mark.parametrize("name", ["null", "true", "on", "no", "yes", "off", "y"])
 def test_a_name_that_yaml_would_read_as_something_else(name: str, engine: str, write: Write) -> None:
@@ -355,6 +361,9 @@ def test_a_dstack_task_is_one_for_its_models(write: Write) -> None:
     )
     found = models.parse_apply_configuration(task)
     assert (found.nodes, found.resources.gpu.count.min, found.max_duration) == (2, 4, 36 * 3600)
+    interpolator = pytest.importorskip("dstack._internal.utils.interpolator").VariablesInterpolator({"run": {}})
+    [command] = found.commands
+    assert interpolator.interpolate_or_error(command) == as_dstack_expands(command)
 
 
 @pytest.mark.parametrize(("engine", "key"), [("skypilot", "run"), ("dstack", "commands")])
@@ -363,7 +372,7 @@ def test_the_command_in_a_task_is_one_that_launch_accepts(
     engine: str, key: str, flags: tuple[str, ...], write: Write, tmp_path: Path
 ) -> None:
     task = yaml.safe_load(write(engine, TWO, "--gpus", "2x4xH100-80GB", *flags))
-    text = task[key] if engine == "skypilot" else "\n".join(task[key])
+    text = task[key] if engine == "skypilot" else as_dstack_expands("\n".join(task[key]))
     title = CLUSTER_ENGINES[engine].title
     code, said = started(text, tmp_path, ENGINES[title])
     assert code == 0, said
@@ -562,6 +571,16 @@ def test_words_that_no_file_could_hold(write: Write) -> None:
     assert "can't be printed" in write("slurm", ONE, words=("--text", "a\x1bb"))
     with pytest.raises(UsageError, match="reads the YAML from stdin"):
         cli.call(["script", "slurm", "-", str(SFT)])
+
+
+def test_what_is_printed_is_what_is_written(write: Write, tmp_path: Path) -> None:
+    words = (*TRAINS, "--prompt", "a\tb :smile: [bold]x[/] ${{ run.args }} $$")
+    for engine in WRITERS:
+        shown = write(engine, ONE, "--gpus", "4xH100-80GB", words=words)
+        write(engine, ONE, "--gpus", "4xH100-80GB", "-o", engine, words=words)
+        assert (tmp_path / engine).read_text() == shown
+        text = as_dstack_expands(shown[shown.index("exec ") :]) if engine == "dstack" else shown
+        assert ":smile: [bold]x[/] ${{ run.args }}" in text.replace("$$", "$")
 
 
 def test_quotes_and_line_ends_in_words_stay(write: Write, tmp_path: Path) -> None:

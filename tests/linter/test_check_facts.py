@@ -120,6 +120,9 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
         subject(V1 + SHARDED, "--resume_from_checkpoint true"),
         subject(V2 + SHARDED, "--resume_from_checkpoint true"),
     ),
+    "AF513": (on(V2, replace(LLAMA, embeddings="shared")), on(V1, replace(LLAMA, embeddings="shared"))),
+    "AF514": (on(V2, replace(LLAMA, embedding_parents=frozenset({"LlamaDecoderLayer"}))), on(V2, LLAMA)),
+    "AF515": (on(V1, replace(LLAMA, scalars=True)), on(V2, replace(LLAMA, scalars=True))),
     "AF617": (subject(V2, "--gradient_checkpointing"), subject(V2, "--gradient_checkpointing --use_peft")),
     "AF618": (
         subject(V2, '--fsdp_config={"cpu_offload":true}'),

@@ -19,9 +19,11 @@ from conftest import ROOT, accelerate_launch, run
 from packaging.version import Version
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
+from upstream_sharding import CONFIGS
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Job, Layout, clashes
+from accel_fsdp.models import model_facts
 
 PROBE = ROOT / "tests" / "upstream_probe.py"
 LAYERS = ["LlamaDecoderLayer", "LlamaDecoderLayer"]
@@ -464,6 +466,24 @@ def test_what_merge_weights_trips_over(merge: Merge, tmp_path: Path) -> None:
         merge("full/checkpoint-1/pytorch_model_fsdp_0", tmp_path / "a" / "b")
     with pytest.raises(ValueError, match="Key `state` is invalid"):
         merge("full/checkpoint-1/optimizer_0", tmp_path / "optimizer")
+
+
+@LATER
+def test_which_models_have_embeddings_that_fsdp2_cannot_make_units_of(sharding: Seen) -> None:
+    """AF513, AF514 and AF515, as the facts of the same models say."""
+    seen = same(sharding["units_of_embeddings"])
+    assert (seen["ViT"], seen["T5 FSDP1"]) == ("", "")
+    assert "Invariant encountered: value was None" in seen["ViTEmbeddings"]
+    assert "is shared with a parameter already managed by another FSDP group" in seen["BERT"]
+    assert "is shared with a parameter already managed by another FSDP group" in seen["T5"]
+    assert "`get_input_embeddings` not auto" in seen["CLIP"]
+    assert "FSDP doesn't support scalar parameters" in seen["CLIP FSDP1"]
+    facts = {name: model_facts(name, config) for name, config in CONFIGS.items()}
+    assert {name: (one.embeddings, one.scalars) for name, one in facts.items()} == {
+        "ViT": ("", False), "BERT": ("shared", False), "T5": ("shared", False), "CLIP": ("none", True),
+    }  # fmt: skip
+    assert facts["ViT"].embedding_parents == {"ViTEmbeddings"}
+    assert [layer.name for layer in facts["ViT"].wrap_classes] == ["ViTLayer"]
 
 
 @pytest.mark.pain("P101")

@@ -228,7 +228,6 @@ def test_a_layer_class_that_is_named_needs_no_model(flags: list[str], script: st
             {"WhisperEncoderLayer", "WhisperDecoderLayer"},
         ),
         (WhisperConfig(), {"WhisperEncoderLayer", "WhisperDecoderLayer"}),
-        (CLIPConfig(), {"CLIPEncoderLayer"}),
     ],
     ids=lambda value: f"{value.model_type} {value.architectures}" if isinstance(value, PreTrainedConfig) else "",
 )
@@ -237,10 +236,20 @@ def test_models_for_images_and_sound_get_a_yaml(config: PreTrainedConfig, layers
     config.save_pretrained(tmp_path)
     interview.read_model.cache_clear()
     made = settled(model=str(tmp_path), gpus="8xH100")
-    assert layers <= set(made.layer_class)
+    assert layers == set(made.layer_class)
     assert "YOUR_SCRIPT.py" in to_yaml.launch_line(made, "made.yaml")
     with pytest.raises(UserError, match=r"is not a language model|has an encoder and a decoder"):
         planner.make_problem(planner.PlanCommand(str(tmp_path), "2xA100"))
+
+
+def test_a_model_that_fsdp2_cannot_shard_gets_fsdp1(folder: Callable[[str], Path], tmp_path: Path) -> None:
+    """T5 shares its embedding; CLIP names none and has a scalar, so that neither version can."""
+    made = settled(model=str(folder("t5")), gpus="8xH100")
+    assert (made.fsdp_version, made.layer_class) == (1, ("T5Block",))
+    CLIPConfig().save_pretrained(tmp_path)
+    error = refusal(model=str(tmp_path), gpus="8xH100")
+    assert (error.what, error.fix) == ("--fsdp-version 2 can't be used.", "--engine ddp, or another model")
+    assert settled(model=str(tmp_path), gpus="8xH100", engine="ddp").engine == "ddp"
 
 
 def test_a_plan_refuses_what_has_an_encoder_and_a_decoder(folder: Callable[[str], Path]) -> None:

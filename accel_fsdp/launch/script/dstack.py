@@ -10,6 +10,7 @@ SHM = "16GB"
 def text(job: JobFile) -> str:
     """The task. Its files are copied to the disk of each machine, so a run must be written elsewhere."""
     refuse_own_disk(job, "dstack gives each start a disk of its own")
+    command = f"exec {job.command()}".replace("$", "$$")  # dstack fills in ${{ NAME }}, and makes $ of $$
     return "\n".join(
         [
             f"# {job.title}",
@@ -45,7 +46,7 @@ def text(job: JobFile) -> str:
             "  - |",
             "    set -euo pipefail",
             f"    {INSTALL}",
-            indented(f"exec {job.command()}", "    "),
+            indented(command, "    "),
             "",
         ]
     )

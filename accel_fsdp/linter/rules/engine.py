@@ -156,7 +156,8 @@ class Subject(JobConfig):
         job = from_yaml.job_of(self, self.args)
         base = self.model.quant_method if self.model else ""
         flags = job.flags | ({"load_in_8bit"} if self.model and self.model.quantized == 8 else set())
-        return replace(job, recipe=replace(job.recipe, method=method), base=base, flags=flags)
+        job = replace(job, recipe=replace(job.recipe, method=method), base=base, flags=flags)
+        return replace(job, embeddings=self.model.embeddings, scalars=self.model.scalars) if self.model else job
 
 
 def combined(subject: Subject, key: str, *names: str, edits: tuple[Edit, ...] = ()) -> Iterator[Finding]:

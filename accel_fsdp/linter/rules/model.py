@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Engine
 from accel_fsdp.job import clashes
-from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 
 MANY_RANKS = 32
 NAMES = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
@@ -80,6 +80,47 @@ def declared_classes(subject: Subject) -> Iterator[Finding]:
             else "no layer becomes a unit and every rank gathers the whole model, silently",
             f"fsdp_transformer_layer_cls_to_wrap: {','.join(layer.name for layer in model.wrap_classes) or 'NAME'}",
             milder=None if absent else "warning",
+        )
+
+
+@rule("AF513")
+def embeddings_under_fsdp2(subject: Subject) -> Iterator[Finding]:
+    """FSDP2 and a model (`--model`) of whose input embedding and head Accelerate 1.14 or later can't make units.
+
+    It names no input embedding, as CLIP and Wav2Vec2, or its weights are also in other modules, as in T5, BART and
+    BERT's masked language model. PyTorch before 2.13 lets the second pass.
+    """
+    if not subject.older("accelerate", "1.14"):
+        yield from combined(subject, "fsdp_config.fsdp_version", "no-embedding-fsdp2")
+        if not subject.older("torch", "2.13"):
+            yield from combined(subject, "fsdp_config.fsdp_version", "shared-embedding-fsdp2")
+
+
+@rule("AF515")
+def scalars_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """FSDP1 and a model (`--model`) with a parameter without a dimension, such as CLIP's `logit_scale`."""
+    yield from combined(subject, "fsdp_config.fsdp_version", "scalars-fsdp1")
+
+
+@rule("AF514")
+def unit_around_the_embedding(subject: Subject) -> Iterator[Finding]:
+    """FSDP2 and a layer class, given or declared by the model (`--model`), that holds the input embedding.
+
+    Accelerate 1.14 or later makes a unit of the embedding after those of the layer classes, and stops.
+    """
+    model = subject.model
+    wraps = subject.engine is Engine.FSDP2 and subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
+    if model is None or not wraps or subject.older("accelerate", "1.14"):
+        return
+    names = subject.layer_classes or model.declared_classes or ()
+    for name in sorted(model.embedding_parents.intersection(names)):
+        kept = [other for other in names if other not in model.embedding_parents]
+        kept = kept or [layer.name for layer in model.wrap_classes]
+        yield Finding(
+            NAMES,
+            f"{name} holds the input embedding, of which Accelerate makes a unit itself",
+            "prepare stops: TypeError: Invariant encountered: value was None when it should not be",
+            f"fsdp_transformer_layer_cls_to_wrap: {','.join(kept) or 'NAME'}",
         )
 
 
