@@ -35,7 +35,11 @@ SCRIPTS: dict[str, tuple[str, str, str]] = {
         "state = PartialState()\nargs = TrainingArguments(out)\n",
         "args = TrainingArguments(out)\nstate = PartialState()\n",
     ),
-    "AF907": (V1, PREPARE + "model.generate(ids)\n", "other = load()\nother.generate(ids)\n"),
+    "AF907": (
+        V1,
+        PREPARE + "model.generate(ids)\n",
+        PREPARE + "with FSDP.summon_full_params(model):\n    model.generate(ids)\n",
+    ),
     "AF908": (
         V2,
         "SFTTrainer(model, optimizers=(optimizer, None))\n",

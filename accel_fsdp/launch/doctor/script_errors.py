@@ -14,12 +14,14 @@ SCRIPT_ERRORS = {
         ("huggingface/accelerate#940",),
     ),
     "mixed-dtypes": KnownError(
-        r"uniform dtype|uniform original parameter dtype|all (parameters|tensors) to have (the )?same dtype",
+        r"uniform dtype(?! but got[^\n]*\bu?int8)|uniform original parameter dtype"
+        r"|all (parameters|tensors) to have (the )?same dtype",
         "one FSDP unit holds parameters of several dtypes, as LoRA in float32 on a base in bfloat16",
         "load the model and the adapter in one dtype; FSDP's mixed_precision computes in bfloat16 anyway",
     ),
     "integer-weights": KnownError(
-        r"Cannot flatten integer dtype|shapes cannot be multiplied \(\S+ and (1x\d{5,}|\d{5,}x1|0x0)\)",
+        r"Cannot flatten integer dtype|uniform dtype but got[^\n]*\bu?int8"
+        r"|shapes cannot be multiplied \(\S+ and (1x\d{5,}|\d{5,}x1|0x0)\)",
         "a layer computes with 4-bit or 8-bit weights as they are stored: FSDP sharded them without their scales, "
         "the model was moved or copied after it was loaded, or peft or bitsandbytes is too old",
         "bnb_4bit_quant_storage: the dtype of the model (bfloat16); 8-bit weights can't be sharded; newer peft",
@@ -237,11 +239,47 @@ SCRIPT_ERRORS = {
         "ls -l it, and compare its size and sha256 with the source's; delete it, and fetch it again",
         means="a file of weights isn't whole, or isn't of the format that its reader expects",
     ),
+    "embedding-in-a-unit": KnownError(
+        r"Invariant encountered: value was None when it should not be",
+        "Accelerate makes a unit of the model's input embedding under FSDP2, and a layer class such as ViTEmbeddings "
+        "holds it already",
+        "accel-fsdp check FILE --model MODEL names the class; leave it out of fsdp_transformer_layer_cls_to_wrap",
+        means="fully_shard was called for a module inside of one that is sharded",
+    ),
+    "no-input-embedding": KnownError(
+        r"get_input_embeddings` not auto.handled",
+        "the model names no input embedding, of which Accelerate makes a unit under FSDP2: CLIP, Wav2Vec2, ConvNeXt",
+        "fsdp_version: 1, or another engine; in a model of your own, define get_input_embeddings",
+    ),
+    "shared-between-units": KnownError(
+        r"is shared with a parameter already managed by another FSDP group",
+        "input embedding and head are units of their own under Accelerate, and their weights are also in other "
+        "modules, as in T5, BART and BERT; or layer classes that share a weight",
+        "fsdp_version: 1; in a script of your own fully_shard([module_a, module_b]) as one unit",
+    ),
+    "twice-ready": KnownError(
+        r"Expected to mark a variable ready only once",
+        "DDP and gradient checkpointing in its reentrant form, or one parameter that several backward passes of a step "
+        "reach",
+        "use_reentrant: false in gradient_checkpointing_kwargs; ddp_find_unused_parameters: false; or static_graph",
+    ),
+    "recomputed-otherwise": KnownError(
+        r"Recomputed values for the following tensors have different metadata",
+        "a layer that runs again for its gradients does something else: a cache that grew, another dtype under "
+        "autocast, parameters that are shards by then",
+        "use_cache: false in the model's config; checkpointing around FSDP's units, or fsdp_activation_checkpointing",
+    ),
+    "flash-attention-dtype": KnownError(
+        r"FlashAttention only supports? fp16 and bf16",
+        "the layers compute in float32: no mixed precision, or the model was cast or loaded so",
+        "mixed_precision: bf16, and load the model in bfloat16 where attention runs outside of autocast",
+    ),
     "outside-forward": KnownError(
         r"'weight' must be 2-D|setStorage[^\n]*out of bounds for storage of size 0|elements, but its data is not alloc",
-        "generate, or a part of the model called by itself, outside of the forward pass of its FSDP unit, or a library "
-        "that doesn't know of shards",
-        "call the wrapped model; FSDP.summon_full_params or model.unshard() around generate, on all ranks",
+        "generate, or a part of the model called by itself, outside of the forward pass of its FSDP unit, gradient "
+        "checkpointing that runs parts of a unit again, or a library that doesn't know of shards",
+        "call the wrapped model; FSDP.summon_full_params or model.unshard() around generate, on all ranks; "
+        "fsdp_activation_checkpointing: true in place of the model's own, or use_reentrant: false",
         ("huggingface/transformers#32285", "pytorch/pytorch#124019"),
         means="a module was used while its parameters weren't whole",
     ),

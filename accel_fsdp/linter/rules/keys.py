@@ -377,7 +377,7 @@ def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF206", pains=("P65",))
 def names_in_a_list(subject: Subject) -> Iterator[Finding]:
-    """Layer classes as a YAML list, with spaces after the commas, with their module, or none at all.
+    """Layer classes as a YAML list, with spaces or foreign letters, with their module, or none at all.
 
     The list travels as its Python text, so Accelerate looks for a class named `['LlamaDecoderLayer']`; a space becomes
     part of the name. Accelerate compares the name of a class alone, without its module.
@@ -393,6 +393,13 @@ def names_in_a_list(subject: Subject) -> Iterator[Finding]:
                 f"{field.key} names no class",
                 "Accelerate looks for a class without a name and stops",
                 f"{field.key}: NAME, or remove it, and the model decides",
+            )
+        elif not joined.isascii():
+            yield Finding(
+                path,
+                f"{field.key} has characters that only look like letters, or can't be seen: {ascii(joined)[1:-1]}",
+                "Accelerate would look for a class of that name",
+                f"{field.key}: NAME, typed anew",
             )
         elif value != joined:
             yield Finding(

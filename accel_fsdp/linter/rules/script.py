@@ -273,18 +273,26 @@ def accelerator_before_arguments(subject: Subject) -> Iterator[Finding]:
             )
 
 
+def _calls_within(subject: Subject, name: str) -> set[ast.Call]:
+    """The calls inside of a `with` statement whose context manager is a call of this name."""
+    blocks = (node for node in nodes(subject) if isinstance(node, ast.With | ast.AsyncWith))
+    opened = (block for block in blocks if any(name in ast.unparse(item.context_expr) for item in block.items))
+    return {node for block in opened for node in ast.walk(block) if isinstance(node, ast.Call)}
+
+
 @rule("AF907", "warning", pains=("P61",))
 def generating_in_the_script(subject: Subject) -> Iterator[Finding]:
-    """`generate` on the sharded model under FSDP1: "'weight' must be 2-D"."""
+    """`generate` on the sharded model under FSDP1, outside of `summon_full_params`: "'weight' must be 2-D"."""
     if subject.engine is Engine.FSDP1:
+        gathered = _calls_within(subject, "summon_full_params")
         for call in calls(subject, "generate"):
-            if is_wrapped(subject, call):
+            if is_wrapped(subject, call) and call not in gathered:
                 yield at(
                     subject,
                     call,
                     "generate on an FSDP1 model",
                     "it stops: 'weight' must be 2-D",
-                    "generate from the exported model, or fsdp_version: 2",
+                    "FSDP.summon_full_params(model, writeback=False) around it, on all ranks; or fsdp_version: 2",
                 )
 
 
