@@ -78,6 +78,12 @@ KNOWN = (
         "load whole weights before accelerator.prepare; or torch.distributed.checkpoint.state_dict."
         "set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))",
     ),
+    Cause(
+        r"aten\.(copy|lerp|add|sub|mul)_\.\w+ got mixed torch.Tensor and DTensor",
+        SCRIPT,
+        "after evaluation some units stay whole until the next backward pass: call reshard() of each FSDPModule in "
+        "model.modules() before weights are read or changed",
+    ),
     Cause(r"is not in the optimizer state\. The FSDPParamInfo", SCRIPT, ONE_OPTIMIZER),
     Cause("IndexError: list index out of range", SCRIPT, ONE_OPTIMIZER, at=r"_fsdp_optimizer\(.*_models\[i\]"),
     Cause(

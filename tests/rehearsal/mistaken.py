@@ -204,6 +204,12 @@ for step, batch in enumerate(epochs):  # twice
     if step == {"same order": 5, "another order": 3, "rate ends early": 3}.get(NAME, 2 * ACCUMULATED - 1):
         break
 
+if NAME == "weights after evaluation":
+    averages = [one.detach().clone() for one in model.parameters()]
+    with torch.no_grad():
+        model(input_ids=rows[:1].to(accelerator.device))
+        for one, average in zip(model.parameters(), averages, strict=True):
+            one.copy_(average)
 if NAME == "generate":
     accelerator.unwrap_model(model).generate(rows[:1].to(accelerator.device), max_new_tokens=2)
 if NAME == "barrier on one rank" and accelerator.is_main_process:

@@ -162,6 +162,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "torch.save of shards": ("torch saves shards", FSDP2, "the script", "torch.save("),
     "torch.save of shards, under FSDP1": ("torch saves shards", FSDP1, "the script", "torch.save("),
     "whole weights loaded after prepare": ("loads whole weights", FSDP2, "the script", "model.load_state_dict("),
+    "weights changed after evaluation": ("weights after evaluation", FSDP2, "the script", "one.copy_(average)"),
     "two optimizers saved": ("two optimizers", FSDP1, "the script", "# with both"),
     "two optimizers saved, under FSDP2": ("two optimizers", FSDP2, "the script", "# with both"),
     "an attribute of a wrapped model": ("attribute of a wrapped model", {}, "the script", "model.config.use_cache"),
