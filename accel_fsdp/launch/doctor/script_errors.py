@@ -265,9 +265,9 @@ SCRIPT_ERRORS = {
     ),
     "recomputed-otherwise": KnownError(
         r"Recomputed values for the following tensors have different metadata",
-        "a layer that runs again for its gradients does something else: a cache that grew, another dtype under "
-        "autocast, parameters that are shards by then",
+        "a cache that grew, another dtype under autocast, parameters that are shards by then",
         "use_cache: false in the model's config; checkpointing around FSDP's units, or fsdp_activation_checkpointing",
+        means="a checkpointed layer saved other tensors when it ran again",
     ),
     "flash-attention-dtype": KnownError(
         r"FlashAttention only supports? fp16 and bf16",
