@@ -57,6 +57,7 @@ from .vocabulary import TORCH_DTYPES as TORCH_DTYPES
 from .vocabulary import TORCH_STRATEGIES as TORCH_STRATEGIES
 from .vocabulary import ZERO_STAGES as ZERO_STAGES
 from .vocabulary import ZERO_TWINS as ZERO_TWINS
+from .vocabulary import Embeddings as Embeddings
 from .vocabulary import Engine as Engine
 from .vocabulary import EngineName as EngineName
 from .vocabulary import Method as Method

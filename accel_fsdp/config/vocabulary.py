@@ -45,6 +45,8 @@ DISTRIBUTED_TYPES: Mapping[Engine, str] = {
 DDP_TYPES = tuple(f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
 """Its values for DDP on any device."""
 Method = Literal["full", "lora", "qlora"]
+Embeddings = Literal["", "none", "shared"]
+"""Why Accelerate can't make units of a model's embedding and head under FSDP2."""
 EngineName = Literal["fsdp", "ddp", "deepspeed", "tpu"]
 """The wizard's `--engine`; the version of FSDP is a separate question."""
 OTHER_ENGINES: Mapping[EngineName, Engine] = {"ddp": Engine.DDP, "deepspeed": Engine.DEEPSPEED, "tpu": Engine.TPU}

@@ -3,12 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from accel_fsdp.config import Engine, Method
+from accel_fsdp.config import Embeddings, Engine, Method
 from accel_fsdp.job.layout import FSDP_KINDS, Layout
 from accel_fsdp.job.recipe import Recipe
 
 Recompute = Literal["none", "engine", "script"]
-Embeddings = Literal["", "none", "shared"]
 DEFAULT_RECIPE = Recipe()
 
 

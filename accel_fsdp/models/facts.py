@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from accel_fsdp.config import Embeddings
 from accel_fsdp.errors import UserError, did_you_mean
-from accel_fsdp.job.job import Embeddings
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.job.job import Embeddings
+from accel_fsdp.config import Embeddings
 from accel_fsdp.models import counting
 from accel_fsdp.models.facts import LayerClass
 
