@@ -287,26 +287,6 @@ def _steps_until_now(events: Sequence[RankEvent]) -> dict[int, int]:
     return counts if as_many and everywhere and not all(counts.values()) else {}
 
 
-def _saved_shards(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """One file per shard can be resumed on as many ranks; a single file with one shard isn't a model."""
-    saves = _of("saved-shards", events) if _all_ended(events) else []  # others may have been about to write theirs
-    writers: dict[str, set[int]] = {}
-    for event in saves:
-        writers.setdefault(event.content["file"], set()).add(event.rank)
-    alone = {rank for several in writers.values() if len(several) == 1 for rank in several}
-    sharing_ranks = max((unit.ranks for holding in by_rank.values() for unit in holding.units), default=2)
-    if saves and len(alone) < sharing_ranks:
-        first = saves[0].content
-        yield Failure(
-            f"torch.save wrote {first['shards']} of {counted(first['tensors'], 'tensor')} as the part that rank "
-            f"{saves[0].rank} holds",
-            SCRIPT,
-            "state = accelerator.get_state_dict(model) on all ranks, then torch.save(state, file) on rank 0; without "
-            "Accelerate torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True",
-            first["line"],
-        )
-
-
 def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Reports the first loss that isn't finite: later ones follow from it."""
     for event in _of("loss", events):
@@ -370,6 +350,5 @@ LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failur
     _steps_apart,
     _settings_apart,
     _kept_gradients,
-    _saved_shards,
     _not_finite,
 )

@@ -4,26 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fsdp.config import Engine, JobConfig
+from accel_fsdp.config import JobConfig
 from accel_fsdp.rehearsal import mistakes, repeated, saved, verdict
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.report import Proof
 
 LAST_LINES, LINE_LETTERS = 5, 160
-SAVE = (
-    "save on all ranks: accelerator.save_state(folder); or "
-    "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) of the unwrapped model"
-)
-SAVE_OF_TRAINER = (
-    "fsdp_state_dict_type: FULL_STATE_DICT, as Trainer.save_model writes nothing otherwise; "
-    "or export the script's last checkpoint: accel-fsdp export"
-)
-
-SAVE_OF_ADAPTER = (
-    "fsdp_version: 2 without fsdp_activation_checkpointing, as PEFT finds no adapter in modules that FSDP has wrapped; "
-    "or train/sft.py, which mends that"
-)
 
 
 @dataclass(frozen=True)
@@ -50,8 +37,8 @@ class OwnRehearsal:
                 raise of_no_training(outcome)
             what = f"what the ranks hold can't be seen: {unwatched[0]['why']}"
             raise Failure(what, SCRIPT, "the versions that README names as tested")
-        for flawed in saved.bad(outcome.events, next(iter(outcome.holdings.values())).weights):
-            raise self._unsaved(flawed)
+        for failure in saved.failures(outcome.events, outcome.holdings, self.job):
+            raise failure
         off = "".join(f"; not watched: {event['what']} ({event['why']})" for event in unwatched)
         same = repeated.said(outcome.events)
         return Proof(verdict.summary(outcome.holdings) + same + off, last_lines(outcome.printed))
@@ -61,16 +48,6 @@ class OwnRehearsal:
         if any(event.kind == "stepped" for event in outcome.events):
             failure.what += f"; until then it trained: {verdict.summary(outcome.holdings)}"
         return failure
-
-    def _unsaved(self, bad: saved.BadSave) -> Failure:
-        key, fix = SCRIPT, SAVE
-        job = self.job
-        checkpointed = job.is_fsdp and job.on("fsdp_activation_checkpointing")
-        if bad.is_adapter and (checkpointed or job.engine is Engine.FSDP1):
-            key, fix = "fsdp_activation_checkpointing" if checkpointed else "fsdp_version", SAVE_OF_ADAPTER
-        elif bad.call == "Trainer.save_model" and job.is_fsdp and not job.full_state_dict:
-            key, fix = "fsdp_state_dict_type", SAVE_OF_TRAINER
-        return Failure(bad.what, key=key, line=bad.line, fix=fix)
 
     def _judge(self, outcome: Outcome) -> None:
         if outcome.holdings:

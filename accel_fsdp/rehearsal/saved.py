@@ -1,33 +1,320 @@
-"""Checks the folders that a script saved: names those that are empty, partial or unloadable, with the script's line."""
+"""Judges what a script saved: shards, files of several ranks, names, shapes and values, and partial folders.
 
-from collections.abc import Iterator, Sequence
+Only what is certain is a mistake. Values that are neither the model's own nor recognised are another model's, such as
+an average of weights, and pass.
+"""
+
+import math
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from accel_fsdp.checkpoints import FileReader, discover, file_names, open_checkpoint
+from accel_fsdp.checkpoints import FileReader, discover, file_names, open_checkpoint, tensor_names
+from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.launch.ranks import Holding, RankEvent, holding
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.units import counted
+
+FOLDERS = (
+    "Accelerator.save_state",
+    "Accelerator.save_model",
+    "PreTrainedModel.save_pretrained",
+    "Trainer.save_model",
+    "PeftModel.save_pretrained",
+)
+"""The calls that write the folder of a whole model, or of an adapter."""
+DCP = ("torch.distributed.checkpoint.save", "torch.distributed.checkpoint.async_save")
+GATHER = (
+    "state = accelerator.get_state_dict(model) on all ranks, then torch.save(state, file) on rank 0; without "
+    "Accelerate torch.distributed.checkpoint.state_dict.get_model_state_dict with full_state_dict=True"
+)
+SAVE = (
+    "save on all ranks: accelerator.save_state(folder); or "
+    "model.save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) of the unwrapped model"
+)
+SAVE_OF_TRAINER = (
+    "fsdp_state_dict_type: FULL_STATE_DICT, as Trainer.save_model writes nothing otherwise; "
+    "or export the script's last checkpoint: accel-fsdp export"
+)
+SAVE_OF_ADAPTER = (
+    "fsdp_version: 2 without fsdp_activation_checkpointing, as PEFT finds no adapter in modules that FSDP has wrapped; "
+    "or train/sft.py, which mends that"
+)
+UNWRAP = "the state dict of accelerator.unwrap_model(model), or accelerator.get_state_dict(model)"
+UNPREFIXED = {
+    "base_model.": "the adapter by PeftModel.save_pretrained, or the model that merge_and_unload() returns",
+    "_orig_mod.": "the state dict of accelerator.unwrap_model(model, keep_torch_compile=False)",
+}
+"""What to save in place of tensors whose names begin like this."""
+ROUNDING = {"float32": 1e-9, "float64": 1e-9, "float16": 1e-3, "bfloat16": 8e-3}
+"""How far the sum and the norm of a saved weight may be off, relative to the norm, by dtype."""
+NOW, FIRST, OTHER = "now", "first", ""
+"""A file with the model's values at that moment, those from before the first step, or values that aren't recognised."""
+Sums = dict[str, tuple[float, float]]
+"""The sum and the norm of each weight."""
 
 
 @dataclass(frozen=True)
-class BadSave:
-    """A folder without a whole model, and the line of the script that saved it by a `call`."""
+class _File:
+    """A file that a call wrote on one rank.
 
+    `tensors` holds shape, dtype, sum and norm of each whole tensor by name. `is_other`: of another module than the
+    trained one, or of a part of it.
+    """
+
+    rank: int
     call: str
-    what: str
+    path: str
     line: str
-    is_adapter: bool
+    step: int
+    barriers: int
+    machine: int
+    shards: int
+    count: int
+    is_bare: bool
+    has_optimizer: bool
+    is_other: bool
+    tensors: Mapping[str, Sequence[Any]]
+
+    @property
+    def is_adapter(self) -> bool:
+        return posixpath.basename(self.path).startswith("adapter_")
+
+    @property
+    def what(self) -> str:
+        return f"{self.call} wrote {self.path}"
 
 
-def bad(events: Sequence[RankEvent], weights: int) -> Iterator[BadSave]:
-    """Yields the folders with fewer than `weights` weights, and empty adapters."""
-    saves = {event.content["folder"]: event.content for event in events if event.kind == "saved"}
-    for folder, content in saves.items():
-        if flaw := _flaw(Path(folder), weights):
-            is_adapter = Path(folder, file_names.ADAPTER_CONFIG).is_file()
-            yield BadSave(content["call"], f"{content['call']} left {folder} {flaw}", content["line"], is_adapter)
+@dataclass(frozen=True)
+class _Model:
+    """The one trained model. `held`: by step and rank, start, sum and norm of the part that it held of each weight."""
+
+    names: set[str]
+    shapes: dict[str, Sequence[int]]
+    held: dict[int, dict[int, dict[str, Any]]]
+    ranks: int
+
+    @classmethod
+    def of(cls, events: Sequence[RankEvent]) -> "_Model":
+        model = cls(set(), {}, {}, len({event.rank for event in events if event.kind == "began"}))
+        for event in (event for event in events if event.kind == "weights"):
+            model.names.update(event.content["names"])
+            model.shapes.update(event.content["shapes"])
+            model.held.setdefault(event.content["step"], {}).setdefault(event.rank, event.content["held"])
+        return model
+
+    @cached_property
+    def first(self) -> Sums:
+        return self.at(0)
+
+    def at(self, step: int) -> Sums:
+        """Sum and norm of the whole weights; empty where not every rank reported its part. Replicas count once."""
+        by_rank = self.held.get(step, {})
+        parts: dict[str, dict[str, tuple[float, float]]] = {}
+        for held in by_rank.values() if len(by_rank) == self.ranks else ():
+            for name, (start, total, norm) in held.items():
+                parts.setdefault(name, {}).setdefault(str(start), (total, norm))
+        return {
+            name: (sum(total for total, _ in of.values()), math.hypot(*(norm for _, norm in of.values())))
+            for name, of in parts.items()
+        }
+
+    def moved(self, step: int) -> set[str]:
+        """The weights that have changed since the start on a rank that reported then."""
+        return {
+            name
+            for rank, held in self.held.get(step, {}).items()
+            for name, part in held.items()
+            if part != self.held.get(0, {}).get(rank, {}).get(name, part)
+        }
+
+
+def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: JobConfig) -> Iterator[Failure]:
+    """Each mistake once, the gravest first. Called where all ranks have ended well."""
+    files, model = list(_files(events)), _Model.of(events)
+    checkpointed = {file.step for file in files if file.has_optimizer}
+    resumed = {event.content["path"] for event in events if event.kind == "loaded"}
+    resumed |= {file.path for file in files if file.step in checkpointed}
+    sharing_ranks = max((unit.ranks for held in holdings.values() for unit in held.units), default=2)
+    yield from _shards(files, sharing_ranks)
+    yield from _torn(files)
+    yield from _partial(events, next((held.weights for held in holdings.values()), 0), job)
+    last = list({file.path: file for file in files if file.tensors and not file.is_adapter}.values())
+    yield from _misnamed(last, model, resumed)
+    yield from _misshapen([file for file in last if not file.is_other], model)
+    yield from _untrained([file for file in last if file.step], model)
+
+
+def _files(events: Sequence[RankEvent]) -> Iterator[_File]:
+    for event in (event for event in events if event.kind == "saved"):
+        call = {key: event.content[key] for key in ("call", "line", "step", "barriers", "machine")}
+        for file in event.content["files"]:
+            yield _File(
+                rank=event.rank,
+                **call,
+                path=file["path"],
+                shards=file["shards"],
+                count=file["tensors"],
+                is_bare=file["bare"],
+                has_optimizer=file["optimizer"],
+                is_other=event.content["weights"] is not None,
+                tensors=file["weights"],
+            )
+
+
+def _shards(files: Sequence[_File], sharing_ranks: int) -> Iterator[Failure]:
+    """One file per shard can be resumed on as many ranks; a single file with one shard isn't a model."""
+    sharded = [file for file in files if file.shards and file.call not in FOLDERS]
+    writers: dict[str, set[int]] = {}
+    for file in sharded:
+        writers.setdefault(file.path, set()).add(file.rank)
+    alone = {rank for several in writers.values() if len(several) == 1 for rank in several}
+    if sharded and len(alone) < sharing_ranks:
+        first = sharded[0]
+        what = (
+            f"{first.call} wrote {first.shards} of {counted(first.count, 'tensor')} as the part that rank "
+            f"{first.rank} holds"
+        )
+        fix = "on all ranks, without no_dist, with the DTensors: {'model': model.state_dict()}"
+        yield Failure(what, SCRIPT, fix if first.call in DCP else GATHER, first.line)
+
+
+def _torn(files: Sequence[_File]) -> Iterator[Failure]:
+    """Two ranks of a machine that write one file, with no barrier in between, may leave a mixture of both."""
+    writers: dict[tuple[str, int, int, int], dict[int, _File]] = {}
+    for file in files:
+        if file.call not in (*DCP, FOLDERS[0]) and not file.path.startswith("/dev/"):
+            at = (file.path, file.step, file.barriers, file.machine)
+            writers.setdefault(at, {}).setdefault(file.rank, file)
+    for ranks in writers.values():
+        if len(ranks) > 1:
+            listed = " and ".join(str(rank) for rank in sorted(ranks))
+            first = ranks[min(ranks)]
+            yield Failure(
+                f"ranks {listed} write one file at the same time, by {first.call}: {first.path} may be torn",
+                SCRIPT,
+                "if accelerator.is_main_process: before it, with what all ranks gather outside of that; or "
+                "save_pretrained(..., is_main_process=accelerator.is_main_process)",
+                first.line,
+            )
+            return
+
+
+def _misnamed(files: Sequence[_File], model: _Model, resumed: set[str]) -> Iterator[Failure]:
+    """Names that begin with those of wrappers, which the model without wrappers doesn't have.
+
+    A folder of `save_pretrained` is read by no wrapped model. Another file may be: it passes where the script reads it,
+    or saves an optimizer beside it, or where it holds other values than the model.
+    """
+    if any("module" in name.split(".") for name in model.names):
+        return
+    for file in files:
+        strange = [name for name in file.tensors if name not in model.names and holding.user_name(name) in model.names]
+        if file.call == "PreTrainedModel.save_pretrained":
+            strange += [name for name in file.tensors if name.startswith(tensor_names.PEFT_PREFIX)]
+        is_model = (
+            file.is_bare
+            and {holding.user_name(name) for name in file.tensors} <= model.names
+            and _reading(file, model) == NOW
+        )
+        if strange and (file.call in FOLDERS[1:] or (is_model and file.path not in resumed)):
+            prefix = next((prefix for prefix in UNPREFIXED if strange[0].startswith(prefix)), "")
+            yield Failure(
+                f"{file.what} with names of a wrapper, such as {strange[0]}, which the model itself doesn't have",
+                SCRIPT,
+                "save " + UNPREFIXED.get(prefix, UNWRAP),
+                file.line,
+            )
+            return
+
+
+def _misshapen(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
+    """Flattened weights, and in a folder of `save_pretrained` those of another size. Packed integers may have any."""
+    for file in files:
+        for name, (shape, dtype, *_) in file.tensors.items():
+            whole = model.shapes.get(holding.user_name(name), shape)
+            is_flat = len(shape) == 1 < len(whole)
+            is_other = file.call in FOLDERS and math.prod(shape) != math.prod(whole)
+            if dtype in ROUNDING and (is_flat or is_other):
+                yield Failure(
+                    f"{file.what} with {name} of the shape {tuple(shape)}, and the model's is {tuple(whole)}",
+                    SCRIPT,
+                    GATHER,
+                    file.line,
+                )
+                return
+
+
+def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
+    """Whole weights with values of one rank, or multiplied; and saves that all hold those of before the first step."""
+    readings = [(file, _reading(file, model)) for file in files]
+    for file, reading in readings:
+        if reading not in (NOW, FIRST, OTHER, None):
+            yield Failure(f"{file.what} with {reading}", SCRIPT, GATHER, file.line)
+            return
+    if readings and all(reading == FIRST for _, reading in readings):
+        file = readings[-1][0]
+        yield Failure(
+            f"{file.what} after {counted(file.step, 'step')} with the weights from before the first one",
+            SCRIPT,
+            "take the state dict when you save it: state = accelerator.get_state_dict(model) after the last step",
+            file.line,
+        )
+
+
+def _reading(file: _File, model: _Model) -> str | None:
+    """Which values a file holds: NOW, FIRST, OTHER or a mistake, by the weights in it that moved; None without any."""
+    now, moved = model.at(file.step), model.moved(file.step)
+    saved = {
+        holding.user_name(name): ((total, norm), ROUNDING[dtype])
+        for name, (shape, dtype, total, norm) in file.tensors.items()
+        if holding.user_name(name) in moved
+        and dtype in ROUNDING
+        and list(shape) == list(model.shapes[holding.user_name(name)])
+    }
+    if not saved:
+        return None
+
+    def holds(values: Sums) -> bool:
+        pairs = [(own, values.get(name, (0.0, 0.0)), rounding) for name, (own, rounding) in saved.items()]
+        return bool(values) and all(
+            math.dist(own, expected) <= rounding * max(own[1], expected[1]) for own, expected, rounding in pairs
+        )
+
+    if holds(now):
+        return NOW
+    if holds(model.first) and all(rounding <= ROUNDING["float32"] for _, rounding in saved.values()):
+        return FIRST
+    if not now:
+        return OTHER
+    for rank, held in model.held[file.step].items():
+        if holds({name: (total, norm) for name, (_, total, norm) in held.items()}):
+            return f"the part that rank {rank} holds, and 0 for the others"
+    for times, said in ((model.ranks, str(model.ranks)), (1 / model.ranks, f"1/{model.ranks}")):
+        if holds({name: (total * times, norm * times) for name, (total, norm) in now.items()}):
+            return f"weights that are {said} times the model's"
+    return OTHER
+
+
+def _partial(events: Sequence[RankEvent], weights: int, job: JobConfig) -> Iterator[Failure]:
+    """Folders with fewer weights than the model that was saved, and empty adapters."""
+    saves = {event.content["path"]: event.content for event in events if event.kind == "saved"}
+    for path, content in saves.items():
+        call, folder = content["call"], Path(path)
+        if call in FOLDERS and (flaw := _flaw(folder, weights if content["weights"] is None else content["weights"])):
+            key, fix = SCRIPT, SAVE
+            is_checkpointed = job.is_fsdp and job.on("fsdp_activation_checkpointing")
+            is_adapter = (folder / file_names.ADAPTER_CONFIG).is_file()
+            if is_adapter and (is_checkpointed or job.engine is Engine.FSDP1):
+                key, fix = "fsdp_activation_checkpointing" if is_checkpointed else "fsdp_version", SAVE_OF_ADAPTER
+            elif call == "Trainer.save_model" and job.is_fsdp and not job.full_state_dict:
+                key, fix = "fsdp_state_dict_type", SAVE_OF_TRAINER
+            yield Failure(f"{call} left {folder} {flaw}", key, fix, content["line"])
 
 
 def _flaw(folder: Path, weights: int) -> str:
@@ -50,9 +337,9 @@ def _flaw(folder: Path, weights: int) -> str:
 def _elements(checkpoint: discover.CheckpointLocation) -> tuple[int, bool]:
     """The number of weights, and whether they are an adapter's, which is saved without its base."""
     if checkpoint.kind in discover.EXPORTED:
-        count = sum(prod(tensor.shape) for tensor in open_checkpoint.of_place(checkpoint.weights).values())
+        count = sum(math.prod(tensor.shape) for tensor in open_checkpoint.of_place(checkpoint.weights).values())
         return count, checkpoint.kind == "adapter"
     with closing(FileReader()) as reader:
         content = open_checkpoint.read(checkpoint, reader)
-    count = sum(prod(tensor.shape) for part in (content.tensors, content.adapter) for tensor in part.values())
+    count = sum(math.prod(tensor.shape) for part in (content.tensors, content.adapter) for tensor in part.values())
     return count, bool(content.adapter)

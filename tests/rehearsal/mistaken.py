@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file, save_model
 from torch import nn
+from torch.distributed import checkpoint
 from torch.utils.data import DataLoader, Sampler
 from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoModelForCausalLM
@@ -56,11 +57,11 @@ if NAME == "frozen layers":
     for parameter in model.model.layers[0].self_attn.parameters():
         parameter.requires_grad = False
 if NAME == "forgotten random state":
-    checkpoint = torch.utils.checkpoint.checkpoint
+    checkpointed = torch.utils.checkpoint.checkpoint
     layer = model.model.layers[0]
     forward = layer.mlp.forward
     dropped = lambda x: nn.functional.dropout(forward(x))  # noqa: E731
-    layer.mlp.forward = lambda x: checkpoint(dropped, x, use_reentrant=False, preserve_rng_state=False)
+    layer.mlp.forward = lambda x: checkpointed(dropped, x, use_reentrant=False, preserve_rng_state=False)
 if NAME in ("dropout", "evaluates on"):
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attention_dropout=0.5).train()
 if NAME == "nothing trained":
@@ -68,7 +69,7 @@ if NAME == "nothing trained":
     model.enable_input_require_grads()
 if NAME == "tied":
     model.lm_head.weight = model.model.embed_tokens.weight
-if NAME == "adapter":
+if NAME in ("adapter", "adapted model"):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
@@ -117,6 +118,7 @@ if NAME == "attribute of a wrapped model":
 if NAME == "method of no model":
     model.prepare_for_traning()
 
+state = accelerator.get_state_dict(model) if NAME == "state dict from before training" else {}
 synced = contextlib.ExitStack()
 if NAME == "not synced":
     synced.enter_context(accelerator.no_sync(model))
@@ -232,6 +234,33 @@ if NAME == "torch saves shards":
         torch.save(state, f"{FOLDER}.pt")
 if NAME == "saves shards":
     accelerator.unwrap_model(model).save_pretrained(FOLDER)
+if NAME == "saves local tensors" and accelerator.is_main_process:
+    save_file({name: one.to_local() for name, one in model.named_parameters()}, f"{FOLDER}.safetensors")
+if NAME == "checkpoints local tensors":
+    state = {name: one.to_local() for name, one in model.named_parameters()}
+    checkpoint.save({"model": state}, checkpoint_id=FOLDER)  # type: ignore[attr-defined]
+if NAME == "saves a part, and zeros":
+    shapes = {name: one.shape for name, one in model.named_parameters()}
+    state = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    for name, one in model.named_parameters():
+        state[name][: len(one.to_local())] = one.detach().to_local()
+if NAME == "sums whole weights":
+    state = {name: one.detach().full_tensor() for name, one in model.named_parameters()}
+    for one in state.values():
+        torch.distributed.all_reduce(one)
+AS_MODEL = ("state dict from before training", "saves a part, and zeros", "sums whole weights")
+if NAME in AS_MODEL and accelerator.is_main_process:
+    torch.save(state, f"{FOLDER}.pt")  # as a model
+if NAME == "wrapped names" and accelerator.is_main_process:
+    save_model(model, f"{FOLDER}.safetensors")
+if NAME == "flat weights":
+    state = {name: one.flatten() for name, one in accelerator.get_state_dict(model).items()}
+    accelerator.save(state, f"{FOLDER}.safetensors", safe_serialization=True)
+if NAME == "one file by all ranks":
+    torch.save(accelerator.get_state_dict(model), f"{FOLDER}.pt")
+if NAME == "adapted model":
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).base_model.model.save_pretrained(FOLDER, state_dict=dict(state))
 if NAME in ("none", "adapter"):
     state = accelerator.get_state_dict(model)
     accelerator.unwrap_model(model).save_pretrained(

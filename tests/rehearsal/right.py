@@ -1,18 +1,23 @@
-"""A training script that is unusual and right: `right.py WAYS MODEL`, with names of ways between commas."""
+"""A training script that is unusual and right: `right.py WAYS MODEL [FOLDER]`, with names of ways between commas."""
 
 import contextlib
 import copy
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import save_file
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 WAYS, MODEL = sys.argv[1].split(","), sys.argv[2]
+dcp: Any = checkpoint
 BY_HAND = "accumulates by hand" in WAYS
 EACH = 2 if "accumulates" in WAYS or BY_HAND else 1
 accelerator = Accelerator(gradient_accumulation_steps=1 if BY_HAND else EACH)
@@ -46,6 +51,7 @@ if "warmup" in WAYS:
 if "hook" in WAYS:
     accelerator.unwrap_model(model).model.layers[0].mlp.register_forward_hook(lambda *given: given[2] * 1.5)
 average: dict[str, torch.Tensor] = {}
+initial = {name: one.clone() for name, one in accelerator.get_state_dict(model).items()} if "saves" in WAYS else {}
 
 
 def loss_of(batch: torch.Tensor) -> torch.Tensor:
@@ -116,3 +122,38 @@ if "gathers padded" in WAYS:
     accelerator.gather(accelerator.pad_across_processes(torch.zeros(2, 3 + own), dim=1))
 if "generates" in WAYS:
     model.generate(batch[:1], max_new_tokens=2 + own, synced_gpus=True)
+if "saves" in WAYS:
+    folder, rank, is_main = Path(sys.argv[3]), accelerator.process_index, accelerator.is_main_process
+    folder.mkdir(exist_ok=True)
+    inner = accelerator.unwrap_model(model)
+    resumed = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}
+    torch.save(resumed, folder / f"resumed-{rank}.pt")
+    accelerator.save_state(str(folder / "state"))
+    state = accelerator.get_state_dict(model)
+    inner.save_pretrained(folder / "model", state_dict=state, is_main_process=is_main)
+    of_backbone = {name.removeprefix("model."): one for name, one in state.items() if name.startswith("model.")}
+    inner.model.save_pretrained(folder / "backbone", state_dict=of_backbone, is_main_process=is_main)
+    reference.save_pretrained(folder / "reference", is_main_process=is_main)
+    accelerator.save({name: one.bfloat16() for name, one in state.items()}, folder / "bf16.safetensors", True)
+    sharded = state if "ddp" in WAYS else get_model_state_dict(model)
+    dcp.save({"model": sharded, "step": torch.tensor(3)}, checkpoint_id=folder / "dcp")
+    if "fsdp1" not in WAYS:  # whose shards torch does not save so
+        dcp.async_save({"model": sharded}, checkpoint_id=folder / "dcp-async").result()
+    if is_main:
+        torch.save({"losses": [1.0, 2.0], "rows": torch.ones(3)}, folder / "metrics.pt")
+        torch.save(initial, folder / "initial.pt")
+        save_file({"lm_head.weight": state["lm_head.weight"]}, folder / "head.safetensors")
+        packed = {name: (one.flatten() * 9).to(torch.int8) for name, one in state.items()}
+        save_file(packed, folder / "packed.safetensors")
+        mean = {name: 0.9 * initial[name] + 0.1 * one for name, one in state.items()}
+        torch.save({f"module.{name}": one for name, one in mean.items()}, folder / "ema.pt")
+        torch.save(mean, folder / "pytorch_model.bin")
+    for turn in range(accelerator.num_processes):
+        if turn == rank:
+            torch.save({"rank": rank}, folder / "in-turn.pt")
+        accelerator.wait_for_everyone()
+    if "ddp" in WAYS:  # as PyTorch's tutorial of DDP does
+        if is_main:
+            torch.save(model.state_dict(), folder / "wrapped.pt")
+        accelerator.wait_for_everyone()
+        model.load_state_dict(torch.load(folder / "wrapped.pt"))

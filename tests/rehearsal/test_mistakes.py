@@ -161,6 +161,15 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "torch.save of shards": ("torch saves shards", FSDP2, "the script", "torch.save("),
     "torch.save of shards, under FSDP1": ("torch saves shards", FSDP1, "the script", "torch.save("),
+    "local tensors saved as a model": ("saves local tensors", FSDP2, "the script", "save_file({name"),
+    "local tensors in a sharded checkpoint": ("checkpoints local tensors", FSDP2, "the script", "checkpoint.save({"),
+    "one rank's values, and zeros": ("saves a part, and zeros", FSDP2, "the script", "# as a model"),
+    "whole weights summed over ranks": ("sums whole weights", FSDP2, "the script", "# as a model"),
+    "a state dict from before training": ("state dict from before training", FSDP2, "the script", "# as a model"),
+    "names of a wrapper": ("wrapped names", {}, "the script", "save_model(model"),
+    "names of PEFT in a model's folder": ("adapted model", FSDP2, "the script", "model.save_pretrained(FOLDER"),
+    "flat weights saved": ("flat weights", FSDP1, "the script", "accelerator.save(state, f"),
+    "one file written by all ranks": ("one file by all ranks", FSDP2, "the script", "torch.save(accelerator.get_"),
     "whole weights loaded after prepare": ("loads whole weights", FSDP2, "the script", "model.load_state_dict("),
     "weights changed after evaluation": ("weights after evaluation", FSDP2, "the script", "one.copy_(average)"),
     "two optimizers saved": ("two optimizers", FSDP1, "the script", "# with both"),
@@ -359,15 +368,6 @@ def test_weights_that_are_loaded_later_may_begin_apart() -> None:
     assert not said_of(begun(1), begun(1 + 1e-6))  # rounded elsewhere
     assert not said_of(begun(1), begun(None))  # rank 0 sent its own
     assert not said_of(begun(1, (0,)), begun(2, (1,)))  # experts: each rank has others
-
-
-def test_a_file_for_each_rank_may_hold_its_part() -> None:
-    def saved(file: str) -> tuple[str, dict[str, Any]]:
-        return "saved-shards", {"file": file, "shards": 3, "tensors": 4, "line": ""}
-
-    assert not said_of(saved("/rank-0.pt"), saved("/rank-1.pt"))
-    assert said_of(saved("/model.pt"), saved("/model.pt"))
-    assert said_of(saved("/model.pt"), ("loss", {"value": 1.0, "step": 1}))
 
 
 def test_launch_says_which_rank_had_ended(

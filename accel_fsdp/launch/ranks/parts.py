@@ -27,13 +27,24 @@ class Place:
     """The place of a part: `start` is its offset in each dimension of the weight.
 
     FSDP1 cuts flattened weights: there `start` counts the elements before the part. With `use_orig_params: false` one
-    `parameter` holds the parts of several weights, and `within` is the range of this one.
+    `parameter` holds the parts of several weights, and `within` is the range of this one. `shape` is the whole one's,
+    and `shard` the range of the part in FSDP1's parameter `flat`.
     """
 
     name: str
     parameter: "torch.Tensor"
     start: Start
+    shape: tuple[int, ...]
     within: slice | None = None
+    flat: Any = None
+    shard: slice | None = None
+
+    def now(self) -> "torch.Tensor":
+        """A copy of the part as the rank keeps it, also while FSDP1 has gathered the weight."""
+        if self.flat is None:
+            return self.part(self.parameter)
+        kept: torch.Tensor = getattr(self.flat, "_local_shard", self.flat).detach()[self.shard]
+        return kept.cpu().clone()
 
     def part(self, values: Any) -> "torch.Tensor":
         """A copy of the part, from a tensor laid out as `parameter` is, such as its gradient."""
@@ -67,7 +78,7 @@ def places(model: "nn.Module") -> list[Place]:
                     sharded |= {id(param.sharded_param), id(getattr(param, "_unsharded_param", None))}
     for path, parameter in model.named_parameters():
         if id(parameter) not in sharded:
-            found.append(Place(user_name(path), parameter, _offsets(parameter)))
+            found.append(Place(user_name(path), parameter, _offsets(parameter), tuple(parameter.shape)))
     return found
 
 
@@ -107,20 +118,19 @@ def _of_fsdp2(param: Any, paths: Mapping[int, str]) -> Place:
     """The place of what the optimizer has: between forward and backward the module may have the whole weight."""
     info, sharded = param._module_info, param.sharded_param
     name = ".".join(filter(None, (paths[id(info.module)], info.param_name)))
-    return Place(name, sharded, _offsets(sharded))
+    return Place(name, sharded, _offsets(sharded), tuple(sharded.shape))
 
 
 def _of_flat(flat: Any, paths: Mapping[int, str]) -> Iterator[Place]:
     originals = flat._params or [None] * len(flat._param_infos)
-    for info, shard, original in zip(flat._param_infos, flat._shard_param_infos, originals, strict=True):
+    infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, originals, strict=True)
+    for info, shape, shard, original in infos:
         if not shard.in_shard:
             continue
         name = ".".join(filter(None, (paths[id(info.module)], info.param_name)))
-        if original is not None:
-            yield Place(name, original, shard.intra_param_start_idx)
-            continue
-        within = slice(shard.offset_in_shard, shard.offset_in_shard + shard.numel_in_shard)
-        yield Place(name, flat, shard.intra_param_start_idx, within)
+        held = slice(shard.offset_in_shard, shard.offset_in_shard + shard.numel_in_shard)
+        of, within = (flat, held) if original is None else (original, None)
+        yield Place(name, of, shard.intra_param_start_idx, tuple(shape), within, flat, held)
 
 
 def _originals(module: Any) -> list["torch.Tensor"]:

@@ -1,75 +1,322 @@
-"""Watches a script's saves: by which call, into which folder, in which line. The files are read later."""
+"""Observes what a script saves: by which call, where, in which line, and which weights; judged by the rehearsal.
+
+Of each saved tensor that is whole its name, shape, dtype, sum and norm are reported, and of the trained model sum and
+norm of the part that each rank holds: at its first step, at each save and at the end. No collective is called.
+"""
 
 import functools
+import inspect
 import os
 import sys
-from collections.abc import Callable
-from typing import Any
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.launch.ranks import events, script
-from accel_fsdp.launch.ranks.observing import Observation
+from accel_fsdp.checkpoints import tensor_names
+from accel_fsdp.job import from_run
+from accel_fsdp.launch.ranks import copies, events, holding, parts, script
+from accel_fsdp.launch.ranks.holding import user_name
+from accel_fsdp.launch.ranks.observing import Observation, after
+from accel_fsdp.launch.ranks.weights import ObservedWeights, sums
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A function or method that saves or loads.
+
+    `content` is the argument that it writes itself; empty where it leaves writing to another of these calls.
+    """
+
+    module: str
+    name: str
+    parameters: str = "self *"
+    content: str = ""
+
+    @property
+    def path(self) -> Internal:
+        return Internal(f"{self.module}:{self.name}", self.parameters)
+
+    @property
+    def is_method(self) -> bool:
+        return "." in self.name
+
+    @property
+    def label(self) -> str:
+        return self.name if self.is_method else f"{self.module}.{self.name}"
+
+
+DCP = "torch.distributed.checkpoint"
+OF_DCP = "state_dict * checkpoint_id storage_writer"
 CALLS = (
-    ("accelerate.accelerator", "Accelerator", "save_state"),
-    ("accelerate.accelerator", "Accelerator", "save_model"),
-    ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
-    ("transformers.trainer", "Trainer", "save_model"),
-    ("peft.peft_model", "PeftModel", "save_pretrained"),
+    _Call("accelerate.accelerator", "Accelerator.save_state"),
+    _Call("accelerate.accelerator", "Accelerator.save_model"),
+    _Call("accelerate.accelerator", "Accelerator.save", "self obj f *"),
+    _Call("transformers.modeling_utils", "PreTrainedModel.save_pretrained"),
+    _Call("transformers.trainer", "Trainer.save_model"),
+    _Call("peft.peft_model", "PeftModel.save_pretrained"),
+    _Call("torch", "save", "obj f *", content="obj"),
+    _Call("safetensors.torch", "save_file", "tensors filename *", content="tensors"),
+    _Call("safetensors.torch", "save_model", "model filename *"),
+    _Call(DCP, "save", OF_DCP, content="state_dict"),
+    _Call(DCP, "async_save", OF_DCP, content="state_dict"),
 )
-"""A module, its class and its method, whose arguments name a folder."""
-FOLDERS = ("output_dir", "save_directory")
+LOADS = (_Call("torch", "load", "f *"), _Call("safetensors.torch", "load_file", "filename *"))
+PATHS = ("output_dir", "save_directory", "checkpoint_id", "filename", "f")
+"""The arguments that name the folder or the file."""
+HELD = Observation("the weights at each save", parts.RELIES_ON)
+RELIES_ON = (*(call.path for call in CALLS + LOADS), Internal("torch.distributed:barrier"))
 
 
-RELIES_ON = tuple(Internal(f"{module}:{kind}.{method}", "self *") for module, kind, method in CALLS)
+class _Writing(threading.local):
+    """The files of the call that this thread is in, if any; `async_save` writes in a thread of its own."""
 
-
-def _has_been_imported(module: str, kind: str) -> bool:
-    """Whether the script's import of a module is done, so that a missing class means that the library changed."""
-    loaded = sys.modules.get(module)
-    spec = getattr(loaded, "__spec__", None)
-    return loaded is not None and (hasattr(loaded, kind) or not getattr(spec, "_initializing", False))
+    files: list[dict[str, Any]] | None = None
 
 
 class ObservedSaves:
-    """Reports the outermost call that saves; Trainer's `save_model` calls `save_pretrained`."""
+    """Reports the outermost call that saves, with the files that it wrote on this rank.
 
-    def __init__(self) -> None:
-        self.depth = 0
-        self.watched: set[tuple[str, str, str]] = set()
+    Functions count where the script itself calls them: libraries can read what they write.
+    """
+
+    def __init__(self, weights: ObservedWeights) -> None:
+        self.weights = weights
+        self.writing = _Writing()
+        self.watched: set[_Call] = set()
+        self.barriers = 0
+        self.sees_weights = False
+        self.model: Callable[[], nn.Module | None] = lambda: None
+        self.places: dict[str, parts.Place] = {}
+        self.names: set[str] = set()
+
+    def install(self) -> None:
+        import torch.distributed as dist
+
+        self.sees_weights = HELD.is_possible
+        after(dist, "barrier", self._passed_barrier)
+        self.watch()
+
+    def _passed_barrier(self, *_: Any, **__: Any) -> None:
+        self.barriers += 1
 
     def watch(self) -> None:
-        """Wraps the methods of modules that the script has imported by now; imports none itself."""
-        for call in CALLS:
-            module, kind, method = call
-            if call in self.watched or not _has_been_imported(module, kind):
+        """Wraps the calls of modules that have been imported by now; imports none itself."""
+        for call in CALLS + LOADS:
+            owner_name, _, name = call.name.rpartition(".")
+            if call in self.watched or not _has_been_imported(call.module, owner_name or name):
                 continue
             self.watched.add(call)
-            if Observation(f"saves by {kind}.{method}", (Internal(f"{module}:{kind}.{method}", "self *"),)).is_possible:
-                owner = getattr(sys.modules[module], kind)
-                setattr(owner, method, self._wrapped(getattr(owner, method)))
+            if not Observation(f"{'loads' if call in LOADS else 'saves'} by {call.label}", (call.path,)).is_possible:
+                continue
+            module = sys.modules[call.module]
+            owner = getattr(module, owner_name) if owner_name else module
+            original = getattr(owner, name)
+            wrapper = self._wrapped(call, original)
+            setattr(owner, name, wrapper)
+            if not call.is_method:
+                _replace_imported(original, wrapper)
 
-    def _wrapped(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrapped(self, call: _Call, original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
         @functools.wraps(original)
-        def saving(*args: Any, **kwargs: Any) -> Any:
-            self.depth += 1
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            is_outermost = self.writing.files is None and (call.is_method or script.is_calling(sys._getframe(1)))
+            if is_outermost:
+                self.writing.files = []
+            files = self.writing.files
             try:
                 result = original(*args, **kwargs)
             finally:
-                self.depth -= 1
-            if self.depth == 0:
-                self._report(original.__qualname__, args, kwargs, result)
+                self.writing.files = None if is_outermost else files
+            if files is not None:
+                arguments = signature.bind(*args, **kwargs).arguments
+                path = _path(arguments, result)
+                if call.content and path:
+                    by_dcp = call.module == DCP and not arguments.get("no_dist")
+                    files.append({"path": path, **self._content(arguments[call.content], by_dcp)})
+                if is_outermost and path:
+                    self._report(call, path, arguments, files)
             return result
 
-        return saving
+        return calling
 
-    def _report(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        keyword = next((kwargs[name] for name in FOLDERS if name in kwargs), None)
-        folder = keyword or next((argument for argument in args[1:] if isinstance(argument, str | os.PathLike)), None)
-        if folder is None and isinstance(result, str | os.PathLike):  # save_state returns the folder that it chose
-            folder = result
-        if folder is None and call == "Trainer.save_model":
-            folder = args[0].args.output_dir
-        if folder is not None:
-            line = script.line_of_stack(sys._getframe(1))
-            events.report("saved", call=call, folder=os.path.abspath(folder), line=line)
+    def _report(self, call: _Call, path: str, arguments: Mapping[str, Any], files: list[dict[str, Any]]) -> None:
+        line = script.line_of_stack(sys._getframe(2))
+        if call in LOADS:
+            events.report("loaded", path=path)
+            return
+        saved = next((value for value in list(arguments.values())[:2] if _is_module(value)), None)
+        events.report(
+            "saved",
+            call=call.label,
+            path=path,
+            line=line,
+            step=self.weights.steps,
+            barriers=self.barriers,
+            machine=LaunchEnvironment.now().machine_rank,
+            weights=None if saved is None else self._weights_of_other(saved),
+            files=files,
+        )
+        self.report_held(self.weights.steps)
+
+    def _weights_of_other(self, saved: "nn.Module") -> int | None:
+        """The number of weights of a part of the trained model, or of another model; None for the trained one."""
+        model = self.model()
+        if model is None or holding.unwrapped(saved) is holding.unwrapped(model):
+            return None
+        path = next((user_name(path) for path, module in model.named_modules() if module is saved), None)
+        if path is None:
+            return sum(parameter.numel() for parameter in saved.parameters())
+        return sum(prod(place.shape) for name, place in self.places.items() if name.startswith(f"{path}."))
+
+    def trains(self, model: "nn.Module") -> None:
+        """Called before the first step with the one model that is trained."""
+        size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        if not self.sees_weights or from_run.is_deepspeed(model) or size_bytes > copies.MOST_BYTES:
+            return
+        self.model = weakref.ref(model)
+        self.report_held(0)
+
+    def report_held(self, step: int) -> None:
+        """Reports the part that this rank holds of each weight: its start, sum and norm; and all names of the model."""
+        model = self.model()
+        if model is None:
+            return
+        of = parts.places(model)
+        self.places = {place.name: place for place in of}
+        held = {place.name: [place.start, *sums(place.now())] for place in of}
+        shapes = {place.name: place.shape for place in of}
+        inner = holding.unwrapped(model)
+        tensors = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
+        self.names = {tensor_names.clean_name(name) for name, _ in tensors if "_flat_param" not in name} | shapes.keys()
+        events.report("weights", step=step, held=held, shapes=shapes, names=sorted(self.names))
+
+    def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
+        """What a file holds. DCP writes a DTensor whole, each rank its part."""
+        storages = self.weights.shard_storages()
+        named = list(_named(saved))
+        counts = [(int(self._is_part(name, tensor, storages, by_dcp)), 1) for name, tensor in named]
+        if not named:
+            counts = [shards_in(saved, storages)]
+        has_optimizer = isinstance(saved, Mapping) and any("param_groups" in inner for inner in _mappings(saved))
+        whole: dict[str, tuple[list[int], str, float, float]] = {}
+        for name, tensor in named:
+            if _is_plain(tensor) and name not in whole:
+                of = sums(tensor) if user_name(name) in self.names else (0.0, 0.0)
+                whole[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), *of)
+        return {
+            "shards": sum(shards for shards, _ in counts),
+            "tensors": sum(tensors for _, tensors in counts),
+            "bare": bool(named) and isinstance(saved, Mapping) and all(_is_tensor(value) for value in saved.values()),
+            "optimizer": has_optimizer,
+            "weights": whole,
+        }
+
+    def _is_part(self, name: str, tensor: Any, storages: set[int], by_dcp: bool) -> bool:
+        """Whether a tensor is the part that this rank holds of a weight, by its kind, its storage or its name."""
+        if not _is_plain(tensor):
+            return not by_dcp and bool(shards_in(tensor, storages)[0])
+        place = self.places.get(user_name(name))
+        if place is not None and tuple(tensor.shape) != place.shape:
+            return tensor.numel() == place.now().numel() < prod(place.shape) or _in(tensor, storages)
+        return _in(tensor, storages)
+
+
+def _has_been_imported(module: str, name: str) -> bool:
+    """Whether the script's import of a module is done, so that a missing name means that the library changed."""
+    loaded = sys.modules.get(module)
+    spec = getattr(loaded, "__spec__", None)
+    return loaded is not None and (hasattr(loaded, name) or not getattr(spec, "_initializing", False))
+
+
+def _replace_imported(original: Callable[..., Any], wrapper: Callable[..., Any]) -> None:
+    """Replaces a function where a module has imported it by its name, as transformers has `safe_save_file`."""
+    for module in list(sys.modules.values()):
+        for name in (original.__name__, f"safe_{original.__name__}"):
+            if getattr(module, "__dict__", {}).get(name) is original:
+                setattr(module, name, wrapper)
+
+
+def _path(arguments: Mapping[str, Any], result: Any) -> str:
+    """The absolute path that a call writes or reads; empty for buffers."""
+    of_writer = getattr(arguments.get("storage_writer"), "path", None)
+    of_trainer = getattr(getattr(arguments.get("self"), "args", None), "output_dir", None)
+    values = [arguments.get(name) for name in PATHS]
+    for value in (*values, *(getattr(value, "name", None) for value in values), of_writer, result, of_trainer):
+        if value and isinstance(value, str | os.PathLike):
+            return os.path.abspath(value)
+    return ""
+
+
+def _is_module(value: Any) -> bool:
+    from torch import nn
+
+    return isinstance(value, nn.Module)
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor) or type(value).__name__ == "ShardedTensor"
+
+
+def _is_plain(tensor: Any) -> bool:
+    import torch
+
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+
+
+def _mappings(saved: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
+    yield saved
+    for value in saved.values():
+        if isinstance(value, Mapping):
+            yield from _mappings(value)
+
+
+def _named(saved: Any) -> Iterator[tuple[str, Any]]:
+    """The tensors of a state dict, or of those in a dict, by name."""
+    for mapping in _mappings(saved) if isinstance(saved, Mapping) else ():
+        for name, value in mapping.items():
+            if isinstance(name, str) and _is_tensor(value):
+                yield name, value
+
+
+def shards_in(saved: Any, storages: set[int]) -> tuple[int, int]:
+    """Counts the tensors in `saved`, including those in dicts and lists: shards of this rank, and all."""
+    import torch
+
+    if isinstance(saved, torch.nn.Module):
+        saved = list(saved.parameters())
+    if isinstance(saved, Mapping):
+        saved = list(saved.values())
+    if isinstance(saved, list | tuple):
+        counts = [shards_in(item, storages) for item in saved]
+        return sum(shards for shards, _ in counts), sum(tensors for _, tensors in counts)
+    if type(saved).__name__ == "ShardedTensor":
+        return 1, 1
+    return (int(_is_shard(saved, storages)), 1) if isinstance(saved, torch.Tensor) else (0, 0)
+
+
+def _is_shard(tensor: Any, storages: set[int]) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        return any(
+            not place.is_replicate() and tensor.device_mesh.size(dimension) > 1
+            for dimension, place in enumerate(tensor.placements)
+        )
+    return _in(tensor, storages)
+
+
+def _in(tensor: "torch.Tensor", storages: set[int]) -> bool:
+    return not tensor.is_meta and tensor.untyped_storage().data_ptr() in storages

@@ -26,7 +26,7 @@ from accel_fsdp.launch.ranks.observing import Observation, after, before
 from accel_fsdp.launch.ranks.resumes import ObservedResumes
 from accel_fsdp.launch.ranks.saves import ObservedSaves
 from accel_fsdp.launch.ranks.schedules import ObservedSchedules
-from accel_fsdp.launch.ranks.weights import ObservedWeights, shards_in
+from accel_fsdp.launch.ranks.weights import ObservedWeights
 from accel_fsdp.library_internals import Internal
 
 if TYPE_CHECKING:
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 
 LOSSES = Observation("losses and backward passes", (Internal("torch:Tensor.backward", "self gradient *"),))
-TORCH_SAVES = Observation("what torch.save writes", (Internal("torch:save", "obj f *"),))
 CLIPPING = Observation("clipping by torch's function", (Internal("torch.nn.utils:clip_grad_norm_", "parameters *"),))
 CHECKPOINTING = Observation(
     "random numbers under activation checkpointing",
@@ -57,7 +56,7 @@ STEPS = Observation(
     ),
 )
 HOLDING = Observation("what each rank holds", holding.RELIES_ON)
-OBSERVED = (LOSSES, TORCH_SAVES, CLIPPING, CHECKPOINTING, PREPARING, TRACKERS, STEPS, drawn_rows.LOADERS)
+OBSERVED = (LOSSES, CLIPPING, CHECKPOINTING, PREPARING, TRACKERS, STEPS, drawn_rows.LOADERS)
 RELIES_ON = tuple(internal for observation in OBSERVED for internal in observation.relies_on)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 """The variable that names a checkpoint: in the first step after it is complete, a rank waits to be killed."""
@@ -70,7 +69,6 @@ def begin() -> Callable[[], None]:
     steps = _Steps(os.environ.get(HOLD_AFTER), HOLDING.is_possible)
     installers: dict[Observation, Callable[[], None]] = {
         LOSSES: steps.watch_backward,
-        TORCH_SAVES: lambda: after(torch, "save", steps.torch_saved),
         CLIPPING: lambda: after(torch.nn.utils, "clip_grad_norm_", _report_clipping),
         CHECKPOINTING: _watch_checkpointing,
         TRACKERS: _watch_trackers,
@@ -84,6 +82,7 @@ def begin() -> Callable[[], None]:
             install()
     steps.weights.install()
     steps.schedules.install()
+    steps.saves.install()
     return steps.report_end
 
 
@@ -226,8 +225,8 @@ class _Steps:
         self.units: list[int] = []
         self.awaits_rows = self.in_backward = False
         self.rows_line = ""
-        self.saves = ObservedSaves()
         self.weights = ObservedWeights()
+        self.saves = ObservedSaves(self.weights)
         self.gradients = ObservedGradients()
         self.drawn = ObservedRows()
         self.schedules = ObservedSchedules()
@@ -287,20 +286,12 @@ class _Steps:
         self.gradients.ran_backward()
         self.drawn.ran_backward()
 
-    def torch_saved(self, saved: Any, f: Any = None, *_: Any, **__: Any) -> None:
-        """Called after each `torch.save`. Saves by libraries are skipped: they can read their own shards."""
-        file = f if isinstance(f, str | os.PathLike) else getattr(f, "name", None)
-        if isinstance(file, str | os.PathLike) and script.is_calling(sys._getframe(2)):
-            shards, tensors = shards_in(saved, self.weights.shard_storages())
-            if shards:
-                line = script.line_of_stack(sys._getframe(2))
-                events.report("saved-shards", file=os.path.abspath(file), shards=shards, tensors=tensors, line=line)
-
     def report_end(self) -> None:
         """Called at the end of the script."""
         self.weights.report_end(self._outermost())
         self.drawn.report_end(self.rows, self.rows_line)
         self.schedules.report_end()
+        self.saves.report_held(self.weights.steps)
 
     def _step(self, optimizer: Any, *_: Any) -> None:
         if _only_makes_states():
@@ -324,7 +315,10 @@ class _Steps:
         if self.drawn.has_trained:
             self._leave_modules()
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for model, own in self._trained_by(trained):
+        models = self._trained_by(trained)
+        if len(models) == 1:
+            self.saves.trains(models[0][0])
+        for model, own in models:
             name = type(unwrapped(model)).__name__
             every = {id(p) for p in model.parameters()}  # frozen ones too: AdamW(model.parameters()) has them
             line = self.weights.made_at.get(id(optimizer), "")

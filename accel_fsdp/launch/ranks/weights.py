@@ -7,7 +7,7 @@ import functools
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,7 @@ class ObservedWeights:
         self.has_told = False
         self.backward_line = self.sharded_at = ""
         self.made_at: dict[int, str] = {}
+        self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def install(self) -> None:
         """Reads each weight at the last moment before FSDP shards it: after FSDP1 has sent it to all ranks."""
@@ -107,6 +108,7 @@ class ObservedWeights:
             events.report("first-step", line=script.line_of_stack(sys._getframe(2)))
             self._report_begun(models)
         self.steps += 1
+        self.stepped.add(optimizer)
         if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             self.sharded_steps += 1
             self._report_settings(optimizer)
@@ -132,10 +134,17 @@ class ObservedWeights:
         )
 
     def shard_storages(self) -> set[int]:
-        """The addresses of FSDP1's shards on this rank, to which its views with the names of whole weights point."""
+        """The addresses of FSDP1's shards on this rank, and of the optimizer's states of them.
+
+        Its views with the names of whole weights point there.
+        """
         handles = [handle for unit in self.begun if hasattr(handle := unit.of(), "flat_param")]
         flats = [handle.flat_param for handle in handles if handle.uses_sharded_strategy]
-        return {getattr(flat, "_local_shard", flat).untyped_storage().data_ptr() for flat in flats} - {0}
+        shards = [getattr(flat, "_local_shard", flat) for flat in flats]
+        optimizers = self.stepped if flats else ()
+        states = [(p, state) for optimizer in optimizers for p, state in optimizer.state.items() if is_sharded(p)]
+        shards += [v for p, state in states for v in state.values() if getattr(v, "shape", None) == p.shape and v.dim()]
+        return {parts.local(shard).untyped_storage().data_ptr() for shard in shards} - {0}
 
     def _report_begun(self, models: Iterable["nn.Module"]) -> None:
         """Reports the first values of all units; None for one whose part was loaded or sent since it was sharded."""
@@ -186,10 +195,10 @@ def _sums_of_plain(parameter: Any) -> list[tuple[float, float]]:
     import torch
 
     is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and not parameter.is_meta
-    return [_sums(parameter)] if is_plain else []
+    return [sums(parameter)] if is_plain else []
 
 
-def _sums(values: "torch.Tensor") -> tuple[float, float]:
+def sums(values: "torch.Tensor") -> tuple[float, float]:
     """Sum and norm, which rounding hardly changes. Other random values change the sum by about the norm."""
     import torch
 
@@ -204,7 +213,7 @@ def _sums_of_flat(flat: Any) -> list[tuple[float, float]]:
     if flat.is_meta:
         return []
     views = flat.detach().split(flat._numels_with_padding)
-    return [_sums(view) for view, padding in zip(views, flat._is_padding_mask, strict=True) if not padding]
+    return [sums(view) for view, padding in zip(views, flat._is_padding_mask, strict=True) if not padding]
 
 
 def _part(unit: Any) -> Any:
@@ -238,30 +247,3 @@ def _all(models: Iterable["nn.Module"]) -> int:
             if parameter.requires_grad and not parameter.is_meta:
                 total = zlib.crc32(checksum(parts.local(parameter)).to_bytes(4, "little"), total)
     return total
-
-
-def shards_in(saved: Any, storages: set[int]) -> tuple[int, int]:
-    """Counts the tensors in `saved`, including those in dicts and lists: shards of this rank, and all."""
-    import torch
-
-    if isinstance(saved, torch.nn.Module):
-        saved = list(saved.parameters())
-    if isinstance(saved, Mapping):
-        saved = list(saved.values())
-    if isinstance(saved, list | tuple):
-        counts = [shards_in(item, storages) for item in saved]
-        return sum(parts for parts, _ in counts), sum(several for _, several in counts)
-    if type(saved).__name__ == "ShardedTensor":
-        return 1, 1
-    return (int(_is_part(saved, storages)), 1) if isinstance(saved, torch.Tensor) else (0, 0)
-
-
-def _is_part(tensor: Any, storages: set[int]) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(tensor, DTensor):
-        return any(
-            not place.is_replicate() and tensor.device_mesh.size(dimension) > 1
-            for dimension, place in enumerate(tensor.placements)
-        )
-    return not tensor.is_meta and tensor.untyped_storage().data_ptr() in storages
