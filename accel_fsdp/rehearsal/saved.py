@@ -102,7 +102,7 @@ class _Model:
     @classmethod
     def of(cls, events: Sequence[RankEvent]) -> "_Model":
         model = cls(set(), {}, {}, len({event.rank for event in events if event.kind == "began"}))
-        for event in (event for event in events if event.kind == "weights"):
+        for event in (event for event in events if event.kind == "weight-parts"):
             model.names.update(event.content["names"])
             model.shapes.update(event.content["shapes"])
             model.held.setdefault(event.content["step"], {}).setdefault(event.rank, event.content["held"])

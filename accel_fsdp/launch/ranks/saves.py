@@ -199,7 +199,7 @@ class ObservedSaves:
         inner = holding.unwrapped(model)
         tensors = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
         self.names = {tensor_names.clean_name(name) for name, _ in tensors if "_flat_param" not in name} | shapes.keys()
-        events.report("weights", step=step, held=held, shapes=shapes, names=sorted(self.names))
+        events.report("weight-parts", step=step, held=held, shapes=shapes, names=sorted(self.names))
 
     def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
         """What a file holds. DCP writes a DTensor whole, each rank its part."""
