@@ -52,6 +52,7 @@ MAY_PRINT = {
 }  # all but console speak before it can be imported
 PATCHING = {
     "cpu",
+    "launch.ranks.gpu_as_cpu",
     "launch.ranks.observing",
     "launch.ranks.raised",
     "launch.ranks.saves",

@@ -175,9 +175,8 @@ def of_message(error: str, line: str, outcome: Outcome) -> Failure:
     """A failure by the first rank's error, whose first line says what is wrong."""
     text = error or outcome.tail
     what = _first_words(error) if error else f"a rank ended with exit code {outcome.code}"
-    if fix := without_gpu.instead(error, line):
-        what = without_gpu.ASKED if without_gpu.RAISED.search(error) else what
-        return Failure(what, key=SCRIPT, fix=fix, line=line, output=outcome.tail)
+    if fix := without_gpu.instead(error):
+        return Failure(without_gpu.ASKED, key=SCRIPT, fix=fix, line=line, output=outcome.tail)
     for cause in KNOWN:
         if re.search(cause.said, text) and re.search(cause.at, outcome.output):
             return Failure(what, key=cause.key, fix=cause.fix, line=line, output=outcome.tail)

@@ -27,6 +27,8 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
         events = ranks.read(folder)
     holdings = ranks.holdings(events)
     _say_why(events)
+    if taken := without_gpu.taken(events):
+        console.say(taken)
     if not holdings:
         console.say("no model was trained, so nothing was measured", style="yellow")
         return code
@@ -52,5 +54,5 @@ def _say_why(events: Sequence[ranks.RankEvent]) -> None:
         console.say(str(UserError(failure.what, why=why, fix=failure.fix)), lines=True)
         return
     failed = next((event.content for event in events if event.kind == "failed"), None)
-    if failed and (fix := without_gpu.instead(failed["error"], failed["line"])):
+    if failed and (fix := without_gpu.instead(failed["error"])):
         console.say(f"{failed['line']}: {fix}", style="red")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_fsdp.config import JobConfig
-from accel_fsdp.rehearsal import mistakes, repeated, saved, verdict
+from accel_fsdp.rehearsal import mistakes, repeated, saved, verdict, without_gpu
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, judge, of_no_training, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.report import Proof
@@ -41,7 +41,8 @@ class OwnRehearsal:
             raise failure
         off = "".join(f"; not watched: {event['what']} ({event['why']})" for event in unwatched)
         same = repeated.said(outcome.events)
-        return Proof(verdict.summary(outcome.holdings) + same + off, last_lines(outcome.printed))
+        of_gpus = f"; {taken}" if (taken := without_gpu.taken(outcome.events)) else ""
+        return Proof(verdict.summary(outcome.holdings) + same + off + of_gpus, last_lines(outcome.printed))
 
     def _failed(self, outcome: Outcome) -> Failure:
         failure = of_outcome(outcome)

@@ -136,7 +136,7 @@ if NAME == "begins apart" and not accelerator.is_main_process:
 steps = {"no step": False, "steps on one rank": accelerator.is_main_process}.get(NAME, True)
 epochs = itertools.chain.from_iterable([loader] * (1 if NAME == "uneven batches" else 2))
 for step, batch in enumerate(epochs):  # twice
-    batch = batch.to("cuda" if NAME == "cuda" else accelerator.device)
+    batch = batch.to(accelerator.device)
     if NAME == "control flow" and step == 1 and accelerator.process_index == 1:
         continue
     if NAME == "exits" and step == 1 and accelerator.process_index == 1:

@@ -204,7 +204,6 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "gradients summed over ranks": ("sums over ranks", {}, "the script", "accelerator.backward(loss * scale)"),
     "gradients that one rank alone changes": ("noise on a rank", FSDP2, "the script", "optimizer.step()"),
     "weights that rank 0 alone changes": ("rank 0 writes", FSDP2, "the script", ""),
-    "a batch sent to cuda": ("cuda", FSDP1, "the script", 'batch.to("cuda"'),
 }  # fmt: skip
 DOCS = (ROOT / "docs/rehearse.md").read_text()
 

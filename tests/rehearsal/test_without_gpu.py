@@ -1,48 +1,97 @@
-"""What a script does that only a GPU can do is named with what to write instead."""
+"""What a script asks of GPUs is taken for the CPU in a rehearsal, and named; what can't be is named with a fix."""
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import ROOT, run
+from test_mistakes import FSDP2, yaml_file
+from test_public import rehearsed
 
+from accel_fsdp.launch import ranks
 from accel_fsdp.rehearsal import without_gpu
 
 pytestmark = pytest.mark.oldest  # PyPI's torch for Linux is built with CUDA
-CALLS = {
-    'dist.init_process_group("nccl")': without_gpu.BACKEND,
-    "torch.cuda.set_device(0)": without_gpu.CALL,
-    "torch.cuda.synchronize()": without_gpu.CALL,
-    "torch.cuda.reset_peak_memory_stats()": without_gpu.CALL,
-    "torch.cuda.Event(enable_timing=True).record()": without_gpu.CALL,
-    "torch.cuda.Stream()": without_gpu.CALL,
-    "torch.cuda.device(0).__enter__()": without_gpu.CALL,
-    "torch.accelerator.set_device_index(0)": without_gpu.CALL,
-    'torch.ones(1).to("cuda")': without_gpu.DEVICE,
-    "torch.ones(1).to(torch.cuda.current_device())": without_gpu.DEVICE,
-    "torch.ones(1).cuda()": without_gpu.DEVICE,
-    "torch.ones(1).to(0)": without_gpu.DEVICE,
-    'torch.Generator("cuda")': without_gpu.DEVICE,
-}
+SCRIPT = ROOT / "tests/rehearsal/for_gpus.py"
+FIRST_USES = ('init_process_group(backend="cpu:gloo,cuda:nccl")', 'DeviceMesh(device_type="cuda")', 'autocast("cuda")')
 
 
-@pytest.mark.filterwarnings("ignore:Attempted to get default timeout for nccl")
+def test_a_script_for_gpus_trains_as_one_for_cpus(tmp_path: Path) -> None:
+    """To the last bit, sharded; the report names each thing that it asks of GPUs with its line."""
+    file = yaml_file(tmp_path, FSDP2 | {"fsdp_auto_wrap_policy": "NO_WRAP"}, num_processes=2)
+    for_gpus, for_cpus = (rehearsed(file, SCRIPT, words) for words in ("gpus", "cpu"))
+    assert for_gpus["passed"], for_gpus
+    assert for_cpus["passed"], for_cpus
+    assert for_gpus["output"] == for_cpus["output"]
+    assert for_gpus["output"].count("0x") == 3
+    assert "a rank holds at most" in for_gpus["said"]
+    assert "are those of one process" in for_gpus["said"]
+    assert "taken for the CPU" not in for_cpus["said"]
+    lines = SCRIPT.read_text().splitlines()
+    asked = [
+        match["name"] for line in lines if (match := re.match(r"""    ["'](?P<name>.+)["']: (lambda|torch)""", line))
+    ]
+    assert len(asked) > 25
+    for name in (*FIRST_USES, *asked):
+        assert f"{name} (for_gpus.py:" in for_gpus["said"], name
+    set_device = next(number for number, line in enumerate(lines, 1) if "set_device(rank)" in line)
+    assert f"torch.cuda.set_device (for_gpus.py:{set_device})" in for_gpus["said"]
+
+
+LIBRARY = """
+import torch
+
+def sees():
+    return torch.cuda.is_available(), torch.cuda.device_count()
+"""
+ASKING = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch, asking
+print(torch.cuda.is_available(), *asking.sees())
+"""
+
+
+def test_libraries_see_no_gpu(tmp_path: Path) -> None:
+    """They would use its kernels. A module of the user's own, wherever it is, sees what the script sees."""
+    (tmp_path / "train.py").write_text(ASKING)
+    for folder, sees in (("site-packages", "True False 0"), ("modules", "True True 1")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "asking.py").write_text(LIBRARY)
+        command = [sys.executable, "-m", "accel_fsdp.launch.ranks", tmp_path / "train.py", tmp_path / folder]
+        done = run(command, CUDA_VISIBLE_DEVICES="", LOCAL_WORLD_SIZE="1")
+        assert done.output.strip() == sees
+
+
+ATTENDING = """
+import sys
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], attn_implementation="flash_attention_2", device_map="cuda")
+print(model.config._attn_implementation, model.device)
+"""
+
+
+def test_flash_attention_becomes_what_transformers_chooses(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ATTENDING)
+    command = [sys.executable, "-m", "accel_fsdp.launch.ranks", tmp_path / "train.py", tiny_model]
+    done = run(command, CUDA_VISIBLE_DEVICES="", ACCEL_FSDP_EVENTS=str(tmp_path))
+    assert done.output.splitlines()[-1] == "sdpa cpu"
+    taken = without_gpu.taken(ranks.read(tmp_path))
+    for argument in ('device_map="cuda"', 'attn_implementation="flash_attention_2"'):
+        assert f"from_pretrained({argument}) (train.py:4)" in taken
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("call", CALLS)
-def test_calls_of_cuda(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(f"import torch\n{call}\n")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises((AssertionError, AttributeError, RuntimeError, ValueError)) as raised:
-        exec(call, {"torch": torch, "dist": dist})
-    error = f"{type(raised.value).__name__}: {raised.value}"
-    assert without_gpu.instead(error, f"{script}:2") == CALLS[call]
+def test_what_is_not_taken_for_the_cpu_is_named() -> None:
+    for call in (torch.cuda.CUDAGraph, torch.cuda.synchronize, lambda: torch.ones(1, device="cuda")):
+        with pytest.raises((AssertionError, RuntimeError)) as raised:
+            call()
+        assert without_gpu.instead(f"{type(raised.value).__name__}: {raised.value}") == without_gpu.INSTEAD
+    assert without_gpu.instead("ValueError: 3") == ""
 
 
 FORKING = """
@@ -73,39 +122,13 @@ def test_a_forked_rank_is_refused_a_gpu_as_a_process_of_its_own_is() -> None:
     assert done.code == 1
     assert done.output.startswith("False\n")
     assert str(raised.value) in done.output
-    assert without_gpu.instead(str(raised.value), "") == without_gpu.DEVICE
+    assert without_gpu.instead(str(raised.value)) == without_gpu.INSTEAD
 
 
-NO_GPU = SimpleNamespace(is_available=lambda: False)
-MEASURING = """
-class Meter:
-    def stop(self):
-        if torch.cuda.is_available():
-            self.end = torch.cuda.memory_allocated()
-        elif torch.xpu.is_available():
-            self.end = 0
-        return self.end - 1
-"""
-
-
-def test_a_name_that_is_set_with_a_gpu_alone(tmp_path: Path) -> None:
+def test_an_end_for_want_of_gpus(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(MEASURING)
-    line = MEASURING.splitlines().index("        return self.end - 1") + 1
-    scope: dict[str, object] = {"torch": SimpleNamespace(cuda=NO_GPU, xpu=NO_GPU)}
-    exec(MEASURING, scope)
-    with pytest.raises(AttributeError) as raised:
-        scope["Meter"]().stop()  # type: ignore[operator]
-    fix = without_gpu.instead(f"AttributeError: {raised.value}", f"{script}:{line}")
-    assert fix == "set end without a GPU too: line 4 sets it if torch.cuda.is_available(), false here"
-    assert without_gpu.instead("AttributeError: 'Meter' object has no attribute 'other'", f"{script}:{line}") == ""
-    assert without_gpu.instead("NameError: name 'end' is not defined", "") == ""
-
-
-def test_an_end_for_want_of_a_gpu(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import sys\nif torch.accelerator.device_count() < 2:\n    print('no')\n    sys.exit()\n")
-    assert without_gpu.why_ended(f"{script}:4") == without_gpu.GO_ON
+    script.write_text("import sys\nif torch.accelerator.device_count() < 4:\n    print('no')\n    sys.exit()\n")
+    assert without_gpu.why_ended(f"{script}:4") == without_gpu.MORE_RANKS
     script.write_text("import sys\naccelerator.end_training()\nsys.exit()\n")
     assert without_gpu.why_ended(f"{script}:3") == ""
     assert without_gpu.why_ended("") == ""

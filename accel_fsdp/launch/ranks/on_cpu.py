@@ -7,7 +7,7 @@ from functools import partial
 
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.ranks import events, hang, recording, replay, script, watch
+from accel_fsdp.launch.ranks import events, gpu_as_cpu, hang, recording, replay, script, watch
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 
@@ -16,6 +16,8 @@ def run() -> None:
     del sys.argv[0]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     cpu.begin_rank()
+    if cpu.is_needed():
+        gpu_as_cpu.install()
     recorder = recording.begin()  # before the watch, which asks whether the script itself is the caller
     report_end = watch.begin()
     if recorder is not None:
