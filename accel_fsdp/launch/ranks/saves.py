@@ -253,7 +253,7 @@ def _path(arguments: Mapping[str, Any], result: Any) -> str:
     of_trainer = getattr(getattr(arguments.get("self"), "args", None), "output_dir", None)
     values = [arguments.get(name) for name in PATHS]
     for value in (*values, *(getattr(value, "name", None) for value in values), of_writer, result, of_trainer):
-        if value and isinstance(value, str | os.PathLike):
+        if isinstance(value, str | os.PathLike) and value:
             return os.path.abspath(value)
     return ""
 
