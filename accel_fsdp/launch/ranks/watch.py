@@ -224,6 +224,7 @@ class _Steps:
         self.rows: list[list[int] | None] = []
         self.units: list[int] = []
         self.awaits_rows = self.in_backward = False
+        self.stepped_in_backward: Any = None
         self.rows_line = ""
         self.weights = ObservedWeights()
         self.saves = ObservedSaves(self.weights)
@@ -278,6 +279,8 @@ class _Steps:
 
     def ran_backward(self, loss: "torch.Tensor", *_: Any, **__: Any) -> None:
         self.in_backward = False
+        if self.stepped_in_backward is not None:
+            self._report_first(self.stepped_in_backward)
         if loss.numel() == 1:
             value = float(loss.detach())
             line = "" if math.isfinite(value) else script.line_of_stack(sys._getframe(2))
@@ -300,8 +303,9 @@ class _Steps:
         self.gradients.steps_now(optimizer)
         self.schedules.steps_now(optimizer)
         self.resumes.steps_now(optimizer)
-        if self.is_first:
-            self.is_first = False
+        if self.is_first and self.in_backward:  # weights may be whole until its end
+            self.stepped_in_backward = optimizer
+        elif self.is_first and self.models:  # a closure has yet to run them
             self._report_first(optimizer)
         if self.hold_after is not None and self.hold_after.is_dir() and not completeness.flaw(self.hold_after):
             events.report("held")
@@ -312,6 +316,7 @@ class _Steps:
             hook.remove()
 
     def _report_first(self, optimizer: Any) -> None:
+        self.is_first, self.stepped_in_backward = False, None
         if self.drawn.has_trained:
             self._leave_modules()
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
