@@ -58,11 +58,13 @@ def adapted(model: Any, adapter: Adapter) -> Any:
 def main() -> None:
     parser = HfArgumentParser((Arguments, Adapter, TrainingArguments))  # type: ignore[arg-type]
     arguments, adapter, training = parser.parse_args_into_dataclasses()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path, trust_remote_code=False)
     rows = load_dataset(arguments.dataset_name, split="train").map(
         lambda row: tokenizer(row["text"], truncation=True, max_length=arguments.max_length), remove_columns="text"
     )
-    model = AutoModelForCausalLM.from_pretrained(arguments.model_name_or_path, dtype=getattr(torch, arguments.dtype))
+    model = AutoModelForCausalLM.from_pretrained(
+        arguments.model_name_or_path, dtype=getattr(torch, arguments.dtype), trust_remote_code=False
+    )
     if adapter.use_peft:
         model = adapted(model, adapter)
     collator = (

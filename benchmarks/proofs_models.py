@@ -144,7 +144,9 @@ def make_model(folder: Path, family: Family, feature: Feature) -> None:
 
     torch.manual_seed(0)
     settings = {**family.config, **TOKENS, **feature.config}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**settings), dtype=torch.float32, trust_remote_code=False
+    )
     for name, weight in model.named_parameters():
         if weight.dim() == 1 and "norm" in name:  # norms of 1 would all be rounded alike
             torch.nn.init.normal_(weight, 0.0 if "Gemma" in type(model).__name__ else 1.0, 0.1)

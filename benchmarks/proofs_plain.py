@@ -37,7 +37,7 @@ class Compared:
 def compare(records: Path, model_folder: Path, adapter: proofs_case.Adapter, smoothing: float) -> list[Compared]:
     """Compares the gradients of each recorded update with those of the plain loop."""
     torch.set_num_threads(1)
-    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32, trust_remote_code=False)
     if adapter.use_peft:
         model = proofs_case.adapted(model, adapter)
     numbers = sorted({path.name.partition(".")[2] for path in records.iterdir()})

@@ -108,7 +108,7 @@ CASES = {
         image_tokens=4,
     ),
     "bert-classifier": Case(
-        {"BertEmbeddings", "BertLayer"},
+        {"BertLayer"},
         {"hidden_size": 64, "id2label": {0: "no", 1: "maybe", 2: "yes"}},
     ),
     "bert-masked": Case({"BertLayer"}),  # the head shares the weight of the embeddings

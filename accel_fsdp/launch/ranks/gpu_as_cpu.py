@@ -62,6 +62,10 @@ TORCH = (
     Internal("torch.utils._device:DeviceContext.__init__", "self device"),
     Internal("torch.cuda:device.__enter__", "self"),
     Internal("torch.accelerator:device_index.__enter__", "self"),
+    Internal("torch:Generator"),
+    Internal("torch:Tensor.record_stream"),
+    Internal("torch.cuda:Stream"),
+    Internal("torch.cuda:Event"),
     Internal("torch.distributed:init_process_group", "backend * device_id"),
     Internal("torch.distributed:new_group", "* backend device_id"),
     Internal("torch.distributed.device_mesh:DeviceMesh.__init__", "self device_type *"),
@@ -88,8 +92,9 @@ def install() -> None:
     _answer_for(torch.cuda, {"get_device_capability": (8, 0)})
     _answer_for(torch.accelerator, {"current_accelerator": torch.device("cuda")})
     torch.cuda.Stream, torch.cuda.Event = _Stream, _Event  # type: ignore[misc, assignment]
-    for context in (torch.cuda.device, torch.accelerator.device_index):
-        context.__enter__ = context.__exit__ = _do_nothing  # type: ignore[method-assign]
+    torch.cuda.device.__enter__ = torch.cuda.device.__exit__ = _do_nothing  # type: ignore[method-assign]
+    torch.accelerator.device_index.__enter__ = _do_nothing  # type: ignore[method-assign]
+    torch.accelerator.device_index.__exit__ = _do_nothing  # type: ignore[method-assign]
     torch.Tensor.record_stream = _do_nothing  # type: ignore[method-assign]
     torch.Generator = _on_cpu(torch.Generator)  # type: ignore[misc]
     replace(torch.nn.Module, "to", _move)
