@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import Embeddings
@@ -48,7 +48,8 @@ def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
     """
     present = Counter(type(module).__name__ for module in model.modules())
     names = [name for name in (getattr(model, "_no_split_modules", None) or ()) if present[name]]
-    names = [name for name in names if name not in _around(input_embedding(model), model)]
+    around_embedding = _around({input_embedding(model)}, model)
+    names = [name for name in names if name not in around_embedding]
     names = _outermost(model, names) or _repeated_layer(model)
     return tuple(LayerClass(name, present[name], _parameters_of_one(model, name)) for name in sorted(names))
 
@@ -86,10 +87,11 @@ def input_embedding(model: "nn.Module") -> "nn.Module | None":
     return table
 
 
-def _around(part: "nn.Module | None", model: "nn.Module") -> frozenset[str]:
-    """The classes of the modules that a part of the model lies in, but for the model's own."""
-    outer = (module for module in model.modules() if module is not part and module is not model)
-    return frozenset(type(module).__name__ for module in outer if any(inner is part for inner in module.modules()))
+def _around(parts: "Set[nn.Module | None]", model: "nn.Module") -> frozenset[str]:
+    """The classes of the modules that these parts of the model lie in, but for the model's own."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    places = (path for path, module in modules.items() if module in parts)
+    return frozenset(type(modules[outer]).__name__ for path in places for outer in _parents(path) if outer)
 
 
 def embedding_parents(model: "nn.Module", layers: Collection[str]) -> frozenset[str]:
@@ -98,8 +100,8 @@ def embedding_parents(model: "nn.Module", layers: Collection[str]) -> frozenset[
     As units they take its weight: Accelerate, which makes a unit of the embedding after those of the layer classes,
     then stops under FSDP2, and under FSDP1 a head that shares the weight sees a shard.
     """
-    layers_around = (_around(module, model) for module in model.modules() if type(module).__name__ in layers)
-    return _around(input_embedding(model), model).difference(*layers_around)
+    of_layers = {module for module in model.modules() if type(module).__name__ in layers}
+    return _around({input_embedding(model)}, model) - _around(of_layers, model)
 
 
 def embeddings(model: "nn.Module") -> Embeddings:
