@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import cpu
 from accel_fsdp.config import LONG_DTYPES
-from accel_fsdp.launch.ranks import agreement, events, loss_shares, parts, precision
-from accel_fsdp.launch.ranks.agreement import MOSTLY
+from accel_fsdp.launch.ranks import between_ranks, events, loss_shares, parts, precision
+from accel_fsdp.launch.ranks.between_ranks import MOSTLY
 from accel_fsdp.launch.ranks.holding import user_name
 from accel_fsdp.launch.ranks.optimizer_step import Tensors, stepped
 from accel_fsdp.launch.ranks.outputs import tensors_in
@@ -60,7 +60,7 @@ def compare(recorder: Recorder) -> None:
         last: list[dict[str, Any]] = []
         for number in range(recorder.written):
             updates = _read(recorder.folder, number, launch.world_size)
-            if last and (content := agreement.between(last, updates)):
+            if last and (content := between_ranks.between(last, updates)):
                 events.report("otherwise", what="behind", line="", **content)
             _compare(recorder, number, updates)
             last = updates
@@ -77,7 +77,7 @@ def _compare(recorder: Recorder, number: int, updates: Sequence[dict[str, Any]])
     try:
         _Repeated(recorder, number, updates).compare()
     except Unrepeatable:
-        if content := agreement.copies(updates, "reduced"):
+        if content := between_ranks.copies(updates, "reduced"):
             events.report("otherwise", what="copies", line=updates[0]["line"], of="gradient", **content)
         raise
 
@@ -129,10 +129,10 @@ class _Repeated:
             raise Unrepeatable(f"the model had no {missing} before it was sharded")
         covered = {name for step in self.first["steps"] for names in step["names"] for name in names}
         reduced, used = self._whole("reduced"), self._whole("used")
-        if not self.number and (ranks := agreement.beginning(self.updates, self.weights)):
+        if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
             self._differs("begins", self.wrapped_at, ranks=ranks)
         self._compare_copies("weights", "beginning")
-        if ranks := agreement.modes(self.updates, self.model):
+        if ranks := between_ranks.modes(self.updates, self.model):
             self._differs("modes", self.first["line"], ranks=ranks)
         self._compare_copies("reduced", "gradient")
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
@@ -336,7 +336,7 @@ class _Repeated:
             self._differs("multiplied", self.first["line"], ranks=ranks)
 
     def _compare_copies(self, kind: str, what: str) -> None:
-        if content := agreement.copies(self.updates, kind):
+        if content := between_ranks.copies(self.updates, kind):
             line = self.first["line"] if kind == "reduced" else self._step_line
             self._differs("copies", line, of=what, **content)
 
