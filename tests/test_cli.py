@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -362,6 +363,28 @@ def test_values_that_begin_like_flags() -> None:
     assert cli._parse(["check", "--args=--strct", "-"])[1].files == (Path("-"),)
     assert cli._parse(["launch", "--machine-rank", "-1", "job.yaml", "train.py"])[1].machine_rank == -1
     assert cli._parse(["check", "--", "-s.yaml"])[1].files == (Path("-s.yaml"),)
+
+
+INTERRUPTED = """\
+import signal, sys, time
+from accel_fsdp.errors import guard
+
+def main():
+    exec("raise KeyboardInterrupt")  # as where Ctrl-C comes while a dataclass is made
+
+code = guard(main)
+if sys.argv[1:]:
+    signal.raise_signal(signal.SIGINT)
+sys.exit(code)
+"""
+
+
+@pytest.mark.parametrize(("again", "code"), [([], 130), (["again"], -signal.SIGINT)])
+def test_ctrl_c_has_its_exit_code_wherever_it_comes(again: list[str], code: int, tmp_path: Path) -> None:
+    """A second one ends the exit at once."""
+    (tmp_path / "interrupted.py").write_text(INTERRUPTED)
+    finished = run([sys.executable, "-m", "interrupted", *again], PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert (finished.code, finished.output.strip()) == (code, "interrupted")
 
 
 def test_one_thing_is_not_several() -> None:
