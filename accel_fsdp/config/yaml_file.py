@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 STDIN = "-"
 """The name under which a command reads its standard input."""
 DEEPEST = 100
-LONGEST_NUMBER = 10_000
-"""Characters of a number: YAML has numbers in base 60, 1:59:59, and a hundred thousand of their parts take a minute."""
+LONGEST_NUMBER = 1_000
+"""Characters of a number: Python converts 4,300 digits at most, and 100,000 parts in base 60, 1:59:59, take a minute."""
 LARGEST = MIB
 """Bytes of a YAML; ruamel.yaml needs a minute for ten times as many."""
 
@@ -128,11 +128,12 @@ def _text(path: Path) -> str:
 
 def check_numbers(text: str, path: Path) -> None:
     """Refuses a number of absurd length, before a parser converts it."""
-    if match := re.search(rf"\d[\d:_.]{{{LONGEST_NUMBER},}}", text):
-        line = text.count("\n", 0, match.start()) + 1
+    if match := re.search(rf"(?<![\w:.])\d[\da-fx:_.]{{{LONGEST_NUMBER},}}", text, re.IGNORECASE):
+        *lines, line = text[: match.start()].split("\n")
+        key = re.search(r"([\w.-]+)['\"]?\s*:[^:]*$", line)
         raise UsageError(
-            f"{path}:{line}: a number of more than {LONGEST_NUMBER:,} characters",
-            why="no setting has such a value, and a parser takes minutes for it",
+            f"{path}:{len(lines) + 1}: {key[1] + ': ' if key else ''}a number of more than {LONGEST_NUMBER:,} characters",
+            why="no setting has such a value, and a parser refuses it, or takes minutes for it",
             fix="correct that line",
         )
 

@@ -48,6 +48,8 @@ ODD: dict[str, bytes] = {
     "NaN and infinity": (V2 + "machine_rank: .nan\nmain_process_port: .inf\nnum_machines: -.inf\n").encode(),
     "a huge number": V2.replace("num_processes: 2", "num_processes: 1" + "0" * 4000).encode(),
     "a huger number": V2.replace("num_processes: 2", "num_processes: 1" + "0" * 5000).encode(),
+    "a huge number in quotes": V2.replace("num_processes: 2", "num_processes: '1" + "0" * 5000 + "'").encode(),
+    "a huge hexadecimal number": V2.replace("num_processes: 2", "num_processes: 0x" + "f" * 5000).encode(),
     "a date": V2.encode() + b"main_process_ip: 2026-11-22\nmain_process_port: 2026-13-45\n",
     "sexagesimals": V2.encode() + b"main_process_port: 29:50:00\n",
     "a long sexagesimal": V2.replace("num_processes: 2", "num_processes: " + "1:" * 200_000 + "1").encode(),
@@ -85,6 +87,18 @@ def test_an_odd_file_ends_well(name: str, tmp_path: Path, capsys: pytest.Capture
     assert "Traceback" not in said.err
     assert len(said.out) + len(said.err) < 100_000
     assert time.process_time() - start < SECONDS
+
+
+@pytest.mark.parametrize("value", ["{}", "'{}'", "[1, {}]", "0x{}", "-{}", "{}.5"])
+@pytest.mark.parametrize("name", ["odd.yaml", "odd.json"])
+def test_a_number_of_thousands_of_digits_is_named(value: str, name: str, tmp_path: Path) -> None:
+    """Python converts 4,300 at most, and the parsers don't say which number it was."""
+    path, text = tmp_path / name, value.format("9" * 5000)
+    path.write_text(
+        f'{{\n"num_processes": {text}}}' if name.endswith("json") else f"debug: true\nnum_processes: {text}\n"
+    )
+    with pytest.raises(UsageError, match=rf"{path}:2: num_processes: a number of more than 1,000 characters\n"):
+        linter.lint(path, linter.LintOptions())
 
 
 @pytest.mark.parametrize("place", ["/dev/zero", "pipe", "folder", "/dev/null"])
