@@ -264,7 +264,7 @@ def guard(main: Callable[[], None], interrupted: Callable[[], str] = lambda: "in
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends an exit that hangs, without a traceback
         exec(
             ""
-        )  # `python -m` ends by SIGINT, not with a code, where the last exec(text), a dataclass's, was interrupted
+        )  # `python -m` ends by SIGINT, not with a code, if the last exec of text, a dataclass's, was interrupted
         if LaunchEnvironment.now().local_rank == 0:
             print(f"\n{interrupted()}", file=sys.stderr)
         return 130

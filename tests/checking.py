@@ -36,7 +36,7 @@ SHARD = "  parallelism_config_dp_shard_size: {}\n"
 def subject(text: str, args: str = "", **more: Any) -> Subject:
     """What the rules see of a YAML text and a command line; no libraries' versions unless they are given."""
     given = flag_words.parse_command_line(args.split()) if args else None
-    return Subject(yaml.safe_load(text), args=given, **more)
+    return Subject(yaml.safe_load(text), source=text, args=given, **more)
 
 
 def script(text: str) -> ScriptFacts:

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import yaml
+
 from accel_fsdp.config.schema import AXES, BY_NAME, TRUE_WORDS, full_name, size_key
 from accel_fsdp.config.vocabulary import (
     DDP_TYPES,
@@ -125,10 +127,14 @@ class JobConfig:
     def on(self, key: str) -> bool:
         return str(self.fsdp(key)).lower() in TRUE_WORDS
 
-    def spelt(self, key: str, otherwise: str) -> str:
-        """The value of a top-level key as spelled in the file, if the key has its own line."""
-        match = re.search(rf"^{re.escape(key)}\s*:[ \t]*([^\s#'\"]+)", self.source, flags=re.MULTILINE)
-        return match[1] if match else otherwise
+    def spelt(self, key: str, otherwise: Any, section: str = "") -> Any:
+        """A value as spelled in the file, before YAML makes a number or a boolean of it: text, or a list of texts."""
+        return self._as_text.section(section).get(key, otherwise)
+
+    @cached_property
+    def _as_text(self) -> "JobConfig":
+        content = yaml.load(self.source, yaml.BaseLoader)
+        return JobConfig(content if isinstance(content, dict) else {})
 
     @property
     def fsdp_version(self) -> str:

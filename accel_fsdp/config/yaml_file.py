@@ -18,7 +18,7 @@ STDIN = "-"
 """The name under which a command reads its standard input."""
 DEEPEST = 100
 LONGEST_NUMBER = 1_000
-"""Characters of a number: Python converts 4,300 digits at most, and 100,000 parts in base 60, 1:59:59, take a minute."""
+"""Characters of a number: Python converts 4,300 digits at most, and needs a minute for 100,000 parts in base 60."""
 LARGEST = MIB
 """Bytes of a YAML; ruamel.yaml needs a minute for ten times as many."""
 
@@ -131,8 +131,9 @@ def check_numbers(text: str, path: Path) -> None:
     if match := re.search(rf"(?<![\w:.])\d[\da-fx:_.]{{{LONGEST_NUMBER},}}", text, re.IGNORECASE):
         *lines, line = text[: match.start()].split("\n")
         key = re.search(r"([\w.-]+)['\"]?\s*:[^:]*$", line)
+        place = f"{path}:{len(lines) + 1}: {key[1]}" if key else f"{path}:{len(lines) + 1}"
         raise UsageError(
-            f"{path}:{len(lines) + 1}: {key[1] + ': ' if key else ''}a number of more than {LONGEST_NUMBER:,} characters",
+            f"{place}: a number of more than {LONGEST_NUMBER:,} characters",
             why="no setting has such a value, and a parser refuses it, or takes minutes for it",
             fix="correct that line",
         )

@@ -79,6 +79,7 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF205": (SIZE + "  fsdp_min_num_params: 1e8\n", SIZE + "  fsdp_min_num_params: 100\n"),
     "AF206": (V2.replace("LlamaDecoderLayer", "[LlamaDecoderLayer]"), V2.replace("Layer\n", "Layer,Linear\n")),
     "AF207": (DDP + "gpu_ids: 0\n", DDP + "gpu_ids: '0,1'\n"),
+    "AF215": (SIZE + "  fsdp_min_num_params: 010\n", SIZE + "  fsdp_min_num_params: 1_000\n"),
     "AF301": (TOP + "fsdp_config:\n" + WRAP, V1),
     "AF302": (V1 + "  fsdp_reshard_after_forward: SHARD_GRAD_OP\n", V1 + "  fsdp_sharding_strategy: 2\n"),
     "AF303": (V2 + "  fsdp_sharding_strategy: 2\n", V2 + "  fsdp_reshard_after_forward: false\n"),
@@ -154,7 +155,7 @@ def codes(text: str, args: str = "") -> set[str]:
     """The codes found in a document, with a Llama as the model."""
     given = flag_words.parse_command_line(args.split()) if args else None
     twice, versions = yaml_file.doubled_keys(text), {"accelerate": "1.15.0"}
-    subject = Subject(yaml.safe_load(text), doubled=twice, args=given, model=LLAMA, versions=versions)
+    subject = Subject(yaml.safe_load(text), source=text, doubled=twice, args=given, model=LLAMA, versions=versions)
     return {found.code for found in run_rules(subject)}
 
 

@@ -410,6 +410,50 @@ def test_distances() -> None:
     assert near_key("anything", []) == ""
 
 
+@pytest.mark.parametrize(
+    ("written", "left", "said"),
+    [
+        ("3", "'3'", ""),
+        ("[3, 4]", "3,4", ""),
+        ("1:2", "1:2", "gpu_ids: 1:2 is not text, but 62 to YAML"),
+        ("0_1", "0_1", "gpu_ids: 0_1 is not text, but 1 to YAML"),
+        ("010", "010", "gpu_ids: 010 is not text, but 8 to YAML"),
+        ("0x1", "0x1", "gpu_ids: 0x1 is not text, but 1 to YAML"),
+        ("[1:2, 3]", "[1:2, 3]", "gpu_ids: 1:2,3 is not text, but 62,3 to YAML"),
+        ("true", "true", "gpu_ids: true is not text, but True to YAML"),
+        ("1.5", "1.5", "gpu_ids: 1.5 is not text"),
+    ],
+)
+def test_gpu_ids_are_repaired_where_yaml_reads_what_was_typed(
+    written: str, left: str, said: str, tmp_path: Path
+) -> None:
+    """YAML 1.1 has numbers in base 60 and 8, and underscores in them."""
+    path = tmp_path / "config.yaml"
+    path.write_text(V2.replace("num_processes: 2", "num_processes: 1") + f"gpu_ids: {written}\n")
+    findings = [found for found in linter.lint(path, linter.LintOptions(fix=True)) if "gpu_ids" in found.what]
+    assert path.read_text().endswith(f"\ngpu_ids: {left}\n")
+    assert [(found.code, found.what) for found in findings] == ([("AF207", said)] if said else [])
+
+
+@pytest.mark.parametrize(
+    ("key", "spelt", "number"),
+    [
+        ("num_processes", "1:2", 62),
+        ("num_processes", "0_10", 8),
+        ("num_processes", "0x10", 16),
+        ("main_process_port", "29_501", 29501),
+        ("machine_rank", "00", 0),
+    ],
+)
+def test_a_number_in_base_8_or_60_is_named(key: str, spelt: str, number: int, tmp_path: Path) -> None:
+    """What Accelerate takes for it is said; what is in base 16 is so to people too."""
+    path = tmp_path / "config.yaml"
+    path.write_text(V2.replace("num_processes: 2\n", "") + f"{key}: {spelt}\n")
+    findings = [found.what for found in linter.lint(path, linter.LintOptions(fix=True)) if found.code == "AF215"]
+    assert findings == ([f"{key}: {spelt} is {number} to YAML"] if number in (62, 8) else [])
+    assert getattr(load_config_from_file(str(path)), key) == number
+
+
 @pytest.mark.parametrize("version", ["", "  fsdp_version:\n"])
 @pytest.mark.parametrize("value", ["false", "true", "'false'"])
 def test_a_choice_between_versions_is_left_to_the_user(value: str, version: str, tmp_path: Path) -> None:

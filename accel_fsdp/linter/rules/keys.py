@@ -1,5 +1,6 @@
 """Rules about the file itself: keys that nothing reads, values that mean something else than they seem to."""
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -250,7 +251,7 @@ def mixed_precision_is_a_boolean(subject: Subject) -> Iterator[Finding]:
         if subject.section(section).get(key) is False:
             yield Finding(
                 f"{section}.{key}".lstrip("."),
-                f"{key}: {subject.spelt(key, 'no')} without quotes is the boolean false",
+                f"{key}: {subject.spelt(key, 'no', section)} without quotes is the boolean false",
                 f"Accelerate stops: 'bool' object has no attribute '{method}'",
                 f"{key}: 'no'",
                 (Edit(section, key, "no"),),
@@ -364,7 +365,7 @@ def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
             continue
         if isinstance(value, str) and value.isdecimal():
             continue
-        number = from_arguments.number(value, None)
+        number = from_arguments.number(subject.spelt(field.key, value, field.section), None)
         integer = int(number) if number is not None and number.is_integer() else None
         yield Finding(
             path,
@@ -413,17 +414,23 @@ def names_in_a_list(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF207", pains=("P48",))
 def gpu_ids_is_a_number(subject: Subject) -> Iterator[Finding]:
-    """`gpu_ids: 0` without quotes: Accelerate stops with "'int' object has no attribute 'split'"."""
+    """`gpu_ids: 0` without quotes: Accelerate stops with "'int' object has no attribute 'split'".
+
+    YAML 1.1 reads `1:2` as 62 and `0_1` as 1, so only whole numbers in plain digits are repaired.
+    """
     value = subject.values.get("gpu_ids")
     if value is None or isinstance(value, str):
         return
-    numbers = value if isinstance(value, list) else [value]
-    are_integers = bool(numbers) and all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
-    text = ",".join(str(number) for number in numbers) if are_integers else "0,1"
+    text, typed = (_joined(numbers) for numbers in (value, subject.spelt("gpu_ids", value)))
+    is_plain = text == typed and re.fullmatch(r"\d+(,\d+)*", text)
     yield Finding(
         "gpu_ids",
-        f"gpu_ids: {value} is not text",
+        f"gpu_ids: {value} is not text" if text == typed else f"gpu_ids: {typed} is not text, but {text} to YAML",
         "Accelerate stops: no attribute 'split'",
-        f"gpu_ids: '{text}'",
-        (Edit("", "gpu_ids", text),) if are_integers else (),
+        f"gpu_ids: '{text if is_plain else '0,1'}'",
+        (Edit("", "gpu_ids", text),) if is_plain else (),
     )
+
+
+def _joined(value: Any) -> str:
+    return ",".join(map(str, value if isinstance(value, list) else [value]))

@@ -85,8 +85,10 @@ def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
 def _chosen(subject: Subject) -> int:
     """The number of GPUs in `gpu_ids`; 0 for all of them."""
     chosen = subject.top("gpu_ids")
-    if isinstance(chosen, int | list):  # AF207 makes text of it
-        return len(chosen) if isinstance(chosen, list) else 1
+    if isinstance(chosen, list):  # AF207 makes text of it
+        return len(chosen)
+    if isinstance(chosen, int):  # 0 for 1:2, which means two GPUs or a mistake
+        return int(str(chosen) == subject.spelt("gpu_ids", ""))
     if not isinstance(chosen, str) or chosen == "all":
         return 0
     return len([entry for entry in chosen.split(",") if entry.strip()])

@@ -1,5 +1,6 @@
 """Rules about values that stop the launcher or its plugins, and about keys with two values."""
 
+import contextlib
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from accel_fsdp.config import DEFAULT_PORT, FALSE_WORDS, TRUE_WORDS, Edit, Engine, full_name, size_key
 from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
-from accel_fsdp.linter.rules.keys import SECTIONS
+from accel_fsdp.linter.rules.keys import SECTIONS, written
 
 LARGEST_PORT = 65535
 READ_BY_TRUTH = ("debug", "tpu_use_cluster", "tpu_use_sudo")
@@ -140,6 +141,30 @@ def number_in_quotes(subject: Subject) -> Iterator[Finding]:
             "num_machines: 1, or remove it",
             (Edit("", "num_machines"),),
         )
+
+
+@rule("AF215", "warning")
+def number_in_another_base(subject: Subject) -> Iterator[Finding]:
+    """A number that YAML 1.1 reads in base 8 or 60: `num_processes: 010` is 8, and `1:20` is 80."""
+    for path, field, value in written(subject):
+        if not isinstance(value, int) or isinstance(value, bool) or field.key == "gpu_ids":  # AF207
+            continue
+        spelt = subject.spelt(field.key, str(value), field.section)
+        if not _means(spelt, value):
+            yield Finding(
+                path,
+                f"{field.key}: {spelt} is {value} to YAML",
+                f"Accelerate takes {value}",
+                f"{field.key}: {value}, or the number that is meant",
+            )
+
+
+def _means(spelt: str, number: int) -> bool:
+    """Whether text is a number to people too: in plain digits, or in Python's notation, such as 0x10."""
+    for base in (10, 0):
+        with contextlib.suppress(ValueError):
+            return int(spelt, base) == number
+    return False
 
 
 @rule("AF212")
