@@ -15,6 +15,12 @@ from .header import script_arguments as script_arguments
 from .header import with_header as with_header
 from .job_config import NULL_IS_ABSENT as NULL_IS_ABSENT
 from .job_config import JobConfig as JobConfig
+from .native import EXPERT_FLAG as EXPERT_FLAG
+from .native import NATIVE_AXES as NATIVE_AXES
+from .native import NATIVE_DEFAULTS as NATIVE_DEFAULTS
+from .native import NATIVE_SIZES as NATIVE_SIZES
+from .native import expert_refusal as expert_refusal
+from .native import is_native as is_native
 from .read import ReadConfig as ReadConfig
 from .read import read_config as read_config
 from .read import unreadable as unreadable

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from accel_fsdp.config.native import NATIVE_DEFAULTS
 from accel_fsdp.config.schema import AXES, BY_NAME, TRUE_WORDS, full_name, size_key
 from accel_fsdp.config.vocabulary import (
     DDP_TYPES,
@@ -29,6 +30,7 @@ OTHER_TOOLS = {
         "model_name_or_path", "dataset_name", "output_dir", "learning_rate", "num_train_epochs", "max_steps",
         "per_device_train_batch_size", "gradient_accumulation_steps",
     },
+    "transformers' DistributedConfig": {*NATIVE_DEFAULTS},
 }  # fmt: skip
 """Who else keeps its settings in a YAML, often with an `fsdp_config` in it, and top-level keys that show it."""
 

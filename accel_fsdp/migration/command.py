@@ -6,11 +6,25 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.config import MigrationTarget, header, read_config, unreadable, yaml_edit, yaml_file
+from accel_fsdp.config import (
+    EXPERT_FLAG,
+    SCRIPT,
+    THIS_FILE,
+    JobConfig,
+    MigrationTarget,
+    header,
+    is_native,
+    read_config,
+    unreadable,
+    yaml_edit,
+    yaml_file,
+)
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.migration.changes import Change, Migration
+from accel_fsdp.flag_words import parse_command_line
+from accel_fsdp.migration import native
+from accel_fsdp.migration.changes import Change, Migration, as_int
 from accel_fsdp.migration.flags import MigrateCommand
-from accel_fsdp.migration.translate import SECTIONS, plan
+from accel_fsdp.migration.translate import SECTIONS, new_draft, plan
 
 STYLES = {"kept": "dim", "renamed": "cyan", "lost": "yellow", "changed": "yellow"}
 
@@ -26,7 +40,10 @@ def migrate(options: MigrateCommand) -> int:
     path, target = options.file, options.to
     if str(path) == yaml_file.STDIN and not (options.output or options.dry_run):
         raise UsageError("migrate -", why="stdin can't be rewritten", fix="accel-fsdp migrate - -o OUT, or --dry-run")
-    migration, before, after = drawn_up(path, target, options.layer_class)
+    migration, before, after = drawn_up(path, target, options.layer_class, options.expert_parallel_size)
+    if before != after and not migration.edits and not (options.output or options.dry_run):
+        kind = "JSON" if target == "native" else "a YAML"
+        raise UsageError(f"{path} would become {kind}", why="both are needed", fix="-o OUT, or --dry-run")
     _report(path, migration, after, options)
     if migration.broken and not options.force:
         raise _broken(path, migration)
@@ -34,14 +51,21 @@ def migrate(options: MigrateCommand) -> int:
         if not options.json:
             console.put(after.removesuffix("\n"), lines=True)
     else:
-        _write(path, before, after, options)
+        _write(path, migration, before, after, options)
     return 0
 
 
-def drawn_up(path: Path, target: MigrationTarget, layer_class: str = "") -> tuple[Migration, str, str]:
+def drawn_up(
+    path: Path, target: MigrationTarget, layer_class: str = "", experts: int | None = None
+) -> tuple[Migration, str, str]:
     """The migration of a file, its text, and that of the new one. Nothing is written."""
     job, document = read_config(path)
     before = document.source
+    if target == "native" or is_native(job.values):
+        migration, after = (
+            _to_native(job, experts) if target == "native" else _from_native(path, job, target, layer_class)
+        )
+        return migration, before, after
     migration = plan(job, target, layer_class)
     _refuse_merge_keys(path, document)
     yaml_edit.apply(document, migration.edits)
@@ -49,6 +73,26 @@ def drawn_up(path: Path, target: MigrationTarget, layer_class: str = "") -> tupl
         return migration, before, before
     title = f"Migrated from {migration.source} to {migration.target}. The command below made what it was before."
     return migration, before, header.retitle(yaml_file.dump(document), title)
+
+
+def _to_native(job: JobConfig, experts: int | None) -> tuple[Migration, str]:
+    """The JSON of transformers' `DistributedConfig`; the experts' ranks are those of the launch line by default."""
+    if is_native(job.values):
+        return Migration(native.NATIVE, native.NATIVE, note=f"is {native.NATIVE} already"), job.source
+    native.native_job(job)
+    launched = parse_command_line(header.script_arguments(job.source)).get(EXPERT_FLAG.lstrip("-"))
+    migration, content = native.to_native(new_draft(job, "fsdp_config"), experts or as_int(launched) or 1)
+    return migration, json.dumps(content, indent=2) + "\n"
+
+
+def _from_native(path: Path, job: JobConfig, target: MigrationTarget, layer_class: str) -> tuple[Migration, str]:
+    if target != "fsdp2":
+        raise UsageError(f"--to {target}", why="the JSON is about FSDP2", fix="--to fsdp2, and from there to others")
+    migration, content, experts = native.from_native(job.values, layer_class)
+    script = [SCRIPT, *((EXPERT_FLAG, str(experts)) if experts > 1 else ())]
+    title = f"Migrated from {migration.source} to {migration.target}."
+    lines = header.comment(title, f"migrated from {path.name}", header.launch_line(THIS_FILE, script))
+    return migration, "\n".join([*lines, yaml_file.dump(content)])
 
 
 def _refuse_merge_keys(path: Path, document: Any) -> None:
@@ -62,7 +106,8 @@ def _report(path: Path, migration: Migration, after: str, options: MigrateComman
     if options.json:
         content = {"source": migration.source, "target": migration.target, "note": migration.note}
         changes = [asdict(change) for change in migration.changes]
-        console.put(json.dumps({"file": str(path), **content, "changes": changes, "yaml": after}, indent=2), lines=True)
+        text = {"native" if options.to == "native" else "yaml": after}
+        console.put(json.dumps({"file": str(path), **content, "changes": changes, **text}, indent=2), lines=True)
         return
     rows = [
         (change.kind + ("!" if change.breaks else ""), _becomes(change), _because(change))
@@ -96,11 +141,12 @@ def _broken(path: Path, migration: Migration) -> UserError:
     )
 
 
-def _write(path: Path, before: str, after: str, options: MigrateCommand) -> None:
+def _write(path: Path, migration: Migration, before: str, after: str, options: MigrateCommand) -> None:
     output = options.output or path
     if options.output and not options.overwrite:
         atomic_files.refuse_existing(output, allow="--overwrite")
     if output != path or after != before:
         atomic_files.write_text(output, after)
-        console.show_diff(before, after, str(path), str(output))
+        if migration.edits:
+            console.show_diff(before, after, str(path), str(output))
         console.say(f"written: {output}", style="green")

@@ -20,15 +20,22 @@ def plan(job: JobConfig, target: MigrationTarget, layer_class: str = "") -> Migr
 
     `layer_class` is the class to wrap where the new file needs one, as `fsdp_transformer_layer_cls_to_wrap` takes it.
     """
-    _check(job)
-    section = SECTIONS.get(job.engine, "")
-    place = "deepspeed_config" if target.startswith("zero") else "fsdp_config"
-    draft = Draft(job, section, place, layer_class)
+    draft = new_draft(job, "deepspeed_config" if target.startswith("zero") else "fsdp_config", layer_class)
     source = _name(draft)
     if source == TARGETS[target]:
         return Migration(source, TARGETS[target], note=f"is {source} already")
     _draw(draft, target)
     return draft.migration(source, TARGETS[target])
+
+
+def new_draft(job: JobConfig, place: str, layer_class: str = "") -> Draft:
+    """A draft whose new section is `place`.
+
+    Raises:
+        UsageError: the file has no counterpart, or no meaning to keep.
+    """
+    _check(job)
+    return Draft(job, SECTIONS.get(job.engine, ""), place, layer_class)
 
 
 def _draw(draft: Draft, target: MigrationTarget) -> None:

@@ -106,7 +106,7 @@ def test_stdout_is_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_command_takes_the_targets_there_are() -> None:
-    assert set(get_args(get_type_hints(migration.MigrateCommand)["to"])) == set(TARGETS)
+    assert set(get_args(get_type_hints(migration.MigrateCommand)["to"])) == {*TARGETS, "native"}
 
 
 @pytest.mark.parametrize("columns", [60, 80])

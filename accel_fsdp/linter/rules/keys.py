@@ -75,12 +75,16 @@ def key_stands_twice(subject: Subject) -> Iterator[Finding]:
         )
 
 
-TRAINERS = {"Axolotl": "axolotl train FILE", "LLaMA-Factory": "llamafactory-cli train FILE"}
+TRAINERS = {
+    "Axolotl": "axolotl train FILE",
+    "LLaMA-Factory": "llamafactory-cli train FILE",
+    "transformers' DistributedConfig": "accel-fsdp migrate FILE --to fsdp2 -o OTHER_FILE",
+}
 
 
 @rule("AF112")
 def file_of_another_tool(subject: Subject) -> Iterator[Finding]:
-    """A configuration of Axolotl or LLaMA-Factory, or the arguments of a training script.
+    """A configuration of Axolotl, LLaMA-Factory or plain transformers, or the arguments of a training script.
 
     Accelerate refuses it. Only this is said of such a file, and `--fix` leaves it alone.
     """

@@ -1,0 +1,32 @@
+"""transformers' own settings of a mesh, `DistributedConfig` (5.23), which no Accelerate YAML holds. Pure."""
+
+from collections.abc import Mapping
+from typing import Any
+
+NATIVE_AXES: Mapping[str, str] = {"dp_replicate_size": "dp_replicate", "fsdp_size": "dp_shard", "tp_size": "tp"}
+"""The sizes of its mesh, in order, each with the axis of `parallelism_config` that means the same."""
+NATIVE_SIZES = (*NATIVE_AXES, "ep_size")
+"""All sizes that training takes; experts are spread over the ranks of fsdp and tp."""
+NATIVE_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys((*NATIVE_SIZES, "pp_size", "tp_plan", "ep_plan", "fsdp_plan")),
+    **dict.fromkeys(("fsdp_cpu_offload", "fsdp_mixed_precision", "enable_sequence_parallel"), False),
+    "enable_expert_parallel": False,
+    "ep_implementation": "auto",
+}
+EXPERT_FLAG = "--expert_parallel_size"
+"""The flag of `train/sft.py` for experts, which Accelerate has no key for."""
+
+
+def is_native(values: Mapping[str, Any]) -> bool:
+    """Whether a mapping holds the fields of a `DistributedConfig`."""
+    return bool(values.keys() & {*NATIVE_SIZES, "fsdp_mixed_precision", "fsdp_cpu_offload", "tp_plan"})
+
+
+def expert_refusal(sizes: Mapping[str, int]) -> str:
+    """Why transformers refuses the `ep_size` among these sizes of all `NATIVE_SIZES`; empty if it takes it."""
+    _, shards, tensor, experts = (sizes[name] for name in NATIVE_SIZES)
+    if experts > 1 and experts % tensor:
+        return f"ep_size {experts} is not a multiple of tp_size {tensor}"
+    if experts > 1 and shards * tensor % experts:
+        return f"ep_size {experts} does not divide fsdp_size {shards} x tp_size {tensor}"
+    return ""
