@@ -20,7 +20,7 @@ from accel_fsdp.models import optimizers
 SIZES: Mapping[str, int] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
 """The size arguments, with the defaults of Trainer and `train/sft.py`."""
 WHOLE: Mapping[str, int] = {
-    **dict.fromkeys((*SIZES, "per_device_eval_batch_size", "lora_r"), 1),
+    **dict.fromkeys((*SIZES, "per_device_eval_batch_size", "lora_r", "expert_parallel_size"), 1),
     "save_total_limit": 0,
     "max_steps": -1,
 }

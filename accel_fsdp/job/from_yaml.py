@@ -1,5 +1,6 @@
 """The job of an Accelerate YAML and of the arguments of its script. Pure."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from accel_fsdp.job.layout import SHARDING_KINDS, Layout
 from accel_fsdp.job.recipe import Recipe
 from accel_fsdp.units import counted
 
+TENSOR_AXIS, *UNKNOWN_AXES = OTHER_AXES
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)
 
@@ -33,8 +35,9 @@ def job_of(
     by_script = is_on(arguments.get("gradient_checkpointing")) or is_on(arguments.get("activation_checkpointing"))
     flags = {name for name in FLAGS if is_on(arguments.get(name))}
     smoothed = str(arguments.get("label_smoothing_factor") or 0) not in ("0", "0.0")
+    experts = from_arguments.whole(arguments.get("expert_parallel_size")) or 1
     return Job(
-        layout_of(config, ranks),
+        replace(layout_of(config, ranks), experts=experts),
         replace(
             recipe,
             precision=PRECISIONS.get(mixed, recipe.precision),
@@ -94,6 +97,8 @@ def predictable(config: JobConfig, arguments: Mapping[str, Any] | None = None, r
     _refuse(precision not in PRECISIONS, f"mixed_precision: {precision}", "there is no formula for it")
     _check_offload(config)
     job = job_of(config, arguments, recipe)
+    why = job.layout.experts_misfit
+    _refuse(bool(why), f"expert_parallel_size {job.layout.experts}", why)
     _refuse(job.is_one_unit, "NO_WRAP, which makes one unit of the whole model,", "a plan gathers layer by layer")
     return job
 
@@ -109,13 +114,14 @@ def check_sharding(config: JobConfig, ranks: int) -> None:
         _refuse(stage not in STAGES, f"zero_stage: {stage}", "DeepSpeed has the stages 0 to 3")
     if config.engine is not Engine.FSDP2:
         return
-    for axis in OTHER_AXES:
+    for axis in UNKNOWN_AXES:
         size = config.mesh[axis]
-        _refuse(size != 1, f"{axis}_size: {size}", "only data-parallel meshes are known")
-    copies, shards = (config.mesh[axis] for axis in DATA_AXES)
-    fits = isinstance(copies, int) and isinstance(shards, int) and copies * shards == ranks
+        _refuse(size != 1, f"{axis}_size: {size}", "it has never run here")
+    sizes = [config.mesh[axis] for axis in (*DATA_AXES, TENSOR_AXIS)]
+    fits = all(isinstance(size, int) for size in sizes) and math.prod(sizes) == ranks
     misfits = bool(config.section("parallelism_config")) and not fits
-    _refuse(misfits, f"a mesh of {copies} x {shards} on {ranks} processes", "they must multiply to that")
+    shown = " x ".join(map(str, sizes if sizes[-1] != 1 else sizes[:-1]))
+    _refuse(misfits, f"a mesh of {shown} on {ranks} processes", "they must multiply to that")
 
 
 def _stage(config: JobConfig) -> Any:

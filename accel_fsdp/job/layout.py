@@ -15,7 +15,8 @@ class Layout:
     """How the ranks share the model; `ranks` and `ranks_per_node` are 0 if unknown.
 
     `strategy` is a number of `STRATEGIES`, of which FSDP2 has 1, 2, 4 and 5, or the stage of ZeRO. `tensor` and
-    `context` are ranks that share a row: tensor parallelism, and context or sequence parallelism.
+    `context` are ranks that share a row: tensor parallelism, and context or sequence parallelism. `experts` are ranks
+    that divide the experts of a layer: of one replica's ranks, whole groups of those that share a row.
     """
 
     engine: Engine
@@ -25,6 +26,7 @@ class Layout:
     offload: bool = False
     tensor: int = 1
     context: int = 1
+    experts: int = 1
 
     def __post_init__(self) -> None:
         """Accepts an engine or its name, as in JSON."""
@@ -56,7 +58,8 @@ class Layout:
         """The layout on a device mesh. With replicas under FSDP2, the ranks of one replica count as one machine."""
         layout = replace(self, tensor=sizes["tp"], context=sizes["cp"] * sizes["sp"])
         if self.engine is Engine.FSDP2 and sizes["dp_replicate"] > 1:
-            return replace(layout, strategy=self.strategy + 3, ranks_per_node=sizes["dp_shard"])
+            together = sizes["dp_shard"] * layout.ranks_per_row
+            return replace(layout, strategy=self.strategy + 3, ranks_per_node=together)
         return layout
 
     @property
@@ -66,11 +69,24 @@ class Layout:
         if self.engine is Engine.DDP:
             return self.engine.label
         sharded = f"{self.engine.label} {STRATEGIES[self.strategy]}" if self.is_fsdp else zero_name(self.strategy)
-        return sharded + (" offload" if self.offload else "")
+        axes = [f"{axis} {size}" for axis, size in (("tp", self.tensor), ("ep", self.experts)) if size > 1]
+        if self.wrapper is not Engine.NONE:
+            axes.insert(0, sharded + (" offload" if self.offload else ""))
+        return ", ".join(axes)
 
     @property
     def is_fsdp(self) -> bool:
         return self.engine in FSDP_KINDS
+
+    @property
+    def is_by_transformers(self) -> bool:
+        """Whether transformers shards the model while it loads it, and Accelerate doesn't."""
+        return self.tensor > 1 or self.experts > 1
+
+    @property
+    def wrapper(self) -> Engine:
+        """The engine that wraps the model: none if tensor parallelism alone divides it."""
+        return Engine.NONE if self.tensor == self.ranks > 1 else self.engine
 
     @property
     def ranks_per_row(self) -> int:
@@ -90,7 +106,7 @@ class Layout:
     @property
     def replicas(self) -> int:
         """The copies of the parameters in the job."""
-        return self.ranks // self.shard_ranks
+        return self.ranks // (self.shard_ranks * self.tensor)
 
     def shard_of(self, amount: float) -> float:
         """One rank's part of an amount that is sharded like the parameters."""
@@ -103,8 +119,26 @@ class Layout:
 
     @property
     def shard_ranks(self) -> int:
-        """The ranks that share one copy of the parameters: all, or with hybrid sharding those of one machine."""
+        """The ranks that share one copy of the parameters: all, or with hybrid sharding those of one machine.
+
+        Of the ranks of a tensor-parallel group, which hold different parts, one counts.
+        """
         if self.engine in (Engine.DDP, Engine.NONE) or (self.engine is Engine.FSDP1 and self.strategy == 3):
             return 1
         hybrid = self.engine is not Engine.DEEPSPEED and self.strategy in (4, 5)
-        return self.ranks_per_node if hybrid else self.ranks
+        return (self.ranks_per_node if hybrid else self.ranks) // self.tensor
+
+    @property
+    def experts_misfit(self) -> str:
+        """Why the ranks can't divide the experts as asked; empty if they can (`DistributedConfig`, transformers)."""
+        together = self.shard_ranks * self.tensor
+        if self.experts > 1 and self.engine is not Engine.FSDP2:
+            return f"it needs FSDP2, not {self.engine.label}"
+        if self.experts > 1 and self.experts % self.tensor:
+            return f"it must be a multiple of tp_size {self.tensor}"
+        return f"it must divide the {together} ranks of dp_shard x tp" if together % self.experts else ""
+
+    @property
+    def expert_shard_ranks(self) -> int:
+        """The ranks that share the same experts, each a part of them."""
+        return self.shard_ranks * self.tensor // self.experts

@@ -4,6 +4,7 @@ from . import config_json as config_json
 from . import counting as counting
 from . import inspect_model as inspect_model
 from . import optimizers as optimizers
+from . import parallel_plans as parallel_plans
 from . import remote_code as remote_code
 from . import state_bytes as state_bytes
 from .classes import CAUSAL as CAUSAL

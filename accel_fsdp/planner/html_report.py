@@ -29,7 +29,7 @@ from accel_fsdp.prediction.memory import (
     OPTIMIZER,
     PARAMETERS,
     step,
-    variant_of,
+    variant_for,
 )
 from accel_fsdp.svg import Bar, Capacity, Curve, Part, Range, Words
 from accel_fsdp.units import GIB, gib_in_figure, number_in_figure, two_digits
@@ -265,7 +265,7 @@ def _peak(problem: Problem, job: Job) -> int:
 
 
 def _timeline(problem: Problem, job: Job) -> step.Timeline:
-    tapes = problem.tapes[variant_of(job.recipe, job.engine)]
+    tapes = problem.tapes[variant_for(job.recipe, job.layout)]
     return step.timeline(problem.shape, tapes, job.recipe, job.layout, workspace_bytes(problem.gpu))
 
 

@@ -276,10 +276,9 @@ class PlanReport:
         )
 
     def _padded(self, candidate: Candidate) -> float:
-        ranks = candidate.layout.shard_ranks
         units = shards.all_units(self.problem.shape, candidate.recipe, candidate.layout)
         params = [(param, unit.count) for unit in units for param in unit.held]
-        padded_elements = sum(shards.shard_numel(param, ranks) * count for param, count in params) * ranks
+        padded_elements = sum(shards.padded_numel(param, candidate.layout) * count for param, count in params)
         return padded_elements / sum(param.numel * count for param, count in params)
 
     def as_json(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from accel_fsdp.prediction.memory import (
     predict,
     reserve,
     shards,
-    variant_of,
+    variant_for,
 )
 from accel_fsdp.units import GIB
 
@@ -74,7 +74,7 @@ def workspace_bytes(gpu: Gpu | None) -> int:
 
 def predicted(shape: ModelShape, tapes: Mapping[str, Tapes], job: Job, gpu: Gpu | None) -> Prediction:
     """The allocated memory of one rank on this GPU, shared by plan, wizard and a run's report."""
-    chosen = tapes[variant_of(job.recipe, job.engine)]
+    chosen = tapes[variant_for(job.recipe, job.layout)]
     return _remembered(shape, chosen, job.recipe, job.layout, workspace_bytes(gpu))
 
 
@@ -229,17 +229,18 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     copies of the weights. An adapter is exported as it was trained.
     """
     recipe, layout = job.recipe, job.layout
-    loaders = 1 if layout.is_fsdp and ram_efficient else layout.ranks_per_node
-    units = shards.all_units(shape, recipe, layout)
+    loads_once = ram_efficient or layout.is_by_transformers  # which reads each rank's part only
+    loaders = 1 if layout.is_fsdp and loads_once else layout.ranks_per_node
     master = shards.master_bytes(recipe, layout)
 
     def total(layout: Layout) -> tuple[int, int, int]:
+        units = shards.all_units(shape, recipe, layout)
         stored = sum(shards.shard_bytes(unit, layout) * unit.count for unit in units)
         optimizer = sum(shards.optimizer_bytes(unit, recipe, layout) * unit.count for unit in units)
         trained = sum(shards.trained_bytes(unit, layout, master, shard=True) * unit.count for unit in units)
         return stored, optimizer, trained
 
-    alone = replace(layout, ranks=1, ranks_per_node=1)
+    alone = replace(layout, ranks=1, ranks_per_node=1, tensor=1, experts=1)
     stored, optimizer, trained = total(alone)
     weights = trained if recipe.method != "full" else stored
     forward = trained * shards.compute_bytes(recipe) // master

@@ -9,7 +9,7 @@ from accel_fsdp.hardware import Gpu
 from accel_fsdp.job import Job, Layout, Recipe
 from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import Device, Host, Replay
-from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes, variant_of
+from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes, variant_for
 from accel_fsdp.prediction.speed import Step, step_time
 from accel_fsdp.units import GIB, about_gib, gib_of
 
@@ -47,7 +47,7 @@ class Problem:
         return capacity.predicted(self.shape, self.tapes, job, self.gpu)
 
     def replay(self, job: Job) -> Replay:
-        tapes = self.tapes[variant_of(job.recipe, job.engine)]
+        tapes = self.tapes[variant_for(job.recipe, job.layout)]
         return capacity.replay_of(self.shape, tapes, job, capacity.workspace_bytes(self.gpu))
 
     def step(self, job: Job) -> Step:

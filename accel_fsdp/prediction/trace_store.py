@@ -18,7 +18,7 @@ from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction.memory import SHIPPED, Block, Event, ModelShape, Parameter, Size, Tape, Tapes, Variant
 
-RECORDING = 4
+RECORDING = 5
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
 FOLDER = "recorded"
 TRACED_WITH = ("torch", "transformers", "peft")
@@ -179,4 +179,4 @@ def _shape(content: dict[str, Any]) -> ModelShape:
 
 
 def _parameters(content: list[dict[str, Any]]) -> tuple[Parameter, ...]:
-    return tuple(Parameter(parameter["name"], tuple(parameter["shape"]), parameter["kind"]) for parameter in content)
+    return tuple(Parameter(**{**parameter, "shape": tuple(parameter["shape"])}) for parameter in content)

@@ -33,4 +33,5 @@ from .traces import Tape as Tape
 from .traces import Tapes as Tapes
 from .traces import Variant as Variant
 from .traces import levels as levels
+from .traces import variant_for as variant_for
 from .traces import variant_of as variant_of

@@ -1,7 +1,8 @@
 """The shape of a model: everything that memory and time depend on."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from accel_fsdp.job import ATTENTION_LINEAR, LoraTargets
@@ -11,15 +12,29 @@ ParameterKind = Literal["linear", "experts", "embedding", "head", "norm", "other
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter by its full shape. 4-bit quantisation and LoRA apply to the `kind` of linear layers."""
+    """One parameter by its full shape. 4-bit quantisation and LoRA apply to the `kind` of linear layers.
+
+    `cut` is the dimension that tensor parallelism divides, None if each rank has all of it. `dispatched`: expert
+    parallelism divides the first dimension instead.
+    """
 
     name: str
     shape: tuple[int, ...]
     kind: ParameterKind
+    cut: int | None = None
+    dispatched: bool = False
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    def part(self, tensor: int, experts: int) -> "Parameter":
+        """The part of the rank with the most of it, under tensor parallelism and expert parallelism."""
+        place, ranks = (0, experts) if self.dispatched and experts > 1 else (self.cut, tensor)
+        if place is None or ranks == 1:
+            return self
+        shape = (*self.shape[:place], -(-self.shape[place] // ranks), *self.shape[place + 1 :])
+        return replace(self, shape=shape)
 
     def is_adapted(self, targets: LoraTargets) -> bool:
         """Whether LoRA adapts it in a block: every linear layer, or only those of attention."""
@@ -83,3 +98,30 @@ class ModelShape:
         """The number of elements of all parameters."""
         inside = sum(len(block.layers) * parameter.numel for block in self.blocks for parameter in block.parameters)
         return inside + sum(parameter.numel for parameter in self.outer)
+
+    @property
+    def key_heads(self) -> int:
+        """The heads of keys and values where the plan cuts their projection; 0 if unknown."""
+        keys = (p for block in self.blocks for p in block.parameters if p.name.endswith("k_proj.weight"))
+        return next((p.shape[0] // self.head_dim for p in keys if p.cut == 0), 0)
+
+    @lru_cache(256)  # noqa: B019 - shapes live as long as the process
+    def part(self, tensor: int, experts: int) -> "ModelShape":
+        """What one rank computes with: its part of each parameter, its heads, and its tokens' share of the experts."""
+        if tensor == experts == 1:
+            return self
+        return replace(
+            self,
+            heads=-(-self.heads // tensor) if self.cuts_heads else self.heads,
+            blocks=tuple(
+                replace(block, parameters=tuple(p.part(tensor, experts) for p in block.parameters))
+                for block in self.blocks
+            ),
+            outer=tuple(p.part(tensor, experts) for p in self.outer),
+            experts=-(-self.experts // experts),
+        )
+
+    @property
+    def cuts_heads(self) -> bool:
+        """Whether tensor parallelism divides attention."""
+        return any(p.cut is not None and "attn" in p.name for block in self.blocks for p in block.parameters)

@@ -33,6 +33,7 @@ class Held:
     quantized: bool = False
     adapter: bool = False
     embedding: bool = False
+    dispatched: bool = False
 
     @property
     def numel(self) -> int:
@@ -77,7 +78,8 @@ def master_bytes(recipe: Recipe, layout: Layout) -> int:
     if recipe.method != "full":
         return state_bytes.MASTER
     mixed, zero = recipe.precision != "no", layout.engine is Engine.DEEPSPEED
-    return state_bytes.weight_bytes(state_bytes.DTYPE_BYTES[recipe.dtype], mixed, layout.is_fsdp, zero)
+    upcasts = layout.is_fsdp and not layout.is_by_transformers  # Accelerate does
+    return state_bytes.weight_bytes(state_bytes.DTYPE_BYTES[recipe.dtype], mixed, upcasts, zero)
 
 
 def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
@@ -103,7 +105,9 @@ class Units(NamedTuple):
 def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
     """The units of a model; equal units are one object."""
     alike = replace(recipe, rows=1, length=1, accumulation=1, checkpointing="none")
-    return _distinct_units(shape, alike, Layout(layout.engine, 1, 1, 1))
+    tensor, experts = layout.tensor, layout.experts
+    alone = Layout(layout.engine, 1, 1, 1, tensor=tensor, experts=experts)
+    return _distinct_units(shape.part(tensor, experts), alike, alone)
 
 
 def all_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:
@@ -132,8 +136,13 @@ def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, ins
     for param in parameters:
         quantized = inside and is_quantized(param, recipe)
         stored = 0.5 if quantized else master_bytes(recipe, layout) if full else state_bytes.DTYPE_BYTES[recipe.dtype]
-        embedding = param.kind == "embedding"
-        yield Held(param.shape, stored, compute, trained=full, quantized=quantized, embedding=embedding)
+        yield Held(
+            *(param.shape, stored, compute),
+            trained=full,
+            quantized=quantized,
+            embedding=param.kind == "embedding",
+            dispatched=param.dispatched and layout.experts > 1,
+        )
         if not full and inside and param.is_adapted(recipe.lora_targets):
             rows, columns = param.shape
             wide = master_bytes(recipe, layout)
@@ -147,14 +156,28 @@ def is_quantized(parameter: Parameter, recipe: Recipe) -> bool:
     return recipe.method == "qlora" and is_linear
 
 
-def shard_shape(param: Held, ranks: int) -> tuple[int, ...]:
+def pieces_of(param: Held, layout: Layout) -> int:
+    """The number of ranks that share a parameter, or the part of it that tensor or expert parallelism leaves a rank.
+
+    Adapters come after transformers has sharded the model: they are whole on each rank.
+    """
+    if param.adapter and layout.is_by_transformers:
+        return 1
+    return layout.expert_shard_ranks if param.dispatched else layout.shard_ranks
+
+
+def shard_shape(param: Held, layout: Layout) -> tuple[int, ...]:
     """FSDP2's shard of one parameter on rank 0, padding included."""
     rows, *others = param.shape or (1,)
-    return (-(-rows // ranks), *others)
+    return (-(-rows // pieces_of(param, layout)), *others)
 
 
-def shard_numel(param: Held, ranks: int) -> int:
-    return math.prod(shard_shape(param, ranks))
+def shard_numel(param: Held, layout: Layout) -> int:
+    return math.prod(shard_shape(param, layout))
+
+
+def padded_numel(param: Held, layout: Layout) -> int:
+    return shard_numel(param, layout) * pieces_of(param, layout)
 
 
 def flat_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
@@ -186,7 +209,7 @@ def shard_bytes(unit: Unit, layout: Layout) -> int:
     """The bytes of one unit's parameters at rest on rank 0."""
     if layout.engine is Engine.FSDP1:
         return round(sum(_flat_bytes(group, layout, _stored_bytes) for group in _flat_groups(unit.held)))
-    return round(sum(shard_numel(param, layout.shard_ranks) * param.stored for param in unit.held))
+    return round(sum(shard_numel(param, layout) * param.stored for param in unit.held))
 
 
 def _flat_bytes(group: tuple[Held, ...], layout: Layout, width: Callable[[Held], float]) -> float:
@@ -206,8 +229,10 @@ def _flat_groups(params: tuple[Held, ...]) -> list[tuple[Held, ...]]:
 @lru_cache(CACHED)
 def quantization_bytes(unit: Unit, layout: Layout) -> int:
     """The quantisation state of a unit's 4-bit weights; FSDP1 keeps it whole on every rank."""
-    unsharded = sum(param.numel for param in unit.held if param.quantized) * (state_bytes.NF4_BYTES - 0.5)
-    return round(unsharded if layout.engine is Engine.FSDP1 else unsharded / layout.shard_ranks)
+    whole = layout.engine is Engine.FSDP1
+    packed = (param for param in unit.held if param.quantized)
+    elements = sum(param.numel / (1 if whole else pieces_of(param, layout)) for param in packed)
+    return round(elements * (state_bytes.NF4_BYTES - 0.5))
 
 
 def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
@@ -224,7 +249,7 @@ def _optimizer_bytes(unit: Unit, optimizer: str, master: int, layout: Layout) ->
     return sum(
         optimizers.tensor_bytes(
             optimizer,
-            shard_shape(param, layout.shard_ranks),
+            shard_shape(param, layout),
             master,
             embedding=param.embedding
             and layout.engine is not Engine.DEEPSPEED,  # whose partitions no longer belong to an embedding
@@ -235,39 +260,40 @@ def _optimizer_bytes(unit: Unit, optimizer: str, master: int, layout: Layout) ->
 
 
 def _optimized_numel(unit: Unit, layout: Layout) -> int:
-    ranks = layout.shard_ranks
     if layout.engine is Engine.FSDP1:
         groups = (group for group in _flat_groups(unit.held) if group and group[0].trained)
         return sum(first_numel(group, layout) for group in groups)
-    return sum(shard_numel(param, ranks) for param in unit.held if param.trained)
+    return sum(shard_numel(param, layout) for param in unit.held if param.trained)
 
 
 @lru_cache(CACHED)
 def gathered_bytes(unit: Unit, layout: Layout) -> int:
     """The unit unsharded, in the dtype of forward and backward, padding included."""
-    ranks = layout.shard_ranks
     if layout.engine is Engine.FSDP1:
         groups = _flat_groups(unit.held)
-        return round(sum(_flat_bytes(group, layout, _used_bytes) for group in groups)) * ranks
-    return round(sum(shard_numel(param, ranks) * ranks * _used_bytes(param) for param in unit.held))
+        return round(sum(_flat_bytes(group, layout, _used_bytes) for group in groups)) * layout.shard_ranks
+    return round(sum(padded_numel(param, layout) * _used_bytes(param) for param in unit.held))
 
 
 @lru_cache(CACHED)
 def cast_bytes(unit: Unit, layout: Layout) -> int:
     """The shard's copy in the dtype of forward and backward, if it differs from the stored one."""
-    same = all(param.stored == _used_bytes(param) for param in unit.held)
-    return 0 if same else gathered_bytes(unit, layout) // layout.shard_ranks
+    if all(param.stored == _used_bytes(param) for param in unit.held):
+        return 0
+    if layout.engine is Engine.FSDP1:
+        return gathered_bytes(unit, layout) // layout.shard_ranks
+    return round(sum(shard_numel(param, layout) * _used_bytes(param) for param in unit.held))
 
 
 @lru_cache(CACHED)
 def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -> int:
     """The trained parameters' elements, whole or as the shard, padding included, times `per_element`."""
-    ranks = layout.shard_ranks
-    times = 1 if shard else ranks
     if layout.engine is Engine.FSDP1:
         groups = [group for group in _flat_groups(unit.held) if group and any(param.trained for param in group)]
-        return round(sum(flat_numel(group, layout) for group in groups) * times * per_element)
-    return round(sum(shard_numel(param, ranks) for param in unit.held if param.trained) * times * per_element)
+        elements = sum(flat_numel(group, layout) for group in groups)
+        return round(elements * (1 if shard else layout.shard_ranks) * per_element)
+    numel = shard_numel if shard else padded_numel
+    return round(sum(numel(param, layout) for param in unit.held if param.trained) * per_element)
 
 
 @lru_cache(CACHED)

@@ -18,7 +18,7 @@ from accel_fsdp.prediction.memory.replay import play
 from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
-from accel_fsdp.prediction.memory.traces import Replay, Tapes, Variant, variant_of
+from accel_fsdp.prediction.memory.traces import Replay, Tapes, Variant, variant_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,7 +129,7 @@ class Walk:
         first, last = units[:1], units[len(order) + 1 :]
         walked = [*first, *(units[place + 1] for place in layers.places), *last]
         counts = [1, *layers.counts, *(1 for _ in last)]
-        engine = ENGINES[layout.engine](meter, walked, counts, recipe, layout, idle_units(shape, recipe, layout))
+        engine = ENGINES[layout.wrapper](meter, walked, counts, recipe, layout, idle_units(shape, recipe, layout))
         played = play(shape, tapes, recipe, layout)
         tables = (_table_bytes(shape, recipe, layout), played.embedding.born, played.head.born)
         return cls(
@@ -289,7 +289,7 @@ class Walk:
 
 def _table_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
     """The bytes of the embedding's gradient, in the dtype that the embedding computes in."""
-    low = Variant.of(variant_of(recipe, layout.engine)).weights == "bf16"
+    low = Variant.of(variant_for(recipe, layout)).weights == "bf16"
     return shape.vocab * shape.hidden * (state_bytes.LOW if low else state_bytes.MASTER)
 
 

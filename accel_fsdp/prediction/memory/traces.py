@@ -4,13 +4,14 @@ A tape is recorded once by `recorder.py`, unsharded, and replayed here for any m
 rank: every size on it is a polynomial in them. So a peak is exact although it is only piecewise linear in the tokens.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Engine, Method
-from accel_fsdp.job import SHARDING_KINDS, Kernels, LoraTargets, Recipe
+from accel_fsdp.job import SHARDING_KINDS, Kernels, Layout, LoraTargets, Recipe
 
 ROUND_BYTES = 512
 """The granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
@@ -127,8 +128,13 @@ CHUNK_TOKENS = 256
 """Tokens whose logits a chunked loss holds at once: the default of TRL's `chunked_nll`."""
 
 
+AXES_IN_NAME = re.compile(r"(.*?)(?:-tensor(\d+))?(?:-experts(\d+))?")
+
+
 class Variant(NamedTuple):
     """The settings that decide a tape besides the model: how weights and adapters are held when a block computes.
+
+    `tensor` and `experts` are the ranks that divide the block by tensor parallelism, and its experts.
 
     "bf16" stands for both 16-bit dtypes. `adapters` may be wider than `weights`: PEFT makes them float32 and autocast
     casts them at each use.
@@ -143,20 +149,25 @@ class Variant(NamedTuple):
     dropout: bool = False
     kernels: Kernels = "none"
     selective: bool = False
+    tensor: int = 1
+    experts: int = 1
 
     @property
     def name(self) -> str:
-        """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention, fused kernels."""
+        """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention, fused kernels, ranks."""
         wide = "32" if self.method != "full" and self.adapters != self.weights else ""
         wide += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
         ends = [*([] if self.kernels == "none" else [self.kernels]), *(["sac"] if self.selective else [])]
+        ends += [f"{axis}{getattr(self, axis)}" for axis in ("tensor", "experts") if getattr(self, axis) > 1]
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention, *ends))
 
     @staticmethod
     @lru_cache
     def of(name: str) -> "Variant":
         """The variant of a name."""
-        return next(variant for variant in VARIANTS if variant.name == name)
+        plain, tensor, experts = AXES_IN_NAME.fullmatch(name).groups()  # type: ignore[union-attr]
+        alone = next(variant for variant in VARIANTS if variant.name == plain)
+        return alone._replace(tensor=int(tensor or 1), experts=int(experts or 1))
 
 
 def _every_variant() -> list[Variant]:
@@ -186,7 +197,12 @@ SHIPPED = (
 """The variants that are bundled for the models of the catalogue."""
 
 
-def variant_of(recipe: Recipe, engine: str) -> str:
+def variant_for(recipe: Recipe, layout: Layout) -> str:
+    """The name of the variant that a recipe runs in a layout."""
+    return variant_of(recipe, layout.wrapper, layout.tensor, layout.experts)
+
+
+def variant_of(recipe: Recipe, engine: str, tensor: int = 1, experts: int = 1) -> str:
     """The name of the variant that a recipe runs under an engine, as `Layout.engine` names them.
 
     FSDP's mixed precision hands 16-bit copies of all parameters to the block, DeepSpeed keeps such copies; Accelerate
@@ -209,6 +225,8 @@ def variant_of(recipe: Recipe, engine: str) -> str:
         dropout=recipe.method != "full" and recipe.lora_dropout,
         kernels=recipe.kernels,
         selective=recipe.checkpointing == "selective",
+        tensor=tensor,
+        experts=experts,
     ).name
 
 

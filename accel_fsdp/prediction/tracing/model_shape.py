@@ -1,10 +1,10 @@
 """Reads a `ModelShape` from a Transformers config: the model is built on the meta device, without weights."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import language_parameters, wrap_classes
+from accel_fsdp.models import language_parameters, parallel_plans, wrap_classes
 from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, ParameterKind
 
 if TYPE_CHECKING:
@@ -22,6 +22,8 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         groups.setdefault((*_signature(layer), path.rsplit(".", 1)[0]), []).append(index)
     modules = list(layers.values())
     heads = int(_first(text, "num_attention_heads", "n_head"))
+    divided = Divided(parallel_plans.cuts(model), parallel_plans.dispatched(model))
+    names = list(layers)
     return ModelShape(
         name=name,
         model_type=str(config.model_type),
@@ -30,10 +32,10 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         heads=heads,
         head_dim=int(_first(text, "head_dim") or _first(text, "hidden_size", "n_embd") // heads),
         blocks=tuple(
-            Block(type(modules[paths[0]]).__name__, tuple(paths), _parameters(modules[paths[0]]))
-            for paths in groups.values()
+            Block(type(modules[first]).__name__, (first, *others), _parameters(modules[first], names[first], divided))
+            for first, *others in groups.values()
         ),
-        outer=_outer(model, layers),
+        outer=_outer(model, layers, divided),
         tied=_tied(model),
         buffers_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         experts=int(_first(text, "num_local_experts", "num_experts", "n_routed_experts")),
@@ -92,13 +94,23 @@ def _signature(layer: "nn.Module") -> tuple[Any, ...]:
     )
 
 
-def _parameters(layer: "nn.Module", prefix: str = "") -> tuple[Parameter, ...]:
+class Divided(NamedTuple):
+    """What tensor parallelism cuts, with the dimension, and what expert parallelism divides, by full names."""
+
+    cuts: Mapping[str, int]
+    dispatched: Collection[str]
+
+    def parameter(self, full: str, name: str, p: "nn.Parameter", kind: ParameterKind) -> Parameter:
+        return Parameter(name, tuple(p.shape), kind, self.cuts.get(full), full in self.dispatched)
+
+
+def _parameters(layer: "nn.Module", place: str, divided: Divided) -> tuple[Parameter, ...]:
+    """The parameters of a layer by their names in it; `place` is its path in the model."""
     return tuple(
-        Parameter(
-            f"{prefix}{path}.{name}".lstrip("."), tuple(p.shape), _kind(f".{prefix}{path}.", module, name, p.dim())
-        )
+        divided.parameter(f"{place}.{full}", full, p, _kind(f".{path}.", module, name, p.dim()))
         for path, module in layer.named_modules()
         for name, p in module.named_parameters(recurse=False)
+        if (full := f"{path}.{name}".lstrip("."))
     )
 
 
@@ -115,7 +127,7 @@ def _kind(path: str, module: "nn.Module", name: str, dimensions: int) -> Paramet
     return "norm" if "norm" in type(module).__name__.lower() else "other"
 
 
-def _outer(model: "nn.Module", layers: Iterable[str]) -> tuple[Parameter, ...]:
+def _outer(model: "nn.Module", layers: Iterable[str], divided: Divided) -> tuple[Parameter, ...]:
     """The parameters outside the blocks; tied ones count once, under their first name."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     parameters, counted_ids = [], set()
@@ -128,7 +140,8 @@ def _outer(model: "nn.Module", layers: Iterable[str]) -> tuple[Parameter, ...]:
                 continue
             counted_ids.add(id(p))
             kind = "head" if module is output and name == "weight" else _kind(f".{path}.", module, name, p.dim())
-            parameters.append(Parameter(f"{path}.{name}", tuple(p.shape), kind))
+            full = f"{path}.{name}"
+            parameters.append(divided.parameter(full.lstrip("."), full, p, kind))
     return tuple(parameters)
 
 

@@ -1,0 +1,100 @@
+"""Tensor and expert parallelism: what the planner says a rank holds, against real ranks on transformers' own meshes."""
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT, run
+from held_axes import MESHES, MODELS
+
+from accel_fsdp.config import Engine, JobConfig
+from accel_fsdp.errors import UsageError
+from accel_fsdp.job import Layout, Recipe, from_yaml
+from accel_fsdp.models import build
+from accel_fsdp.prediction.memory import ModelShape, shards
+from accel_fsdp.prediction.tracing.model_shape import shape_of
+
+RECIPE = Recipe(precision="no")
+
+
+@cache
+def shape_for(kind: str) -> ModelShape:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(kind, **MODELS[kind])
+    return shape_of(kind, config, build(kind, config))
+
+
+def layout_of(sizes: dict[str, int]) -> Layout:
+    copies, shards_, tensor = (sizes.get(f"{axis}_size", 1) for axis in ("dp_replicate", "fsdp", "tp"))
+    ranks = copies * shards_ * tensor
+    mesh = {"dp_replicate": copies, "dp_shard": shards_, "tp": tensor, "cp": 1, "sp": 1}
+    layout = Layout.fsdp2(True, ranks, ranks).on_mesh(mesh)
+    return Layout(**{**vars(layout), "experts": sizes.get("ep_size", 1)})
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_each_rank_holds_what_is_predicted(ranks: int, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    finished = run([*words, ROOT / "tests" / "held_axes.py", tmp_path], CUDA_VISIBLE_DEVICES="", PYTHONPATH=str(ROOT))
+    assert finished.code == 0, finished.output[-3000:]
+    line = next(line for line in finished.output.splitlines() if "HELD {" in line)
+    seen: dict[str, dict[str, Any]] = json.loads(line.partition("HELD ")[2])
+    assert len([mesh for kind in seen.values() for mesh in kind]) == {2: 8, 4: 22}[ranks]
+    for kind, by_mesh in seen.items():
+        for mesh, held in by_mesh.items():
+            layout = layout_of(MESHES[mesh])
+            units = shards.all_units(shape_for(kind), RECIPE, layout)
+            assert {
+                "parameters": sum(shards.shard_bytes(unit, layout) * unit.count for unit in units),
+                "optimizer": sum(shards.optimizer_bytes(unit, RECIPE, layout) * unit.count for unit in units),
+            } == held, (kind, mesh)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "name", "experts"),
+    [
+        ("tp 2", "tp 2", 2),
+        ("tp 2 x fsdp 2", "FSDP2 FULL_SHARD, tp 2", 4),
+        ("tp 2 x fsdp 2, ep 4", "FSDP2 FULL_SHARD, tp 2, ep 4", 1),
+        ("replicate 2 x fsdp 2", "FSDP2 HYBRID_SHARD", 2),
+    ],
+)
+def test_a_layout_says_its_axes(mesh: str, name: str, experts: int) -> None:
+    layout = layout_of(MESHES[mesh])
+    assert (layout.engine, layout.name, layout.expert_shard_ranks) == (Engine.FSDP2, name, experts)
+
+
+def mesh_of(shards_: int, tensor: int, copies: int = 1, **other: int) -> JobConfig:
+    sizes = {"dp_replicate": copies, "dp_shard": shards_, "tp": tensor, **other}
+    section = {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
+    fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    content = {"distributed_type": "FSDP", "num_processes": 8, "mixed_precision": "bf16", "fsdp_config": fsdp}
+    return JobConfig({**content, "parallelism_config": section})
+
+
+def test_yaml_and_arguments_say_the_axes() -> None:
+    layout = from_yaml.predictable(mesh_of(4, 2), {"expert_parallel_size": "8"}).layout
+    assert (layout.tensor, layout.experts, layout.shard_ranks, layout.expert_shard_ranks) == (2, 8, 4, 1)
+    assert (layout.data_ranks, layout.replicas, layout.name) == (4, 1, "FSDP2 FULL_SHARD, tp 2, ep 8")
+    hybrid = from_yaml.predictable(mesh_of(2, 2, copies=2)).layout
+    assert (hybrid.name, hybrid.shard_ranks, hybrid.replicas) == ("FSDP2 HYBRID_SHARD, tp 2", 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("config", "experts", "what"),
+    [
+        (mesh_of(4, 2), 3, "expert_parallel_size 3 can't"),
+        (mesh_of(4, 2), 6, "expert_parallel_size 6 can't"),
+        (mesh_of(2, 2, copies=2), 8, "expert_parallel_size 8 can't"),
+        (mesh_of(2, 2), 1, "a mesh of 1 x 2 x 2 on 8 processes"),
+        (mesh_of(4, 1, cp=2), 1, "cp_size: 2 can't be predicted"),
+        (mesh_of(4, 1, sp=2), 1, "sp_size: 2 can't be predicted"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(config: JobConfig, experts: int, what: str) -> None:
+    with pytest.raises(UsageError, match=what):
+        from_yaml.predictable(config, {"expert_parallel_size": experts})
