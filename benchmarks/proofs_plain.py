@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 from accel_fsdp.launch.ranks import parts, ratios
+from accel_fsdp.launch.ranks.records import united
 
 IGNORED = -100
 FLOOR = 1e-2
@@ -41,7 +42,7 @@ def compare(records: Path, model_folder: Path, adapter: proofs_case.Adapter, smo
     if adapter.use_peft:
         model = proofs_case.adapted(model, adapter)
     numbers = sorted({path.name.partition(".")[2] for path in records.iterdir()})
-    of_updates = [[torch.load(path) for path in sorted(records.glob(f"*.{number}"))] for number in numbers]
+    of_updates = [united([torch.load(path) for path in sorted(records.glob(f"*.{number}"))]) for number in numbers]
     return [_compared(model, updates, smoothing) for updates in of_updates]
 
 

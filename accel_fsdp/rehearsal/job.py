@@ -115,7 +115,7 @@ class Rehearsed:
 
     def _records(self, name: str, job: JobConfig) -> dict[str, str]:
         """The variable that has the ranks record their updates, for jobs whose ranks hold whole layers of one model."""
-        if job.engine in (Engine.NONE, Engine.DEEPSPEED):
+        if job.engine is Engine.NONE:
             return {}
         folder = self.folder / f"{name}.records"
         folder.mkdir()

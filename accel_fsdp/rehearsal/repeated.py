@@ -97,6 +97,22 @@ def _behind(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, fix, content["line"])
 
 
+def _behind_deepspeed(content: Mapping[str, Any]) -> Failure:
+    what = (
+        f"before step {content['update']} {content['name']} has other values in the model than in DeepSpeed's "
+        "optimizer, whose step overwrites them"
+    )
+    fix = "change weights before prepare, or by deepspeed.utils.safe_set_full_fp32_param"
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
+def _more_steps(content: Mapping[str, Any]) -> Failure:
+    taken, asked = counted(content["taken"], "step"), counted(content["asked"], "call")
+    what = f"DeepSpeed steps in accelerator.backward: it took {taken}, with {asked} of optimizer.step()"
+    fix = "with accelerator.accumulate(model): around a batch, and gradient_accumulation_steps in the YAML"
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
 def _begins(content: Mapping[str, Any]) -> Failure:
     changed, same = content["ranks"]
     what = (
@@ -128,8 +144,11 @@ def _clipped_apart(content: Mapping[str, Any]) -> Failure:
     (lowest, highest), (first, other) = content["factors"], content["ranks"]
     what = (
         f"between backward and step gradients are multiplied by {lowest:.4g} on rank {first} and by {highest:.4g} on "
-        f"rank {other}, as clipping by the norm of a rank's own shards does"
+        f"rank {other}"
     )
+    if content["by_engine"]:
+        return Failure(what, SCRIPT, "change gradients on all ranks in the same way", content["line"])
+    what += ", as clipping by the norm of a rank's own shards does"
     return Failure(what, SCRIPT, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
 
 
@@ -250,7 +269,9 @@ SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "all-gradients": _all_gradients,
     "copies": _copies,
     "begins": _begins,
+    "more-steps": _more_steps,
     "behind": _behind,
+    "behind-deepspeed": _behind_deepspeed,
     "clipped-early": _clipped_early,
     "clipped-apart": _clipped_apart,
     "changed-apart": _changed_apart,

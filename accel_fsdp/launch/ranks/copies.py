@@ -4,7 +4,7 @@ import copy
 import gc
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.units import kib_or_mib
@@ -44,7 +44,7 @@ def copied(model: "nn.Module") -> Copy:
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     if size_bytes > MOST_BYTES:
         return Copy(None, hooks, f"the model has more than {kib_or_mib(MOST_BYTES)}")
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(parameter.is_meta or is_split(parameter) for parameter in model.parameters()):
         return Copy(None, hooks, "the model had no values when it was sharded")
     try:
         return Copy(copy.deepcopy(model), hooks)
@@ -52,9 +52,16 @@ def copied(model: "nn.Module") -> Copy:
         return Copy(None, hooks, f"the model can't be copied: {type(error).__name__}: {error}")
 
 
+def is_split(parameter: Any) -> bool:
+    """Whether a rank has only its part of a weight, as DeepSpeed leaves each that is made under ZeRO-3."""
+    return bool(getattr(parameter, "ds_numel", parameter.numel()) != parameter.numel())
+
+
 def hooks_of(model: "nn.Module") -> int:
-    """The hooks of a model's modules that may change what it computes; those of torch itself, such as FSDP's, not."""
+    """The hooks of a model's modules that may change what it computes; those of FSDP and DeepSpeed themselves, not."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
     functions = [inspect.unwrap(getattr(hook, "func", hook)) for hook in hooks]
-    return sum(not str(getattr(function, "__module__", "")).startswith("torch.") for function in functions)
+    return sum(
+        not str(getattr(function, "__module__", "")).startswith(("torch.", "deepspeed.")) for function in functions
+    )

@@ -38,3 +38,11 @@ def of_batches(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
     if others or counted or any(f["loss"] is None or f["gradients"][f["loss"]] is None for f in forwards):
         return []
     return [float(forward["gradients"][forward["loss"]]) for forward in forwards]
+
+
+def of_rank(update: Mapping[str, Any]) -> float | None:
+    """What came back to the mean losses that the model itself made on a rank; None for other losses."""
+    own = [forward for forward in update["forwards"] if "num_items_in_batch" not in forward["inputs"][1]]
+    gradients = [forward["gradients"][forward["loss"]] for forward in own if forward["loss"] is not None]
+    is_known = len(gradients) == len(update["forwards"]) and all(gradient is not None for gradient in gradients)
+    return sum(float(gradient) for gradient in gradients) if is_known else None

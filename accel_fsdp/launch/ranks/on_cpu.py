@@ -7,7 +7,7 @@ from functools import partial
 
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.ranks import events, gpu_as_cpu, hang, recording, replay, script, watch
+from accel_fsdp.launch.ranks import events, gpu_as_cpu, hang, recording, replay, script, watch, zero
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 
@@ -18,7 +18,8 @@ def run() -> None:
     cpu.begin_rank()
     if cpu.is_needed():
         gpu_as_cpu.install()
-    recorder = recording.begin()  # before the watch, which asks whether the script itself is the caller
+    kind = zero.ZeroRecorder if LaunchEnvironment.now().uses_deepspeed else recording.Recorder
+    recorder = recording.begin(kind)  # before the watch, which asks whether the script itself is the caller
     report_end = watch.begin()
     if recorder is not None:
         cpu.at_end(partial(replay.compare, recorder))

@@ -88,6 +88,18 @@ def parts(of: Iterable[Place], values: Callable[["torch.Tensor"], Any]) -> Parts
     return {place.name: (place.start, place.part(tensor)) for place, tensor in given if tensor is not None}
 
 
+def not_zero(held: Parts) -> Parts:
+    return {name: (start, part) for name, (start, part) in held.items() if bool(part.any())}
+
+
+def same(first: Parts, other: Parts) -> bool:
+    """Whether two records hold the same values; weights that FSDP1 still has gathered aren't compared."""
+    if first.keys() != other.keys():
+        return False
+    pairs = ((part, other[name][1]) for name, (_, part) in first.items())
+    return all(one.equal(another) for one, another in pairs if one.shape == another.shape)
+
+
 def whole(shape: "torch.Size", name: str, of_ranks: Iterable[Parts]) -> "torch.Tensor | None":
     """A weight's whole value from the ranks' parts; None if no rank has one."""
     import torch

@@ -46,12 +46,12 @@ UPDATES = Observation(
 )
 
 
-def begin() -> "Recorder | None":
+def begin(kind: "type[Recorder]") -> "Recorder | None":
     """Begins to record where a rehearsal asks for it, before the script imports anything."""
     folder = os.environ.get(RECORDS)
     if not folder or not UPDATES.is_possible:
         return None
-    recorder = Recorder(Path(folder))
+    recorder = kind(Path(folder))
     recorder.install()
     return recorder
 
@@ -93,7 +93,7 @@ class Recorder:
             from accelerate import Accelerator
             from accelerate.local_sgd import LocalSGD
 
-            before(Accelerator, "prepare", self._keep_all)
+            before(Accelerator, "prepare", self.keep_all)
             before(LocalSGD, "__enter__", self._trains_apart)
         after(fsdp, "fully_shard", lambda module, *_, **__: self.prepare(module))
         before(torch.nn.utils, "clip_grad_norm_", self._clips)
@@ -120,7 +120,7 @@ class Recorder:
         if module not in self.models:
             self.keep(outermost(module))
 
-    def _keep_all(self, _: Any, *args: Any, **__: Any) -> None:
+    def keep_all(self, accelerator: Any, *args: Any, **kwargs: Any) -> None:
         from torch import nn
 
         self.trainer_losses.watch()
@@ -188,8 +188,8 @@ class Recorder:
             self._stop()
             return None
         if self.update is None:
-            self.update = self._begin_update()
-        elif not _same(self.update.weights, self._weights()):
+            self.update = self.begin_update()
+        elif not parts.same(self.update.weights, self._weights()):
             self.update.why = self.update.why or "weights change between two forward passes of a step"
         number, path = self.models[module]
         try:
@@ -203,14 +203,14 @@ class Recorder:
         self.update.forwards.append(forward)
         return forward
 
-    def _begin_update(self) -> Update:
+    def begin_update(self) -> Update:
         models = {number: model for number, of in self.prepared.items() if (model := of()) is not None}
         why = self.why or next((kept.why for kept in self.copies if kept.why), "")
         if len(models) > 1:
             why = why or "several models are trained"
         if any(hooks_of(model) != self.copies[number].hooks for number, model in models.items()):
             why = why or "hooks were added to the model after it was sharded"
-        self.places = [place for model in models.values() for place in parts.places(model)]
+        self.places = [place for model in models.values() for place in self.places_of(model)]
         trained = [place.name for place in self.places if place.parameter.requires_grad]
         if any(map(_has_hooks, (place.parameter for place in self.places))):
             why = why or "weights have hooks"
@@ -221,6 +221,9 @@ class Recorder:
         return Update(
             weights, trained, precision.of(model), precision.cast(model), reduces, why=why, accumulation=_accumulation()
         )
+
+    def places_of(self, model: "nn.Module") -> Iterable[Place]:
+        return parts.places(model)
 
     def _weights(self) -> Parts:
         return parts.parts(self.places, lambda parameter: parameter if parameter.is_floating_point() else None)
@@ -279,11 +282,7 @@ class Recorder:
             names = {id(place.parameter): place.name for place in self.places}
             if outside := _reached(roots, {id(node) for node in self.boundary}, names):
                 update.why = update.why or f"{outside} is used outside of the model's forward"
-            now = self._gradients()
-            if not _same(self._used(update.reduced), self._used(now)):
-                update.dropped |= bool(update.backwards) and not self.in_step and not _not_zero(now)
-                when = "between two backward passes of a step" if update.backwards else "before it"
-                update.why = update.why or f"gradients are kept, cleared or changed {when}"
+            self.check_kept(update)
         nested, self.in_backward = self.in_backward, True
         try:
             original(tensors, *args, **kwargs)
@@ -294,10 +293,18 @@ class Recorder:
             update.backwards += 1
             update.reduced = self._gradients()
 
+    def check_kept(self, update: Update) -> None:
+        """Compares the gradients before a backward pass with those that the last one left."""
+        now = self._gradients()
+        if not parts.same(self._used(update.reduced), self._used(now)):
+            update.dropped |= bool(update.backwards) and not self.in_step and not parts.not_zero(now)
+            when = "between two backward passes of a step" if update.backwards else "before it"
+            update.why = update.why or f"gradients are kept, cleared or changed {when}"
+
     def _used(self, gradients: Parts) -> Parts:
         """Those that aren't 0, without weights that no optimizer has had in the last step: they may pile up there."""
         covered = self.covered
-        return {name: part for name, part in _not_zero(gradients).items() if covered is None or name in covered}
+        return {name: part for name, part in parts.not_zero(gradients).items() if covered is None or name in covered}
 
     def _gradients(self) -> Parts:
         return parts.parts(self.places, lambda parameter: parameter.grad)
@@ -370,18 +377,6 @@ def _reached(roots: "Iterable[torch.Tensor]", boundary: set[int], names: Mapping
 
 def _has_hooks(weight: Any) -> bool:
     return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
-
-
-def _not_zero(held: Parts) -> Parts:
-    return {name: (start, part) for name, (start, part) in held.items() if bool(part.any())}
-
-
-def _same(first: Parts, other: Parts) -> bool:
-    """Whether two records hold the same values; weights that FSDP1 still has gathered aren't compared."""
-    if first.keys() != other.keys():
-        return False
-    pairs = ((part, other[name][1]) for name, (_, part) in first.items())
-    return all(one.equal(another) for one, another in pairs if one.shape == another.shape)
 
 
 def _is_midway() -> bool:

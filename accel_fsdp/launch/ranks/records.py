@@ -61,7 +61,8 @@ class Update:
     """`weights` and `after` are the weights' parts before and after it, `reduced` the gradients after the last
     backward pass, and `used` those that the optimizers saw. `cast`: what FSDP casts weights to for a forward pass,
     `reduces`: what it reduces gradients in. `dropped`: whether gradients were cleared between two backward passes,
-    `midway`: whether it stepped before the last batch of a prepared dataloader. `why` it can't be repeated; or empty.
+    `midway`: whether it stepped before the last batch of a prepared dataloader, `by_engine`: whether DeepSpeed's engine
+    clipped gradients and stepped. `why` it can't be repeated; or empty.
     """
 
     weights: Parts
@@ -80,7 +81,18 @@ class Update:
     line: str = ""
     dropped: bool = False
     midway: bool = False
+    by_engine: bool = False
     why: str = ""
+
+
+def united(updates: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Gives the first rank's update the names of trained weights, and of each optimizer's, that others hold alone."""
+    first = updates[0]
+    first["trained"] = list(dict.fromkeys(name for update in updates for name in update["trained"]))
+    for of_ranks in zip(*(update["steps"] for update in updates), strict=False):
+        groups = zip(*(step["names"] for step in of_ranks), strict=True)
+        of_ranks[0]["names"] = [list(dict.fromkeys(name for names in group for name in names)) for group in groups]
+    return updates
 
 
 def recorded(value: Any) -> Any:

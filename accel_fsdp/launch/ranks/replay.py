@@ -20,6 +20,7 @@ from accel_fsdp.launch.ranks.optimizer_step import Tensors, stepped
 from accel_fsdp.launch.ranks.outputs import tensors_in
 from accel_fsdp.launch.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
 from accel_fsdp.launch.ranks.recording import Recorder
+from accel_fsdp.launch.ranks.records import united
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def _read(folder: Path, number: int, ranks: int) -> list[dict[str, Any]]:
             missing = next(rank for rank, path in enumerate(paths) if not path.is_file())
             raise Unrepeatable(f"rank {missing} took fewer steps")
         time.sleep(0.05)
-    return [torch.load(path, weights_only=True) for path in paths]
+    return united([torch.load(path, weights_only=True) for path in paths])
 
 
 class _Repeated:
@@ -127,7 +128,7 @@ class _Repeated:
             return
         if missing := next((name for name in trained if name not in self.weights), ""):
             raise Unrepeatable(f"the model had no {missing} before it was sharded")
-        covered = {name for step in self.first["steps"] for names in step["names"] for name in names}
+        covered = set(self._stepped_names)
         reduced, used = self._whole("reduced"), self._whole("used")
         if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
             self._differs("begins", self.wrapped_at, ranks=ranks)
@@ -142,7 +143,7 @@ class _Repeated:
         self._compare_trainer_losses()
         if self.number:  # gradients of weights that no optimizer has pile up from step to step
             alone = {name: gradient for name, gradient in alone.items() if name in covered}
-        apart = self._compare_gradients(reduced, alone)
+        apart = self._compare_gradients(reduced, {name: alone[name] for name in alone if name in {*reduced, *covered}})
         self._compare_clipping(reduced, used)
         self._compare_losses()
         if content := loss_shares.flaw(self.updates):
@@ -161,7 +162,7 @@ class _Repeated:
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
             uncovered=sorted(still),
             trained=len(self.first["trained"]),
-            shares=[_share_of_losses(update) for update in self.updates],
+            shares=[loss_shares.of_rank(update) for update in self.updates],
             changed=any(map(is_changed, self.updates)),
             line=self._step_line,
         )
@@ -176,6 +177,10 @@ class _Repeated:
     @property
     def _step_line(self) -> str:
         return str(self.first["steps"][-1]["line"])
+
+    @property
+    def _stepped_names(self) -> list[str]:
+        return [name for step in self.first["steps"] for names in step["names"] for name in names]
 
     def _differs(self, what: str, line: str, **content: Any) -> None:
         events.report("otherwise", what=what, update=self.number + 1, line=line, **content)
@@ -309,7 +314,8 @@ class _Repeated:
         lowest, highest = (choose(known, key=lambda rank: known[rank]) for choose in (min, max))
         if known[highest] - known[lowest] > EXACT * known[highest]:
             line = clips[-1]["line"] if clips else self._step_line
-            self._differs("clipped-apart", line, factors=[known[lowest], known[highest]], ranks=[lowest, highest])
+            factors_now, by_engine = [known[lowest], known[highest]], self.first["by_engine"]
+            self._differs("clipped-apart", line, factors=factors_now, ranks=[lowest, highest], by_engine=by_engine)
             return
         if not clips and len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT):
             self._differs("summed-again", self._step_line, ranks=len(factors))
@@ -344,7 +350,7 @@ class _Repeated:
         """Repeats each optimizer's step with the gradients that it saw; returns why it can't, or an empty text."""
         for index, (step, optimizer) in enumerate(zip(self.first["steps"], self.optimizers, strict=False)):
             kind = type(optimizer)
-            if step["has_hooks"] or len(set(map(id, self.optimizers))) < len(self.optimizers):
+            if step["has_hooks"] or len(self._stepped_names) > len(set(self._stepped_names)):
                 return f"{kind.__name__} has hooks, or steps more than once"
             if not f"{kind.__module__}.".startswith(KNOWN_OPTIMIZERS):
                 return f"{kind.__name__} is not an optimizer of torch or transformers"
@@ -366,14 +372,6 @@ class _Repeated:
                     )
                     return ""
         return ""
-
-
-def _share_of_losses(update: Mapping[str, Any]) -> float | None:
-    """What came back to the mean losses that the model itself made on a rank; None for other losses."""
-    own = [forward for forward in update["forwards"] if "num_items_in_batch" not in forward["inputs"][1]]
-    gradients = [forward["gradients"][forward["loss"]] for forward in own if forward["loss"] is not None]
-    is_known = len(gradients) == len(update["forwards"]) and all(gradient is not None for gradient in gradients)
-    return sum(float(gradient) for gradient in gradients) if is_known else None
 
 
 @contextlib.contextmanager
