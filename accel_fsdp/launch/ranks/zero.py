@@ -66,7 +66,11 @@ class ZeroRecorder(Recorder):
         with _gathered(root) as is_split:
             super().keep(root)
         if is_split and (plain := self.copies[-1].plain) is not None:
+            from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
             plain.float()  # DeepSpeed may have made it in 16 bits
+            for weight in plain.parameters():  # as TRL's forward asks for it
+                vars(weight)["ds_status"] = ZeroParamStatus.AVAILABLE
 
     def begin_update(self) -> Update:
         from torch.optim import Optimizer
