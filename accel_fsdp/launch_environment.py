@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Generic, TypeVar
 
-EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "ACCEL_FSDP_MESH")
 """Beginnings of the variables through which Accelerate passes the YAML to the ranks."""
 FAILURE_FILE = "ACCEL_FSDP_FAILURE_FILE"
 MACHINE_RANK = "ACCEL_FSDP_MACHINE_RANK"
 """The variable by which `accel-fsdp launch` tells its ranks the number that the user or engine gave their machine."""
 MEETING = "ACCEL_FSDP_MEETING"
 """The variable by which it tells them where the launchers of all machines meet: port and address."""
+MESH = "ACCEL_FSDP_MESH"
+"""The variable by which `train/sft.py` notes over which mesh transformers, and not Accelerate, shards the model."""
 OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
 
 
@@ -107,7 +109,9 @@ class LaunchEnvironment:
     mixed_precision = _text("ACCELERATE_MIXED_PRECISION", "no")
     uses_cpu = _switch("ACCELERATE_USE_CPU")
     uses_deepspeed = _switch("ACCELERATE_USE_DEEPSPEED")
-    uses_fsdp = _switch("ACCELERATE_USE_FSDP")
+    by_accelerate = _switch("ACCELERATE_USE_FSDP")
+    by_transformers = _Variable(MESH, bool, "")
+    """Whether transformers shards the model, with tensor or expert parallelism, and Accelerate doesn't."""
     sharding_strategy = _Variable("FSDP_SHARDING_STRATEGY", str.upper, "")
     state_dict_type = _text("FSDP_STATE_DICT_TYPE")
     layer_classes = _Variable("FSDP_TRANSFORMER_CLS_TO_WRAP", lambda names: tuple(filter(None, names.split(","))), "")
@@ -128,6 +132,10 @@ class LaunchEnvironment:
         return {name: value for name, value in sorted(self.variables.items()) if name.startswith(EXPORTED)}
 
     @property
+    def uses_fsdp(self) -> bool:
+        return self.by_accelerate or self.by_transformers
+
+    @property
     def shards(self) -> bool:
         return self.uses_fsdp or self.uses_deepspeed
 
@@ -141,7 +149,8 @@ class LaunchEnvironment:
 
     @property
     def wraps_layer_classes(self) -> bool:
-        return self.uses_fsdp and self.variables.get("FSDP_AUTO_WRAP_POLICY", "").upper() == "TRANSFORMER_BASED_WRAP"
+        policy = self.variables.get("FSDP_AUTO_WRAP_POLICY", "").upper()
+        return self.by_accelerate and policy == "TRANSFORMER_BASED_WRAP"
 
     @property
     def offloads(self) -> bool:
@@ -151,7 +160,10 @@ class LaunchEnvironment:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of `parallelism_config` that are more than 1, by name."""
+        """The sizes of `parallelism_config` that are more than 1, by name; with transformers also `ep`."""
+        if self.by_transformers:
+            pairs = (word.split("=") for word in self.variables[MESH].split())
+            return {name: int(size) for name, size in pairs if int(size) > 1}
         names = ("DP_REPLICATE", "DP_SHARD", "TP", "CP", "SP")
         sizes = {name.lower(): int(self.variables.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names}
         return {name: size for name, size in sizes.items() if size > 1}

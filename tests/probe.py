@@ -70,7 +70,11 @@ def jobs() -> None:
 
 def under(config: Path) -> None:
     """This process as Accelerate's launcher would have started it with another YAML of FSDP."""
-    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_"))]:
+    for name in [
+        name
+        for name in os.environ
+        if name.startswith(("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_", "ACCEL_FSDP_MESH"))
+    ]:
         if name != "ACCELERATE_TORCH_DEVICE":
             del os.environ[name]
     AcceleratorState._reset_state(reset_partial_state=True)

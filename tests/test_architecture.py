@@ -60,6 +60,7 @@ PATCHING = {
     "launch.ranks.weights",
     "training.dcp_patches",
     "training.peft_patches",
+    "training.tensor_parallel_patches",
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

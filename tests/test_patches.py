@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from accel_fsdp import cpu
-from accel_fsdp.training import dcp_patches, peft_patches
+from accel_fsdp.training import dcp_patches, peft_patches, tensor_parallel_patches
 
 os.environ.update(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1", CUDA_VISIBLE_DEVICES="")
@@ -42,7 +42,7 @@ def group(backend, ranks):
     dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
 
 def mend():
-    for module in (cpu, dcp_patches, peft_patches):
+    for module in (cpu, dcp_patches, peft_patches, tensor_parallel_patches):
         for name, patch in vars(module).items():
             if type(patch).__name__ == "Patch" and name != NAME:
                 patch()
@@ -106,6 +106,16 @@ both = FullStateDictConfig(offload_to_cpu=True), FullOptimStateDictConfig(offloa
 FSDP.set_state_dict_type(model, StateDictType.FULL_STATE_DICT, *both)
 state = FSDP.optim_state_dict(model, optimizer)["state"]["weight"]
 fault = state["exp_avg"].untyped_storage().data_ptr() == state["exp_avg_sq"].untyped_storage().data_ptr()
+""",
+    "sum_new_gradients": """
+from types import SimpleNamespace
+from transformers.distributed.tensor_parallel import ReplicatedWithGradAllReduce
+dist.all_reduce = lambda tensor, group=None: tensor.mul_(2)  # as where another rank has the same gradient
+norm = nn.RMSNorm(4)
+ReplicatedWithGradAllReduce().install_forward(norm, SimpleNamespace(get_group=lambda: None))
+for _ in range(2):
+    norm(torch.ones(1, 4, requires_grad=True)).sum().backward()
+fault = norm.weight.grad[0].item() > 5
 """,
     "allow_bf16": """
 from transformers import TrainingArguments

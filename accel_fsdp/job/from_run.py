@@ -54,6 +54,8 @@ def layout_of(accelerator: Any) -> Layout | None:
     ranks = int(accelerator.num_processes)
     launch = LaunchEnvironment.now()
     together = launch.local_world_size if launch.is_rank else ranks
+    if launch.by_transformers:
+        return None
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         return _of_fsdp(plugin, getattr(accelerator, "parallelism_config", None), ranks, together)

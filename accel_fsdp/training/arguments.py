@@ -15,7 +15,7 @@ from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.training import flag_hints, flag_values
+from accel_fsdp.training import flag_hints, flag_values, mesh
 from accel_fsdp.training.data import DataArguments
 
 RECORDER = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
@@ -44,6 +44,11 @@ class ModelArguments:
     attn_implementation: str | None = HfArg(default=None, help="eager, sdpa, flash_attention_2, ...")
     resize_vocab: bool = HfArg(
         default=False, help="Add embedding rows where the tokenizer has more tokens than the model; never shrinks."
+    )
+    expert_parallel_size: int = HfArg(
+        default=1,
+        help="Ranks that divide the experts of a mixture among them; the tokens are sent to the experts' ranks. "
+        "The sizes of all other axes are the YAML's.",
     )
     use_peft: bool = HfArg(default=False, help="Train a LoRA adapter; the base model stays frozen.")
     lora_r: int = HfArg(default=16, help="Rank of the adapter matrices.")
@@ -189,6 +194,8 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
             hint = flag_hints.TRL.get(flag_words.field_name(flag))
             guess = "" if hint else did_you_mean(flag, options)
             raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
+    experts = _word_after("--expert_parallel_size") or "1"
+    mesh.choose(int(experts) if experts.isdecimal() else 1)
     try:
         model, data, training = parser.parse_args_into_dataclasses()
     except REFUSALS as error:

@@ -31,7 +31,7 @@ def predicted_bytes(trainer: Any) -> tuple[int, int]:
     model, state = trainer.model, trainer.accelerator.state
     mixed, zero = trainer.accelerator.mixed_precision != "no", trainer.is_deepspeed_enabled
     element_bytes = {
-        p: state_bytes.weight_bytes(p.element_size(), mixed, trainer.is_fsdp_enabled, zero)
+        p: state_bytes.weight_bytes(p.element_size(), mixed, trainer.is_sharded, zero)
         for p in model.parameters()
         if p.requires_grad
     }
@@ -65,7 +65,7 @@ def check_shared(trainer: Any, resume_from: str | None) -> None:
     Raises:
         UserError: a rank of another machine sees another disk. On all ranks.
     """
-    if trainer.on_tpu or not (trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled):
+    if trainer.on_tpu or not (trainer.is_sharded or trainer.is_deepspeed_enabled):
         return
     folder = Path(trainer.args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """Exports a model at the end of a run: all ranks gather it, the first one writes and verifies it."""
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from accel_fsdp import atomic_files, disks, models
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder
-from accel_fsdp.training import gather, load_model
+from accel_fsdp.training import gather, load_model, mesh_checkpoints
 from accel_fsdp.units import counted
 
 
@@ -20,7 +21,8 @@ class Export:
         self.trainer, self.args, model = trainer, trainer.args, trainer.model
         self.dtype = self._dtype(model)
         saved_as = getattr(torch, self.dtype) if self.dtype else None
-        self.expected = exported_folder.expected_tensors(model, self._trained_as(), saved_as)
+        with mesh_checkpoints.as_whole(model) if trainer.by_transformers else contextlib.nullcontext():
+            self.expected = exported_folder.expected_tensors(model, self._trained_as(), saved_as)
         self.is_writing = False
         """Whether Trainer's saves are the export instead of a checkpoint."""
 
@@ -38,8 +40,7 @@ class Export:
         precision, state = self.trainer.accelerator.mixed_precision, self.trainer.accelerator.state
         if getattr(state, "deepspeed_plugin", None) is not None:
             return load_model.COMPUTED.get(precision)
-        fsdp = getattr(state, "fsdp_plugin", None) is not None
-        return torch.float32 if fsdp and precision != "no" else None
+        return torch.float32 if self.trainer.is_sharded and precision != "no" else None
 
     def write(self, target: Path, card: str) -> int:
         """Gathers the model and writes it; returns the number of tensors. Call on all ranks.
@@ -50,7 +51,7 @@ class Export:
         trainer, watch = self.trainer, self.trainer.watch
         writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-        if plugin is not None or trainer.is_deepspeed_enabled:
+        if trainer.is_sharded or trainer.is_deepspeed_enabled:
             gather.check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")

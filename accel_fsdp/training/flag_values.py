@@ -49,7 +49,7 @@ RANGES = {
         (
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r"),
             *("eval_accumulation_steps", "torch_empty_cache_steps", "dataloader_prefetch_factor", "ddp_timeout"),
-            *("streaming_buffer", "dataset_num_proc", "save_total_limit"),
+            *("streaming_buffer", "dataset_num_proc", "save_total_limit", "expert_parallel_size"),
         ),
         COUNT,
     ),
@@ -85,6 +85,12 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
             "--use_liger_kernel, and the package isn't installed",
             why="there is no kernel to use",
             fix="pip install liger-kernel, or leave it out",
+        )
+    if training.use_liger_kernel and LaunchEnvironment.now().by_transformers:
+        raise UsageError(
+            "--use_liger_kernel with tensor or expert parallelism",
+            why="its loss takes the whole head, of which each rank has a part",
+            fix="leave it out",
         )
     if training.push_to_hub and LaunchEnvironment.now().rank == 0:
         hub.check_login(training.hub_token)

@@ -14,7 +14,7 @@ from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import causal, counting
-from accel_fsdp.training import peft_patches
+from accel_fsdp.training import mesh, peft_patches
 from accel_fsdp.training.arguments import ModelArguments
 from accel_fsdp.training.data import chat_template
 from accel_fsdp.units import counted, millions
@@ -39,6 +39,7 @@ def load_tokenizer(options: ModelArguments, chat_template_path: str | None = Non
     config = models.read_config(*source)
     if _first_rank():
         causal.check_config(config, options.model_name_or_path, options.trust_remote_code)
+    mesh.check(config, options.use_peft, options.load_in_4bit)
     tokenizer: PreTrainedTokenizerBase = models.read_tokenizer(*source)
     vocabulary = tokenizer.get_vocab()
     for name in ("eos_token", "pad_token"):
@@ -71,7 +72,7 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
     with _unloadable(options.model_name_or_path):
         model = _without_weights(options) if receives_weights(options) else _with_weights(options)
     if _first_rank():
-        if not options.load_in_4bit:
+        if not (options.load_in_4bit or LaunchEnvironment.now().by_transformers):
             causal.check_model(model, options.model_name_or_path)
         dtype, reason = weight_dtype(options)
         console.say(f"weights: {str(dtype).removeprefix('torch.')} ({reason})", style="cyan")
@@ -139,6 +140,7 @@ def _with_weights(options: ModelArguments) -> Any:
         attn_implementation=options.attn_implementation,
         quantization_config=_quantization(options),
         output_loading_info=True,
+        **mesh.loading(),
     )
     if missing := sorted(loading["missing_keys"]):
         raise UserError(
@@ -210,6 +212,12 @@ def _fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, options: Mod
     rows, tokens = _vocabulary_rows(model), max(tokenizer.get_vocab().values(), default=-1) + 1  # there may be gaps
     if tokens <= rows:
         return
+    if LaunchEnvironment.now().by_transformers:
+        raise UserError(
+            f"the tokenizer's largest token is {tokens - 1}, the model's embedding has {rows} rows",
+            why="a model that is split over the mesh while it is loaded can't get more rows",
+            fix="add them once before: train/sft.py --resize_vocab with FSDP alone and --max_steps 1",
+        )
     if not options.resize_vocab:
         raise UserError(
             f"the tokenizer's largest token is {tokens - 1}, the model's embedding has {rows} rows",
@@ -250,6 +258,7 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
             fix="--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj",
         ) from error
     _rename_ties(ties)
+    mesh.check_adapter(adapted)
     return adapted
 
 

@@ -25,7 +25,7 @@ from accel_fsdp import console, models
 from accel_fsdp.checkpoints import ERRORS, clean_name, file_names, optimizer_names, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.training import resuming
+from accel_fsdp.training import mesh_checkpoints, resuming
 
 RELIES_ON = (
     Internal("torch.distributed.checkpoint.state_dict:_init_optim_state", "optim"),
@@ -44,10 +44,12 @@ def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> N
     fused experts of a mixture, and models with images. Trainer takes from such a file what has the model's names, and
     goes on from the untrained rest with no more than a warning (transformers 5.23).
     """
-    own_format = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled or trainer.on_tpu
+    own_format = trainer.is_sharded or trainer.is_deepspeed_enabled or trainer.on_tpu
     converted = not (own_format or _has_adapter(trainer)) and bool(getattr(trainer.model, "_weight_conversions", None))
     with _as_stored(trainer, checkpoint), _without_frozen(trainer):
-        if converted and checkpoint is not None:
+        if trainer.by_transformers and checkpoint is not None:
+            mesh_checkpoints.load_weights(trainer.model, Path(checkpoint))
+        elif converted and checkpoint is not None:
             _load_converted(trainer.model, checkpoint)
         else:
             load()
@@ -71,13 +73,16 @@ def optimizer_and_schedule(trainer: Any, checkpoint: str | None, load: Callable[
     restarts from zero, silently (accelerate 1.15). FSDP2's path creates it with this same function of torch.
     """
     plugin = _fsdp_plugin(trainer)
-    with _as_trained(trainer, checkpoint if plugin is not None else None):
+    with _as_trained(trainer, checkpoint if trainer.is_sharded else None):
         if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:
             from torch.distributed.checkpoint.state_dict import _init_optim_state
 
             _init_optim_state(trainer.optimizer.optimizer)
         with _as_stored(trainer, checkpoint):
-            load()
+            if trainer.by_transformers and checkpoint is not None:
+                mesh_checkpoints.load_optimizer(trainer, Path(checkpoint))
+            else:
+                load()
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     if checkpoint is not None and isinstance(schedule, LambdaLR):
         _take_rates(trainer.optimizer, schedule)

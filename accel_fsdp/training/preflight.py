@@ -100,7 +100,10 @@ def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
     """
     launch = LaunchEnvironment.now()
     of_fsdp = launch.uses_fsdp and launch.recomputes_units
-    if of_fsdp and launch.uses_fsdp2 and _drops_out(model):
+    if of_fsdp and launch.by_transformers:
+        args.gradient_checkpointing = args.activation_checkpointing = True
+        _say(args, "checkpointing: the layers' own, as transformers shards the model")
+    elif of_fsdp and launch.uses_fsdp2 and _drops_out(model):
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
         args.gradient_checkpointing = args.activation_checkpointing = True
         _say(args, "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout with other numbers")

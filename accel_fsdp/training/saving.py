@@ -10,7 +10,7 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from accel_fsdp import disks
+from accel_fsdp import console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import UserError
@@ -33,7 +33,7 @@ class Checkpoints:
         """The run's properties that are stored in its checkpoints."""
         zero = getattr(self.trainer.accelerator.state, "deepspeed_plugin", None)
         engine = zero_name(zero.zero_stage) if zero is not None else Engine.DDP.label
-        engine = ANY_FSDP if self.trainer.is_fsdp_enabled else engine
+        engine = ANY_FSDP if self.trainer.is_sharded else engine
         rows = self.trainer.get_total_train_batch_size(self.args)
         return Origin(engine, self.args.world_size, rows, self.history.settings, self.history.before)
 
@@ -76,6 +76,16 @@ class Checkpoints:
             why=f"training stops; {newest} is the newest complete checkpoint" if newest else "training stops",
             fix=f"{first or 'fix the cause'}, then {'--resume_from_checkpoint true' if newest else 'start again'}",
         ) from error
+
+    def blame(self, error: BaseException) -> NoReturn:
+        """Raises a UserError that names the lost rank or host, if known; local rank 0 shows the stack of a failure."""
+        failure = self.trainer.watch.culprit()
+        if failure is None:
+            self.refuse(f"a collective failed: {cause(error)}", error)
+        if failure.stack and self.args.local_process_index == 0:
+            console.say(f"{failure.what}\n{failure.stack.rstrip()}", lines=True)
+        has_raised = failure.stack or failure.fix
+        self.refuse(failure.what if has_raised else f"a collective failed: {failure.what}", error, failure.fix)
 
     @contextlib.contextmanager
     def _abandoned_on_errors(self, folder: Path) -> Iterator[None]:

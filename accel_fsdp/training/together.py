@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from accel_fsdp import console, errors
 from accel_fsdp.errors import LET_RANK_ZERO_SPEAK_SECONDS, UserError, in_a_line
@@ -192,8 +193,8 @@ def _tensors(model: "nn.Module") -> Iterator[tuple[str, str]]:
 
 
 def _sample(tensor: torch.Tensor) -> memoryview | bytes:
-    """Some elements of a tensor; empty for one without memory (ZeRO-3, meta device)."""
-    if not tensor.numel() or tensor.is_meta:
+    """Some elements of a tensor; empty for one without memory (ZeRO-3, meta device), or of which a rank has a part."""
+    if not tensor.numel() or tensor.is_meta or isinstance(tensor, DTensor):
         return b""
     flat = tensor.reshape(-1)
     if len(flat) > SAMPLED:

@@ -3,7 +3,7 @@
 import math
 import weakref
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
@@ -18,6 +18,7 @@ from accel_fsdp.exporter import companion_files
 from accel_fsdp.job import from_run
 from accel_fsdp.launch import beats
 from accel_fsdp.launch.ranks import holding as holdings
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting
 from accel_fsdp.training import (
@@ -26,6 +27,8 @@ from accel_fsdp.training import (
     load_model,
     loading,
     losses,
+    mesh,
+    mesh_checkpoints,
     preemption,
     preflight,
     resuming,
@@ -108,7 +111,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             companion_files.describe(model, kwargs.get("processing_class"), output / file_names.DESCRIBED)
         losses.prepare(kwargs)
         try:
-            super().__init__(*args, **kwargs)
+            with mesh_checkpoints.allowed(training):
+                super().__init__(*args, **kwargs)
         except (ValueError, ImportError) as error:
             raise UserError(
                 f"Trainer refuses this combination: {models.first_line(error)}",
@@ -139,6 +143,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         if plugin is not None:
             preflight.keep_precision(plugin)
             self.add_callback(sharding_check.ShardingCheck())
+        elif self.by_transformers:
+            mesh.announce(self.model, self.args)
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
             alone = "one process, which holds the whole model"
@@ -151,6 +157,16 @@ class SftTrainer(Trainer):  # type: ignore[misc]
     def on_tpu(self) -> bool:
         """Whether the ranks run on torch_xla."""
         return bool(self.accelerator.distributed_type == DistributedType.XLA)
+
+    @property
+    def by_transformers(self) -> bool:
+        """Whether transformers has sharded the model while it was loaded."""
+        return bool(self.is_distributed_loading_by_transformers)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP shards the model, by whichever library."""
+        return bool(self.is_fsdp_enabled or self.by_transformers)
 
     # Training, from start to end
 
@@ -180,23 +196,11 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             if self.args.local_process_index != 0:
                 self.stop.give_in()
             if isinstance(error, (RuntimeError, CheckpointException)) and saving.is_lost(error):
-                self._blame(error)
+                self.checkpoints.blame(error)
             self.watch.report(error)
             raise
         finally:
             self.stop.release()
-
-    def _blame(self, error: BaseException) -> NoReturn:
-        """Raises a UserError that names the lost rank or host, if known; local rank 0 shows the stack of a failure."""
-        failure = self.watch.culprit()
-        if failure is None:
-            self.checkpoints.refuse(f"a collective failed: {loading.cause(error)}", error)
-        if failure.stack and self.args.local_process_index == 0:
-            console.say(f"{failure.what}\n{failure.stack.rstrip()}", lines=True)
-        has_raised = failure.stack or failure.fix
-        self.checkpoints.refuse(
-            failure.what if has_raised else f"a collective failed: {failure.what}", error, failure.fix
-        )
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> Any:
         if self.args.logs_often:  # before Trainer compares it with a checkpoint's
@@ -206,7 +210,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         if self.args.logs_often:
             self.state.logging_steps = self.args.logging_steps
         if self.args.process_index == 0:
-            batch = (self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps, self.args.world_size)
+            ranks = self.args.world_size // LaunchEnvironment.now().ranks_per_row
+            batch = (self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps, ranks)
             steps = (steps_per_epoch, self.state.global_step, max_steps)
             for line in progress.beginning(*self.parameters, batch, steps):
                 console.say(line, style="cyan")
@@ -352,6 +357,12 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         load = super()._load_optimizer_and_scheduler
         loading.optimizer_and_schedule(self, checkpoint, lambda: load(checkpoint))
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.by_transformers:
+            mesh_checkpoints.save_optimizer(self, Path(output_dir))
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
     def _load_rng_state(self, checkpoint: str | None) -> None:
         loading.random_state(self, checkpoint, super()._load_rng_state)
 
@@ -370,10 +381,15 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         """
         if _internal_call and output_dir is not None:
             Path(output_dir).mkdir(parents=True, exist_ok=True)
+            if self.by_transformers:
+                mesh_checkpoints.save_weights(self.model, Path(output_dir))
+                return
         super().save_model(output_dir, _internal_call)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
-        super()._save(output_dir, state_dict=self.exporter.as_exported(state_dict))
+        with mesh_checkpoints.gathered(self, state_dict) as whole:
+            if self.args.should_save or not self.by_transformers:
+                super()._save(output_dir, state_dict=self.exporter.as_exported(whole))
 
     def export(self, target: Path, card: str = "") -> int:
         """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.

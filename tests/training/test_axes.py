@@ -1,0 +1,207 @@
+"""Tensor and expert parallelism beside FSDP: `train/sft.py` on meshes of four ranks, against a plain loop of one."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import PROBE, SFT, accelerate_launch
+from reference import job_words, train
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from accel_fsdp.errors import UserError
+from accel_fsdp.launch import launcher
+from accel_fsdp.launch_environment import EXPORTED, MESH
+from accel_fsdp.training import mesh
+
+STEPS, BATCH = 3, 8
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+KINDS = {
+    "llama": {},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 64},
+    "phi3": {},
+    "qwen3_moe": EXPERTS,
+    "gpt_oss": {**EXPERTS, "sliding_window": 64},
+}
+MESHES = {
+    "fsdp4": {},
+    "fsdp2 x tp2": {"dp_shard": 2, "tp": 2},
+    "replicas2 x tp2": {"dp_replicate": 2, "tp": 2},
+    "tp4": {"tp": 4},
+}
+JOBS = {
+    "qwen3 on fsdp2 x tp2": ("qwen3", "fsdp2 x tp2", 1),
+    "gemma3_text on fsdp2 x tp2": ("gemma3_text", "fsdp2 x tp2", 1),
+    "phi3 on replicas2 x tp2": ("phi3", "replicas2 x tp2", 1),
+    "gpt_oss on fsdp4, ep2": ("gpt_oss", "fsdp4", 2),
+    "qwen3_moe on fsdp2 x tp2, ep4": ("qwen3_moe", "fsdp2 x tp2", 4),
+}
+PLAIN_SGD = ["--optim", "sgd", "--learning_rate", "1.0", "--max_grad_norm", "0"]
+PLAIN_SGD += ["--export_dtype", "float32", "--max_steps", str(STEPS)]
+"""Neither Adam nor clipping: they would hide a wrong scale of the gradients."""
+LEGS = ("fsdp4", "fsdp2 x tp2, ep4", "fsdp4, ep2", "fsdp4")
+"""The meshes of one run, a step on each; on the first and last Accelerate shards, on the others transformers."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for kind, more in KINDS.items():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL, **more), dtype=torch.float32)
+        for weight in model.parameters():
+            if weight.dim() == 1:  # norms of nothing but ones and zeros would hide much
+                weight.data.add_(torch.randn_like(weight) * 0.1)
+        model.save_pretrained(folder / kind)
+        AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder / kind)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def yamls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("yamls")
+    for name, sizes in MESHES.items():
+        keys_of_mesh = {f"parallelism_config_{axis}_size": size for axis, size in {"dp_shard": 1, **sizes}.items()}
+        keys = {
+            **{"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "no"},
+            **{"num_machines": 1, "num_processes": 4},
+            "fsdp_config": {
+                **{"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
+                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            },
+            **({"parallelism_config": keys_of_mesh} if sizes else {}),
+        }
+        (folder / f"{name}.yaml").write_text(json.dumps(keys))
+    return folder
+
+
+def words(models: Path, yamls: Path, kind: str, layout: str, experts: int, *more: str) -> list[str]:
+    """The arguments of a job with BATCH rows in a step, in micro-batches of one row."""
+    sizes = MESHES[layout]
+    accumulated = BATCH * sizes.get("tp", 1) // 4
+    return [
+        *["--config_file", str(yamls / f"{layout}.yaml"), "--model_name_or_path", str(models / kind)],
+        *[
+            "--gradient_accumulation_steps",
+            str(accumulated),
+            *(["--expert_parallel_size", str(experts)] * (experts > 1)),
+        ],
+        *more,
+    ]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, models: Path, yamls: Path, text_data: Path) -> Path:
+    """The folder of all jobs' runs: those of JOBS, then one run over LEGS and the same unbroken."""
+    runs = tmp_path_factory.mktemp("runs")
+    more = {name: [*PLAIN_SGD, *words(models, yamls, *job)] for name, job in JOBS.items()}
+    saved = ["--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
+    saved += ["--dataset_test_split", "train"]
+    for number, leg in enumerate(LEGS):
+        layout, _, experts = leg.partition(", ep")
+        resumed = ["--resume_from_checkpoint", str(runs / f"leg {number - 1}" / f"checkpoint-{number}")] * (number > 0)
+        steps = ["--max_steps", str(number + 1), "--export_dtype", "float32"]
+        job = words(models, yamls, "qwen3_moe", layout, int(experts or 1), *saved, *steps, *resumed)
+        more[f"leg {number}"] = [*job, "--resume_with_changes", "true"]
+    unbroken = ["--max_steps", str(len(LEGS)), "--export_dtype", "float32", *saved]
+    common = job_words(models / "llama", text_data, runs / "unbroken", len(LEGS), 1)
+    job = words(models, yamls, "qwen3_moe", "fsdp4", 1, *unbroken)
+    launched = accelerate_launch(
+        yamls / "fsdp4.yaml", PROBE, *common, *job[2:], PROBE_OUT=str(runs), PROBE_MORE=json.dumps(more)
+    )
+    assert launched.code == 0, launched.output
+    (runs / "output.txt").write_text(launched.output)
+    return runs
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    """Under the model's own names, which differ from those in files for fused experts."""
+    return dict(AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32).state_dict())
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_each_mesh_trains_as_one_process(name: str, trained: Path, models: Path, text_data: Path) -> None:
+    """All losses, the norm of all gradients in each step, and each weight after three steps of uneven micro-batches."""
+    kind = JOBS[name][0]
+    plain = train(models / kind, text_data, steps=STEPS, global_batch=BATCH, sgd=True, sgd_rate=1.0)
+    noted = json.loads((trained / f"{name}-rank0.json").read_text())
+    assert noted["losses"] == pytest.approx(plain.losses, rel=1e-6)
+    assert noted["norms"] == pytest.approx(plain.norms, rel=1e-5)
+    for tensor, value in weights(trained / name).items():
+        torch.testing.assert_close(value, plain.weights[tensor], rtol=0, atol=1e-5, msg=tensor)
+
+
+def test_each_rank_holds_its_part(trained: Path) -> None:
+    held = {name: json.loads((trained / f"{name}-rank0.json").read_text())["held"] for name in JOBS}
+    total = sum(value.numel() for value in load_file(trained / "qwen3 on fsdp2 x tp2/final/model.safetensors").values())
+    assert total / 4 <= held["qwen3 on fsdp2 x tp2"] < total / 4 + 200
+    output = (trained / "output.txt").read_text()
+    assert "sharding: transformers, fsdp 2 x tp 2 x ep 4: each rank holds" in output
+
+
+def test_a_run_goes_on_over_other_meshes(trained: Path) -> None:
+    """From Accelerate's FSDP2 to tensor and expert parallelism and back, each step resumed from the last."""
+    log = json.loads((trained / "unbroken" / f"checkpoint-{len(LEGS)}" / "trainer_state.json").read_text())
+    last = json.loads((trained / f"leg {len(LEGS) - 1}" / f"checkpoint-{len(LEGS)}" / "trainer_state.json").read_text())
+    for key in ("loss", "eval_loss", "grad_norm", "mean_token_accuracy"):
+        noted = [[row[key] for row in state["log_history"] if key in row] for state in (log, last)]
+        assert noted[1] == pytest.approx(noted[0], rel=1e-6), key
+    unbroken = weights(trained / "unbroken")
+    for tensor, value in weights(trained / f"leg {len(LEGS) - 1}").items():
+        torch.testing.assert_close(value, unbroken[tensor], rtol=0, atol=2e-6, msg=tensor)
+
+
+REFUSED = {
+    "tp 4 doesn't divide the model's 6 num_attention_heads": (
+        "tp4",
+        1,
+        {"num_attention_heads": 6, "hidden_size": 36},
+        False,
+        False,
+    ),
+    "ep 2: llama has no base_model_ep_plan": ("fsdp4", 2, {}, False, False),
+    "--expert_parallel_size 3 on a mesh of fsdp 4": ("fsdp4", 3, {}, False, False),
+    "--use_peft with tp_size: 4": ("tp4", 1, {}, True, False),
+    "--load_in_4bit on a mesh of fsdp 4 x ep 2": ("fsdp4", 2, {}, True, True),
+    "a vocabulary of 510 in an embedding that is also the head": (
+        *("fsdp2 x tp2", 1, {"vocab_size": 510, "tie_word_embeddings": True}),
+        *(False, False),
+    ),
+}
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_doesn_t_go_is_refused_before_weights_are_read(
+    said: str, yamls: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, experts, changed, adapted, quantized = REFUSED[said]
+    environment = launcher.environment(launcher.launcher_args(yamls / f"{file}.yaml", SFT, ()))
+    for name in [name for name in os.environ if name.startswith(EXPORTED)]:
+        monkeypatch.delenv(name)
+    for name, value in {**environment, "WORLD_SIZE": "4", MESH: ""}.items():
+        monkeypatch.setenv(name, value)
+    config = AutoConfig.for_model("llama", **{**SMALL, **changed})
+
+    def begin() -> None:
+        mesh.choose(experts)
+        mesh.check(config, adapted, quantized)
+
+    with pytest.raises(UserError) as refused:
+        begin()
+    assert said in str(refused.value)
