@@ -1,4 +1,4 @@
-"""Edits of a YAML's text: no other line changes, and no comment is lost but the one on the line of a removed key."""
+"""Edits of a YAML's text: no other line changes, and no comment is lost but those on the lines of a removed value."""
 
 import re
 from collections.abc import Iterable
@@ -11,6 +11,8 @@ from accel_fsdp.config import yaml_file
 from accel_fsdp.config.schema import short_name
 
 COLON = re.compile(r"\s*:")
+GAP = re.compile(r"(?:\s|#.*)*")
+"""Space and comments between the parts of a flow mapping."""
 ALIAS = re.compile(r"\s*:\s*(\*[^\s,}\]]+)")
 
 
@@ -30,15 +32,21 @@ class Edit:
 def apply(document: Any, edits: Iterable[Edit]) -> None:
     """Applies edits in order to the result of `yaml_file.load`, both its values and its text.
 
-    If the edited text doesn't parse to the values, because of an odd layout, the text is rewritten.
+    If the edited text doesn't parse to the values, because of an odd layout, the text is rewritten. Comments that have
+    no place there come first.
     """
     text = document.source
     for edit in edits:
         try:
             text = _applied(document, text, edit)
         except yaml.YAMLError:  # the edit before has broken the text
-            text = yaml_file.text_of(document)
-    document.source = text if document.is_json or yaml_file.reads_as(text, document) else yaml_file.text_of(document)
+            text = _rewritten(document)
+    document.source = text if document.is_json or yaml_file.reads_as(text, document) else _rewritten(document)
+
+
+def _rewritten(document: Any) -> str:
+    text = yaml_file.text_of(document)
+    return "".join(line.lstrip() for line in _comments(document.source) if line.strip() not in text) + text
 
 
 def _applied(document: Any, text: str, edit: Edit) -> str:
@@ -155,14 +163,25 @@ def _added(text: str, node: Any, key: str, value: Any) -> str:
 
 
 def _without_flow(text: str, node: Any, at: int) -> str:
-    """Without one entry of a flow mapping: up to the next one; the last one from the end of the one before."""
-    name, value = node.value[at]
-    start, end = name.start_mark.index, _end(text, name, value)
-    if at + 1 < len(node.value):
-        end = node.value[at + 1][0].start_mark.index
-    elif at:
-        start = _end(text, *node.value[at - 1])
-    return text[:start] + text[end:]
+    """Without one entry of a flow mapping, the comma behind it or before the last one, and its line if alone there."""
+    start, end = node.value[at][0].start_mark.index, _end(text, *node.value[at])
+    comma = _after_gap(text, end)
+    if text[comma] != "," and at:
+        comma = _after_gap(text, _end(text, *node.value[at - 1]))
+    if text[comma] == ",":
+        text, moved = text[:comma] + text[comma + 1 :], int(comma < start)
+        start, end = start - moved, end - moved
+    line, line_end = text.rfind("\n", 0, start) + 1, _line_end(text, end)
+    before, head = text[:line] + "".join(_comments(text[start:end])), text[line:start]
+    if not head.strip() and not text[end:line_end].partition("#")[0].strip():
+        return before + text[line_end:]
+    if at + 1 == len(node.value):
+        return before + head.rstrip(" ") + text[end:]
+    return before + head + re.sub(r"\A +(?![ #])", "", text[end:])
+
+
+def _after_gap(text: str, at: int) -> int:
+    return GAP.match(text, at).end()  # type: ignore[union-attr]
 
 
 def _with_flow(text: str, node: Any, key: str, value: Any) -> str:
@@ -171,10 +190,15 @@ def _with_flow(text: str, node: Any, key: str, value: Any) -> str:
     if not node.value:
         at = node.start_mark.index + 1
         return text[:at] + entry + text[at:]
-    start = node.value[-1][0].start_mark.index
+    start, at = node.value[-1][0].start_mark.index, _end(text, *node.value[-1])
     indent = text[text.rfind("\n", 0, start) + 1 : start]
-    gap, at = " " if indent.strip() else f"\n{indent}", _end(text, *node.value[-1])
-    return f"{text[:at]},{gap}{entry}{text[at:]}"
+    comma = _after_gap(text, at)
+    head = text[: comma + 1] if text[comma] == "," else f"{text[:at]},"
+    tail = text[comma + 1 :] if text[comma] == "," else text[at:]
+    beside, newline, below = tail.partition("\n")
+    if indent.strip() or not newline or beside.partition("#")[0].strip():
+        return f"{head} {entry}{tail}"
+    return f"{head}{beside}\n{indent}{entry}\n{below}"
 
 
 def _mapping(text: str, section: str) -> Any:

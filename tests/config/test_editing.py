@@ -1,5 +1,6 @@
 """Edits of a YAML lose no whole comment line, and change no other key."""
 
+import re
 from typing import Any
 
 import pytest
@@ -40,18 +41,61 @@ i:
 j: 2
 # end
 """
-LINES = sorted(line.strip() for line in TEXT.splitlines() if line.strip().startswith("#"))
+FLOW = """\
+# top
+{
+  # before a
+  a: 1,  # eol a
+  # before s
+  s: {
+    # before b
+    b: 1,  # eol b
+
+    # before c
+    c: text  # eol c, with a comma
+    # behind c
+    ,
+    # before d
+    d: [1, 2],  # eol d
+    # end of s
+  },
+  # before i
+  i: [
+    # before 1
+    1
+  ], j: 2  # eol j
+  # end
+}
+# foot
+"""
+ANCHOR = """\
+# before a
+a: &x 1
+# before s
+s:
+  # before b
+  b: *x
+  # before c
+  c: 2
+# before j
+j: *x
+"""
+FLOW_KEYS = [("", key) for key in "asij"] + [("s", key) for key in "bcd"]
 KEYS = [("", key) for key in "astij"] + [("s", key) for key in "bcd"] + [("t", key) for key in "eg"]
 
 
-def read() -> Any:
-    document = _round_trip().load(TEXT)
-    document.source, document.is_json = TEXT, False
+def read(text: str = TEXT) -> Any:
+    document = _round_trip().load(text)
+    document.source, document.is_json = text, False
     return document
 
 
-def edited(doomed: list[tuple[str, str]], new: list[tuple[str, str]]) -> tuple[str, dict[str, Any]]:
-    document, wanted = read(), yaml.safe_load(TEXT)
+def comments(text: str) -> list[str]:
+    return sorted(line.strip() for line in text.splitlines() if line.strip().startswith("#"))
+
+
+def edited(doomed: list[tuple[str, str]], new: list[tuple[str, str]], text: str = TEXT) -> tuple[str, dict[str, Any]]:
+    document, wanted = read(text), yaml.safe_load(text)
     for section, key in new:
         (wanted.setdefault(section, {}) if section else wanted)[key] = 7
     for section, key in doomed:
@@ -69,7 +113,30 @@ def test_no_comment_line_is_lost(doomed: list[tuple[str, str]], new: list[tuple[
     text, wanted = edited(doomed, new)
     assert yaml.safe_load(text) == wanted
     if wanted:
-        assert sorted(line.strip() for line in text.splitlines() if line.strip().startswith("#")) == LINES
+        assert comments(text) == comments(TEXT)
+
+
+@settings(max_examples=300)
+@given(
+    doomed=st.lists(st.sampled_from(FLOW_KEYS), unique=True, max_size=7),
+    new=st.lists(st.sampled_from([("", "x"), ("s", "y"), ("n", "z")]), unique=True),
+)
+def test_no_comment_line_between_braces_is_lost(doomed: list[tuple[str, str]], new: list[tuple[str, str]]) -> None:
+    """And a comment beside a key goes with that key only."""
+    text, wanted = edited(doomed, new, FLOW)
+    assert yaml.safe_load(text) == wanted
+    assert comments(text) == comments(FLOW)
+    gone = {key for section, key in doomed} | (set("bcd") if ("", "s") in doomed else set())
+    for key in set("abdj") - gone:
+        assert re.search(rf"\b{key}: .*# eol {key}", text)
+
+
+@pytest.mark.parametrize("doomed", [[("", "a")], [("", "a"), ("s", "c")], [("", "a"), ("", "s")]])
+def test_no_comment_line_is_lost_with_an_anchor(doomed: list[tuple[str, str]]) -> None:
+    """The text is written anew then: a later alias takes the place of the anchor."""
+    text, wanted = edited(doomed, [], ANCHOR)
+    assert yaml.safe_load(text) == wanted
+    assert comments(text) == comments(ANCHOR)
 
 
 @pytest.mark.parametrize(("section", "key"), KEYS)
