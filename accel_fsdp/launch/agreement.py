@@ -183,24 +183,30 @@ def flags_of(words: Sequence[str]) -> dict[str, str]:
     flags = {}
     for flag, values in values_of.items():
         if not is_own(flag):
-            value = " ".join(map(_portable, values)) or "given"
+            value = " ".join(map(portable, values)) or "given"
             flags[flag] = digest_of(value.encode()) if SECRET_FLAGS.fullmatch(_key(flag)) else value
     return flags
 
 
 def _visible(variable: str, value: str) -> str:
     """A variable's value as other machines may print it: a secret's differs without being shown."""
-    return f"a secret ({digest_of(value.encode())[:6]})" if SECRET_VARIABLES.search(variable) else _portable(value)
+    return f"a secret ({digest_of(value.encode())[:6]})" if SECRET_VARIABLES.search(variable) else portable(value)
 
 
-def _portable(value: str) -> str:
+def portable(value: str) -> str:
     """A value without what differs between machines: paths become their last parts, this host's name becomes HOST.
 
     A host name that is a plain word, such as train, stays: the word may mean something else.
     """
     host = socket.gethostname()
     text = re.sub(rf"\b{re.escape(host)}\b", "HOST", value) if re.search(r"[\d.-]", host) else value
-    return ",".join(Path(part).name if part.startswith(("/", "./", "../", "~")) else part for part in text.split(","))
+    return ",".join(map(_last_part, text.split(",")))
+
+
+def _last_part(word: str) -> str:
+    """The last part of a path, relative or absolute; a word that is no path here, such as a hub id, stays."""
+    is_path = word.startswith(("/", "./", "../", "~")) or os.path.exists(word)
+    return os.path.basename(os.path.abspath(os.path.expanduser(word))) if is_path else word
 
 
 def _allowed(text: str) -> list[str]:

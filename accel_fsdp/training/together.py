@@ -150,10 +150,8 @@ def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:
     """The settings of this rank: arguments, Accelerate's variables from the YAML, script, versions, environment."""
     values = {**asdict(model), **asdict(data), **training.to_dict()}
     compared = {name: value for name, value in values.items() if not agreement.is_own(name)}
-    arguments = {
-        name: lineage.last_part(value) if name in PATHS and isinstance(value, str) else value
-        for name, value in compared.items()
-    }
+    last_part = {name: lineage.last_part if name in PATHS else agreement.portable for name in compared}
+    arguments = {name: last_part[name](value) if isinstance(value, str) else value for name, value in compared.items()}
     return {**agreement.of_job(os.environ, Path(sys.argv[0])), "arguments": agreement.flat(arguments)}
 
 

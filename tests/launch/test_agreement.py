@@ -27,6 +27,19 @@ def test_arguments_that_are_compared(kind: str) -> None:
     assert agreement.flags_of(words.split()) == compared
 
 
+def test_one_folder_is_one_value_however_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative on one machine and absolute on another; a folder that isn't there is a name, as of a hub's model."""
+    (tmp_path / "data" / "train").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "data")
+    for name in ("train", "train/", "./train", "../data/train", f"{tmp_path}/data/train", f"{tmp_path}/data/train/"):
+        assert agreement.flags_of(["--data", name]) == {"--data": "train"}
+    for name in (".", "../data", f"{tmp_path}/data"):
+        assert agreement.flags_of(["--data", name, f"path={name}"]) == {"--data": "data", "path": "data"}
+    monkeypatch.chdir(tmp_path)
+    assert agreement.flags_of(["--data", "data/train,data"]) == {"--data": "train,data"}
+    assert agreement.flags_of(["--data", "data/test"]) == {"--data": "data/test"}
+
+
 def test_a_host_called_by_a_plain_word_changes_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for host in ("train", "work"):
