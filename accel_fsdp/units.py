@@ -1,7 +1,7 @@
 """Counts and sizes in words: binary units (GiB) for memory and what has to fit somewhere, decimal (GB) for files."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -52,12 +52,19 @@ def any_time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:,.1f} ms"
 
 
+def told_apart(write: Callable[[float], str], *counts: float) -> list[str]:
+    """Sizes that a sentence compares, as `write` shows them; in bytes if it would show different ones alike."""
+    words = [write(count) for count in counts]
+    return words if len(set(words)) == len(set(counts)) else [f"{count:,.0f} bytes" for count in counts]
+
+
 def gib_of(used: float, has: float) -> str:
     """The used part of a total, as `63.7 of 79.2 GiB`."""
-    return f"{used / GIB:,.1f} of {has / GIB:,.1f} GiB"
+    part, total = told_apart(lambda count: f"{count / GIB:,.1f} GiB", used, has)
+    return f"{part.partition(' ')[0]} of {total}"
 
 
-def gb_or_mb(count: int) -> str:
+def gb_or_mb(count: float) -> str:
     """Bytes of files as `1.24 GB` or `3.50 MB`."""
     return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
 

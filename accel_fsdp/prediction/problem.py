@@ -11,7 +11,7 @@ from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import Device, Host, Replay
 from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes, variant_for
 from accel_fsdp.prediction.speed import Step, step_time
-from accel_fsdp.units import GIB, about_gib, gib_of
+from accel_fsdp.units import GIB, about_gib, gib_of, told_apart
 
 HOST_PER_GPU = 3
 """Assumed host memory of a machine, as a multiple of its GPUs': 3.2 in a DGX H100 (2 TB), 3.6 in AWS
@@ -86,8 +86,9 @@ class Problem:
 
     def host_need(self, needed: int) -> str:
         """A need of host memory in words, with the memory available if that is less."""
-        need, has = f"{about_gib(needed)} of memory on each machine", self.host_bytes
-        return need if needed <= has else f"{need}, where {about_gib(has)} {'are' if self.host_gib else 'are usual'}"
+        need, has = told_apart(about_gib, needed, self.host_bytes)
+        less = f", where {has} {'are' if self.host_gib else 'are usual'}" if needed > self.host_bytes else ""
+        return f"{need} of memory on each machine{less}"
 
     @property
     def ranks(self) -> int:

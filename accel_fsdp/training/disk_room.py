@@ -16,7 +16,7 @@ from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import counting, optimizers, state_bytes
 from accel_fsdp.prediction import cost
-from accel_fsdp.units import gib_or_mib
+from accel_fsdp.units import gib_or_mib, told_apart
 
 SHOWN_SECONDS = 30
 """Seconds that NFS may take to show another machine's new names, by its default acdirmin."""
@@ -96,17 +96,18 @@ def check_whole_run(trainer: Any, checkpoint_bytes: int, export_bytes: int) -> N
     """Raises a UserError if the disk is too small for all checkpoints to come and the export."""
     count = _checkpoints_to_come(trainer)
     needed = count * checkpoint_bytes + export_bytes
-    text = f"{count} checkpoints of about {gib_or_mib(checkpoint_bytes)} and the export take {gib_or_mib(needed)}"
+    text = f"{count} checkpoints of about {gib_or_mib(checkpoint_bytes)} and the export take"
     check(Path(trainer.args.output_dir), needed, text)
 
 
 def check(output_dir: Path, needed_bytes: int, text: str) -> None:
-    """Raises a UserError if the disk of `output_dir` has less free space; `text` names its use."""
+    """Raises a UserError if the disk of `output_dir` has less free space; `text` says what takes it."""
     output = atomic_files.existing_part(output_dir)
     free = shutil.disk_usage(output).free
     if needed_bytes > free:
+        needed, there = told_apart(gib_or_mib, needed_bytes, free)
         raise UserError(
-            f"{text}, {gib_or_mib(free)} are free at {output}",
+            f"{text} {needed}, {there} are free at {output}",
             why="the run would end at a full disk",
             fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
         )

@@ -10,7 +10,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import state_bytes
-from accel_fsdp.units import gib_or_mib
+from accel_fsdp.units import gib_or_mib, told_apart
 
 RELIES_ON = (Internal("torch.distributed.distributed_c10d:_world.pg_map"),)
 SLOWEST_BYTES_PER_S = 50e6
@@ -26,7 +26,8 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
         UserError: one rank's host has less memory free than the model takes.
     """
     free = host.free_memory() if gathers_here else None
-    short = free is not None and state_bytes.gathering_bytes(gathered_bytes) > free
+    needed = state_bytes.gathering_bytes(gathered_bytes)
+    short = free is not None and needed > free
     frees: list[int | None] = [free if short else None]
     if dist.is_initialized():
         frees = [None] * dist.get_world_size()
@@ -34,9 +35,9 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
     least = min((free for free in frees if free is not None), default=None)
     if least is None:
         return
-    saved = checkpoint()
+    saved, (takes, there) = checkpoint(), told_apart(gib_or_mib, needed, least)
     raise UserError(
-        f"the whole model takes {gib_or_mib(gathered_bytes)} of host memory, {gib_or_mib(least)} are free",
+        f"the whole model takes {takes} of host memory, {there} are free",
         why=f"the system would end the process that gathers it; nothing is lost, {saved.name} holds what was trained",
         fix=f"accel-fsdp export {saved} {target}, which needs memory for one tensor at a time",
     )

@@ -17,7 +17,6 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.training import disk_room
 from accel_fsdp.training.loading import cause
 from accel_fsdp.training.reporting import History
-from accel_fsdp.units import gib_or_mib
 
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException, SafetensorError)
 
@@ -112,7 +111,7 @@ class Checkpoints:
         newest = completeness.choose(folder.parent).newest
         needed = completeness.size_bytes(newest) if newest else self.checkpoint_bytes
         try:
-            disk_room.check(Path(self.args.output_dir), needed, f"{folder.name} takes {gib_or_mib(needed)}")
+            disk_room.check(Path(self.args.output_dir), needed, f"{folder.name} takes")
         except UserError:
             completeness.abandon(folder)
             raise

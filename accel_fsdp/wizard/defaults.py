@@ -5,7 +5,7 @@ from typing import Any
 
 from accel_fsdp.hardware import machines
 from accel_fsdp.models import state_bytes
-from accel_fsdp.units import about_gib
+from accel_fsdp.units import about_gib, told_apart
 from accel_fsdp.wizard import notes, validation
 from accel_fsdp.wizard.question import Context
 
@@ -66,11 +66,10 @@ def cpu_offload(context: Context) -> tuple[bool, str]:
     state = notes.state_memory(context)
     if state is None:
         return False, "several times slower; only when nothing else fits"
-    needed, has = state
-    words = f"{about_gib(needed)} of weights and training state per GPU"
-    if needed > has * notes.ROOM_FOR_STATE:
-        return True, f"{words} don't fit into {about_gib(has)}"
-    return False, f"{words} fit into {about_gib(has)}"
+    too_much = state[0] > state[1] * notes.ROOM_FOR_STATE
+    needed, has = told_apart(about_gib, *state)
+    verb = "don't fit" if too_much else "fit"
+    return too_much, f"{needed} of weights and training state per GPU {verb} into {has}"
 
 
 def activation_checkpointing(context: Context) -> tuple[bool, str]:

@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise, product
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -52,7 +53,9 @@ from accel_fsdp.checkpoints import (
 )
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import hub as upload
-from accel_fsdp.exporter import transformers_probe
+from accel_fsdp.exporter import refusals, transformers_probe
+from accel_fsdp.training import disk_room
+from accel_fsdp.units import GIB, gib_of
 
 SIZES = {"vocab_size": 509, "hidden_size": 36, "intermediate_size": 70, "num_hidden_layers": 2}
 STRANGE, ODD = (
@@ -387,6 +390,25 @@ def test_a_disk_that_fills_up_at_any_point(run_folder: Path, tmp_path: Path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"has 0\.00 MB free"):
         export(run_folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("short", [1, 300_000, 3 * GIB])
+def test_two_sizes_of_which_one_is_too_large_look_different(
+    short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here and in a run whose checkpoint doesn't fit; and in a plan."""
+    needed = 5 * GIB
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=needed - short))
+    with pytest.raises(UserError) as exported:
+        refusals.check_space(tmp_path / "out", needed - refusals.SPARE_BYTES, wide=False)
+    with pytest.raises(UserError) as saved:
+        disk_room.check(tmp_path, needed, "checkpoint-3 takes")
+    for what in (exported.value.what, saved.value.what):
+        first, second = re.findall(r"[\d.,]+ (?:bytes|[GM]i?B)", what)
+        assert first != second
+    used, total = gib_of(needed, needed - short).split(" of ")
+    assert used != total.split(" ")[0]
+    assert gib_of(needed, needed) == "5.0 of 5.0 GiB"
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, HYBRID, TRUE_W
 from accel_fsdp.job import UNLESS_OURS
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
-from accel_fsdp.units import about_gib, counted
+from accel_fsdp.units import about_gib, counted, told_apart
 
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay"})
 
@@ -212,7 +212,7 @@ def another_config_lies_here(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _short_of_memory(subject: Subject, needed_by: Callable[[int], float]) -> tuple[str, str] | None:
+def _short_of_memory(subject: Subject, needed_by: Callable[[int], float]) -> list[str] | None:
     """The memory of this machine that full training needs, by the bytes of its weights, and the available memory.
 
     None if that is enough, or one of them is unknown.
@@ -221,7 +221,7 @@ def _short_of_memory(subject: Subject, needed_by: Callable[[int], float]) -> tup
     if subject.model is None or memory is None or not subject.trains_everything:
         return None
     needed = needed_by(subject.held_bytes)
-    return (about_gib(needed), about_gib(memory)) if needed > memory else None
+    return told_apart(about_gib, needed, memory) if needed > memory else None
 
 
 @rule("AF426", "warning", pains=("P12",))
@@ -290,9 +290,10 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     size = subject.checkpoint_bytes
     needed = size * ((int(save_total_limit) if save_total_limit.isdecimal() else 1) + 1)
     if needed > free:
+        takes, there = told_apart(about_gib, needed, free)
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
-            f"checkpoints of {about_gib(size)} need {about_gib(needed)}, {about_gib(free)} are free at --output_dir",
+            f"checkpoints of {about_gib(size)} need {takes}, {there} are free at --output_dir",
             "a full disk stops the run",
             "another disk, a lower --save_total_limit, or SHARDED_STATE_DICT",
         )
