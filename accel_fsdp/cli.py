@@ -73,7 +73,7 @@ def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
             _refuse_command(own_words)
         command = COMMANDS[own_words[0]]
         declared = command.flags()
-        flag_words.refuse_wrong(f"accel-fsdp {own_words[0]}", declared, own_words[1:])
+        notes = flag_words.refuse_wrong(f"accel-fsdp {own_words[0]}", declared, own_words[1:])
         flags: Any = tyro.cli(
             declared,
             prog=f"accel-fsdp {own_words[0]}",
@@ -81,6 +81,10 @@ def _parse(words: list[str]) -> tuple["Command", Any, tuple[str, ...]]:
             args=own_words[1:],
             config=(tyro.conf.FlagCreatePairsOff,),
         )
+    for note in notes:
+        from accel_fsdp import console
+
+        console.say(f"note: {note}", style="yellow")
     return command, flags, script_args
 
 

@@ -33,13 +33,17 @@ class Flag:
         return tuple(word for kind in self.types if get_origin(kind) is Literal for word in get_args(kind))
 
 
-def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> None:
-    """Raises unless each flag among `words` is one of `declared`, the class that is parsed into, with its value."""
+def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> list[str]:
+    """Raises unless each flag among `words` is one of `declared`, the class that is parsed into, with its value.
+
+    Returns a note for each flag with several values, of which the last one counts, as in argparse.
+    """
     flags, places = flags_of(declared), _places_of(declared)
     if set(words) & set(HELP) or any(word.startswith("--tyro-") for word in words):
-        return
+        return []
     unknown: list[str] = []
     plain: list[str] = []
+    values_of: dict[str, list[str]] = {}
     for name, value in _pairs(flags, words):
         if not is_flag(name):
             plain.append(name)
@@ -47,6 +51,7 @@ def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> None:
             unknown.append(name)
         elif value is not None:
             _check(command, flag, value)
+            values_of.setdefault(flag.name, []).append(value)
     if unknown:
         listed = " ".join(f"{name} is not a flag of {command}.{did_you_mean(name, flags)}" for name in unknown)
         raise UsageError(listed, why="nothing was done", fix=f"{command} --help shows the flags")
@@ -58,6 +63,10 @@ def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> None:
             why="nothing was done",
             fix=f"{hint} {extra}" if hint else f"{command} --help shows what it takes",
         )
+    several = {name: values for name, values in values_of.items() if len(set(values)) > 1}
+    return [
+        f"{name} is given {len(values)} times; the last one counts: {values[-1]}" for name, values in several.items()
+    ]
 
 
 def _places_of(declared: type) -> int | None:

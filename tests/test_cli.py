@@ -358,6 +358,23 @@ def test_words_that_are_taken_as_they_are(words: list[str]) -> None:
     assert (flags.machine_rank, flags.dry_run, script_args) == (1, True, ("--dryrun", "--steps", "None"))
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--machine-rank 1 --machine_rank=2", "note: --machine-rank is given 2 times; the last one counts: 2\n"),
+        ("--machine-rank 1 --machine-rank 1", ""),
+        ("--cpu --cpu --timeout 5", ""),
+    ],
+)
+def test_of_a_flag_that_is_given_twice_the_last_one_counts(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, flags, script_args = cli._parse(["launch", *words.split(), "job.yaml", "train.py", "--lr", "1", "--lr", "2"])
+    assert capsys.readouterr() == ("", said)
+    assert flags.machine_rank == {"2": 2, "1": 1}.get(words[-1])
+    assert script_args == ("--lr", "1", "--lr", "2")
+
+
 def test_values_that_begin_like_flags() -> None:
     assert cli._parse(["config", "-yo", "new.yaml"])[1].output == Path("new.yaml")
     assert cli._parse(["check", "--args=--strct", "-"])[1].files == (Path("-"),)

@@ -168,14 +168,18 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flags_of(words: Sequence[str]) -> dict[str, str]:
-    """The arguments of a script by flag, or by the name before `=`, without those that may differ."""
+    """The arguments of a script by flag, or by the name before `=`, without those that may differ.
+
+    The values of a flag that is given several times are divided by its name.
+    """
     values_of: dict[str, list[str]] = {}
     flag = "arguments"
     for word in words:
         name, _, value = word.partition("=")
         if re.match(r"--?[A-Za-z]", word):
             flag = name if name.startswith("--") else word
-            values_of.setdefault(flag, []).extend([value] if value and flag == name else [])
+            again = [flag] if flag in values_of else []
+            values_of.setdefault(flag, []).extend(again + ([value] if value and flag == name else []))
         elif value and re.fullmatch(r"[A-Za-z_][\w.]*", name):
             values_of.setdefault(name, []).append(value)
         else:

@@ -15,6 +15,7 @@ FLAGS: Mapping[str, tuple[str, dict[str, str]]] = {
     "values": ("--lr 1e-3 --name=a --flag", {"--lr": "1e-3", "--name": "a", "--flag": "given"}),
     "several values": ("train --columns a b --x -1", {"arguments": "train", "--columns": "a b", "--x": "-1"}),
     "paths": ("--model /mnt/a/llama --data ./rows.jsonl", {"--model": "llama", "--data": "rows.jsonl"}),
+    "one flag twice": ("--lr 1 --lr=2 --layer a b", {"--lr": "1 --lr 2", "--layer": "a b"}),
     "addresses of pages": ("--data https://example.org/a", {"--data": "https://example.org/a"}),
     "each machine's own": ("--output_dir a --cache-dir b --local_rank 1 --gpu 0 --master_port 1 --log_dir c", {}),
     "as short as these": ("--logging_steps 1 --use_cache true", {"--logging_steps": "1", "--use_cache": "true"}),
