@@ -47,6 +47,8 @@ def open_file(path: Path, within: Path | None = None) -> int:
         _check_plain(path, os.stat(place).st_mode)
         descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
     except (FileNotFoundError, NotADirectoryError) as error:
+        if path.is_symlink():
+            raise leads_nowhere(path) from error
         raise FileNotFoundError(f"{path} is not there") from error
     except (OSError, RuntimeError, ValueError) as error:  # a RuntimeError is a link to itself, a ValueError an odd name
         raise unreadable(path, getattr(error, "strerror", None) or str(error)) from error
@@ -56,6 +58,23 @@ def open_file(path: Path, within: Path | None = None) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def leads_nowhere(link: Path) -> UserError:
+    return unreadable(link, f"it is a link to {os.readlink(link)}, where there is nothing")
+
+
+def has(folder: Path, name: str, index: str) -> bool:
+    """Whether a file that the folder's `index` names is there.
+
+    Raises:
+        UserError: it is elsewhere, is no plain file, or can't be opened.
+    """
+    try:
+        os.close(open_file(inside(folder, name, index), folder))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _place(path: Path, within: Path) -> Path:

@@ -26,13 +26,17 @@ EXPORTED = ("safetensors", "adapter")
 
 @dataclass(frozen=True)
 class CheckpointLocation:
-    """A checkpoint or model: its kind, the folder that a user would name, the path of the weights, missing files."""
+    """A checkpoint or model: its kind, the folder that a user would name, the path of the weights, missing files.
+
+    `refused` says why a part that is missing can't be read although it is there.
+    """
 
     kind: CheckpointKind
     folder: Path
     weights: Path
     missing: tuple[str, ...] = ()
     optimizer: Path | None = None
+    refused: UserError | None = None
 
     @property
     def number(self) -> int:
@@ -129,11 +133,13 @@ def has_lost_marker(checkpoint: CheckpointLocation) -> bool:
 def _safetensors(folder: Path) -> CheckpointLocation | None:
     try:
         names = _names(folder)
+        lacking = [name for name in names if not untrusted_files.has(folder, name, file_names.INDEX)]
     except UserError as error:
-        return CheckpointLocation("safetensors", folder, folder, (f"an index that can be read: {error.what}",))
+        return CheckpointLocation(
+            "safetensors", folder, folder, (f"a file that can be read: {error.what}",), refused=error
+        )
     if not names:
         return None
-    lacking = [name for name in names if not (folder / name).is_file()]
     return CheckpointLocation("safetensors", folder, folder, (*lacking, *completeness.unfinished(folder)))
 
 
@@ -229,7 +235,7 @@ def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
         raise _nothing(path, place)
     complete = [checkpoint for checkpoint in checkpoints if not checkpoint.missing]
     if not complete:
-        raise UserError(
+        raise checkpoints[-1].refused or UserError(
             f"{checkpoints[-1].folder} lacks {', '.join(checkpoints[-1].missing)}",
             why="it is half-written, or its other half is on another machine",
             fix="export an older checkpoint; on several machines train to a shared disk",
@@ -270,6 +276,8 @@ def _meant(path: Path) -> Path:
             why="its content can't be read",
             fix="give yourself read and execute permission on it",
         )
+    if path.is_symlink() and not path.exists():
+        raise untrusted_files.leads_nowhere(path)
     if not path.exists():
         raise UserError(f"{path} does not exist", why="there is nothing to export", fix="accel-fsdp export RUN --list")
     place = path.resolve() if path.is_file() else path  # a file may be named by a link to it
@@ -314,6 +322,9 @@ def _of_safetensors(path: Path) -> CheckpointLocation | None:
 
 
 def _nothing(path: Path, place: Path) -> UserError:
+    for link in sorted(place.glob("*")):
+        if link.suffix in file_names.READABLE and link.is_symlink() and not link.exists():
+            return untrusted_files.leads_nowhere(link)
     if place.name.startswith(OPTIMIZERS):
         return UserError(
             f"{path} holds optimizer state, no weights",

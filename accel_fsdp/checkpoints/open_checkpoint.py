@@ -138,8 +138,8 @@ def _of_files(
                 raise damaged(path, f"holds another {name} than {previous.file.name}")
     for name, file in listed.items():
         if (name, file) not in listed_in:
-            place = f"not in {file}, where its index lists it" if name in parts else "in none of the files of its index"
-            raise damaged(folder / file, f"is not of this model: {name} is {place}")
+            elsewhere = ", while another file does" if name in parts else ""
+            raise damaged(folder / file_names.INDEX, f"lists {name} in {file}, which doesn't hold it{elsewhere}")
     return {name: _of_parts(name, parts_of) for name, parts_of in parts.items()}
 
 

@@ -20,7 +20,7 @@ TIED = (("lm_head.weight", "model.embed_tokens.weight"), ("lm_head.weight", "tra
 class CheckpointFacts(completeness.Parts):
     """The content of a checkpoint or export folder, by names, sizes and safetensors headers; nothing is unpickled.
 
-    `without_metadata` are sharded folders that lack `.metadata`, `broken` files shorter than their header says.
+    `without_metadata` are sharded folders that lack `.metadata`; `broken` says which files can't be read, and why.
     `adapter_tensors` is None where there is no adapter file. `empty_tensor` names a tensor without elements.
     `tied_twice` says that a tied model's embeddings are stored twice. `has_config` counts a tokenizer's as well.
     `unfinished` is what its marker says is wrong, as a resume judges it; empty where all is there, or no marker is.
@@ -29,7 +29,7 @@ class CheckpointFacts(completeness.Parts):
 
     rng_states: int = 0
     without_metadata: tuple[str, ...] = ()
-    broken: tuple[str, ...] = ()
+    broken: tuple[UserError, ...] = ()
     adapter_tensors: int | None = None
     empty_tensor: str = ""
     tied_twice: bool = False
@@ -81,12 +81,11 @@ def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
         index_name = file_names.MODEL if (folder / file_names.MODEL).is_file() else file_names.INDEX
     elif not isinstance(index_name, str) or not index_name.endswith((file_names.SAFETENSORS, file_names.INDEX_END)):
         raise untrusted_files.broken(folder / file_names.CONFIG, "names transformers_weights that are not safetensors")
-    untrusted_files.inside(folder, index_name, file_names.CONFIG)
+    elif not untrusted_files.has(folder, index_name, file_names.CONFIG):
+        raise untrusted_files.broken(folder / index_name, "is missing, and the config names it")
     if not index_name.endswith(file_names.INDEX_END):
         return [index_name], {}
     listed = weight_map(folder / index_name)
-    if not listed and index_name != file_names.INDEX:
-        raise untrusted_files.broken(folder / index_name, "is missing, and the config names it")
     return sorted(set(listed.values())), listed
 
 
@@ -127,14 +126,23 @@ def _check_folder(folder: Path) -> None:
 def facts_of(folder: Path) -> CheckpointFacts:
     """Reads this folder without its subfolders."""
     _check_folder(folder)
-    counts = {path: _counts(path) for path in sorted(folder.iterdir())}
-    counted_paths = [path for path, counted in counts.items() if counted is True]
-    odd = [path for path, counted in counts.items() if counted is False]
+    refusals = {path: _refusal(path) for path in sorted(folder.iterdir())}
+    broken = [error for error in refusals.values() if error]
+    counted_paths = [path for path, error in refusals.items() if error is None]
     names = {path.name for path in counted_paths}
     sharded = [path for path in counted_paths if path.is_dir() and any(path.glob(file_names.DCP_PARTS))]
-    read = {path: tensors_of(path) for path in counted_paths if path.suffix == file_names.SAFETENSORS}
+    read: dict[Path, Mapping[str, Tensor]] = {}
+    for path in counted_paths:
+        try:
+            if path.suffix == file_names.SAFETENSORS:
+                read[path] = {}
+                read[path] = safetensors_header.read(path)
+            elif path.name.endswith(file_names.INDEX_END):
+                _check_index(path)
+        except UserError as error:
+            broken.append(error)
     adapter = read.get(folder / file_names.ADAPTER)
-    everything = {name: tensor for tensors in read.values() for name, tensor in (tensors or {}).items()}
+    everything = {name: tensor for tensors in read.values() for name, tensor in tensors.items()}
     config = read_json(folder / file_names.CONFIG)
     pair = tied_pair(everything)
     return CheckpointFacts(
@@ -150,7 +158,7 @@ def facts_of(folder: Path) -> CheckpointFacts:
         trainer_state=completeness.has_trainer_state(folder),
         rng_states=sum(name.startswith(file_names.RNG_STATE) for name in names),
         without_metadata=tuple(path.name for path in sharded if not completeness.is_whole_dcp(path)),
-        broken=tuple(path.name for path in (*odd, *(path for path, tensors in read.items() if tensors is None))),
+        broken=tuple(broken),
         adapter_tensors=None if adapter is None else len(adapter),
         empty_tensor=next((name for name, stored in everything.items() if 0 in stored.shape), ""),
         tied_twice=bool(config.get("tie_word_embeddings")) and pair is not None and equal(*pair),
@@ -161,16 +169,24 @@ def facts_of(folder: Path) -> CheckpointFacts:
     )
 
 
-def _counts(path: Path) -> bool:
-    """Whether it is a folder or a plain file that can be opened, and no link out of the folder that it is in."""
+def _check_index(path: Path) -> None:
+    for name in sorted(set(weight_map(path).values())):
+        if not os.path.lexists(untrusted_files.inside(path.parent, name, path.name)):
+            raise untrusted_files.broken(path, f"lists {name}, which is missing")
+
+
+def _refusal(path: Path) -> UserError | None:
+    """Why it is no folder or plain file that can be opened, or a link out of the folder that it is in; else None."""
     try:
         if path.is_dir():
             untrusted_files.check_folder(path, path.parent)
         else:
             os.close(untrusted_files.open_file(path))
-    except (UserError, FileNotFoundError):
-        return False
-    return True
+    except FileNotFoundError:
+        return untrusted_files.unreadable(path, "it is gone")
+    except UserError as error:
+        return error
+    return None
 
 
 def _architecture(config: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -155,8 +156,9 @@ def _check_links(folder: Path) -> None:
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not hidden and not path.is_file() and (path.is_symlink() or not path.is_dir()):
-            kind = "a link to a folder" if path.is_dir() else "not a readable file"
-            raise untrusted_files.broken(path, f"is {kind}, which no export writes")
+            if path.is_dir():
+                raise untrusted_files.broken(path, "is a link to a folder, which no export writes")
+            os.close(untrusted_files.open_file(path, folder))
 
 
 def _check_code(folder: Path, report: ExportReport | None) -> None:
@@ -328,6 +330,8 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
 def _found(folder: Path) -> ExportReport:
     """The report of an export that has none, from its headers."""
     checkpoint = discover.look(folder) if folder.is_dir() else None
+    if checkpoint is not None and checkpoint.refused is not None:
+        raise checkpoint.refused
     if checkpoint is None or checkpoint.kind not in ("safetensors", "adapter") or checkpoint.missing:
         lacks = f": it lacks {', '.join(checkpoint.missing)}" if checkpoint and checkpoint.missing else ""
         raise UserError(

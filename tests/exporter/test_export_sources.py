@@ -1,5 +1,6 @@
 """What an export is given: addresses, indexes, patterns, disks and terminals, and what it says of them."""
 
+import contextlib
 import errno
 import json
 import shutil
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checking import V2, codes_of, subject
 from conftest import accel_fsdp
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
@@ -17,7 +19,7 @@ from torch.distributed.checkpoint import save as save_dcp
 from transformers import AutoModelForCausalLM
 
 from accel_fsdp import atomic_files, cli
-from accel_fsdp.checkpoints import discover, tensor_names
+from accel_fsdp.checkpoints import discover, summary, tensor_names
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import command, refusals
 
@@ -71,6 +73,68 @@ def list_elsewhere(folder: Path) -> None:
     path.write_text(json.dumps(index))
 
 
+INDEX = "model.safetensors.index.json"
+
+
+def cut_the_index(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map"')
+
+
+def list_outside(folder: Path) -> None:
+    (folder / INDEX).write_text('{"weight_map": {"w": "../w.safetensors"}}')
+
+
+def link_to_nothing(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        path = folder / name if name else other_shard(folder)
+        path.unlink()
+        path.symlink_to("gone")
+
+    return change
+
+
+def link_alone_to_nothing(folder: Path) -> None:
+    for path in folder.glob("model*"):
+        path.unlink()
+    (folder / "model.safetensors").symlink_to("gone")
+
+
+def name_other_weights(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "transformers_weights": "x.safetensors"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (cut_the_index, f"/{INDEX} is damaged or cut short: no JSON"),
+        (list_outside, f"/{INDEX} points to '../w.safetensors', outside of its folder"),
+        (link_to_nothing(INDEX), f"/{INDEX} can't be read: it is a link to gone, where there is nothing"),
+        (link_to_nothing(""), ".safetensors can't be read: it is a link to gone, where there is nothing"),
+        (link_to_nothing("config.json"), "config.json can't be read: it is a link to gone, where there is nothing"),
+        (link_alone_to_nothing, "/model.safetensors can't be read: it is a link to gone, where there is nothing"),
+        (name_other_weights, "/x.safetensors is missing, and the config names it"),
+    ],
+)
+def test_the_file_that_is_bad_is_named_with_its_fault(
+    change: Callable[[Path], None], what: str, sharded: Path, tmp_path: Path
+) -> None:
+    """Not as a half-written checkpoint; by --check and by the linter too."""
+    change(sharded)
+    check = command.ExportCommand(sharded, check=True, verify="bytes")
+    for call in (lambda: export(sharded, tmp_path / "out"), lambda: command.run(check)):
+        with pytest.raises(UserError) as refused:
+            call()
+        assert what in refused.value.what
+        assert "half-written" not in refused.value.why
+        assert refused.value.fix.startswith(("copy that file again", "don't trust this", "put a file there"))
+    if change is not name_other_weights:
+        with contextlib.suppress(UserError):
+            facts = summary.read_checkpoint(sharded)
+            assert [what in error.what for error in facts.broken] == [True]
+            assert "AF812" not in codes_of(subject(V2, checkpoint=facts))
+
+
 def hold_another_version(folder: Path) -> None:
     path = other_shard(folder)
     tensors = load_file(path)
@@ -84,8 +148,8 @@ def hold_two_models(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (list_one_more, r"model\.extra\.weight is in none of the files of its index"),
-        (list_elsewhere, r"\S+ is not in model-\S+, where its index lists it"),
+        (list_one_more, r"index\.json lists model\.extra\.weight in \S+, which doesn't hold it\n"),
+        (list_elsewhere, r"index\.json lists \S+ in model-\S+, which doesn't hold it, while another file does\n"),
         (hold_another_version, rf"holds another {HEAD} than model-"),
         (hold_two_models, "holds two models"),
     ],

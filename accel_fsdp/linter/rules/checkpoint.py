@@ -62,8 +62,8 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
     saved = subject.checkpoint
     if saved is None:
         return
-    if saved.refused is not None:
-        yield Finding("", saved.refused.what, saved.refused.why, saved.refused.fix)
+    for error in (*([saved.refused] if saved.refused else []), *saved.broken):
+        yield Finding("", error.what, error.why, error.fix)
     if saved.unfinished:
         yield Finding(
             "",
@@ -80,13 +80,6 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
             f"{saved.name} lacks {name}",
             "it is half-written, or its other half is on another machine; resuming stops",
             "resume an older checkpoint; on several machines write to a shared disk",
-        )
-    for name in saved.broken:
-        yield Finding(
-            "",
-            f"{saved.name}/{name} is cut short, or no file of this folder that can be read",
-            "it can't be loaded",
-            "use another checkpoint, or export again",
         )
 
 
@@ -190,9 +183,9 @@ def folder_without_weights(subject: Subject) -> Iterator[Finding]:
     Beside a config or a tokenizer there are none if `save_model()` was called under SHARDED_STATE_DICT.
     """
     saved = subject.checkpoint
-    if saved is None or saved.is_checkpoint or saved.hub:
+    if saved is None or saved.is_checkpoint or saved.hub or saved.broken:
         return
-    parts = (saved.by_accelerator, saved.rng_states, saved.without_metadata, saved.broken)
+    parts = (saved.by_accelerator, saved.rng_states, saved.without_metadata)
     if saved.has_config:
         yield Finding(
             "",
