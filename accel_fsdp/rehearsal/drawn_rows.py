@@ -10,6 +10,7 @@ from typing import Any
 
 from accel_fsdp.launch.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.split_by_hand import line_of_split
 from accel_fsdp.units import counted
 
 FEWEST = 4
@@ -18,6 +19,8 @@ FEWEST_BY_CONTENT = 12
 """Rows of a rank that content alone, without places in a data set, must tell apart to show anything."""
 SHARE_BY_CONTENT = 1 / 3
 """The share of a rank's rows that another one has too, by content alone: samples drawn at random may share a few."""
+SHARE_OF_PARTS = 1 / 5
+"""The same where each rank has a data set of its own: halves of rows that it shuffled for itself share about 1/2."""
 DISTRIBUTED = "a DistributedSampler"
 
 
@@ -32,7 +35,7 @@ def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
             rows = event.content
             drawn.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[event.rank] = rows
     looks = [_same_rows(events, row_events)]
-    looks += [look(of_ranks) for look in (_shared, _lost) for _, of_ranks in sorted(drawn.items())]
+    looks += [look(of_ranks) for look in (_shared, _lost, _split_twice) for _, of_ranks in sorted(drawn.items())]
     looks += [_fewer(events, of_ranks) for _, of_ranks in sorted(drawn.items())]
     looks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
     yield from list(chain.from_iterable(looks))[:1]
@@ -78,6 +81,23 @@ def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
         yield Failure(what, SCRIPT, fix, first["line"])
 
 
+def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
+    """Each rank has rows of its own from the script, and takes a part of these."""
+    several = list(of_ranks.values())
+    first = several[0]
+    if not all(rows["once"] and rows["sharders"] and rows["planned"] < rows["length"] for rows in several):
+        return
+    starts = {(rows["start"], rows["fingerprint"]) for rows in several}
+    file = first["line"].rpartition(":")[0]
+    if len(starts) == len(several) > 1 and (line := line_of_split(file)):
+        what = (
+            f"of its {counted(first['length'], 'row')} a rank takes only {first['planned']} in an epoch: the script "
+            f"gives each rank its part, and {first['sharders'][0]} gives it a part of that"
+        )
+        fix = "the same rows on all ranks: accelerator.prepare(dataloader) or a DistributedSampler gives each its part"
+        yield Failure(what, SCRIPT, fix, f"{file}:{line}")
+
+
 def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     """Rows that two ranks train on in one epoch, where a plain run trains on each once."""
     for (first, ours), (other, theirs) in combinations(sorted(of_ranks.items()), 2):
@@ -90,7 +110,8 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
             enough = min(len(our_rows), len(their_rows)) >= FEWEST_BY_CONTENT
             share = len(our_rows & their_rows) / max(1, min(len(our_rows), len(their_rows)))
             by_content = ours["places"] is None or (not same_data and ours["once"] and theirs["once"])
-            is_mistake = enough and by_content and share >= SHARE_BY_CONTENT
+            least = SHARE_BY_CONTENT if ours["places"] is None else SHARE_OF_PARTS
+            is_mistake = enough and by_content and share >= least
         if is_mistake:
             yield Failure(
                 f"rank {other} trained on {len(our_rows & their_rows)} of {counted(len(their_rows), 'row')} that rank "

@@ -73,16 +73,21 @@ def _rows(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[
 
 def _other_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """FSDP gathers a unit from all ranks: ranks that run another unit meanwhile mix up the weights, or hang."""
-    orders = {event.rank: event.content["names"] for event in _of("units", events)}
+    orders = {
+        event.rank: list(zip(event.content["names"], event.content["lines"], strict=True))
+        for event in _of("units", events)
+    }
     first, *others = sorted(orders) or [0]
+    by_yaml = any(_of("prepared", events))
     for rank in others:
-        for our_unit, their_unit in zip_longest(orders[first], orders[rank], fillvalue="nothing"):
-            if our_unit != their_unit:
+        for ours, theirs in zip_longest(orders[first], orders[rank], fillvalue=("nothing", "")):
+            if ours[0] != theirs[0]:
                 yield Failure(
-                    f"the ranks run different units: rank {first} runs {our_unit or 'the model'} "
-                    f"where rank {rank} runs {their_unit or 'the model'}",
-                    "fsdp_transformer_layer_cls_to_wrap",
-                    "make a unit of the layer that holds the experts, which every rank runs, not of each expert",
+                    f"the ranks run different units: rank {first} runs {ours[0] or 'the model'} "
+                    f"where rank {rank} runs {theirs[0] or 'the model'}",
+                    "fsdp_transformer_layer_cls_to_wrap" if by_yaml else SCRIPT,
+                    "make a unit of what every rank runs, such as the layer that holds the experts, not of each expert",
+                    ours[1] or theirs[1],
                 )
                 return
 

@@ -14,16 +14,28 @@ NEAR = 0.01
 
 def differences(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields the first difference between the ranks and one process, or why no update had an effect."""
-    for event in events:
-        if event.kind == "otherwise":
-            yield SAID[event.content["what"]](event.content)
-            return
+    if first := _first_difference(events):
+        if not _averages_weights(events, first):
+            yield SAID[first["what"]](first)
+        return
     yield from _without_effect(events)
     yield from _in_no_optimizer(events)
 
 
+def _first_difference(events: Sequence[RankEvent]) -> Mapping[str, Any] | None:
+    return next((event.content for event in events if event.kind == "otherwise"), None)
+
+
+def _averages_weights(events: Sequence[RankEvent], difference: Mapping[str, Any] | None) -> bool:
+    """Whether ranks train apart on purpose for some steps, after which the script averages their weights."""
+    is_apart = difference is not None and difference["what"] == "copies"
+    return is_apart and any(event.kind == "averaged" for event in events)
+
+
 def said(events: Sequence[RankEvent]) -> str:
     """What was compared, as the end of a sentence; empty if nothing was recorded."""
+    if _averages_weights(events, _first_difference(events)):
+        return "; not repeated in one process: the script averages the ranks' weights now and then, not their gradients"
     if why := next((event.content["why"] for event in events if event.kind == "unrepeated"), ""):
         return f"; not repeated in one process: {why}"
     updates = [event.content for event in events if event.kind == "repeated"]
@@ -79,6 +91,24 @@ def _copies(content: Mapping[str, Any]) -> Failure:
     return Failure(
         what, SCRIPT, "change weights on all ranks in the same way, or only by the optimizer", content["line"]
     )
+
+
+def _ignored(content: Mapping[str, Any]) -> Failure:
+    first, other = content["ranks"]
+    what = (
+        f"ranks {first} and {other} step with different gradients of {content['name']}, which is in no unit: they are "
+        "not averaged"
+    )
+    fix = "leave it out of ignored_modules, ignored_states and ignored_params; or requires_grad_(False) for it"
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
+def _unprepared(content: Mapping[str, Any]) -> Failure:
+    what = (
+        "the optimizer steps before the last micro-batch of a step, with gradients that were kept on each rank: it is "
+        "not prepared"
+    )
+    return Failure(what, SCRIPT, "model, optimizer = accelerator.prepare(model, optimizer)", content["line"])
 
 
 def _all_gradients(content: Mapping[str, Any]) -> Failure:
@@ -213,7 +243,7 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
     if all(update["cleared"] for update in updates):
         what = f"no gradient comes to the optimizer in {counted(len(updates), 'step')}"
         fix = "backward, then optimizer.step(), then zero_grad(); and the last micro-batch of a step outside of no_sync"
-        yield Failure(what, SCRIPT, fix, line)
+        yield Failure(what, SCRIPT, fix, updates[0]["cleared_at"] or line)
     elif not any(event.content["moved"] for event in events if event.kind == "weights"):
         rates = {rate for update in updates for rate in update["rates"]}
         why = ": the learning rate is 0" if rates == {0.0} else ""
@@ -231,10 +261,10 @@ def _dropped(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, "zero_grad() after optimizer.step() alone, not with each micro-batch", content["line"])
 
 
-def _too_early(content: Mapping[str, Any]) -> Failure:
+def _other_step(content: Mapping[str, Any]) -> Failure:
     batches = counted(content["batches"], "batch", "batches")
     what = f"each step has {batches}, and each loss is divided by {content['accumulation']}"
-    fix = "with accelerator.accumulate(model): around a batch, or leave out gradient_accumulation_steps"
+    fix = "with accelerator.accumulate(model): around each batch, or leave out gradient_accumulation_steps"
     return Failure(what, "gradient_accumulation_steps", fix, content["line"])
 
 
@@ -286,5 +316,7 @@ SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "trainer-loss": _trainer_loss,
     "step": _step,
     "summed-again": _summed_again,
-    "too-early": _too_early,
+    "ignored": _ignored,
+    "other-step": _other_step,
+    "unprepared": _unprepared,
 }

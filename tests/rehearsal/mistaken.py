@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoModelForCausalLM
 
 NAME, MODEL, FOLDER = sys.argv[1:4]
-ACCUMULATED = 2 if "divided" in NAME or NAME == "steps early" else 1
+ACCUMULATED = 2 if "divided" in NAME or NAME in ("steps early", "optimizer not prepared") else 1
 accelerator = Accelerator(log_with="wandb" if NAME == "tracker" else None, gradient_accumulation_steps=ACCUMULATED)
 if NAME == "uneven batches":
     accelerator.even_batches = False
@@ -50,6 +50,9 @@ if NAME == "another order":
 if NAME == "fewer rows":
     fewer = DistributedSampler(rows, shuffle=False)  # type: ignore[arg-type, var-annotated]
     loader = DataLoader(rows, batch_size=2 - accelerator.process_index, sampler=fewer)  # type: ignore[arg-type]
+if NAME == "split by hand":
+    own_rows = rows[accelerator.process_index :: accelerator.num_processes]
+    loader = DataLoader(own_rows, batch_size=2)  # type: ignore[arg-type]
 if NAME == "same order":
     loader = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))  # type: ignore[arg-type, var-annotated]
 
@@ -89,6 +92,8 @@ if NAME == "experts":
 
 if NAME == "loads before prepare":
     accelerator.load_state(MODEL)
+if NAME == "head ignored":
+    accelerator.state.fsdp_plugin.ignored_modules = [model.lm_head]
 rate = {"rates apart": 1e-3 * (1 + accelerator.process_index), "rate of 0": 0.0}.get(NAME, 1e-3)
 trained = [one for one in model.parameters() if one.requires_grad]
 optimizer = torch.optim.AdamW(trained or model.parameters(), lr=rate)
@@ -97,6 +102,8 @@ if NAME == "head forgotten":
 if NAME == "optimizer of other weights":
     optimizer = torch.optim.AdamW([nn.Parameter(one.detach().clone()) for one in model.parameters()], lr=1e-3)
     model = accelerator.prepare(model)
+elif NAME == "optimizer not prepared":
+    model, loader = accelerator.prepare(model, loader)
 elif NAME == "optimizer before prepare":
     model = accelerator.prepare(model)
 elif NAME == "two optimizers":
@@ -165,6 +172,9 @@ for step, batch in enumerate(epochs):  # twice
     if NAME == "not divided":
         with accelerator.accumulate(model):
             loss.backward()
+    elif NAME == "optimizer not prepared":
+        with accelerator.accumulate(model):
+            accelerator.backward(loss)
     elif NAME == "divided twice":
         with accelerator.accumulate(model):
             accelerator.backward(loss / ACCUMULATED)

@@ -35,6 +35,8 @@ if "adapter" in WAYS:
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+if "compiled" in WAYS:
+    model = torch.compile(model, backend="eager")
 parameters = list(model.parameters())
 optimizer: Any = torch.optim.AdamW(parameters, lr=1e-3)
 if "momentum" in WAYS:
@@ -77,7 +79,16 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
 
 
 for step, batch in enumerate(loader):
-    if BY_HAND:
+    if "averages weights" in WAYS:  # as local SGD does
+        with model.no_sync():
+            loss_of(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            for weight in model.parameters():
+                torch.distributed.all_reduce(weight.data)
+                weight.data /= accelerator.num_processes
+    elif BY_HAND:
         is_last = step % EACH == EACH - 1
         with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
             accelerator.backward(loss_of(batch))

@@ -3,13 +3,12 @@
 docs/rehearse.md shows the lines.
 """
 
-import dataclasses
 import json
 import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +138,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a rank that ends itself": ("exits", FSDP1, "the script", "sys.exit(3)"),
     "a dataloader not prepared": ("dataloader not prepared", FSDP2, "the script", "labels=batch, **counts"),
     "sharded twice": ("sharded twice", FSDP2, "the script", "sampler=DistributedSampler(rows))"),
+    "rows split by hand, and by prepare": ("split by hand", FSDP2, "the script", "own_rows = rows["),
     "another shuffle on each rank": ("another shuffle", FSDP1, "the script", "shuffle=True, generator=order)"),
     "an own sampler with another seed on each rank": ("another order", FSDP2, "the script", "sampler=Shuffled())"),
     "fewer rows on one rank": ("fewer rows", FSDP2, "the script", "batch_size=2 - accelerator.process_index"),
@@ -180,9 +180,11 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a tracker that isn't installed": ("tracker", FSDP2, "the script", "log_with="),
     "clipping before backward": ("clips before backward", FSDP2, "the script", "accelerator.clip_grad_norm_"),
     "clipping by another of torch's functions": ("clips by another function", FSDP1, "the script", "optimizer.step()"),
-    "no_sync around every step": ("not synced", FSDP2, "the script", "accelerator.backward(loss * scale)"),
+    "no_sync around every step": ("not synced", FSDP2, "the script", "synced.enter_context("),
     "no_sync around every step, under FSDP1": ("not synced", FSDP1, "the script", "optimizer.step()"),
-    "no_sync around every step, under DDP": ("not synced", {}, "the script", "accelerator.backward(loss * scale)"),
+    "no_sync around every step, under DDP": ("not synced", {}, "the script", "synced.enter_context("),
+    "an optimizer that is not prepared": ("optimizer not prepared", {}, "the script", "optimizer.step()"),
+    "trained weights that FSDP ignores": ("head ignored", FSDP1, "the script", "prepare(model, optimizer, loader)"),
     "losses not divided by the accumulation steps": ("not divided", FSDP1, "the script", "loss.backward()"),
     "losses divided twice": ("divided twice", FSDP2, "the script", "accelerator.backward(loss / ACCUMULATED)"),
     "zero_grad() before the step": ("cleared before the step", FSDP2, "the script", "optimizer.step()"),
@@ -190,20 +192,20 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a rate that ends too early": ("rate ends early", FSDP2, "the script", "LinearLR("),
     "a scheduler of another optimizer": ("scheduler of another optimizer", FSDP1, "the script", "ConstantLR("),
     "no weight that needs gradients": ("nothing trained", FSDP2, "the script", "optimizer.step()"),
-    "gradients cleared with each micro-batch": ("each batch cleared", FSDP2, "the script", "backward(loss / 2)"),
+    "gradients cleared with each micro-batch": ("each batch cleared", FSDP2, "the script", "set_to_none=NAME"),
     "a state before prepare": ("loads before prepare", FSDP2, "the script", "accelerator.load_state(MODEL)"),
     "a step before all its batches": (
         "steps early", FSDP2, "gradient_accumulation_steps", "accelerator.backward(loss * scale)",
     ),
-    "gradients summed again": ("summed again", {}, "the script", "optimizer.step()"),
-    "NaN gradients replaced": ("NaN replaced", {}, "the script", "optimizer.step()"),
+    "gradients summed again": ("summed again", {}, "the script", "all_reduce(one.grad)"),
+    "NaN gradients replaced": ("NaN replaced", {}, "the script", "nan_to_num_()"),
     "evaluation mode on one rank": ("evaluates on", FSDP2, "the script", "accelerator.backward(loss * scale)"),
     "a loss times the number of ranks": ("times ranks", {}, "the script", "accelerator.backward(loss * scale)"),
     "a forward pass past the wrapper": ("past the wrapper", {}, "the script", "optimizer.step()"),
-    "weights drawn again on a rank": ("begins apart", FSDP2, "the script", "prepare(model, optimizer, loader)"),
+    "weights drawn again on a rank": ("begins apart", FSDP2, "the script", ".normal_()"),
     "gradients summed over ranks": ("sums over ranks", {}, "the script", "accelerator.backward(loss * scale)"),
-    "gradients that one rank alone changes": ("noise on a rank", FSDP2, "the script", "optimizer.step()"),
-    "weights that rank 0 alone changes": ("rank 0 writes", FSDP2, "the script", ""),
+    "gradients that one rank alone changes": ("noise on a rank", FSDP2, "the script", ".add_(torch.tensor"),
+    "weights that rank 0 alone changes": ("rank 0 writes", FSDP2, "the script", ".mul_(1.1)"),
 }  # fmt: skip
 DOCS = (ROOT / "docs/rehearse.md").read_text()
 
@@ -336,6 +338,19 @@ def test_gradients_may_be_cleared_in_many_ways(
     assert first == [is_kept]
 
 
+def test_ranks_that_run_other_units_are_told_before_backward_hangs() -> None:
+    def units(*names: str) -> RankEvent:
+        content = {"names": ["", *names], "lines": ["mine.py:7", *(f"mine.py:{name}" for name in names)]}
+        return RankEvent(int(names[0]), 0.0, "units", content)
+
+    (told,) = mistakes.found([units("0", "2"), units("1", "2")])
+    assert (told.what, told.key) == ("the ranks run different units: rank 0 runs 0 where rank 1 runs 1", "the script")
+    assert told.line == "mine.py:0"
+    prepared = RankEvent(0, 0.0, "prepared", {"holding": asdict(measure(torch.nn.Linear(2, 2))), "shared": []})
+    (by_yaml,) = mistakes.found([prepared, units("0", "2"), units("1", "2")])
+    assert by_yaml.key == "fsdp_transformer_layer_cls_to_wrap"
+
+
 def test_a_rank_may_have_a_model_of_its_own() -> None:
     assert said_of(trained(), trained(sharded_steps=1))
     assert not said_of(trained(steps=5, backwards=5), trained())
@@ -394,7 +409,7 @@ def test_launch_says_that_ranks_share_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    stepped = {"kind": "stepped", "holding": dataclasses.asdict(measure(torch.nn.Linear(2, 2)))}
+    stepped = {"kind": "stepped", "holding": asdict(measure(torch.nn.Linear(2, 2)))}
     rows = {"kind": "rows", "hashes": [[7]], "line": "mine.py:7", "may_share": False}
 
     def launch() -> int:

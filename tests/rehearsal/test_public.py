@@ -51,6 +51,15 @@ def test_accelerate_alone_shards_nothing_and_a_rehearsal_does(
     assert sum(rank["held"] for rank in told(sharded)) >= one["weights"]
 
 
+def test_a_training_step_that_does_not_divide(tiny_model: Path, tmp_path: Path) -> None:
+    """Trainer counts the micro-batches of a step in its own arguments, not in Accelerate's."""
+    script = HERE / "with_trainer.py"
+    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "undivided")
+    said = "losses are not divided by gradient_accumulation_steps: gradients are 2 times those of the mean"
+    assert (step["passed"], step["said"]) == (False, said)
+    assert step["line"].endswith("with_trainer.py:16")
+
+
 @BOTH
 def test_trainer_in_bf16(fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
     """It runs where no GPU has bf16; `save_model` writes nothing of shards, which the key decides."""

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import ROOT
 from test_mistakes import FSDP1, FSDP2, yaml_file
 from test_public import rehearsed
+
+from accel_fsdp.launch.ranks import loss_shares
 
 SCRIPT = ROOT / "tests/rehearsal/right.py"
 SAME = re.compile(r"gradients and weights of 2 steps are those of one process \(apart by (\d)e([+-]\d+)\)")
@@ -24,6 +27,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "own loss,groups": (FSDP1, BF16),
     "probes gradients,momentum,slow rank,gathers padded,generates": (FSDP2, {}),
     "trains the head alone": ({}, {}),
+    "compiled": ({}, {}),
 }
 
 
@@ -51,6 +55,7 @@ def test_right_saves_of_many_kinds_pass(ways: str, fsdp: dict[str, Any], tiny_mo
     [
         ("hook", "hooks were added to the model after it was sharded"),
         ("penalty", "is used outside of the model's forward"),
+        ("averages weights", "the script averages the ranks' weights now and then, not their gradients"),
         ("skips a batch", "gradients are kept, cleared or changed between two backward passes of a step"),
     ],
 )
@@ -59,3 +64,19 @@ def test_what_can_not_be_repeated_is_said(ways: str, why: str, tiny_model: Path,
     assert step["passed"], step
     assert "not repeated in one process: " in step["said"]
     assert why in step["said"]
+
+
+def made(losses: list[float], accumulation: int, *, backwards: int = 0, same: bool = False) -> dict[str, Any]:
+    """An update with one forward pass for each loss, of which this came back."""
+    forwards = [
+        {"inputs": [[torch.tensor([0 if same else number])], {}], "loss": 0, "gradients": [torch.tensor(loss)]}
+        for number, loss in enumerate(losses)
+    ]
+    return {"forwards": forwards, "accumulation": accumulation, "midway": False, "backwards": backwards or len(losses)}
+
+
+def test_losses_may_be_of_more_batches_than_they_are_divided_by() -> None:
+    assert loss_shares.misdivided(made([0.5] * 4, 2), 2) == {"what": "other-step", "batches": 4, "accumulation": 2}
+    assert not loss_shares.misdivided(made([0.5] * 2, 2), 2)
+    assert not loss_shares.misdivided(made([0.5] * 4, 2, same=True), 3)  # two losses of each batch
+    assert not loss_shares.misdivided(made([0.5] * 4, 2, backwards=2), 3)  # of two tasks

@@ -1,13 +1,34 @@
-"""A training script with Trainer, `with_trainer.py MODEL FOLDER`: in bf16 as TRL's are, and nothing said of the CPU."""
+"""A training script with Trainer, `with_trainer.py MODEL FOLDER`: in bf16 as TRL's are, and nothing said of the CPU.
+
+With a third argument its training_step forgets to divide the loss by gradient_accumulation_steps.
+"""
 
 import sys
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-arguments = TrainingArguments(sys.argv[2], bf16=True, max_steps=2, per_device_train_batch_size=2, report_to="none")
+
+class Undivided(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss: torch.Tensor = model(**self._prepare_inputs(inputs)).loss
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+is_undivided = len(sys.argv) > 3
+arguments = TrainingArguments(
+    sys.argv[2],
+    bf16=not is_undivided,
+    max_steps=2,
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=1 + is_undivided,
+    report_to="none",
+)
 rows = torch.randint(0, 100, (16, 12), generator=torch.Generator().manual_seed(0))
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-trainer = Trainer(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in rows])  # type: ignore[arg-type]
+data = [{"input_ids": row, "labels": row} for row in rows]
+trainer = (Undivided if is_undivided else Trainer)(model, arguments, train_dataset=data)  # type: ignore[arg-type]
 trainer.train()
 trainer.save_model()

@@ -32,6 +32,12 @@ def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
     return None
 
 
+def line_of(updates: Updates, kind: str, name: str = "") -> str:
+    """The script's line that changed a weight, or any, on the first rank that has one; empty if none is known."""
+    lines = [line for update in updates for of, line in update[kind].items() if name in ("", of)]
+    return next(iter(lines), "")
+
+
 def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
     """A weight that changed wholly on some ranks since the last step, and on others not at all."""
     changes: dict[str, dict[int, float]] = {}
@@ -44,10 +50,8 @@ def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
     if len(partly) < 2 or 2 * len(partly) <= len(changed):  # one weight alone may have its changed rows on one rank
         return None
     shares = changed[partly[0]]
-    return {
-        "name": partly[0],
-        "ranks": [max(shares, key=lambda rank: shares[rank]), min(shares, key=shares.__getitem__)],
-    }
+    most, least = (choose(shares, key=shares.__getitem__) for choose in (max, min))
+    return {"name": partly[0], "ranks": [most, least], "line": updates[most]["changed"].get(partly[0], "")}
 
 
 def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int] | None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.launch.ranks import events, script
 from accel_fsdp.launch.ranks.observing import Observation, after
+from accel_fsdp.launch.ranks.outputs import tensors_in
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
@@ -40,6 +41,7 @@ PREPARED = "accelerator.prepare"
 class DrawnRows:
     """What one epoch of a loader gave on a rank, batch by batch.
 
+    `start` is a checksum of the data set's first row, where it can be read without effects.
     `places` are the rows' indices in the data set, None for a stream; `hashes` are checksums of their content, None
     where rows can't be told apart in a batch. `once`: the sampler gives each row of the data set once in an epoch, on
     all ranks together; `is_own`: it is not one of torch's. `planned` is the largest number of rows that this rank
@@ -56,6 +58,7 @@ class DrawnRows:
     is_whole: bool = False
     length: int | None = None
     fingerprint: str | None = None
+    start: int | None = None
     once: bool = False
     is_own: bool = False
     planned: int | None = None
@@ -225,6 +228,7 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {"length": None, "fingerprint": getattr(dataset, "_fingerprint", None)}
     with contextlib.suppress(Exception):  # whatever a data set's own code raises
         facts["length"] = len(dataset)
+    facts["start"] = _start(dataset)
     is_shard = type(indices).__name__ == "BatchSamplerShard"
     batches = indices.batch_sampler if is_shard else indices
     if type(batches) is not BatchSampler:
@@ -241,6 +245,20 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
         each = indices.batch_size // indices.num_processes if is_shard and indices.split_batches else batches.batch_size
         facts |= {"once": True, "planned": len(indices) * each}
     return facts
+
+
+def _start(dataset: Any) -> int | None:
+    """The checksum of the tensors in a data set's first row; None for one whose own code would read it."""
+    import torch
+    from torch.utils.data import Subset, TensorDataset
+
+    place = 0
+    while isinstance(dataset, Subset) and len(dataset):
+        dataset, place = dataset.dataset, dataset.indices[place]
+    if not isinstance(dataset, list | tuple | torch.Tensor | TensorDataset) or not len(dataset):
+        return None
+    row = dataset[place]
+    return _hash(list(tensors_in(list(row) if isinstance(row, tuple) else row)))
 
 
 def _gives_once(sampler: Any, rows: int) -> bool:

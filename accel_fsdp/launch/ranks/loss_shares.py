@@ -4,6 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_fsdp.launch.ranks.outputs import tensors_in
+from accel_fsdp.launch.ranks.ratios import EXACT
+
 COUNTED = 0.02
 """How near a sum must be to a wrong one, where tokens are counted: some models count one too many in each row."""
 IGNORED = -100
@@ -46,3 +49,32 @@ def of_rank(update: Mapping[str, Any]) -> float | None:
     gradients = [forward["gradients"][forward["loss"]] for forward in own if forward["loss"] is not None]
     is_known = len(gradients) == len(update["forwards"]) and all(gradient is not None for gradient in gradients)
     return sum(float(gradient) for gradient in gradients) if is_known else None
+
+
+def misdivided(update: Mapping[str, Any], ranks: int) -> dict[str, Any] | None:
+    """What came back to the losses that the model itself made adds up to 1 over a step, if each is divided once."""
+    accumulation, shares = update["accumulation"], of_batches(update["forwards"])
+    if accumulation > 1 and len(shares) == accumulation:
+        times = next((times for times in (accumulation, 1 / accumulation) if abs(sum(shares) / times - 1) < EXACT), 1)
+        return {"what": "divided", "ratio": times, "accumulation": accumulation} if times != 1 else None
+    is_early = len(shares) < accumulation and update["midway"]
+    is_late = len(shares) > accumulation > 1 and len(shares) == update["backwards"] == _batches(update)
+    if (is_early or is_late) and each(shares, 1 / accumulation):
+        return {"what": "other-step", "batches": len(shares), "accumulation": accumulation}
+    if shares and ranks not in (1, len(shares)) and each(shares, ranks / len(shares)):
+        return {"what": "multiplied", "ranks": ranks}
+    return None
+
+
+def each(shares: Sequence[float], value: float) -> bool:
+    return bool(shares) and all(abs(share / value - 1) < EXACT for share in shares)
+
+
+def _batches(update: Mapping[str, Any]) -> int:
+    """How many different batches the forward passes have: a loss may be made of several passes over one."""
+    kept: list[Any] = []
+    for forward in update["forwards"]:
+        tensor = next(tensors_in(forward["inputs"]), None)
+        if tensor is not None and not any(tensor.equal(other) for other in kept):
+            kept.append(tensor)
+    return len(kept)

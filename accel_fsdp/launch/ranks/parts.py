@@ -82,6 +82,19 @@ def places(model: "nn.Module") -> list[Place]:
     return found
 
 
+def unsharded(of: Iterable[Place]) -> list[str]:
+    """The weights that a rank holds whole beside others that FSDP has sharded."""
+    held = list(of)
+    whole = [place.name for place in held if is_whole(place)]
+    return whole if len(whole) < len(held) else []
+
+
+def is_whole(place: Place) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return place.flat is None and not isinstance(place.parameter, DTensor)
+
+
 def parts(of: Iterable[Place], values: Callable[["torch.Tensor"], Any]) -> Parts:
     """This rank's parts of what `values` gives for a parameter, without those for which it gives None."""
     given = ((place, values(place.parameter)) for place in of)

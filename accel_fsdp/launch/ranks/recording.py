@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import is_installed
-from accel_fsdp.launch.ranks import events, parts, precision, script
+from accel_fsdp.launch.ranks import accumulation, events, lines, parts, precision, script
 from accel_fsdp.launch.ranks.copies import Copy, copied, hooks_of, outermost
 from accel_fsdp.launch.ranks.holding import unwrapped, user_name
+from accel_fsdp.launch.ranks.lines import ObservedLines
 from accel_fsdp.launch.ranks.observing import Observation, after, before, replace
 from accel_fsdp.launch.ranks.outputs import members, with_member
 from accel_fsdp.launch.ranks.parts import Parts, Place
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
 RECORDS = "ACCEL_FSDP_RECORDS"
 """The variable that names the folder of recorded updates; if it isn't set, nothing is recorded."""
 MOST_UPDATES = 2
+LOCAL_SGD = "LocalSGD averages the ranks' weights now and then, not their gradients"
 UPDATES = Observation(
     "updates, to repeat them in one process",
     (
         *parts.RELIES_ON,
+        *lines.RELIES_ON,
         Internal("torch.nn:Module.__call__"),
         Internal("torch.autograd:backward", "tensors *"),
         Internal("torch.distributed.fsdp:fully_shard", "module *"),
@@ -77,6 +80,7 @@ class Recorder:
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
         self.trainer_losses = TrainerLosses(self._newest)
+        self.lines = ObservedLines(self._is_outside, lambda: self.places)
 
     def install(self) -> None:
         import torch
@@ -101,6 +105,7 @@ class Recorder:
         self.remove.append(replace(torch.nn.Module, "__call__", self._calling))
         self.remove.append(replace(torch.autograd, "backward", self._running_backward))
         self.remove.append(replace(torch.autograd, "grad", self._differentiating))
+        self.remove += self.lines.install()
         hooks = [register_optimizer_step_pre_hook(self._step), register_optimizer_step_post_hook(self._stepped)]
         self.remove += [hook.remove for hook in hooks]
 
@@ -130,7 +135,7 @@ class Recorder:
 
     def _trains_apart(self, local: Any) -> None:
         if local.enabled:
-            self.why = "LocalSGD averages the ranks' weights now and then, not their gradients"
+            self.why = LOCAL_SGD
 
     def prepare(self, model: "nn.Module") -> None:
         """Called with a model that is sharded now, or whose part is; wrappers around it are its own modules."""
@@ -160,9 +165,14 @@ class Recorder:
         while self.remove:
             self.remove.pop()()
 
+    def _is_outside(self) -> bool:
+        return bool(self.copies) and not (self.depth or self.in_backward or self.in_step)
+
     def _calling(self, original: Callable[..., Any], module: "nn.Module", *args: Any, **kwargs: Any) -> Any:
         import torch
 
+        if torch.compiler.is_compiling():  # it is part of a forward pass that is recorded
+            return original(module, *args, **kwargs)
         if self.depth or self.in_backward or not torch.is_grad_enabled() or module not in self.models:
             return original(module, *args, **kwargs)
         forward = self._begin_forward(module, args, kwargs)
@@ -217,10 +227,11 @@ class Recorder:
         weights = self._weights()
         self.begun = self.begun or weights
         model = next(iter(models.values()))
-        reduces = precision.reduces(model)
-        return Update(
-            weights, trained, precision.of(model), precision.cast(model), reduces, why=why, accumulation=_accumulation()
-        )
+        update = Update(weights, trained, precision.of(model), precision.cast(model), precision.reduces(model), why=why)
+        update.accumulation, update.unsharded = accumulation.batches(), parts.unsharded(self.places)
+        update.changed = self.lines.of(self.places, lambda parameter: parameter)
+        self.lines.forget()
+        return update
 
     def places_of(self, model: "nn.Module") -> Iterable[Place]:
         return parts.places(model)
@@ -292,12 +303,15 @@ class Recorder:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
             update.reduced = self._gradients()
+            update.unsynced = self.lines.unsynced
+            self.lines.forget()
 
     def check_kept(self, update: Update) -> None:
         """Compares the gradients before a backward pass with those that the last one left."""
         now = self._gradients()
         if not parts.same(self._used(update.reduced), self._used(now)):
             update.dropped |= bool(update.backwards) and not self.in_step and not parts.not_zero(now)
+            update.cleared = self.lines.cleared if update.dropped else ""
             when = "between two backward passes of a step" if update.backwards else "before it"
             update.why = update.why or f"gradients are kept, cleared or changed {when}"
 
@@ -314,7 +328,8 @@ class Recorder:
         if update is None:
             return
         self.in_step = True
-        update.midway = _is_midway()
+        update.midway = accumulation.is_midway()
+        update.unprepared |= bool(update.unsynced) and not accumulation.is_last()
         names = parts.names_of(self.places)
         of = [[name for p in group["params"] for name in names.get(id(p), [])] for group in optimizer.param_groups]
         held = self._held(of)
@@ -325,6 +340,8 @@ class Recorder:
         has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
         update.steps.append(Step(of, settings, states, script.line_of_stack(sys._getframe(2)), has_hooks))
         update.used |= parts.parts(held, lambda parameter: parameter.grad)
+        update.altered |= self.lines.of(held, lambda parameter: parameter.grad)
+        update.cleared = update.cleared or self.lines.cleared
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         self.in_step = False
@@ -377,16 +394,3 @@ def _reached(roots: "Iterable[torch.Tensor]", boundary: set[int], names: Mapping
 
 def _has_hooks(weight: Any) -> bool:
     return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
-
-
-def _is_midway() -> bool:
-    """Whether a dataloader that Accelerate prepared has more batches: only its last ones may be fewer than a step's."""
-    state = sys.modules.get("accelerate.state")
-    gradients = state.GradientState() if state and state.is_initialized() else None
-    return gradients is not None and gradients.in_dataloader and not gradients.end_of_dataloader
-
-
-def _accumulation() -> int:
-    """The micro-batches of a step, as Accelerate divides losses by them."""
-    state = sys.modules.get("accelerate.state")
-    return int(state.GradientState().num_steps) if state and state.is_initialized() else 1

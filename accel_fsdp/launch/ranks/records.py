@@ -61,8 +61,13 @@ class Update:
     """`weights` and `after` are the weights' parts before and after it, `reduced` the gradients after the last
     backward pass, and `used` those that the optimizers saw. `cast`: what FSDP casts weights to for a forward pass,
     `reduces`: what it reduces gradients in. `dropped`: whether gradients were cleared between two backward passes,
-    `midway`: whether it stepped before the last batch of a prepared dataloader, `by_engine`: whether DeepSpeed's engine
-    clipped gradients and stepped. `why` it can't be repeated; or empty.
+    `midway`: whether it stepped before the last batch of a prepared dataloader, `unprepared`: whether before the last
+    one of a step, with gradients that were kept on each rank; `by_engine`: whether DeepSpeed's engine clipped gradients
+    and stepped; `unsharded` the weights in no unit of FSDP.
+
+    Lines of the script: `line` of the last backward pass, `changed` and `altered` of what changed weights before the
+    update and gradients before the step, by weight; `cleared` of what cleared gradients within it, `unsynced` of what
+    kept them on each rank. `why` it can't be repeated; or empty.
     """
 
     weights: Parts
@@ -82,6 +87,12 @@ class Update:
     dropped: bool = False
     midway: bool = False
     by_engine: bool = False
+    unprepared: bool = False
+    unsharded: list[str] = field(default_factory=list)
+    changed: dict[str, str] = field(default_factory=dict)
+    altered: dict[str, str] = field(default_factory=dict)
+    cleared: str = ""
+    unsynced: str = ""
     why: str = ""
 
 

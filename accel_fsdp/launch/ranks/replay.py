@@ -19,7 +19,7 @@ from accel_fsdp.launch.ranks.holding import user_name
 from accel_fsdp.launch.ranks.optimizer_step import Tensors, stepped
 from accel_fsdp.launch.ranks.outputs import tensors_in
 from accel_fsdp.launch.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
-from accel_fsdp.launch.ranks.recording import Recorder
+from accel_fsdp.launch.ranks.recording import LOCAL_SGD, Recorder
 from accel_fsdp.launch.ranks.records import united
 from accel_fsdp.launch_environment import LaunchEnvironment
 
@@ -62,7 +62,7 @@ def compare(recorder: Recorder) -> None:
         for number in range(recorder.written):
             updates = _read(recorder.folder, number, launch.world_size)
             if last and (content := between_ranks.between(last, updates)):
-                events.report("otherwise", what="behind", line="", **content)
+                events.report("otherwise", what="behind", **content)
             _compare(recorder, number, updates)
             last = updates
         if not recorder.written:
@@ -78,7 +78,8 @@ def _compare(recorder: Recorder, number: int, updates: Sequence[dict[str, Any]])
     try:
         _Repeated(recorder, number, updates).compare()
     except Unrepeatable:
-        if content := between_ranks.copies(updates, "reduced"):
+        alone = updates[0]["why"] == LOCAL_SGD
+        if not alone and (content := between_ranks.copies(updates, "reduced")):
             events.report("otherwise", what="copies", line=updates[0]["line"], of="gradient", **content)
         raise
 
@@ -105,8 +106,8 @@ class _Repeated:
         self.first = updates[0]
         if why := next((update["why"] for update in updates if update["why"]), ""):
             shares = loss_shares.of_batches(self.first["forwards"])
-            if self.first["dropped"] and len(shares) > 1 and _each(shares, 1 / len(shares)):
-                self._differs("dropped", self.first["line"], accumulation=len(shares))
+            if self.first["dropped"] and len(shares) > 1 and loss_shares.each(shares, 1 / len(shares)):
+                self._differs("dropped", self.first["cleared"] or self.first["line"], accumulation=len(shares))
             raise Unrepeatable(why)
         if self.first["precision"] in UNREPEATED:
             raise Unrepeatable(f"autocast on a CPU has no {self.first['precision']}")
@@ -128,16 +129,19 @@ class _Repeated:
             return
         if missing := next((name for name in trained if name not in self.weights), ""):
             raise Unrepeatable(f"the model had no {missing} before it was sharded")
+        if self.first["unprepared"]:
+            return self._differs("unprepared", self._step_line)
         covered = set(self._stepped_names)
         reduced, used = self._whole("reduced"), self._whole("used")
         if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
-            self._differs("begins", self.wrapped_at, ranks=ranks)
+            line = between_ranks.line_of(self.updates, "changed")
+            self._differs("begins", line or self.wrapped_at, ranks=ranks)
         self._compare_copies("weights", "beginning")
         if ranks := between_ranks.modes(self.updates, self.model):
             self._differs("modes", self.first["line"], ranks=ranks)
         self._compare_copies("reduced", "gradient")
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
-            self._differs("hidden", self._step_line, name=hidden)
+            self._differs("hidden", self._altered_at(hidden), name=hidden)
             return
         alone = self._gradients()
         self._compare_trainer_losses()
@@ -165,6 +169,7 @@ class _Repeated:
             shares=[loss_shares.of_rank(update) for update in self.updates],
             changed=any(map(is_changed, self.updates)),
             line=self._step_line,
+            cleared_at=self.first["cleared"],
         )
 
     @property
@@ -181,6 +186,10 @@ class _Repeated:
     @property
     def _stepped_names(self) -> list[str]:
         return [name for step in self.first["steps"] for names in step["names"] for name in names]
+
+    def _altered_at(self, name: str = "") -> str:
+        """The script's line that changed a gradient between backward and step; else that of the step."""
+        return between_ranks.line_of(self.updates, "altered", name) or self._step_line
 
     def _differs(self, what: str, line: str, **content: Any) -> None:
         events.report("otherwise", what=what, update=self.number + 1, line=line, **content)
@@ -285,7 +294,7 @@ class _Repeated:
             own = 0.0 if theirs is None else ratio({worst_name: theirs}, {worst_name: alone[worst_name]})
             self._differs(
                 "gradient",
-                self.first["line"],
+                (own == 0 and self.first["unsynced"]) or self.first["line"],
                 name=worst_name,
                 apart=worst,
                 ratio=own,
@@ -305,7 +314,7 @@ class _Repeated:
         known = {rank: times for rank, times in factors.items() if times is not None}
         changed = [share_changed(update["reduced"], update["used"]) for update in self.updates]
         if max(changed) > MOSTLY and min(changed) == 0:
-            self._differs("changed-apart", self._step_line, ranks=[changed.index(max(changed)), changed.index(0)])
+            self._differs("changed-apart", self._altered_at(), ranks=[changed.index(max(changed)), changed.index(0)])
             return
         if not known:
             return
@@ -313,12 +322,12 @@ class _Repeated:
             clips = []
         lowest, highest = (choose(known, key=lambda rank: known[rank]) for choose in (min, max))
         if known[highest] - known[lowest] > EXACT * known[highest]:
-            line = clips[-1]["line"] if clips else self._step_line
+            line = clips[-1]["line"] if clips else self._altered_at()
             factors_now, by_engine = [known[lowest], known[highest]], self.first["by_engine"]
             self._differs("clipped-apart", line, factors=factors_now, ranks=[lowest, highest], by_engine=by_engine)
             return
         if not clips and len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT):
-            self._differs("summed-again", self._step_line, ranks=len(factors))
+            self._differs("summed-again", self._altered_at(), ranks=len(factors))
         if not clips or len(known) < len(factors):
             return
         if clips[-1]["norm"] != 2:
@@ -329,22 +338,18 @@ class _Repeated:
             self._differs("clipped-otherwise", clips[-1]["line"], factors=[known[lowest], expected])
 
     def _compare_losses(self) -> None:
-        """What came back to the losses that the model itself made adds up to 1, if each is divided once."""
-        accumulation, ranks = self.first["accumulation"], len(self.updates)
-        shares = loss_shares.of_batches(self.first["forwards"])
-        if accumulation > 1 and len(shares) == accumulation:
-            for times in (accumulation, 1 / accumulation):
-                if abs(sum(shares) / times - 1) < EXACT:
-                    self._differs("divided", self.first["line"], ratio=times, accumulation=accumulation)
-        elif len(shares) < accumulation and self.first["midway"] and _each(shares, 1 / accumulation):
-            self._differs("too-early", self.first["line"], batches=len(shares), accumulation=accumulation)
-        elif shares and ranks not in (1, len(shares)) and _each(shares, ranks / len(shares)):
-            self._differs("multiplied", self.first["line"], ranks=ranks)
+        if content := loss_shares.misdivided(self.first, len(self.updates)):
+            self._differs(line=self.first["line"], **content)
 
     def _compare_copies(self, kind: str, what: str) -> None:
-        if content := between_ranks.copies(self.updates, kind):
-            line = self.first["line"] if kind == "reduced" else self._step_line
-            self._differs("copies", line, of=what, **content)
+        content = between_ranks.copies(self.updates, kind)
+        if content and kind == "reduced":
+            is_whole = content["name"] in self.first["unsharded"]
+            line = self.wrapped_at if is_whole else self.first["unsynced"] or self.first["line"]
+            self._differs("ignored" if is_whole else "copies", line, of=what, **content)
+        elif content:
+            line = between_ranks.line_of(self.updates, "changed", content["name"])
+            self._differs("copies", line or self._step_line, of=what, **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it saw; returns why it can't, or an empty text."""
@@ -387,10 +392,6 @@ def alone() -> Iterator[None]:
 
     with Alone():  # type: ignore[no-untyped-call]
         yield
-
-
-def _each(shares: Sequence[float], value: float) -> bool:
-    return bool(shares) and all(abs(share / value - 1) < EXACT for share in shares)
 
 
 def _finite(tensor: "torch.Tensor | None") -> bool:

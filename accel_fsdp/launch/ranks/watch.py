@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -222,8 +222,8 @@ class _Steps:
         self.depth = 0
         self.models: dict[int, Any] = {}
         self.rows: list[list[int] | None] = []
-        self.units: list[int] = []
-        self.awaits_rows = self.in_backward = False
+        self.units: list[tuple[int, str]] = []
+        self.awaits_rows = self.in_backward = self.backwards_begun = False
         self.stepped_in_backward: Any = None
         self.rows_line = ""
         self.weights = ObservedWeights()
@@ -255,7 +255,7 @@ class _Steps:
                 self.saves.watch()
                 self.models[id(module)] = module
             if is_unit(module):
-                self.units.append(id(module))
+                self.units.append((id(module), script.line_of_stack(sys._getframe())))
         self.depth += 1
         if self.awaits_rows and args and isinstance(args[0], torch.Tensor):  # in Transformers the embedding's input
             self.awaits_rows = False
@@ -274,7 +274,9 @@ class _Steps:
         after(torch.Tensor, "backward", self.ran_backward)
 
     def _runs_backward(self, *_: Any, **__: Any) -> None:
-        self.in_backward = True
+        if self.is_first and not self.backwards_begun:  # which may never end where the ranks ran different units
+            self._report_units(self._outermost())
+        self.in_backward = self.backwards_begun = True
         self.gradients.before_backward()
 
     def ran_backward(self, loss: "torch.Tensor", *_: Any, **__: Any) -> None:
@@ -330,10 +332,14 @@ class _Steps:
             events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - every), line=line)
             if self.measures:
                 _report_holding("stepped", model)
-            names = {id(module): user_name(path) for path, module in model.named_modules()}
-            events.report("units", names=[names[unit] for unit in self.units if unit in names])
         events.report("rows", hashes=self.rows, line=self.rows_line, may_share=from_run.ranks_may_share_rows())
         self.models.clear()
+
+    def _report_units(self, models: Iterable["nn.Module"]) -> None:
+        """Reports the units of FSDP that ran until now, in order, with the lines that ran them."""
+        names = {id(module): user_name(path) for model in models for path, module in model.named_modules()}
+        units = [(names[unit], line) for unit, line in self.units if unit in names]
+        events.report("units", names=[name for name, _ in units], lines=[line for _, line in units])
 
     def _trained_by(self, trained: set[int]) -> list[tuple["nn.Module", set[int]]]:
         """The outermost modules whose parameters an optimizer has; all trainable ones if it has parameters of none.

@@ -1,0 +1,39 @@
+"""What Accelerate and Trainer say of the micro-batches of a step."""
+
+import sys
+from typing import Any
+
+
+def batches() -> int:
+    """The micro-batches of a step, as Accelerate, or a Trainer whose step is running, divides losses by them."""
+    if (of_trainer := _of_trainer()) > 1:
+        return of_trainer
+    return int(state.num_steps) if (state := _state()) else 1
+
+
+def is_last() -> bool:
+    """Whether Accelerate takes the newest micro-batch for the last one of a step; if it counts none, always."""
+    return bool(state.sync_gradients) if (state := _state()) else True
+
+
+def is_midway() -> bool:
+    """Whether a dataloader that Accelerate prepared has more batches: only its last ones may be fewer than a step's."""
+    state = _state()
+    return state is not None and state.in_dataloader and not state.end_of_dataloader
+
+
+def _state() -> Any:
+    state = sys.modules.get("accelerate.state")
+    return state.GradientState() if state and state.is_initialized() else None
+
+
+def _of_trainer() -> int:
+    """The argument of the Trainer that is running the model; 0 if there is none."""
+    trainer = sys.modules.get("transformers.trainer")
+    frame = sys._getframe(1) if trainer else None
+    while frame:
+        own = frame.f_locals.get("self") if frame.f_code.co_name == "_inner_training_loop" else None
+        if isinstance(own, trainer.Trainer):  # type: ignore[union-attr]
+            return int(own.args.gradient_accumulation_steps)
+        frame = frame.f_back
+    return 0

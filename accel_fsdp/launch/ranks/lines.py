@@ -1,0 +1,121 @@
+"""Observes which lines of the script change weights or gradients themselves, clear gradients, or keep them on a rank.
+
+A repetition shows that something is wrong in an update; these lines are what the user has to change.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.launch.ranks import events, parts, script
+from accel_fsdp.launch.ranks.observing import before, replace
+from accel_fsdp.launch.ranks.parts import Place
+from accel_fsdp.library_internals import Internal
+
+if TYPE_CHECKING:
+    import torch
+
+METHODS = (
+    *("__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__", "add_", "addcmul_", "clamp_", "copy_", "div_"),
+    *("fill_", "lerp_", "masked_fill_", "mul_", "nan_to_num_", "normal_", "sub_", "uniform_", "zero_"),
+)
+"""Methods that change a tensor in place."""
+COLLECTIVES = ("all_reduce", "broadcast", "reduce")
+RELIES_ON = (
+    *(Internal(f"torch:Tensor.{name}") for name in METHODS),
+    *(Internal(f"torch.distributed:{name}", "tensor *") for name in COLLECTIVES),
+    Internal("torch.optim:Optimizer.zero_grad", "self *"),
+    Internal("torch.nn:Module.zero_grad", "self *"),
+    Internal("torch.nn.parallel:DistributedDataParallel.no_sync", "self"),
+    Internal("torch.distributed.fsdp:FullyShardedDataParallel.no_sync", "self"),
+    Internal("torch.distributed.fsdp:FSDPModule.set_requires_gradient_sync", "self requires_gradient_sync *"),
+)
+
+
+class ObservedLines:
+    """`is_outside` says whether the script runs neither forward and backward passes nor steps of the recorded model.
+
+    `cleared` is the line that cleared gradients last, `unsynced` the one that keeps them on each rank now; or empty.
+    """
+
+    def __init__(self, is_outside: Callable[[], bool], places: Callable[[], Iterable[Place]]) -> None:
+        self.is_outside, self.places = is_outside, places
+        self.changed: dict[int, str] = {}
+        self.cleared = self.unsynced = ""
+        self.has_averaged = False
+
+    def install(self) -> Iterator[Callable[[], None]]:
+        """Yields what takes the hooks out again; one stays, for weights that are averaged later."""
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.fsdp as fsdp
+        from torch.nn.parallel import DistributedDataParallel
+
+        before(dist, "all_reduce", self._averages)
+        for name in METHODS:
+            yield replace(torch.Tensor, name, self._changing)
+        for name in COLLECTIVES:
+            yield replace(dist, name, self._changing)
+        for owner in (torch.optim.Optimizer, torch.nn.Module):
+            yield replace(owner, "zero_grad", self._clearing)
+        for wrapper in (DistributedDataParallel, fsdp.FullyShardedDataParallel):
+            yield replace(wrapper, "no_sync", self._not_syncing)
+        yield replace(fsdp.FSDPModule, "set_requires_gradient_sync", self._setting_sync)
+
+    def forget(self) -> None:
+        self.changed, self.cleared = {}, ""
+
+    def of(self, places: Iterable[Place], tensor_of: Callable[["torch.Tensor"], Any]) -> dict[str, str]:
+        """The lines that changed the weights of `places`, or what `tensor_of` gives for them, by their names."""
+        tensors = {place.name: tensor_of(place.parameter) for place in places}
+        lines = {name: self.changed.get(_storage(tensor), "") for name, tensor in tensors.items()}
+        return {name: line for name, line in lines.items() if line}
+
+    def _changing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        if not torch.compiler.is_compiling() and self.is_outside():
+            changed = args[0] if args else kwargs.get("tensor")
+            self.changed[_storage(changed)] = script.line_of_stack(sys._getframe(2))
+        return original(*args, **kwargs)
+
+    def _clearing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.cleared = script.line_of_stack(sys._getframe(2)) or self.cleared
+        return original(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _not_syncing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
+        last, self.unsynced = self.unsynced, script.line_of_stack(sys._getframe(2))
+        try:
+            with original(*args, **kwargs):
+                yield
+        finally:
+            self.unsynced = last
+
+    def _setting_sync(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        is_on = kwargs.get("requires_gradient_sync", *args[1:2])
+        self.unsynced = "" if is_on else script.line_of_stack(sys._getframe(2))
+        return original(*args, **kwargs)
+
+    def _averages(self, tensor: Any, *_: Any, **__: Any) -> None:
+        """Reports that the script sums weights over ranks, as it does where it averages them and not gradients."""
+        if not self.has_averaged and self.is_outside() and self._are_weights(parts.local(tensor).detach().flatten()):
+            self.has_averaged = True
+            events.report("averaged", line=script.line_of_stack(sys._getframe(2)))
+
+    def _are_weights(self, values: "torch.Tensor") -> bool:
+        """Whether a tensor has the values of one weight, or of all of them one after the other; never of shards."""
+        whole = [place.parameter for place in self.places() if parts.is_whole(place) and place.parameter.requires_grad]
+        weights = [weight.detach().flatten() for weight in whole]
+        if weights and len(values) == sum(map(len, weights)):
+            return weights[0].equal(values[: len(weights[0])].to(weights[0].dtype))
+        return any(len(weight) == len(values) and weight.equal(values.to(weight.dtype)) for weight in weights)
+
+
+def _storage(tensor: Any) -> int:
+    """The address of what a rank holds of a tensor; 0 for what has none."""
+    try:
+        return int(parts.local(tensor).untyped_storage().data_ptr())
+    except Exception:  # of None, and of tensors without storage
+        return 0
