@@ -87,10 +87,8 @@ def test_links_to_folders_and_to_nothing_are_named(name: str, target: str, made:
     (tmp_path / "elsewhere" / "x.jinja").write_text("x")
     (out / name).unlink(missing_ok=True)
     (out / name).symlink_to(target.format(out=out, name=Path(name).name))
-    with pytest.raises(
-        UserError,
-        match=rf"{out}/{name} (is a link to a folder|can't be read: it is a link to \S+, where there is nothing|can't be read: Symlink loop)",
-    ):
+    fault = "is a link to a folder|can't be read: (it is a link to gone, where there is nothing|Symlink loop)"
+    with pytest.raises(UserError, match=f"{out}/{name} ({fault})"):
         export(out, check=True)
 
 
