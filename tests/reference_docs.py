@@ -106,6 +106,13 @@ def keys_page() -> str:
     return "\n".join(lines)
 
 
+WHERE_KNOWN = (
+    *("language_parameters", "heads", "kv_heads", "experts", "fused_experts", "tensor_plan", "expert_plan"),
+    *("replicated_norms", "tied_rows"),
+)
+"""Facts that most models lack, and the catalogue leaves out for them."""
+
+
 def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
@@ -118,7 +125,7 @@ def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         "largest_layer_parameters": facts.largest_layer_parameters,
         "persistent_buffers": facts.persistent_buffers,
         **({"auto_class": facts.auto_class} if facts.auto_class != CAUSAL else {}),
-        **({"language_parameters": facts.language_parameters} if facts.language_parameters else {}),
+        **{name: getattr(facts, name) for name in WHERE_KNOWN if getattr(facts, name)},
     }
 
 

@@ -61,6 +61,11 @@ def with_header(text: str, lines: list[str]) -> str:
     return "".join([*old[: max(place - 2, 0)], *(line + "\n" for line in lines), *old[end:]])
 
 
+def launches_ours(text: str) -> bool:
+    """Whether the launch command in our header runs train/sft.py."""
+    return SCRIPT in _launch_words(text)
+
+
 def script_arguments(text: str) -> tuple[str, ...]:
     """The script's arguments in the launch command of our header; empty without one."""
     words = _launch_words(text)

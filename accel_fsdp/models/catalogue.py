@@ -64,7 +64,7 @@ def _facts(name: str, facts: dict[str, Any]) -> ModelFacts:
         classes=frozenset(facts["classes"]),
         wrap_reason="from the bundled catalogue",
         origin="bundled catalogue",
-        **others,
+        **{"tensor_plan": False, "expert_plan": False, **others},
     )
 
 

@@ -38,6 +38,12 @@ class ModelFacts:
     if the model names no input embedding, "shared" if one of their weights is also in another module; empty if all is
     well. `embedding_parents` are the classes that hold the input embedding and no layer, such as BertEmbeddings.
     `scalars` says that a parameter has no dimension.
+
+    `heads` and `kv_heads` are those that tensor parallelism divides, 0 where the model's plan leaves attention whole.
+    `experts` is the number in a layer, and `fused_experts` the parameters of all that are in tensors of several
+    experts, which bitsandbytes leaves in 16 bits. `tensor_plan` and `expert_plan` say whether transformers knows how to
+    divide its layers and experts, None if unknown. `replicated_norms`: norms inside the divided attention, whose
+    gradients its plan sums over the ranks. `tied_rows` are the rows of an embedding that is also the head.
     """
 
     name: str
@@ -64,6 +70,14 @@ class ModelFacts:
     embeddings: Embeddings = ""
     scalars: bool = False
     embedding_parents: frozenset[str] = frozenset()
+    heads: int = 0
+    kv_heads: int = 0
+    experts: int = 0
+    fused_experts: int = 0
+    tensor_plan: bool | None = None
+    expert_plan: bool | None = None
+    replicated_norms: bool = False
+    tied_rows: int = 0
 
 
 def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: tuple[str, ...] = ()) -> None:

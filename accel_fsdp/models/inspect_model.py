@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import file_names, safetensors_header, summary
-from accel_fsdp.models import catalogue, config_json, layers
+from accel_fsdp.models import catalogue, config_json, layers, parallel_plans
 from accel_fsdp.models.classes import auto_class, build
 from accel_fsdp.models.facts import ModelFacts
 from accel_fsdp.models.reading import read_config
@@ -49,6 +49,7 @@ def model_facts(name: str, config: Any) -> ModelFacts:
             embeddings=layers.embeddings(model),
             scalars=any(parameter.dim() == 0 for parameter in model.parameters()),
             embedding_parents=layers.embedding_parents(model, [layer.name for layer in wrapped]),
+            **parallel_plans.divisible(model),
             **_formats(name, config, model),
         )
 

@@ -11,6 +11,10 @@ COLUMNS = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "packed_ro
 DISPATCHED = "grouped_gemm"
 """Styles of transformers' plans that divide a parameter (transformers 5.23, `distributed/tensor_parallel.py` and
 `expert_parallel.py`); parameters with another style, or none, are whole on each rank."""
+REPLICATED = "replicated_with_grad_allreduce"
+FUSED = frozenset({"qkv_proj", "query_key_value"})
+QUERIES, KEYS = FUSED | {"q_proj", "q_b_proj"}, FUSED | {"k_proj"}
+"""Layers whose outputs are whole heads, which the ranks of an axis share evenly or not at all."""
 
 
 def cuts(model: Any) -> dict[str, int]:
@@ -30,6 +34,25 @@ def dispatched(model: Any) -> frozenset[str]:
     """The names of the parameters whose first dimension, the experts, expert parallelism divides."""
     plan: Mapping[str, str] = getattr(model, "ep_plan", None) or {}
     return frozenset(name for name, _ in model.named_parameters() if style_of(name, plan) == DISPATCHED)
+
+
+def divisible(model: Any) -> dict[str, Any]:
+    """The facts of a model that decide whether an axis can divide it: fields of `ModelFacts`."""
+    text = model.config.get_text_config()
+    plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+    divided = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
+    fused = [p for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name]
+    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    return {
+        "heads": int(getattr(text, "num_attention_heads", None) or 0) if divided & QUERIES else 0,
+        "kv_heads": int(getattr(text, "num_key_value_heads", None) or 0) if divided & KEYS else 0,
+        "experts": max((p.shape[0] for p in fused), default=0),
+        "fused_experts": sum(p.numel() for p in fused),
+        "tensor_plan": bool(plan),
+        "expert_plan": bool(getattr(text, "base_model_ep_plan", None)),
+        "replicated_norms": REPLICATED in plan.values(),
+        "tied_rows": int(getattr(text, "vocab_size", None) or 0) if tied else 0,
+    }
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str:

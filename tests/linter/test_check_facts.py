@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checking import LLAMA, MESH, TOP, V1, V2, codes_of, subject
+from checking import DDP, LLAMA, MESH, TOP, V1, V2, codes_of, script, subject
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,8 +52,20 @@ def folder(text: str, base: CheckpointFacts, **facts: Any) -> Subject:
     return subject(text, checkpoint=replace(base, **facts))
 
 
-def versions(text: str, args: str = "", model: Any = None, **installed: str) -> Subject:
-    return subject(text, args, model=model, versions=installed)
+def versions(text: str, args: str = "", model: Any = None, script: Any = None, **installed: str) -> Subject:
+    return subject(text, args, model=model, script=script, versions=installed)
+
+
+EXPERTS = "train/sft.py --expert_parallel_size"
+SHARDED_LOAD = script("m = AutoModelForCausalLM.from_pretrained(name, distributed_config=DistributedConfig(tp_size=2))")
+ON_EIGHT = (V2 + TP).replace("num_processes: 2", "num_processes: 8")
+QK_NORMS = replace(LLAMA, replicated_norms=True)
+CP = "parallelism_config: {parallelism_config_cp_size: 2}\n"
+HEADS = replace(LLAMA, heads=8, kv_heads=2, experts=8, tensor_plan=True, expert_plan=True)
+
+
+def ours(text: str, args: str = "", model: Any = None, **more: Any) -> Subject:
+    return subject(text, args or "train/sft.py --bf16", model=model, ours=True, **more)
 
 
 NO_SYNC = "--gradient_accumulation_steps 4 --accelerator_config sync_each_batch"
@@ -143,7 +155,31 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
         versions(BF16, "--max_steps 3", transformers="5.22.2"),
     ),
     "AF702": (versions(SAGEMAKER, accelerate="1.15.0"), versions(SAGEMAKER, accelerate="1.9.0")),
+    "AF329": (ours(DDP + TP), ours(V2 + TP)),
+    "AF330": (ours(V2, f"{EXPERTS} 3"), ours(V2, f"{EXPERTS} 2")),
+    "AF331": (ours(ON_EIGHT.replace("tp_size: 2", "tp_size: 8") + TWO), ours(ON_EIGHT + TWO)),
+    "AF332": (
+        subject(ON_EIGHT.replace("tp_size: 2", "dp_replicate_size: 4")),
+        subject(ON_EIGHT.replace("tp_size: 2", "dp_replicate_size: 2") + TWO),
+    ),
+    "AF516": (ours(V2 + TP, model=replace(HEADS, kv_heads=3)), ours(V2 + TP, model=HEADS)),
+    "AF517": (ours(V2 + TP, model=replace(HEADS, tensor_plan=False)), ours(V2 + TP, model=LLAMA)),
+    "AF518": (
+        ours(ON_EIGHT, model=replace(HEADS, tied_rows=50257)),
+        ours(ON_EIGHT, model=replace(HEADS, tied_rows=50256)),
+    ),
+    "AF519": (ours(V2 + TP, "train/sft.py --load_in_4bit"), ours(V2, "train/sft.py --load_in_4bit")),
+    "AF637": (subject(V2 + CP, "--packing"), subject(V2 + CP, "--max_length 4096")),
     "AF703": (versions(V2 + TP, transformers="5.17.0"), versions(V2 + TP, transformers="5.16.0")),
+    "AF704": (
+        versions(DDP, "--use_peft", transformers="5.18.0", script=SHARDED_LOAD),
+        versions(DDP, "--use_peft", transformers="5.19.0", script=SHARDED_LOAD),
+    ),
+    "AF916": (subject(V2, script=SHARDED_LOAD), subject(DDP, script=SHARDED_LOAD)),
+    "AF917": (
+        subject(DDP, "--gradient_accumulation_steps 3", model=QK_NORMS, script=SHARDED_LOAD),
+        subject(DDP, "--gradient_accumulation_steps 1", model=QK_NORMS, script=SHARDED_LOAD),
+    ),
     "AF701": (versions(V2, accelerate="1.14.1"), versions(V1, accelerate="1.14.1")),
     "AF801": (folder(V2 + FULL, SHARDED_CHECKPOINT), folder(V2, SHARDED_CHECKPOINT)),
     "AF802": (folder(V2, SHARDED_CHECKPOINT, scheduler=False), folder(V2, SHARDED_CHECKPOINT)),
@@ -180,6 +216,13 @@ def test_rule_on_facts(code: str) -> None:
         ("AF611", on(V1, replace(LOW, quantized=8))),
         ("AF613", on(V2, LOW, "--lr 1")),
         ("AF616", folder(V1 + SHARDED, SHARDED_CHECKPOINT)),
+        ("AF329", ours(V2 + TP.replace("dp_shard_size: 4", "cp_size: 2"))),
+        ("AF516", ours(V2, f"{EXPERTS} 2", model=replace(HEADS, experts=5))),
+        ("AF516", subject(V2 + TP, model=replace(HEADS, heads=9))),
+        ("AF517", ours(V2, f"{EXPERTS} 2", model=replace(HEADS, expert_plan=False))),
+        ("AF519", ours(V2, f"{EXPERTS} 2 --load_in_4bit")),
+        ("AF637", subject(V2 + CP, "--attn_implementation flash_attention_2")),
+        ("AF637", subject(V2 + CP, "--max_length 1022")),
         ("AF619", subject(V2, "--fsdp_config f.json")),
         ("AF619", subject(V2, '--fsdp_config={"auto_wrap_policy":"SIZE_BASED_WRAP"}')),
         ("AF622", on(V2, TIED, "--trainable_token_indices 1,2")),
@@ -189,6 +232,22 @@ def test_rule_on_facts(code: str) -> None:
 )
 def test_what_else_a_rule_sees(code: str, bad: Subject) -> None:
     assert code in codes_of(bad)
+
+
+OUR_LINE = "# Launch:\n#   accelerate launch --config_file THIS_FILE train/sft.py --expert_parallel_size 3\n"
+
+
+def test_train_sft_takes_the_road_that_splits_layers() -> None:
+    """AF703 and Accelerate's conditions in AF316 are about other scripts; a launch line in the file counts as well."""
+    alone = "parallelism_config: {parallelism_config_tp_size: 2}\n"
+    of_accelerate, installed = {"AF316", "AF703"}, {"transformers": "5.23.0"}
+    assert of_accelerate <= codes_of(subject(V2 + alone, versions=installed))
+    assert not of_accelerate & codes_of(ours(V2 + alone, versions=installed))
+    launched = subject(OUR_LINE + V2 + alone, versions=installed)
+    assert not of_accelerate & codes_of(launched)
+    assert "AF330" in codes_of(launched)
+    assert of_accelerate <= codes_of(subject(OUR_LINE + V2 + alone, "other.py --lr 1", versions=installed))
+    assert "AF316" in codes_of(ours(V2 + alone.replace("2", "3")))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +294,7 @@ def test_rule_is_silent_where_the_script_is_ours(code: str) -> None:
     assert code not in codes_of(replace(FACTS[code][0], ours=True))
 
 
-BY_FILE_ALONE = {"AF320", "AF321", "AF322", "AF702"}
+BY_FILE_ALONE = {"AF331", "AF332", "AF320", "AF321", "AF322", "AF702"}
 
 
 @pytest.mark.parametrize("code", sorted(set(FACTS) - BY_FILE_ALONE))

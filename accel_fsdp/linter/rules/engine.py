@@ -11,7 +11,20 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_fsdp.config import BY_NAME, LONG_DTYPES, Edit, Engine, JobConfig, Method, apply, short_name
+from accel_fsdp.config import (
+    BY_NAME,
+    EXPERT_FLAG,
+    LONG_DTYPES,
+    Edit,
+    Engine,
+    JobConfig,
+    Method,
+    apply,
+    launches_ours,
+    script_arguments,
+    short_name,
+)
+from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.job import Job, clashes, from_arguments, from_yaml
 from accel_fsdp.models import ModelFacts, optimizers, state_bytes
 
@@ -80,6 +93,27 @@ class Subject(JobConfig):
 
     def arg_on(self, *names: str) -> bool:
         return any(from_arguments.is_on(self.arg(name)) for name in names)
+
+    @property
+    def launches_ours(self) -> bool:
+        """Whether the script is train/sft.py: by the arguments, or without them by the file's own launch line."""
+        return self.ours or (self.args is None and self.script is None and launches_ours(self.source))
+
+    @property
+    def experts(self) -> int:
+        """The ranks that divide the experts in train/sft.py, from the arguments or the launch line; 1 without."""
+        launched = parse_command_line(script_arguments(self.source)) if self.args is None else self.args
+        return from_arguments.whole(launched.get(EXPERT_FLAG.lstrip("-"))) or 1 if self.launches_ours else 1
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """The sizes of the mesh with those of experts as "ep"; 1 for what is not a positive number."""
+        return {**from_yaml.mesh_of(self), "ep": self.experts}
+
+    @property
+    def by_transformers(self) -> bool:
+        """Whether train/sft.py has transformers divide the model: over tensors or experts, which Accelerate can't."""
+        return self.launches_ours and (self.axes["tp"] > 1 or self.experts > 1)
 
     @property
     def lacks_processes(self) -> bool:

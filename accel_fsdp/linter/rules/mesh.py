@@ -1,10 +1,16 @@
 """Rules about `parallelism_config`, the mesh of a job's ranks."""
 
+import ast
 import math
 from collections.abc import Iterator
 
-from accel_fsdp.config import BY_NAME, Engine, size_key
+from accel_fsdp.config import BY_NAME, EXPERT_FLAG, NATIVE_SIZES, Engine, expert_refusal, size_key
+from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.linter.rules.script import at, keyword, name_of
+from accel_fsdp.units import counted
+
+TENSOR = f"parallelism_config.{size_key('tp')}"
 
 
 @rule("AF315", pains=("P41",))
@@ -38,7 +44,8 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
 
     Sizes below 1; `cp` with `sp`; replicas beside `tp` or `cp` without shards; FSDP2 with neither shards nor `cp`; or
     a product that isn't `num_processes`. That stops DeepSpeed with `sp` too, whose batch then differs from
-    Accelerate's. A mesh with all sizes 1 is ignored.
+    Accelerate's. A mesh with all sizes 1 is ignored. With `tp` or experts, train/sft.py builds the mesh without
+    Accelerate; its product must be `num_processes` as well.
     """
     engines, sizes = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED), subject.mesh
     are_integers = all(type(size) is int for size in sizes.values())
@@ -51,6 +58,8 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
         what, fix = f"{small[0]}_size is {sizes[small[0]]}", "sizes of 1 or more"
     elif sizes["cp"] > 1 and sizes["sp"] > 1:
         what, fix = "cp and sp exclude each other", "one of them at 1"
+    elif subject.by_transformers:
+        pass
     elif bare:
         what, fix = "replicas beside tp or cp need shards", "dp_shard_size above 1, or dp_replicate_size: 1"
     elif subject.engine is Engine.FSDP2 and sizes["dp_shard"] == sizes["cp"] == 1 < sizes["dp_replicate"] * sizes["tp"]:
@@ -58,6 +67,8 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
     if what:
         yield Finding("parallelism_config", what, "Accelerate stops: ValueError", fix)
     total, processes = math.prod(sizes.values()), subject.number("num_processes")
+    if subject.by_transformers and sizes["dp_shard"] == 1 and total and processes % total == 0:
+        return  # what is left of the ranks shards
     if processes and total not in (1, processes):
         largest = max((name for name in sizes if sizes[name] != 1), key=lambda name: sizes[name])
         product = " x ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
@@ -66,7 +77,7 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
             f"parallelism_config has {total} ranks ({product}), num_processes is {processes}",
             "DeepSpeed stops: train_batch_size is not equal to micro batches times ranks"
             if subject.engine is Engine.DEEPSPEED and sizes["sp"] != 1
-            else "Accelerate stops: total_size does not match num_processes",
+            else f"{'train/sft.py' if subject.by_transformers else 'Accelerate'} stops: the sizes must multiply to it",
             f"parallelism_config_..._size whose product is {processes}, or num_processes: {total}",
         )
 
@@ -76,15 +87,239 @@ def tensor_parallelism_splits_nothing(subject: Subject) -> Iterator[Finding]:
     """`tp_size` beside FSDP2 with transformers 5.17 or later, which lacks what Accelerate's tensor parallelism imports.
 
     A model that is loaded whole is not split: its ranks do the same work twice. One that is loaded with a tensor
-    parallel plan stops in `prepare`.
+    parallel plan stops in `prepare`. Not with train/sft.py, in `--args` or in the file's own launch line, which has
+    transformers split the layers.
     """
-    size = subject.mesh["tp"]
+    size = subject.axes["tp"]
     is_new = "transformers" in subject.versions and not subject.older("transformers", "5.17")
-    if subject.engine is Engine.FSDP2 and isinstance(size, int) and size > 1 and is_new:
+    if subject.engine is Engine.FSDP2 and size > 1 and is_new and not subject.launches_ours:
         yield Finding(
-            f"parallelism_config.{size_key('tp')}",
+            TENSOR,
             f"tp_size: {size} splits no layer with transformers {subject.versions['transformers']}",
             f"{size} ranks each train the same rows with the same shards; a model loaded with a tp_plan stops: "
             "ImportError: ReplicateParallel",
-            f"{size_key('tp')}: 1, and {size_key('dp_shard')} {size} times as large",
+            f"train/sft.py, which has transformers split them; or {size_key('tp')}: 1, and {size_key('dp_shard')} "
+            f"{size} times as large",
         )
+
+
+@rule("AF329")
+def axes_of_another_engine(subject: Subject) -> Iterator[Finding]:
+    """`tp`, or `--expert_parallel_size` of train/sft.py, without FSDP2, or beside `cp` or `sp`: train/sft.py stops.
+
+    transformers shards such a model itself, with FSDP2 only, and has no axis for parts of a row.
+    """
+    if not subject.by_transformers:
+        return
+    others = [axis for axis in ("cp", "sp") if subject.axes[axis] > 1]
+    if subject.engine is not Engine.FSDP2:
+        what = f"{_asked(subject)} with {subject.engine.label}"
+        yield Finding("distributed_type", what, "train/sft.py stops: it needs FSDP2", "fsdp_version: 2")
+    for axis in others if subject.engine is Engine.FSDP2 else ():
+        what = f"{_asked(subject)} beside {axis}_size: {subject.axes[axis]}"
+        why = "train/sft.py stops: transformers has no axis for parts of a row"
+        yield Finding(f"parallelism_config.{size_key(axis)}", what, why, f"{size_key(axis)}: 1")
+
+
+def _asked(subject: Subject) -> str:
+    """The axis that makes transformers shard the model, as the user wrote it."""
+    return f"tp_size: {subject.axes['tp']}" if subject.axes["tp"] > 1 else f"{EXPERT_FLAG} {subject.experts}"
+
+
+@rule("AF330")
+def experts_do_not_fit_the_mesh(subject: Subject) -> Iterator[Finding]:
+    """`--expert_parallel_size` that isn't a multiple of `tp_size`, or doesn't divide shards x `tp`.
+
+    transformers' `DistributedConfig` refuses it.
+    """
+    ranks, axes = subject.processes, subject.axes
+    if not subject.by_transformers or not ranks:
+        return
+    shards = ranks // (axes["dp_replicate"] * axes["tp"])
+    if refused := expert_refusal(dict(zip(NATIVE_SIZES, (1, shards, axes["tp"], axes["ep"]), strict=True))):
+        fix = f"{EXPERT_FLAG} {shards * axes['tp']}, or another multiple of {axes['tp']} that divides it"
+        yield Finding("num_processes", refused, "train/sft.py stops, as transformers refuses it", fix)
+
+
+@rule("AF331", "warning")
+def tensors_across_machines(subject: Subject) -> Iterator[Finding]:
+    """`tp` groups that span machines.
+
+    Each layer sums activations over the group, in forward and in backward, so the network decides the step time.
+    """
+    size, together = subject.axes["tp"], subject.ranks_here
+    if size > 1 and (subject.number("num_machines") or 1) > 1 and together and together % size:
+        yield Finding(
+            TENSOR,
+            f"tp_size: {size} on machines with {counted(together, 'rank')}",
+            "a group spans machines, and every layer waits for the network several times",
+            f"{size_key('tp')} that divides {together}",
+        )
+
+
+@rule("AF332", "note")
+def replicas_are_not_machines(subject: Subject) -> Iterator[Finding]:
+    """`dp_replicate_size` that isn't the number of machines.
+
+    With one replica on each machine, weights are gathered inside a machine and only gradients cross the network. Fewer
+    replicas gather over the network; more hold more copies than needed.
+    """
+    copies, machines = subject.axes["dp_replicate"], subject.number("num_machines") or 1
+    ranks = subject.processes
+    if subject.engine is Engine.FSDP2 and 1 < copies != machines and ranks % copies == 0 and ranks:
+        inside = subject.ranks_here % (ranks // copies) == 0
+        yield Finding(
+            f"parallelism_config.{size_key('dp_replicate')}",
+            f"{copies} replicas on {counted(machines, 'machine')}",
+            "each machine holds several copies, in more memory" if inside else "weights are gathered over the network",
+            f"{size_key('dp_replicate')}: {machines}, unless the model is "
+            + ("small enough" if inside else "too large for a machine"),
+            milder=None if inside or (ranks // copies) % subject.ranks_here == 0 else "warning",
+        )
+
+
+@rule("AF516")
+def sizes_that_do_not_divide(subject: Subject) -> Iterator[Finding]:
+    """A model (`--model`) whose heads, key/value heads or experts the ranks of `tp` or of the experts can't share.
+
+    Attention stops in its first forward: "shape is invalid". transformers refuses experts: "Cannot evenly shard".
+    """
+    model, axes = subject.model, subject.axes
+    if model is None:
+        return
+    counts = [(axes["tp"], model.heads, "attention heads"), (axes["tp"], model.kv_heads, "key/value heads")]
+    for size, number, name in (*counts, (axes["ep"], model.experts, "experts")):
+        if number % size:
+            key, axis = (TENSOR, size_key("tp")) if name != "experts" else ("num_processes", EXPERT_FLAG)
+            yield Finding(
+                key,
+                f"{model.name} has {number} {name}, which {size} ranks can't share",
+                "loading or the first step stops",
+                f"{axis} that divides {number}",
+            )
+
+
+@rule("AF517")
+def model_without_a_plan(subject: Subject) -> Iterator[Finding]:
+    """`tp`, or `--expert_parallel_size`, and a model (`--model`) whose layers or experts transformers can't divide."""
+    model = subject.model
+    if model is None or not subject.by_transformers:
+        return
+    tensor, experts = subject.axes["tp"] > 1, subject.experts > 1
+    for asked, plan, what in ((tensor, model.tensor_plan, "layers"), (experts, model.expert_plan, "experts")):
+        if asked and plan is False:
+            fix = f"{size_key('tp')}: 1" if what == "layers" else f"drop {EXPERT_FLAG}"
+            what = f"transformers has no plan to divide the {what} of {model.model_type}"
+            yield Finding(TENSOR if fix.startswith("p") else "num_processes", what, "train/sft.py stops", fix)
+
+
+@rule("AF518")
+def tied_rows_are_padded(subject: Subject) -> Iterator[Finding]:
+    """`tp` or experts with shards, and a model (`--model`) whose tied embedding has rows that the ranks can't share.
+
+    torch pads the shards of the embedding, and transformers 5.23 then leaves the head its first weights. train/sft.py
+    refuses it.
+    """
+    rows = subject.model.tied_rows if subject.model else 0
+    ranks = subject.processes // subject.axes["dp_replicate"]
+    if subject.by_transformers and ranks > subject.axes["tp"] and rows % ranks:
+        yield Finding(
+            TENSOR if subject.axes["tp"] > 1 else "num_processes",
+            f"the tied embedding has {rows:,} rows, which {ranks} ranks can't share",
+            "train/sft.py stops, as the head would keep its first weights",
+            f"a number of ranks that divides {rows:,}, or {size_key('tp')}: 1 without {EXPERT_FLAG}",
+        )
+
+
+@rule("AF519")
+def four_bits_are_not_divided(subject: Subject) -> Iterator[Finding]:
+    """`--load_in_4bit` with `tp` or `--expert_parallel_size` in train/sft.py.
+
+    bitsandbytes' packed weights have another shape than the plan divides: an AssertionError of its layer with `tp`, a
+    RuntimeError of FSDP with experts.
+    """
+    if subject.by_transformers and subject.arg_on("load_in_4bit", "load_in_8bit"):
+        what = f"quantised weights with {_asked(subject)}"
+        yield Finding(
+            TENSOR if subject.axes["tp"] > 1 else "num_processes", what, "train/sft.py stops", "--use_peft alone"
+        )
+
+
+@rule("AF637")
+def rows_that_context_can_not_split(subject: Subject) -> Iterator[Finding]:
+    """`cp` with `--packing`, with another attention than sdpa, or with a `--max_length` that isn't a multiple of 2 cp.
+
+    Context parallelism knows one causal mask for the whole row, so packed rows attend to each other (TRL refuses them),
+    and Trainer stops at other attention. torch gives the ranks unequal or unbalanced parts of other lengths.
+    """
+    size, length = subject.axes["cp"], from_arguments.whole(subject.arg("max_length"))
+    if subject.engine is not Engine.FSDP2 or size == 1 or subject.args is None:
+        return
+    key = f"parallelism_config.{size_key('cp')}"
+    if subject.arg_on("packing"):
+        yield Finding(key, f"packed rows with cp_size: {size}", "they attend to each other", "drop --packing")
+    if (attention := str(subject.arg("attn_implementation") or "sdpa")) != "sdpa":
+        why = "Trainer stops: Context parallelism is supported only with SDPA attention"
+        yield Finding(key, f"{attention} with cp_size: {size}", why, "--attn_implementation sdpa")
+    if length % (2 * size):
+        what = f"rows of {length} tokens with cp_size: {size}"
+        fix = f"--max_length {length // (2 * size) * 2 * size or 2 * size}"
+        yield Finding(key, what, "the ranks get unequal or unbalanced parts of a row", fix, milder="warning")
+
+
+def _sharded_loads(subject: Subject) -> list[ast.Call]:
+    """The calls of `from_pretrained` that have transformers shard the model, under any engine."""
+    tree = ast.walk(subject.script.tree) if subject.script else ()
+    loads = [node for node in tree if isinstance(node, ast.Call) and name_of(node) == "from_pretrained"]
+    return [
+        call for call in loads if any(keyword(call, name) is not None for name in ("distributed_config", "tp_plan"))
+    ]
+
+
+@rule("AF916", "warning")
+def sharded_twice(subject: Subject) -> Iterator[Finding]:
+    """`from_pretrained(distributed_config=...)` or `tp_plan=` under `distributed_type: FSDP`.
+
+    transformers shards the model while it loads it, and Accelerate then wants to shard it again: Trainer stops.
+    """
+    if subject.is_fsdp:
+        for call in _sharded_loads(subject):
+            yield at(
+                subject,
+                call,
+                "transformers shards the model here, and this file has Accelerate do it again",
+                "Trainer stops: a model and optimizer must be passed together, or the mesh has no dimension for FSDP",
+                "torchrun instead of accelerate launch; or train/sft.py with this file",
+            )
+
+
+@rule("AF917", "warning")
+def norms_are_summed_too_often(subject: Subject) -> Iterator[Finding]:
+    """A model (`--model`) with norms inside its divided attention, a script that loads it in shards, and accumulation.
+
+    transformers up to 5.24 sums the accumulated gradient of q_norm and k_norm over the `tp` ranks after every
+    micro-batch: 3.4 times too large after three on two ranks. The first loss doesn't show it. train/sft.py mends it.
+    """
+    many = from_arguments.whole(subject.arg("gradient_accumulation_steps")) > 1
+    if subject.model is not None and subject.model.replicated_norms and many:
+        for call in _sharded_loads(subject):
+            yield at(
+                subject,
+                call,
+                f"{subject.model.model_type}'s q_norm and k_norm under tensor parallelism with accumulation",
+                "their gradients are summed again after every micro-batch, without an error",
+                "--gradient_accumulation_steps 1, tp_size=1, or train/sft.py",
+            )
+
+
+@rule("AF704", "warning")
+def adapters_drift_apart(subject: Subject) -> Iterator[Finding]:
+    """An adapter on a model that a script loads in shards, with transformers before 5.19.
+
+    The adapter's weights are added after the model was sharded, and each rank makes and trains its own.
+    """
+    if subject.older("transformers", "5.19") and subject.uses_adapter:
+        for call in _sharded_loads(subject):
+            what = f"an adapter on a sharded model with transformers {subject.versions['transformers']}"
+            fix = "pip install 'transformers>=5.19', or train/sft.py"
+            yield at(subject, call, what, "each rank trains another adapter, without an error", fix)
