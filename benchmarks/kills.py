@@ -1,6 +1,8 @@
 """Kills training at random instants and resumes it: `python benchmarks/kills.py --chain N` for each, then `--write`.
 
-A chain is one run of `train/sft.py` on two CPU processes under one engine and method. It is killed by SIGKILL again
+A chain is one run of `train/sft.py` on two CPU processes under one engine and method; the last one is resumed on
+another mesh each time, of two or four processes, sharded by Accelerate or, for tensor and expert parallelism, by
+transformers. It is killed by SIGKILL again
 and again, at a random instant after training began or inside a save, is resumed each time, and at last runs to its
 end. Each resume must start from the newest complete checkpoint and lose no other step; the losses of the whole run must
 be those of one that was never killed. `kills_case.py` draws the instants. Needs the test extra.
@@ -10,10 +12,10 @@ import argparse
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,20 @@ CASE, DATA = HERE / "kills_case.py", HERE / "data" / "kills.json"
 CHATS = HERE.parent / "train" / "data" / "fsdp_chat" / "train.jsonl"
 SEED = 20240817
 STEPS, SAVE_STEPS, RANKS = 90, 3, 2
-CHAINS = [("1", "full", 8, 3), ("2", "full", 8, 3), ("1", "lora", 7, 2), ("2", "lora", 7, 2)]
-"""FSDP version, method, kills, and how many of them are inside a save."""
+CHAINS = [
+    *[("FSDP1", "full", 8, 3), ("FSDP2", "full", 8, 3), ("FSDP1", "lora", 7, 2), ("FSDP2", "lora", 7, 2)],
+    ("changing meshes", "full", 10, 4),
+]
+"""Engine, method, kills, and how many of them are inside a save."""
+MESHES = [
+    ({}, 2, ["--per_device_train_batch_size", "2"]),
+    ({"dp_shard": 2, "tp": 2}, 4, ["--per_device_train_batch_size", "2", "--expert_parallel_size", "4"]),
+    ({"dp_shard": 1, "tp": 2}, 2, ["--per_device_train_batch_size", "4"]),
+    ({}, 4, ["--per_device_train_batch_size", "1", "--expert_parallel_size", "2"]),
+]
+"""Sizes of the mesh, ranks, and arguments: four rows in each step."""
+Life = tuple[Path, list[str]]
+"""The YAML and the arguments of a launch."""
 LIFE_SECONDS = 120
 
 
@@ -47,26 +61,40 @@ def main() -> None:
 
 def chain(number: int, work: Path) -> list[dict[str, Any]]:
     """One run and its deaths, a row each; the last row is its end."""
-    version, method, kills, in_saves = CHAINS[number]
-    model, data = fixtures(work)
-    flags = {"model": str(model), "num_processes": str(RANKS), "mixed_precision": "no", "fsdp_version": version}
-    yaml = work / "fsdp.yaml"
-    yaml.write_text(to_yaml.to_text(interview.answers(interview.interview(flags, {}, "defaults"))))
-    straight = live(work, yaml, model, data, "straight", method)
+    engine, method, kills, in_saves = CHAINS[number]
+    model, data = fixtures(work, mixture=not engine.startswith("FSDP"))
+    lives = list(lives_of(work, engine, model))
+    straight = live(work, lives[0], model, data, "straight", method)
     assert straight.returncode == 0, straight.stdout
-    within = float(re.findall(r"'train_runtime': '?([\d.]+)", straight.stdout)[0]) / kills
+    within = json.loads((work / "straight" / "run.json").read_text())["timings_seconds"]["training"] / kills
     dice = random.Random(SEED + number)
     kinds = ["save"] * in_saves + ["within"] * (kills - in_saves)
     dice.shuffle(kinds)
-    rows = [death(work, (yaml, model, data), method, (kind, within), dice.randrange(1 << 30)) for kind in kinds]
-    last = live(work, yaml, model, data, "killed", method)
+    rows = [
+        death(work, (lives[place % len(lives)], model, data), method, (kind, within), dice.randrange(1 << 30))
+        for place, kind in enumerate(kinds)
+    ]
+    last = live(work, lives[kills % len(lives)], model, data, "killed", method)
     assert last.returncode == 0, last.stdout
     apart = max(abs(a - b) for a, b in zip(losses(work / "killed"), losses(work / "straight"), strict=True))
     print(f"chain {number}: {len(rows)} kills, losses apart by {apart:.1e}")
     return [*rows, {"kind": "end", "apart": apart}]
 
 
-def death(work: Path, job: tuple[Path, Path, Path], method: str, how: tuple[str, float], seed: int) -> dict[str, Any]:
+def lives_of(work: Path, engine: str, model: Path) -> Iterator[Life]:
+    """The launches that a chain takes in turn."""
+    meshes = [({}, RANKS, ["--per_device_train_batch_size", "2"])] if engine.startswith("FSDP") else MESHES
+    for number, (sizes, ranks, words) in enumerate(meshes):
+        version = engine.removeprefix("FSDP") if engine.startswith("FSDP") else "2"
+        flags = {"model": str(model), "num_processes": str(ranks), "mixed_precision": "no", "fsdp_version": version}
+        text = to_yaml.to_text(interview.answers(interview.interview(flags, {}, "defaults")))
+        mesh = "".join(f"  parallelism_config_{axis}_size: {size}\n" for axis, size in sizes.items())
+        yaml = work / f"{number}.yaml"
+        yaml.write_text(text + (f"parallelism_config:\n{mesh}" if mesh else ""))
+        yield yaml, words
+
+
+def death(work: Path, job: tuple[Life, Path, Path], method: str, how: tuple[str, float], seed: int) -> dict[str, Any]:
     """Starts or resumes the run and kills it; what it was doing, and what is left of it."""
     kind, within = how
     run, note = work / "killed", work / "note.json"
@@ -84,8 +112,9 @@ def death(work: Path, job: tuple[Path, Path, Path], method: str, how: tuple[str,
     return row
 
 
-def live(work: Path, yaml: Path, model: Path, data: Path, run: str, method: str, **environment: str) -> Any:
+def live(work: Path, life: Life, model: Path, data: Path, run: str, method: str, **environment: str) -> Any:
     """One launch, from the newest complete checkpoint where there is one."""
+    yaml, more = life
     fixed = {
         "--model_name_or_path": model,
         "--dataset_name": data,
@@ -93,14 +122,13 @@ def live(work: Path, yaml: Path, model: Path, data: Path, run: str, method: str,
         "--max_steps": STEPS,
         "--save_steps": SAVE_STEPS,
         "--save_total_limit": 2,
-        "--per_device_train_batch_size": 2,
         "--learning_rate": 1e-3,
         "--logging_steps": 1,
         "--disable_tqdm": "true",
         "--resume_from_checkpoint": "auto",
     }
     words = [str(word) for pair in fixed.items() for word in pair]
-    words += ["--use_peft"] if method == "lora" else []
+    words += [*more, *(["--use_peft"] if method == "lora" else [])]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     return subprocess.run(
         [*launcher, "--config_file", str(yaml), str(CASE), *words],
@@ -124,10 +152,10 @@ def losses(run: Path) -> list[float]:
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
-def fixtures(work: Path) -> tuple[Path, Path]:
-    """A two-layer Llama with random weights and a tokenizer of its own, and the shipped chats to train it on."""
+def fixtures(work: Path, mixture: bool) -> tuple[Path, Path]:
+    """A two-layer Llama, or Qwen3-MoE, with random weights, its tokenizer, and the shipped chats to train it on."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
     texts = [json.loads(line)["messages"][0]["content"] for line in CHATS.read_text().splitlines()]
     tokenizer = Tokenizer(models.BPE())
@@ -135,7 +163,10 @@ def fixtures(work: Path) -> tuple[Path, Path]:
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=512, special_tokens=["<end>"]))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(fast), **sizes)).save_pretrained(work / "model")
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4}
+    mixed = Qwen3MoeConfig(vocab_size=len(fast), head_dim=16, **sizes, **experts)
+    config = mixed if mixture else LlamaConfig(vocab_size=len(fast), **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(work / "model")
     fast.save_pretrained(work / "model")
     data = work / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -159,11 +190,11 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
         "steps lost, most",
     ]
     lines = ["| " + " | ".join([*titles, "losses apart"]) + " |", "|---" * (len(titles) + 1) + "|"]
-    for number, (version, method, *_) in enumerate(CHAINS):
+    for number, (engine, method, *_) in enumerate(CHAINS):
         *kills, end = found[str(number)]
         right = sum(one["resumed"] == one["expected"] for one in kills)
         counts = [len(kills), sum(one["saving"] for one in kills), sum(one["half_written"] > 0 for one in kills)]
-        cells = [f"FSDP{version}, {method}", *map(str, counts), f"{right}/{len(kills)}"]
+        cells = [f"{engine}, {method}", *map(str, counts), f"{right}/{len(kills)}"]
         lines.append("| " + " | ".join([*cells, str(max(one["lost"] for one in kills)), f"{end['apart']:.1e}"]) + " |")
     return lines
 
@@ -171,7 +202,8 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
 def write(found: dict[str, list[dict[str, Any]]]) -> None:
     """Replaces this benchmark's part of RESULTS.md."""
     kills = sum(len(rows) - 1 for rows in found.values())
-    text = f"SIGKILL to all ranks, {kills} times; seed {SEED}, {RANKS} ranks, a checkpoint every {SAVE_STEPS} steps."
+    text = f"SIGKILL to all ranks, {kills} times; seed {SEED}, {RANKS} ranks, on some meshes 4, "
+    text += f"a checkpoint every {SAVE_STEPS} steps."
     part = [
         "## Kills",
         "",

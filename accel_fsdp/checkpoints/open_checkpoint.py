@@ -33,7 +33,8 @@ class Weights:
     """The content of a checkpoint.
 
     `tensors` are the model's, empty where only an adapter was saved; `adapter` are those of a PEFT adapter, by the
-    names in PEFT's own files. `filed`: the names are already those of files, not of the model in memory.
+    names in PEFT's own files. `filed`: the names are already those of files, not of the model in memory, as in the
+    files of ranks.
     """
 
     tensors: dict[str, Stored]
@@ -63,7 +64,8 @@ def read(place: CheckpointLocation, reader: FileReader, optimizer: bool = False,
 def _read(checkpoint: CheckpointLocation, reader: FileReader, optimizer: bool, adapter: str | None) -> Weights:
     if checkpoint.kind == "safetensors":
         state = _full_optimizer(checkpoint.folder, reader) if optimizer else {}
-        return Weights(of_place(checkpoint.weights), optimizer=split(state).optimizer, filed=True)
+        of_ranks = checkpoint.weights.is_dir() and any(checkpoint.weights.glob(file_names.RANKS_MODEL))
+        return Weights(of_place(checkpoint.weights), optimizer=split(state).optimizer, filed=not of_ranks)
     if checkpoint.kind == "adapter":
         return Weights({}, of_file(checkpoint.weights))
     if checkpoint.kind == "ZeRO":

@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
 
 from accel_fsdp.checkpoints import file_names
+from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
@@ -41,6 +42,13 @@ def load_weights(model: Any, checkpoint: Path) -> None:
     """Reads what `save_weights` or Accelerate has written. Collective."""
     from accelerate.utils.fsdp_utils import _set_model_state_dict
 
+    if not (checkpoint / file_names.SHARDED_MODEL).is_dir():
+        raise UserError(
+            f"{checkpoint} holds the whole model in one file",
+            why="a mesh of tensor or expert parallelism reads sharded checkpoints only",
+            fix="resume it once without tp_size and --expert_parallel_size, with fsdp_state_dict_type: "
+            "SHARDED_STATE_DICT and one more --max_steps; then go on from the checkpoint that it writes",
+        )
     own = _weights(model)
     loaded = _read("model", own, checkpoint / file_names.SHARDED_MODEL)
     _set_model_state_dict(model, loaded, adapter_only=True, sd_options=states.StateDictOptions())

@@ -2,11 +2,13 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROBE, SFT, accelerate_launch
+from conftest import PROBE, ROOT, SFT, accel_fsdp, accelerate_launch
 from reference import job_words, train
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -14,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import EXPORTED, MESH
+from accel_fsdp.testing.ranks import Ranks
 from accel_fsdp.training import mesh
 
 STEPS, BATCH = 3, 8
@@ -205,3 +208,46 @@ def test_what_doesn_t_go_is_refused_before_weights_are_read(
     with pytest.raises(UserError) as refused:
         begin()
     assert said in str(refused.value)
+
+
+def save_shards(model: Path, folder: Path) -> None:
+    """As a script of plain transformers does on each of four ranks, which hold other experts, in strided shards."""
+    from transformers.distributed import DistributedConfig
+
+    how = DistributedConfig(fsdp_size=2, tp_size=2, ep_size=4)
+    sharded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, distributed_config=how)
+    sharded.save_pretrained(folder, distributed_checkpoint=True)
+
+
+def test_the_ranks_own_files_become_a_model(models: Path, tmp_path: Path) -> None:
+    """What transformers writes of a sharded model: names of the model in memory, where files split its experts."""
+    with Ranks(4) as ranks:
+        ranks(save_shards, models / "qwen3_moe", tmp_path / "shards")
+    AutoTokenizer.from_pretrained(models / "qwen3_moe").save_pretrained(tmp_path / "shards")
+    done = accel_fsdp("export", tmp_path / "shards", tmp_path / "out")
+    assert done.code == 0, done.output
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    original = load_file(models / "qwen3_moe" / "model.safetensors")
+    assert exported.keys() == original.keys()
+    assert all(torch.equal(exported[name], original[name]) for name in original)
+
+
+SHOWN = {"q_norm and k_norm": 0, "a tied head": 1}
+"""Of which pairs of numbers that a report's script prints the two differ."""
+
+
+@pytest.mark.parametrize("title", SHOWN)
+def test_the_scripts_of_the_reports_show_it(title: str, tmp_path: Path) -> None:
+    """With 2 ranks another number comes out than with 1: until transformers mends it, in each version."""
+    report = next(
+        part for part in (ROOT / "docs/upstream.md").read_text().split("\n## ") if title in part.split("\n")[0]
+    )
+    script = tmp_path / "shows.py"
+    script.write_text(report.partition("```python\n")[2].partition("```")[0])
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    found = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith(("tp ", "6"))]
+    pairs = [found[place : place + 2] for place in range(0, len(found), 2)]
+    assert [place for place, (one, two) in enumerate(pairs) if abs(one - two) > 1e-3] == [SHOWN[title]], done.stderr
