@@ -46,7 +46,7 @@ def load_weights(model: Any, checkpoint: Path) -> None:
         raise UserError(
             f"{checkpoint} holds the whole model in one file",
             why="a mesh of tensor or expert parallelism reads sharded checkpoints only",
-            fix="resume it once without tp_size and --expert_parallel_size, with fsdp_state_dict_type: "
+            fix="resume it once without tensor and expert parallelism, with fsdp_state_dict_type: "
             "SHARDED_STATE_DICT and one more --max_steps; then go on from the checkpoint that it writes",
         )
     own = _weights(model)

@@ -18,7 +18,6 @@ from accel_fsdp.exporter import companion_files
 from accel_fsdp.job import from_run
 from accel_fsdp.launch import beats
 from accel_fsdp.launch.ranks import holding as holdings
-from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting
 from accel_fsdp.training import (
@@ -210,7 +209,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         if self.args.logs_often:
             self.state.logging_steps = self.args.logging_steps
         if self.args.process_index == 0:
-            ranks = self.args.world_size // LaunchEnvironment.now().ranks_per_row
+            ranks = self.args.world_size // self.get_tp_size()
             batch = (self.args.per_device_train_batch_size, self.args.gradient_accumulation_steps, ranks)
             steps = (steps_per_epoch, self.state.global_step, max_steps)
             for line in progress.beginning(*self.parameters, batch, steps):
