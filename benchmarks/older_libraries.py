@@ -25,6 +25,7 @@ from accel_fsdp.prediction.memory import (
     Tapes,
     Variant,
     engines,
+    fsdp1,
     losses,
     replay,
     reservation,
@@ -254,8 +255,8 @@ def _reduced(known: Any, engine: engines.Fsdp, unit: int) -> tuple[int, int]:
     return tuple(sizes)
 
 
-@instead_of(engines.Fsdp1)
-def before_backward(known: Any, engine: engines.Fsdp1, unit: int) -> None:
+@instead_of(fsdp1.Fsdp1)
+def before_backward(known: Any, engine: fsdp1.Fsdp1, unit: int) -> None:
     """A unit that is checkpointed outside isn't prefetched."""
     if not (of(engine.recipe).checkpoints_outside and engine.recipe.checkpointing == "reentrant"):
         known(engine, unit)
@@ -270,7 +271,7 @@ def before_loss_backward(known: Any, engine: engines.EngineMemory) -> None:
     known(engine)
 
 
-instead_of(engines.Fsdp1)(before_loss_backward)
+instead_of(fsdp1.Fsdp1)(before_loss_backward)
 instead_of(engines.EngineMemory)(before_loss_backward)
 
 

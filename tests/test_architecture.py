@@ -58,6 +58,7 @@ PATCHING = {
     "launch.ranks.saves",
     "launch.ranks.watch",
     "launch.ranks.weights",
+    "prediction.tracing.axes",
     "training.dcp_patches",
     "training.peft_patches",
     "training.tensor_parallel_patches",

@@ -94,6 +94,11 @@ class Layout:
         return self.tensor * self.context
 
     @property
+    def machine_share(self) -> int:
+        """The ranks of one machine that hold different rows: tensor-parallel groups are neighbours."""
+        return max(self.ranks_per_node // self.tensor, 1)
+
+    @property
     def data_ranks(self) -> int:
         """The groups of ranks that train on different rows."""
         return self.ranks // self.ranks_per_row

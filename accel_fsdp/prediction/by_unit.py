@@ -130,6 +130,6 @@ def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUni
 def unit_name(unit: Unit, place: int, units: tuple[Unit, ...]) -> str:
     """The class of a block; else the end of the model, or both."""
     if unit.block is not None:
-        return unit.block.name
+        return unit.name
     alone = sum(other_unit.block is None for other_unit in units) == 1
     return OUTSIDE if alone else EMBEDDING if place == 0 else HEAD

@@ -8,7 +8,7 @@ another GPU, so of a rank's bytes the share 1 / ranks_per_node crosses the netwo
 at once: the slower of the two is the ring's bottleneck.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from accel_fsdp.config import Engine
@@ -33,11 +33,13 @@ def units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]
 
 
 def _is_kept(unit: Unit, layout: Layout) -> bool:
-    """Whether a unit stays gathered from forward to backward: one all-gather instead of two.
+    """Whether a unit stays gathered from forward to backward: one all-gather instead of two; experts never do.
 
     FSDP1 keeps the root, which has all parameters outside the blocks, gathered (`_post_forward_reshard` skips
     `_is_root`); accelerate 1.15 never reshards FSDP2's unit with the head.
     """
+    if unit.nested:
+        return False
     if unit.block is None and unit.name != "embedding":
         return layout.engine is not Engine.DEEPSPEED
     return _keeps(layout)
@@ -46,6 +48,8 @@ def _is_kept(unit: Unit, layout: Layout) -> bool:
 def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
     """The bytes that one rank sends in one optimizer step, over all its micro-batches."""
     total = update(shape, recipe, layout)
+    for count, forward, backward in exchanges(shape, recipe, layout):
+        total += (forward + backward).times(count * recipe.accumulation)
     for unit in units(shape, recipe, layout):
         gathers = gather(unit, recipe, layout).times(gathers_per_step(unit, recipe, layout))
         reduces = reduce(unit, recipe, layout).times(reduces_per_step(recipe, layout))
@@ -55,22 +59,63 @@ def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
 
 def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     """One all-gather of one unit; with offload its shard is first copied from the host, in the dtype stored there."""
-    if _replicates(layout) or not (layout.is_sharded or layout.offload):
+    if _replicates(layout) or not (_pieces(unit, layout) > 1 or layout.offload):
         return Traffic()
     volume = sum(count * width for count, width in gathered(unit, recipe))
     down = sum(count * _host_width(width, recipe, layout) for count, width in gathered(unit, recipe))
     host = Traffic(pcie_bytes=layout.shard_of(down) if layout.offload else 0)
-    return _ring(volume, layout.shard_ranks, layout.ranks_per_node) + host
+    return _ring(volume, _pieces(unit, layout), layout.machine_share) + host
+
+
+def _pieces(unit: Unit, layout: Layout) -> int:
+    """The ranks that share a unit's parameters."""
+    return layout.expert_shard_ranks if unit.nested else layout.shard_ranks
+
+
+def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[int, Traffic, Traffic]]:
+    """What the ranks of a row and those that divide the experts send while they compute, and nothing hides.
+
+    Yields how often in a micro-batch, and the bytes forward and backward, with forward repeated by checkpointing. Each
+    all-reduce is of the hidden states: one where rows of weights end a layer's attention or its dense products, and one
+    in backward for the input of each product that is cut by columns (transformers' plans don't share them). An exchange
+    of experts sends each token to as many ranks as it has experts, and brings it back.
+    """
+    if not layout.is_by_transformers:
+        return
+    tokens = recipe.rows * recipe.length * shape.hidden * compute_bytes(recipe)
+    again = 2 if recipe.recomputes else 1
+    summed = _ring(tokens, layout.tensor, layout.ranks_per_node).times(2)
+    for block in shape.blocks:
+        apart = [p for p in block.parameters if not (p.dispatched and layout.experts > 1) and len(p.shape) > 1]
+        ends = sum(p.cut == len(p.shape) - 1 for p in apart)
+        starts = sum(p.cut is not None and p.cut < len(p.shape) - 1 for p in apart)
+        forward, backward = summed.times(ends), summed.times(starts + ends * (again - 1))
+        if layout.experts > 1 and any(p.dispatched for p in block.parameters):
+            sent = _across(tokens * shape.experts_used / layout.tensor, layout).times(2)
+            forward, backward = forward + sent, backward + sent.times(again)
+        yield len(block.layers), forward, backward
+    cuts = [p for p in shape.outer if p.cut is not None]
+    logits = recipe.rows * recipe.length * shape.vocab * compute_bytes(recipe)
+    if layout.tensor > 1 and cuts:
+        yield 1, summed + _ring(logits, layout.tensor, layout.ranks_per_node), summed
+
+
+def _across(volume_bytes: float, layout: Layout) -> Traffic:
+    """One rank's part of an all-to-all: equal parts for all others, those beyond its machine by the network."""
+    ranks = layout.experts
+    here = min(ranks, layout.ranks_per_node)
+    return Traffic(volume_bytes * (here - 1) / ranks, volume_bytes * (ranks - here) / ranks)
 
 
 def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     """One reduction of a unit's gradients: reduce-scatter over shards, all-reduce over replicas."""
     volume = unit.trained_numel * sent_gradient_bytes(recipe, layout)
-    scattered = _ring(volume, layout.shard_ranks, layout.ranks_per_node)
+    pieces = _pieces(unit, layout)
+    scattered = _ring(volume, pieces, layout.machine_share)
     apart = 1 if layout.is_sharded else layout.ranks_per_node  # hybrid: each of a rank's replicas is elsewhere
     width = compute_bytes(recipe) if layout.engine is Engine.DEEPSPEED else master_bytes(recipe, layout)
     up = Traffic(pcie_bytes=layout.shard_of(unit.trained_numel * width) if layout.offload else 0)
-    return scattered + _ring(layout.shard_of(volume), layout.replicas, apart).times(2) + up
+    return scattered + _ring(volume / pieces, layout.replicas, apart).times(2) + up
 
 
 def copied(unit: Unit, recipe: Recipe, layout: Layout) -> tuple[float, float]:
@@ -137,12 +182,20 @@ def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
     return sum(unit.count * unit.trained_numel for unit in units(shape, recipe, layout))
 
 
+def held_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> float:
+    """Elements that one rank updates."""
+    held = (unit.count * unit.trained_numel / _pieces(unit, layout) for unit in units(shape, recipe, layout))
+    return sum(held)
+
+
 def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a reduced gradient: DDP's are of the weights' dtype, FSDP's of the reduce dtype.
 
     (accelerate 1.15 sets FSDP's reduce_dtype to that of mixed precision: `set_mixed_precision`.)
     """
-    return master_bytes(recipe, layout) if layout.engine in (Engine.DDP, Engine.NONE) else compute_bytes(recipe)
+    if layout.engine in (Engine.DDP, Engine.NONE):
+        return master_bytes(recipe, layout)
+    return shards.reduce_bytes(recipe, layout)
 
 
 def _host_width(width: float, recipe: Recipe, layout: Layout) -> float:

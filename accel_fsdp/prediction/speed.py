@@ -101,11 +101,11 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
             for piece in pieces:
                 for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
                     spent[bound] += seconds * piece.count * times
-    for bound, seconds in _update(shape, recipe, layout, gpu):
+    for bound, seconds in (*_update(shape, recipe, layout, gpu), *_exchanged(shape, recipe, layout, gpu)):
         spent[bound] += seconds
     total = sum(spent.values())
-    tokens = recipe.rows * recipe.length * recipe.accumulation
-    useful = useful_flops(shape, recipe) * recipe.accumulation
+    tokens = recipe.rows * recipe.length * recipe.accumulation / layout.ranks_per_row
+    useful = useful_flops(shape, recipe) * recipe.accumulation / layout.ranks_per_row
     return Step(
         step_seconds=total,
         range_seconds=(total * RANGE[0], total * RANGE[1]),
@@ -127,9 +127,9 @@ class UnitSeconds:
 def unit_seconds(
     shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu, reduces: bool
 ) -> tuple[tuple[UnitSeconds, ...], UnitSeconds]:
-    """Times of each of `communication.units`, then of the head with the loss; `reduces` adds gradients' reduction.
+    """Times of each of `communication.units` with its experts, then of the head with the loss.
 
-    A unit that represents several layers is counted once.
+    `reduces` adds the reduction of gradients. A unit that represents several layers is counted once.
     """
     *units, head = (_one(piece, reduces, recipe, layout, gpu) for piece in _pieces(shape, recipe, layout))
     return tuple(units), head
@@ -192,15 +192,27 @@ def sending_seconds(sent: Traffic, ranks: int, gpu: Gpu) -> tuple[Bound, float]:
 
 def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stretch]:
     """The units with their work, and the head, which is a separate unit or part of the root."""
+    part = shape.part(layout.tensor, layout.experts)
+    nothing = Traffic(), Traffic(), (0.0, 0.0)
+    inner = nothing
     for unit in communication.units(shape, recipe, layout):
-        forward, backward = block_work(unit.block, shape, recipe) if unit.block else (Work(), Work())
-        again = recomputed(forward, unit.block, shape, recipe)
         gathers = communication.gathers_per_step(unit, recipe, layout) / recipe.accumulation
         gather, reduce = communication.gather(unit, recipe, layout), communication.reduce(unit, recipe, layout)
         copied = communication.copied(unit, recipe, layout)
+        if unit.nested:  # its block comes next, and hides both
+            inner = gather, reduce, copied
+            continue
+        gather, reduce, copied = (
+            gather + inner[0],
+            reduce + inner[1],
+            (copied[0] + inner[2][0], copied[1] + inner[2][1]),
+        )
+        inner = Traffic(), Traffic(), (0.0, 0.0)
+        forward, backward = block_work(unit.block, part, recipe) if unit.block else (Work(), Work())
+        again = recomputed(forward, unit.block, part, recipe)
         alone = communication.gathered_alone(unit, layout)
         yield Stretch(unit.count, forward, backward, again, gather, gathers, reduce, copied, alone, not alone)
-    yield Stretch(1, *head_work(shape, recipe), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
+    yield Stretch(1, *head_work(part, recipe), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
 
 
 def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
@@ -233,7 +245,7 @@ def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: 
 
 def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """The optimizer, bound by the memory that holds its states, then its communication; neither is hidden."""
-    elements = layout.shard_of(communication.all_trained_numel(shape, recipe, layout))
+    elements = communication.held_trained_numel(shape, recipe, layout)
     moved = elements * (optimizers.ACCESSES[recipe.optimizer] + CLIPPING) * master_bytes(recipe, layout)
     if layout.offload:
         ranks = min(layout.ranks, layout.ranks_per_node)
@@ -242,6 +254,14 @@ def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iter
     else:
         yield "compute", moved / (gpu.hbm_bytes_per_s * HBM_EFFICIENCY)
     yield sending_seconds(communication.update(shape, recipe, layout), layout.ranks, gpu)
+
+
+def _exchanged(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
+    """What tensor and expert parallelism send between products, which wait for it."""
+    for count, *ways in communication.exchanges(shape, recipe, layout):
+        for sent in ways:
+            bound, seconds = sending_seconds(sent, max(layout.tensor, layout.experts), gpu)
+            yield bound, seconds * count * recipe.accumulation
 
 
 def _latency_seconds(ranks: int) -> float:

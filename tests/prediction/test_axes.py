@@ -6,13 +6,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import axes
 import pytest
+from axes import layout_of
 from conftest import ROOT, run
 from held_axes import MESHES, MODELS
 
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UsageError
-from accel_fsdp.job import Layout, Recipe, from_yaml
+from accel_fsdp.job import Recipe, from_yaml
 from accel_fsdp.models import build
 from accel_fsdp.prediction.memory import ModelShape, shards
 from accel_fsdp.prediction.tracing.model_shape import shape_of
@@ -26,14 +28,6 @@ def shape_for(kind: str) -> ModelShape:
 
     config = AutoConfig.for_model(kind, **MODELS[kind])
     return shape_of(kind, config, build(kind, config))
-
-
-def layout_of(sizes: dict[str, int]) -> Layout:
-    copies, shards_, tensor = (sizes.get(f"{axis}_size", 1) for axis in ("dp_replicate", "fsdp", "tp"))
-    ranks = copies * shards_ * tensor
-    mesh = {"dp_replicate": copies, "dp_shard": shards_, "tp": tensor, "cp": 1, "sp": 1}
-    layout = Layout.fsdp2(True, ranks, ranks).on_mesh(mesh)
-    return Layout(**{**vars(layout), "experts": sizes.get("ep_size", 1)})
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -52,6 +46,16 @@ def test_each_rank_holds_what_is_predicted(ranks: int, tmp_path: Path) -> None:
                 "parameters": sum(shards.shard_bytes(unit, layout) * unit.count for unit in units),
                 "optimizer": sum(shards.optimizer_bytes(unit, RECIPE, layout) * unit.count for unit in units),
             } == held, (kind, mesh)
+
+
+def test_the_highest_point_is_where_a_real_step_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = list(axes.settings(["llama"], ["tp 2", "tp 2 x fsdp 2"]))
+    asked += axes.settings(["mixtral"], ["fsdp 2, ep 2", "tp 2 x fsdp 2, ep 4"])
+    for setting, real in zip(asked, axes.measured(asked, tmp_path), strict=True):
+        made = axes.predicted(setting)
+        assert (made["parameters"], made["gradients"]) == (real["parameters"], real["gradients"])
+        assert abs(made["peak"] / real["peak"] - 1) <= 0.025, (setting["model"], setting["name"], made, real)
 
 
 @pytest.mark.parametrize(

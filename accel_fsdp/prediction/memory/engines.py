@@ -6,7 +6,7 @@ The allocator's statistics follow that order: a block that another stream still 
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -18,8 +18,6 @@ from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import (
     BUFFERS,
-    CAST,
-    COMPUTE,
     GATHER,
     GATHERED,
     GRADIENTS,
@@ -51,7 +49,8 @@ class EngineMemory:
 
     `units` are in forward order; the first has the embedding, and the head as well unless there is a unit for it.
     `counts` are the numbers of equal units that each represents. `head_unit` is the place of the head's unit, 0 for the
-    first. `idle` units are held and never run. `syncs` means that this micro-batch's gradients are reduced.
+    first. `idle` units are held and never run. `syncs` means that this micro-batch's gradients are reduced. `nested`
+    are the experts inside a unit, by its place, where they are a unit of their own.
     """
 
     meter: Meter
@@ -62,6 +61,15 @@ class EngineMemory:
     idle: Sequence[Unit] = ()
     has_grads: bool = False
     syncs: bool = True
+    nested: Mapping[int, Unit] = field(default_factory=dict)
+
+    def experts_of(self, unit: int) -> int:
+        """The number of the unit that is nested in this one; 0 without."""
+        return len(self.units) + unit if unit in self.nested else 0
+
+    def unit(self, number: int) -> Unit:
+        """A unit by its place, or one nested in it by what `experts_of` says."""
+        return self.units[number] if number < len(self.units) else self.nested[number - len(self.units)]
 
     def adds(self, unit: int) -> bool:
         """Whether autograd adds each new gradient of the unit to an older one as soon as it is there."""
@@ -70,7 +78,8 @@ class EngineMemory:
     @property
     def held(self) -> Sequence[tuple[Unit, int]]:
         """All units with their counts, including unused ones."""
-        return (*zip(self.units, self.counts, strict=True), *((unit, 1) for unit in self.idle))
+        inner = ((unit, self.counts[place]) for place, unit in self.nested.items())
+        return (*zip(self.units, self.counts, strict=True), *inner, *((unit, 1) for unit in self.idle))
 
     def total(self, size: Callable[[Unit], int]) -> int:
         """Sums a size over all units."""
@@ -180,11 +189,11 @@ class Fsdp(EngineMemory, ABC):
         return self.layout.strategy in (1, 4) and unit != self.head_unit
 
     def _size(self, unit: int) -> int:
-        return shards.gathered_bytes(self.units[unit], self.layout)
+        return shards.gathered_bytes(self.unit(unit), self.layout)
 
     def _cast_and_gather(self, unit: int, gathered_bytes: int, name: str) -> None:
         """The shard's cast copy lives until it is gathered."""
-        cast = shards.cast_bytes(self.units[unit], self.layout)
+        cast = shards.cast_bytes(self.unit(unit), self.layout)
         self.meter.add(GATHERED, cast, "cast", stream=self.cast_stream)
         self.meter.add(GATHERED, gathered_bytes, (name, unit), stream=GATHER)
         self.meter.add(GATHERED, -cast, "cast", stream=self.cast_stream, used_on=GATHER)
@@ -199,13 +208,13 @@ class Fsdp(EngineMemory, ABC):
 
     def _reduced(self, unit: int) -> tuple[int, int]:
         """The input of the unit's reduction, and its output."""
-        width = shards.compute_bytes(self.recipe)
-        unsharded, shard = (shards.trained_bytes(self.units[unit], self.layout, width, part) for part in (False, True))
+        width = shards.reduce_bytes(self.recipe, self.layout)
+        unsharded, shard = (shards.trained_bytes(self.unit(unit), self.layout, width, part) for part in (False, True))
         return unsharded, shard
 
     def _keep(self, unit: int, reduced_bytes: int) -> None:
         """The reduced shard becomes the gradient: cast, added to an older one, or moved to the host."""
-        new_bytes = self._master(self.units[unit], shard=True)
+        new_bytes = self._master(self.unit(unit), shard=True)
         if new_bytes != reduced_bytes:
             self.meter.add(GRADIENTS, new_bytes, ("shard", unit), stream=REDUCE)
             self.meter.add(GRADIENTS, -reduced_bytes, ("shard", unit))
@@ -224,10 +233,12 @@ class Fsdp2(Fsdp):
     reducing: int = 0
 
     def _gather(self, unit: int) -> None:
-        self._all_gather(unit)
+        if self.prefetched != unit:
+            self._all_gather(unit)
+        self.prefetched = None
         if not self.frees_output_late:
             self._drop_output()
-        self.meter.add(GATHERED, self._size(unit), ("unit", unit), of=self.units[unit])
+        self.meter.add(GATHERED, self._size(unit), ("unit", unit), of=self.unit(unit))
         self._drop_output()
         self.gathered.add(unit)
         self.kept_output, self.kept_unit = self._output(unit), unit
@@ -237,7 +248,8 @@ class Fsdp2(Fsdp):
         self.kept_output = 0
 
     def _output(self, unit: int) -> int:
-        return self._size(unit) if self.layout.is_sharded else 0
+        sharded = self.layout.expert_shard_ranks > 1 if self.unit(unit).nested else self.layout.is_sharded
+        return self._size(unit) if sharded else 0
 
     def _all_gather(self, unit: int) -> None:
         self._cast_and_gather(unit, self._output(unit), "output")
@@ -255,11 +267,15 @@ class Fsdp2(Fsdp):
         if unit not in self.gathered:
             if self.prefetched != unit:
                 self._all_gather(unit)
-            self.meter.add(GATHERED, self._size(unit), ("unit", unit), of=self.units[unit])
+            self.meter.add(GATHERED, self._size(unit), ("unit", unit), of=self.unit(unit))
             self.meter.add(GATHERED, -self._output(unit), ("output", unit))
             self.gathered.add(unit)
             self.prefetched = None
-        self._prefetch(unit - 1)
+        self._prefetch(self._before(unit))
+
+    def _before(self, unit: int) -> int:
+        """The unit whose forward ended before this one's: nested ones end first."""
+        return unit - len(self.units) - 1 if unit >= len(self.units) else self.experts_of(unit) or unit - 1
 
     def before_head_backward(self, unit: int) -> None:
         """The unit of the head is the last in forward, so the last block is prefetched, also with tied embeddings."""
@@ -279,12 +295,19 @@ class Fsdp2(Fsdp):
         unsharded, shard = self._reduced(unit)
         ready = self.waiting.pop(unit, 0) or born
         if not self.syncs:
+            if unit not in self.waiting and (wide := shards.reduced_like(ready, self.recipe, self.layout)) != ready:
+                self.meter.add(GRADIENTS, wide, ("born", unit))
+                self.meter.add(GRADIENTS, -ready, ("born", unit))
+                ready = wide
             self.waiting[unit] = ready
             return
         self.meter.add(GRADIENTS, unsharded, "input")
         self.meter.add(GRADIENTS, -ready, ("born", unit))
         self.reducing = unsharded
         self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
+        if self.unit(unit).nested and not self._output(unit):
+            self.meter.add(GRADIENTS, unsharded, "divided")  # one rank divides what it doesn't send
+            self.meter.add(GRADIENTS, -unsharded, "divided")
         self._keep(unit, shard)
 
     def _drop_input(self) -> None:
@@ -295,96 +318,3 @@ class Fsdp2(Fsdp):
         """The last reduction's input goes."""
         self._drop_input()
         super().end_backward()
-
-
-@dataclass
-class Fsdp1(Fsdp):
-    """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
-
-    offloaded: int = 0
-    cast_stream = CAST
-
-    def adds(self, unit: int) -> bool:
-        """The views' gradients wait for the flat parameter's."""
-        return False
-
-    def _keep(self, unit: int, reduced_bytes: int) -> None:
-        """Offloaded gradients are copied, and stay here as well to the end of backward (`_saved_grad_shard`)."""
-        if self.layout.offload:
-            new_bytes = self._master(self.units[unit], shard=True)
-            self.meter.add(GRADIENTS, -reduced_bytes, ("shard", unit))
-            self.meter.add(GRADIENTS, new_bytes, "offloaded", stream=REDUCE)
-            self.offloaded += new_bytes * self.counts[unit]
-        else:
-            super()._keep(unit, reduced_bytes)
-
-    def end_backward(self) -> None:
-        """`prepare_gradient_for_optim` drops what has been copied."""
-        self.meter.add(GRADIENTS, -self.offloaded, "offloaded")
-        self.offloaded = 0
-        super().end_backward()
-
-    def kept_gradients(self) -> int:
-        """`zero_grad` clears the views only; the flat gradients go with the next forward.
-
-        (`_flat_param.py`, `_reset_flat_param_grad_info_if_needed`.)
-        """
-        return self.last_gradients()
-
-    def _size(self, unit: int) -> int:
-        """NO_SHARD gathers nothing; the copy in another dtype is all that it makes (`needs_unshard`)."""
-        return super()._size(unit) if self.layout.is_sharded else shards.cast_bytes(self.units[unit], self.layout)
-
-    def _reshards(self, unit: int) -> bool:
-        """NO_SHARD frees the copies of all units, the root's too (`post_reshard`)."""
-        return self.layout.strategy == 3 or super()._reshards(unit)
-
-    def _gather(self, unit: int) -> None:
-        self.meter.throttle()
-        if self.layout.is_sharded:
-            self._cast_and_gather(unit, self._size(unit), "unit")
-        else:
-            self.meter.add(GATHERED, self._size(unit), ("unit", unit), stream=CAST)
-        self.gathered.add(unit)
-
-    def _free(self, unit: int) -> None:
-        """Its blocks wait for the compute stream (`_free_unsharded_flat_param`)."""
-        if unit in self.gathered:
-            self.gathered.remove(unit)
-            self.meter.add(GATHERED, -self._size(unit), ("unit", unit), stream=GATHER, used_on=COMPUTE)
-
-    def before_loss_backward(self) -> None:
-        """The root's hook, which is on the loss, prefetches the last block (`_pre_backward_hook`)."""
-        self.before_backward(len(self.units))
-
-    def before_head_backward(self, unit: int) -> None:
-        """The root has been made sure of with the loss."""
-
-    def before_backward(self, unit: int) -> None:
-        """Makes sure of the unit, and prefetches the one before it."""
-        for near in (unit, unit - 1):
-            if 0 <= near < len(self.units) and near not in self.gathered:
-                self._gather(near)
-
-    def after_backward(self, unit: int, born: int) -> None:
-        """Frees the unit and reduces its gradients."""
-        if born:
-            unsharded, shard = self._reduced(unit)
-            # the backward of torch.split joins the views' gradients in a new tensor
-            self.meter.add(GRADIENTS, unsharded, ("whole", unit))
-            self.meter.add(GRADIENTS, -born, ("born", unit))
-            if unit in self.waiting:
-                self.meter.add(GRADIENTS, -self.waiting.pop(unit), ("whole", unit))
-            self._free_after(unit)
-            if not self.syncs:
-                self.waiting[unit] = unsharded
-                return
-            self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
-            self.meter.add(GRADIENTS, -unsharded, ("whole", unit), used_on=REDUCE)
-            self._keep(unit, shard)
-        self._free_after(unit)
-
-    def _free_after(self, unit: int) -> None:
-        """Without a reduction, units that stay gathered after forward also stay after backward."""
-        if self.syncs or self.layout.strategy in (1, 3, 4):
-            self._free(unit)

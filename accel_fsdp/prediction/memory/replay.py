@@ -8,7 +8,18 @@ from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import losses, shards
 from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
-from accel_fsdp.prediction.memory.traces import At, Replay, Tape, Tapes, replay
+from accel_fsdp.prediction.memory.traces import (
+    ROUND_BYTES,
+    At,
+    Replay,
+    SplitReplay,
+    Tape,
+    Tapes,
+    Variant,
+    replay,
+    split_replay,
+    variant_for,
+)
 
 TAPE_LOGIT_BYTES = (10, 12)
 """Bytes per logit at the highest point of the loss and of its backward on the recorded tapes (transformers 5)."""
@@ -26,6 +37,7 @@ class ReplayedModel:
     head: Replay
     more_logits: tuple[int, int]
     until_loss: tuple[int, ...]
+    splits: tuple[SplitReplay, ...]
 
 
 def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> ReplayedModel:
@@ -34,13 +46,23 @@ def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> Rep
     blocks = [tape_of_block(shape, tapes, recipe, kind).of(recipe.rows) for kind in range(len(shape.blocks))]
     head = tape_of_head(tapes, recipe)
     fused = head is None
+    units = shards.distinct_units(shape, recipe, layout)
+    width = Variant.of(variant_for(recipe, layout)).weight_bytes
+    split = zip(blocks, units.experts, strict=True)
     return ReplayedModel(
         tuple(replay(tape, at) for tape in blocks),
         replay(tapes.embedding.of(recipe.rows), at),
         fused_head(shape, recipe) if head is None else replay(head.of(recipe.rows), at),
         (0, 0) if fused or recipe.chunked_loss else _more_logits(shape, recipe),
-        tuple(_cast_bytes(unit, recipe, layout) for unit in shards.distinct_units(shape, recipe, layout).blocks),
+        tuple(_cast_bytes(unit, recipe, layout) for unit in units.blocks),
+        tuple(split_replay(tape, at, _gradients(experts, width)) for tape, experts in split),
     )
+
+
+def _gradients(experts: Unit | None, width: int) -> frozenset[int]:
+    """The bytes of the gradients of a block's experts, as tapes round them."""
+    held = (param for param in (experts.held if experts else ()) if param.trained)
+    return frozenset(-(-param.numel * width // ROUND_BYTES) * ROUND_BYTES for param in held)
 
 
 def tape_of_block(shape: ModelShape, tapes: Tapes, recipe: Recipe, index: int) -> Tape:

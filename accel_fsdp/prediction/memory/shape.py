@@ -82,7 +82,7 @@ class ModelShape:
     tied: bool
     buffers_bytes: int = 0
     experts: int = 0
-    experts_used: int = 0
+    experts_used: float = 0
     window: int = 0
     positions: int = 0
     untraced: tuple[int, ...] = ()
@@ -119,7 +119,14 @@ class ModelShape:
             ),
             outer=tuple(p.part(tensor, experts) for p in self.outer),
             experts=-(-self.experts // experts),
+            experts_used=self.experts_used / (tensor if experts > 1 else 1),
         )
+
+    @property
+    def head_rows(self) -> int:
+        """The tokens whose logits a rank computes before it gathers them."""
+        tables = (p for p in self.outer if p.kind == ("embedding" if self.tied else "head") and p.cut == 0)
+        return next((p.shape[0] for p in tables), self.vocab)
 
     @property
     def cuts_heads(self) -> bool:

@@ -49,13 +49,15 @@ class Unit:
     """Parameters that are gathered and reduced together: a block, or with `block` None some of those outside.
 
     Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy). `idle` units are of layers that rows of text
-    skip: held, and without gradients, so that no state is made for them.
+    skip: held, and without gradients, so that no state is made for them. `nested`: the experts of a block, which
+    transformers makes a unit of their own where expert parallelism divides them.
     """
 
     name: str
     held: tuple[Held, ...]
     block: Block | None = None
     idle: bool = False
+    nested: bool = False
 
     @property
     def count(self) -> int:
@@ -71,6 +73,17 @@ class Unit:
 def compute_bytes(recipe: Recipe) -> int:
     """Bytes per element in forward and backward."""
     return state_bytes.DTYPE_BYTES[recipe.dtype if recipe.precision == "no" else TORCH_DTYPES[recipe.precision]]
+
+
+def reduce_bytes(recipe: Recipe, layout: Layout) -> int:
+    """Bytes per element of a gradient while FSDP reduces it: transformers asks for float32, Accelerate for neither."""
+    wide = layout.is_by_transformers and recipe.precision != "no"
+    return state_bytes.MASTER if wide else compute_bytes(recipe)
+
+
+def reduced_like(gradients: int, recipe: Recipe, layout: Layout) -> int:
+    """The bytes of gradients of forward's dtype, in that of the reduction."""
+    return gradients * reduce_bytes(recipe, layout) // compute_bytes(recipe)
 
 
 def master_bytes(recipe: Recipe, layout: Layout) -> int:
@@ -95,11 +108,15 @@ def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...
 
 
 class Units(NamedTuple):
-    """One unit per distinct block, in the order of `ModelShape.blocks`, and the first and a last unit."""
+    """One unit per distinct block, in the order of `ModelShape.blocks`, and the first and a last unit.
+
+    `experts` are those of each block, None where they aren't units of their own.
+    """
 
     blocks: tuple[Unit, ...]
     first: Unit
     last: Unit | None
+    experts: tuple[Unit | None, ...]
 
 
 def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
@@ -112,8 +129,9 @@ def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
 
 def all_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:
     """The distinct units in forward order, each of which the model has `count` times."""
-    blocks, first, last = distinct_units(shape, recipe, layout)
-    return (first, *blocks, last) if last else (first, *blocks)
+    blocks, first, last, experts = distinct_units(shape, recipe, layout)
+    inner = (unit for pair in zip(experts, blocks, strict=True) for unit in pair if unit)
+    return (first, *inner, last) if last else (first, *inner)
 
 
 @lru_cache(CACHED)
@@ -122,11 +140,18 @@ def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
         return Unit(name, tuple(_held(parameters, recipe, layout, False)))
 
     first, last = outer_parts(shape, layout)
+    held = [tuple(_held(block.parameters, recipe, layout, True)) for block in shape.blocks]
     blocks = tuple(
-        Unit(block.name, tuple(_held(block.parameters, recipe, layout, True)), block, index in shape.untraced)
+        Unit(block.name, tuple(param for param in held[index] if not param.dispatched), block, index in shape.untraced)
         for index, block in enumerate(shape.blocks)
     )
-    return Units(blocks, outside("embedding" if last else "root", first), outside("head", last) if last else None)
+    apart = [tuple(param for param in params if param.dispatched) for params in held]
+    experts = tuple(
+        Unit(f"{unit.name}'s experts", params, unit.block, unit.idle, nested=True) if params else None
+        for unit, params in zip(blocks, apart, strict=True)
+    )
+    units = outside("embedding" if last else "root", first), outside("head", last) if last else None
+    return Units(blocks, *units, experts)
 
 
 def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Held]:

@@ -9,16 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
-from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.deepspeed import Zero
-from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp1, Fsdp2
-from accel_fsdp.prediction.memory.replay import play
+from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp2
+from accel_fsdp.prediction.memory.fsdp1 import Fsdp1
+from accel_fsdp.prediction.memory.replay import ReplayedModel, play
 from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
-from accel_fsdp.prediction.memory.traces import Replay, Tapes, Variant, variant_for
+from accel_fsdp.prediction.memory.traces import Replay, SplitReplay, Tapes, Variant, variant_for
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -104,7 +105,8 @@ class Walk:
     """One micro-batch, unit by unit. `order` is the block of each layer, `middle` the units that represent many.
 
     `summed` is the second gradient of a tied embedding: autograd adds it to the head's gradient in a new tensor
-    (torch's profiler shows `aten::add` in `EmbeddingBackward0`, not `add_`).
+    (torch's profiler shows `aten::add` in `EmbeddingBackward0`, not `add_`). `reduces_head`: the head's gradient is
+    reduced before the blocks' are there.
     """
 
     meter: Meter
@@ -119,6 +121,8 @@ class Walk:
     more_logits: tuple[int, int]
     until_loss: tuple[int, ...]
     summed: int
+    splits: tuple[SplitReplay, ...] = ()
+    reduces_head: bool = True
 
     @classmethod
     def of(cls, meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> "Self":
@@ -130,14 +134,18 @@ class Walk:
         walked = [*first, *(units[place + 1] for place in layers.places), *last]
         counts = [1, *layers.counts, *(1 for _ in last)]
         engine = ENGINES[layout.wrapper](meter, walked, counts, recipe, layout, idle_units(shape, recipe, layout))
+        apart = shards.distinct_units(shape, recipe, layout).experts
+        nested = {unit: apart[order[place]] for unit, place in enumerate(layers.places, start=1)}
+        engine.nested = {unit: experts for unit, experts in nested.items() if experts}
         played = play(shape, tapes, recipe, layout)
-        tables = (_table_bytes(shape, recipe, layout), played.embedding.born, played.head.born)
         return cls(
             *(meter, engine, recipe, [order[place] for place in layers.places], layers.middle),
             *(played.blocks, played.embedding, played.head, engine.head_unit),
             more_logits=played.more_logits,
             until_loss=played.until_loss,
-            summed=min(tables) if shape.tied else 0,
+            splits=played.splits,
+            summed=_summed_bytes(shape, recipe, layout, played) if shape.tied else 0,
+            reduces_head=engine.head_unit > 0 or (shape.tied and layout.is_by_transformers),
         )
 
     def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
@@ -181,7 +189,7 @@ class Walk:
             block = self.order[unit - 1]
             played = self.blocks[block]
             self.engine.before_forward(unit)
-            self._rise(played.forward_peak)
+            self._rise_with_experts(unit, played.forward_peak)
             self.meter.add(ACTIVATIONS, self._kept(played) + self.until_loss[block])
             if not self._holds_input(played):
                 self.meter.add(ACTIVATIONS, -self._output_before(unit))
@@ -204,6 +212,20 @@ class Walk:
 
     def _rise(self, peak: int) -> None:
         self.meter.touch({ACTIVATIONS: peak})
+
+    def _rise_with_experts(self, unit: int, peak: int, again: bool = False) -> None:
+        """A block's forward, at whose highest point experts that are a unit of their own are gathered.
+
+        `again`: backward's, after which they stay gathered, and which counts as a forward of the experts alone.
+        """
+        experts = self.engine.experts_of(unit)
+        if experts:
+            self.engine.before_forward(experts)
+        if again:
+            self.engine.end_forward()
+        self._rise(peak)
+        if experts and not again:
+            self.engine.after_forward(experts)
 
     def _kept(self, played: Replay) -> int:
         """The bytes that a block keeps for backward: with checkpointing only its output, the next block's input."""
@@ -240,7 +262,7 @@ class Walk:
         # a tied head's gradient waits for the embedding's, which belongs to the same parameter
         born = self.head.born if self.summed else self._born(self.head, self.head_unit)
         self.meter.change({GRADIENTS: born, LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
-        if self.head_unit:
+        if self.reduces_head:
             self.engine.after_backward(self.head_unit, self.head.born)
 
     def _counted(self) -> Iterator[tuple[int, int]]:
@@ -258,6 +280,25 @@ class Walk:
             rise = released + played.backward_peak - played.backward_born
             self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
 
+    def _experts_backward(self, unit: int, released: int) -> int:
+        """The backward of a block whose experts are a unit of their own: reduced before the block's is done.
+
+        Returns the bytes of their gradients, 0 without such experts.
+        """
+        experts = self.engine.experts_of(unit)
+        if not experts:
+            return 0
+        self.engine.before_backward(experts)
+        split = self.splits[self.order[unit - 1]]
+        self.meter.touch({ACTIVATIONS: released + split.peak - split.peak_born, GRADIENTS: split.peak_born})
+        born = 0 if self.engine.adds(experts) else split.born
+        self.meter.change({ACTIVATIONS: released + split.level, GRADIENTS: born})
+        self.engine.after_backward(experts, split.born)
+        rise = split.later_peak - split.later_born - split.level
+        self.meter.touch({ACTIVATIONS: rise, GRADIENTS: split.later_born})
+        self.meter.add(ACTIVATIONS, -released - split.level)
+        return split.born
+
     def _born(self, played: Replay, unit: int) -> int:
         """The bytes of gradients after a backward."""
         return 0 if self.engine.adds(unit) else played.born
@@ -270,27 +311,36 @@ class Walk:
             self.engine.before_backward(unit)
             saved = played.forward_end - played.output
             if self.recipe.recomputes:
-                self._rise(played.forward_peak)
+                self._rise_with_experts(unit, played.forward_peak, again=True)
                 saved += played.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)
-            self._play_back(played, ACTIVATIONS, unit, played.output)
-            self.meter.change({GRADIENTS: self._born(played, unit), ACTIVATIONS: -input_bytes - saved})
-            self.engine.after_backward(unit, played.born)
+            born = played.born - self._experts_backward(unit, played.output)
+            if born == played.born:
+                self._play_back(played, ACTIVATIONS, unit, played.output)
+            new = 0 if self.engine.adds(unit) else born
+            self.meter.change({GRADIENTS: new, ACTIVATIONS: -input_bytes - saved})
+            self.engine.after_backward(unit, born)
             self.meter.mark()
         self.engine.before_backward(0)
         self._play_back(self.embedding, ACTIVATIONS, 0, self.embedding.output)
         self.meter.change({GRADIENTS: self._born(self.embedding, 0), ACTIVATIONS: -self.embedding.forward_end})
-        born = self.embedding.born + (0 if self.head_unit else self.head.born) - self.summed
+        born = self.embedding.born + (0 if self.reduces_head else self.head.born) - self.summed
         self.meter.touch({GRADIENTS: self.summed})
         self.meter.add(GRADIENTS, -self.summed)  # with `adds` this is the head's gradient, of the same size
         self.engine.after_backward(0, born)
         self.engine.end_backward()
 
 
-def _table_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
-    """The bytes of the embedding's gradient, in the dtype that the embedding computes in."""
-    low = Variant.of(variant_for(recipe, layout)).weights == "bf16"
-    return shape.vocab * shape.hidden * (state_bytes.LOW if low else state_bytes.MASTER)
+def _summed_bytes(shape: ModelShape, recipe: Recipe, layout: Layout, played: ReplayedModel) -> int:
+    """The bytes of a tied table's second gradient, which is added to the head's, in the dtype that it computes in.
+
+    Tensor parallelism alone adds this rank's part of a gradient of all rows. FSDP by transformers, whose last unit has
+    the table and no root around it, reduces both gradients, one after the other.
+    """
+    if layout.is_by_transformers:
+        return played.embedding.born if layout.wrapper is Engine.NONE else 0
+    width = Variant.of(variant_for(recipe, layout)).weight_bytes
+    return min(shape.vocab * shape.hidden * width, played.embedding.born, played.head.born)
 
 
 def block_order(shape: ModelShape) -> list[int]:
@@ -301,8 +351,8 @@ def block_order(shape: ModelShape) -> list[int]:
 
 
 def units_of(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
-    """The units in forward order, as Accelerate wraps them by the blocks' classes."""
-    blocks, first, last = shards.distinct_units(shape, recipe, layout)
+    """The units in forward order, as Accelerate wraps them by the blocks' classes, without nested ones."""
+    blocks, first, last, _ = shards.distinct_units(shape, recipe, layout)
     inner = [blocks[index] for index in block_order(shape)]
     return [first, *inner, last] if last else [first, *inner]
 

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Engine, Method
 from accel_fsdp.job import SHARDING_KINDS, Kernels, Layout, LoraTargets, Recipe
+from accel_fsdp.models import state_bytes
 
 ROUND_BYTES = 512
 """The granularity of CUDA's caching allocator (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
@@ -161,6 +162,11 @@ class Variant(NamedTuple):
         ends += [f"{axis}{getattr(self, axis)}" for axis in ("tensor", "experts") if getattr(self, axis) > 1]
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + wide, self.attention, *ends))
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes per element of the weights that a block computes with, and of their gradients."""
+        return state_bytes.LOW if self.weights == "bf16" else state_bytes.MASTER
+
     @staticmethod
     @lru_cache
     def of(name: str) -> "Variant":
@@ -280,3 +286,40 @@ def replay(tape: Tape, at: At) -> Replay:
         *(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, born, tape.keeps_input),
         *(early[0], *late, adding),
     )
+
+
+class SplitReplay(NamedTuple):
+    """A block's backward in two parts, the first up to the next gradient after its experts', in bytes as `Replay` counts them.
+
+    `peak` is that of the first part with `peak_born` of gradients, `level` what it leaves besides the `born` gradients
+    of experts; `later_peak` and `later_born` are those of the second part, without the experts' gradients.
+    """
+
+    peak: int = 0
+    peak_born: int = 0
+    level: int = 0
+    born: int = 0
+    later_peak: int = 0
+    later_born: int = 0
+
+
+@lru_cache(256)
+def split_replay(tape: Tape, at: At, experts: frozenset[int]) -> SplitReplay:
+    """Plays a backward around the gradients of as many bytes as those of the experts."""
+    events = [(event.sign, event.size.at(at)) for event in tape.backward]
+    places = [place for place, (sign, size) in enumerate(events) if not sign and size in experts]
+    if not places:
+        return SplitReplay()
+    after = (place for place, (sign, _) in enumerate(events) if not sign and place > places[-1])
+    end = next(after, len(events))  # the router's, once the experts have given back the gradient of their input
+    alive = born = others = 0
+    early, late, level = (0, 0), (0, 0), 0
+    for place, (sign, size) in enumerate(events):
+        alive += sign * size
+        born += 0 if sign else size
+        others += 0 if sign or place in places else size
+        if place < end:
+            early, level = max(early, (alive + born, born)), alive
+        else:
+            late = max(late, (alive + others, others))
+    return SplitReplay(*early, level, born - others, *late)

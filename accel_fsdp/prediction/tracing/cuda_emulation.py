@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -42,6 +43,7 @@ _ATTENTION = {
     _ATEN._scaled_dot_product_flash_attention.default,
     _ATEN._scaled_dot_product_efficient_attention.default,
 }
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _EFFICIENT_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.default
 
 FLOAT32_OPS = {
@@ -158,6 +160,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     The workspaces inside CUDA's attention kernels, which no dispatcher sees, are added.
     """
 
+    _blind = False
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[Happening] = []
@@ -172,6 +176,16 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
         self._on = False
+
+    @classmethod
+    @contextmanager
+    def blind(cls) -> Iterator[None]:
+        """Records nothing of what runs here."""
+        before, cls._blind = cls._blind, True
+        try:
+            yield
+        finally:
+            cls._blind = before
 
     @contextmanager
     def from_caller(self) -> Iterator[None]:
@@ -189,8 +203,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operation and notes the storages that it made."""
         kwargs = kwargs or {}
-        if not self._on:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it calls again with the rank's part
+        if not self._on or self._blind:
             return func(*args, **kwargs)
+        if func is _WAIT:
+            return args[0]  # the shape function makes a tensor of its own
         inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):

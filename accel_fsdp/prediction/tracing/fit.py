@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -51,11 +51,12 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
     tapes: dict[str, Tapes] = {}
     alike: dict[Variant, Tapes] = {}
     for variant in variants:
-        recorder = Recorder(name, config, Variant.of(variant))
-        frozen = recorder.variant.method != "full"  # adapters are in the blocks only
-        outside = recorder.variant._replace(method="lora" if frozen else "full", adapters="fp32")
+        known = Variant.of(variant)
+        frozen = known.method != "full"  # adapters are in the blocks only
+        outside = known._replace(method="lora" if frozen else "full", adapters="fp32")
         try:
-            with _unlogged():
+            with _unlogged(), _ranks_for(known):
+                recorder = Recorder(name, config, known)
                 tapes[variant] = alike[outside] = record(recorder, alike.get(outside))
         except (RuntimeError, ValueError) as error:
             raise UserError(
@@ -64,6 +65,14 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
                 fix="plan for a model of the same shape; accel-fsdp plan --model llama-3.1-8b shows what is known",
             ) from error
     return recorder.shape, tapes
+
+
+def _ranks_for(variant: Variant) -> AbstractContextManager[None]:
+    if variant.tensor == variant.experts == 1:
+        return nullcontext()
+    from accel_fsdp.prediction.tracing.axes import ranks_for  # DTensor takes a second to import
+
+    return ranks_for(variant)
 
 
 @contextmanager

@@ -61,6 +61,8 @@ class Recorder:
             self._firsts = [block.layers[0] - places[0] for block in self.shape.blocks]  # negative or beyond: untraced
             self._text = [first for n, first in enumerate(self._firsts) if n not in self.shape.untraced]
             self._metas = [layers[place][1] for place in places[: max(self._text) + 1]]
+            self._places = [layers[place][0] for place in places]
+            self._axes = _axes_of(model, variant)
             parent, self._list, _ = layers[places[0]][0].rsplit(".", 2)
             del layers
             self._lists = model.get_submodule(parent)._modules
@@ -68,6 +70,8 @@ class Recorder:
             self._headless = model.base_model if based else model.get_submodule(parent)
             self._lists[self._list] = nn.ModuleList()
             _changed(model, variant)
+            if self._axes:
+                self._axes.divide(model)
             with self._mode:
                 self.model = model.to_empty(device="cpu").train()
                 if variant.method != "full":
@@ -103,6 +107,8 @@ class Recorder:
         if (index, rank) not in self._layers:
             layer = copy.deepcopy(self._metas[index])
             _adapt(layer, self.variant, rank)
+            if self._axes:
+                self._axes.divide(layer, self._places[index])
             with self._mode, quiet():
                 self._layers[index, rank] = layer.to_empty(device="cpu").train()
         return self._layers[index, rank]
@@ -278,6 +284,14 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple
     rest: dict[str, Any] = {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()}
     hidden: Tensor = args[0] if args else rest.pop("hidden_states")
     return hidden, tuple(None if isinstance(value, Cache) else value for value in args[1:]), rest
+
+
+def _axes_of(model: Any, variant: Variant) -> Any:
+    if variant.tensor == variant.experts == 1:
+        return None
+    from accel_fsdp.prediction.tracing.axes import Axes  # a process group has to be there
+
+    return Axes(model, variant)
 
 
 def _adapt(layer: nn.Module, variant: Variant, rank: int) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from accel_fsdp import frames
 from accel_fsdp.prediction.tracing.cuda_emulation import (
@@ -73,7 +74,7 @@ def record_run(
             del loss, rest
             watch.stop()
             backward, same = summed_in_place(watch.events[split:])
-            grads = {watch.key_of(p.grad) for p in module.parameters() if p.grad is not None}
+            grads = {watch.key_of(_part(p.grad)) for p in module.parameters() if p.grad is not None}
             alive = [watch.key_of(grad) for grad in caught]
             module.zero_grad()
     sort = in_order_of_birth if at_once else list
@@ -86,6 +87,11 @@ def record_run(
         [same.get(key, key) for key in alive],
         output,
     )
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that several hold."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _without_saving(

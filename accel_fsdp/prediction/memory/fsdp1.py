@@ -1,0 +1,100 @@
+"""FSDP1's flat parameters: how its units are gathered, freed and reduced. Pure."""
+
+from dataclasses import dataclass
+
+from accel_fsdp.prediction.memory import shards
+from accel_fsdp.prediction.memory.engines import Fsdp
+from accel_fsdp.prediction.memory.timeline import CAST, COMPUTE, GATHER, GATHERED, GRADIENTS, REDUCE
+
+
+@dataclass
+class Fsdp1(Fsdp):
+    """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
+
+    offloaded: int = 0
+    cast_stream = CAST
+
+    def adds(self, unit: int) -> bool:
+        """The views' gradients wait for the flat parameter's."""
+        return False
+
+    def _keep(self, unit: int, reduced_bytes: int) -> None:
+        """Offloaded gradients are copied, and stay here as well to the end of backward (`_saved_grad_shard`)."""
+        if self.layout.offload:
+            new_bytes = self._master(self.unit(unit), shard=True)
+            self.meter.add(GRADIENTS, -reduced_bytes, ("shard", unit))
+            self.meter.add(GRADIENTS, new_bytes, "offloaded", stream=REDUCE)
+            self.offloaded += new_bytes * self.counts[unit]
+        else:
+            super()._keep(unit, reduced_bytes)
+
+    def end_backward(self) -> None:
+        """`prepare_gradient_for_optim` drops what has been copied."""
+        self.meter.add(GRADIENTS, -self.offloaded, "offloaded")
+        self.offloaded = 0
+        super().end_backward()
+
+    def kept_gradients(self) -> int:
+        """`zero_grad` clears the views only; the flat gradients go with the next forward.
+
+        (`_flat_param.py`, `_reset_flat_param_grad_info_if_needed`.)
+        """
+        return self.last_gradients()
+
+    def _size(self, unit: int) -> int:
+        """NO_SHARD gathers nothing; the copy in another dtype is all that it makes (`needs_unshard`)."""
+        return super()._size(unit) if self.layout.is_sharded else shards.cast_bytes(self.unit(unit), self.layout)
+
+    def _reshards(self, unit: int) -> bool:
+        """NO_SHARD frees the copies of all units, the root's too (`post_reshard`)."""
+        return self.layout.strategy == 3 or super()._reshards(unit)
+
+    def _gather(self, unit: int) -> None:
+        self.meter.throttle()
+        if self.layout.is_sharded:
+            self._cast_and_gather(unit, self._size(unit), "unit")
+        else:
+            self.meter.add(GATHERED, self._size(unit), ("unit", unit), stream=CAST)
+        self.gathered.add(unit)
+
+    def _free(self, unit: int) -> None:
+        """Its blocks wait for the compute stream (`_free_unsharded_flat_param`)."""
+        if unit in self.gathered:
+            self.gathered.remove(unit)
+            self.meter.add(GATHERED, -self._size(unit), ("unit", unit), stream=GATHER, used_on=COMPUTE)
+
+    def before_loss_backward(self) -> None:
+        """The root's hook, which is on the loss, prefetches the last block (`_pre_backward_hook`)."""
+        self.before_backward(len(self.units))
+
+    def before_head_backward(self, unit: int) -> None:
+        """The root has been made sure of with the loss."""
+
+    def before_backward(self, unit: int) -> None:
+        """Makes sure of the unit, and prefetches the one before it."""
+        for near in (unit, unit - 1):
+            if 0 <= near < len(self.units) and near not in self.gathered:
+                self._gather(near)
+
+    def after_backward(self, unit: int, born: int) -> None:
+        """Frees the unit and reduces its gradients."""
+        if born:
+            unsharded, shard = self._reduced(unit)
+            # the backward of torch.split joins the views' gradients in a new tensor
+            self.meter.add(GRADIENTS, unsharded, ("whole", unit))
+            self.meter.add(GRADIENTS, -born, ("born", unit))
+            if unit in self.waiting:
+                self.meter.add(GRADIENTS, -self.waiting.pop(unit), ("whole", unit))
+            self._free_after(unit)
+            if not self.syncs:
+                self.waiting[unit] = unsharded
+                return
+            self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
+            self.meter.add(GRADIENTS, -unsharded, ("whole", unit), used_on=REDUCE)
+            self._keep(unit, shard)
+        self._free_after(unit)
+
+    def _free_after(self, unit: int) -> None:
+        """Without a reduction, units that stay gathered after forward also stay after backward."""
+        if self.syncs or self.layout.strategy in (1, 3, 4):
+            self._free(unit)
