@@ -117,7 +117,7 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
                 f"rank {other} trained on {len(our_rows & their_rows)} of {counted(len(their_rows), 'row')} that rank "
                 f"{first} had too, in epoch {ours['epoch']}",
                 SCRIPT,
-                _fix(ours["sharders"]),
+                _fix(ours["sharders"], same_data),
                 theirs["line"],
             )
             return
@@ -139,7 +139,9 @@ def _fewer(events: Sequence[RankEvent], of_ranks: Mapping[int, Mapping[str, Any]
     )
 
 
-def _fix(sharders: Sequence[str]) -> str:
+def _fix(sharders: Sequence[str], same_data: bool | None) -> str:
+    if sharders and same_data is False:
+        return "the same rows in the same order on all ranks: one seed before random_split or shuffle"
     if DISTRIBUTED in sharders:
         return "the same seed in the DistributedSampler of all ranks, and rank=accelerator.process_index"
     if sharders:
