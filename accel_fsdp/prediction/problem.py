@@ -58,7 +58,9 @@ class Problem:
 
     def evaluate(self, job: Job, quick: bool = False) -> "Candidate":
         """Predicts memory and time; a `quick` verdict assumes usual fragmentation instead of a replay."""
-        return Candidate(job, self.predicted(job), self.device(job, quick), self.step(job), self.refuses(job))
+        misfit = self.shape.misfit(job.layout.tensor, job.layout.experts)
+        refused = misfit or self.refuses(job)
+        return Candidate(job, self.predicted(job), self.device(job, quick), self.step(job), refused)
 
     def device(self, job: Job, quick: bool = True) -> Device:
         return capacity.device(

@@ -128,6 +128,18 @@ class ModelShape:
         tables = (p for p in self.outer if p.kind == ("embedding" if self.tied else "head") and p.cut == 0)
         return next((p.shape[0] for p in tables), self.vocab)
 
+    def misfit(self, tensor: int, experts: int) -> str:
+        """Why so many ranks can't divide the model, with the numbers; empty if they can."""
+        divided = [p for block in self.blocks for p in block.parameters]
+        if tensor > 1 and not any(p.cut is not None for p in divided):
+            return f"transformers has no tensor-parallel plan for {self.model_type}"
+        if experts > 1 and not any(p.dispatched for p in divided):
+            return f"transformers has no expert-parallel plan for {self.model_type}"
+        counts = {"heads": self.heads, "heads of keys and values": self.key_heads} if self.cuts_heads else {}
+        uneven = [(count, what, tensor) for what, count in counts.items() if count % tensor]
+        uneven += [(self.experts, "experts", experts)] if self.experts % experts else []
+        return next((f"{count} {what} can't be divided among {ranks} ranks" for count, what, ranks in uneven), "")
+
     @property
     def cuts_heads(self) -> bool:
         """Whether tensor parallelism divides attention."""

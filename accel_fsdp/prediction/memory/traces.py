@@ -289,7 +289,7 @@ def replay(tape: Tape, at: At) -> Replay:
 
 
 class SplitReplay(NamedTuple):
-    """A block's backward in two parts, the first up to the next gradient after its experts', in bytes as `Replay` counts them.
+    """A block's backward in two parts, the first up to the next gradient after its experts', in bytes as in `Replay`.
 
     `peak` is that of the first part with `peak_born` of gradients, `level` what it leaves besides the `born` gradients
     of experts; `later_peak` and `later_born` are those of the second part, without the experts' gradients.

@@ -89,11 +89,11 @@ def ranks_for(variant: Variant) -> Iterator[None]:
         with Watch.blind():
             return propagate(self, op_schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = unseen
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
     try:
         yield
     finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
         dist.destroy_process_group()
 
 
