@@ -84,6 +84,11 @@ class Layout:
         return self.tensor > 1 or self.experts > 1
 
     @property
+    def is_replayed(self) -> bool:
+        """Whether its blocks of memory are known one by one, as an allocator gives them out."""
+        return self.engine is not Engine.DEEPSPEED and self.experts == 1
+
+    @property
     def wrapper(self) -> Engine:
         """The engine that wraps the model: none if tensor parallelism alone divides it."""
         return Engine.NONE if self.tensor == self.ranks > 1 else self.engine

@@ -206,7 +206,7 @@ class PlanReport:
 
     def _reserved(self, choice: Candidate) -> Iterator[str]:
         """The memory that PyTorch's allocator reserves, and what expandable segments would change."""
-        if choice.layout.engine is Engine.DEEPSPEED:
+        if not choice.layout.is_replayed:
             return
         plain, expandable, ends = self._replayed(choice)
         expected, (low, high) = gib_in_figure(plain.reserved / GIB), (number_in_figure(size / GIB) for size in ends)
@@ -229,7 +229,7 @@ class PlanReport:
         return plain, replay(True, room), capacity.replayed_range(plain.reserved, room)
 
     def _allocator(self, choice: Candidate | None) -> dict[str, Any] | None:
-        if choice is None or choice.layout.engine is Engine.DEEPSPEED:
+        if choice is None or not choice.layout.is_replayed:
             return None
         plain, expandable, ends = self._replayed(choice)
         return {
@@ -324,6 +324,8 @@ class PlanReport:
         traffic = step_traffic(self.problem.shape, candidate.recipe, candidate.layout)
         return {
             "strategy": candidate.layout.name,
+            "tensor_parallel": candidate.layout.tensor,
+            "expert_parallel": candidate.layout.experts,
             "batch_per_gpu": candidate.recipe.rows,
             "accumulation": candidate.recipe.accumulation,
             "global_batch": candidate.job.rows_per_step,

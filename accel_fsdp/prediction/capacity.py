@@ -176,8 +176,7 @@ def device(
         return Device(allocated, ranged, "no", outside, capacity_bytes, runs_out=phase)
     if allocated > spared or (replay is None and expected > spared):
         return Device(allocated, ranged, "tight", outside, capacity_bytes, runs_out=phase)
-    unmodelled = layout.engine is Engine.DEEPSPEED or layout.experts > 1  # not tensor by tensor
-    if replay is None or unmodelled or (high <= spared and not unusual):
+    if replay is None or not layout.is_replayed or (high <= spared and not unusual):
         return Device(allocated, ranged, "yes", outside, capacity_bytes)
     return _replayed(Device(allocated, ranged, "yes", outside, capacity_bytes), replay, spared)
 

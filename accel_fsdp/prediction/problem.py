@@ -58,9 +58,7 @@ class Problem:
 
     def evaluate(self, job: Job, quick: bool = False) -> "Candidate":
         """Predicts memory and time; a `quick` verdict assumes usual fragmentation instead of a replay."""
-        misfit = self.shape.misfit(job.layout.tensor, job.layout.experts)
-        refused = misfit or self.refuses(job)
-        return Candidate(job, self.predicted(job), self.device(job, quick), self.step(job), refused)
+        return Candidate(job, self.predicted(job), self.device(job, quick), self.step(job), self.refuses(job))
 
     def device(self, job: Job, quick: bool = True) -> Device:
         return capacity.device(

@@ -8,14 +8,17 @@ from typing import Any
 
 import axes
 import pytest
+import yaml
 from axes import layout_of
 from conftest import ROOT, run
 from held_axes import MESHES, MODELS
 
+from accel_fsdp import cli
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UsageError
-from accel_fsdp.job import Recipe, from_yaml
+from accel_fsdp.job import Layout, Recipe, from_yaml
 from accel_fsdp.models import build
+from accel_fsdp.prediction import communication, trace_store
 from accel_fsdp.prediction.memory import ModelShape, shards
 from accel_fsdp.prediction.tracing.model_shape import shape_of
 
@@ -102,3 +105,48 @@ def test_yaml_and_arguments_say_the_axes() -> None:
 def test_a_mesh_that_does_not_fit_is_refused(config: JobConfig, experts: int, what: str) -> None:
     with pytest.raises(UsageError, match=what):
         from_yaml.predictable(config, {"expert_parallel_size": experts})
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "experts", "what"),
+    [
+        ("HuggingFaceTB/SmolLM2-135M", 2, 1, "9 heads can't be divided among 2 ranks"),
+        ("Qwen/Qwen3-30B-A3B", 8, 1, "4 heads of keys and values can't be divided among 8 ranks"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", 1, 16, "8 experts can't be divided among 16 ranks"),
+        ("openai-community/gpt2", 2, 1, "transformers has no tensor-parallel plan for gpt2"),
+        ("Qwen/Qwen3-8B", 1, 2, "transformers has no expert-parallel plan for qwen3"),
+        ("Qwen/Qwen3-30B-A3B", 4, 8, ""),
+    ],
+)
+def test_what_ranks_can_not_divide_is_refused_with_the_numbers(
+    model: str, tensor: int, experts: int, what: str
+) -> None:
+    shape, _ = trace_store.find(model) or pytest.fail("not bundled")
+    assert shape.misfit(tensor, experts) == what
+
+
+def test_a_plan_refuses_them_and_predicts_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, arguments = tmp_path / "fsdp.yaml", tmp_path / "args.yaml"
+    config.write_text(yaml.safe_dump({**mesh_of(4, 2).values, "num_machines": 1}))
+    arguments.write_text("bf16: true\nmax_length: 512\nper_device_train_batch_size: 1\npacking: true\n")
+    words = ["plan", "--config", str(config), "--args", str(arguments), "--gpus", "8xH100-80GB", "--json", "--model"]
+    with pytest.raises(UsageError, match="9 heads can't be divided among 2 ranks"):
+        cli.call([*words, "HuggingFaceTB/SmolLM2-135M"])
+    assert cli.call([*words, "Qwen/Qwen3-0.6B"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    [row] = told["strategies"]
+    assert (row["strategy"], row["tensor_parallel"]) == ("FSDP2 FULL_SHARD, tp 2", 2)
+
+
+def test_tensor_parallel_ranks_send_inside_their_machine_while_they_compute() -> None:
+    shape, _ = trace_store.find("meta-llama/Llama-3.1-8B") or pytest.fail("not bundled")
+    recipe = Recipe(rows=1, length=2048)
+    apart, together = (Layout(Engine.FSDP2, 1, 16, 8, tensor=tensor) for tensor in (1, 8))
+    [(layers, forward, backward), (_, ends, _)] = communication.exchanges(shape, recipe, together)
+    hidden = 2048 * 4096 * 2 * 7 / 8
+    assert (layers, forward.intra_bytes, backward.intra_bytes) == (32, 2 * 2 * hidden, 2 * 5 * hidden)
+    assert forward.inter_bytes == backward.inter_bytes == ends.inter_bytes == 0
+    by_layout = [communication.step_traffic(shape, recipe, layout).inter_bytes for layout in (apart, together)]
+    widths = 2 + 2 + 2, 2 + 2 + 4  # two gathers in bf16, and a reduction, in float32 by transformers
+    by_hand = [shape.numel * width * share for width, share in zip(widths, (15 / 16 / 8, 1 / 2 / 8), strict=True)]
+    assert by_layout == pytest.approx(by_hand, rel=0.06)  # the tail is gathered once

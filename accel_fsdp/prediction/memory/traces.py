@@ -204,8 +204,12 @@ SHIPPED = (
 
 
 def variant_for(recipe: Recipe, layout: Layout) -> str:
-    """The name of the variant that a recipe runs in a layout."""
-    return variant_of(recipe, layout.wrapper, layout.tensor, layout.experts)
+    """The name of the variant that a recipe runs in a layout.
+
+    PEFT's layers around divided ones can't be recorded: with adapters, tensor parallelism divides no activations here.
+    """
+    tensor = layout.tensor if recipe.method == "full" else 1
+    return variant_of(recipe, layout.wrapper, tensor, layout.experts)
 
 
 def variant_of(recipe: Recipe, engine: str, tensor: int = 1, experts: int = 1) -> str:

@@ -24,6 +24,7 @@ from transformers.distributed.expert_parallel import (
     apply_expert_parallelism,
 )
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.utils import logging
 
 from accel_fsdp import library_internals
 from accel_fsdp.library_internals import Internal
@@ -50,7 +51,12 @@ class Axes:
         tensor, experts = variant.tensor, variant.experts
         rows = max(experts // tensor, 1)
         sizes = {"tp_size": tensor, "ep_size": experts, "fsdp_size": rows}
-        self.tensor_plan, self.expert_plan, _ = model._resolve_parallel_plans(DistributedConfig(**sizes))
+        said = logging.get_verbosity()
+        logging.set_verbosity_error()  # rules for layers that this model doesn't have
+        try:
+            self.tensor_plan, self.expert_plan, _ = model._resolve_parallel_plans(DistributedConfig(**sizes))
+        finally:
+            logging.set_verbosity(said)
         self._config = model.config
         self._tensor_mesh = init_device_mesh("cpu", (rows, tensor), mesh_dim_names=("fsdp", "tp"))["tp"]
         shares = rows * tensor // experts
