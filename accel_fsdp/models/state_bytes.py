@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 from accel_fsdp.checkpoints import ITEM_BYTES, TORCH_NAMES
 from accel_fsdp.config import Method
+from accel_fsdp.units import about_gib
 
 DTYPE_BYTES = {TORCH_NAMES[short]: ITEM_BYTES[short] for short in ("F32", "BF16", "F16")}
 MASTER = DTYPE_BYTES["float32"]
@@ -54,3 +55,9 @@ def gathering_bytes(weights: int) -> float:
 PER_PARAMETER: Mapping[Method, float] = {"full": training_bytes(MASTER), "lora": LOW, "qlora": 0.6}
 """About, before activations: with an adapter a frozen weight of 16 bits, or one of 4 bits with its share of those that
 stay in 16."""
+
+
+def experts_in_16_bits(parameters: float) -> str:
+    """Says what bitsandbytes leaves as it is of a mixture whose experts transformers fuses into single tensors."""
+    size = about_gib(parameters * DTYPE_BYTES["bfloat16"])
+    return f"bitsandbytes quantises only linear layers: the experts, {size}, aren't any and stay in 16 bits"

@@ -8,6 +8,7 @@ from typing import Any
 from accel_fsdp import console
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe, combinations
+from accel_fsdp.models import state_bytes
 from accel_fsdp.planner import cost_report, proposal
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.prediction import (
@@ -377,9 +378,10 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
         notes.append(f"{shape.name} is quantised ({quant_method}); the plan is for its 16-bit original.{refused}")
     if recipe.checkpointing == "selective":
         notes.append("Trainer has no flag for selective checkpointing: the script has to apply it.")
-    kinds = {parameter.kind for block in shape.blocks for parameter in block.parameters}
-    if recipe.method == "qlora" and "experts" in kinds:
-        notes.append("bitsandbytes quantises only linear layers: the experts aren't linear layers and stay in 16 bits.")
+    layers = [(len(block.layers), parameter) for block in shape.blocks for parameter in block.parameters]
+    fused = sum(number * parameter.numel for number, parameter in layers if parameter.kind == "experts")
+    if recipe.method == "qlora" and fused:
+        notes.append(f"{state_bytes.experts_in_16_bits(fused)}.")
     return tuple(notes)
 
 

@@ -2,7 +2,17 @@
 
 from dataclasses import dataclass
 
-from accel_fsdp.config import EngineName, Method, Precision, StateDictType, WrapPolicy
+from accel_fsdp.config import (
+    AXES,
+    HYBRID,
+    STRATEGIES,
+    EngineName,
+    Method,
+    Precision,
+    StateDictType,
+    WrapPolicy,
+    size_key,
+)
 
 
 @dataclass(frozen=True)
@@ -12,7 +22,8 @@ class Answers:
     What follows from them for the training script comes last: `script_checkpoints` says that it has to checkpoint
     activations, as Accelerate can't, `auto_class` what builds its model. Memory was judged with one row of `length`
     tokens on each GPU, 0 where it wasn't, and fits with the variables of `environment` alone. `seq_len` is that length
-    where it was given, None for the default.
+    where it was given, None for the default. `dp_replicate`, `tp` and `ep` are sizes of FSDP2's mesh: replicas, 0 for
+    one on each machine, and ranks that divide layers and experts.
     """
 
     model: str
@@ -39,11 +50,23 @@ class Answers:
     auto_class: str = "AutoModelForCausalLM"
     length: int = 0
     environment: tuple[tuple[str, str], ...] = ()
+    dp_replicate: int = 0
+    tp: int = 1
+    ep: int = 1
 
     @property
     def needs_engine(self) -> bool:
         """Whether only an engine, such as SLURM, can say where the machines meet."""
         return self.num_machines > 1 and not self.main_process_ip
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """The sizes of `parallelism_config` under FSDP2, by key; empty if it has no mesh."""
+        replicas = (self.dp_replicate or self.num_machines) if STRATEGIES[self.strategy] in HYBRID else 1
+        if replicas == 1 and self.tp == 1 and STRATEGIES[self.strategy] not in HYBRID:
+            return {}
+        sizes = (replicas, self.num_processes // (replicas * self.tp), *((self.tp,) if self.tp > 1 else ()))
+        return dict(zip(map(size_key, AXES), sizes, strict=False))
 
     @property
     def own_script(self) -> bool:

@@ -49,7 +49,7 @@ def _ask_from(talk: Interview, position: int) -> None:
     while position < len(QUESTIONS):
         question = QUESTIONS[position]
         context = talk.settled(until=question.field)
-        if question.field in talk.fixed or not question.applies(context):
+        if question.field in talk.fixed or not (question.applies(context) and question.helps(context)):
             position += 1
             continue
         answer = _ask(question, context, talk.given.get(question.field))

@@ -43,6 +43,10 @@ def strategy(context: Context) -> tuple[int, str]:
     return 1, reason + (f"; {legend}" if legend else "")
 
 
+def replicas(context: Context) -> tuple[int, str]:
+    return context["num_machines"], "one on each machine: only gradients cross the network"
+
+
 def layer_class(context: Context) -> tuple[tuple[str, ...], str]:
     if context.model is None:
         return (), "no model was read"

@@ -8,6 +8,7 @@ from accel_fsdp.config import (
     DATA_AXES,
     DEFAULT_ZERO_STAGE,
     ENGINE_NAMES,
+    EXPERT_FLAG,
     FALSE_WORDS,
     FSDP_VERSIONS,
     NULL_IS_ABSENT,
@@ -21,9 +22,11 @@ from accel_fsdp.config import (
     apply,
     dump,
     made_with,
+    script_arguments,
     with_header,
 )
 from accel_fsdp.errors import UsageError
+from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.questions import QUESTIONS, SETTLED, applying
 from accel_fsdp.wizard.to_yaml import header, to_mapping
@@ -55,6 +58,7 @@ def to_flags(job: JobConfig) -> dict[str, str]:
         flags["fsdp_version"] = str(FSDP_ENGINES[engine])
     if engine is Engine.FSDP2:
         flags["strategy"] = _strategy_of_fsdp2(job)
+        flags |= _axes_of(job, flags["strategy"])
     if engine is Engine.DEEPSPEED:
         flags["cpu_offload"] = str(job.section("deepspeed_config").get("offload_optimizer_device") == "cpu")
     if engine is Engine.TPU:
@@ -62,6 +66,16 @@ def to_flags(job: JobConfig) -> dict[str, str]:
     return flags
 
 
+def _axes_of(job: JobConfig, strategy: str) -> dict[str, str]:
+    """The sizes of a mesh beside its shards, from the mesh and the script's launch line."""
+    sizes = {"tp": job.mesh["tp"], "dp_replicate": job.mesh["dp_replicate"]} if job.section(MESH) else {}
+    if strategy not in ("4", "5"):
+        sizes.pop("dp_replicate", None)
+    sizes["ep"] = parse_command_line(script_arguments(job.source)).get(EXPERT_FLAG.lstrip("-"), 1)
+    return {name: str(size) for name, size in sizes.items() if str(size) != "1" or name == "dp_replicate"}
+
+
+MESH = "parallelism_config"
 FSDP_ENGINES = {engine: version for version, engine in FSDP_VERSIONS.items()}
 UNKNOWN = (None, -1)
 """Values that leave a key to the model, to the machine or to the command line; -1 processes are one for each GPU."""

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Known: TypeAlias = "tuple[ModelShape, Mapping[str, Tapes]] | None"
 ROOM_FOR_STATE = 0.8
 """Share of a GPU that they may take; activations need the rest."""
+GATHERED_BYTES, LARGE_LAYER = 6, 0.2
+"""Bytes of a gathered parameter, in 16 bits, with its gradient in 32, and the share of a GPU from which it matters."""
 MOST_MACHINES = 64
 NO_ADDRESS = (
     "note: without --main-process-ip an engine has to say where the machines meet: accel-fsdp script makes its job file"
@@ -37,6 +39,14 @@ SMALL_STATE_GIB = 2
 def may_be_too_large(model: ModelFacts) -> bool:
     """Whether a GPU may not hold this model with everything that training adds to it."""
     return model.parameters * state_bytes.PER_PARAMETER["full"] > SMALL_STATE_GIB * GIB
+
+
+def has_large_layers(context: Context) -> bool:
+    """Whether a gathered layer, with its gradients, takes a large share of a GPU: tensor parallelism divides it."""
+    machine, name = context.machine, context.machine.accelerator
+    memory = machine.memory_gib or (gpus.find(name).memory_gib if name and gpus.is_known(name) else 0)
+    layer = context.model.largest_layer_parameters if context.model and context.model.tensor_plan else 0
+    return memory > 0 and layer * GATHERED_BYTES > LARGE_LAYER * memory * GIB
 
 
 def layout_of(context: Context) -> Layout | None:
@@ -52,11 +62,16 @@ def layout_of(context: Context) -> Layout | None:
         return Layout.zero(answers.get("zero_stage", 3), ranks, together, offload)
     if engine is Engine.DDP:
         return Layout.ddp(ranks, together)
-    return Layout(engine, answers.get("strategy", 1), ranks, together, offload)
+    replicas, tensor, experts = (answers.get(name) or 1 for name in ("dp_replicate", "tp", "ep"))
+    strategy = answers.get("strategy", 1)
+    together = ranks // replicas if strategy in (4, 5) and replicas > 1 else together
+    return Layout(engine, strategy, ranks, together, offload, tensor, experts=experts)
 
 
-def note(question: str, value: int, context: Context) -> str:
-    """The predicted peak of a strategy on the GPUs of the answers, in a few words; empty for other questions."""
+def note(question: str, value: Any, context: Context) -> str:
+    """The predicted peak of a strategy on the GPUs of the answers, or what 4 bits leave; empty for other questions."""
+    if (question, value) == ("method", "qlora") and context.model and context.model.fused_experts:
+        return f"; {state_bytes.experts_in_16_bits(context.model.fused_experts)}"
     if question != "strategy" or (value in (4, 5) and context["num_machines"] == 1):
         return ""
     candidate = _evaluated(_several(context, value), False)
@@ -99,14 +114,17 @@ def _evaluated(problem: "Problem | None", checkpointing: bool) -> "Candidate | N
 
 
 def _problem(context: Context) -> "Problem | None":
-    """The answers as a problem of the planner; None if the model or the GPU is unknown."""
+    """The answers as a problem of the planner; None if the model or the GPU is unknown, or how its parts allocate."""
     from accel_fsdp.prediction import problem_of
+    from accel_fsdp.prediction.memory import variant_for
 
     layout, precision = layout_of(context), _precision(context)
     if layout is None or _is_unknown(context):
         return None
     model, method, seq_len = context["model"], context["method"], context.given.get("seq_len")
-    return problem_of(model, context.machine, layout, method, precision, context.traced, seq_len)
+    problem = problem_of(model, context.machine, layout, method, precision, context.traced, seq_len)
+    known = problem is None or variant_for(problem.job.recipe, problem.job.layout) in problem.tapes
+    return problem if known or not layout.is_by_transformers else None
 
 
 def check_length(context: Context, value: Any) -> int | None:
@@ -134,7 +152,9 @@ def state_memory(context: Context) -> tuple[float, float] | None:
     has = gpus.find(str(machine.accelerator), machine.memory_gib).usable_gib if is_known else machine.memory_gib
     if has is None:
         return None
-    return layout.shard_of(context.model.parameters * state_bytes.PER_PARAMETER[context["method"]]), has * GIB
+    fused = context.model.fused_experts if context["method"] == "qlora" else 0
+    state = (context.model.parameters - fused) * state_bytes.PER_PARAMETER[context["method"]]
+    return layout.shard_of(state + fused * state_bytes.DTYPE_BYTES["bfloat16"]), has * GIB
 
 
 def checkpoints_in_yaml(context: Context) -> bool:
@@ -154,6 +174,8 @@ def checkpoints_in_script(context: Context) -> bool:
 def warnings(context: Context) -> tuple[str, ...]:
     """Cautions and the plan's objections to settled answers, shown before writing, line by line."""
     lines = tuple(f"warning: {caution}" for caution in validation.cautions(context))
+    if context["method"] == "qlora" and context.model and context.model.fused_experts:
+        lines += (f"note: {state_bytes.experts_in_16_bits(context.model.fused_experts)}",)
     if context["num_machines"] > 1 and not context["main_process_ip"]:
         lines += (NO_ADDRESS,)
     if context["mixed_precision"] == "bf16" and context.machine.count and not machines.has_bf16(context.machine):

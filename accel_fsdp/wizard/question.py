@@ -82,7 +82,8 @@ class Question:
 
     `default` returns the proposed value and the reason in one line. `metavar` shows in `--help` what a flag
     takes; `names` are second spellings of its values, `aliases` of the flag. `applies` says whether to ask at all:
-    where it is false the default is taken. `check` returns the value as stored, or raises `UserError`. `key` is the
+    where it is false the default is taken. `helps` says whether it is asked without a flag, and written down though it
+    has its default. `check` returns the value as stored, or raises `UserError`. `key` is the
     section and key of the YAML that takes the answer, if it is one.
     """
 
@@ -91,6 +92,7 @@ class Question:
     default: Callable[[Context], tuple[Any, str]]
     options: Callable[[Context], list[Option]] | None = None
     applies: Callable[[Context], bool] = lambda context: True
+    helps: Callable[[Context], bool] = lambda context: True
     check: Callable[[Context, Any], Any] = lambda context, value: value
     metavar: str = "TEXT"
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)

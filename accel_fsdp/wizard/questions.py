@@ -184,6 +184,33 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     _asks("mixed_precision", "mixed_precision", defaults.mixed_precision, section="", hidden=("fp8",)),
     _asks("num_processes", "num_processes", defaults.processes, section="", check=validation.check_processes),
+    Question(
+        "dp_replicate",
+        "How many replicas of the model?",
+        defaults.replicas,
+        applies=lambda context: context.engine is Engine.FSDP2 and context["strategy"] in (4, 5),
+        helps=lambda context: False,
+        check=validation.check_replicas,
+        metavar="N",
+    ),
+    Question(
+        "tp",
+        "How many ranks divide each layer (tensor parallelism)?",
+        defaults.always(1, "whole layers; more sum activations over the ranks several times in each layer"),
+        applies=lambda context: context.engine is Engine.FSDP2,
+        helps=notes.has_large_layers,
+        check=validation.check_tensor,
+        metavar="N",
+    ),
+    Question(
+        "ep",
+        "How many ranks divide the experts (expert parallelism)?",
+        defaults.always(1, "each rank gathers all experts of a layer; more send tokens to the experts' ranks"),
+        applies=lambda context: context.engine is Engine.FSDP2,
+        helps=lambda context: bool(context.model and context.model.expert_plan),
+        check=validation.check_experts,
+        metavar="N",
+    ),
     _asks(
         "wrap_policy",
         "fsdp_auto_wrap_policy",
@@ -254,5 +281,8 @@ def to_answers(context: Context) -> Answers:
 
 
 def applying(answers: Answers) -> list[Question]:
-    context = Context(given=vars(answers))
-    return [question for question in QUESTIONS if question.applies(context)]
+    context, asked = Context(given=vars(answers)), []
+    for question in filter(lambda question: question.applies(context), QUESTIONS):
+        if question.helps(context) or getattr(answers, question.field) not in (0, question.default(context)[0]):
+            asked.append(question)
+    return asked

@@ -8,7 +8,7 @@ from accel_fsdp.config import (
     BY_NAME,
     COMMAND,
     DISTRIBUTED_TYPES,
-    HYBRID,
+    EXPERT_FLAG,
     RESHARDS,
     STRATEGIES,
     THIS_FILE,
@@ -16,7 +16,6 @@ from accel_fsdp.config import (
     Engine,
     as_scalar,
     deepspeed_name,
-    hybrid_mesh,
     yaml_file,
 )
 from accel_fsdp.config import header as config_header
@@ -65,13 +64,10 @@ def _fsdp1(answers: Answers) -> dict[tuple[str, str], Any]:
 
 
 def _fsdp2(answers: Answers) -> dict[tuple[str, str], Any]:
-    """FSDP2 spells hybrid sharding as a device mesh: one replica per machine, shards inside each."""
-    strategy = STRATEGIES[answers.strategy]
-    values: dict[tuple[str, str], Any] = {("fsdp_config", "fsdp_reshard_after_forward"): RESHARDS[strategy]}
-    if strategy in HYBRID:
-        sizes = hybrid_mesh(answers.num_machines, answers.num_processes)
-        values |= {("parallelism_config", key): size for key, size in sizes.items()}
-    return values
+    """FSDP2 spells hybrid sharding and tensor parallelism as a device mesh."""
+    reshards = RESHARDS[STRATEGIES[answers.strategy]]
+    mesh = {("parallelism_config", key): size for key, size in answers.mesh.items()}
+    return {("fsdp_config", "fsdp_reshard_after_forward"): reshards, **mesh}
 
 
 def _deepspeed(answers: Answers) -> dict[tuple[str, str], Any]:
@@ -160,6 +156,8 @@ def _our_script(answers: Answers, path: str) -> list[str]:
         arguments += ["--load_in_4bit", "--bnb_4bit_quant_storage", TORCH_DTYPES[answers.mixed_precision]]
     if answers.script_checkpoints:
         arguments += ["--gradient_checkpointing", "true"]
+    if answers.ep > 1:
+        arguments += [EXPERT_FLAG, str(answers.ep)]
     if answers.engine == "tpu":
         arguments += ["--accelerate_config", path]
     return config_header.example_run(answers.model, arguments)

@@ -169,6 +169,10 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
         ours(ON_EIGHT, model=replace(HEADS, tied_rows=50256)),
     ),
     "AF519": (ours(V2 + TP, "train/sft.py --load_in_4bit"), ours(V2, "train/sft.py --load_in_4bit")),
+    "AF520": (
+        on(V2, replace(LLAMA, fused_experts=10**9), "--load_in_4bit"),
+        on(V2, replace(LLAMA, fused_experts=10**9), "--use_peft"),
+    ),
     "AF637": (subject(V2 + CP, "--packing"), subject(V2 + CP, "--max_length 4096")),
     "AF703": (versions(V2 + TP, transformers="5.17.0"), versions(V2 + TP, transformers="5.16.0")),
     "AF704": (

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from accel_fsdp.config import LOW_DTYPES, TORCH_DTYPES, Engine
 from accel_fsdp.job import clashes
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
+from accel_fsdp.models import state_bytes
 
 MANY_RANKS = 32
 NAMES = "fsdp_config.fsdp_transformer_layer_cls_to_wrap"
@@ -202,6 +203,22 @@ def quantized_storage(subject: Subject) -> Iterator[Finding]:
             f"{subject.model.name} stores 4-bit weights as {subject.model.quant_storage}",
             "they are not sharded, or FSDP stops, or casts them as numbers",
             f"quantise it with bnb_4bit_quant_storage {dtype}",
+        )
+
+
+@rule("AF520", "note")
+def experts_stay_in_16_bits(subject: Subject) -> Iterator[Finding]:
+    """`--load_in_4bit` and a mixture of experts (`--model`) whose experts transformers fuses into single tensors.
+
+    bitsandbytes quantises linear layers only, so nearly all of such a model stays in 16 bits.
+    """
+    fused = subject.model.fused_experts if subject.model else 0
+    if fused and subject.arg_on("load_in_4bit", "load_in_8bit"):
+        yield Finding(
+            "distributed_type",
+            state_bytes.experts_in_16_bits(fused),
+            "the job needs about the memory of LoRA on the 16-bit model",
+            "plan for it: accel-fsdp plan --method qlora; or a model of linear layers",
         )
 
 

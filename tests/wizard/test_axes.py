@@ -1,0 +1,84 @@
+"""The wizard's axes: `--tp`, `--dp-replicate` and `--ep`, what refuses them, and the way from a file back to them."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import accel_fsdp
+
+LLAMA, MIXTURE = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B"
+EIGHT = ("--yes", "--gpus", "8xH100-80GB")
+
+
+def config(folder: Path, *words: str, code: int = 0) -> tuple[dict[str, int], str]:
+    """The mesh of the file that such flags make, and the output."""
+    finished = accel_fsdp("config", *words, "-o", folder / "a.yaml", "--force")
+    assert finished.code == code, finished.output
+    content = yaml.safe_load((folder / "a.yaml").read_text()) if code == 0 else {}
+    mesh = content.get("parallelism_config", {})
+    return {key.removeprefix("parallelism_config_"): size for key, size in mesh.items()}, finished.output
+
+
+@pytest.mark.parametrize(
+    ("words", "mesh"),
+    [
+        ((), {}),
+        (("--tp", "2"), {"dp_replicate_size": 1, "dp_shard_size": 4, "tp_size": 2}),
+        (("--tp", "8"), {"dp_replicate_size": 1, "dp_shard_size": 1, "tp_size": 8}),
+        (("--strategy", "4", "--dp-replicate", "4"), {"dp_replicate_size": 4, "dp_shard_size": 2}),
+        (
+            ("--strategy", "4", "--dp-replicate", "2", "--tp", "2"),
+            {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2},
+        ),
+    ],
+)
+def test_a_mesh_is_written_and_read_again(words: tuple[str, ...], mesh: dict[str, int], tmp_path: Path) -> None:
+    assert config(tmp_path, *EIGHT, "--model", LLAMA, *words)[0] == mesh
+    assert accel_fsdp("check", "--strict", tmp_path / "a.yaml", "--model", LLAMA).code == 0
+    text = (tmp_path / "a.yaml").read_text()
+    assert ("--tp" in text) == ("tp_size" in mesh)
+    assert accel_fsdp("config", "--yes", "--from", tmp_path / "a.yaml").code == 0
+    assert (tmp_path / "a.yaml").read_text() == text
+
+
+def test_experts_are_in_the_launch_line(tmp_path: Path) -> None:
+    mesh, said = config(tmp_path, "--preset", "fsdp2_moe_ep", "--yes")
+    assert mesh == {}
+    assert "--expert_parallel_size 8" in said
+    assert accel_fsdp("check", "--strict", tmp_path / "a.yaml", "--model", MIXTURE).code == 0
+    text = (tmp_path / "a.yaml").read_text()
+    assert accel_fsdp("config", "--yes", "--from", tmp_path / "a.yaml").code == 0
+    assert (tmp_path / "a.yaml").read_text() == text
+    assert (
+        "--expert_parallel_size"
+        not in accel_fsdp("config", "--yes", "--from", tmp_path / "a.yaml", "--ep", "1").output.splitlines()[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--model", "Qwen/Qwen2.5-0.5B", "--tp", "4"), "14 attention heads"),
+        (("--model", LLAMA, "--tp", "3"), "does not divide 8"),
+        (("--model", LLAMA, "--ep", "2"), "no plan to divide"),
+        (("--model", MIXTURE, "--tp", "4", "--ep", "2"), "whole groups"),
+        (("--model", LLAMA, "--tp", "2", "--method", "qlora"), "4-bit"),
+        (("--model", LLAMA, "--tp", "2", "--engine", "ddp"), "no effect"),
+        (("--model", LLAMA, "--strategy", "4", "--dp-replicate", "8"), "nothing to share"),
+    ],
+)
+def test_what_can_not_be_divided_is_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    finished = accel_fsdp("config", *EIGHT, *words, "-o", tmp_path / "a.yaml")
+    assert finished.code in (1, 2)
+    assert message in finished.output
+    assert not (tmp_path / "a.yaml").exists()
+
+
+def test_experts_that_stay_in_16_bits_are_named(tmp_path: Path) -> None:
+    mixtral = "mistralai/Mixtral-8x7B-v0.1"
+    said = config(tmp_path, *EIGHT, "--model", mixtral, "--method", "qlora")[1]
+    (tmp_path / "args").write_text("train/sft.py --use_peft --load_in_4bit")
+    checked = accel_fsdp("check", tmp_path / "a.yaml", "--model", mixtral, "--args", tmp_path / "args").output
+    planned = accel_fsdp("plan", "--model", mixtral, "--gpus", "8xH100-80GB", "--method", "qlora").output
+    for output in (said, checked, planned):
+        assert "84 GiB" in " ".join(output.split())
