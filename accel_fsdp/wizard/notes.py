@@ -154,7 +154,7 @@ def state_memory(context: Context) -> tuple[float, float] | None:
         return None
     fused = context.model.fused_experts if context["method"] == "qlora" else 0
     state = (context.model.parameters - fused) * state_bytes.PER_PARAMETER[context["method"]]
-    return layout.shard_of(state + fused * state_bytes.DTYPE_BYTES["bfloat16"]), has * GIB
+    return layout.shard_of(state / layout.tensor + fused * state_bytes.DTYPE_BYTES["bfloat16"]), has * GIB
 
 
 def checkpoints_in_yaml(context: Context) -> bool:

@@ -165,16 +165,16 @@ def replicas_are_not_machines(subject: Subject) -> Iterator[Finding]:
     replicas gather over the network; more hold more copies than needed.
     """
     copies, machines = subject.axes["dp_replicate"], subject.number("num_machines") or 1
-    ranks = subject.processes
-    if subject.engine is Engine.FSDP2 and 1 < copies != machines and ranks % copies == 0 and ranks:
-        inside = subject.ranks_here % (ranks // copies) == 0
+    ranks, together = subject.processes, subject.ranks_here
+    if subject.engine is Engine.FSDP2 and 1 < copies != machines and ranks % copies == 0 and together:
+        inside = together % (ranks // copies) == 0
         yield Finding(
             f"parallelism_config.{size_key('dp_replicate')}",
             f"{copies} replicas on {counted(machines, 'machine')}",
             "each machine holds several copies, in more memory" if inside else "weights are gathered over the network",
             f"{size_key('dp_replicate')}: {machines}, unless the model is "
             + ("small enough" if inside else "too large for a machine"),
-            milder=None if inside or (ranks // copies) % subject.ranks_here == 0 else "warning",
+            milder=None if inside or (ranks // copies) % together == 0 else "warning",
         )
 
 
