@@ -38,16 +38,23 @@ def dispatched(model: Any) -> frozenset[str]:
 
 def divisible(model: Any) -> dict[str, Any]:
     """The facts of a model that decide whether an axis can divide it: fields of `ModelFacts`."""
-    text = model.config.get_text_config()
+    fused = [p for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name]
+    return {
+        **divisible_by_config(model.config),
+        "experts": max((p.shape[0] for p in fused), default=0),
+        "fused_experts": sum(p.numel() for p in fused),
+    }
+
+
+def divisible_by_config(config: Any) -> dict[str, Any]:
+    """Those that a model's config tells; heads are 0 where no layer of them is divided."""
+    text = config.get_text_config()
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     divided = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
-    fused = [p for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name]
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
+    tied = bool(getattr(config, "tie_word_embeddings", False))
     return {
         "heads": int(getattr(text, "num_attention_heads", None) or 0) if divided & QUERIES else 0,
         "kv_heads": int(getattr(text, "num_key_value_heads", None) or 0) if divided & KEYS else 0,
-        "experts": max((p.shape[0] for p in fused), default=0),
-        "fused_experts": sum(p.numel() for p in fused),
         "tensor_plan": bool(plan),
         "expert_plan": bool(getattr(text, "base_model_ep_plan", None)),
         "replicated_norms": REPLICATED in plan.values(),

@@ -11,7 +11,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from accel_fsdp import console, cpu, flag_words, models
-from accel_fsdp.config import yaml_file
+from accel_fsdp.config import EXPERT_FLAG, yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -194,7 +194,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
             hint = flag_hints.TRL.get(flag_words.field_name(flag))
             guess = "" if hint else did_you_mean(flag, options)
             raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
-    experts = _word_after("--expert_parallel_size") or "1"
+    experts = _word_after(EXPERT_FLAG) or "1"
     mesh.choose(int(experts) if experts.isdecimal() else 1)
     try:
         model, data, training = parser.parse_args_into_dataclasses()

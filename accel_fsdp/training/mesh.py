@@ -4,15 +4,15 @@ Accelerate's own `tp_size` splits no layer with transformers 5.17 or later, and 
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
-from accel_fsdp import console
-from accel_fsdp.config import Engine
+from accel_fsdp import console, models
+from accel_fsdp.config import EXPERT_FLAG, NATIVE_SIZES, Engine, expert_refusal
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.launch_environment import MESH, LaunchEnvironment
 from accel_fsdp.training import tensor_parallel_patches
@@ -26,8 +26,6 @@ HIDDEN = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_CPU_
 """Variables that Accelerate must not find, nor the sizes of its mesh: it would shard the model once more."""
 SINCE = "5.23"
 """The first version of transformers whose meshes were compared with one process."""
-HEADS = ("num_attention_heads", "num_key_value_heads")
-NUMBERS_OF_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def choose(experts: int) -> None:
     sizes = launch.mesh
     if experts == 1 and "tp" not in sizes:
         return
-    axis = f"tp_size: {sizes['tp']}" if "tp" in sizes else f"--expert_parallel_size {experts}"
+    axis = f"tp_size: {sizes['tp']}" if "tp" in sizes else f"{EXPERT_FLAG} {experts}"
     if Version(metadata.version("transformers")) < Version(SINCE):
         raise UserError(
             f"{axis} with transformers {metadata.version('transformers')}",
@@ -109,13 +107,11 @@ def choose(experts: int) -> None:
     for name in [name for name in os.environ if name in HIDDEN or name.startswith("PARALLELISM_CONFIG_")]:
         del os.environ[name]
     mesh = Mesh.of_launch()
-    whole = mesh.shards * mesh.tensor
-    if experts > 1 and (experts % mesh.tensor or whole % experts):
+    if refused := expert_refusal(dict(zip(NATIVE_SIZES, astuple(mesh), strict=True))):
         raise UsageError(
-            f"--expert_parallel_size {experts} on a mesh of {mesh}",
-            why=f"experts are divided over fsdp x tp, {whole} ranks, in whole groups of tp",
-            fix=f"--expert_parallel_size {whole}"
-            + (f", or another multiple of {mesh.tensor} that divides {whole}" if mesh.tensor > 1 else ""),
+            f"{EXPERT_FLAG} {experts} on a mesh of {mesh}",
+            why=f"transformers refuses it: {refused}",
+            fix=f"{EXPERT_FLAG} {mesh.shards * mesh.tensor}, or another multiple of {mesh.tensor} that divides it",
         )
     tensor_parallel_patches.enable()
 
@@ -133,49 +129,43 @@ def check(config: Any, adapted: bool, quantized: bool) -> None:
         raise UsageError(
             f"--load_in_4bit on a mesh of {mesh}",
             why="packed weights can't be split by tensor or expert parallelism",
-            fix="leave out --load_in_4bit; or parallelism_config_tp_size: 1 and no --expert_parallel_size",
+            fix="leave out --load_in_4bit; or parallelism_config_tp_size: 1 and no " + EXPERT_FLAG,
         )
     if adapted and mesh.tensor > 1:
         raise UsageError(
             f"--use_peft with tp_size: {mesh.tensor}",
             why="PEFT 0.21 stops in the first step of an adapter on split layers",
-            fix="parallelism_config_tp_size: 1; experts may be divided: --expert_parallel_size",
+            fix="parallelism_config_tp_size: 1; experts may be divided: " + EXPERT_FLAG,
         )
-    for name, size, plan in (("tp", mesh.tensor, "base_model_tp_plan"), ("ep", mesh.experts, "base_model_ep_plan")):
-        if size > 1 and not getattr(text, plan, None):
+    facts = models.parallel_plans.divisible_by_config(config)
+    for name, size, plan in (("tp", mesh.tensor, "tensor_plan"), ("ep", mesh.experts, "expert_plan")):
+        if size > 1 and not facts[plan]:
             raise UserError(
-                f"{name} {size}: {config.model_type} has no {plan}",
-                why=f"transformers doesn't know how to split its layers over {name}",
-                fix="parallelism_config_tp_size: 1" if name == "tp" else "leave out --expert_parallel_size",
+                f"{name} {size}: transformers has no plan to divide a {config.model_type}",
+                why="it doesn't know which of its layers to split, and how",
+                fix="parallelism_config_tp_size: 1" if name == "tp" else f"leave out {EXPERT_FLAG}",
             )
-    _check_tie(config, mesh)
-    counts = {name: getattr(text, name, None) for name in (HEADS if mesh.tensor > 1 else ())}
-    _check_divides(counts, mesh.tensor, "tp")
-    if mesh.experts > 1:
-        known = {name: getattr(text, name, None) for name in NUMBERS_OF_EXPERTS}
-        _check_divides(dict(list({n: c for n, c in known.items() if c}.items())[:1]), mesh.experts, "ep")
-
-
-def _check_tie(config: Any, mesh: Mesh) -> None:
-    """transformers 5.23 gives FSDP a tied weight twice, and torch copies it for one of the two where it pads shards."""
-    rows, ranks = config.get_text_config().vocab_size, mesh.shards * mesh.tensor
-    if mesh.shards > 1 and getattr(config, "tie_word_embeddings", False) and rows % ranks:
-        raise UserError(
-            f"a vocabulary of {rows:,} in an embedding that is also the head, over fsdp x tp {ranks}",
-            why="the head would keep its first weights while the embedding is trained, without an error",
-            fix=f"fsdp x tp of a size that divides {rows:,}; or parallelism_config_tp_size: 1 and no "
-            "--expert_parallel_size",
-        )
-
-
-def _check_divides(counts: dict[str, Any], size: int, axis: str) -> None:
-    for name, count in counts.items():
-        if isinstance(count, int) and count % size:
+    experts = next((count for name in models.config_json.EXPERTS if (count := getattr(text, name, None))), 0)
+    counts = (("attention heads", facts["heads"], "tp", mesh.tensor), ("experts", experts, "ep", mesh.experts))
+    for name, count, axis, size in (*counts, ("key/value heads", facts["kv_heads"], "tp", mesh.tensor)):
+        if count % size:
             raise UserError(
                 f"{axis} {size} doesn't divide the model's {count} {name}",
                 why="each rank holds a whole number of them",
                 fix=f"a size of {axis} that divides {count}",
             )
+    _check_tie(facts["tied_rows"], mesh)
+
+
+def _check_tie(rows: int, mesh: Mesh) -> None:
+    """transformers 5.23 gives FSDP a tied weight twice, and torch copies it for one of the two where it pads shards."""
+    ranks = mesh.shards * mesh.tensor
+    if mesh.shards > 1 and rows % ranks:
+        raise UserError(
+            f"a vocabulary of {rows:,} in an embedding that is also the head, over fsdp x tp {ranks}",
+            why="the head would keep its first weights while the embedding is trained, without an error",
+            fix=f"fsdp x tp of a size that divides {rows:,}; or parallelism_config_tp_size: 1 and no {EXPERT_FLAG}",
+        )
 
 
 def check_adapter(model: "nn.Module") -> None:
@@ -183,7 +173,7 @@ def check_adapter(model: "nn.Module") -> None:
     launch = LaunchEnvironment.now()
     if launch.by_transformers and any(type(part).__name__ == "ParamWrapper" for part in model.modules()):
         raise UsageError(
-            f"an adapter on the experts with --expert_parallel_size {launch.mesh.get('ep', 1)}",
+            f"an adapter on the experts with {EXPERT_FLAG} {launch.mesh.get('ep', 1)}",
             why="PEFT 0.21 stops in the first step: each rank has some experts only",
             fix="--lora_target_modules q_proj k_proj v_proj o_proj",
         )

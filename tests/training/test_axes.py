@@ -171,14 +171,14 @@ def test_a_run_goes_on_over_other_meshes(trained: Path) -> None:
 
 
 REFUSED = {
-    "tp 4 doesn't divide the model's 6 num_attention_heads": (
+    "tp 4 doesn't divide the model's 6 attention heads": (
         "tp4",
         1,
         {"num_attention_heads": 6, "hidden_size": 36},
         False,
         False,
     ),
-    "ep 2: llama has no base_model_ep_plan": ("fsdp4", 2, {}, False, False),
+    "ep 2: transformers has no plan to divide a llama": ("fsdp4", 2, {}, False, False),
     "--expert_parallel_size 3 on a mesh of fsdp 4": ("fsdp4", 3, {}, False, False),
     "--use_peft with tp_size: 4": ("tp4", 1, {}, True, False),
     "--load_in_4bit on a mesh of fsdp 4 x ep 2": ("fsdp4", 2, {}, True, True),
