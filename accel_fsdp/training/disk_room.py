@@ -30,8 +30,9 @@ def predicted_bytes(trainer: Any) -> tuple[int, int]:
     """
     model, state = trainer.model, trainer.accelerator.state
     mixed, zero = trainer.accelerator.mixed_precision != "no", trainer.is_deepspeed_enabled
+    sharded = trainer.is_fsdp_enabled or trainer.is_distributed_loading_by_transformers
     element_bytes = {
-        p: state_bytes.weight_bytes(p.element_size(), mixed, trainer.is_sharded, zero)
+        p: state_bytes.weight_bytes(p.element_size(), mixed, sharded, zero)
         for p in model.parameters()
         if p.requires_grad
     }
