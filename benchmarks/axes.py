@@ -16,8 +16,14 @@ from typing import Any
 from older_libraries import tapes_of
 from results import keep
 
-from accel_fsdp.job import Layout, Recipe
+from accel_fsdp.config import Engine
+from accel_fsdp.hardware import gpus
+from accel_fsdp.job import Job, Layout, Recipe
+from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.memory import GRADIENTS, OPTIMIZER, PARAMETERS, step, variant_for
+from accel_fsdp.prediction.speed import step_time
+from accel_fsdp.prediction.tracing import by_name
+from accel_fsdp.units import GIB
 
 TRACKED = Path(__file__).parents[1] / "tests" / "tracked_axes.py"
 SIZES = {
@@ -106,6 +112,53 @@ def table(asked: Sequence[dict[str, Any]], real: Sequence[dict[str, int]]) -> It
     yield f"{within} of {len(errors)} are within 2.5 %."
 
 
+PEERS = (
+    "Published runs of other frameworks, whose plans and kernels differ: torchtitan also divides the norms' inputs by",
+    "sequence and the loss by vocabulary, its second run compiles regions, and NeMo's adapters are fused. A step's",
+    "time under tensor parallelism is calibrated by none of them, and is as far off as this table shows.",
+)
+PUBLISHED: tuple[dict[str, Any], ...] = (
+    {
+        **{"id": "torchtitan 6a74d747c", "model": "meta-llama/Llama-3.1-8B", "gpu": "B200", "mesh": (2, 2)},
+        **{"recipe": Recipe(length=8192), "gib": 67.19, "tokens": 9569},
+    },
+    {
+        **{"id": "torchtitan a364b4b4f", "model": "meta-llama/Llama-3.1-8B", "gpu": "H100", "mesh": (4, 2)},
+        **{"recipe": Recipe(length=8192, checkpointing="selective"), "gib": 40.51, "tokens": 6876},
+    },
+    {
+        **{"id": "NeMo AutoModel, 8 GPUs", "model": "deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "gpu": "H100"},
+        **{"mesh": (4, 2), "recipe": Recipe("lora", dtype="bfloat16", rows=2, length=4096, accumulation=4,
+                                            checkpointing="full"), "tokens": 1091.85},
+    },
+    {
+        **{"id": "NeMo AutoModel, 16 GPUs", "model": "deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "gpu": "H100"},
+        **{"mesh": (8, 2), "recipe": Recipe("lora", dtype="bfloat16", rows=2, length=4096, accumulation=2,
+                                            checkpointing="full"), "tokens": 984.85},
+    },
+)  # fmt: skip
+"""Runs with tensor parallelism whose batch is printed: shards, tensor-parallel ranks, reserved GiB, tokens/s per GPU.
+
+Of the same sources, one prints no length, one has another model, and one keeps what its own graph compiler chooses.
+"""
+
+
+def published() -> Iterator[str]:
+    yield "| run | mesh | GiB, predicted of reserved | tokens/s per GPU, predicted of published |"
+    yield "|---|---|---|---|"
+    for row in PUBLISHED:
+        shards, tensor = row["mesh"]
+        gpu = gpus.find(row["gpu"])
+        layout = Layout(Engine.FSDP2, 1, shards * tensor, 8, tensor=tensor)
+        shape, tapes = by_name.read_shape(row["model"], row["recipe"])
+        job = Job(layout, row["recipe"])
+        made = capacity.predicted(shape, tapes, job, gpu).peak.total / GIB
+        speed = step_time(shape, job.recipe, layout, gpu).tokens_per_s_per_gpu
+        memory = f"{made:.1f} of {row['gib']:.1f} ({made / row['gib'] - 1:+.0%})" if "gib" in row else "-"
+        pace = f"{speed:,.0f} of {row['tokens']:,.0f} ({speed / row['tokens'] - 1:+.0%})"
+        yield f"| {row['id']} | tp {tensor} x fsdp {shards} | {memory} | {pace} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true")
@@ -121,7 +174,7 @@ def main() -> None:
             "(float32, eager attention, 2 x 64 tokens, four layers; `benchmarks/axes.py`). Parameters at rest are "
             "exact. FSDP by transformers gathers and reduces a tied table twice, which isn't counted."
         )
-        keep("axes", [title, "", about, "", *lines])
+        keep("axes", [title, "", about, "", *lines, "", *PEERS, "", *published()])
 
 
 if __name__ == "__main__":
