@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, NoReturn, Union
 
@@ -220,7 +221,8 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
     if options.cpu and not options.dry_run:
         from accel_fsdp import rehearsal
 
-        return rehearsal.measured(read[0], lambda: launcher.launch(args, options.timeout, options.hang_timeout))
+        started = partial(launcher.launch, args, options.timeout, options.hang_timeout)
+        return rehearsal.measured(read[0], started, rehearsal.scaled.experts_in(script_args))
     if not options.dry_run:
         return launcher.launch(args, options.timeout, options.hang_timeout)
     if here.engine:

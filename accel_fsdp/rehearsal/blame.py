@@ -133,8 +133,8 @@ BY_HAND = (
 ABSENT = "this rank never comes to what the others wait for: see why it stays at this line"
 
 
-def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome) -> None:
-    expected = verdict.of_job(job, job.number("num_processes"), machines_of(job), classes)
+def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome, experts: int = 1) -> None:
+    expected = verdict.of_job(job, job.number("num_processes"), machines_of(job), classes, experts)
     lines = {
         event.kind: str(event.content["line"]) for event in outcome.events if event.kind in ("begun", "first-step")
     }

@@ -11,14 +11,13 @@ from pathlib import Path
 from accel_fsdp import console, flag_words, shipped
 from accel_fsdp.config import SCRIPT, JobConfig, read_config, script_arguments
 from accel_fsdp.errors import UsageError, UserError, joined, require
-from accel_fsdp.linter import LintOptions, lint
-from accel_fsdp.rehearsal import forecast, janitor, prepare, warm
+from accel_fsdp.linter import LintOptions, lint, read_launch
+from accel_fsdp.rehearsal import forecast, janitor, prepare, scaled, warm
 from accel_fsdp.rehearsal.blame import Failure
 from accel_fsdp.rehearsal.flags import RehearseCommand
 from accel_fsdp.rehearsal.job import Rehearsed
 from accel_fsdp.rehearsal.own_script import OwnRehearsal
 from accel_fsdp.rehearsal.report import Proof, Report, StepResult, conclude, left_out, show
-from accel_fsdp.rehearsal.scaled import check_processes, scale
 from accel_fsdp.rehearsal.small_run import with_defaults
 from accel_fsdp.rehearsal.steps import SftRehearsal
 from accel_fsdp.units import counted
@@ -53,7 +52,7 @@ def _run(options: RehearseCommand, words: tuple[str, ...], report: Report) -> No
     require("rehearsing", "torch", "accelerate", "transformers")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
     if options.processes is not None:
-        check_processes(options.processes)
+        scaled.check_processes(options.processes)
     if options.timeout < 1:
         raise UsageError(f"--timeout {options.timeout}", why="no launch ends in that time", fix="--timeout 600")
     if options.script is not None and not options.script.is_file():
@@ -98,14 +97,19 @@ def _steps(
     if not launcher.cold:
         warm.start_server(folder)
     yield "check", lambda: _check(options, launcher, words, model)
-    small_job, report.changes = scale(job, options.processes)
+    experts = scaled.experts_in(words) if (ours := read_launch(script, words).ours) else 1
+    small_job, report.changes = scaled.scale(job, options.processes, experts)
+    if not ours:
+        scaled.check_own(small_job, script.name)
+    real, layout = scaled.layout_of(job, experts), scaled.small_layout(job, small_job, experts)
     if options.script is not None:
-        yield from OwnRehearsal(launcher, small_job, words).steps()
+        words = scaled.with_experts(words, layout.experts) if experts > 1 else words
+        yield from OwnRehearsal(launcher, small_job, words, layout.experts).steps()
         return
     prepared_jobs: list[prepare.Prepared] = []
 
     def shrink() -> str:
-        prepared_jobs.append(prepare.prepare(small_job, model, words, launcher))
+        prepared_jobs.append(prepare.prepare(small_job, model, words, launcher, real, layout))
         return prepared_jobs[0].said
 
     yield "make the model small", shrink

@@ -22,7 +22,7 @@ class RehearseCommand:
     ] = None
     processes: Annotated[
         Optional[int],
-        tyro.conf.arg(metavar="N", help="Ranks on this machine.", help_behavior_hint="(default: 2; 4 for hybrid)"),
+        tyro.conf.arg(metavar="N", help="Ranks on this machine.", help_behavior_hint="(default: 2; 4 for a mesh)"),
     ] = None
     script: Annotated[
         Optional[Path],

@@ -15,10 +15,10 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C, without a measurement."""
 
 
-def measured(job: JobConfig, launch: Callable[[], int]) -> int:
+def measured(job: JobConfig, launch: Callable[[], int], experts: int = 1) -> int:
     """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 if the YAML differs.
 
-    The same for rows of the data that several ranks train on, or none."""
+    The same for rows of the data that several ranks train on, or none. `experts`: the ranks that divide experts."""
     with janitor.folder() as folder:
         os.environ |= janitor.mark(folder) | {ranks.EVENTS: str(folder), "CUDA_VISIBLE_DEVICES": ""}
         code = launch()
@@ -36,7 +36,7 @@ def measured(job: JobConfig, launch: Callable[[], int]) -> int:
     console.show_table(verdict.TITLES, rows, [""] * len(rows), to_stderr=True)
     ranks_in_all = job.number("num_processes") or len(holdings)
     classes = verdict.repeated(next(iter(holdings.values())))
-    expected = verdict.of_job(job, ranks_in_all, job.number("num_machines") or 1, classes)
+    expected = verdict.of_job(job, ranks_in_all, job.number("num_machines") or 1, classes, experts)
     differences = list(verdict.differences(expected, holdings))
     for difference in differences:
         console.say(f"not what the YAML asks for: {difference.what} ({difference.key})", style="red")

@@ -18,6 +18,7 @@ class OwnRehearsal:
     launcher: Rehearsed
     job: JobConfig
     words: tuple[str, ...]
+    experts: int = 1
 
     def steps(self) -> Iterator[tuple[str, Any]]:
         """One step: the unchanged script on several ranks."""
@@ -53,7 +54,7 @@ class OwnRehearsal:
     def _judge(self, outcome: Outcome) -> None:
         if outcome.holdings:
             classes = tuple(verdict.repeated(next(iter(outcome.holdings.values()))))
-            judge(self.job, classes, outcome)
+            judge(self.job, classes, outcome, self.experts)
 
 
 def last_lines(printed: str) -> str:

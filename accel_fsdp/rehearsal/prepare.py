@@ -11,12 +11,14 @@ from accel_fsdp import flag_words
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.models import catalogue
+from accel_fsdp.job import Layout
+from accel_fsdp.models import catalogue, read_config
 from accel_fsdp.models.shrink import SmallModel, shrink
 from accel_fsdp.rehearsal import hub_rows, rows
 from accel_fsdp.rehearsal.job import Rehearsed
 from accel_fsdp.rehearsal.scaled import by_size, with_smaller_units
 from accel_fsdp.rehearsal.small_run import SmallRun, small_run
+from accel_fsdp.training import mesh
 from accel_fsdp.training.data import load
 
 
@@ -24,7 +26,8 @@ from accel_fsdp.training.data import load
 class Prepared:
     """The parts of a rehearsal, in its folder. `job` has units for this model, `said` is the line for the user.
 
-    `not_read`: why the rows aren't from the named data set; empty if they are, or if none was named.
+    `not_read`: why the rows aren't from the named data set; empty if they are, or if none was named. `layout`: the mesh
+    of the rehearsal's ranks.
     """
 
     model: SmallModel
@@ -34,6 +37,7 @@ class Prepared:
     run: SmallRun
     said: str
     not_read: str
+    layout: Layout
 
 
 def model_of(flag: str | None, words: tuple[str, ...]) -> str | None:
@@ -41,22 +45,34 @@ def model_of(flag: str | None, words: tuple[str, ...]) -> str | None:
     return flag or _text(flag_words.parse_command_line(words), "model_name_or_path")
 
 
-def prepare(job: JobConfig, model: str | None, words: tuple[str, ...], launcher: Rehearsed) -> Prepared:
-    """Makes the model small and the data short, in the launcher's folder.
+def prepare(
+    job: JobConfig, model: str | None, words: tuple[str, ...], launcher: Rehearsed, real: Layout, layout: Layout
+) -> Prepared:
+    """Makes the model small and the data short, in the launcher's folder. `real` is the mesh of the real job.
 
     Raises:
-        UserError: the model can't be read or isn't named, or the data doesn't fit the arguments.
+        UserError: the model can't be read or isn't named, the mesh doesn't divide it, or the data doesn't fit the
+            arguments.
     """
     folder = launcher.folder
     source, origin = _source(job, model, folder)
+    _check_mesh(real, source, words)
     small = shrink(source, folder / "model")
+    _check_mesh(layout, str(small.folder), words)
     small_rows, why = _rows(flag_words.parse_command_line(words), launcher, _has_chat_template(small.folder))
     _without_dropout(small.folder)
     job, changes = with_smaller_units(job, *small.layer_parameters)
     units = "by size" if by_size(job) else f"of {', '.join(small.layer_classes)}"
     data = f"rows {small_rows.origin}{why and ', as ' + why}"
     summary = f"{origin}{small.parameters:,} weights, units {units}; tokenizer {small.tokenizer}, {data}"
-    return Prepared(small, job, changes, small_rows.folder, small_run(words, small_rows), summary, why)
+    return Prepared(small, job, changes, small_rows.folder, small_run(words, small_rows), summary, why, layout)
+
+
+def _check_mesh(layout: Layout, model: str, words: tuple[str, ...]) -> None:
+    """Refuses a mesh that doesn't divide a model's heads, experts or vocabulary, with their numbers."""
+    if layout.is_by_transformers:
+        sizes = mesh.Mesh(layout.replicas, layout.shard_ranks, layout.tensor, layout.experts)
+        mesh.check_on(sizes, read_config(model), "--use_peft" in words, "--load_in_4bit" in words)
 
 
 def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tuple[rows.Rows, str]:

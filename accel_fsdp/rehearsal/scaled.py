@@ -1,11 +1,26 @@
 """Scales the user's YAML down for a rehearsal: fewer processes on one machine, with the same shape of mesh. Pure."""
 
-from accel_fsdp.config import DATA_AXES, HYBRID, OTHER_AXES, Engine, JobConfig, hybrid_mesh
+from collections.abc import Sequence
+from dataclasses import replace
+
+from accel_fsdp.config import (
+    EXPERT_FLAG,
+    HYBRID,
+    NATIVE_AXES,
+    OTHER_AXES,
+    Engine,
+    JobConfig,
+    hybrid_mesh,
+    size_key,
+)
 from accel_fsdp.errors import UsageError
-from accel_fsdp.job import from_yaml
+from accel_fsdp.flag_words import field_name, parse_command_line
+from accel_fsdp.job import Layout, from_arguments, from_yaml
 
 PROCESSES = 2
 """The number of ranks: as many as two cores can run, and enough for shards."""
+SPLIT = 2
+"""The ranks of a tensor parallel group, and the groups that divide experts."""
 OF_MACHINES = (
     *("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network", "gpu_ids"),
     *("deepspeed_hostfile", "deepspeed_multinode_launcher", "enable_cpu_affinity", "commands", "command_file"),
@@ -18,20 +33,27 @@ class CannotRehearse(UsageError):
     """The job's engine or mesh doesn't run on CPUs."""
 
 
-def scale(job: JobConfig, processes: int | None = None) -> tuple[JobConfig, list[str]]:
+def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tuple[JobConfig, list[str]]:
     """The job on `processes` ranks of this machine, and its differences from the file.
 
-    By default there are 2 ranks, or 4 if copies of the model are sharded too.
+    By default there are 2 ranks, or 4 if copies of the model are sharded too, shards are split by tensor parallelism,
+    or shards have copies of experts, which `experts` ranks divide.
 
     Raises:
         CannotRehearse: the engine or mesh doesn't run on CPUs. UsageError: the mesh doesn't fit so many processes.
     """
     _refuse_unknown(job)
-    copies, shards = (from_yaml.mesh_of(job)[axis] for axis in DATA_AXES)
+    copies, shards, tensor = (from_yaml.mesh_of(job)[axis] for axis in NATIVE_AXES.values())
+    real, split = layout_of(job, experts), SPLIT if tensor > 1 else 1
+    if tensor > 1 and copies == 1:  # train/sft.py shards over what is left of the ranks
+        shards = max(shards, real.shard_ranks)
     hybrid = copies > 1 and shards > 1
-    least = 2 * PROCESSES if hybrid or _is_hybrid_of_fsdp1(job) else PROCESSES
+    is_split_alone = split > 1 and copies == shards == 1
+    copied = real.expert_shard_ranks > 1 < experts
+    nested = hybrid or copied or _is_hybrid_of_fsdp1(job) or (split > 1 and not is_split_alone)
+    least = 2 * PROCESSES if nested else PROCESSES
     ranks = least if processes is None else processes
-    check_processes(ranks, least)
+    check_processes(ranks, least, ranks if not is_split_alone else SPLIT)
     values = {key: value for key, value in job.values.items() if key not in OF_MACHINES}
     in_file = job.number("num_processes")
     changes = [f"num_processes {in_file or 'not given'} -> {ranks}"] if in_file != ranks else []
@@ -39,10 +61,64 @@ def scale(job: JobConfig, processes: int | None = None) -> tuple[JobConfig, list
         changes.append(f"num_machines {job.number('num_machines')} -> 1")
     values |= {"num_processes": ranks, "num_machines": 1}
     if section := job.section("parallelism_config"):
-        replicas = 2 if hybrid else ranks if copies > 1 else 1
-        values["parallelism_config"] = {**section, **hybrid_mesh(replicas, ranks)}
-        changes.append(f"mesh {copies} x {shards} -> {replicas} x {ranks // replicas}")
-    return JobConfig(values), changes
+        groups = ranks // split
+        replicas = 1 if copies == 1 else groups if not hybrid else 2 if groups >= 4 and groups % 2 == 0 else 1
+        values["parallelism_config"] = {**section, **hybrid_mesh(replicas, groups)}
+        values["parallelism_config"] |= {size_key("tp"): split} if tensor > 1 else {}
+        sizes = ((copies, shards, tensor), (replicas, groups // replicas, split))
+        before, after = (" x ".join(map(str, mesh if tensor > 1 else mesh[:2])) for mesh in sizes)
+        left_out = f", without replicas, which need --processes {4 * split}" if replicas < min(copies, 2) else ""
+        changes.append(f"mesh {before} -> {after}{left_out}")
+    small = JobConfig(values)
+    if experts > 1:
+        changes.append(f"{EXPERT_FLAG} {experts} -> {small_layout(job, small, experts).experts}")
+    return small, changes
+
+
+def experts_in(words: Sequence[str]) -> int:
+    """The ranks that divide the experts, from the arguments of train/sft.py; 1 without."""
+    return from_arguments.whole(parse_command_line(words).get(field_name(EXPERT_FLAG))) or 1
+
+
+def with_experts(words: Sequence[str], experts: int) -> tuple[str, ...]:
+    """The words with another number of these ranks."""
+    return (*words, EXPERT_FLAG, str(experts))
+
+
+def layout_of(job: JobConfig, experts: int) -> Layout:
+    """The real job's mesh.
+
+    Raises:
+        UsageError: it can't divide experts over so many ranks.
+    """
+    layout = replace(from_yaml.layout_of(job), experts=experts)
+    if layout.ranks and layout.experts_misfit:
+        raise UsageError(
+            f"{EXPERT_FLAG} {experts} on a mesh of fsdp {layout.shard_ranks}, tp {layout.tensor}",
+            why=layout.experts_misfit,
+            fix=f"{EXPERT_FLAG} {layout.shard_ranks * layout.tensor}",
+        )
+    return layout
+
+
+def small_layout(job: JobConfig, small: JobConfig, experts: int) -> Layout:
+    """The small job's mesh: a tensor parallel group divides the experts, all of a replica, or a part, as in `job`."""
+    real, layout = layout_of(job, experts), from_yaml.layout_of(small)
+    whole = layout.shard_ranks * layout.tensor
+    if experts in (1, real.tensor):
+        return replace(layout, experts=min(experts, layout.tensor))
+    is_whole = experts >= real.shard_ranks * real.tensor
+    return replace(layout, experts=whole if is_whole else min(whole, SPLIT * layout.tensor))
+
+
+def check_own(job: JobConfig, script: str) -> None:
+    """Refuses tensor parallelism in a script that has only Accelerate's, which splits no layer (AF703)."""
+    if (size := from_yaml.mesh_of(job)["tp"]) > 1:
+        raise CannotRehearse(
+            f"tp_size can't be rehearsed with {script}",
+            why=f"Accelerate splits no layer with transformers 5.17 or later: {size} ranks do the same work",
+            fix="train/sft.py, which has transformers split layers; or parallelism_config_tp_size: 1",
+        )
 
 
 def machines_of(job: JobConfig) -> int:
@@ -55,26 +131,34 @@ def _is_hybrid_of_fsdp1(job: JobConfig) -> bool:
     return job.engine is Engine.FSDP1 and job.strategy in HYBRID
 
 
-def check_processes(processes: int, least: int = PROCESSES) -> None:
-    """Checks that a job can be sharded over `processes`; `least` is 4 if copies of the model are sharded."""
-    if processes >= least and processes % (least // PROCESSES) == 0:
+def check_processes(processes: int, least: int = PROCESSES, most: int | None = None) -> None:
+    """Checks that a job can be sharded over `processes`; `least` is 4 if copies of the model are sharded or split."""
+    if least <= processes <= (most or processes) and processes % (least // PROCESSES) == 0:
         return
     raise UsageError(
         f"--processes {processes}",
-        why=f"copies of a model that is sharded need an even number of processes, {least} or more"
+        why=f"a mesh of two dimensions needs an even number of processes, {least} or more"
         if least > PROCESSES
-        else f"nothing is sharded over fewer than {least}",
+        else f"nothing is sharded over fewer than {least}"
+        if processes < least
+        else f"tp_size alone becomes {SPLIT} in a rehearsal",
         fix=f"accel-fsdp rehearse FILE --processes {least}",
     )
 
 
 def _refuse_unknown(job: JobConfig) -> None:
     mesh = from_yaml.mesh_of(job)
-    if others := [f"{axis}_size" for axis in OTHER_AXES if mesh[axis] > 1]:
+    if others := [f"{axis}_size" for axis in OTHER_AXES if mesh[axis] > 1 and axis not in NATIVE_AXES.values()]:
         raise CannotRehearse(
             f"{others[0]} can't be rehearsed",
-            why="only data-parallel meshes run on CPU here",
+            why="rows are divided by kernels that CPUs lack",
             fix=f"rehearse the job without {others[0]}",
+        )
+    if mesh["tp"] > 1 and job.engine is not Engine.FSDP2:
+        raise CannotRehearse(
+            f"tp_size can't be rehearsed under {job.engine.label}",
+            why="train/sft.py splits layers beside FSDP2 alone",
+            fix="fsdp_version: 2, or parallelism_config_tp_size: 1",
         )
     if job.engine in (Engine.TPU, Engine.NONE):
         raise CannotRehearse(

@@ -17,7 +17,7 @@ from accel_fsdp.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.prepare import Prepared
 from accel_fsdp.rehearsal.scaled import without_mesh
-from accel_fsdp.rehearsal.small_run import PLACES, SAVED, STEPS, SmallRun, readable, replaced
+from accel_fsdp.rehearsal.small_run import EXPERTS, PLACES, SAVED, STEPS, SmallRun, readable, replaced
 from accel_fsdp.training.reporting import run_record
 from accel_fsdp.units import counted
 
@@ -70,6 +70,10 @@ class SftRehearsal:
     @property
     def ranks(self) -> int:
         return self.job.number("num_processes")
+
+    def data_ranks(self, ranks: int) -> int:
+        """The ranks with rows of their own, of all ranks of the mesh or of others without it."""
+        return self.small.layout.data_ranks if ranks == self.ranks else ranks
 
     @property
     def precision(self) -> str:
@@ -177,11 +181,14 @@ class SftRehearsal:
         return dict(zip(PLACES, map(str, (self.small.model.folder, self.small.rows, self._output(name))), strict=True))
 
     def _words(self, name: str, ranks: int, exact: bool = True, **more: str) -> list[str]:
-        words = self.run.words(self._places(name), ranks, self.ranks, **more)
+        if ranks == self.ranks and self.small.layout.experts > 1:
+            more[EXPERTS] = str(self.small.layout.experts)
+        words = self.run.words(self._places(name), self.data_ranks(ranks), self.data_ranks(self.ranks), **more)
         return self.run.exact(words) if exact else words
 
     def _written(self, name: str, ranks: int) -> list[str]:
-        rows = {"per_device_train_batch_size": str(WRITTEN_ROWS * self.ranks // ranks)}
+        together = WRITTEN_ROWS * self.data_ranks(self.ranks)
+        rows = {"per_device_train_batch_size": str(together // self.data_ranks(ranks))}
         steady = {"lora_dropout": "0"} if self.run.adapter else {}
         return self._words(name, ranks, exact=False, **{**WRITTEN, **rows, **steady})
 
@@ -198,7 +205,7 @@ class SftRehearsal:
         return outcome
 
     def _sharded(self, outcome: Outcome) -> str:
-        judge(self.job, self.small.model.layer_classes, outcome)
+        judge(self.job, self.small.model.layer_classes, outcome, self.small.layout.experts)
         return verdict.summary(outcome.holdings) + repeated.said(outcome.events)
 
     def _losses(self, name: str) -> Mapping[int, float]:

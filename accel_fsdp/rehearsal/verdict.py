@@ -37,16 +37,19 @@ def differences(job: Job, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
 
 
 def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
-    if job.engine is not Engine.NONE and holding.engine == Engine.NONE.label:
+    if job.layout.wrapper is not Engine.NONE and holding.engine == Engine.NONE.label:
         yield Wrong(f"rank {rank} trains {holding.model} alone, as one process", "", WRAPPED)
         return
+    if job.layout.tensor > 1 and not any(unit.is_split for unit in holding.units):
+        yield Wrong(f"rank {rank} holds whole layers: tensor parallelism splits none", "parallelism_config_tp_size")
     if not job.layout.is_sharded:
         return
     if not holding.units:
         how = f"{holding.model} runs as {holding.engine}"
         yield Wrong(f"rank {rank} holds all {holding.weights:,} weights: {how}", "distributed_type")
         return
-    if holding.whole and job.engine is not Engine.DEEPSPEED and not job.ignores_modules:
+    may_be_whole = job.engine is Engine.DEEPSPEED or job.layout.is_by_transformers  # its adapters are
+    if holding.whole and not may_be_whole and not job.ignores_modules:
         yield Wrong(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "", WHOLE)
     yield from _of_units(job, rank, holding)
     for name in job.layer_classes:
@@ -59,8 +62,9 @@ def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
 
 def _of_units(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
     for unit in holding.units:
-        if unit.ranks != job.layout.shard_ranks:
-            shared = f"shared by {counted(unit.ranks, 'rank')}, not {job.layout.shard_ranks}"
+        ranks = job.layout.expert_shard_ranks if unit.is_of_experts else job.layout.shard_ranks
+        if unit.ranks != ranks:
+            shared = f"shared by {counted(unit.ranks, 'rank')}, not {ranks}"
             yield Wrong(f"unit {_name(unit)} of rank {rank} is {shared}", "fsdp_sharding_strategy")
             return
         if unit.held > unit.share:
@@ -77,14 +81,16 @@ def _name(unit: HeldUnit) -> str:
     return unit.name or f"{unit.kind}, the model itself"
 
 
-def of_job(config: JobConfig, ranks: int, machines: int, own_classes: tuple[str, ...]) -> Job:
-    """The job of a YAML on `ranks` ranks; `own_classes`: the model's layer classes, if the YAML has none."""
+def of_job(config: JobConfig, ranks: int, machines: int, own_classes: tuple[str, ...], experts: int = 1) -> Job:
+    """The job of a YAML on `ranks` ranks; `own_classes`: the model's layer classes, if the YAML's count for nothing."""
     from_yaml.check_sharding(config, ranks)
     job = from_yaml.job_of(config, ranks=ranks)
     by_class = job.wrap_policy == "TRANSFORMER_BASED_WRAP"
     hybrid = job.engine is Engine.FSDP2 and job.layout.strategy in (4, 5)  # its replicas represent machines
     layout = job.layout if hybrid else replace(job.layout, ranks_per_node=ranks // machines)
-    return replace(job, layout=layout, layer_classes=(job.layer_classes or own_classes) if by_class else ())
+    layout = replace(layout, experts=experts)
+    classes = own_classes if layout.is_by_transformers else job.layer_classes or own_classes
+    return replace(job, layout=layout, layer_classes=classes if by_class else ())
 
 
 TITLES = ("unit", "modules", "weights", "on a rank", "ranks that share it")

@@ -188,6 +188,7 @@ def _scaled(processes: int | None, config_file: str | Path | None) -> JobConfig:
         return JobConfig({"num_processes": processes or scaled.PROCESSES})
     job = read_config(Path(config_file))[0]
     try:
+        scaled.check_own(job, "Accelerator()")
         return scaled.scale(job, processes)[0]
     except scaled.CannotRehearse as error:
         what = f"{config_file} can't run on CPU ranks: {error.what}"

@@ -122,9 +122,13 @@ def check(config: Any, adapted: bool, quantized: bool) -> None:
     Raises:
         UserError: the model has no plan for an axis, something in it doesn't divide, or libraries fail.
     """
-    if not LaunchEnvironment.now().by_transformers:
-        return
-    mesh, text = Mesh.of_launch(), config.get_text_config()
+    if LaunchEnvironment.now().by_transformers:
+        check_on(Mesh.of_launch(), config, adapted, quantized)
+
+
+def check_on(mesh: Mesh, config: Any, adapted: bool, quantized: bool) -> None:
+    """As `check`, for any mesh."""
+    text = config.get_text_config()
     if quantized:
         raise UsageError(
             f"--load_in_4bit on a mesh of {mesh}",

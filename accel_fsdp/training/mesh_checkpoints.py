@@ -64,7 +64,7 @@ def save_optimizer(trainer: Any, checkpoint: Path) -> None:
     decaying = set(trainer.get_decay_parameter_names(trainer.model))
     groups = [{**content["param_groups"][place], "params": list[str]()} for place in (0, -1)]
     for group in content["param_groups"]:
-        groups[group["params"][0] not in decaying]["params"] += group["params"]
+        groups[not decaying.issuperset(group["params"][:1])]["params"] += group["params"]  # one of them may have none
     stored = {"state": _contiguous(content["state"]), "param_groups": groups}
     _write({"optimizer": stored}, checkpoint / file_names.SHARDED_OPTIMIZER)
     if trainer.args.should_save:
@@ -78,7 +78,8 @@ def load_optimizer(trainer: Any, checkpoint: Path) -> None:
     own: dict[str, Any] = dict(states.get_optimizer_state_dict(trainer.model, trainer.optimizer))
     loaded = _read("optimizer", own, checkpoint / file_names.SHARDED_OPTIMIZER)
     settings = {name: group for group in loaded["param_groups"] for name in group["params"]}
-    groups = [{**settings[group["params"][0]], "params": group["params"]} for group in own["param_groups"]]
+    given = own["param_groups"]
+    groups = [{**settings.get((*group["params"], "")[0], group), "params": group["params"]} for group in given]
     filled = {"state": loaded["state"], "param_groups": groups}
     states.set_optimizer_state_dict(trainer.model, trainer.optimizer, filled)
     schedule = torch.load(checkpoint / file_names.SCHEDULER, weights_only=True)

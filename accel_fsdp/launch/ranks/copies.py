@@ -6,12 +6,15 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.launch.ranks.holding import plain_class
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.units import kib_or_mib
 
 if TYPE_CHECKING:
     from torch import nn
 
+OF_TRANSFORMERS = ("transformers.", "accel_fsdp.training.")
+"""Modules whose hooks on weights make a mesh of ranks train as one process."""
 MOST_BYTES = 2**29
 """Of a model's weights: a rank keeps several copies of its part, and rank 0 two of the whole."""
 
@@ -44,12 +47,48 @@ def copied(model: "nn.Module") -> Copy:
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     if size_bytes > MOST_BYTES:
         return Copy(None, hooks, f"the model has more than {kib_or_mib(MOST_BYTES)}")
+    if loaded_in_shards(model):
+        try:
+            return Copy(_rebuilt(model), hooks)
+        except Exception as error:  # whatever a model's own code raises
+            return Copy(None, hooks, f"the model can't be built again: {type(error).__name__}: {error}")
     if any(parameter.is_meta or is_split(parameter) for parameter in model.parameters()):
         return Copy(None, hooks, "the model had no values when it was sharded")
     try:
         return Copy(copy.deepcopy(model), hooks)
     except Exception as error:  # whatever a model's own code raises
         return Copy(None, hooks, f"the model can't be copied: {type(error).__name__}: {error}")
+
+
+def loaded_in_shards(model: Any) -> bool:
+    """Whether transformers has loaded a model in shards, as for tensor and expert parallelism."""
+    launch = LaunchEnvironment.now()
+    return launch.by_transformers and any(hasattr(parameter, "placements") for parameter in model.parameters())
+
+
+def _rebuilt(model: Any) -> Any:
+    """A plain model of the same config, adapters and dtypes, without the weights: a recorded update has them."""
+    import torch
+    from transformers.initialization import no_init_weights
+
+    base = model.get_base_model() if (adapters := getattr(model, "peft_config", None)) else model
+    config = copy.deepcopy(base.config)
+    vars(config).pop("distributed_config", None)
+    with torch.random.fork_rng(devices=[]), no_init_weights():
+        plain = plain_class(base)._from_config(config, dtype=base.dtype)
+        plain.tie_weights()
+        if adapters:
+            from peft import get_peft_model
+
+            plain = get_peft_model(plain, copy.deepcopy(next(iter(adapters.values()))))
+    with torch.no_grad():
+        dtypes = {name: weight.dtype for name, weight in model.named_parameters()}
+        for name, weight in plain.named_parameters():
+            weight.data = weight.data.to(dtypes[name])
+        buffers = dict(model.named_buffers())
+        for name, buffer in plain.named_buffers():
+            buffer.copy_(buffers[name])
+    return plain
 
 
 def is_split(parameter: Any) -> bool:
@@ -65,3 +104,10 @@ def hooks_of(model: "nn.Module") -> int:
     return sum(
         not str(getattr(function, "__module__", "")).startswith(("torch.", "deepspeed.")) for function in functions
     )
+
+
+def has_hooks(weight: Any) -> bool:
+    """Whether the script changes gradients by hooks; those of transformers average or sum them over ranks."""
+    kinds = (weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None))
+    hooks = [hook for of_kind in kinds for hook in (of_kind or {}).values()]
+    return any(not str(getattr(hook, "__module__", "")).startswith(OF_TRANSFORMERS) for hook in hooks)

@@ -1,7 +1,8 @@
 """Measures what one rank holds of a prepared model, unit by unit, on the wrapped model itself."""
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ RELIES_ON = (
 DEEPSPEED_ALIGNMENT = 2
 """DeepSpeed pads each rank's part of a group of parameters to a multiple of this many elements
 (`DeepSpeedZeroOptimizer.nccl_start_alignment_factor`)."""
+SPLIT_ALONE = "layers split by tp"
 WRAPPERS = (*tensor_names.WRAPPERS, "module")
 """The last one is used by DDP and DeepSpeed."""
 
@@ -35,7 +37,8 @@ class HeldUnit:
     `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
     `reshards`: it is sharded again between forward and backward. `states_alone`: the optimizer's states are sharded,
     and each rank holds all weights. `stored` counts the elements of this rank's tensors (an element of a packed tensor
-    holds several weights), `trained` those of them that get gradients.
+    holds several weights), `trained` those of them that get gradients. `is_split`: tensor parallelism has split
+    a layer in it; `is_of_experts`: expert parallelism has divided it.
     """
 
     name: str
@@ -48,6 +51,8 @@ class HeldUnit:
     states_alone: bool = False
     stored: int = 0
     trained: int = 0
+    is_split: bool = False
+    is_of_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -123,11 +128,15 @@ def is_unit(module: "nn.Module") -> bool:
 
 
 def class_name(module: "nn.Module") -> str:
+    return str(plain_class(unwrapped(module)).__name__)
+
+
+def plain_class(module: "nn.Module") -> Any:
     """The user's class of a module; `fully_shard` derives another one from it, FSDPLinear from Linear."""
     from torch.distributed.fsdp import FSDPModule
 
-    kinds = type(unwrapped(module)).__mro__
-    return next(kind.__name__ for kind in kinds[FSDPModule in kinds :] if kind is not FSDPModule)
+    kinds = type(module).__mro__
+    return next(kind for kind in kinds[FSDPModule in kinds :] if kind is not FSDPModule)
 
 
 def _wraps(model: Any, name: str) -> bool:
@@ -152,6 +161,8 @@ def _units(model: Any) -> Iterator[tuple[HeldUnit, set[int]]]:
             yield _of_fsdp1(name, module)
         elif isinstance(module, FSDPModule):
             yield from _of_fsdp2(name, module, counted_ids)
+    if not counted_ids and (split := [p for p in model.parameters() if hasattr(p, "placements")]):
+        yield _of_tensors("", SPLIT_ALONE, [(parameter, 1) for parameter in split], 1)
 
 
 def _of_fsdp1(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
@@ -183,19 +194,44 @@ def _of_fsdp2(name: str, module: Any, counted_ids: set[int]) -> Iterator[tuple[H
         owned = {id(param.sharded_param): param._module_info for param in group.fsdp_params}
         several = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]
         ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
-        pairs = list(zip(parameters, several, strict=True))
-        unit = HeldUnit(
-            name,
-            class_name(module),
-            weights=sum(p.numel() * count for p, count in pairs),
-            held=sum(p.to_local().numel() * count for p, count in pairs),
-            share=sum(_part(len(p), ranks) * p.shape[1:].numel() * count for p, count in pairs),
-            ranks=ranks,
-            reshards=group.post_forward_mesh_info is not None,
-            stored=sum(p.to_local().numel() for p in parameters),
-            trained=sum(p.to_local().numel() for p in parameters if p.requires_grad),
-        )
-        yield unit, set(owned)
+        reshards = group.post_forward_mesh_info is not None
+        yield _of_tensors(name, class_name(module), list(zip(parameters, several, strict=True)), ranks, reshards)
+
+
+def _of_tensors(
+    name: str, kind: str, pairs: Sequence[tuple[Any, int]], ranks: int, reshards: bool = False
+) -> tuple[HeldUnit, set[int]]:
+    """A unit of DTensors, each with its number of weights per element."""
+    parameters = [parameter for parameter, _ in pairs]
+    unit = HeldUnit(
+        name,
+        kind,
+        weights=sum(p.numel() * count for p, count in pairs),
+        held=sum(p.to_local().numel() * count for p, count in pairs),
+        share=sum(_share(p) * count for p, count in pairs),
+        ranks=ranks,
+        reshards=reshards,
+        stored=sum(p.to_local().numel() for p in parameters),
+        trained=sum(p.to_local().numel() for p in parameters if p.requires_grad),
+        is_split=any(_divides("tp", p) for p in parameters),
+        is_of_experts=any(_divides("ep", p) for p in parameters),
+    )
+    return unit, {id(p) for p in parameters}
+
+
+def _share(tensor: Any) -> int:
+    """The size of the largest rank's part of a DTensor."""
+    shape = list(tensor.shape)
+    for place, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        if hasattr(place, "dim"):
+            shape[place.dim] = _part(shape[place.dim], size)
+    return math.prod(shape)
+
+
+def _divides(axis: str, tensor: Any) -> bool:
+    """Whether the ranks of an axis hold different parts of a DTensor."""
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return any(name == axis and hasattr(place, "dim") for name, place in zip(names, tensor.placements, strict=False))
 
 
 def groups(state: Any) -> list[Any]:

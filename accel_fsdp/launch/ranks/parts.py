@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Start: TypeAlias = "int | list[int]"
+Start: TypeAlias = "int | list[int | list[int]]"
 Parts: TypeAlias = "dict[str, tuple[Start, torch.Tensor]]"
 """By the name of a weight: where this rank's part starts in it, and the part."""
 RELIES_ON = (
@@ -19,12 +19,13 @@ RELIES_ON = (
     Internal(f"{FLAT}._shapes"),
     Internal(f"{FLAT}._shard_param_infos"),
     Internal("torch.distributed.tensor._utils:compute_local_shape_and_global_offset", "global_shape mesh placements *"),
+    Internal("torch.distributed.tensor.placement_types:_StridedShard._split_tensor", "self tensor num_chunks *"),
 )
 
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a part: `start` is its offset in each dimension of the weight.
+    """The place of a part: `start` is its offset in each dimension of the weight, or the numbers of its rows there.
 
     FSDP1 cuts flattened weights: there `start` counts the elements before the part. With `use_orig_params: false` one
     `parameter` holds the parts of several weights, and `within` is the range of this one. `shape` is the whole one's,
@@ -73,9 +74,10 @@ def places(model: "nn.Module") -> list[Place]:
             sharded |= {id(parameter) for parameter in (module._handle.flat_param, *_originals(module))}
         elif isinstance(module, FSDPModule):
             for param in (param for group in groups(module._get_fsdp_state()) for param in group.fsdp_params):
-                if id(param.sharded_param) not in sharded:
-                    found.append(_of_fsdp2(param, paths))
-                    sharded |= {id(param.sharded_param), id(getattr(param, "_unsharded_param", None))}
+                own = _sharded(param)
+                if id(own) not in sharded:
+                    found.append(_of_fsdp2(param, own, paths))
+                    sharded |= {id(own), id(getattr(param, "_unsharded_param", None))}
     for path, parameter in model.named_parameters():
         if id(parameter) not in sharded:
             found.append(Place(user_name(path), parameter, _offsets(parameter), tuple(parameter.shape)))
@@ -120,15 +122,20 @@ def whole(shape: "torch.Size", name: str, of_ranks: Iterable[Parts]) -> "torch.T
     total: torch.Tensor | None = None
     for start, part in (held[name] for held in of_ranks if name in held):
         total = torch.zeros(shape, dtype=part.dtype) if total is None else total
-        region(total, start, part).copy_(part)
+        (total.view(-1) if isinstance(start, int) else total)[_index(start, part)] = part
     return total
 
 
 def region(total: "torch.Tensor", start: Start, part: "torch.Tensor") -> "torch.Tensor":
-    """The view of a whole weight that a rank's part fills."""
+    """What a whole weight has where a rank's part is."""
+    return (total.view(-1) if isinstance(start, int) else total)[_index(start, part)]
+
+
+def _index(start: Start, part: "torch.Tensor") -> Any:
     if isinstance(start, int):
-        return total.view(-1)[start : start + part.numel()]
-    return total[tuple(slice(first, first + size) for first, size in zip(start, part.shape, strict=True))]
+        return slice(start, start + part.numel())
+    pairs = zip(start, part.shape, strict=True)
+    return tuple(first if isinstance(first, list) else slice(first, first + size) for first, size in pairs)
 
 
 def names_of(of: Iterable[Place]) -> Mapping[int, list[str]]:
@@ -139,9 +146,17 @@ def names_of(of: Iterable[Place]) -> Mapping[int, list[str]]:
     return names
 
 
-def _of_fsdp2(param: Any, paths: Mapping[int, str]) -> Place:
-    """The place of what the optimizer has: between forward and backward the module may have the whole weight."""
-    info, sharded = param._module_info, param.sharded_param
+def _sharded(param: Any) -> Any:
+    """What the optimizer has of a weight: between forward and backward the module may have the whole one.
+
+    Before the first forward pass the module alone has a part that was loaded after sharding.
+    """
+    sharded, info = param.sharded_param, param._module_info
+    return getattr(info.module, info.param_name) if sharded.is_meta else sharded
+
+
+def _of_fsdp2(param: Any, sharded: Any, paths: Mapping[int, str]) -> Place:
+    info = param._module_info
     name = ".".join(filter(None, (paths[id(info.module)], info.param_name)))
     return Place(name, sharded, _offsets(sharded), tuple(sharded.shape))
 
@@ -163,11 +178,36 @@ def _originals(module: Any) -> list["torch.Tensor"]:
     return [*(flat._params or []), *(flat._shared_params or [])]
 
 
-def _offsets(parameter: Any) -> list[int]:
+def _offsets(parameter: Any) -> list[int | list[int]]:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     if not isinstance(parameter, DTensor):
         return [0] * parameter.dim()
+    if any(isinstance(place, _StridedShard) for place in parameter.placements):
+        return _of_strided(parameter)
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return list(offsets)
+
+
+def _of_strided(tensor: Any) -> list[int | list[int]]:
+    """The offsets of a part that a later dimension of the mesh split first, as tensor parallelism does before FSDP.
+
+    Where the rows of a dimension aren't in one piece, as of fused matrices, it is their numbers.
+    """
+    import torch
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    held = [torch.arange(size) for size in tensor.shape]
+    coordinate = tensor.device_mesh.get_coordinate()
+    for place, ranks, own in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
+        if isinstance(place, Shard | _StridedShard):
+            alone = _StridedShard(0, split_factor=place.split_factor) if isinstance(place, _StridedShard) else Shard(0)
+            held[place.dim] = alone._split_tensor(held[place.dim], ranks, with_padding=False)[0][own]
+    return [int(rows[0]) if _is_in_one_piece(rows) else rows.tolist() for rows in held]
+
+
+def _is_in_one_piece(rows: "torch.Tensor") -> bool:
+    return bool(len(rows)) and int(rows[-1]) - int(rows[0]) == len(rows) - 1

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import is_installed
 from accel_fsdp.launch.ranks import accumulation, events, lines, parts, precision, script
-from accel_fsdp.launch.ranks.copies import Copy, copied, hooks_of, outermost
+from accel_fsdp.launch.ranks.copies import Copy, copied, has_hooks, hooks_of, loaded_in_shards, outermost
 from accel_fsdp.launch.ranks.holding import unwrapped, user_name
 from accel_fsdp.launch.ranks.lines import ObservedLines
 from accel_fsdp.launch.ranks.observing import Observation, after, before, replace
@@ -173,7 +173,11 @@ class Recorder:
 
         if torch.compiler.is_compiling():  # it is part of a forward pass that is recorded
             return original(module, *args, **kwargs)
-        if self.depth or self.in_backward or not torch.is_grad_enabled() or module not in self.models:
+        if self.depth or self.in_backward or not torch.is_grad_enabled():
+            return original(module, *args, **kwargs)
+        if not self.copies and loaded_in_shards(module):
+            self.keep(module)
+        if module not in self.models:
             return original(module, *args, **kwargs)
         forward = self._begin_forward(module, args, kwargs)
         self.depth += 1
@@ -222,7 +226,7 @@ class Recorder:
             why = why or "hooks were added to the model after it was sharded"
         self.places = [place for model in models.values() for place in self.places_of(model)]
         trained = [place.name for place in self.places if place.parameter.requires_grad]
-        if any(map(_has_hooks, (place.parameter for place in self.places))):
+        if any(map(has_hooks, (place.parameter for place in self.places))):
             why = why or "weights have hooks"
         weights = self._weights()
         self.begun = self.begun or weights
@@ -390,7 +394,3 @@ def _reached(roots: "Iterable[torch.Tensor]", boundary: set[int], names: Mapping
             return names.get(id(leaf), "a weight")
         nodes += [inner for inner, _ in node.next_functions if inner is not None]
     return ""
-
-
-def _has_hooks(weight: Any) -> bool:
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))

@@ -98,11 +98,12 @@ def _read(folder: Path, number: int, ranks: int) -> list[dict[str, Any]]:
 
 
 class _Repeated:
-    """One update of all ranks, `updates`, and the model to repeat it with."""
+    """One update of all ranks, `updates`; `with_rows` of them have rows of their own: one of each tp group."""
 
     def __init__(self, recorder: Recorder, number: int, updates: Sequence[dict[str, Any]]) -> None:
         self.number = number
         self.updates = updates
+        self.with_rows = updates[:: LaunchEnvironment.now().ranks_per_row]
         self.first = updates[0]
         if why := next((update["why"] for update in updates if update["why"]), ""):
             shares = loss_shares.of_batches(self.first["forwards"])
@@ -150,7 +151,7 @@ class _Repeated:
         apart = self._compare_gradients(reduced, {name: alone[name] for name in alone if name in {*reduced, *covered}})
         self._compare_clipping(reduced, used)
         self._compare_losses()
-        if content := loss_shares.flaw(self.updates):
+        if content := loss_shares.flaw(self.with_rows):
             self._differs("counted", self.first["line"], **content)
         before, after = self._whole("weights"), self._whole("after")
         why = self._compare_steps(before, used, after)
@@ -216,13 +217,13 @@ class _Repeated:
         state = torch.get_rng_state()
         try:
             with alone():
-                for update in self.updates:
+                for update in self.with_rows:
                     for forward in update["forwards"]:
                         self._repeat(forward)
         finally:
             torch.set_rng_state(state)
         gradients = {name: weight.grad for name, weight in self.weights.items() if weight.grad is not None}
-        return {name: gradient.float() / len(self.updates) for name, gradient in gradients.items()}
+        return {name: gradient.float() / len(self.with_rows) for name, gradient in gradients.items()}
 
     def _repeat(self, forward: Mapping[str, Any]) -> None:
         import torch
@@ -299,7 +300,7 @@ class _Repeated:
                 apart=worst,
                 ratio=own,
                 all=of_all,
-                ranks=len(self.updates),
+                ranks=len(self.with_rows),
                 accumulation=len(self.first["forwards"]),
             )
         return worst
@@ -338,7 +339,7 @@ class _Repeated:
             self._differs("clipped-otherwise", clips[-1]["line"], factors=[known[lowest], expected])
 
     def _compare_losses(self) -> None:
-        if content := loss_shares.misdivided(self.first, len(self.updates)):
+        if content := loss_shares.misdivided(self.first, len(self.with_rows)):
             self._differs(line=self.first["line"], **content)
 
     def _compare_copies(self, kind: str, what: str) -> None:
