@@ -15,6 +15,8 @@ MEETING = "ACCEL_FSDP_MEETING"
 """The variable by which it tells them where the launchers of all machines meet: port and address."""
 MESH = "ACCEL_FSDP_MESH"
 """The variable by which `train/sft.py` notes over which mesh transformers, and not Accelerate, shards the model."""
+TENSOR_AXIS, EXPERT_AXIS = "tp", "ep"
+"""Names that transformers gives the dimensions of such a mesh."""
 OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
 
 

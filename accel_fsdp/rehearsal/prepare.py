@@ -71,8 +71,7 @@ def prepare(
 def _check_mesh(layout: Layout, model: str, words: tuple[str, ...]) -> None:
     """Refuses a mesh that doesn't divide a model's heads, experts or vocabulary, with their numbers."""
     if layout.is_by_transformers:
-        sizes = mesh.Mesh(layout.replicas, layout.shard_ranks, layout.tensor, layout.experts)
-        mesh.check_on(sizes, read_config(model), "--use_peft" in words, "--load_in_4bit" in words)
+        mesh.check_on(mesh.Mesh.of_layout(layout), read_config(model), "--use_peft" in words, "--load_in_4bit" in words)
 
 
 def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tuple[rows.Rows, str]:

@@ -111,6 +111,11 @@ def small_layout(job: JobConfig, small: JobConfig, experts: int) -> Layout:
     return replace(layout, experts=whole if is_whole else min(whole, SPLIT * layout.tensor))
 
 
+def ranks_with_rows(layout: Layout) -> int:
+    """The ranks with rows of their own: those of a tensor parallel group take the same."""
+    return layout.data_ranks
+
+
 def check_own(job: JobConfig, script: str) -> None:
     """Refuses tensor parallelism in a script that has only Accelerate's, which splits no layer (AF703)."""
     if (size := from_yaml.mesh_of(job)["tp"]) > 1:

@@ -12,11 +12,10 @@ from typing import Any
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.config import SCRIPT, Engine, JobConfig
 from accel_fsdp.models import config_json
-from accel_fsdp.rehearsal import mistakes, repeated, verdict
+from accel_fsdp.rehearsal import mistakes, repeated, scaled, verdict
 from accel_fsdp.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.prepare import Prepared
-from accel_fsdp.rehearsal.scaled import without_mesh
 from accel_fsdp.rehearsal.small_run import EXPERTS, PLACES, SAVED, STEPS, SmallRun, readable, replaced
 from accel_fsdp.training.reporting import run_record
 from accel_fsdp.units import counted
@@ -71,9 +70,9 @@ class SftRehearsal:
     def ranks(self) -> int:
         return self.job.number("num_processes")
 
-    def data_ranks(self, ranks: int) -> int:
+    def with_rows(self, ranks: int) -> int:
         """The ranks with rows of their own, of all ranks of the mesh or of others without it."""
-        return self.small.layout.data_ranks if ranks == self.ranks else ranks
+        return scaled.ranks_with_rows(self.small.layout) if ranks == self.ranks else ranks
 
     @property
     def precision(self) -> str:
@@ -148,7 +147,7 @@ class SftRehearsal:
     def resume_on_others(self) -> str:
         """Resumes the first checkpoint with another world size."""
         checkpoint = self._output("elsewhere") / f"{file_names.CHECKPOINT}{SAVED}"
-        job = without_mesh(self.in_float32, self.others)
+        job = scaled.without_mesh(self.in_float32, self.others)
         words = self._words("elsewhere", self.others, resume_from_checkpoint=str(checkpoint))
         self._ran("elsewhere", job, words)
         steps = range(SAVED + 1, STEPS + 1)
@@ -183,12 +182,12 @@ class SftRehearsal:
     def _words(self, name: str, ranks: int, exact: bool = True, **more: str) -> list[str]:
         if ranks == self.ranks and self.small.layout.experts > 1:
             more[EXPERTS] = str(self.small.layout.experts)
-        words = self.run.words(self._places(name), self.data_ranks(ranks), self.data_ranks(self.ranks), **more)
+        words = self.run.words(self._places(name), self.with_rows(ranks), self.with_rows(self.ranks), **more)
         return self.run.exact(words) if exact else words
 
     def _written(self, name: str, ranks: int) -> list[str]:
-        together = WRITTEN_ROWS * self.data_ranks(self.ranks)
-        rows = {"per_device_train_batch_size": str(together // self.data_ranks(ranks))}
+        together = WRITTEN_ROWS * self.with_rows(self.ranks)
+        rows = {"per_device_train_batch_size": str(together // self.with_rows(ranks))}
         steady = {"lora_dropout": "0"} if self.run.adapter else {}
         return self._words(name, ranks, exact=False, **{**WRITTEN, **rows, **steady})
 

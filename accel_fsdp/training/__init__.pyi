@@ -6,6 +6,7 @@ from . import flag_hints as flag_hints
 from . import gather as gather
 from . import load_model as load_model
 from . import losses as losses
+from . import mesh as mesh
 from . import peft_patches as peft_patches
 from . import preflight as preflight
 from . import resuming as resuming

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from accel_fsdp import console, models
 from accel_fsdp.config import EXPERT_FLAG, NATIVE_SIZES, Engine, expert_refusal
 from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.job import Layout
 from accel_fsdp.launch_environment import MESH, LaunchEnvironment
 from accel_fsdp.training import tensor_parallel_patches
 from accel_fsdp.units import counted, millions
@@ -55,6 +56,10 @@ class Mesh:
                 fix=f"parallelism_config sizes whose product is {launch.world_size}",
             )
         return cls(sizes["dp_replicate"], shards, sizes["tp"], sizes["ep"])
+
+    @classmethod
+    def of_layout(cls, layout: Layout) -> "Mesh":
+        return cls(layout.replicas, layout.shard_ranks, layout.tensor, layout.experts)
 
     def __str__(self) -> str:
         named = {"replicas": self.replicas, "fsdp": self.shards, "tp": self.tensor, "ep": self.experts}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.checkpoints import tensor_names
 from accel_fsdp.job import from_run
 from accel_fsdp.launch.ranks.events import RankEvent
+from accel_fsdp.launch_environment import EXPERT_AXIS, TENSOR_AXIS
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import counting
 
@@ -213,8 +214,8 @@ def _of_tensors(
         reshards=reshards,
         stored=sum(p.to_local().numel() for p in parameters),
         trained=sum(p.to_local().numel() for p in parameters if p.requires_grad),
-        is_split=any(_divides("tp", p) for p in parameters),
-        is_of_experts=any(_divides("ep", p) for p in parameters),
+        is_split=any(_divides(TENSOR_AXIS, p) for p in parameters),
+        is_of_experts=any(_divides(EXPERT_AXIS, p) for p in parameters),
     )
     return unit, {id(p) for p in parameters}
 
