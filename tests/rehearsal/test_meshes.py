@@ -177,7 +177,7 @@ def test_real_numbers_that_a_mesh_does_not_divide_are_named(models: Path, tmp_pa
     file = mesh_file(tmp_path, "no", dp_shard=2, tp=4)
     finished = accel_fsdp("rehearse", file, "--model", tmp_path / "model")
     assert finished.code == 1
-    assert "divide the model's 2 key/value heads" in " ".join(finished.output.split())
+    assert "2 key/value heads" in " ".join(finished.output.split())
 
 
 def test_another_script_has_only_what_splits_nothing(tmp_path: Path) -> None:
