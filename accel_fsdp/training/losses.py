@@ -93,6 +93,14 @@ def rows_before(trainer: Any, step: int) -> int:
     return epochs * rows + min(steps * size, rows)
 
 
+def rows_for_rate(trainer: Any) -> float:
+    """The rows of all steps of a run in which every step had as many as those of this session, on average."""
+    start = getattr(trainer, "_initial_global_step", 0)  # transformers 5.17 has no such attribute
+    step = trainer.state.global_step
+    share = (step - start) / max(trainer.state.max_steps, 1)
+    return (rows_before(trainer, step) - rows_before(trainer, start)) / share if share else 0
+
+
 class Losses:
     """Computes the loss of each micro-batch so that a step's is the mean over all ranks' tokens.
 

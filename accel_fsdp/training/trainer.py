@@ -73,6 +73,7 @@ RELIES_ON = (
     Internal(f"{TRAINER}._load_rng_state", "self checkpoint"),
     Internal(f"{TRAINER}._get_output_dir", "self trial"),
     Internal(f"{TRAINER}._save_checkpoint", "self model trial"),
+    Internal(f"{TRAINER}._save_optimizer_and_scheduler", "self output_dir"),
     Internal(f"{TRAINER}.save_model", "self output_dir _internal_call"),
     Internal(f"{TRAINER}._save", "self output_dir state_dict"),
 )
@@ -241,10 +242,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             )
         if not self.args.ignore_nan_inf:
             self.finite.check_weights()
-        start = getattr(self, "_initial_global_step", 0)  # transformers 5.17 has no such attribute
-        step = self.state.global_step
-        share = (step - start) / max(self.state.max_steps, 1)
-        samples = (losses.rows_before(self, step) - losses.rows_before(self, start)) / share if share else 0
+        samples = losses.rows_for_rate(self)
         with own_retention(self.args), self.watch.doing("the end"):
             result = super()._finalize_training(trial, samples, start_time)
         self.finite.check_weights()
