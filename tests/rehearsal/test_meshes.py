@@ -62,24 +62,24 @@ def passed(finished: Finished) -> dict[str, Any]:
 
 
 def test_shards_of_tensor_parallel_groups(models: Path, tmp_path: Path) -> None:
-    file = mesh_file(tmp_path, "bf16", dp_shard=4, tp=2)
+    file = mesh_file(tmp_path, "no", dp_shard=4, tp=2)
     words = ["--model", models / "qwen3", "--json", "--", "--gradient_accumulation_steps", "2"]
     report = passed(accel_fsdp("rehearse", file, *words))
     assert report["changes"][:2] == ["num_processes 8 -> 4", "mesh 1 x 4 x 2 -> 1 x 2 x 2"]
     said = {step["name"]: step["said"] for step in report["steps"]}
     whole, held = (int(said["train and save"].split()[place].replace(",", "")) for place in (-2, -4))
     assert whole / 4 <= held < whole / 4 + 100, said  # norms alone are not split
-    assert "gradients and weights of 2 steps are those of one process" in said["train in bf16"]
     assert "gradients and weights of 2 steps are those of one process" in said["resume after SIGKILL"]
     assert "losses of steps 3 to 4 are those of one process" in said["resume on 2 ranks"]
 
 
 def test_divided_experts(models: Path, tmp_path: Path) -> None:
     words = ["--model", models / "qwen3_moe", "--json", "--", "--expert_parallel_size", "8"]
-    report = passed(accel_fsdp("rehearse", mesh_file(tmp_path, "no"), *words))
+    report = passed(accel_fsdp("rehearse", mesh_file(tmp_path, "bf16"), *words))
     assert report["changes"][:2] == ["num_processes 8 -> 2", "--expert_parallel_size 8 -> 2"]
     said = {step["name"]: step["said"] for step in report["steps"]}
     assert "gradients and weights of 2 steps are those of one process" in said["resume after SIGKILL"]
+    assert "gradients and weights of 2 steps are those of one process" in said["train in bf16"]
     assert "losses of steps 3 to 4 are those of one process" in said["resume on 1 rank"]
 
 
@@ -94,8 +94,8 @@ def test_a_norm_of_split_heads_that_is_summed_too_often_is_found(models: Path, t
     finished = accel_fsdp("rehearse", "--json", file, "--script", script, "--", *words)
     step = json.loads(finished.output[finished.output.index("{\n") :])["steps"][-1]
     assert (step["passed"], step["key"]) == (False, "the script"), step
-    assert "q_norm.weight differs from that of one process" in step["said"], step
-    assert "q_norm of split heads" in DOCS
+    assert "k_norm.weight differs from that of one process" in step["said"], step
+    assert "a norm of split heads" in DOCS
     assert in_docs(step["said"]), step["said"]
 
 
