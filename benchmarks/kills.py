@@ -166,7 +166,7 @@ def fixtures(work: Path, mixture: bool) -> tuple[Path, Path]:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_key_value_heads": 4}
     mixed = Qwen3MoeConfig(vocab_size=len(fast), head_dim=16, **sizes, **experts)
     config = mixed if mixture else LlamaConfig(vocab_size=len(fast), **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(work / "model")
+    AutoModelForCausalLM.from_config(config, trust_remote_code=False).save_pretrained(work / "model")
     fast.save_pretrained(work / "model")
     data = work / "texts.jsonl"
     data.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
