@@ -107,7 +107,8 @@ def measure(model: "nn.Module") -> Holding:
         for module in inner.modules()
         if unwrapped(module) is module and any(True for _ in module.parameters())
     )
-    return Holding(class_name(inner), from_run.engine_of(model), tuple(units), unsharded, dict(kinds))
+    engine = SPLIT_ALONE if any(unit.kind == SPLIT_ALONE for unit in units) else from_run.engine_of(model)
+    return Holding(class_name(inner), engine, tuple(units), unsharded, dict(kinds))
 
 
 def unwrapped(model: Any) -> "nn.Module":

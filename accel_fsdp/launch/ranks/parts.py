@@ -49,9 +49,17 @@ class Place:
 
     def part(self, values: Any) -> "torch.Tensor":
         """A copy of the part, from a tensor laid out as `parameter` is, such as its gradient."""
-        own: torch.Tensor = local(values.detach())
+        own: torch.Tensor = local(_placed_as(values.detach(), self.parameter))
         own = own.reshape(-1) if isinstance(self.start, int) else own
         return (own if self.within is None else own[self.within]).cpu().clone()
+
+
+def _placed_as(values: Any, parameter: Any) -> Any:
+    """A gradient laid out as its weight: that of a split embedding comes as a sum over ranks. Collective."""
+    placements = getattr(parameter, "placements", None)
+    if placements is None or getattr(values, "placements", placements) == placements:
+        return values
+    return values.redistribute(placements=placements)
 
 
 def local(tensor: Any) -> Any:
