@@ -14,7 +14,7 @@ from accel_fsdp.wizard import QUESTIONS
 
 DOWN, UP, ENTER, CTRL_C, ESCAPE = "\x1b[B", "\x1b[A", "\r", "\x03", "\x1b"
 LLAMA = ["--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100"]  # nothing is built, and torch not imported
-OTHER_ANSWERS = ("zero_stage", "min_num_params", "main_process_ip", "main_process_port")
+OTHER_ANSWERS = ("zero_stage", "min_num_params", "main_process_ip", "main_process_port", "dp_replicate", "tp", "ep")
 ASKED = [question.prompt for question in QUESTIONS if question.field not in OTHER_ANSWERS]
 
 

@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROBE, ROOT, SFT, accel_fsdp, accelerate_launch
+from conftest import PROBE, ROOT, SFT, accel_fsdp, accelerate_launch, run
 from reference import job_words, train
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -243,11 +242,10 @@ def test_the_scripts_of_the_reports_show_it(title: str, tmp_path: Path) -> None:
         part for part in (ROOT / "docs/upstream.md").read_text().split("\n## ") if title in part.split("\n")[0]
     )
     script = tmp_path / "shows.py"
-    script.write_text(report.partition("```python\n")[2].partition("```")[0])
+    code = report.partition("```python\n")[2].partition("```")[0]
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{code}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*launcher, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
-    )
-    found = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith(("tp ", "6"))]
+    done = run([*launcher, script])
+    found = [float(line.split()[-1]) for line in done.output.splitlines() if line.startswith(("tp ", "63 ", "64 "))]
     pairs = [found[place : place + 2] for place in range(0, len(found), 2)]
-    assert [place for place, (one, two) in enumerate(pairs) if abs(one - two) > 1e-3] == [SHOWN[title]], done.stderr
+    assert [place for place, (one, two) in enumerate(pairs) if abs(one - two) > 1e-3] == [SHOWN[title]], done.output
