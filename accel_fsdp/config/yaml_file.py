@@ -185,7 +185,7 @@ def load(path: Path, doubled: bool = False) -> Any:
             why="Accelerate takes the last one silently, and other readers refuse the file",
             fix="remove all but one",
         ) from error
-    except (YAMLError, ValueError, TypeError, RecursionError) as error:
+    except (YAMLError, ValueError, TypeError, IndexError, RecursionError) as error:  # IndexError: the number -_
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or getattr(error, "reason", "not YAML")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from meaning import fsdp_files, meaning, other_files
 from test_check import DOCUMENTS
@@ -144,6 +144,7 @@ def test_each_key_has_one_row(text: str, target: str, tmp_path: Path) -> None:
 
 @settings(max_examples=300)
 @given(text=DOCUMENTS, target=st.sampled_from(sorted(TARGETS)), kind=st.sampled_from(["", "FSDP", "DEEPSPEED"]))
+@example(text="num_processes: -_", target="fsdp2", kind="FSDP")  # a number to ruamel.yaml, which then fails on it
 def test_odd_documents_are_migrated_or_refused(text: str, target: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.yaml"
     path.write_text(f"distributed_type: {kind}\n{text}" if kind else text, errors="ignore")
