@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from accel_fsdp.config import DTYPES, LONG_DTYPES, Method
+from accel_fsdp.config import DTYPES, EXPERT_FLAG, LONG_DTYPES, Method
 from accel_fsdp.errors import UsageError
 from accel_fsdp.job.recipe import (
     ATTENTION_LINEAR,
@@ -80,6 +80,11 @@ def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
 def whole(value: object) -> int:
     """The value as a positive integer; 0 if it isn't one."""
     return int(text) if (text := str(value)).isdecimal() else 0
+
+
+def experts_of(arguments: Mapping[str, Any]) -> int:
+    """The ranks that divide the experts in `train/sft.py`; 1 without a valid number."""
+    return whole(arguments.get(EXPERT_FLAG.lstrip("-"))) or 1
 
 
 def recipe_of(arguments: Mapping[str, Any]) -> Recipe:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import STRATEGIES, Engine, zero_name
+from accel_fsdp.config import NATIVE_SIZES, STRATEGIES, Engine, expert_refusal, zero_name
 
 FSDP_KINDS = frozenset({Engine.FSDP1, Engine.FSDP2})
 SHARDING_KINDS = FSDP_KINDS | {Engine.DEEPSPEED}
@@ -141,12 +141,10 @@ class Layout:
     @property
     def experts_misfit(self) -> str:
         """Why the ranks can't divide the experts as asked; empty if they can (`DistributedConfig`, transformers)."""
-        together = self.shard_ranks * self.tensor
         if self.experts > 1 and self.engine is not Engine.FSDP2:
             return f"it needs FSDP2, not {self.engine.label}"
-        if self.experts > 1 and self.experts % self.tensor:
-            return f"it must be a multiple of tp_size {self.tensor}"
-        return f"it must divide the {together} ranks of dp_shard x tp" if together % self.experts else ""
+        sizes = (1, self.shard_ranks, self.tensor, self.experts)  # replicas don't matter
+        return expert_refusal(dict(zip(NATIVE_SIZES, sizes, strict=True)))
 
     @property
     def expert_shard_ranks(self) -> int:

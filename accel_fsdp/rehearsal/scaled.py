@@ -14,7 +14,7 @@ from accel_fsdp.config import (
     size_key,
 )
 from accel_fsdp.errors import UsageError
-from accel_fsdp.flag_words import field_name, parse_command_line
+from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.job import Layout, from_arguments, from_yaml
 
 PROCESSES = 2
@@ -77,7 +77,7 @@ def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tup
 
 def experts_in(words: Sequence[str]) -> int:
     """The ranks that divide the experts, from the arguments of train/sft.py; 1 without."""
-    return from_arguments.whole(parse_command_line(words).get(field_name(EXPERT_FLAG))) or 1
+    return from_arguments.experts_of(parse_command_line(words))
 
 
 def with_experts(words: Sequence[str], experts: int) -> tuple[str, ...]:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_fsdp.config import (
     BY_NAME,
-    EXPERT_FLAG,
     LONG_DTYPES,
     Edit,
     Engine,
@@ -103,7 +102,7 @@ class Subject(JobConfig):
     def experts(self) -> int:
         """The ranks that divide the experts in train/sft.py, from the arguments or the launch line; 1 without."""
         launched = parse_command_line(script_arguments(self.source)) if self.args is None else self.args
-        return from_arguments.whole(launched.get(EXPERT_FLAG.lstrip("-"))) or 1 if self.launches_ours else 1
+        return from_arguments.experts_of(launched) if self.launches_ours else 1
 
     @property
     def axes(self) -> Mapping[str, int]:
