@@ -69,11 +69,10 @@ class Watchdog:
         self._first = beats.first_of(self.rank)
         self._since = self._place_since = self._last_round = time.monotonic()
         self._publish(self._first, "")
-        self._threads = [
-            threading.Thread(target=run, name=hang.WATCHES, daemon=True) for run in (self._talk, self._look)
-        ]
-        for thread in self._threads:
+        for run in (self._talk, self._look):
+            thread = threading.Thread(target=run, name=hang.WATCHES, daemon=True)
             thread.start()
+            self._threads.append(thread)  # started, as the main thread may wait for its end at any time
 
     def end(self) -> None:
         """Ends the watch: from here on it doesn't end this process."""

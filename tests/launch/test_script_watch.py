@@ -213,6 +213,26 @@ def test_a_rank_that_has_just_moved_has_not_waited() -> None:
     assert beat.still < 50
 
 
+def test_a_watch_may_end_while_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher's watch begins in a thread, and the script's own Trainer ends it at that moment."""
+    watch = script_watch.ScriptWatch(6)
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def starts(thread: threading.Thread) -> None:
+        if thread.name == hang.WATCHES:
+            watch.leave()
+            started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+    watch.begin()
+    for thread in started:
+        thread.join(5)
+    assert len(started) == 2
+    assert not any(thread.is_alive() for thread in started)
+
+
 @pytest.mark.parametrize("watches", [True, False])
 def test_what_watches_read_is_not_the_scripts(watches: bool) -> None:
     """They read what the system says of all processes: idle ranks of `launch --cpu` counted as busy."""

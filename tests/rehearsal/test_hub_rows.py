@@ -19,6 +19,7 @@ from datasets import Dataset
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
+from accel_fsdp.job import Layout
 from accel_fsdp.rehearsal import hub_rows, prepare
 from accel_fsdp.rehearsal.job import Rehearsed
 
@@ -159,7 +160,8 @@ WORDS = ("--dataset_train_split", "train_sft", "--columns", "prompt=question", "
 )
 def test_made_up_rows_need_no_columns(name: str, said: str, tiny_model: Path, tmp_path: Path) -> None:
     words = ("--dataset_name", name, *WORDS)
-    made = prepare.prepare(JobConfig({}), str(tiny_model), words, Rehearsed(tmp_path, tmp_path))
+    alone = Layout.alone()
+    made = prepare.prepare(JobConfig({}), str(tiny_model), words, Rehearsed(tmp_path, tmp_path), alone, alone)
     assert made.said.endswith(f"; tokenizer real, {said}")
     assert made.run.kept == ("--dataset_train_split", "train_sft", "--seed", "7")
     assert [file.name for file in made.rows.rglob("*.jsonl")] == ["train_sft-00000-of-00001.jsonl"]
