@@ -34,7 +34,7 @@ WRITING = frozenset({"output", "html", "json", "force", "compare"})
 
 @dataclass(frozen=True)
 class Migrated:
-    """A YAML for another engine, and what became of each key. `lost` are the changes whose meaning it can't carry."""
+    """A YAML for another engine, and the change of each key. `lost` are the changes whose meaning can't be kept."""
 
     text: str
     changes: tuple[Change, ...]
@@ -86,7 +86,7 @@ def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
     """The prediction of `accel-fsdp plan`; `flags` are the command's, such as `seq_len=4096` or `method="lora"`.
 
     Raises:
-        UserError: the model or the GPUs are not known, the numbers can't be, or there is no such flag.
+        UserError: the model, the GPUs or a flag are unknown, or a number is invalid.
     """
     from accel_fsdp import planner
 
@@ -148,7 +148,7 @@ def export(
     """Writes a Hugging Face folder from a checkpoint, complete and verified or not at all, as `accel-fsdp export`.
 
     Raises:
-        UserError: the checkpoint can't be exported as asked; `out` is as it was.
+        UserError: the checkpoint can't be exported as asked; `out` stays unchanged.
     """
     from accel_fsdp import exporter
 
@@ -195,7 +195,7 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
 
 
 def _refuse_value(name: str, value: Any, hint: Any) -> None:
-    """Raises UsageError for a value that the command line would not take either; a path may be a text."""
+    """Raises UsageError for a value that the command line refuses too; a path may be a string."""
     alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     choices = [choice for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]
     types = [kind for kind in alternatives if get_origin(kind) is not Literal]

@@ -80,7 +80,7 @@ def _mode(path: Path) -> int:
 
 
 def _takes_a_stream(path: Path) -> bool:
-    """Whether it is a character device, such as a terminal or /dev/null, or a pipe: nothing in it can be replaced."""
+    """Whether `path` is a character device, such as a terminal or /dev/null, or a pipe: neither can be replaced."""
     mode = _mode(path)
     return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
 
@@ -96,7 +96,7 @@ def _send(path: Path, text: str) -> None:
 
 
 def _kept(path: Path) -> tuple[int, str]:
-    """Permissions and line ends that a new version of `path` should have: its own, else the umask's and Unix's."""
+    """Permissions and line ends for a new version of `path`: the existing file's, else the umask's and Unix's."""
     mode = _mode(path)
     if not mode:
         return file_mode(), "\n"
@@ -118,7 +118,7 @@ def is_taken(path: Path) -> bool:
     """Whether writing `path` would replace something; a device or a pipe isn't replaced.
 
     Raises:
-        UserError: that is unknown, as in a folder without permission, or for a name that is too long.
+        UserError: this can't be found out, for example in a folder without permission, or for a name that is too long.
     """
     try:
         return _mode(path) != 0 and not _takes_a_stream(path)
@@ -129,7 +129,7 @@ def is_taken(path: Path) -> bool:
 def refuse_existing(
     path: Path, why: str = "it may be the config of another job", flag: str = "-o", allow: str = "--force"
 ) -> None:
-    """Keeps a file from being overwritten without the user's word.
+    """Refuses to overwrite a file unless the user allows it.
 
     Raises:
         UserError: there is such a file, or a folder, or the name is empty.

@@ -93,7 +93,7 @@ def _refuse_command(words: list[str]) -> NoReturn:
     """Shows the commands, or refuses an unknown one.
 
     Raises:
-        UsageError: the command is unknown. SystemExit: none was named, or help was asked for.
+        UsageError: the command is unknown. SystemExit: no command was named, or help was asked for.
     """
     first = words[0] if words else ""
     if not first or first in flag_words.HELP or first.startswith("--tyro-"):
@@ -242,8 +242,8 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
 class Command:
     """`summary` is its line in the help, `place` the class of its flags, `run` the function that takes them.
 
-    `cleaned`: what a command that cleans up says when Ctrl-C, SIGTERM or SIGHUP ends it; `outcome`: what the others say
-    at Ctrl-C. `finished` is a function that returns another sentence once the command has done its work.
+    `cleaned`: the message of a command that cleans up when Ctrl-C, SIGTERM or SIGHUP ends it; `outcome`: the message of
+    the others at Ctrl-C. `finished` is a function that returns another sentence once the command has done its work.
     """
 
     summary: str
@@ -255,7 +255,7 @@ class Command:
     has_script: bool = False
 
     def left(self) -> str:
-        """What the command leaves behind where it is ended now."""
+        """A sentence about what the command leaves behind if it is ended now."""
         return (_named(self.finished)() if self.finished else "") or self.cleaned or self.outcome
 
     def flags(self) -> type:

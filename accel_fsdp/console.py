@@ -1,4 +1,4 @@
-"""Tables, previews and progress. The only module of the package that prints: data to stdout, talk to stderr."""
+"""Tables, previews and progress. The only module of the package that prints: data to stdout, messages to stderr."""
 
 import difflib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ from accel_fsdp.errors import one_line, printable, to_stdout
 
 
 class Stdout(Console):
-    """A console whose failures are the user's to mend, such as a full disk."""
+    """A console whose errors, such as a full disk, are reported to the user."""
 
     def print(self, *objects: Any, **how: Any) -> None:
         with to_stdout():
@@ -29,9 +29,10 @@ data = Stdout(highlight=False, emoji=False)
 
 
 def say(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> None:
-    """One line of talk, or several with `lines`: else a line feed is part of a name, and is spelt out.
+    """Prints a message.
 
-    Long lines stay whole so that they can be copied, unless `wrap` breaks them between words.
+    With `lines` it may have several; otherwise a line feed is part of a name, and is escaped. Long lines stay whole so
+    that they can be copied, unless `wrap` breaks them between words.
     """
     _print(talk, printable(text) if lines else one_line(text), style, wrap)
 
@@ -53,7 +54,7 @@ def show_yaml(text: str, title: str) -> None:
 
 
 def put(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> None:
-    """Data for a pipe: `text` and a newline, as `say` prints talk; the style shows in terminals only."""
+    """Prints data for a pipe: `text` and a newline, with the options of `say`; the style shows in terminals only."""
     _print(data, printable(text) if lines else one_line(text), style, wrap)
 
 
@@ -125,7 +126,7 @@ def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legen
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """A spinner with the time that it takes, while something slow runs; silent when stderr is not a terminal."""
+    """Shows a spinner and the elapsed time while something slow runs; silent when stderr is not a terminal."""
     if not talk.is_terminal:  # rich would start a thread all the same, which a browser's Python can't
         yield
         return

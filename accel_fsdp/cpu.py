@@ -94,7 +94,7 @@ def mend_fsdp1() -> None:
 def allow_bf16() -> None:
     """`TrainingArguments` refuses bf16 without a GPU, unless `use_cpu` is set; CPUs compute in it.
 
-    For scripts that don't set it, such as TRL's, whose default is bf16. Other callers still get False.
+    The patch is for scripts that don't set it, such as TRL's, whose default is bf16. Other callers still get False.
     """
     from transformers import utils
 
@@ -119,7 +119,7 @@ def init_process_group(timeout_seconds: float) -> None:
 
 
 def at_end(function: Callable[[], None]) -> None:
-    """Has `finish(0)` call a function first, whether the script calls that or what runs the script."""
+    """Registers a function that `finish(0)` calls first."""
     _at_end.append(function)
 
 
@@ -159,7 +159,8 @@ def _exit(exit_code: int) -> NoReturn:
 def wait_for_others(end: str) -> None:
     """Returns once all ranks have come to this end, as closed connections would fail the collectives of others.
 
-    They count in the store: a barrier would be taken for one that another rank still waits in.
+    The ranks count themselves in the store, because a barrier could be mistaken for one in which another rank still
+    waits.
     """
     import torch.distributed as dist
 
@@ -183,8 +184,8 @@ def _announce(launch: LaunchEnvironment) -> None:
 def _prepare_deepspeed() -> None:
     """Sets DeepSpeed's device before its import, and turns off offload, which would be compiled to copy CPU to CPU.
 
-    Its reductions through shared memory would be compiled too (0.19): that takes a minute and a compiler, and later
-    jobs wait for ever for a build that was killed. Without them it reduces by gloo.
+    DeepSpeed's reductions through shared memory would be compiled too (0.19): that takes a minute and a compiler, and
+    later jobs wait for ever for a build that was killed. Without them DeepSpeed reduces by gloo.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.update(dict.fromkeys(OFFLOAD_DEVICES, "none"))

@@ -18,7 +18,7 @@ PROBE_BYTES = MIB
 
 
 def full(error: BaseException, folder: Path) -> str:
-    """That the disk is full, where this is why `folder` could not be written; else empty.
+    """A sentence that the disk is full, if that is why `folder` could not be written; else empty.
 
     Call before half-written files are removed: torch's archive writer (2.13) reports a full disk only as
     "position 704 instead of 598", so a write is tried.
@@ -32,7 +32,7 @@ def full(error: BaseException, folder: Path) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The error and what led to it; for a sharded checkpoint, the error of the first rank that failed."""
+    """The error and its causes; for a sharded checkpoint, the error of the first rank that failed."""
     while error is not None:
         if failures := getattr(error, "failures", None):  # torch's CheckpointException
             error = next(iter(failures.values()))[0]

@@ -28,7 +28,7 @@ UNPRINTABLE = re.compile(
 
 
 def printable(text: str) -> str:
-    """`text` without control characters, which could move a terminal's cursor: they are spelt out, such as \\x1b.
+    """`text` with escaped control characters, such as \\x1b, because they could move a terminal's cursor.
 
     Names of tensors, files and keys come from untrusted files. Everything that this package prints goes through here.
     """
@@ -36,7 +36,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` as `printable`, with line feeds spelt out, so that a name can't add lines to the output."""
+    """`text` as `printable`, with escaped line feeds, so that a name can't add lines to the output."""
     return printable(text).replace("\n", "\\n")
 
 
@@ -64,7 +64,7 @@ def _again(kind: type[UserError], what: str, why: str, fix: str) -> UserError:
 
 
 def in_a_line(error: BaseException) -> str:
-    """An error as part of a sentence: the `what` of a UserError, the class and text of another one."""
+    """An error as part of a sentence: the `what` of a UserError, the class and text of any other error."""
     if isinstance(error, UserError):
         return one_line(error.what)
     return f"{type(error).__name__}: {error}"
@@ -185,7 +185,7 @@ def near_key(name: str, known: Iterable[str]) -> str:
 
 
 def typo_of(name: str, known: Iterable[str], certain: bool = True) -> str:
-    """The one known key that `name` surely misspells, else the empty string.
+    """The only known key that `name` can be a misspelling of, else the empty string.
 
     The two differ by at most two wrong, missing, doubled or swapped letters, one in a short name (`ddp_config` counts
     as `ddp`); they have the same digits, and no second key is as near. If not `certain`, three letters may differ.
@@ -230,7 +230,7 @@ def guard(main: Callable[[], None], interrupted: Callable[[], str] = lambda: "in
     After Ctrl-C the sentence of `interrupted` is printed.
 
     Ranks usually fail for the same reason, so the other ranks of a node wait for rank 0's message: the launcher ends
-    them once rank 0 has failed. A rank that is still alive afterwards failed for a reason of its own and prints it.
+    them once rank 0 has failed. A rank that is still alive afterwards failed for a different reason and prints it.
     """
     global _failure_file
     _failure_file = os.environ.pop(FAILURE_FILE, "")  # child processes aren't ranks
@@ -323,7 +323,7 @@ def _forget_stdout() -> None:
 
 
 def report_to_launcher(error: UserError) -> None:
-    """Writes the message to the file of torch's launcher, which then ends its report of the failure with it.
+    """Writes the message to the error file of torch's launcher, which then ends its failure report with it.
 
     Otherwise that report is 40 lines that refer to a page about tracebacks. `accel-fsdp launch` learns from its own
     file that a rank has failed.

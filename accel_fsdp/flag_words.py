@@ -1,6 +1,6 @@
-"""Refuses words that a command doesn't take, before tyro parses them.
+"""Refuses invalid command-line words before tyro parses them.
 
-tyro would take the word after a misspelt flag for that flag's value, and then call FILE unknown or missing. For a wrong
+tyro would use the word after a misspelt flag as its value, and then report FILE as unknown or missing. For a wrong
 value it lists types and its attempts to parse them, and it ignores a flag with the value None.
 """
 
@@ -34,7 +34,7 @@ class Flag:
 
 
 def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> list[str]:
-    """Raises unless each flag among `words` is one of `declared`, the class that is parsed into, with its value.
+    """Raises unless each flag among `words` is a field of `declared`, the class to be parsed, and has a valid value.
 
     Returns a note for each flag with several values, of which the last one counts, as in argparse.
     """
@@ -70,7 +70,7 @@ def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> list[str
 
 
 def _places_of(declared: type) -> int | None:
-    """How many positional words such a class takes; None for any number."""
+    """The number of positional words that such a class takes; None for any number."""
     hints = [get_args(hint) for hint in get_type_hints(declared, include_extras=True).values()]
     kinds = [hint[0] for hint in hints if tyro.conf.Positional in hint]
     return None if any(get_origin(kind) is tuple for kind in kinds) else len(kinds)
@@ -92,7 +92,7 @@ def flags_of(declared: type) -> dict[str, Flag]:
 
 
 def _pairs(flags: dict[str, Flag], words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Each flag among these words, and its value where it has one; the other words as they are."""
+    """Each flag among these words with its value, if it has one; other words unchanged."""
     remaining = list(words)
     while remaining and (word := remaining.pop(0)) != "--":
         if not is_flag(word):

@@ -1,7 +1,7 @@
-"""Looks at where other threads are, without keeping what they release.
+"""Reads the stacks of other threads, without keeping their objects alive.
 
-Whoever holds a frame holds its locals, and so the tensors in them. A thread that looks at the main one every second
-delays their release by as long as it takes, which on a busy machine is until its next turn.
+A reference to a frame keeps its locals alive, and so the tensors in them. A thread that reads the main thread's stack
+every second delays their release until it is done, on a busy machine until it is next scheduled.
 """
 
 import sys
@@ -28,7 +28,7 @@ class Spot(NamedTuple):
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """While it lasts no thread holds a frame of another through `stack_of`: releases come when the code makes them."""
+    """In the block, `stack_of` holds no frames of other threads, so that releases happen when the code makes them."""
     with _looking:
         yield
 

@@ -1,4 +1,4 @@
-"""The frame of all HTML pages of this package: one file, nothing loaded from elsewhere, light and dark, any width.
+"""The frame of all HTML pages of this package: self-contained, light and dark, any width.
 
 Figures come from `svg`; a page shows each in the width that fits. Pure.
 """

@@ -31,7 +31,7 @@ def configs() -> dict[str, Path]:
 
 
 def init(command: InitCommand) -> int:
-    """Copies the files and says what to type next; returns 0. All of them are new, or none is written."""
+    """Copies the files and prints the next command; returns 0. Writes nothing if one of the files exists."""
     target, config, native = command.folder, command.config, command.native
     contents = _contents(config, native)
     _refuse_file(target)
@@ -66,7 +66,7 @@ def _needed(text: str, path: str) -> str:
 
 
 def _refuse_file(target: Path) -> None:
-    """Raises unless a project can be created there: nothing on the way to it is a file."""
+    """Raises if the target, or a folder above it, is a file."""
     for place in (target, *target.parents):
         if os.path.exists(place) and not os.path.isdir(place):  # without a right to look in, atomic_files says so
             raise UserError(

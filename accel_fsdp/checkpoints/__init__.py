@@ -1,4 +1,4 @@
-"""Checkpoints and exports as they are on disk: found, judged and opened without torch, and nothing in them is run."""
+"""Checkpoints and exports on disk: found, judged and opened without torch, and without running code from them."""
 
 import lazy_loader
 

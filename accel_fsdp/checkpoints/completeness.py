@@ -4,8 +4,8 @@ All other modules ask this one: a resume needs all of a checkpoint (`flaw`, then
 weights only needs complete weights (`unfinished`).
 
 `checkpoint-N/complete.json` marks a folder as being written, from before its first file until all files are on disk;
-then one rename replaces it by the list of their sizes and hashes. A folder without a marker was written by plain
-Trainer, and is complete if it has the files that Trainer and torch write last.
+then one rename replaces its content with the list of their sizes and hashes. A folder without a marker was written by
+plain Trainer, and is complete if it has the files that Trainer and torch write last.
 """
 
 import json
@@ -56,7 +56,7 @@ class Parts:
 
     @property
     def new_state(self) -> tuple[str, ...]:
-        """The missing files besides the weights: Trainer resets their state without a warning."""
+        """The missing files besides the weights, whose state Trainer resets without a warning."""
         states = {file_names.OPTIMIZER: self.optimizer, file_names.SCHEDULER: self.scheduler}
         return tuple(name for name, is_there in states.items() if not is_there)
 
@@ -157,7 +157,7 @@ def unfinished(folder: Path) -> tuple[str, ...]:
 
 
 def _is_of_trainer(folder: Path) -> bool:
-    """Whether Trainer wrote it, unlike `Accelerator.save_state` or an export, which write no `trainer_state.json`."""
+    """Whether Trainer wrote a folder. `Accelerator.save_state` and an export write no `trainer_state.json`."""
     state = (file_names.SCHEDULER, f"{file_names.RNG_STATE}*", f"{file_names.OPTIMIZER}*")
     others = (f"{file_names.RANDOM_STATES}_*", file_names.REPORT)
     return (
@@ -168,7 +168,7 @@ def _is_of_trainer(folder: Path) -> bool:
 
 
 def lacking_to_resume(checkpoint: Path, parts: Parts) -> list[str]:
-    """The missing parts that Trainer would reset, in words; DeepSpeed keeps all of them in its own folder."""
+    """The names of the missing parts that Trainer would reset; DeepSpeed keeps all of them in a separate folder."""
     if by_deepspeed(checkpoint):
         folder = checkpoint / (deepspeed.latest(checkpoint) or "")
         return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
@@ -182,7 +182,7 @@ def by_deepspeed(checkpoint: Path) -> bool:
 
 
 def by_fsdp(checkpoint: Path, parts: Parts) -> bool:
-    """Whether it has weights as Accelerate stores them under FSDP."""
+    """Whether a checkpoint has weights as Accelerate stores them under FSDP."""
     return parts.sharded or parts.full or any(checkpoint.glob(file_names.LOCAL_MODELS))
 
 
@@ -227,7 +227,7 @@ def _size_flaw(path: Path, size: int) -> str:
 def choose(run: Path, among: Sequence[Path] | None = None, flaw_of: Callable[[Path], str] = flaw) -> Choice:
     """The complete checkpoint-N with the highest number; Trainer itself may choose a half-written one.
 
-    `among`: the run's checkpoints, oldest first. `flaw_of` returns why one can't be used; empty: it can.
+    `among`: the run's checkpoints, oldest first. `flaw_of` returns why a checkpoint can't be used, or an empty text.
     """
     skipped: dict[Path, str] = {}
     for checkpoint in reversed(file_names.checkpoints(run) if among is None else among):

@@ -1,7 +1,7 @@
 """Distributed checkpoints of torch (DCP): `.metadata` and `.distcp` files, read without torch.
 
-`.metadata` is a pickle, and loading it the usual way runs what it names. Here it is read by an unpickler that admits
-the types of DCP's metadata and turns them into inert values.
+`.metadata` is a pickle, and loading it the usual way runs the code that it names. The unpickler here admits only the
+types of DCP's metadata, and turns them into inert values.
 """
 
 import contextlib
@@ -81,14 +81,14 @@ class Entry:
 
 
 def read(folder: Path, reader: FileReader) -> dict[tuple[str, ...], Stored]:
-    """Finds all tensors of a folder by path, that is the keys of the nested state dict; no tensor is read."""
+    """Finds all tensors of a folder by path, the keys of the nested state dict, without reading any."""
     return {entry.path: entry.stored(name) for name, entry in entries(folder, reader).items()}
 
 
 def entries(folder: Path, reader: FileReader) -> dict[str, Entry]:
-    """The tensors that a folder lists, by their flat names, each with its chunks; none is read.
+    """The tensors that a folder lists, by their flat names, each with its chunks, without reading any.
 
-    Pickled values, such as learning rates, are passed over.
+    Pickled values, such as learning rates, are skipped.
     """
     with _listing(folder) as metadata:
         chunks, items = _Chunks(reader), _items(folder, reader, metadata["storage_data"])
@@ -101,7 +101,7 @@ def entries(folder: Path, reader: FileReader) -> dict[str, Entry]:
 
 
 def listed(folder: Path, reader: FileReader, needed: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], Any]:
-    """The paths of all that a folder lists, with the pickled value where it is `wanted`, else None."""
+    """The path of each entry of a folder, with its pickled value if `needed` accepts the path, else None."""
     with _listing(folder) as metadata:
         items, nested = _items(folder, reader, metadata["storage_data"]), metadata.get("planner_data") or {}
         paths = {_text(name): _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
@@ -120,7 +120,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def unpickled(content: bytes, path: Path) -> Any:
-    """What a `.metadata` file lists, as inert values.
+    """The content of a `.metadata` file, as inert values.
 
     Raises:
         UserError: it is damaged, or names something else than the types of DCP's metadata.
@@ -143,10 +143,10 @@ def _listing(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 class _Chunks:
-    """Says what the chunks hold, each of which is an archive of one tensor.
+    """Describes the content of chunks, each of which is an archive of one tensor.
 
-    Among thousands most are alike: of one length, with the same bytes up to their numbers. One of a kind is taken
-    apart; of the others only the checksum is another.
+    Most of the thousands of chunks have the same length and the same bytes, except for their numbers. Of each kind the
+    first chunk is parsed; the others differ from it only in the checksum.
     """
 
     def __init__(self, reader: FileReader) -> None:
@@ -188,7 +188,7 @@ def _path(keys: Any) -> tuple[str, ...]:
 
 
 def _items(folder: Path, reader: FileReader, listed: dict[Inert, Inert]) -> dict[tuple[str, Any], _Item]:
-    """The place of each chunk by name and offset, all of them in plain files of the folder."""
+    """The location of each chunk by name and offset; all files must be plain files of the folder."""
     items: dict[tuple[str, Any], _Item] = {}
     places: dict[str, tuple[Path, int]] = {}
     for index, place in listed.items():
@@ -213,7 +213,7 @@ def _items(folder: Path, reader: FileReader, listed: dict[Inert, Inert]) -> dict
 
 
 def _check_apart(folder: Path, items: Collection[_Item]) -> None:
-    """Refuses places that overlap: reading them would take longer than the files' sizes warrant."""
+    """Refuses chunks that overlap: reading them would take longer than the files' sizes warrant."""
     places = sorted((str(item.path), item.start, item.length) for item in items)
     for (file, start, length), (following, at, _) in pairwise(places):
         if file == following and at < start + length:

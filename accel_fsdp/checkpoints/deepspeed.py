@@ -43,7 +43,7 @@ ADMITTED: dict[tuple[str, str], Any] = {
 
 
 def folder_of(checkpoint: Path) -> Path | None:
-    """The folder of the ranks' files: `global_stepN` as the file `latest` says, else the highest; None without one."""
+    """The folder of the ranks' files: the `global_stepN` that `latest` names, else the highest; None without one."""
     if any(checkpoint.glob(file_names.ZERO_OPTIMIZERS)):
         return checkpoint
     name = latest(checkpoint)
@@ -63,9 +63,9 @@ def _numbers(name: str) -> list[int]:
 
 
 def read(folder: Path, reader: FileReader, optimizer_too: bool = False) -> dict[tuple[str, ...], Stored]:
-    """All parameters in float32, frozen ones and buffers as they are, by path; no tensor is read.
+    """Finds all parameters in float32, frozen ones and buffers as stored, by path, without reading any.
 
-    With `optimizer_too` also its state, the paths of which begin as in the nested state dict of other checkpoints.
+    With `optimizer_too` also the optimizer's state, whose paths begin as in the nested state dict of other checkpoints.
     """
     optimizer = sorted(folder.glob(file_names.ZERO_OPTIMIZERS), key=lambda path: _numbers(path.name))
     model = sorted(folder.glob(file_names.ZERO_MODELS), key=lambda path: _numbers(path.name))
@@ -173,7 +173,7 @@ def _cut(spans: list[ViewSpan], start: int, stop: int) -> Iterator[ViewSpan]:
 
 
 def _joined(name: str, shape: tuple[int, ...], spans: list[ViewSpan]) -> Stored:
-    """A tensor of spans laid end to end; what is left over at the end is padding."""
+    """A tensor of spans laid end to end; the remainder at the end is padding."""
     pieces, at, total = [], 0, prod(shape)
     for view, first, last in spans:
         count = min(last - first, total - at)

@@ -28,7 +28,7 @@ EXPORTED = ("safetensors", "adapter")
 class CheckpointLocation:
     """A checkpoint or model: its kind, the folder that a user would name, the path of the weights, missing files.
 
-    `refused` says why a part that is missing can't be read although it is there.
+    `refused` says why an existing part that counts as missing can't be read.
     """
 
     kind: CheckpointKind
@@ -208,7 +208,7 @@ def listed(run: Path) -> list[CheckpointLocation]:
 
 
 def _is_trained(folder: Path) -> bool:
-    """Whether a run's folder may be its result: not the model it began with, nor an export."""
+    """Whether a run's folder may hold its result, rather than the model it began with or an export."""
     return folder.name != file_names.DESCRIBED and not (folder / file_names.REPORT).is_file()
 
 
@@ -252,7 +252,7 @@ def _check_links(checkpoint: CheckpointLocation, given_path: Path) -> None:
 
 
 def of_adapter(checkpoint: CheckpointLocation, name: str) -> CheckpointLocation:
-    """One of several adapters that PEFT saved: `default` in the folder itself, each other one in a subfolder."""
+    """One of several adapters that PEFT saved: `default` in the folder itself, any other in a subfolder."""
     untrusted_files.check_folder(checkpoint.folder / name, checkpoint.folder)
     inner = _adapter(checkpoint.folder / name)
     if inner is None and name != "default":
@@ -299,10 +299,10 @@ def _of_file(path: Path) -> CheckpointLocation | None:
 
 
 def _of_safetensors(path: Path) -> CheckpointLocation | None:
-    """The model or adapter that a file holds, in whole or in part; never that of another file beside it.
+    """The model or adapter that this file holds, in whole or in part.
 
     Raises:
-        UserError: the file is a part of a model whose other parts are unknown, or that isn't the folder's model.
+        UserError: the file is a part of a model whose other parts are unknown, or of another model than the folder's.
     """
     folder = path.parent
     if path.name == file_names.ADAPTER:

@@ -1,6 +1,6 @@
 """The names of files and folders in runs, checkpoints and exports, each with who writes it. Patterns are those of glob.
 
-What a folder with some of them is, `discover` decides.
+`discover` decides what a folder with some of these files is.
 """
 
 import re

@@ -16,7 +16,7 @@ HASHED_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Origin:
-    """The properties of the run that wrote a checkpoint that a run that resumes it must share.
+    """The properties of the run that wrote a checkpoint; a run that resumes it must have the same.
 
     `engine` is FSDP, DDP (one process too) or ZeRO with its stage; `rows_per_step` counts the rows of all ranks in one
     step of the optimizer. Zeros are unknown.
@@ -56,7 +56,7 @@ def read(checkpoint: Path) -> Marker | None:
 
 
 def _is_list(value_by_name: Any, kind: type) -> bool:
-    """Whether it maps names of files inside the folder to values of `kind`."""
+    """Whether `value_by_name` maps names of files inside the folder to values of `kind`."""
     return isinstance(value_by_name, dict) and all(
         type(value) is kind and not Path(name).is_absolute() and ".." not in Path(name).parts and "\0" not in name
         for name, value in value_by_name.items()
@@ -146,7 +146,7 @@ def damage(checkpoint: Path, needed: Callable[[str], bool] = bool, part: int = 0
 def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:
     """The checkpoint's own files that the marker doesn't list.
 
-    Files of a rank are skipped if the marker lists other ranks' only: they were on another machine's disk.
+    Files of a rank are skipped if the marker lists only other ranks: they were on another machine's disk.
     """
     listed = marker.sizes.keys() | marker.hashes.keys()
     ranks = {rank for name in listed if (rank := rank_in(name))}

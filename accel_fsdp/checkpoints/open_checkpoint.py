@@ -33,8 +33,8 @@ class Weights:
     """The content of a checkpoint.
 
     `tensors` are the model's, empty where only an adapter was saved; `adapter` are those of a PEFT adapter, by the
-    names in PEFT's own files. `filed`: the names are already those of files, not of the model in memory, as in the
-    files of ranks.
+    names in PEFT's own files. `filed`: the names are those in files, not those of the model in memory, as in the files
+    of ranks.
     """
 
     tensors: dict[str, Stored]
@@ -90,7 +90,7 @@ def _full_optimizer(folder: Path, reader: FileReader) -> dict[tuple[str, ...], S
 
 
 def of_place(place: Path) -> dict[str, Stored]:
-    """The tensors of a model's folder, or of the one safetensors file that was named."""
+    """The tensors of a model's folder, or of a single safetensors file."""
     return of_folder(place) if place.is_dir() else of_file(place)
 
 
@@ -127,7 +127,7 @@ def of_file(path: Path) -> dict[str, Stored]:
 def _of_files(
     folder: Path, names: Sequence[str], listed: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Stored]:
-    """The tensors of several files, some of which may be in parts; `listed` is the file of each by their index."""
+    """The tensors of several files, some of which may be in parts; `listed` is each tensor's file by their index."""
     parts: dict[str, dict[tuple[int, ...], safetensors_header.Tensor]] = {}
     listed_in: set[tuple[str, str]] = set()
     for file in names:
@@ -215,7 +215,7 @@ def _check_unadapted(names: Mapping[str, Stored]) -> None:
 
 
 def _second_model(paths: Paths, model: Paths) -> Paths:
-    """The model's tensors under further keys, such as an average's: most names and shapes there are the model's."""
+    """Copies of the model under further keys, such as an average of weights: most names and shapes match."""
     shapes = {_plain(path[-1]): stored.shape for path, stored in model.items()}
     mappings: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for path in paths:
@@ -230,7 +230,7 @@ def _second_model(paths: Paths, model: Paths) -> Paths:
 
 
 def _content(stored: Stored) -> tuple[Any, ...]:
-    """What makes two tensors equal: the same bytes, or bytes of the same length and checksum."""
+    """A key that is equal for equal tensors: their location in a file, or the length and checksum of their bytes."""
     pieces = []
     for piece in stored.pieces:
         record = piece.record

@@ -1,4 +1,4 @@
-"""Which parameters an optimizer of FSDP had when it was saved, and which of them had a state; no state is read."""
+"""The parameters of an FSDP optimizer when it was saved, and those of them that had a state; no state is read."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,11 +1,11 @@
-"""Pickles, read by a machine that makes plain data and nothing else.
+"""Reads pickles as plain data, without running code.
 
 A pickle is a program: it names code, calls it, and sets attributes on what it got. This is Python's own reader with
-other steps for these: a name stands for what the caller admits under it, which is a value, a function written for this
-purpose, or a kind of `Inert`. Only these are called, and only `Inert` things take a state.
+other steps for these opcodes: a name gives what the caller admits under it, which is a value, a function written for
+this purpose, or a subclass of `Inert`. Only these are called, and only `Inert` things take a state.
 
-Time and memory are bounded by the length of the pickle, because each step pays for what it makes, and a call for all
-that its arguments hold, as often as it is there: no function takes more than that, whatever it does with them.
+Time and memory are bounded by the length of the pickle: each step is charged for what it makes, and a call for
+everything in its arguments, repeated parts included, because no function needs more than that.
 """
 
 import io
@@ -71,7 +71,7 @@ def _set(members: Any = ()) -> set[Any]:
 
 
 def _latin1(text: str, encoding: str = "latin1") -> bytes:
-    """Bytes as old protocols write them: as text, with the call that turns it back."""
+    """Bytes as old protocols write them: as text, with a call that converts it back."""
     if encoding != "latin1":
         raise ValueError("text in another encoding")
     return text.encode("latin1")
@@ -82,7 +82,7 @@ def _no_bytes() -> bytes:
 
 
 def _empty(*factory: Any) -> dict[Any, Any]:
-    """A mapping of a class of its own, whose items follow in the pickle."""
+    """A mapping of a special class, whose items follow in the pickle."""
     return {}
 
 
@@ -117,13 +117,13 @@ class Machine(PYTHONS):  # type: ignore[misc]
         self.room = min(spare_room + ROOM_PER_BYTE * len(content), MOST_ROOM)
 
     def pay(self, size: int) -> None:
-        """Takes so many bytes from what the pickle may make."""
+        """Subtracts these bytes from the limit of what the pickle may make."""
         self.room -= size
         if self.room < 0:
             raise ValueError("it takes much more memory than it is long")
 
     def pay_for(self, value: Any) -> None:
-        """Pays for all that a function could do with a value that it is given, as often as a part of it is there."""
+        """Charges a call for everything in its argument, repeated parts included."""
         left = [value]
         while left:
             part = left.pop()
@@ -171,7 +171,7 @@ def _call(machine: Machine) -> None:
 
 
 def _build(machine: Machine) -> None:
-    """Sets a state: of stand-ins alone. What torch notes on ordered mappings (`_metadata`) is not part of them."""
+    """Sets the state of an `Inert` object only. torch's `_metadata` on ordered mappings is dropped."""
     state = machine.stack.pop()
     if not isinstance(machine.stack[-1], (Inert, OrderedDict)):
         raise TypeError("a state for something that has none")

@@ -1,6 +1,6 @@
 """The pickles of a checkpoint that libraries load when a run resumes, read safely before any of them does.
 
-torch and DeepSpeed unpickle some of them without a limit on what they name: a checkpoint of a stranger would run code.
+torch and DeepSpeed unpickle some of them without restrictions: an untrusted checkpoint would run code.
 """
 
 from contextlib import closing
@@ -23,10 +23,10 @@ ZERO = "*_states.pt"
 
 
 def refusal(checkpoint: Path, part: int = 0, of: int = 1) -> UserError | None:
-    """Why a checkpoint's pickles can't be loaded: one is damaged, or names what could run code; None if all are fine.
+    """Why a checkpoint's pickles can't be loaded: one is damaged or could run code; None if all are fine.
 
-    Of the files those from `part` on are read, every `of`-th, so that ranks share the work. Weights and optimizer
-    states in single files are left out: torch itself loads them as tensors alone.
+    Every `of`-th file is read, from `part` on, so that ranks share the work. Weights and optimizer states in single
+    files are left out: torch itself loads them as tensors alone.
     """
     try:
         _check_folder_of_zero(checkpoint)

@@ -30,9 +30,9 @@ def unpickle(
     load: Callable[[Any], Any] | None = None,
     spare_room: int = SPARE_ROOM,
 ) -> Any:
-    """The object in a pickle of admitted names; `load` makes what it calls persistent, such as storages.
+    """The object in a pickle of admitted names; `load` resolves persistent ids, such as storages.
 
-    It is a tree: nothing in it holds itself, and to walk it, or to write down the path of each leaf, takes time and
+    The object is a tree: nothing in it holds itself, and walking it, or listing the path of each leaf, takes time and
     memory in proportion to the pickle's length.
     """
     try:
@@ -48,9 +48,9 @@ def unpickle(
 
 
 def _unfolded(holder: Any, sizes: dict[int, tuple[int, ...]], depth: int) -> tuple[int, ...]:
-    """Height, leaves, and letters of all leaves with their paths, of a holder with each part as often as it is there.
+    """The height of a container, its leaves, and the letters of all paths, with shared parts counted each time.
 
-    `sizes` has those that were counted, and an empty tuple for those that this one is in.
+    `sizes` has the counted containers, and an empty tuple for those around this one.
     """
     if counted := sizes.get(id(holder)):
         return counted
@@ -71,7 +71,7 @@ def _unfolded(holder: Any, sizes: dict[int, tuple[int, ...]], depth: int) -> tup
 
 
 def _inner(value: Any) -> Iterator[tuple[int, Any]]:
-    """The parts of a holder, each with how many letters it adds to the paths of the leaves in it."""
+    """The parts of a container, each with the number of letters that it adds to the paths of its leaves."""
     if isinstance(value, dict):
         for name, part in value.items():
             yield 0, name

@@ -1,4 +1,4 @@
-"""Headers of safetensors files, read as strictly as the safetensors library does: which bytes are which tensor's."""
+"""Reads the headers of safetensors files, as strictly as the safetensors library: the bytes of each tensor."""
 
 import os
 from collections.abc import Mapping
@@ -39,10 +39,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """As `read`, and of a file in which a rank has put its parts of tensors, where in each the part begins.
-
-    So writes torch's HuggingFaceStorageWriter.
-    """
+    """As `read`, with the offset of each part in its tensor if a rank wrote the file (HuggingFaceStorageWriter)."""
     try:
         with untrusted_files.opened(path) as file:
             size = os.fstat(file.fileno()).st_size

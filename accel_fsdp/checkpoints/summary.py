@@ -23,7 +23,7 @@ class CheckpointFacts(completeness.Parts):
     `without_metadata` are sharded folders that lack `.metadata`; `broken` says which files can't be read, and why.
     `adapter_tensors` is None where there is no adapter file. `empty_tensor` names a tensor without elements.
     `tied_twice` says that a tied model's embeddings are stored twice. `has_config` counts a tokenizer's as well.
-    `unfinished` is what its marker says is wrong, as a resume judges it; empty where all is there, or no marker is.
+    `unfinished` is the flaw that its marker shows, as a resume judges it; empty without a flaw or without a marker.
     `refused` is why the states beside the weights can't be loaded, or must not be, because they would run code.
     """
 
@@ -50,7 +50,7 @@ def tensors_of(path: Path) -> dict[str, Tensor] | None:
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
-    """The tensors of all `model*.safetensors` in a folder; broken files count for nothing."""
+    """The tensors of all `model*.safetensors` in a folder, without broken files."""
     tensors: dict[str, Tensor] = {}
     for path in sorted(folder.glob(file_names.MODELS)):
         tensors |= tensors_of(path) or {}
@@ -74,7 +74,8 @@ def _bytes(tensor: Tensor) -> bytes:
 def model_files(folder: Path) -> tuple[list[str], Mapping[str, str]]:
     """The safetensors files that `from_pretrained` opens in a model's folder, and what their index lists, if any.
 
-    That is what the config names as `transformers_weights`; else the one file; else the files of the index.
+    They are the file that the config names as `transformers_weights`; else the single file; else the files of the
+    index.
     """
     index_name = read_json(folder / file_names.CONFIG, folder).get("transformers_weights")
     if index_name is None:
@@ -106,7 +107,7 @@ def read_json(path: Path, within: Path | None = None) -> dict[str, Any]:
 
 
 def read_checkpoint(folder: Path) -> CheckpointFacts:
-    """Looks at a checkpoint or export; of a run's folder at the checkpoint with the highest number, as Trainer does."""
+    """Reads a checkpoint or export; in a run's folder the checkpoint with the highest number, as Trainer does."""
     _check_folder(folder)
     numbered = file_names.checkpoints(folder)
     holds_model = any(folder.glob(file_names.ALL_SAFETENSORS)) or any(folder.glob(f"{file_names.TORCH_STEM}*"))
@@ -176,7 +177,7 @@ def _check_index(path: Path) -> None:
 
 
 def _refusal(path: Path) -> UserError | None:
-    """Why it is no folder or plain file that can be opened, or a link out of the folder that it is in; else None."""
+    """Why a path can't be opened as a folder or plain file, or is a link out of its folder; else None."""
     try:
         if path.is_dir():
             untrusted_files.check_folder(path, path.parent)

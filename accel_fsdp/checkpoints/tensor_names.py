@@ -1,6 +1,6 @@
-"""Names of tensors: what wrappers make of them, and how PEFT names those of LoRA adapters.
+"""Names of tensors: how wrappers change them, and how PEFT names those of LoRA adapters.
 
-Adapters are in a model, which may hold several, or in a file of their own.
+Adapters are in a model, which may hold several, or in a separate file.
 """
 
 import re
@@ -53,8 +53,8 @@ def is_wrapped(names: Iterable[str]) -> bool:
 def divided(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str, T]]]:
     """The tensors of a model with adapters: its own by their plain names, and each adapter's as in PEFT's files.
 
-    An adapter's name is empty where the tensors are already named as in files. Where the adapters alone were saved,
-    what no name tells from their own, such as `modules_to_save` in a file, is of each of them.
+    An adapter's name is empty where the tensors are already named as in files. Where only adapters were saved, a tensor
+    that its name does not assign to one of them, such as `modules_to_save` in a file, belongs to each.
     """
     base: dict[str, T] = {}
     adapters: dict[str, dict[str, T]] = {}
@@ -72,7 +72,7 @@ def divided(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str,
 
 
 def check_patterns(settings: Mapping[str, Any], modules: Iterable[str]) -> None:
-    """Tries the patterns of an adapter's settings on the names of modules: some would be at it for years."""
+    """Tries the patterns of an adapter's settings on names of modules, in limited time: some would run for years."""
     by_pattern = [settings.get(key) for key in ("rank_pattern", "alpha_pattern")]
     patterns = [pattern_of(key) for patterns_of in by_pattern if isinstance(patterns_of, dict) for key in patterns_of]
     patterns += [text for key in ("target_modules", "exclude_modules") if isinstance(text := settings.get(key), str)]

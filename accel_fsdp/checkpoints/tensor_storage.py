@@ -73,7 +73,7 @@ class Piece:
 
 
 class Source(Protocol):
-    """Something that gives a tensor's elements in C order; a part begins and ends at a multiple of `unit` elements."""
+    """The elements of a tensor in C order; a part begins and ends at a multiple of `unit` elements."""
 
     @property
     def dtype(self) -> str: ...
@@ -91,7 +91,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor made of pieces. Where each piece spans whole rows they are one-dimensional, of the flattened tensor."""
+    """A tensor made of pieces. Pieces that span whole rows are one-dimensional, of the flattened tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -169,8 +169,8 @@ def _fill(
 ) -> None:
     """Fills `target` with the box of a piece that begins at `offsets`.
 
-    It is read at once where its bytes are together; else it is divided along the dimension in which they are farthest
-    apart. So a transposed tensor is read in runs of its own order, and memory holds no more than is asked for.
+    A box of contiguous bytes is read at once; another one is divided along the dimension with the largest stride. So a
+    transposed tensor is read in runs of its own order, and memory holds no more than is asked for.
     """
     import numpy as np
 
@@ -225,8 +225,8 @@ def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece
 def _fill_exactly(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
     """Whether boxes cover each element once.
 
-    A corner of a box counts with the sign of a determinant: one more or less for each side on which it is the end. The
-    counts of the boxes add up to those of the whole if, and only if, the boxes add up to it.
+    Each corner of a box has a sign, which flips for each dimension in which the corner is the end. The signs of the
+    boxes add up to those of the whole if, and only if, the boxes add up to it.
     """
     spans = [[(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
     full = [(0, size) for size in shape]
@@ -252,7 +252,7 @@ class FileReader:
     def read(self, record: FileRecord, skip: int, view: memoryview, in_order: bool = True) -> None:
         """Fills `view` from `skip` bytes into the record on.
 
-        The checksum of many small parts, which aren't read `in_order`, is taken in the end, of the whole record.
+        The checksum of many small parts, which aren't read `in_order`, is computed at the end, from the whole record.
         """
         if skip + len(view) > record.length:
             raise damaged(record.path, "holds less than its index says")
@@ -293,7 +293,7 @@ class FileReader:
             return self._descriptors[path]
 
     def check(self) -> int:
-        """Compares the checksum of every record that was read with its file's; returns how many.
+        """Compares the checksum of every record that was read with the one in its file; returns the number of records.
 
         Parts of a record that no tensor needed, such as padding, are read now.
         """

@@ -1,8 +1,10 @@
-"""Files that `torch.save` wrote, read without torch: where each tensor's bytes are. Nothing that they name is executed.
+"""Reads files that `torch.save` wrote, without torch: the location of each tensor's bytes.
+
+No code that they name is executed.
 
 Such a file is a zip archive of stored records: a pickle that describes the object, and one record per storage. The
-pickle is read by an unpickler that admits what tensors are made of and nothing else; each name stands for code of this
-module, so not even an admitted pickle reaches torch.
+unpickler admits only the names that tensors need; each gives code of this module, so that not even an admitted pickle
+reaches torch.
 """
 
 import struct
@@ -71,7 +73,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Storage:
-    """A storage: the dtype that its class says, and its record."""
+    """A storage: the dtype that its class gives, and its record."""
 
     dtype: str
     record: FileRecord
@@ -113,7 +115,7 @@ def size(numbers: Any) -> tuple[int, ...]:
     """Sizes of a tensor, or its strides.
 
     Raises:
-        ValueError: none could have them.
+        ValueError: no tensor can have them.
     """
     dimensions = tuple(numbers)
     if len(dimensions) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < LARGEST_SIZE for n in dimensions):
@@ -198,8 +200,8 @@ TENSORS: dict[tuple[str, str], Any] = {
 class Archive:
     """A zip archive of stored records, in bytes `start` to `start + length` of a file.
 
-    Both of its ends are read at once, which hold all but the tensors: a checkpoint of many ranks has an archive per
-    chunk, ten thousand of them.
+    Both ends of the archive, which hold everything but the tensors, are read at once: a checkpoint of many ranks has an
+    archive per chunk, ten thousand of them.
     """
 
     def __init__(self, reader: FileReader, path: Path, start: int, length: int) -> None:
@@ -228,7 +230,7 @@ class Archive:
         return self.reader.bytes_of(self.path, self.start + at, count)
 
     def record(self, name: str) -> FileRecord:
-        """The place of a record's bytes, behind its local header."""
+        """The location of a record's bytes, behind its local header."""
         if name not in self.slots:
             raise damaged(self.path, f"is damaged: {name} is missing")
         slot = self.slots[name]
@@ -317,7 +319,7 @@ def _wide(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
 def load(reader: FileReader, path: Path, more: Admitted | None = None) -> Any:
     """The object in a file of torch.save, with a `View` for each tensor; no tensor is read.
 
-    `more`: names that it may hold besides tensors.
+    `more`: admitted names besides those of tensors.
     """
     if reader.bytes_of(path, 0, 4) != LOCAL:
         raise damaged(path, "is not a file of torch.save's zip format (torch 1.6 or newer), or is damaged")

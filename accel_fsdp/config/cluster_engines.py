@@ -14,8 +14,8 @@ ClusterWord = Literal["slurm", "kubernetes", "skypilot", "dstack", "ray", "torch
 class ClusterEngine:
     """`takes` are the flags of `accel-fsdp script` that not all engines take.
 
-    `places` is what knows a machine's number and the address of the first one: "launch", which reads the engine's
-    variables, the job file's own "driver", or "" where the user says it.
+    `places` is the source of a machine's number and the first machine's address: "launch", which reads the engine's
+    variables, the job file's own "driver", or "" if the user gives them.
     """
 
     title: str

@@ -21,7 +21,7 @@ EXAMPLE = ("--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first
 def comment(title: str, made_by: str, launch: str) -> list[str]:
     """Comment lines: the title of the file, the command that made it, and the command that uses it.
 
-    The command that made it has its own line, by which `with_header` recognises the header.
+    The command that made it is on a separate line, by which `with_header` recognises the header.
     """
     again = made_by.startswith(COMMAND)
     origin = [f"{HEADER} {__version__}:", f"#   {made_by}"] if again else [f"{HEADER} {__version__}: {made_by}"]
@@ -37,7 +37,7 @@ def launch_line(
 
 
 def engine_line(path: str, script: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
-    """The launch line for a job of an engine, which decides where the machines meet."""
+    """The launch line for a job on a cluster engine, which gives the address of the first machine."""
     return _line(environment, "accel-fsdp", "launch", path, *script)
 
 
@@ -46,12 +46,12 @@ def _line(environment: Mapping[str, str] | None, *words: str) -> str:
 
 
 def example_run(model: str, arguments: Iterable[str]) -> list[str]:
-    """The command that trains `model` on the example with our script, and its extra arguments."""
+    """The command that trains `model` on the example data with our script, and its extra arguments."""
     return [SCRIPT, "--model_name_or_path", model, *EXAMPLE, *arguments]
 
 
 def with_header(text: str, lines: list[str]) -> str:
-    """Replaces the header of a file that was made here; another file keeps its own first lines."""
+    """Replaces the header of a file that this package made; another file keeps its first lines."""
     old = text.splitlines(keepends=True)
     place = _made_here(old)
     if place is None:

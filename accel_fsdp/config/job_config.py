@@ -1,6 +1,6 @@
 """Typed access to an Accelerate YAML: engine, sharding, precision, processes.
 
-Pure. Values are those that Accelerate sees, which reads YAML 1.1 with PyYAML (there a bare `no` is false and `1e8` is
+Pure. Values are those that Accelerate gets, which reads YAML 1.1 with PyYAML (there a bare `no` is false and `1e8` is
 text).
 """
 
@@ -140,7 +140,7 @@ class JobConfig:
 
     @property
     def fsdp_version(self) -> str:
-        """The intended version, also where Accelerate can't read it, as 2.0 or v2; empty if unknown."""
+        """The intended version, also in a form that Accelerate can't read, such as 2.0 or v2; empty if unknown."""
         match = re.fullmatch(r"(?:v|fsdp)?(\d+)(?:\.0*)?", str(self.fsdp("fsdp_version")).lower())
         return match[1] if match else ""
 
@@ -197,7 +197,7 @@ class JobConfig:
 
     @property
     def off_gpus(self) -> str:
-        """What the file is for, if it isn't for GPUs with an engine that this package covers; else empty.
+        """The purpose of the file, if it isn't for GPUs with an engine that this package covers; else empty.
 
         Accelerate's launcher reads `use_cpu` only where it starts the script directly.
         """

@@ -1,4 +1,4 @@
-"""Reads an Accelerate YAML twice: for what Accelerate makes of it, and for its lines and comments."""
+"""Reads an Accelerate YAML twice: for the values that Accelerate gets, and for its lines and comments."""
 
 import json
 from pathlib import Path
@@ -52,7 +52,7 @@ def _expanded(value: Any, above: frozenset[int], sizes: dict[int, int] | None = 
 
 
 def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:
-    """Finds DeepSpeed's own file if it can't be opened from here: beside the YAML, in a missing folder, or nowhere."""
+    """Says where DeepSpeed's own file is if it can't be opened from here: beside the YAML, or in a missing folder."""
     section = values.get("deepspeed_config")
     file_name = section.get("deepspeed_config_file") if isinstance(section, dict) else None
     if not isinstance(file_name, str) or not file_name or "\0" in file_name or len(file_name) > LONGEST_PATH:

@@ -54,10 +54,10 @@ NUMBERED = {
 
 @dataclass(frozen=True)
 class Field:
-    """One key. `section` is the mapping it is in, empty for the top level; `default` what holds when it is absent.
+    """One key. `section` is the mapping it is in, empty for the top level; `default` the value when it is absent.
 
-    `meanings` are the values to choose from, each with its consequence. A key with no `engines` is accepted and then
-    used by nothing. `question` is how the wizard asks for it, empty where it doesn't.
+    `meanings` are the values to choose from, each with its consequence. A key with no `engines` is accepted and never
+    used. `question` is how the wizard asks for it, empty where it doesn't.
     """
 
     key: str

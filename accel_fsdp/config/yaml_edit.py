@@ -18,7 +18,7 @@ ALIAS = re.compile(r"\s*:\s*(\*[^\s,}\]]+)")
 
 @dataclass(frozen=True)
 class Edit:
-    """One repair: `key` of `section` is renamed to `new_key` and gets `value`; dropped when neither is given.
+    """One repair: `key` of `section` is renamed to `new_key` and gets `value`; without both it is removed.
 
     The section is empty for the top level, and made if it is missing.
     """
@@ -32,8 +32,8 @@ class Edit:
 def apply(document: Any, edits: Iterable[Edit]) -> None:
     """Applies edits in order to the result of `yaml_file.load`, both its values and its text.
 
-    If the edited text doesn't parse to the values, because of an odd layout, the text is rewritten. Comments that have
-    no place there come first.
+    If the edited text doesn't parse to the values, because of an odd layout, the text is rewritten. Comments without a
+    place in the new text come first.
     """
     text = document.source
     for edit in edits:
@@ -163,7 +163,7 @@ def _added(text: str, node: Any, key: str, value: Any) -> str:
 
 
 def _without_flow(text: str, node: Any, at: int) -> str:
-    """Without one entry of a flow mapping, the comma behind it or before the last one, and its line if alone there."""
+    """Removes an entry of a flow mapping, its comma, and its line if nothing else is on that."""
     start, end = node.value[at][0].start_mark.index, _end(text, *node.value[at])
     comma = _after_gap(text, end)
     if text[comma] != "," and at:

@@ -39,7 +39,7 @@ def _json_indent(text: str) -> int | None:
 
 
 def reads_as(text: str, document: Any) -> bool:
-    """Whether a text holds what a document does, as YAML 1.2 has it."""
+    """Whether a text parses to the values of a document, as YAML 1.2."""
     from ruamel.yaml.error import YAMLError
 
     try:
@@ -96,7 +96,7 @@ def read_text(path: Path, why: str, fix: str, usual: str = "") -> str:
 
 
 def _read(path: Path) -> bytes:
-    """A file's bytes, one more than the largest has at most."""
+    """A file's bytes, up to one more than the size limit."""
     if str(path) == STDIN:
         return sys.stdin.buffer.read(LARGEST + 1)
     with open(path, "rb", opener=_without_waiting) as file:

@@ -48,7 +48,7 @@ _before: tuple[Path, int] | None = None
 
 
 def finished() -> str:
-    """That OUT has been replaced, for a command that is ended afterwards; empty before that."""
+    """A sentence that OUT has been replaced, for a command that is ended afterwards; empty before."""
     if _before is None or _inode(_before[0]) in (0, _before[1]):
         return ""
     return f"after the export had finished: {_before[0]} is new and complete"
@@ -100,7 +100,7 @@ def show_list(options: ExportCommand) -> int:
 
 
 def _judged(checkpoint: CheckpointLocation) -> CheckpointLocation:
-    """Counts a pickle that is damaged, or would run code where it is loaded, as a part that is missing."""
+    """Counts a pickle that is damaged, or would run code when loaded, as a missing part."""
     refused = resumed_pickles.refusal(checkpoint.folder)
     if refused is None:
         return checkpoint
@@ -143,7 +143,7 @@ def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
 
 
 def _model_or_adapter(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
-    """Chooses between a model and an adapter in one folder: the adapter with a flag for it, else the model."""
+    """Chooses between a model and an adapter in one folder: the adapter if a flag asks for it, else the model."""
     beside = discover.adapter_beside(checkpoint) if options.src.is_dir() else None
     if beside is None or options.merge_adapter or options.adapter:
         return beside or checkpoint
@@ -187,7 +187,7 @@ def _check_dtype(dtype: str | None) -> None:
 
 
 def _require_transformers(verify: Verify) -> None:
-    """For the checks that load a model; --verify bytes works in the light installation too."""
+    """Raises unless transformers is installed, which checks that load a model need; --verify bytes doesn't."""
     if verify != "bytes":
         require(f"--verify {verify}, unlike --verify bytes,", "transformers", "torch")
 
@@ -241,7 +241,7 @@ class _Export:
         merge_lora.check_saved(weights.adapter, *description)
 
     def _verified(self, folder: Path, planner: Planner, outputs: list[Output], adapter: bool) -> ExportReport:
-        """Writes headers and papers first: from_pretrained needs only those, and can load them during the streaming."""
+        """Writes headers and companion files first: from_pretrained needs only those, and loads them meanwhile."""
         papers, options = planner.papers, self.options
         placed = self._place(folder, outputs, planner.weights, adapter)
         copied_files = papers.copy_adapter(folder) if adapter else papers.copy(folder, planner.dtype)

@@ -35,8 +35,8 @@ DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
 class Papers:
     """`folder` holds config.json; `others` are searched for what it lacks. `adapter` holds adapter_config.json.
 
-    `trained`: the config was written by a training run, which turns `use_cache` off. `run`: the folder that the
-    checkpoint is in, which may hold anything besides; only what training writes there is taken.
+    `trained`: a training run wrote the config, and turned `use_cache` off. `run`: the folder that the checkpoint is in;
+    of its content only the files that training writes are copied.
     """
 
     folder: Path
@@ -138,7 +138,9 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def describe(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes what an export of a run's checkpoints needs besides them. Call on one rank, before Trainer edits it.
+    """Writes the files that an export of a run's checkpoints needs besides them.
+
+    Call on one rank, before Trainer edits the model's config.
 
     The dtype is that of the model's files, which may have been loaded in another one.
 
@@ -164,9 +166,9 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
 def find(
     checkpoint: CheckpointLocation, model: str | None, with_weights: bool = False, adapter_name: str | None = None
 ) -> Papers:
-    """The papers of a checkpoint: `model` if given, else what is beside the weights or in the run's folder.
+    """The companion files of a checkpoint: `model`'s if given, else those beside the weights or in the run's folder.
 
-    The settings of an adapter that has a name are in a folder of that name, as PEFT saves them.
+    PEFT saves the settings of a named adapter in a folder of that name.
     """
     near = tuple(dict.fromkeys(_near(checkpoint)))
     run = near[-1] if near[-1] == checkpoint.folder.parent else None
@@ -191,7 +193,7 @@ def find(
 
 
 def _near(checkpoint: CheckpointLocation) -> Iterator[Path]:
-    """Folders that may hold papers; those that a link puts there, from outside of the run, are refused."""
+    """Folders that may hold companion files. A link to a folder outside of the run is refused."""
     run = checkpoint.folder.parent
     for folder in (run / file_names.DESCRIBED, run / file_names.FINAL):
         untrusted_files.check_folder(folder, run)

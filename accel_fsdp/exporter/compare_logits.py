@@ -1,8 +1,8 @@
-"""An export against its checkpoint, as the library that wrote it puts it together: the same logits for the same tokens.
+"""Compares the logits of an export with those of its checkpoint, assembled by the library that wrote it.
 
-torch's and DeepSpeed's own readers load untrusted pickles, and look for files in places of their own. So
-this route shares the export's readers of files, and nothing of what the export does with what they read: torch gets the
-chunks of a tensor, DeepSpeed a folder written again. It holds two models in memory, and runs in the second process.
+torch's and DeepSpeed's own readers load untrusted pickles, and look for files in places of their own. So this
+comparison shares the export's readers of files, but none of its processing: torch gets the chunks of a tensor,
+DeepSpeed a rewritten folder. It holds two models in memory, and runs in the second process.
 """
 
 import copy
@@ -65,7 +65,7 @@ def difference(folder: Path, checkpoint: CheckpointLocation, papers: Papers) -> 
 
 
 def _cast(model: "nn.Module", dtype: "torch.dtype") -> "nn.Module":
-    """Weights alone: models keep buffers, such as rotary frequencies, in float32."""
+    """Casts only the weights: models keep buffers, such as rotary frequencies, in float32."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -73,7 +73,7 @@ def _cast(model: "nn.Module", dtype: "torch.dtype") -> "nn.Module":
 
 @dataclass(frozen=True)
 class _Original:
-    """The original to compare with; `room` is a temporary folder for files that have to be written again."""
+    """The original to compare with; `room` is a temporary folder for files that have to be rewritten."""
 
     checkpoint: CheckpointLocation
     papers: Papers
@@ -94,7 +94,7 @@ class _Original:
         return model  # type: ignore[no-any-return]
 
     def _with_adapter(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
-        """Merged as wide as the export is, or as the base is."""
+        """The base with the adapter merged: in float32 for a float32 export, else in the base's dtype."""
         import torch
         from peft import get_peft_model, set_peft_model_state_dict
 
@@ -144,7 +144,7 @@ def _tensor(reader: FileReader, view: View) -> "torch.Tensor":
 
 
 def _thawed(value: Any, reader: FileReader) -> Any:
-    """With tensors for views, sizes for tuples of numbers, and None for other stand-ins."""
+    """The value with tensors for `View`s, sizes for tuples of numbers, and None for other `Inert` objects."""
     import torch
 
     if isinstance(value, View):
@@ -159,7 +159,7 @@ def _thawed(value: Any, reader: FileReader) -> Any:
 
 
 def _of_dcp(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Tensor]":
-    """The tensors of a distributed checkpoint by path, each put together from its chunks by torch."""
+    """The tensors of a distributed checkpoint by path, each assembled from its chunks by torch."""
     import torch
 
     tensors: dict[tuple[str, ...], torch.Tensor] = {}
@@ -172,7 +172,7 @@ def _of_dcp(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Te
 
 
 def _of_zero(folder: Path, reader: FileReader, room: Path) -> "dict[str, torch.Tensor]":
-    """The float32 weights of a ZeRO checkpoint, put together by DeepSpeed from files written again into `room`."""
+    """The float32 weights of a ZeRO checkpoint, assembled by DeepSpeed from files rewritten into `room`."""
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

@@ -1,4 +1,4 @@
-"""Which tensors an export holds, under which names: ties once, the files' layout, adapters merged."""
+"""The tensors of an export and their names: tied weights once, in the layout of files, with adapters merged."""
 
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
@@ -47,10 +47,10 @@ class Planner:
     merge: bool = False
 
     def described(self, description: "Future[Description]", by_name: bool) -> tuple[Description | None, str]:
-        """Waits for what transformers says of the model's files; None if the config alone is enough, and why.
+        """Waits for transformers' description of the model's files; None if the config alone is enough, and why.
 
-        It is under `by_name`, where only the model's own code knows its tensors, or transformers isn't installed and
-        the model is of a type of `FILED_AS_NAMED`.
+        That is the case under `by_name`, where only the model's own code knows its tensors, or without transformers for
+        the model types in `FILED_AS_NAMED`.
         """
         try:
             return description.result(), ""
@@ -65,7 +65,7 @@ class Planner:
             return None, "transformers isn't installed"
 
     def outputs(self, description: Description | None) -> list[Output]:
-        """The tensors to write. Without a description names and ties are taken as the config lets expect."""
+        """The tensors to write. Without a description, names and ties are inferred from the config."""
         _check_matrices(self.weights.adapter)
         if self.weights.adapter and not self.merge:
             return self._named(self.weights.adapter, {})
@@ -160,7 +160,7 @@ def _check_matrices(adapter: Mapping[str, Stored]) -> None:
 def _compared(
     tensors: dict[str, Source], expected: Mapping[str, tuple[int, ...]], floating: Collection[str], papers: Papers
 ) -> dict[str, Source]:
-    """The tensors that the model has, all of them, without buffers that it computes itself."""
+    """The tensors of the model, without buffers that it computes itself; raises if one is missing."""
     extra = [name for name in tensors if name not in expected and not name.endswith(BUFFERS)]
     problems = list(_problems(tensors, expected, floating)) + [f"{name} is unexpected" for name in extra]
     if problems and (method := config_json.quant_method(papers.config.get("quantization_config"))):

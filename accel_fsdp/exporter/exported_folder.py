@@ -41,9 +41,9 @@ class Rounding:
 class Expected:
     """The tensors an export must hold. Each group of `ties` is one tensor under several names: the first is saved.
 
-    `casts` are the parameters that are gathered in another dtype than they are saved in, by their names in the model.
-    `rounding` says whether they lose digits by it.
-    `gathered_bytes` is what the whole model takes as the engine gathers it, frozen parts of an adapter's model too.
+    `casts` are the parameters whose gathered dtype differs from the saved one, by their names in the model; `rounding`
+    says whether the cast loses digits. `gathered_bytes` is the size of the whole gathered model, including the frozen
+    base of an adapter.
     """
 
     tensors: dict[str, Spec]
@@ -59,7 +59,7 @@ def expected_tensors(
     """Lists what `save_model` must write, read off the model before FSDP touches it.
 
     `trained_as`: the dtype to which the engine casts trainable parameters and in which it gathers them, None for none.
-    `saved_as`: the dtype of the export, None for as gathered; what transformers keeps in float32 stays as it is.
+    `saved_as`: the dtype of the export, None for as gathered; parameters that transformers keeps in float32 stay in it.
     """
     import torch
     from peft import PeftModel, get_peft_model_state_dict
@@ -90,7 +90,7 @@ def _rounding(trained: "set[torch.dtype]", saved: "torch.dtype | None") -> Round
 
 
 def _gathered(model: "nn.Module", trained_as: "torch.dtype | None") -> "dict[str, torch.Tensor]":
-    """The full state dict that the engine will hand out, on the meta device."""
+    """The full state dict that the engine will return, on the meta device."""
     import torch
 
     shapes = {name: getattr(parameter, "ds_shape", None) for name, parameter in _all_parameters(model)}
@@ -120,7 +120,7 @@ def cast(state_dict: "dict[str, torch.Tensor]", casts: "Mapping[str, torch.dtype
 
 
 def finish(folder: Path, dtype: str, card: str) -> None:
-    """Makes a saved model what others load: its dtype in the config, a card, and no pickle of Trainer's arguments."""
+    """Finishes a saved model for publication: its dtype in the config, a card, and no pickle of Trainer's arguments."""
     path = folder / file_names.CONFIG
     if dtype and path.is_file():
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -140,13 +140,13 @@ def _all_parameters(model: "nn.Module") -> "Iterator[tuple[str, nn.Parameter]]":
 def without_tied_copies(
     state_dict: "dict[str, torch.Tensor]", ties: tuple[tuple[str, ...], ...]
 ) -> "dict[str, torch.Tensor]":
-    """Keeps one name of each tied tensor: gathering makes copies, which safetensors would store twice."""
+    """Keeps one name of each tied tensor: gathering makes copies, and safetensors would store both."""
     copies = {name for group in ties for name in group[1:]}
     return {name: tensor for name, tensor in state_dict.items() if name not in copies}
 
 
 def as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Renames and splits as `save_pretrained` does: transformers 5 keeps some models in another layout than files."""
+    """Renames and splits as `save_pretrained` does: transformers 5 has its own layout for some models in memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
     skipped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
@@ -173,7 +173,7 @@ def read_specs(folder: Path) -> dict[str, Spec]:
 
 
 def verify(folder: Path, expected: Expected) -> int:
-    """Compares the files in `folder` with what must be there; returns the number of tensors."""
+    """Compares the files in `folder` with the expected tensors; returns their number."""
     specs = read_specs(folder)
     problems = [f"{name} is missing" for name in expected.tensors if name not in specs]
     problems += [f"{name} is unexpected" for name in specs if name not in expected.tensors]

@@ -1,6 +1,7 @@
-"""Models whose files have another layout than the model in memory, such as one tensor per expert.
+"""Models whose files differ in layout from the model in memory, such as one tensor per expert.
 
-transformers knows how to turn one into the other. It is asked for one layer at a time, so that memory holds a layer.
+transformers converts between the two layouts. It is called for one layer at a time, so that memory holds a single
+layer.
 """
 
 import re
@@ -57,7 +58,7 @@ class Converted:
 
 
 def converted(tensors: Mapping[str, Source], description: Description, folder: Path) -> dict[str, Source]:
-    """All tensors in the layout of files; those that stay as they are are not touched."""
+    """All tensors in the layout of files; those that need no conversion are returned unchanged."""
     import torch
 
     conversion = Conversion(transformers_probe.build(folder))

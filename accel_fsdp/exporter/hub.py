@@ -1,4 +1,4 @@
-"""Uploads an export to the Hugging Face hub; what has been uploaded stays there when it is cut off and tried again."""
+"""Uploads an export to the Hugging Face hub; after an interruption, the next try keeps the files already uploaded."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ HIDDEN = [".*", "*/.*"]
 
 
 def check_name(repository: str) -> None:
-    """Refuses what can't be a repository's name before hours of work end with it."""
+    """Refuses an invalid repository name before hours of work."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -27,7 +27,7 @@ def check_name(repository: str) -> None:
 
 
 def check_login(token: str | None) -> None:
-    """Asks the hub who this is, before hours of work end with an upload."""
+    """Checks the login to the hub, before hours of work that end with an upload."""
     from huggingface_hub import HfApi, errors
 
     transport: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
@@ -46,8 +46,8 @@ def push(folder: Path, repository: str, private: bool) -> str:
     """Makes the repository if need be, and uploads all files; returns its address.
 
     Raises:
-        UsageError: it is not the name of a repository.
-        UserError: a file is a link out of the folder; or the hub refuses them or can't be reached. The folder stays.
+        UsageError: the repository's name is invalid. UserError: a file is a link out of the folder; or the hub refuses
+        them or can't be reached. The folder stays.
     """
     from huggingface_hub import HfApi, errors
 

@@ -93,7 +93,7 @@ class Merged(Changed):
         check_range(self.name, self.dtype, weight, rounded)
 
     def sum(self, reader: FileReader, start: int, stop: int) -> "torch.Tensor":
-        """Rows of base and adapter together, in float32."""
+        """The sum of base and adapter for these rows, in float32."""
         import torch
 
         content = part_of(reader, self.base, start, stop)
@@ -106,7 +106,7 @@ class Merged(Changed):
 
 @dataclass
 class Norms:
-    """The lengths of a weight's columns, to which all of its rows belong: computed once, rows at a time."""
+    """The norms of a weight's columns over all of its rows: computed once, some rows at a time."""
 
     lock: Any = field(default_factory=threading.Lock)
     lengths: "torch.Tensor | None" = None
@@ -160,7 +160,7 @@ class Merger:
     turned: frozenset[str] | None = None
 
     def lora(self, module: str) -> None:
-        """Puts a merged weight in the place of the one of `module`."""
+        """Replaces the weight of `module` by the merged one."""
         down, up = (self.adapter.get(f"{module}.{name}.weight") for name in ("lora_A", "lora_B"))
         embedding = f"{module}.lora_embedding_A" in self.adapter
         if embedding:
@@ -188,7 +188,7 @@ class Merger:
         self.tensors[target] = Merged(target, self._dtype(base), base, down, up, scale, magnitude, turned)
 
     def tokens(self, name: str) -> None:
-        """Puts the rows that were trained alone into the embedding that they are of."""
+        """Puts separately trained rows (`trainable_token_indices`) into their embedding."""
         target = self._target(name.removesuffix(TOKENS))
         base, rows, listed = self.tensors[target], self.adapter[name], self.settings.get("trainable_token_indices")
         if isinstance(listed, dict):
@@ -230,8 +230,8 @@ def merged(
 ) -> dict[str, Source]:
     """The base with all of the adapter's changes; changed weights in float32 unless `wanted` is the base's dtype.
 
-    Without `wanted` they have the base's dtype. `filed_as`: what the model's tensors are called in a base of files.
-    `turned`: as of `Merger`.
+    Without `wanted` they have the base's dtype. `filed_as`: the names of the model's tensors in the base's files.
+    `turned`: as in `Merger`.
     """
     merger = Merger(dict(base), adapter, settings, wanted, filed_as, turned)
     for name, tensor in adapter.items():
@@ -248,7 +248,7 @@ def merged(
 
 
 def check_saved(adapter: Collection[str], needed: Iterable[str], possible: Collection[str]) -> None:
-    """Compares an adapter's tensors with those that PEFT makes by its settings.
+    """Compares an adapter's tensors with those that PEFT creates for its settings.
 
     Raises:
         UserError: some are missing, or are LoRA matrices of modules that the settings don't choose.
@@ -301,7 +301,7 @@ def _checked_name(base: Mapping[str, Source], name: str) -> str:
 
 
 def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:
-    """Refuses adapters that are computed otherwise.
+    """Refuses adapters that these formulas don't cover.
 
     `trained_base`: the base was saved with the adapter, after the adapter's initialisation changed it.
     """

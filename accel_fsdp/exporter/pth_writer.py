@@ -1,4 +1,4 @@
-"""A single file for `torch.load`: torch writes it without the tensors' bytes, which are then put in their places."""
+"""A single file for `torch.load`: torch writes it without the tensors' bytes, which are then filled in."""
 
 import os
 import zlib
@@ -14,7 +14,7 @@ DESCRIPTOR_CRC = 4
 
 
 def place(outputs: Sequence[Output], path: Path) -> list[TensorPlacement]:
-    """Writes the file with room for all tensors, and gives every tensor its place.
+    """Writes the file with room for all tensors, and returns the offset of each.
 
     Raises:
         OSError: the folder can't be written.
@@ -44,7 +44,7 @@ def _placed(path: Path, view: View) -> safetensors_header.Tensor:
 
 
 def seal(path: Path) -> None:
-    """Puts the checksums of the tensors' bytes in their two places each, so that the file is a valid archive."""
+    """Writes the checksum of each tensor's bytes into its two headers, so that the file is a valid archive."""
     reader = FileReader()
     with path.open("r+b", buffering=0) as file:
         sealed = Archive(reader, path, 0, reader.size_of(path))

@@ -77,7 +77,7 @@ def _is_of_model(path: Path) -> bool:
 
 
 def check_model(out: Path, papers: Papers, checkpoint: CheckpointLocation) -> None:
-    """Refuses an OUT that would replace the model that the export reads; a run's folder may hold its exports."""
+    """Refuses an OUT that would replace the model that the export reads; exports may be inside a run's folder."""
     place, source = out.resolve(), checkpoint.folder.resolve()
     described = [folder for folder in papers.others if folder.name == file_names.DESCRIBED]
     for model in (papers.folder, *described):

@@ -1,4 +1,4 @@
-"""Writes tensors to safetensors files block by block, in several threads; memory holds the blocks in flight only.
+"""Writes tensors to safetensors files block by block, in several threads; memory holds only the blocks in flight.
 
 Every tensor's offset is known beforehand, so that each block is written straight to its offset, and a tensor may be
 larger than memory. A block is hashed when it is written and again when the file is reopened.
@@ -62,7 +62,7 @@ def whole(reader: FileReader, source: Source) -> "torch.Tensor":
 
 @dataclass(frozen=True)
 class Output:
-    """A tensor to write: its name and dtype in the file, and where its elements come from."""
+    """A tensor to write: its name and dtype in the file, and the source of its elements."""
 
     name: str
     dtype: str
@@ -74,7 +74,7 @@ class Output:
 
     @property
     def block(self) -> int:
-        """Elements per block: a multiple of what the source can give a part of."""
+        """Elements per block: a multiple of the source's `unit`."""
         return max(1, BLOCK_ELEMENTS // self.source.unit) * self.source.unit
 
 
@@ -164,7 +164,7 @@ def write(
 ) -> dict[str, str]:
     """Fills files whose headers `place` has written; returns the hash of each tensor by name.
 
-    With `sync`, what has been written is flushed to the disk while more is written, and all of it in the end.
+    With `sync`, written data is flushed to the disk in the background, and completely at the end.
 
     Raises:
         OSError: the disk is full.
@@ -200,7 +200,7 @@ def _block(output: Output, reader: FileReader, buffers: Buffers, start: int, sto
 
 
 def check_range(name: str, dtype: str, before: "torch.Tensor", after: "torch.Tensor") -> None:
-    """Refuses finite numbers that became infinite in `after`, which is of `dtype`."""
+    """Refuses finite numbers that became infinite in `after`, whose dtype is `dtype`."""
     if dtype not in LARGEST:
         return
     infinite = after.isinf()
@@ -228,7 +228,7 @@ def cast(raw: memoryview, dtype: str, target: str) -> memoryview:
 
 
 def _bfloat16(raw: memoryview) -> memoryview:
-    """The upper half of each float32, rounded: importing torch for it takes as long as writing two gigabytes."""
+    """The upper half of each float32, rounded, with NumPy: importing torch takes as long as writing two gigabytes."""
     import numpy as np
 
     bits = np.frombuffer(raw, "<u4")

@@ -1,6 +1,7 @@
-"""A second Python process that runs functions for this one, and ends with it, however that ends.
+"""A second Python process that runs functions for this one, and ends whenever this one ends.
 
-multiprocessing would run the caller's `__main__` there once more: a script without `if __name__ == "__main__":`, whole.
+multiprocessing would run the caller's `__main__` again, and with it the whole of a script without `if __name__ ==
+"__main__":`.
 """
 
 import contextlib
@@ -23,9 +24,9 @@ SERVING = "from accel_fsdp.exporter import second_process; second_process.serve(
 
 
 class SecondProcess(Executor):
-    """Runs functions of this package one after the other; what they print is lost, what they return comes back.
+    """Runs functions of this package one after the other and returns their results; their output is discarded.
 
-    The standard input of the process brings the requests, its standard output the answers, both pickled.
+    Requests go to the standard input of the process, answers come from its standard output, both pickled.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class SecondProcess(Executor):
 
 
 class _RaisedThere(Exception):
-    """The traceback of the second process, for that of an error that is a bug."""
+    """The traceback from the second process, added to that of an error that is a bug."""
 
 
 def _ended(code: int) -> UserError:
@@ -100,7 +101,7 @@ def serve() -> None:
 
 
 def _take(requests: IO[bytes], waiting: "SimpleQueue[bytes]") -> None:
-    """Beside the work, so that the process ends with the first one in the midst of it."""
+    """Reads requests in a thread, so that the process ends with the first one even while it works."""
     try:
         while True:
             waiting.put(pickle.load(requests))

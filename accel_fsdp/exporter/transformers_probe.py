@@ -58,12 +58,12 @@ class Description:
     """The tensors that a model's files must hold, by its config.
 
     `memory`: shapes by the names that the model's code uses, of tied weights the first name only. `files`: the same in
-    the layout of files. `ties`: groups of names of one tensor. `converts`: whether files have another layout than the
-    model in memory, be it in the order of elements alone. `wider`: the tensors of files that transformers keeps in
-    another dtype than the one that it is asked for, such as float32 for the biases of routers. `filed_as`: the names in
-    files of those tensors of the model that files hold as they are. `turned`: weights, as the model's code names them,
-    that are stored transposed (Conv1D). `floating`: the names, of both kinds, of the tensors that
-    must hold floating-point numbers: the parameters, unless the config says that they are quantised.
+    the layout of files. `ties`: groups of names of one tensor. `converts`: whether the layout of files differs from
+    that of the model in memory, even if only in the order of elements. `wider`: the tensors that transformers keeps in
+    a wider dtype than the requested one, such as float32 for the biases of routers. `filed_as`: the names in files of
+    the model's tensors that need no conversion. `turned`: weights, as the model's code names them, that are stored
+    transposed (Conv1D). `floating`: the names, of both kinds, of the tensors that must hold floating-point numbers: the
+    parameters, unless the config says that they are quantised.
     """
 
     memory: dict[str, tuple[int, ...]]
@@ -77,7 +77,7 @@ class Description:
 
 
 class Here(Executor):
-    """Runs what it is asked at once, in this process."""
+    """An executor that runs each function at once, in this process."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         """The answer, or the error to be raised where the answer is taken."""
@@ -92,9 +92,10 @@ class Here(Executor):
 
 @contextmanager
 def aside() -> Iterator[Executor]:
-    """A process for this module's functions; it ends with this one, however that ends.
+    """A separate process for this module's functions, which ends whenever this one ends.
 
-    One that has loaded transformers already, such as a notebook's, or that can't load it, asks itself.
+    A process that has loaded transformers already, such as a notebook's, or that can't load it, runs the functions
+    itself.
     """
     if "transformers" in sys.modules or not (is_installed("transformers") and is_installed("torch")):
         yield Here()
@@ -105,7 +106,7 @@ def aside() -> Iterator[Executor]:
 
 @contextmanager
 def _creating(dtype: str | None) -> Iterator[None]:
-    """New tensors hold nothing, and are of this dtype where the model's code doesn't ask for another."""
+    """New tensors are on the meta device, and of this dtype unless the model's code asks for another."""
     import torch
 
     before = torch.get_default_dtype()
@@ -189,8 +190,10 @@ def _as_loaded(model: Any, tensors: "dict[str, torch.Tensor]", dtype: str | None
 def describe_adapter(
     folder: Path, base: Path, by_name: Mapping[str, tuple[int, ...]] | None = None
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """The tensors of an adapter with this folder's settings, on the model of `base`: what its file must hold, and what
-    PEFT saves beside it where embeddings were adapted or have grown.
+    """The tensors of an adapter with this folder's settings, on the model of `base`.
+
+    These are the tensors that its file must hold, and those that PEFT also saves if embeddings were adapted or have
+    grown.
 
     `by_name`: the shapes of the base's tensors, where only the base's own code can build it.
     """
@@ -239,7 +242,7 @@ def describe_adapter(
 
 
 def _fewest_endings(listed: Iterable[str], modules: list[str]) -> set[str]:
-    """The shortest endings of names that choose the same of these modules as the listed ones; one of these if none."""
+    """The shortest name endings that select the same modules as the listed ones; one of those if they select none."""
     endings = {}
     for name in modules:
         parts = name.split(".")
@@ -277,7 +280,7 @@ def _stand_in(shapes: Mapping[str, tuple[int, ...]]) -> "nn.Module":
 
 
 def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":
-    """PEFT's settings of an adapter that is trained: its initialisation and its source files don't matter."""
+    """PEFT's settings of a trained adapter, without its initialisation and its source files."""
     from peft import PeftConfig
 
     if settings.get("megatron_config"):
@@ -290,7 +293,7 @@ def peft_settings(settings: Mapping[str, Any]) -> "PeftConfig":
 
 
 def loads(folder: Path) -> None:
-    """Loads an export as users will, without its numbers: every name and shape has to fit."""
+    """Loads an export as users will, but on the meta device: every name and shape has to fit."""
     try:
         config = read_config(str(folder))
         kind = model_class(config)

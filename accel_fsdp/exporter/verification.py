@@ -1,4 +1,4 @@
-"""Verifies an export: reopens its files and compares them with the report of the writing."""
+"""Verifies an export: reopens its files and compares them with the report from when they were written."""
 
 import hashlib
 import json
@@ -162,7 +162,7 @@ def _check_links(folder: Path) -> None:
 
 
 def _check_code(folder: Path, report: ExportReport | None) -> None:
-    """Refuses Python that the export didn't write: transformers runs it if a config names it and a user agrees."""
+    """Refuses Python files that the export didn't write: transformers runs those that a config names if users agree."""
     papers = report.papers if report else {}
     code_files = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in CODE)
     unknown = [name for name in code_files if name not in papers]
@@ -248,7 +248,7 @@ def _tensors(path: Path) -> dict[str, safetensors_header.Tensor]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The source of a tensor that is only read again."""
+    """The block size of a tensor that is only read again."""
 
     written: Written
 
@@ -269,7 +269,7 @@ class _Blocks:
 
 
 def ask(folder: Path, pool: Executor, base: Path | None) -> "Future[Any]":
-    """Starts to load an export as its users will, on the meta device, from headers and papers alone.
+    """Starts to load an export as its users will, on the meta device, from headers and companion files alone.
 
     With `base`, the export is an adapter on that model.
     """

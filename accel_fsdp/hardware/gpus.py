@@ -67,7 +67,10 @@ nvidia-smi shows on AWS G5, as NVIDIA publishes none. MI250X: half of a card's 5
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `memory_gib` is what the vendor sells, or the caller gave `find`; `usable_gib` what CUDA reports of it.
+    """One GPU.
+
+    `memory_gib` is the size that the vendor sells, or that the caller gave to `find`; `usable_gib` the size that CUDA
+    reports.
 
     `half_flops` are bf16 or fp16 with float32 sums, `fp32_flops` plain float32: torch leaves TF32 off by default.
     `link_bytes_per_s` joins GPUs of one machine (NVLink, or PCIe where a bridge is optional), `pcie_bytes_per_s` leads
@@ -204,7 +207,7 @@ _NOISE = re.compile(
 def find(name: str, memory_gib: float | None = None) -> Gpu:
     """The GPU of a name as people or drivers write it: `H100`, `h100-80gb`, `NVIDIA H100 80GB HBM3`.
 
-    Of two sizes the nearest to `memory_gib`, or to the size in the name, is taken, else the first of the table.
+    Of several sizes it takes the nearest to `memory_gib`, or to the size in the name, else the first of the table.
     """
     plain_name = _plain(name)
     rows = [gpu for gpu in GPUS if _plain(gpu.name) == plain_name]
@@ -247,7 +250,7 @@ def sold_gib(name: str, reported_gib: float) -> float:
 
 
 def is_hopper(gpu: Gpu) -> bool:
-    """Whether its peak needs Hopper's own instructions (compute capability 9.0)."""
+    """Whether the GPU reaches its peak only with Hopper's instructions (compute capability 9.0)."""
     return gpu.name.startswith(("H100", "H20", "H800", "GH200"))
 
 

@@ -25,7 +25,7 @@ UNLIMITED = 1 << 60
 class HereFacts:
     """The facts of this machine for `check --here`, read without importing torch; sizes are in bytes.
 
-    `gpus` counts NVIDIA GPUs, None where another kind of accelerator makes the count say nothing. `visible` is
+    `gpus` counts NVIDIA GPUs, None on a machine with another kind of accelerator. `visible` is
     CUDA_VISIBLE_DEVICES, None if it isn't set. `memory` is the host's or the container's limit, `free_disk` and
     `filesystem` are the output folder's, None and empty without one. `default_config` is the path of Accelerate's own
     config file where there is one. `port_in_use` is about the file's port. `others_may_read` is what the umask allows.

@@ -88,7 +88,7 @@ def describe(machine: MachineFacts) -> str:
 
 
 def as_named(machine: MachineFacts) -> str:
-    """The machine with the given name, which may be the only place with the memory size."""
+    """A machine as text, with the accelerator's name as given: the memory size may be in that name alone."""
     if machine.accelerator is None:
         return "cpu"
     memory = f"-{machine.memory_gib:.0f}GB" if machine.memory_gib else ""
