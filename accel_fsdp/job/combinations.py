@@ -1,7 +1,7 @@
 """Combinations that fail: engine with optimizer, method, checkpointing and more, each with its reason. Pure.
 
 The linter, the planner, the wizard and the training script all call `clashes(job)`. Unknown parts of a job keep their
-defaults, which match no row. Each row was observed on real ranks or read in the libraries' source (accelerate 1.15,
+defaults, which match no row. Each row was observed on real ranks, or found in the libraries' source (accelerate 1.15,
 transformers 5.23, peft 0.21, torch 2.13, bitsandbytes 0.50).
 """
 

@@ -34,7 +34,9 @@ Event = Literal["no", "steps", "epoch", "best"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a job ends, saves and evaluates. `max_steps` 0: after `epochs`. Steps below 1 are a share of all steps.
+    """When a job ends, saves and evaluates.
+
+    With `max_steps` 0 it ends after `epochs`. Steps below 1 are a share of all steps.
 
     `kept` is `save_total_limit`, 0 without. `eval_steps` None: at every log, with an unknown interval.
     """
@@ -72,7 +74,7 @@ def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
         if near := get_close_matches(name, WHOLE, 1, SLIP):
             raise UsageError(
                 f"{name} is unknown. Did you mean {near[0]}?",
-                why="the prediction would be of its default",
+                why="the prediction would use the default",
                 fix=f"--{near[0]} in the arguments; accel-fsdp check FILE --args FILE looks at all of them",
             )
 
@@ -83,7 +85,7 @@ def whole(value: object) -> int:
 
 
 def experts_of(arguments: Mapping[str, Any]) -> int:
-    """The ranks that divide the experts in `train/sft.py`; 1 without a valid number."""
+    """The expert-parallel size in the arguments of `train/sft.py`; 1 without a valid number."""
     return whole(arguments.get(EXPERT_FLAG.lstrip("-"))) or 1
 
 
@@ -142,7 +144,7 @@ def targets_of(names: Any) -> Literal["all", "attention"]:
 
 
 def attention_of(implementation: str) -> Attention:
-    """The planner's name of an implementation; unknown ones need about as much memory as sdpa."""
+    """The planner's name for an attention implementation; unknown ones need about as much memory as sdpa."""
     return "eager" if implementation == "eager" else "flash" if implementation.startswith("flash") else "sdpa"
 
 
@@ -187,7 +189,7 @@ def schedule_of(arguments: Mapping[str, Any]) -> Schedule:
 
 
 def _word(arguments: Mapping[str, Any], name: str, default: Event) -> str:
-    """A strategy as Trainer spells it: YAML 1.1 reads no as false."""
+    """A strategy as Trainer spells it: YAML 1.1 parses no as false."""
     value = arguments.get(name, default)
     return "no" if value is False else str(value).lower()
 

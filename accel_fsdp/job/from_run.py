@@ -89,7 +89,7 @@ def _offloads(plugin: Any) -> bool:
 
 
 def ranks_may_share_rows() -> bool:
-    """Whether this process has a mesh of devices whose ranks train on the same rows, as for tensor parallelism."""
+    """Whether this process has a device mesh whose ranks may train on the same rows, as in tensor parallelism."""
     from torch.distributed.device_mesh import DeviceMesh
 
     meshes = [thing for thing in gc.get_objects() if issubclass(type(thing), DeviceMesh)]

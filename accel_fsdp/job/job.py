@@ -16,12 +16,12 @@ class Job:
     """A training job. Unknown parts keep their defaults: empty, or 0.
 
     `layout` describes how the ranks share the model, `recipe` how one rank trains it. `base` is the quantisation of the
-    initial weights, such as gptq. `optimizer` is Trainer's name (`--optim`); `recipe` has the one predicted in its
-    place. `recompute` is what recomputes activations: "none", "engine" (`fsdp_activation_checkpointing` of the YAML)
-    or "script" (`--gradient_checkpointing`). `layer_classes` are those of the wrap policy. `flags` are the enabled
-    boolean arguments of the script, such as `load_in_8bit`. `embeddings` says why Accelerate can't make units of the
-    model's embedding and head under FSDP2: it has "none", or their weights are "shared" with other modules. `scalars`:
-    whether the model has parameters without a dimension.
+    initial weights, such as gptq. `optimizer` is Trainer's name (`--optim`); `recipe` has the planner's name for it.
+    `recompute` says who recomputes activations: "none", "engine" (`fsdp_activation_checkpointing` of the YAML) or
+    "script" (`--gradient_checkpointing`). `layer_classes` are those of the wrap policy. `flags` are the enabled boolean
+    arguments of the script, such as `load_in_8bit`. `embeddings` says why Accelerate can't make units of the model's
+    embedding and head under FSDP2: it has "none", or their weights are "shared" with other modules. `scalars`: whether
+    the model has parameters without a dimension.
     """
 
     layout: Layout
@@ -77,6 +77,6 @@ def recompute_by(engine: Engine, method: Method) -> Recompute:
 
 
 def of_plan(layout: Layout, recipe: Recipe) -> Job:
-    """A row of the planner's table as a job, with activation checkpointing where `recompute_by` puts it."""
+    """A row of the planner's table as a job, with activation checkpointing by the part that `recompute_by` names."""
     who = recompute_by(layout.engine, recipe.method) if recipe.checkpointing != "none" else "none"
     return Job(layout, recipe, optimizer=recipe.optimizer, recompute=who)

@@ -14,9 +14,9 @@ NUMBERS = {name: number for number, name in STRATEGIES.items()}
 class Layout:
     """How the ranks share the model; `ranks` and `ranks_per_node` are 0 if unknown.
 
-    `strategy` is a number of `STRATEGIES`, of which FSDP2 has 1, 2, 4 and 5, or the stage of ZeRO. `tensor` and
-    `context` are ranks that share a row: tensor parallelism, and context or sequence parallelism. `experts` are ranks
-    that divide the experts of a layer: of one replica's ranks, whole groups of those that share a row.
+    `strategy` is a number of `STRATEGIES` (FSDP2 has 1, 2, 4 and 5), or the stage of ZeRO. `tensor` and `context` are
+    the sizes of tensor parallelism and of context or sequence parallelism, whose ranks share a row. `experts` is the
+    size of expert parallelism: ranks of one replica, in whole groups of ranks that share a row.
     """
 
     engine: Engine
@@ -80,17 +80,17 @@ class Layout:
 
     @property
     def is_by_transformers(self) -> bool:
-        """Whether transformers shards the model while it loads it, and Accelerate doesn't."""
+        """Whether transformers, not Accelerate, shards the model, while loading it."""
         return self.tensor > 1 or self.experts > 1
 
     @property
     def is_replayed(self) -> bool:
-        """Whether its blocks of memory are known one by one, as an allocator gives them out."""
+        """Whether each of the layout's allocations is known, so that the allocator can be replayed."""
         return self.engine is not Engine.DEEPSPEED and self.experts == 1
 
     @property
     def wrapper(self) -> Engine:
-        """The engine that wraps the model: none if tensor parallelism alone divides it."""
+        """The engine that wraps the model: NONE if only tensor parallelism divides it."""
         return Engine.NONE if self.tensor == self.ranks > 1 else self.engine
 
     @property
@@ -110,7 +110,7 @@ class Layout:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds a part of the parameters only."""
+        """Whether a rank holds only a part of the parameters."""
         return self.shard_ranks > 1
 
     @property
@@ -131,7 +131,7 @@ class Layout:
     def shard_ranks(self) -> int:
         """The ranks that share one copy of the parameters: all, or with hybrid sharding those of one machine.
 
-        Of the ranks of a tensor-parallel group, which hold different parts, one counts.
+        A tensor-parallel group, whose ranks hold different parts, counts as one rank.
         """
         if self.engine in (Engine.DDP, Engine.NONE) or (self.engine is Engine.FSDP1 and self.strategy == 3):
             return 1
@@ -148,5 +148,5 @@ class Layout:
 
     @property
     def expert_shard_ranks(self) -> int:
-        """The ranks that share the same experts, each a part of them."""
+        """The number of ranks over which the same experts are sharded."""
         return self.shard_ranks * self.tensor // self.experts

@@ -90,7 +90,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting with several values, and the numbers of the members that have each."""
+    """A setting with several values, and the members that have each value."""
 
     group: str
     name: str
@@ -98,7 +98,7 @@ class Difference:
 
 
 def differences(settings: Mapping[int, Settings]) -> list[Difference]:
-    """The settings whose values differ; a group is compared among the members that have it."""
+    """The settings whose values differ; a group of settings is compared among the members that have it."""
     different = []
     for group in dict.fromkeys(group for groups in settings.values() for group in groups):
         tables = {number: groups[group] for number, groups in settings.items() if group in groups}
@@ -112,7 +112,7 @@ def differences(settings: Mapping[int, Settings]) -> list[Difference]:
 
 
 def _shown(value: Any) -> str:
-    """The value as text, in full: two long values may differ at their ends alone."""
+    """The value as text, in full: two long values may differ only at their ends."""
     if isinstance(value, float):
         return f"{value:.12g}"
     return "none" if value is None or value == "" else str(value)
@@ -132,7 +132,7 @@ def is_compared(variable: str) -> bool:
 
 
 def is_own(argument: str) -> bool:
-    """Whether the value of an argument, by its flag or name, may differ between machines."""
+    """Whether an argument, given by its flag or name, may differ between machines."""
     return bool(OWN_ARGUMENTS.fullmatch(_key(argument)))
 
 
@@ -193,7 +193,7 @@ def flags_of(words: Sequence[str]) -> dict[str, str]:
 
 
 def _visible(variable: str, value: str) -> str:
-    """A variable's value as other machines may print it: a secret's differs without being shown."""
+    """A variable's value as other machines may print it: a secret is replaced by its hash."""
     return f"a secret ({digest_of(value.encode())[:6]})" if SECRET_VARIABLES.search(variable) else portable(value)
 
 
@@ -208,7 +208,7 @@ def portable(value: str) -> str:
 
 
 def _last_part(word: str) -> str:
-    """The last part of a path, relative or absolute; a word that is no path here, such as a hub id, stays."""
+    """The last part of a path, relative or absolute; a word that isn't a path here, such as a hub id, stays."""
     is_path = word.startswith(("/", "./", "../", "~")) or os.path.exists(word)
     return os.path.basename(os.path.abspath(os.path.expanduser(word))) if is_path else word
 
@@ -225,7 +225,7 @@ def _key(name: str) -> str:
 
 
 class Differs(UserError):
-    """Raised by all members alike; `lines` make the table."""
+    """Raised by all members; `lines` make the table."""
 
     def __init__(self, what: str, *, why: str, fix: str, lines: Sequence[str] = ()) -> None:
         super().__init__(what, why=why, fix=fix)
@@ -241,7 +241,7 @@ def compare(
 ) -> None:
     """Compares the settings of all members. Call on all of them; `name` names this comparison in the store.
 
-    `wait` is what to type for more than these seconds.
+    `wait` is what to type to allow more than `seconds`.
 
     Raises:
         Differs: the settings differ, or some members don't come in time.
@@ -338,7 +338,7 @@ def _places(members: Sequence[Member], by_rank: bool) -> str:
 
 
 def _shortened(values: list[str]) -> list[str]:
-    """The values as they fit into the table: if one is long, the part of each around the first difference."""
+    """The values shortened for the table: if one is long, the part of each around the first difference."""
     if max(map(len, values)) <= LONGEST_VALUE:
         return values
     same = len(os.path.commonprefix(values))  # noqa: RUF071  # letter by letter

@@ -1,4 +1,4 @@
-"""The messages of ranks to each other through the job's store: signs of life, and why one of them ends.
+"""The messages between ranks through the job's store: heartbeats, and why a rank ends.
 
 They use a separate client of the store: the main thread's client is locked while that thread waits in it.
 """
@@ -31,11 +31,12 @@ GONE, STOPPED, COMPUTES, DEBUGGED = "gone", "stopped", "computes", "debugged"
 
 @dataclass(frozen=True)
 class Beat:
-    """A sign of life. `idle` and `still` are seconds: since the last finished step, and at the same instruction.
+    """A heartbeat.
 
-    `doing` is empty in a step. `step` is None if steps aren't known: then `quiet` counts the seconds without
-    computing or reading, and `allowed` is the timeout of the `collective` that it waits in. `address`: where other
-    machines reach this one. `mates`: the states of the silent ranks on its host.
+    `idle` counts the seconds since the last finished step, `still` those at the same instruction. `doing` is empty in a
+    step. `step` is None if steps aren't known: then `quiet` counts the seconds without computing or reading, and
+    `allowed` is the timeout of the pending `collective`. `address`: where other machines reach this one. `mates`: the
+    states of the silent ranks on its host.
     """
 
     rank: int
@@ -65,7 +66,7 @@ class Beat:
 
 
 def first_of(rank: int) -> Beat:
-    """The first beat of this process. Ranks with the same `machine` see each other's processes."""
+    """The first beat of this process. Ranks with the same `machine` can see each other's processes."""
     host = machine = socket.gethostname()
     with contextlib.suppress(OSError):  # these files exist on Linux only
         machine += os.readlink("/proc/self/ns/pid") + Path("/proc/sys/kernel/random/boot_id").read_text()

@@ -1,7 +1,7 @@
-"""Watches a job from inside each rank, and ends one that hangs or has lost a host, with a report of where.
+"""Watches a job from inside each rank, and ends a job that hangs or has lost a host, with a report of where it was.
 
-Two threads do it. One talks to the job's store, which may block for ever if its machine is off; the other checks
-every second whether the first one still gets answers, and where the main thread is.
+It takes two threads. One exchanges heartbeats through the job's store, which may block for ever if its machine is off;
+the other checks every second whether the first still gets answers, and where the main thread is.
 """
 
 import contextlib
@@ -79,14 +79,14 @@ class Watchdog:
         self._over.set()
 
     def trained(self) -> None:
-        """Reports to the other ranks that this one may end at any time."""
+        """Reports to the other ranks that this rank may end at any time."""
         self._doing, self._since = hangs.AFTER, time.monotonic()
         if self.board is not None:
             with contextlib.suppress(RuntimeError, OSError):
                 self._publish(*self._own())
 
     def verdict(self) -> str:
-        """Why the job has to end, as far as this rank sees; empty where it goes on."""
+        """Why the job has to end, as far as this rank sees; empty while it should go on."""
         return hangs.verdict(self.seen, self.patience, machine_answers)
 
     @property
@@ -135,7 +135,7 @@ class Watchdog:
 
     @property
     def _grace(self) -> float:
-        """Seconds for the main thread to notice by itself that another rank has gone."""
+        """The seconds in which the main thread may notice by itself that another rank has gone."""
         return 2 * LOST_BEATS * self.every
 
     def _own(self) -> tuple[Beat, str]:
@@ -156,7 +156,7 @@ class Watchdog:
         return beat, stand.stack if stand else ""
 
     def _note_place(self) -> hang.Instructions:
-        """The main thread's place; also notes the time at which the thread came there."""
+        """The main thread's location; also records the time at which the thread reached it."""
         place = hang.place_of(self._main)
         if place != self._place:
             self._place_since, self._place = time.monotonic(), place  # in this order: another thread may read both
@@ -245,10 +245,10 @@ class Watchdog:
             self._board.agree("failure", dataclasses.asdict(dataclasses.replace(cause, told_by=self.rank)))
 
     def culprit(self) -> Cause | None:
-        """Returns which rank or host has gone, and how; None where that is unknown. Waits some seconds.
+        """Returns which rank or host has gone, and how; None if unknown.
 
-        Call after a failed collective. A rank that raised has reported it; a lost one gives no more signs. Ends the
-        watch.
+        Waits some seconds. Call after a failed collective. A rank that raised has reported it; a lost one sends no more
+        heartbeats. Ends the watch.
         """
         if self.board is None:
             return None
@@ -279,7 +279,7 @@ class Watchdog:
     # The end
 
     def _stop(self, cause: Cause) -> NoReturn:
-        """Ends this rank, as all others do; the lowest that still gives signs collects and prints their reports."""
+        """Ends this rank, as all others do; the lowest live rank collects and prints their reports."""
         if self._over.is_set():
             sys.exit()  # ends this thread: the main one has noticed by itself
         board, states = self._board, dict[int, LastSeen]()
@@ -314,7 +314,7 @@ class Watchdog:
             time.sleep(0.1)
 
     def _collected(self) -> dict[int, LastSeen]:
-        """The last report of each rank; of one that hasn't reported, its last sign."""
+        """The last report of each rank, or its last heartbeat if it hasn't reported."""
         stacks, reports = self._board.of_ranks("stack"), self._board.of_ranks("report")
         states = {}
         for rank, peer in sorted(self.seen.items()):
@@ -370,7 +370,7 @@ class Watchdog:
 
 
 def _last_collective() -> str:
-    """The last collective that torch has recorded, as the end of a sentence; empty if it records none."""
+    """The last collective that torch has recorded, as the end of a sentence; empty without a record."""
     with contextlib.suppress(LookupError):
         last = flight_records.last_collective()
         name = f"{last['profiling_name']} number {last['collective_seq_id']}"

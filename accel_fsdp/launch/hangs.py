@@ -1,9 +1,9 @@
-"""Decides from the ranks' signs of life whether a job hangs, and words the report.
+"""Decides from the ranks' heartbeats whether a job hangs, and writes the report.
 
 A job ends when no rank has finished a step for the time that `Patience` allows, and one of them waited at the same
-instruction for half of that: while all of them do something, such as skipping rows, the job goes on. It ends earlier
-when a rank gave no sign of life for `Patience.silence` while all the others waited for half of that. A rank whose
-process computes, as others on its host see it, isn't silent: C code may hold Python's lock for long.
+instruction for half of that: while all ranks are active, for example skipping rows, the job goes on. It ends earlier
+when a rank sent no heartbeat for `Patience.silence` while all the others waited for half of that. A rank whose process
+computes, as others on its host see it, isn't silent: C code may hold Python's GIL for long.
 """
 
 from collections import deque
@@ -55,7 +55,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Seen:
-    """A rank as another one sees it; `silent` counts the seconds since its last sign."""
+    """A rank as another one sees it; `silent` counts the seconds since its last heartbeat."""
 
     beat: Beat
     silent: float
@@ -63,7 +63,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a job ends. Of a rank that raised: the `fix` of an error for users, the `stack` of another one."""
+    """Why a job ends. If a rank raised: the `fix` of a UserError, or the `stack` of any other error."""
 
     what: str
     fix: str = ""
@@ -76,7 +76,7 @@ Answers = Callable[[Beat], bool | None]
 
 
 def verdict(peers: Mapping[int, Seen], patience: Patience, answers: Answers = lambda beat: None) -> str:
-    """Why the job has to end; empty where it goes on."""
+    """Why the job has to end; empty while it should go on."""
     if silent := silent_ranks(peers, patience.silence):
         others = [peer.beat for rank, peer in peers.items() if rank not in silent]
         if others and all(min(peer.still, peer.idle) >= patience.silence / 2 for peer in others):
@@ -93,7 +93,7 @@ def verdict(peers: Mapping[int, Seen], patience: Patience, answers: Answers = la
 
 
 def verdict_without_steps(peers: Mapping[int, Seen], patience: Patience, answers: Answers = lambda beat: None) -> str:
-    """The verdict for a script that doesn't report its steps: all ranks do nothing, and some wait in a collective.
+    """The verdict for a script that doesn't report steps: all ranks must be idle, and some wait in a collective.
 
     Without a flag they may wait for the collective's own timeout, so only a job that torch would end is ended.
     """
@@ -123,9 +123,9 @@ def verdict_without_steps(peers: Mapping[int, Seen], patience: Patience, answers
 
 
 def silent_ranks(peers: Mapping[int, Seen], seconds: float) -> list[int]:
-    """The ranks without a sign for this long that no other rank on their host sees computing.
+    """The ranks without a heartbeat for this long that no other rank on their host sees computing.
 
-    Ranks of one host give their signs at different moments, so a rank that vanishes with others may be silent for less.
+    Ranks of one host send heartbeats at different moments, so a rank that vanishes with others may be silent for less.
     """
     longest = max((peer.silent for peer in peers.values()), default=0.0)
     alive = {rank: peer for rank, peer in peers.items() if peer.beat.doing != AFTER}
@@ -134,7 +134,7 @@ def silent_ranks(peers: Mapping[int, Seen], seconds: float) -> list[int]:
 
 
 def _seen_by_mates(rank: int, peers: Mapping[int, Seen], seconds: float) -> str:
-    """The state of its process, as seen by the ranks on its host that still give signs."""
+    """The state of a rank's process, as seen by the live ranks on its host."""
     states = (peer.beat.mates.get(str(rank), "") for peer in peers.values() if peer.silent < seconds)
     return next(filter(None, states), "")
 
@@ -165,7 +165,7 @@ def describe_machine(answers: bool | None) -> str:
 
 
 def describe_process(peer: Seen, state: str) -> str:
-    """One line about a rank that is silent."""
+    """One line about a silent rank."""
     beat = peer.beat
     if state == STOPPED:
         return f"{beat} has been stopped by a signal for {peer.silent:.0f} s; kill -CONT {beat.pid} lets it go on"
@@ -185,9 +185,9 @@ def ranks_words(ranks: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class LastSeen:
-    """Where a rank was seen last: its step, what it waits in, its stack, and torch's record of its collectives.
+    """Where a rank was seen last: its step, its pending collective, its stack, and torch's record of its collectives.
 
-    `ago`: seconds since its last sign, None if it reported when the job ended. `failed`: it raised there.
+    `ago`: seconds since its last heartbeat, None if it reported when the job ended. `failed`: it raised there.
     """
 
     beat: Beat
@@ -198,7 +198,7 @@ class LastSeen:
 
     @property
     def where(self) -> tuple[Any, ...]:
-        """Equal for ranks that wait at the same place, as far as Python sees."""
+        """A key for the location in Python, equal for ranks that wait at the same one."""
         return self.ago is None, not self.failed, self.beat.step, self.beat.collective, self.beat.caller
 
     @property
@@ -225,7 +225,7 @@ SEVERAL = {"waits": "wait", "was last seen": "were last seen", "is": "are"}
 
 
 def differences(states: Mapping[int, LastSeen]) -> str:
-    """Names the ranks at another place than most, or last seen at one, and says where the others wait."""
+    """Names the ranks that are, or were last seen, at another location than most, and says where the others wait."""
     groups = _groups(states)
     if not groups:
         return ""
@@ -242,7 +242,7 @@ def _sentence(ranks: list[int], states: Mapping[int, LastSeen], subject: str) ->
 
 
 def stacks(states: Mapping[int, LastSeen]) -> str:
-    """The stacks of all ranks, those at an odd place first; equal stacks once."""
+    """The stacks of all ranks, the unusual ones first; equal stacks once."""
     sections = []
     for ranks in _groups(states):
         for stack in dict.fromkeys(states[rank].stack for rank in ranks):
@@ -254,7 +254,7 @@ def stacks(states: Mapping[int, LastSeen]) -> str:
 
 
 def _groups(states: Mapping[int, LastSeen]) -> list[list[int]]:
-    """Groups ranks by place: failed ones first, then those last seen, and small groups before large ones."""
+    """Groups ranks by location: failed ones first, then silent ones, and small groups before large ones."""
     places: dict[Any, list[int]] = {}
     for rank, state in sorted(states.items()):
         places.setdefault(state.where, []).append(rank)

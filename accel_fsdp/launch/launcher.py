@@ -1,4 +1,4 @@
-"""Starts a job through Accelerate's launcher, and reports failures in words that a user can act on."""
+"""Starts a job through Accelerate's launcher, and reports failures with what the user can do."""
 
 import contextlib
 import copy
@@ -99,7 +99,7 @@ def launcher_words(
     place: Place = NOWHERE,
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
-    """The arguments of `accelerate launch` for this script, with what `place` says beyond the YAML's `values`.
+    """The arguments of `accelerate launch` for this script, with the flags that `place` adds to the YAML's `values`.
 
     Raises:
         UserError: the script is missing, or the place doesn't fit the YAML.
@@ -117,7 +117,7 @@ def launcher_words(
 def _of_place(place: Place, values: Mapping[str, Any]) -> list[str]:
     """The flags for this machine's place that the YAML leaves open.
 
-    Several machines meet by c10d: it waits for late machines, and the first announces the address of its rank 0.
+    Several machines use c10d's rendezvous: it waits for late machines, and the first publishes rank 0's address.
 
     Raises:
         UserError: DeepSpeed would start the other machines' ranks, which an engine does already.
@@ -183,7 +183,7 @@ def _has_torchruns_ranks(args: Any) -> bool:
 
 
 def check_shards(config_file: Path, script: Path, script_args: tuple[str, ...]) -> None:
-    """Checks that a rank that Ray starts will shard.
+    """Checks that a rank started by Ray will shard.
 
     Raises:
         UserError: the YAML can't be read, Accelerate refuses it, or the script would train unsharded.
@@ -193,7 +193,7 @@ def check_shards(config_file: Path, script: Path, script_args: tuple[str, ...]) 
 
 
 def rank_environment(config_file: Path, script: Path) -> dict[str, str]:
-    """The variables for a rank of torchrun or Ray, which themselves set the numbers of processes and machines."""
+    """The variables for a rank of torchrun or Ray, which set the numbers of processes and machines themselves."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = launcher_args(config_file, script, ())
@@ -224,7 +224,7 @@ def _refuse_unsharded(args: Any) -> None:
 
 
 def _check_ranks(args: Any) -> str:
-    """Checks that the ranks of this machine can start and shard; returns where machines meet, empty for one machine."""
+    """Checks that this machine's ranks can start and shard; returns the rendezvous address, empty for one machine."""
     meeting = str(args.place.value("main_process_ip", "")) if args.place.machines > 1 else ""
     if meeting:
         port = int(args.place.value("main_process_port", DEFAULT_PORT))

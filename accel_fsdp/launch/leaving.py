@@ -1,6 +1,6 @@
-"""Ends a launcher whose ranks have failed, as torch's own would wait for a machine that is off.
+"""Ends a launcher whose ranks have failed, because torch's own would wait for a machine that is off.
 
-It would ask the store at which the machines met, over a connection that is neither answered nor closed (torch 2.13).
+torch's launcher would ask the rendezvous store, over a connection that is neither answered nor closed (torch 2.13).
 """
 
 import contextlib

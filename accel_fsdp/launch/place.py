@@ -25,7 +25,7 @@ FLAGS = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "ma
 
 @dataclass(frozen=True)
 class Said:
-    """A value, and the variable, flag or key that it comes from. `at_most`: a flag may lower it."""
+    """A value with its source: a variable, a flag or a key. `at_most`: a flag may lower it."""
 
     value: Any
     source: str
@@ -34,7 +34,7 @@ class Said:
 
 @dataclass(frozen=True)
 class Place:
-    """The known parts of a place, by the names of FLAGS; `engine` is empty if none has set variables."""
+    """The known parts of a machine's place, by the names of FLAGS; `engine` is empty if none has set variables."""
 
     engine: str = ""
     said: Mapping[str, Said] = field(default_factory=dict)
@@ -64,7 +64,7 @@ def find(variables: Mapping[str, str]) -> Place:
     """The place according to the engine that started this process.
 
     Raises:
-        UserError: a variable isn't a number, or this process was started in a way that leaves machines out.
+        UserError: a variable isn't a number, or this process was started in a way that omits machines.
     """
     for engine, reader in ENGINES.items():
         if values := reader(Variables(engine, variables)):
@@ -104,7 +104,7 @@ def _in_file(name: str, value: Any, file: str) -> Said | None:
 
 
 def _compare_with_file(place: Place, name: str, stated: Said, in_file: Said) -> None:
-    """A flag replaces the file's value, except for the machine's rank, where one of the two is another machine's.
+    """A flag replaces the file's value, except for the machine's rank, where the file may be for another machine.
 
     An address in a file may be an older job's. `accelerate config` writes machine_rank: 0 into files for all machines.
     """
@@ -247,7 +247,7 @@ def _of_kubeflow(variables: Variables) -> dict[str, Said]:
 
 
 def _of_pytorchjob(variables: Variables) -> dict[str, Said]:
-    """PyTorchJobs of older operators, where WORLD_SIZE counts pods and RANK is the pod's; not a rank of torchrun."""
+    """PyTorchJobs of older operators, where WORLD_SIZE counts pods and RANK is the pod's, unlike torchrun's."""
     if "LOCAL_RANK" in variables.all or not {"WORLD_SIZE", "RANK", "MASTER_ADDR"} <= variables.all.keys():
         return {}
     return _known(

@@ -52,7 +52,7 @@ def _missing(results: Found) -> Iterator[Row]:
 
 
 def _differing(results: Found, setting_of: Callable[[Facts], Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """The names under which machines report different values, with the values and their machines."""
+    """The names of the settings that differ between machines, with the values and their machines."""
     for odd in agreement.differences({number: {"": setting_of(facts)} for number, facts in results.facts.items()}):
         values = (
             f"{value} on {counted(len(machines), 'machine')} ({', '.join(map(str, machines))})"
@@ -151,7 +151,7 @@ def _explained(message: str, why: str, fix: str) -> tuple[str, str]:
 
 
 def _cut_off(pair: PairResult) -> Row:
-    """A message that didn't come back, after smaller ones had."""
+    """Whether a message didn't come back, after smaller ones had."""
     arrived, failed = kib_or_mib(pair.arrived_bytes), kib_or_mib(pair.failed_bytes)
     what = f"a message of {failed} didn't come back in {PAIR_SECONDS:.0f} s"
     if not pair.arrived_bytes:

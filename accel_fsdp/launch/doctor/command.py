@@ -27,7 +27,7 @@ OTHER_FIRST_SECONDS = 5.0
 
 
 def explain(message: str) -> int:
-    """Says what is often behind an error message; returns 1 if the table doesn't know it."""
+    """Prints the usual cause of an error message; returns 1 if the table doesn't have it."""
     text = sys.stdin.read() if message == "-" else message
     if not text.strip():
         raise UsageError("no message", why="there is nothing to explain", fix='accel-fsdp doctor --explain "MESSAGE"')
@@ -165,7 +165,7 @@ def _read(options: DoctorCommand) -> tuple[ReadConfig | None, list[Row]]:
 
 
 def _lint(options: DoctorCommand, here: place.Place, read: ReadConfig) -> list[Row]:
-    """The linter's findings for the file on this machine, with the numbers that this job has here."""
+    """The linter's findings for the file on this machine, with the job's numbers of machines and processes."""
     job, document = read
     assert options.file is not None
     try:
@@ -236,7 +236,7 @@ def _meet(options: DoctorCommand, team: Team, own_facts: facts.Facts, examinatio
 
 
 def _refuse_second_first(team: Team) -> None:
-    """Raises unless this is machine 0, or may be."""
+    """Raises if this machine is known not to be machine 0."""
     host, port = team.address.host, team.address.port
     seconds = 0.0 if rendezvous.is_own(host) else OTHER_FIRST_SECONDS  # it may not listen yet
     if team.address.hosts and not rendezvous.wait_for(host, port, seconds):

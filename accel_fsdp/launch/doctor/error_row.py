@@ -5,8 +5,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KnownError:
-    """`pattern`: what a user sees, in any case. `cause`: what is often behind it. `means`: the meaning of a
-    message that doesn't name the cause; rows with it come after the others.
+    """`pattern`: the text that a user sees, in any case.
+
+    `cause`: its usual cause. `means`: the meaning of a message that doesn't name the cause; such rows come after the
+    others.
 
     `seen`: reports of it, as repository#issue. `unless`: a text that matches is another error. `follows`: it also
     follows from an error of the script on another rank, which is then the cause.
@@ -22,5 +24,5 @@ class KnownError:
 
     @property
     def often(self) -> str:
-        """The cause as a table can know it: from others' reports, not from a look at this machine."""
+        """The cause, marked as usual, because it comes from a table and not from a look at this machine."""
         return f"often: {self.cause}"

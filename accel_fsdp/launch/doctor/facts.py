@@ -34,11 +34,11 @@ PREFIXES = ("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "FI_", "PET_", "OMP
 
 @dataclass(frozen=True)
 class Facts:
-    """All of it. `*_bytes` are bytes; None and empty where it isn't known.
+    """The facts of one machine. `*_bytes` are bytes; unknown facts are None or empty.
 
-    `addresses`: each network interface with its IP addresses. `name_addresses`: what the host's own name is resolved
-    to. `links`: between GPUs, as nvidia-smi calls them, with how many pairs have each. `asks_for`: the numbers that
-    this machine was told of the job, by the names of `accelerate launch`.
+    `addresses`: each network interface with its IP addresses. `name_addresses`: the addresses of the host's own name.
+    `links`: between GPUs, as nvidia-smi calls them, with how many pairs have each. `asks_for`: the numbers of the job
+    that this machine was given, by the names of `accelerate launch`.
     """
 
     name: str
@@ -155,7 +155,7 @@ def _torch_cuda() -> str:
 
 
 def _gpus() -> tuple[list[str], str, str]:
-    """Names of those that a process here would see, the driver's version, and what is wrong with them."""
+    """The names of the GPUs that a process here would see, the driver's version, and what is wrong with them."""
     listed = host.listed_gpus()
     if listed.accelerator is None:
         broken = Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists()

@@ -1,4 +1,4 @@
-"""Messages of errors and what is often behind them: `doctor --explain`."""
+"""Error messages and their usual causes: `doctor --explain`."""
 
 import re
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ FIRST_FAILURE = re.compile(r"failed \(exitcode: -?\d+\) local_rank")
 
 
 def find(message: str) -> str | None:
-    """The name of the first row that knows the message's most telling part; None if none does."""
+    """The name of the first row that matches the most specific part of the message; None if no row does."""
     message = "\n".join(map(_cut, message[-MOST_CHARACTERS:].splitlines()))
     failed = PYTHONS_ERROR.search(message)
     rows = {name: row for name, row in KNOWN.items() if not (failed and row.follows)}

@@ -30,7 +30,7 @@ ON = ("1", "true", "yes", "on", "detail")
 
 
 def judge(facts: Facts, several: bool, talked: bool = False) -> list[Row]:
-    """All rows of one machine. `several`: it works together with others; `talked`: it was seen to exchange data."""
+    """All rows of one machine. `several`: the job has other machines; `talked`: data was exchanged with them."""
     return [
         Row("system", "ok", f"{facts.system}, Python {facts.python}, {counted(facts.cores, 'core')}"),
         *_libraries(facts),
@@ -176,7 +176,7 @@ def _interfaces(facts: Facts, several: bool) -> Iterator[Row]:
 
 
 def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
-    """Errors for interfaces that variables name and that exist, but that lead to no other machine."""
+    """Errors for existing interfaces in variables that don't lead to another machine."""
     for variable, _, names in rendezvous.named_interfaces(facts.variables, list(facts.addresses)):
         for name in names:
             inside = name == "lo" or name.startswith(BRIDGES)

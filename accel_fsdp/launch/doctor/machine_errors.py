@@ -1,7 +1,7 @@
 """Messages of GPUs, drivers, memory, processes, networks and the Hub.
 
-What any failure of a peer brings about (`Broken pipe`, `Connection reset by peer`, `ConnectionRefusedError`, NCCL's
-`unhandled system error`) is in no row, because it says nothing of the cause.
+Messages that follow from any failure of a peer (`Broken pipe`, `Connection reset by peer`, `ConnectionRefusedError`,
+NCCL's `unhandled system error`) have no row, because they don't show the cause.
 """
 
 from accel_fsdp.launch.doctor.error_row import KnownError

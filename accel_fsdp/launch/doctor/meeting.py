@@ -1,4 +1,4 @@
-"""Machines that meet: who comes, what each knows, how every pair and all ranks talk."""
+"""Connects the machines of a job: collects their facts, and tests the connections of every pair and of all ranks."""
 
 import contextlib
 import json
@@ -79,14 +79,14 @@ class Found:
 
 
 class Meeting:
-    """One machine's part in it. Every method raises RuntimeError where machine 0 isn't there, or is gone."""
+    """One machine's part in the tests. Every method raises RuntimeError if machine 0 can't be reached."""
 
     def __init__(self, team: Team) -> None:
         self.team, self.found = team, Found(ranks=team.machines * team.ranks_each)
         self.board = team.address.open(team.seconds)
 
     def gather(self, facts: Facts, folder: Path) -> None:
-        """Learns who is there; machine 0 also what each knows of itself."""
+        """Collects the machines that are there; machine 0 also collects their facts."""
         self.board.put(f"facts/{self.team.machine}", asdict(facts))
         if self.team.machine:
             self._answer(facts, folder)
@@ -109,7 +109,7 @@ class Meeting:
         results.clock_seconds = {number: answer["ahead"] for number, answer in answers.items()}
 
     def _from_machines(self, name: str, numbers: Iterable[int], seconds: float) -> dict[int, Any]:
-        """The values that these machines have put under a name, as far as they arrive in time."""
+        """The values that these machines have stored under a name and that arrive in time."""
         keys = {f"{name}/{number}": number for number in numbers}
         values = self.board.wait(keys, seconds)
         return {number: values[key] for key, number in keys.items() if key in values}
@@ -123,7 +123,7 @@ class Meeting:
         self.found.facts = dict.fromkeys(roll["machines"], facts)
 
     def test_network(self) -> None:
-        """Every pair of machines; then, if all of them talk, all ranks together."""
+        """Tests every pair of machines; then, if all pairs work, all ranks together."""
         team, board, present = self.team, self.board, sorted(self.found.facts)
         longest = 0.0
         if len(present) > 1:
@@ -146,7 +146,7 @@ class Meeting:
     def _run(
         self, numbers: Sequence[int], task: str, members: list[int], seconds: float, bandwidth: float = 0.0
     ) -> None:
-        """Starts this machine's processes of a task; ends those that hang."""
+        """Starts this machine's processes for a task, and ends those that hang."""
         team = self.team
         address = replace(team.address, port=self.board.port, hosts=False)
         started: list[subprocess.Popen[bytes]] = []
@@ -191,7 +191,7 @@ class Meeting:
         results.collectives = [probing.CollectiveResult(**result) for key in keys if (result := board.get(key))]
 
     def end(self, healthy: bool) -> bool:
-        """Reports the result, and waits until the others have read it; they return machine 0's report."""
+        """Publishes machine 0's result and waits until the others have read it; on those, returns that result."""
         if self.team.machine == 0:
             self.board.put("healthy", [healthy, self.found.talked])
             self._from_machines("left", filter(None, self.found.facts), LEAVE_SECONDS)
@@ -202,7 +202,7 @@ class Meeting:
 
 
 def _sees(folder: Path, mark: str) -> bool:
-    """Whether machine 0's file is here too; true if it wrote none."""
+    """Whether this machine sees machine 0's file; true if there is none."""
     deadline = time.monotonic() + FOLDER_SECONDS
     while mark and not (atomic_files.existing_part(folder) / mark).exists():
         if time.monotonic() > deadline:

@@ -49,7 +49,7 @@ LONG_SECONDS = 0.25
 class Task:
     """The task of a process. `number` of `members`: machines for `pairs`, ranks for `collectives`.
 
-    `bytes_per_second`: of the slowest pair. Collectives that would take seconds over it are left out.
+    `bytes_per_second`: the bandwidth of the slowest pair. Collectives that would take seconds over it are left out.
     """
 
     task: str
@@ -62,11 +62,11 @@ class Task:
 
 @dataclass
 class PairResult:
-    """One machine sends to another and back, as one of the two saw it. `error` is empty where that went well.
+    """A round trip between two machines, as measured by one of them.
 
-    `arrived_bytes`: of the largest message that came back whole; `failed_bytes`: of the one that didn't.
-    `segments`: those that TCP sent on this machine meanwhile, and `resent`: how many of them once more.
-    `waited`: the part of the time in which this process could compute, and no CPU was free for it.
+    `error` is empty on success. `arrived_bytes`: the size of the largest message that came back whole; `failed_bytes`:
+    that of the one that didn't. `segments`: the TCP segments that this machine sent meanwhile, and `resent`: how many
+    of them were retransmitted. `waited`: the share of the time in which this process was ready, but had no CPU.
     """
 
     first: int
@@ -121,7 +121,7 @@ def pair_key(first: int, second: int, side: int) -> str:
 
 
 def sizes(on_gpus: bool, bytes_per_second: float) -> list[int]:
-    """Bytes at which collectives are measured, where the slowest pair of machines has this bandwidth; 0: unknown."""
+    """The sizes at which collectives are measured, given the bandwidth of the slowest pair of machines (0: unknown)."""
     least, *larger = SIZES_ON_GPU if on_gpus else SIZES_ON_CPU
     return [least, *(size for size in larger if not bytes_per_second or size < bytes_per_second * LONG_SECONDS)]
 
@@ -199,7 +199,7 @@ def _join(task: Task, board: Board, name: str, rank: int, size: int, seconds: fl
 
 
 def _measure_pair(device: str, result: PairResult) -> None:
-    """The shortest way there, and the bytes per second of messages long enough to take some time."""
+    """Measures the latency in one direction, and the bandwidth with long messages."""
     import torch
 
     small = torch.zeros(1, device=device)
@@ -219,7 +219,7 @@ def _measure_pair(device: str, result: PairResult) -> None:
 
 
 def _there_and_back(sent: "torch.Tensor", agree: bool = False) -> float:
-    """Seconds until what rank 0 sends is back; both look whether it is still the same, unless they `agree` on it."""
+    """The seconds of a round trip from rank 0; both ranks check the content, unless they `agree` on it."""
     import torch
     import torch.distributed as dist
 
@@ -249,7 +249,7 @@ def _finish(tensor: "torch.Tensor") -> None:
 
 @dataclass(frozen=True)
 class PreparedCollective:
-    """A collective at one size: `run` it, and `result` is `expected`. `factor`: bus bytes for each byte."""
+    """A collective at one size: after `run`, `result` must be `expected`. `factor`: bytes on the bus per byte."""
 
     run: Callable[[], object]
     result: "torch.Tensor"
@@ -330,7 +330,7 @@ def _measure(name: str, size: int, prepared: PreparedCollective) -> CollectiveRe
 
 
 def _end_with_parent() -> None:
-    """Ends this process once the doctor's is gone, which holds the other end of stdin."""
+    """Ends this process when the doctor's process, which holds the other end of stdin, has ended."""
     sys.stdin.read()
     os._exit(1)
 

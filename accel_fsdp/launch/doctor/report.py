@@ -30,7 +30,7 @@ IPV6 = re.compile(r"(?<![\w:.])(?:[0-9a-f]{0,4}:){2,7}(?:[0-9a-f]{1,4}|(?<=:))(?
 
 @dataclass
 class Examination:
-    """Everything that was found by one of the machines."""
+    """The results of the examination on one of the machines."""
 
     machine: int
     machines: int
@@ -63,7 +63,7 @@ def as_json(examination: Examination) -> str:
 
 
 def show(examination: Examination) -> None:
-    """For people: what is well in a line each, what isn't with cause and what to type."""
+    """Prints the report: one line for each passed check, and the cause and fix of each problem."""
     for heading, rows in examination.by_machine():
         console.put(heading, style="bold")
         for row in rows:
@@ -111,7 +111,7 @@ def for_bug_report(examination: Examination) -> str:
 
 
 def without_values(text: str, facts: dict[int, Facts]) -> str:
-    """A text in which variables show only values that are numbers or words of their libraries."""
+    """A text in which the values of variables are hidden, unless they are numbers or their libraries' own words."""
     values = {(name, value) for machine in facts.values() for name, value in machine.variables.items()}
     for name, value in sorted(values, key=lambda pair: -len(pair[1])):
         if not PUBLIC_VALUES.fullmatch(value):

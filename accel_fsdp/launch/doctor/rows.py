@@ -1,4 +1,4 @@
-"""The rows of the doctor's report: one for each thing that it checked."""
+"""The rows of the doctor's report, one for each check."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ Verdict = Literal["ok", "unknown", "warning", "error"]
 
 @dataclass(frozen=True)
 class Row:
-    """`what` was found of a `subject`; where it isn't well, `why` that matters and the `fix` to type.
+    """The result `what` of a check of `subject`; for a problem also `why` it matters, and the `fix` to type.
 
-    `machine` is the one that was looked at, None for what is between several.
+    `machine` is the checked machine, None for a check between several.
     """
 
     subject: str

@@ -1,4 +1,4 @@
-"""Messages of what a script, its libraries and its files do: devices, values, FSDP, checkpoints, versions, waiting."""
+"""Error messages of scripts, libraries and files: devices, values, FSDP, checkpoints, versions, timeouts."""
 
 from accel_fsdp.launch.doctor.error_row import KnownError
 

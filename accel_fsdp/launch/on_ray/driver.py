@@ -1,4 +1,4 @@
-"""The driver's side of a job on Ray: starts it, hands signals on to the ranks, and ends as training does."""
+"""The driver's side of a job on Ray: starts it, forwards signals to the ranks, and ends with the job's exit code."""
 
 import contextlib
 import math
@@ -21,8 +21,8 @@ POLL_SECONDS = 0.2
 def fit(trainer: Any, *, grace: int = 120, minutes: int | None = None) -> int:
     """Runs a `TorchTrainer` of `run_rank`; returns the exit code: 0, 75 after a checkpoint, or that of a failed rank.
 
-    A signal to this process, and the end of the `minutes`, make the ranks save a checkpoint and stop, for which they
-    have `grace` seconds; a second signal ends them at once.
+    A signal to this process, and the end of the `minutes`, make the ranks save a checkpoint and stop, within `grace`
+    seconds; a second signal ends them at once.
     """
     require("a job on Ray", "ray")
     import ray
@@ -49,7 +49,7 @@ def fit(trainer: Any, *, grace: int = 120, minutes: int | None = None) -> int:
 
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
-    """Notes signals meanwhile; Ray's own handlers would end this process."""
+    """Records signals in the block; Ray's own handlers would end this process."""
     noted: list[int] = []
     before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in SIGNALS}
     try:
@@ -60,7 +60,7 @@ def _noted_signals() -> Iterator[list[int]]:
 
 
 def _wait(running: threading.Thread, messages: Any, signals: list[int], grace: float, seconds: float) -> None:
-    """Returns when the job has ended, or is to be ended because its ranks didn't stop after a signal."""
+    """Returns when the job has ended, or has to be killed because its ranks didn't stop after a signal."""
     import ray
 
     ends_at = time.monotonic() + seconds
@@ -79,7 +79,7 @@ def _wait(running: threading.Thread, messages: Any, signals: list[int], grace: f
 
 
 def _code(errors: list[BaseException], starts: int, over: int | None, failures: list[tuple[int, int]]) -> int:
-    """The job's exit code, once Ray has ended it; prints which rank failed first."""
+    """The job's exit code after Ray has ended the job; prints which rank failed first."""
     if over is not None:
         return over
     times = counted(starts, "start")

@@ -1,4 +1,4 @@
-"""How workers and driver of a job find each other: Ray's part of it, the ranks' store, and an actor for messages."""
+"""How the workers and the driver of a job find each other: the ranks' store, and an actor for messages."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -34,9 +34,9 @@ def shared_devices() -> Any:
 
 @dataclass
 class Messages:
-    """The actor of a job: what the driver wants of the workers, and how their ranks ended.
+    """The actor of a job: the driver's signals to the workers, and how their ranks ended.
 
-    It runs where the driver does, and ends with it.
+    It runs on the driver's node, and ends with the driver.
     """
 
     starts: int = 0
@@ -53,14 +53,14 @@ class Messages:
         self._signalled = asyncio.Event()
 
     async def begin(self, ranks: int) -> None:
-        """Notes that all workers are there; rank 0 says so."""
+        """Records that all workers have started; rank 0 calls it."""
         self.starts += 1
         self.ranks, self.running, self.done, self.failures = ranks, True, 0, []
 
     async def ended(self, rank: int, code: int) -> bool:
-        """Notes how a rank ended; returns whether that is a failure after which Ray is to start all ranks again.
+        """Records how a rank ended; returns whether Ray should start all ranks again after this failure.
 
-        It is none where the driver has told them to stop. A bad flag stays bad.
+        It should not if the driver has told them to stop, or after a wrong flag, which would fail again.
         """
         if code == 0:
             self.done += 1
@@ -74,13 +74,13 @@ class Messages:
         return self.over is None
 
     async def stop(self, number: int) -> bool:
-        """Hands a signal on to all ranks; returns whether there are any."""
+        """Forwards a signal to all ranks; returns whether there are any."""
         self.signal = number
         self._signalled.set()
         return self.running
 
     async def wanted(self) -> int:
-        """Waits for a signal to the ranks, and returns it."""
+        """Waits for a signal from the driver, and returns it."""
         await self._signalled.wait()
         return self.signal
 
@@ -90,7 +90,7 @@ class Messages:
 
 
 def open_messages() -> Any:
-    """The actor, made by the driver; of Ray's, `ray.init` has been called."""
+    """Creates the actor, in the driver, after `ray.init`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -108,7 +108,7 @@ def messages() -> Any:
 
 
 def _name() -> str:
-    """By the number of Ray's job, as several jobs may share its namespace."""
+    """The actor's name, with Ray's job id, because several jobs may share a namespace."""
     import ray
 
     return f"accel-fsdp-{ray.get_runtime_context().get_job_id()}"

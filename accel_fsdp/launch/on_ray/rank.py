@@ -1,7 +1,7 @@
 """`python -m accel_fsdp.launch.on_ray.rank WORKER FILE SCRIPT [arguments]`: becomes one rank of a job on Ray.
 
-It reads the Accelerate YAML as `accelerate launch` does, and then is the script's process. WORKER is the process number
-of Ray's worker, with which it ends.
+It reads the Accelerate YAML as `accelerate launch` does, and then executes the script in its place. WORKER is the
+process number of Ray's worker, with which it ends.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ RAYS = frozenset({"CUDA_VISIBLE_DEVICES"})
 
 
 def main() -> None:
-    """Takes the place of this process.
+    """Replaces this process by the script.
 
     Raises:
         UserError: the YAML can't be read, Accelerate refuses it, or the script would train unsharded.
@@ -36,7 +36,8 @@ def main() -> None:
 def end_with(parent: int) -> None:
     """Has Linux end this process when its parent ends, however that happens; elsewhere Ray ends it, where it can.
 
-    By SIGKILL: Ray starts the ranks again at once, and one that went on, or saved, would hold the GPU and the folder.
+    It ends by SIGKILL: Ray starts the ranks again at once, and a rank that went on, or saved, would hold the GPU and
+    the folder.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

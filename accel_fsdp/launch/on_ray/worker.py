@@ -1,8 +1,8 @@
 """Runs one rank for a worker of Ray Train, in a separate process.
 
 A worker's function runs in a thread beside Ray's own, where no signal arrives, and a rank that has failed in the middle
-of a collective can't be ended without its process. A process of its own gets signals, ends by itself, and differs in
-nothing from one that `accelerate launch` starts.
+of a collective can't be ended without its process. A separate process gets signals, ends by itself, and is like one
+that `accelerate launch` starts.
 """
 
 import os
@@ -107,14 +107,14 @@ def _start(job: Mapping[str, Any], variables: Mapping[str, str]) -> "subprocess.
 
 
 def _copy(stream: IO[str], tail: deque[str]) -> None:
-    """Shows a rank's stderr as it comes, and keeps its end."""
+    """Prints a rank's stderr while it is written, and keeps its end."""
     for line in stream:
         sys.stderr.write(line)
         tail.append(line)
 
 
 def _wait(process: "subprocess.Popen[str]", signalled: Any) -> int:
-    """The code of the rank's end, as a shell would say it. The driver's signal is handed on, once."""
+    """The rank's exit code, as a shell reports it. The driver's signal is forwarded, once."""
     import ray
 
     waiting = True
