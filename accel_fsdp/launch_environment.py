@@ -57,7 +57,7 @@ def _is_on(word: str) -> bool:
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """The variables of one moment; `cpu` and `preflight` set some for the libraries."""
+    """The variables at one moment; `cpu` and `preflight` set some of them for the libraries."""
 
     variables: Mapping[str, str]
 
@@ -97,13 +97,13 @@ class LaunchEnvironment:
 
     @property
     def meeting(self) -> tuple[str, int]:
-        """Address and port at which the launchers of all machines meet; the address is empty where none says it."""
+        """The rendezvous address and port of all launchers; the address is empty if no variable gives it."""
         port, _, address = self.variables.get(MEETING, "0").partition(" ")
         return address, int(port)
 
     @property
     def restarts_meet_in_one_store(self) -> bool:
-        """Whether ranks that are started again find the keys of those before them (torch 2.13, c10d rendezvous)."""
+        """Whether restarted ranks find the keys of their predecessors in the store (torch 2.13, c10d rendezvous)."""
         return self.may_restart and self.has_store
 
     # The YAML, as Accelerate exports it
@@ -156,7 +156,7 @@ class LaunchEnvironment:
 
     @property
     def offloads(self) -> bool:
-        """Whether something is to rest in the host's memory."""
+        """Whether parameters or optimizer states are offloaded to the host's memory."""
         devices = (self.variables.get(name, "none") for name in OFFLOAD_DEVICES)
         return _is_on(self.variables.get("FSDP_OFFLOAD_PARAMS", "")) or any(device != "none" for device in devices)
 

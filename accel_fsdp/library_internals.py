@@ -1,8 +1,8 @@
 """Declares the library internals that this package replaces, overrides or calls, and checks that they are as expected.
 
-Internals may change in any version of their library. A patch of a missing function would do nothing, or only half of
-its work. So each module declares what it expects (`RELIES_ON`, `@patch`) and checks it before use; if a library has
-changed, the command stops with what is missing and the versions that have it.
+Internals may change in any version of their library. A patch of a missing function would have no effect, or only half
+of it. So each module declares the internals that it expects (`RELIES_ON`, `@patch`) and checks it before use; if a
+library has changed, the command stops, and names the missing internal and the versions that have it.
 """
 
 import inspect

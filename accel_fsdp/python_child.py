@@ -1,7 +1,7 @@
-"""The one way in which this package starts Python: with the places that it imports from itself, and no other.
+"""Starts Python for this package, with this process's import path and nothing else.
 
-`python -m MODULE` and `python -c CODE` look into the current folder first, where a file named `queue.py` or `torch.py`
-would run in place of the module that is meant.
+`python -m MODULE` and `python -c CODE` search the current folder first, where a file named `queue.py` or `torch.py`
+would run instead of the intended module.
 """
 
 import os

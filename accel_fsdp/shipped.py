@@ -1,4 +1,4 @@
-"""Where the training scripts and the ready-made YAMLs are: within an installed package, beside it in a clone."""
+"""The folder of the training scripts and ready-made YAMLs: inside an installed package, beside it in a clone."""
 
 from pathlib import Path
 

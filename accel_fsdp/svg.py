@@ -1,4 +1,4 @@
-"""Figures as SVG text: stacked bars, pairs, ranges, lines, stacked areas. Knows sizes and names, no plans. Pure.
+"""Figures as SVG text: stacked bars, pairs, ranges, lines, stacked areas. Independent of plans. Pure.
 
 Sizes are GiB. `STYLE` goes into the page's style sheet; a part's letter is the class that gives its colour (Okabe and
 Ito's, which colour-blind people tell apart). The page gives --ink, --back, --rule, --dim, --limit, --c1, --c2, --c3.
@@ -75,7 +75,7 @@ class Capacity:
     gib: float
 
     def top(self, highest: float, above: float = AROUND_CAPACITY) -> float:
-        """The end of an axis: a little above the capacity, or above the values where the capacity is far from them."""
+        """The end of an axis: a little above the capacity, or above the values if they are far below the capacity."""
         return highest * AROUND_CAPACITY if highest * SMALL < self.gib else self.gib * above
 
 
@@ -88,7 +88,7 @@ class Words:
 
 
 def bars(words: Words, rows: Sequence[Bar], capacity: Capacity, width: int) -> str:
-    """One bar below the other, name and value above each, cut with a mark where it goes beyond the scale."""
+    """Bars below each other, with name and value above each, cut with a mark if they exceed the scale."""
     top = capacity.top(max(sum(part.gib for part in row.parts) for row in rows))
     scale = (width - 8) / top
     height = LINE + 44 * len(rows)
@@ -123,7 +123,7 @@ def _bar(row: Bar, y: float, scale: float, end: float) -> Iterator[str]:
 
 
 def ranges(words: Words, rows: Sequence[Range], width: int) -> str:
-    """One bar below the other, as long as the expected value, with a line from the minimum to the maximum."""
+    """Bars below each other, as long as the expected value, with a line from the minimum to the maximum."""
     scale = (width - 8) / max(1e-9, *(row.most for row in rows))
     shapes: list[str] = []
     for place, row in enumerate(rows):
@@ -220,7 +220,7 @@ def areas(words: Words, samples: Sequence[tuple[str, Mapping[str, float]]], capa
 
 
 def losses(words: Words, curves: Sequence[Curve], width: int, axes: tuple[str, str] = ("step", "loss")) -> str:
-    """Losses over steps, or what else `axes` name, on two even scales; each curve is named at its end."""
+    """Losses over steps, or the quantities in `axes`, on two linear scales; each curve is named at its end."""
     height, right, top = 320, width - 88, 24
     last = max(1, *(x for curve in curves for x, _ in curve.points))
     finite = [y for curve in curves for _, y in curve.points if math.isfinite(y)]
@@ -310,7 +310,7 @@ def _spread(ends: Sequence[tuple[str, str, float]]) -> Iterator[tuple[str, str, 
 
 
 def _ticks(places: Sequence[tuple[float, str]], y: float) -> Iterator[str]:
-    """The labels of the x axis for which there is room."""
+    """The labels of the x axis, as many as there is room for."""
     last = -math.inf
     for x, name in places:
         if x - last >= 34:

@@ -13,7 +13,7 @@ SOON = 1e-6
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Ends the block with a TimeoutError after that time; an earlier limit around it, such as a caller's, stays.
+    """Ends the block with a TimeoutError after that time; an earlier limit of a caller stays in force.
 
     Only the main thread of a POSIX system has such an alarm.
     """
@@ -41,7 +41,7 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def result_of(act: Callable[[], Any], seconds: float) -> Any:
-    """Returns the result of `act`; None if it raises, or takes longer. Then its thread is left behind."""
+    """Returns the result of `act`; None if it raises, or if it takes longer: then its thread goes on."""
     results: list[Any] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""Counts and sizes in words: binary units (GiB) for memory and what has to fit somewhere, decimal (GB) for files."""
+"""Counts and sizes as text: binary units (GiB) for memory and other limits, decimal units (GB) for files."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -18,18 +18,18 @@ def counted(count: int, one: str, several: str = "") -> str:
 
 
 def first_few(words: Sequence[str], most: int, separator: str = ", ") -> str:
-    """Joins the first of these, and counts the others: `a, b and 7 more`."""
+    """Joins the first words, and counts the others: `a, b and 7 more`."""
     more = len(words) - most
     return separator.join(words[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def millions(count: int, digits: int = 2) -> str:
-    """A number of parameters as `1,235.81 M`; one digit is enough for a model that one doesn't train yet."""
+    """A number of parameters as `1,235.81 M`; one digit is enough before training."""
     return f"{count / 1e6:,.{digits}f} M"
 
 
 def parameters(count: int, language: int = 0) -> str:
-    """A model's size as `10,642.9 M parameters (language part 9,775.2 M)`; 0 where that part is the model."""
+    """A model's size as `10,642.9 M parameters (language part 9,775.2 M)`; `language` 0: the whole model."""
     part = f" (language part {millions(language, 1)})" if language else ""
     return f"{millions(count, 1)} parameters{part}"
 
@@ -53,7 +53,7 @@ def any_time(seconds: float) -> str:
 
 
 def told_apart(write: Callable[[float], str], *counts: float) -> list[str]:
-    """Sizes that a sentence compares, as `write` shows them; in bytes if it would show different ones alike."""
+    """Different sizes as texts that differ: formatted by `write`, or in bytes if `write` gives equal texts."""
     words = [write(count) for count in counts]
     return words if len(set(words)) == len(set(counts)) else [f"{count:,.0f} bytes" for count in counts]
 
@@ -70,7 +70,7 @@ def gb_or_mb(count: float) -> str:
 
 
 def kib_or_mib(count: int) -> str:
-    """A whole number of them, as `4 KiB` or `16 MiB`."""
+    """A whole number of KiB or MiB, as `4 KiB` or `16 MiB`."""
     return f"{count // MIB} MiB" if count >= MIB else f"{count // KIB} KiB"
 
 
@@ -85,7 +85,7 @@ def about_gib(count: float) -> str:
 
 
 def about_gb(count: float) -> str:
-    """Bytes in a sentence that needs no more than `64 GB`, `2.3 GB` or `45 MB`."""
+    """Bytes for a sentence, rounded as in `64 GB`, `2.3 GB` or `45 MB`."""
     return f"{_about(count / 1e9)} GB" if count >= 1e9 else f"{_about(count / 1e6)} MB"
 
 

@@ -1,15 +1,15 @@
-"""The one way to open a file of a folder from an untrusted source: a checkpoint, a model, an export.
+"""Opens files in folders from untrusted sources: checkpoints, models, exports. The package uses no other way.
 
     config = untrusted_files.read_json(folder / "config.json")  # None where there is no such file
     text = untrusted_files.read_text(folder / "templates" / "tool.jinja", within=folder)
     with untrusted_files.opened(path) as file: ...
     untrusted_files.copy(folder / "README.md", out / "README.md")
 
-A file may be a link to another place of its folder, but not out of it: what a stranger's folder points to is none of
-his. huggingface_hub's cache alone is laid out so, and the folder itself may be a link, since its user named it. Only
-plain files are opened (a pipe would never end, a device has no end), and none that is larger than its kind ever is.
-Each function ends in one of three ways: the content, None (or FileNotFoundError) where there is no such file, and a
-`UserError` that says whether the file can't be read or is damaged.
+A file may be a link to another place of its folder, but not out of it: an untrusted folder must not point to the user's
+other files. The only exception is the layout of huggingface_hub's cache. The folder itself may be a link, because the
+user named it. Only plain files are opened (pipes and devices may have no end), and only up to the largest plausible
+size for their kind. Each function ends in one of three ways: the content, None (or FileNotFoundError) where there is no
+such file, and a `UserError` that says whether the file can't be read or is damaged.
 """
 
 import json
@@ -68,7 +68,7 @@ def has(folder: Path, name: str, index: str) -> bool:
     """Whether a file that the folder's `index` names is there.
 
     Raises:
-        UserError: it is elsewhere, is no plain file, or can't be opened.
+        UserError: it is outside of the folder, isn't a plain file, or can't be opened.
     """
     try:
         os.close(open_file(inside(folder, name, index), folder))
@@ -89,12 +89,12 @@ def _place(path: Path, within: Path) -> Path:
 
 
 def _in_hub_cache(place: Path, root: Path) -> bool:
-    """Whether it is what huggingface_hub's links lead to, from `REPO/snapshots/REVISION/` right into `REPO/blobs/`."""
+    """Whether a link from `root` to `place` is huggingface_hub's: from `REPO/snapshots/REVISION/` to `REPO/blobs/`."""
     return root.parent.name == "snapshots" and place.parent == root.parent.parent / "blobs"
 
 
 def check_folder(folder: Path, within: Path) -> None:
-    """Refuses a folder that is a link out of the one that the user named, or is behind one."""
+    """Refuses a folder that is, or is behind, a link out of the folder that the user named."""
     try:
         _place(folder, within)
     except (OSError, RuntimeError, ValueError):  # reported when it is read
@@ -135,7 +135,7 @@ def unreadable(path: Path, reason: str) -> UserError:
 
 
 def broken(path: Path, what: str) -> UserError:
-    """The error for a file that was read and can't be what was written."""
+    """The error for a file whose content is damaged."""
     return UserError(
         f"{path} {what}",
         why="what it says can't be relied on",
@@ -155,7 +155,7 @@ def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
 
 
 def read_bytes(path: Path, largest: int, within: Path | None = None) -> bytes | None:
-    """All of a file of at most `largest` bytes; None where there is none."""
+    """The content of a file of at most `largest` bytes; None if the file doesn't exist."""
     try:
         with opened(path, within) as file:
             size = os.fstat(file.fileno()).st_size
@@ -169,7 +169,7 @@ def read_bytes(path: Path, largest: int, within: Path | None = None) -> bytes | 
 
 
 def read_text(path: Path, largest: int = LARGEST_JSON, within: Path | None = None) -> str | None:
-    """A file of UTF-8 text; None where there is none."""
+    """The content of a UTF-8 text file; None if it doesn't exist."""
     content = read_bytes(path, largest, within)
     try:
         return None if content is None else content.decode()
@@ -180,13 +180,13 @@ def read_text(path: Path, largest: int = LARGEST_JSON, within: Path | None = Non
 def read_json(
     path: Path, within: Path | None = None, largest: int = LARGEST_JSON, most_values: int = MOST_VALUES
 ) -> dict[str, Any] | None:
-    """A file with a mapping in JSON; None where there is none."""
+    """The mapping in a JSON file; None if the file doesn't exist."""
     content = read_bytes(path, largest, within)
     return None if content is None else mapping(content, path, most_values)
 
 
 def mapping(content: bytes, path: Path, most_values: int = MOST_VALUES, strict: bool = False) -> dict[str, Any]:
-    """The mapping in some JSON, in bounded memory. Whole numbers are of reasonable length.
+    """Parses a JSON mapping in bounded memory. Whole numbers are of reasonable length.
 
     NaN is a number, and the last of two equal keys counts, unless it is `strict`.
     """

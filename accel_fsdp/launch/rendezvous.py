@@ -1,4 +1,4 @@
-"""Where the machines of a job meet: advice on names, ports and interfaces before ranks wait for each other."""
+"""Checks the rendezvous address of a job's machines: names, ports and interfaces, before ranks wait for each other."""
 
 import os
 import socket
@@ -27,7 +27,7 @@ def check(address: str, port: int, rank: int) -> None:
 
 
 def check_place(address: str, port: int, rank: int) -> None:
-    """Checks from this machine the address and port of machine 0, where all machines meet.
+    """Checks from this machine the address and port of machine 0, the rendezvous of all machines.
 
     Raises:
         UserError: the name can't be resolved, or is a loopback address; the port is taken.
@@ -55,7 +55,7 @@ def why_unreached(problem: str) -> str:
 
 
 def is_own(address: str) -> bool:
-    """Whether this machine has the address: only then a socket can be bound to it."""
+    """Whether the address is one of this machine's, so that a socket can be bound to it."""
     try:
         infos = _look_up(address)
     except (OSError, UnicodeError):
@@ -85,7 +85,7 @@ def wait_for(address: str, port: int, seconds: float) -> str:
 
 
 def answers(address: str, port: int) -> bool:
-    """Whether a machine takes or refuses a connection: its system does either only while it runs."""
+    """Whether a machine accepts or refuses a connection; a machine that is off does neither."""
     try:
         socket.create_connection((address, port), timeout=ANSWER_SECONDS).close()
     except OSError as error:
@@ -94,7 +94,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """The address with which this machine reaches another; empty if it can't. Nothing is sent."""
+    """This machine's address towards another one; empty if there is no route. Nothing is sent."""
     for family, kind, number, _, place in _look_up(towards):
         with closing(socket.socket(family, kind, number)) as probe:
             try:

@@ -1,4 +1,4 @@
-"""The machines of a job meet before ranks start, and report which have connected and which are missing.
+"""Waits for all machines of a job before ranks start, and reports which have connected and which are missing.
 
 Machine 0 holds a store at the job's port, and closes it when all have connected: torchrun's launchers then meet there.
 """
@@ -37,7 +37,7 @@ FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-nod
 
 @dataclass(frozen=True)
 class Attendee:
-    """The launcher of a machine, with the numbers that it was told."""
+    """The launcher of a machine, with the numbers that it was given."""
 
     rank: int
     machines: int
@@ -82,7 +82,7 @@ def attend(machine: Attendee, meeting: Address, seconds: float, settings: Settin
 
 
 def _hold(machine: Attendee, meeting: Address, seconds: float) -> Board:
-    """The store, held by this machine, if it is the one that others reach at the address."""
+    """Opens the store on this machine, if others reach this machine at the address."""
     board = replace(meeting, host="127.0.0.1", hosts=True).open(OPEN_SECONDS)
     if rendezvous.is_own(meeting.host):
         return board
@@ -102,7 +102,7 @@ def _hold(machine: Attendee, meeting: Address, seconds: float) -> Board:
 
 
 def _reach(machine: Attendee, meeting: Address, seconds: float) -> Board:
-    """The store of machine 0, as soon as it listens."""
+    """Connects to the store of machine 0 as soon as it listens."""
     began, here = time.monotonic(), rendezvous.is_own(meeting.host)
     limit = min(seconds, OWN_SECONDS) if here else seconds
     note = f"; {meeting.host} is this machine, which was told that it is machine {machine.rank}" if here else ""
@@ -166,7 +166,7 @@ def _wait_for_all(board: Board, attendee: Attendee, meeting: Address, seconds: f
 
 
 def _part(board: Board, machine: Attendee) -> None:
-    """Machine 0 keeps the store until all know that none is missing; the others stay until it is closed."""
+    """Machine 0 keeps the store open until all machines have confirmed; the others wait until it is closed."""
     if machine.rank:
         board.put(f"complete/{machine.rank}", True)
         with contextlib.suppress(RuntimeError):
@@ -192,7 +192,7 @@ def _roll(present: Mapping[int, Attendee], machines: int) -> str:
 
 
 def _difference(present: Collection[Attendee]) -> str:
-    """The first setting in which two machines differ; empty if they agree."""
+    """A sentence about the first setting that differs between two machines; empty if none does."""
     for name in ("machines", "processes"):
         machine_by_number = {number: machine for machine in present if (number := getattr(machine, name)) is not None}
         if len(machine_by_number) > 1:

@@ -1,7 +1,7 @@
-"""The watch against hangs for any script: it checks whether ranks do anything, and whether some wait.
+"""The watch against hangs for any script: it checks whether ranks are active, and whether some wait.
 
-A rank does something as long as its main thread moves, or its processes compute, read or write. Its stack shows
-whether it waits in a collective, or torch's record of collectives if C++ or a GPU waits.
+A rank is active as long as its main thread moves, or its processes compute, read or write. Its stack shows whether it
+waits in a collective, or torch's record of collectives if C++ or a GPU waits.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ BUSY, BYTES_PER_SECOND = 0.05, 16_384
 
 
 class ScriptWatch(Watchdog):
-    """Ends only jobs that torch would end: without `seconds`, ranks may wait for 0.9 of their collectives' timeout."""
+    """Ends a job shortly before torch would: without `seconds`, after 0.9 of the timeout of collectives."""
 
     advice = "accel-fsdp launch --hang-timeout SECONDS ends a job sooner or later, 0 never"
     prefix = "accel_fsdp/script"
@@ -62,7 +62,7 @@ class ScriptWatch(Watchdog):
             console.say(f"accel-fsdp: the watch against hangs is off: {problem}")
 
     def failed(self, error: BaseException) -> None:
-        """Reports to the other ranks why this one ends: exiting may take long, and they may be on other machines."""
+        """Reports to the other ranks why this rank ends: exiting may take long, and they may be on other machines."""
         in_time(lambda: self.report(error))
 
     def leave(self) -> None:
@@ -100,7 +100,7 @@ class ScriptWatch(Watchdog):
         self._quiet_since = time.monotonic()
 
     def _measure_others(self, now: float) -> None:
-        """Measures what this rank's other threads and processes do while its main thread doesn't move."""
+        """Measures the activity of this rank's other threads and processes while its main thread doesn't move."""
         interval = min(MEASURE_SECONDS, self.patience.silence / 8)
         if now - self._place_since < interval:
             self._measured, self._quiet_since = None, now
@@ -133,7 +133,7 @@ def _timeouts() -> dict[str, float]:
 
 
 def _pending_collective(still: float) -> str:
-    """The last collective in torch's record, as `gloo:all_reduce`, if it is pending since this rank stopped."""
+    """The last collective in torch's record, such as `gloo:all_reduce`, if it is pending since this rank stopped."""
     last = flight_records.last_collective()
     if last.get("retired", True) or time.time() - last["time_created_ns"] / 1e9 < still / 2:
         return ""

@@ -23,7 +23,7 @@ _over = threading.Event()
 
 
 def run() -> None:
-    """Runs the script that the command line names after the seconds; ends as Python would."""
+    """Runs the script on the command line, after the seconds, and exits as Python would."""
     _, seconds, *sys.argv = sys.argv
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(sys.argv[0])))
@@ -41,7 +41,7 @@ def run() -> None:
 
 
 def end() -> None:
-    """Ends the watch, if it has begun: the script has ended, or watches itself."""
+    """Ends the watch, if it has begun: the script has ended, or has its own watch."""
     _over.set()
     while _watches:
         _watches.pop().leave()

@@ -23,7 +23,7 @@ OF_SCRIPTS = "AF9"
 
 
 def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:
-    """Lints each file and reports; returns the exit code.
+    """Lints each file and prints the findings; returns the exit code.
 
     The code is 2 if a file can't be read, although the others are still linted; else 1 if a file has errors (or
     warnings, if strict).
@@ -95,8 +95,8 @@ def stops(
 ) -> bool:
     """Shows the errors of a job that is about to be launched; true if there are any and `unchecked` is off.
 
-    Errors end the job or make it train something else than the file says; after them the message `stopped` is shown.
-    Warnings about the script are shown too: such a job runs, but may save no model.
+    Errors stop the job or make it differ from the file; after them the message `stopped` is shown. Warnings about the
+    script are shown too: such a job runs, but may not save a model.
     """
     findings = lint(path, LintOptions(), read_launch(script, words), read)
     errors = [finding for finding in findings if finding.severity == "error"]

@@ -9,7 +9,7 @@ import tyro
 
 @dataclass(frozen=True)
 class Sources:
-    """Inputs of the check besides the YAML. Only those that are given are read; this machine only with `--here`."""
+    """Inputs of the check besides the YAML. Only the given ones are read; this machine only with `--here`."""
 
     model: Annotated[
         Optional[str], tyro.conf.arg(metavar="ID_OR_FOLDER", help="The model, to check layer classes and sizes.")

@@ -31,9 +31,9 @@ OURS = re.compile(r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp imp
 
 
 def read_launch(script: Path, words: tuple[str, ...]) -> Subject:
-    """A job that is about to be launched, without its YAML: the arguments, and the script unless it is ours.
+    """The arguments of a job that is about to be launched, and its script unless it is ours.
 
-    A script that isn't valid Python is left out: the launcher reports it.
+    A script that isn't valid Python is left out, because the launcher reports it.
     """
     subject = Subject({}, args=flag_words.parse_command_line(words), starter="accelerate", ours=_is_ours(script))
     if subject.ours:
@@ -60,7 +60,7 @@ def _imports_ours(text: str) -> bool:
 
 
 def read_given(sources: Sources) -> Subject:
-    """Reads model, arguments, checkpoint and script for all YAMLs of a command, once, as each may be a pipe."""
+    """Reads model, arguments, checkpoint and script once for all YAMLs of a command, because each may be a pipe."""
     arguments = "" if sources.args is None else _arguments_text(sources.args)
     words = command_words(arguments)
     script = None if sources.script is None else _script_text(sources.script)
@@ -151,7 +151,7 @@ def command_words(text: str) -> list[str]:
 
 
 def starter_of(words: list[str]) -> str:
-    """The program of a command line: accelerate, torchrun, python; else empty.
+    """The launcher of a command line: accelerate, torchrun or python; else empty.
 
     `python -m accelerate...` counts as accelerate and `python -m torch...` as torchrun.
     """

@@ -1,4 +1,4 @@
-"""The command `accel-fsdp migrate`: what the settings of one engine mean to another."""
+"""The command `accel-fsdp migrate`: translates the settings of one engine to another."""
 
 import lazy_loader
 

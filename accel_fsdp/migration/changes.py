@@ -78,7 +78,7 @@ class Draft:
         return content if isinstance(content, Mapping) else {}
 
     def _prepare_place(self) -> None:
-        """Renames the section; one of that name that the old engine did not read must not become active."""
+        """Renames the section. An unread section of the new name must not become active."""
         if self.place == self.section or not self.place:
             return
         if self.place in self.job.values:
@@ -91,7 +91,7 @@ class Draft:
             self.reported.add(self.section)
 
     def _sort_in(self, raw: str, value: Any) -> None:
-        """Sets aside what had no effect, with the reason, so that it gets none in the new file either."""
+        """Records a key as read, or drops it with the reason if it had no effect: it must get none in the new file."""
         key = full_name(self.section, raw)
         why, breaks = _without_effect(self.job.engine, self.section, key, value)
         if key in self.read:  # written with and without prefix: the later one is used
@@ -134,7 +134,7 @@ class Draft:
         breaks: bool = False,
         fix: str = "",
     ) -> None:
-        """One key of the section: lost, or with another value, another name, or as it is."""
+        """Adds the row of a key of the section: lost, kept, or with a new value or name."""
         raw, old = self.read.get(key, ("", None))
         self.reported.add(f"{self.section}.{key}")
         if kind == "lost":
@@ -180,7 +180,7 @@ class Draft:
         return as_int(self.job.mesh[name])
 
     def migration(self, source: str, target: str) -> Migration:
-        """The finished migration, with all other keys as kept, in the order of the old file."""
+        """The finished migration, with all other keys kept, in the order of the old file."""
         for key, (_, value) in self.read.items():
             if f"{self.section}.{key}" not in self.reported:
                 self.changes.append(Change(f"{self.section}.{key}", "kept", show(value), show(value)))
@@ -194,7 +194,7 @@ class Draft:
         return Migration(source, target, self._edits(), tuple(ranked))
 
     def _edits(self) -> tuple[Edit, ...]:
-        """New values before removals, so that a section's last comment stays behind its last key."""
+        """The edits, new values before removals, so that a section's last comment stays behind its last key."""
         removals = [edit for edit in self.edits if edit.value is None and not edit.new_key]
         return tuple(self.first + [edit for edit in self.edits if edit not in removals] + removals)
 
@@ -208,7 +208,7 @@ class Draft:
 
 
 def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple[str, bool]:
-    """Why a key means nothing to the old engine, or stops it: then its meaning is unknown."""
+    """Why a key has no effect on the old engine, or stops it, in which case its meaning is unknown."""
     field = BY_NAME.get((section, key))
     if key in RETIRED and section == "fsdp_config":
         return f"had no effect: Accelerate reads {RETIRED[key]}", False
@@ -226,7 +226,7 @@ def _without_effect(engine: Engine, section: str, key: str, value: Any) -> tuple
 
 
 def as_int(value: Any) -> int | None:
-    """A whole number as Accelerate would read it; None for anything else."""
+    """An integer as Accelerate would read it; None for any other value."""
     text = str(value)
     return int(text) if text.isdecimal() and not isinstance(value, bool) else None
 

@@ -1,4 +1,4 @@
-"""The command `accel-fsdp migrate`: read, draw up, report, write."""
+"""The command `accel-fsdp migrate`: read, plan, report, write."""
 
 import json
 from dataclasses import asdict
@@ -58,7 +58,7 @@ def migrate(options: MigrateCommand) -> int:
 def drawn_up(
     path: Path, target: MigrationTarget, layer_class: str = "", experts: int | None = None
 ) -> tuple[Migration, str, str]:
-    """The migration of a file, its text, and that of the new one. Nothing is written."""
+    """The migration of a file, its text, and the new file's text. Nothing is written."""
     job, document = read_config(path)
     before = document.source
     if target == "native" or is_native(job.values):
@@ -76,7 +76,7 @@ def drawn_up(
 
 
 def _to_native(job: JobConfig, experts: int | None) -> tuple[Migration, str]:
-    """The JSON of transformers' `DistributedConfig`; the experts' ranks are those of the launch line by default."""
+    """The JSON of transformers' `DistributedConfig`; the expert-parallel size is that of the launch line by default."""
     if is_native(job.values):
         return Migration(native.NATIVE, native.NATIVE, note=f"is {native.NATIVE} already"), job.source
     native.native_job(job)
@@ -119,7 +119,7 @@ def _report(path: Path, migration: Migration, after: str, options: MigrateComman
 
 
 def _becomes(change: Change) -> str:
-    """A key before and after; with an arrow only if it changes."""
+    """A key before and after, with an arrow if it changes."""
     key = change.key.rpartition(".")[2]
     before = f"{key}: {change.old}" if change.old else key
     after = f"{change.new_key}: {change.new}" if change.new_key else change.new

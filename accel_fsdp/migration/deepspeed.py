@@ -98,7 +98,7 @@ def _zero_defaults(draft: Draft, stage: int) -> None:
 
 
 def zero_stage(draft: Draft) -> int:
-    """The stage Accelerate would use; 2 if none is written, and 3 for one in DeepSpeed's own file."""
+    """The stage that Accelerate would use: 2 by default, and 3 for a stage in DeepSpeed's own file."""
     if "zero_stage" in draft.read:
         return int(draft.value("zero_stage"))
     return 3 if "deepspeed_config_file" in draft.read else DEFAULT_ZERO_STAGE
@@ -244,6 +244,6 @@ def add_wrapping(draft: Draft) -> None:
 
 
 def drop_use_cpu(draft: Draft) -> None:
-    """A key that the ranks of FSDP don't learn of, and those of DDP on GPUs neither."""
+    """Drops a key that the launcher doesn't pass to ranks of FSDP, nor to those of DDP on GPUs."""
     if draft.job.values.get("use_cpu") is True:
         draft.top("use_cpu", "lost", "had no effect: not handed to the ranks")

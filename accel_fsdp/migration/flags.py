@@ -13,8 +13,8 @@ from accel_fsdp.config import MigrationTarget
 class MigrateCommand:
     """The whole command.
 
-    `force` accepts a lost meaning, and `overwrite` another file in OUT's place. They are separate, because the
-    report names the first and users may not know of the second.
+    `force` accepts a lost meaning, and `overwrite` replaces an existing OUT. They are separate, because the report asks
+    for the first, and users may not expect the second.
     """
 
     file: Annotated[

@@ -1,6 +1,6 @@
 """Translates FSDP settings to the other version of FSDP, and to plain DDP. Checked against Accelerate 1.15.
 
-FSDP1 shards in groups that are the machines, FSDP2 in a mesh; FSDP2 has no NO_SHARD, which is DDP.
+FSDP1's hybrid sharding shards within each machine, FSDP2's within a mesh. NO_SHARD becomes DDP.
 """
 
 from accel_fsdp.config import (
@@ -60,7 +60,7 @@ def to_fsdp1(draft: Draft) -> None:
 
 
 def to_ddp(draft: Draft, key: str, why: str) -> None:
-    """Plain DDP, for a job that shards nothing. Other settings of the section are lost."""
+    """Plain DDP, for a job without sharding. Other settings of the section are lost."""
     draft.top("distributed_type", "changed", why, value=DISTRIBUTED_TYPES[Engine.DDP])
     draft.row(key, "lost", why)
     for name in ("fsdp_offload_params", "fsdp_activation_checkpointing"):
@@ -74,7 +74,7 @@ def to_ddp(draft: Draft, key: str, why: str) -> None:
 
 
 def fsdp2_strategy(draft: Draft) -> tuple[str, str]:
-    """FSDP1's name for FSDP2's behaviour, and the remaining difference (empty without one)."""
+    """FSDP1's strategy that behaves like the FSDP2 file, and the remaining difference (empty without one)."""
     reshards = draft.on("fsdp_reshard_after_forward")
     hybrid, broken = _mesh_is_hybrid(draft)
     if hybrid:
@@ -129,7 +129,7 @@ def _keep_state_dict_type(draft: Draft, old: Engine, new: Engine) -> None:
 
 
 def keep_wrapping(draft: Draft, new: Engine) -> None:
-    """How units are made. FSDP2 can't wrap by size, and checkpoints what is wrapped."""
+    """Translates the wrap policy. FSDP2 can't wrap by size, and checkpoints each wrapped module."""
     key, policy = "fsdp_auto_wrap_policy", draft.word("fsdp_auto_wrap_policy")
     checkpoints = draft.on("fsdp_activation_checkpointing")
     if policy == "SIZE_BASED_WRAP" and new is Engine.FSDP2:

@@ -1,7 +1,7 @@
 """Translates an FSDP2 YAML to the JSON of transformers' `DistributedConfig`, and back.
 
-Checked against transformers 5.23. The JSON has sizes and two switches. Everything else is the model's own plan,
-torchrun or an argument of the script.
+Checked against transformers 5.23. The JSON has sizes and two switches. Everything else comes from the model's plan,
+torchrun or arguments of the script.
 """
 
 import math
@@ -68,7 +68,7 @@ def to_native(draft: Draft, experts: int) -> tuple[Migration, dict[str, Any]]:
 
 
 def _sizes(draft: Draft) -> dict[str, int]:
-    """The mesh's sizes; all ranks shard where the file has no mesh."""
+    """The mesh's sizes; without a mesh in the file, all ranks shard."""
     mesh, processes = {axis: draft.size(axis) or 1 for axis in draft.job.mesh}, draft.job.number("num_processes")
     if not processes:
         raise UsageError(
@@ -103,7 +103,7 @@ def _precision(draft: Draft, sizes: Mapping[str, int]) -> bool:
 
 
 def _lose_keys(draft: Draft) -> None:
-    """All that has no field: with another place where it is said, or a break."""
+    """Drops the keys without a field in the JSON, with their replacement elsewhere or as a lost meaning."""
     for key, why in LOST.items():
         draft.row(key, "lost", why)
     if draft.on("fsdp_reshard_after_forward"):
@@ -125,7 +125,7 @@ def _lose_keys(draft: Draft) -> None:
 
 
 def _break(draft: Draft, key: str, why: str, fix: str) -> None:
-    """A key of the top level whose meaning is an argument of the script."""
+    """A top-level key that an argument of the script replaces."""
     draft.reported.add(key)
     draft.changes.append(Change(key, "lost", show(draft.job.values.get(key)), why=why, breaks=True, fix=fix))
 

@@ -1,7 +1,7 @@
-"""From the settings of one engine to those of another: which edits, and what each key comes to mean.
+"""Translates the settings of one engine to those of another: the edits, and the change of each key.
 
-Pure. What a key means was read from Accelerate 1.15, and the tests ask its parser and plugins. A key that had no effect
-in the old file gets none in the new one.
+Pure. The meanings are those of Accelerate 1.15, and the tests compare them with its parser and plugins. A key without
+effect in the old file has none in the new one.
 """
 
 from collections.abc import Mapping
@@ -61,7 +61,7 @@ def _name(draft: Draft) -> str:
 
 
 def _check(job: JobConfig) -> None:
-    """Refuses what has no counterpart, or no meaning to keep."""
+    """Refuses a file without a counterpart, or without a meaning to keep."""
     kind = job.values.get("distributed_type")
     if job.engine in (Engine.NONE, Engine.TPU) or kind == "MULTI_CPU":
         raise _refused(f"distributed_type: {kind} can't be migrated", "only FSDP, DeepSpeed and DDP on GPUs can")

@@ -1,9 +1,9 @@
-"""Facts of widely used models, bundled: no network, no token and no torch are needed for these.
+"""Facts of widely used models, bundled: these need no network, no token and no torch.
 
 `catalogue.json` holds, per hub id, the configuration that was used, the positions (the longest sequence that its makers
 name) and the facts of the model built from it on the meta device; `make docs` renews the facts, and a test builds the
-models again. `methods` are those whose allocations can be recorded, where some can't: PEFT's LoRA and bitsandbytes wrap
-Llama 4's router as a linear layer, which it isn't, and the linear attention of Qwen3.5 allocates chunk by chunk.
+models again. `methods` are those whose allocations can be recorded, if not all can: PEFT's LoRA and bitsandbytes wrap
+Llama 4's router as a plain linear layer, and the linear attention of Qwen3.5 allocates chunk by chunk.
 """
 
 import json
@@ -45,7 +45,7 @@ def did_you_mean(name: str) -> str:
 
 
 def hub_id(name: str) -> str:
-    """The name for programs that take hub ids and folders: folders unchanged, catalogue names in full."""
+    """The name as programs expect it: folders unchanged, catalogue names as full hub ids."""
     return name if os.path.exists(name) else canonical(name) or name
 
 
@@ -70,6 +70,6 @@ def _facts(name: str, facts: dict[str, Any]) -> ModelFacts:
 
 @cache
 def language_layers() -> frozenset[str]:
-    """The layer classes of the models here that AutoModelForCausalLM builds."""
+    """The layer classes of the catalogue's models that AutoModelForCausalLM builds."""
     known_facts = (entry["facts"] for entry in entries().values() if "auto_class" not in entry["facts"])
     return frozenset(layer["name"] for facts in known_facts for layer in facts["wrap_classes"])

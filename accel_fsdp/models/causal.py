@@ -29,10 +29,10 @@ DECODER = "a decoder, such as a Llama, Qwen or GPT-2"
 
 
 def check_config(config: Any, name: str, remote_code: bool = False) -> None:
-    """Refuses what can't be trained to predict the next token, before any data or weights are read.
+    """Refuses models that can't be trained to predict the next token, before any data or weights are read.
 
     Raises:
-        UserError: it has an encoder, is of another kind, or is trained to fill in masked words, as BERT is.
+        UserError: the model has an encoder, is of another kind, or is trained to fill in masked words, like BERT.
     """
     architecture = str((config.architectures or [type(config).__name__.removesuffix("Config")])[0])
     if getattr(config, "is_encoder_decoder", False) and not architecture.endswith("ForCausalLM"):
@@ -72,7 +72,7 @@ def _looks_ahead(name: str, architecture: str, always: bool = False) -> UserErro
 
 
 def looks_ahead(model: "nn.Module") -> bool | None:
-    """Whether another last token moves the predictions before it; None where the model can't be asked on its own."""
+    """Whether changing the last token changes earlier predictions; None if the model can't be run alone."""
     rows = torch.tensor([TOKENS, (*TOKENS[:-1], OTHER_LAST)])
     training = model.training
     model.eval()

@@ -1,4 +1,4 @@
-"""The class of transformers that a config means, and a model of it on the meta device."""
+"""The transformers class for a config, and a model of it on the meta device."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -17,9 +17,9 @@ BARE = "AutoModel"
 
 
 def model_class(config: Any) -> Any:
-    """The class of transformers that a config's `architectures` names, else the one that is trained.
+    """The class of transformers that a config's `architectures` names, else the class that is trained.
 
-    AutoModelForCausalLM where neither is known: it loads what brings its own code.
+    AutoModelForCausalLM if neither is known: it loads models with their own code.
     """
     import transformers
 
@@ -41,7 +41,7 @@ def _named_class(config: Any) -> Any:
 
 
 def _reads_text_part(kind: Any, config: Any) -> bool:
-    """Whether a class is built from the part of a config that is about text, as the Auto classes decide it."""
+    """Whether a class is built from the text part of a config, by the rule of the Auto classes."""
     config_class = getattr(kind, "config_class", None)  # which Auto classes lack
     return config_class is not None and config_class == config.sub_configs.get("text_config")
 
@@ -49,8 +49,8 @@ def _reads_text_part(kind: Any, config: Any) -> bool:
 def trained_class(config: Any) -> Any:
     """The class that is trained: named by `architectures`, else by `auto_class`; None if both are missing.
 
-    A class without a head is not trained itself. Without `architectures` a config with several parts is of the class
-    for all of them, not of the one for text that AutoModelForCausalLM builds from a part.
+    A class without a head is not trained itself. Without `architectures`, a config with several parts gets the class
+    for all of them, not the text class that AutoModelForCausalLM builds from one part.
     """
     named_class, kinds = _named_class(config), _known(config)
     headless = bool(kinds) and named_class is _bare_class(config)
@@ -65,7 +65,7 @@ def trained_class(config: Any) -> Any:
 
 
 def auto_class(config: Any) -> str:
-    """The Auto class that trains the class that a config's `architectures` names, else the first that knows the config.
+    """The Auto class for the class in a config's `architectures`, else the first Auto class that knows the config.
 
     Returns the name of the class itself if no Auto class of `AUTO_CLASSES` builds it, and "" for an unknown config.
     Models of AutoModelForCausalLM are trained on text, even if they have parts for images. An encoder that could also
@@ -86,7 +86,7 @@ def auto_class(config: Any) -> str:
 
 
 def text_class(config: Any) -> Any:
-    """The Auto class with which a script that trains on text loads the model, such as train/sft.py."""
+    """The Auto class by which a script that trains on text, such as train/sft.py, loads the model."""
     import transformers
 
     kinds = _known(config)
@@ -95,7 +95,7 @@ def text_class(config: Any) -> Any:
 
 
 def _known(config: Any) -> dict[str, Any]:
-    """The class that each of `AUTO_CLASSES` builds from this config, of those that know it."""
+    """The class that each of `AUTO_CLASSES` builds from this config, if it knows the config."""
     import transformers
 
     mappings = {kind: getattr(transformers, kind)._model_mapping for kind in AUTO_CLASSES}
@@ -120,8 +120,8 @@ def build(name: str, config: Any, **options: Any) -> "nn.Module":
     Models for images and sound whose `architectures` are missing are built without a head, as AutoModel does.
 
     Raises:
-        UserError: transformers knows no class for it, or no model can have its config.
-        ValueError, ImportError: it may have no such attention as `attn_implementation` asks for.
+        UserError: transformers has no class for the config, or the config is invalid. ValueError, ImportError: the
+        model may lack the attention that `attn_implementation` asks for.
     """
     kind = trained_class(config) or _bare_class(config)
     if kind is None:
@@ -140,7 +140,7 @@ def on_meta(
     """Builds a transformers class on the meta device, without weights.
 
     Raises:
-        UserError: no model of that class can have the config. What `passing` names is raised unchanged.
+        UserError: the config is invalid for that class. Errors in `passing` are raised unchanged.
     """
     import torch
 

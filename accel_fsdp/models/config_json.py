@@ -76,7 +76,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path) -> None:
-    """Refuses files that can't hold a tokenizer: pipes and devices, and JSON that would take Python's stack."""
+    """Refuses files that can't hold a tokenizer: pipes and devices, and JSON that would overflow Python's stack."""
     for path in (path for pattern in file_names.PAPERS for path in sorted(folder.glob(pattern))):
         if not path.exists():
             continue  # a link to nothing
@@ -111,9 +111,9 @@ def check(name: str, settings: Mapping[str, Any], place: str = "") -> None:
 
 
 def _check_experts(name: str, settings: Mapping[str, Any], place: str) -> None:
-    """Refuses tokens that go to more experts than there are: building such a model succeeds, running it does not.
+    """Refuses a config in which tokens use more experts than a layer has: such a model can be built, but not run.
 
-    Of one expert some models make an ordinary layer, without a router.
+    With one expert, some models have an ordinary layer without a router.
     """
     check_count(name, max(map(_number, map(settings.get, EXPERTS))) * _number(settings.get("num_hidden_layers")))
     for count, used in ((count, used) for count in EXPERTS for used in EXPERTS_USED):
@@ -124,7 +124,7 @@ def _check_experts(name: str, settings: Mapping[str, Any], place: str) -> None:
 
 
 def check_count(name: str, experts: int) -> None:
-    """Refuses more experts in all layers than any model has: each has separate tensors in the files."""
+    """Refuses more experts over all layers than any model has, because each has separate tensors in the files."""
     if experts > MOST_EXPERTS:
         raise contradictory(name, f"it has {experts:,} experts in all, many times those of the largest known")
 
@@ -161,10 +161,8 @@ def contradictory(name: str, what: str) -> UserError:
 def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Converts all errors that transformers raises for a config into one message.
 
-    `passing` is what it raises for another reason than the config, for the caller.
-
-    Raises:
-        UserError: anything else was raised, but for a library that isn't installed.
+    `passing` are errors with other reasons, which the caller handles. Raises: UserError: any other error was raised,
+    except for a library that isn't installed.
     """
     try:
         yield
@@ -187,7 +185,7 @@ def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[N
 
 
 def _said(error: Exception) -> str:
-    """The message of a transformers error; of a failed validation, the line after the first has the reason."""
+    """The message of a transformers error; for a failed validation that is the second line."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     if not lines or len(lines[0].split()) == 1:  # a KeyError, whose text is the key
         return f"{type(error).__name__} {' '.join(lines)}".strip()
@@ -195,17 +193,16 @@ def _said(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for a one-line message; of one of ours, what is wrong."""
+    """The first line of an error's text, for a one-line message; for a UserError, its `what`."""
     if isinstance(error, UserError):
         return error.what
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def bounded(name: str) -> "TorchFunctionMode":
-    """A mode under which a model of no more parts than any model has can be built.
+    """A context in which a model can be built with a limited number of parts.
 
-    Raises:
-        UserError: while it is active, when it makes more.
+    Raises: UserError: in the block, if the model has more parts than any real model.
     """
     from torch.overrides import TorchFunctionMode
 
@@ -224,7 +221,7 @@ def bounded(name: str) -> "TorchFunctionMode":
 
 
 def quant_method(settings: Any) -> str:
-    """How the weights of a model with this `quantization_config` are quantised, if they stay so; empty otherwise.
+    """The quantisation of a model with this `quantization_config`, if the weights stay quantised; empty otherwise.
 
     "unknown" if the config doesn't name it.
     """

@@ -1,4 +1,4 @@
-"""Counts a model's parameters; packed 4-bit weights have several in one element."""
+"""Counts a model's parameters; an element of a packed 4-bit tensor holds several."""
 
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ PACKED = "Linear4bit"
 
 
 def numel(parameter: "nn.Parameter") -> int:
-    """Elements of a whole parameter, also where DeepSpeed has parted it while the model was loaded."""
+    """Elements of a whole parameter, also if DeepSpeed has partitioned it while loading the model."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

@@ -8,7 +8,7 @@ from accel_fsdp.errors import UserError, did_you_mean
 
 @dataclass(frozen=True)
 class LayerClass:
-    """A module class that occurs in the model, with how often and its parameters in one instance."""
+    """A module class in the model, with its number of instances, and the parameters of one."""
 
     name: str
     count: int
@@ -24,26 +24,26 @@ class ModelFacts:
     checkpoints store, such as router biases: FSDP2's RAM-efficient loading can't handle them in accelerate 1.15.
     `origin` says where the facts come from when the model was not built here.
 
-    `dtype` is what the weights load in when nothing else is asked for, empty if unknown. `tied` says that the config
-    ties the embeddings, `tied_apart` that the weights hold both all the same and they differ. `kept_bf16` and
-    `kept_fp16` name a parameter that stays float32 when the rest loads in that dtype, empty if none does.
-    `expert_classes` are classes of single experts in a list of experts, `declared_classes` what `_no_split_modules`
-    names. `quantized` is the bits of a bitsandbytes checkpoint's weights, 0 if it is none, `quant_storage` their dtype.
-    `quant_method` is how a checkpoint's weights are quantised and stay so, such as gptq; empty if they aren't.
-    `auto_class` is the class of transformers that trains it. `parameters` counts all of it. `language_parameters` are
-    those of the part that text goes through, 0 where the model has no other: `train/sft.py` loads and saves the whole
-    model, and its rows of text train this part alone.
+    `dtype` is the default dtype of the loaded weights, empty if unknown. `tied` says that the config ties the
+    embeddings, `tied_apart` that the weights nevertheless hold two different ones. `kept_bf16` and `kept_fp16` name a
+    parameter that stays float32 when the rest loads in that dtype, empty if none does. `expert_classes` are classes of
+    single experts in a list of experts, `declared_classes` what `_no_split_modules` names. `quantized` is the number of
+    bits of a bitsandbytes checkpoint's weights, 0 for other checkpoints, `quant_storage` their dtype. `quant_method` is
+    the quantisation of weights that stay quantised, such as gptq; empty without. `auto_class` is the class of
+    transformers that trains it. `parameters` counts all of it. `language_parameters` are those of the part that text
+    goes through, 0 if that is the whole model: `train/sft.py` loads and saves the whole model, and its rows of text
+    train this part alone.
 
     `embeddings` says what Accelerate finds under FSDP2, where input embedding and head are units of their own: "none"
-    if the model names no input embedding, "shared" if one of their weights is also in another module; empty if all is
-    well. `embedding_parents` are the classes that hold the input embedding and no layer, such as BertEmbeddings.
+    if the model names no input embedding, "shared" if one of their weights is also in another module; empty without a
+    problem. `embedding_parents` are the classes that hold the input embedding and no layer, such as BertEmbeddings.
     `scalars` says that a parameter has no dimension.
 
-    `heads` and `kv_heads` are those that tensor parallelism divides, 0 where the model's plan leaves attention whole.
-    `experts` is the number in a layer, and `fused_experts` the parameters of all that are in tensors of several
-    experts, which bitsandbytes leaves in 16 bits. `tensor_plan` and `expert_plan` say whether transformers knows how to
-    divide its layers and experts, None if unknown. `replicated_norms`: norms inside the divided attention, whose
-    gradients its plan sums over the ranks. `tied_rows` are the rows of an embedding that is also the head.
+    `heads` and `kv_heads` are those that tensor parallelism divides, 0 if the model's plan leaves attention whole.
+    `experts` is the number in a layer, and `fused_experts` the number of parameters in tensors of several experts,
+    which bitsandbytes leaves in 16 bits. `tensor_plan` and `expert_plan` say whether transformers knows how to divide
+    its layers and experts, None if unknown. `replicated_norms`: norms inside the divided attention, whose gradients its
+    plan sums over the ranks. `tied_rows` are the rows of an embedding that is also the head.
     """
 
     name: str
@@ -81,7 +81,7 @@ class ModelFacts:
 
 
 def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: tuple[str, ...] = ()) -> None:
-    """Refuses layer class names that the built model doesn't have; `found` are those of its repeated layers.
+    """Refuses layer class names that the built model doesn't have; `found` are its repeated layers' classes.
 
     Raises:
         UserError: naming the first unknown one and the nearest existing class.

@@ -55,7 +55,7 @@ def model_facts(name: str, config: Any) -> ModelFacts:
 
 
 def _formats(name: str, config: Any, model: "nn.Module") -> dict[str, Any]:
-    """Dtypes, ties, experts and quantisation, as the config and the weights' headers state them."""
+    """Dtypes, ties, experts and quantisation, from the config and the headers of the weights."""
     stored = summary.weights_in(_local_folder(name))
     pair = summary.tied_pair(stored)
     tied = bool(getattr(config, "tie_word_embeddings", False))
@@ -87,7 +87,7 @@ def _dtype(config: Any, stored: Mapping[str, safetensors_header.Tensor]) -> str:
 
 
 def _local_folder(name: str) -> Path:
-    """The folder of a model: as given, or the hub cache's. Looks at no network."""
+    """The folder of a model: as given, or in the hub's cache. Doesn't use the network."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import try_to_load_from_cache

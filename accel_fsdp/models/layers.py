@@ -32,7 +32,7 @@ def kept_in_float32(model: "nn.Module", dtype: str) -> list[str]:
 
 
 def expert_classes(model: "nn.Module") -> frozenset[str]:
-    """The classes of single experts: what lists named `experts` hold."""
+    """The classes of single experts: the members of lists named `experts`."""
     from torch import nn
 
     lists = (m for name, m in model.named_modules() if name.endswith("experts") and isinstance(m, nn.ModuleList))
@@ -42,9 +42,9 @@ def expert_classes(model: "nn.Module") -> frozenset[str]:
 def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
     """Finds the layer classes that FSDP should make units of.
 
-    First choice: the names in `_no_split_modules` that exist in the built model (those that don't would stop
-    Accelerate), but for those that hold the input embedding, and of nested ones the layers alone. Otherwise the
-    classes of the longest `ModuleList` of equal layers.
+    First choice: the names in `_no_split_modules` that exist in the built model (missing ones would stop Accelerate),
+    without classes that hold the input embedding; of nested classes only the layers. Otherwise the classes of the
+    longest `ModuleList` of equal layers.
     """
     present = Counter(type(module).__name__ for module in model.modules())
     names = [name for name in (getattr(model, "_no_split_modules", None) or ()) if present[name]]
@@ -55,7 +55,7 @@ def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
 
 
 def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
-    """The classes of layers among nested ones: neither a stack of layers nor a part of a layer."""
+    """The classes of whole layers among nested classes, without stacks of layers and parts of a layer."""
     from torch import nn
 
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
@@ -88,7 +88,7 @@ def input_embedding(model: "nn.Module") -> "nn.Module | None":
 
 
 def _around(parts: "Set[nn.Module | None]", model: "nn.Module") -> frozenset[str]:
-    """The classes of the modules that these parts of the model lie in, but for the model's own."""
+    """The classes of the modules that contain these parts of the model, without the model's own class."""
     modules = dict(model.named_modules(remove_duplicate=False))
     places = (path for path, module in modules.items() if module in parts)
     return frozenset(type(modules[outer]).__name__ for path in places for outer in _parents(path) if outer)
@@ -154,7 +154,7 @@ def language_parameters(model: Any) -> int:
 
 
 def beside_text(model: Any) -> frozenset[str]:
-    """The names of the parameters that text doesn't reach, as those of an image encoder."""
+    """The names of the parameters that text doesn't go through, such as those of an image encoder."""
     if model.config.is_encoder_decoder or model.config.get_text_config() is model.config:
         return frozenset()
     try:

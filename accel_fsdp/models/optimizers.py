@@ -1,6 +1,6 @@
 """The optimizers: Trainer's names, the state that each keeps, and how often a step accesses the memory. Pure.
 
-`state_bytes` in this room has the other bytes of training. Combinations that fail are in `job/combinations.py`.
+`state_bytes` in this package has the other bytes of training. Combinations that fail are in `job/combinations.py`.
 """
 
 import math
@@ -33,7 +33,7 @@ EIGHT_BIT_FROM = 4096
 
 
 def element_bytes(optimizer: str, weight: int) -> float:
-    """An optimizer's state per trained parameter of `weight` bytes; of Adafactor's matrices it is next to nothing."""
+    """An optimizer's state per trained parameter of `weight` bytes; close to 0 for Adafactor's matrices."""
     family, kind = optimizer.removeprefix("paged_").partition("_")[0], optimizer.rpartition("_")[2]
     return MOMENTS_OF.get(family, MOMENTS) * MOMENT_BYTES.get(kind, weight)
 
@@ -41,9 +41,9 @@ def element_bytes(optimizer: str, weight: int) -> float:
 def tensor_bytes(optimizer: str, shape: Sequence[int], weight: int, embedding: bool = False) -> int:
     """An optimizer's state of one trained tensor, an element of which takes `weight` bytes.
 
-    Where moments have 8 bits, those of a small tensor are float32, and Trainer has bitsandbytes, which torchao is not,
-    keep those of an `embedding` so (`create_optimizer`). Adafactor has a float32 mean of each row and of each column,
-    and a full second moment of a vector.
+    With 8-bit moments, those of a small tensor are float32, and with bitsandbytes, but not torchao, Trainer also keeps
+    those of an `embedding` in float32 (`create_optimizer`). Adafactor has a float32 mean of each row and of each
+    column, and a full second moment of a vector.
     """
     numel = math.prod(shape)
     if optimizer == "adafactor":

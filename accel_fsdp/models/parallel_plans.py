@@ -1,4 +1,4 @@
-"""What tensor and expert parallelism divide of a model, by the plans that transformers has for it."""
+"""The parameters that tensor and expert parallelism divide, by transformers' plans for a model."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ QUERIES, KEYS = FUSED | {"q_proj", "q_b_proj"}, FUSED | {"k_proj"}
 
 
 def cuts(model: Any) -> dict[str, int]:
-    """The dimension that tensor parallelism divides, by the name of the parameter."""
+    """The dimension that tensor parallelism divides, by parameter name."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     found: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -47,7 +47,7 @@ def divisible(model: Any) -> dict[str, Any]:
 
 
 def divisible_by_config(config: Any) -> dict[str, Any]:
-    """Those that a model's config tells; heads are 0 where no layer of them is divided."""
+    """The facts that a model's config gives; heads are 0 if the plan doesn't divide them."""
     text = config.get_text_config()
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     divided = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}

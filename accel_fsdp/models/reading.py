@@ -52,7 +52,7 @@ def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
     """Reads a model's config.json, by a hub id or from a local folder, and checks that a model can have its sizes.
 
     Raises:
-        UserError: there is none, it can't be read, or no model can be like that.
+        UserError: there is no config, it can't be read, or it is invalid.
     """
     check_local_path(name, "model")
     if Path(name).is_dir():
@@ -73,7 +73,7 @@ def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
 
 
 def _require_reading(name: str) -> None:
-    """Checks that the libraries are installed that read models outside of the catalogue.
+    """Checks that the libraries that read models outside of the catalogue are installed.
 
     Raises:
         NotInstalled: one is missing. UserError: one is missing, and a bundled model has nearly that name.
@@ -116,7 +116,7 @@ def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) ->
 
 
 def check_local_path(name: str, what: str, example: str = "HuggingFaceTB/SmolLM2-135M-Instruct") -> None:
-    """Refuses a name that can only be a folder and isn't there; hub ids pass, and `example` is one."""
+    """Refuses a name that can only be a folder and doesn't exist; hub ids pass, and `example` is one."""
     path = Path(name)
     is_path = not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1
     if not is_path or os.path.exists(name):  # of any length, which Path.exists refuses

@@ -20,7 +20,7 @@ class NeedsCode(UserError):
 
 
 def refusal(name: str, part: str) -> NeedsCode:
-    """The error for a `part` of the model `name` (its config, its tokenizer) that only its own code can read."""
+    """The error for a `part` of the model `name` (config or tokenizer) that only the model's own code can read."""
     return NeedsCode(
         f"{name} comes with its own Python code for {part}",
         why="the installed transformers can't read it without, and no command runs code that comes with a model",

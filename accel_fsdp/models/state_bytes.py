@@ -1,9 +1,9 @@
-"""How many bytes a model's parameters take while they are trained, gathered and stored. Pure.
+"""The bytes of a model's parameters while they are trained, gathered and stored.
 
-For a model of which no more than the number of parameters is known, or the sum of their bytes. The planner counts
-padding and shards to the byte, from the same parts (`prediction.memory.shards`). Sources: torch.optim.AdamW keeps two
-moments in the dtype of the weight; FSDP with mixed precision keeps float32 masters (accelerate >= 1.13,
-`prepare_model`), DeepSpeed's optimizers always do (`stage_1_and_2.py`, `stage3.py`, `fp32_groups`).
+Pure. For a model with a known number of parameters, or a known sum of their bytes. The planner counts padding and
+shards to the byte, from the same parts (`prediction.memory.shards`). Sources: torch.optim.AdamW keeps two moments in
+the dtype of the weight; FSDP with mixed precision keeps float32 masters (accelerate >= 1.13, `prepare_model`),
+DeepSpeed's optimizers always do (`stage_1_and_2.py`, `stage3.py`, `fp32_groups`).
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,10 @@ def checkpoint_bytes(
 ) -> int:
     """A training checkpoint of weights and the optimizer's state, in bytes of each.
 
-    FSDP's gathered ones have the weights twice: once for the engine, once for Hugging Face. Of DeepSpeed's, `weights`
-    are the masters, and those in the dtype of forward take `forward` bytes: Trainer gathers them for Hugging Face, and
-    the engine stores its module too, which stage 3 has none of that is whole. Adam's checkpoints in bf16 thus take 16
-    bytes per parameter, and 14 in stage 3 (measured, DeepSpeed 0.19).
+    FSDP's gathered checkpoints have the weights twice: once for the engine, once for Hugging Face. In DeepSpeed's,
+    `weights` are the masters, and the weights in the dtype of forward take `forward` bytes: Trainer gathers them for
+    Hugging Face, and the engine also stores its module, except in stage 3, which has no whole one. Adam's checkpoints
+    in bf16 thus take 16 bytes per parameter, and 14 in stage 3 (measured, DeepSpeed 0.19).
     """
     copies = weights if gathered else 0
     if zero_stage is not None:
@@ -58,6 +58,6 @@ stay in 16."""
 
 
 def experts_in_16_bits(parameters: float) -> str:
-    """Says what bitsandbytes leaves as it is of a mixture whose experts transformers fuses into single tensors."""
+    """A sentence on the 16-bit experts of a mixture, which bitsandbytes can't quantise when they are fused."""
     size = about_gib(parameters * DTYPE_BYTES["bfloat16"])
     return f"bitsandbytes quantises only linear layers: the experts, {size}, aren't any and stay in 16 bits"

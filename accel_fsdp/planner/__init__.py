@@ -1,4 +1,4 @@
-"""The command `accel-fsdp plan`: what to take, why, and the YAML that does it."""
+"""The command `accel-fsdp plan`: the recommended settings, the reasons, and their YAML."""
 
 import lazy_loader
 

@@ -1,6 +1,6 @@
 """The planner's functions for the page in a browser: they take and return text, which JavaScript and Python share.
 
-The page's inputs are flags of `accel-fsdp plan`, by their names without dashes before them, and so are those of a link.
+The page's inputs, and the parameters of a link, are the flags of `accel-fsdp plan` without leading dashes.
 """
 
 import json
@@ -53,7 +53,7 @@ Kind = Literal["choice", "number", "amount", "switch", "text"]
 
 @dataclass(frozen=True)
 class Input:
-    """One field of the form. `choices` are empty where it takes a number or a text, `default` where it says nothing.
+    """One field of the form. `choices` are empty for a number or a text, `default` if there is none.
 
     A `number` is a whole one; an `amount` may have a fraction, or be 0.
     """

@@ -65,7 +65,7 @@ def make_plan(flags: PlanCommand) -> PlanReport:
 
 
 def search_problem(flags: PlanCommand, read_shape: ReadShape = by_name.read_shape) -> tuple[Problem, Proposer]:
-    """The problem of a command line, which refuses what doesn't work, and the writer of a candidate's YAML.
+    """The problem of a command line, which refuses invalid jobs, and the proposer that writes a candidate's YAML.
 
     Raises:
         UserError: as `make_plan`.
@@ -98,7 +98,7 @@ def _with_header(flags: PlanCommand) -> PlanCommand:
 
 
 def machines_of(flags: PlanCommand) -> tuple[MachineFacts, int]:
-    """One machine of `--gpus`, and how many of them it names.
+    """The machine of `--gpus`, and the number of machines.
 
     Raises:
         UsageError: it can't be read, or the model or the GPUs are missing.
@@ -168,7 +168,7 @@ def _refuse_other_model(flags: PlanCommand, arguments: Mapping[str, Any]) -> Non
 
 
 def _without_dropout(job: Job) -> tuple[Job, tuple[str, ...]]:
-    """Leaves out adapters' dropout, which the bundled tapes lack, if no tape can be recorded; and says so."""
+    """Leaves out adapters' dropout, with a message, if the bundled tapes lack it and none can be recorded."""
     if not job.recipe.lora_dropout or all(is_installed(library) for library in trace_store.TRACED_WITH):
         return job, ()
     note = f"Without {' and '.join(trace_store.TRACED_WITH)} installed, lora_dropout's masks are not counted."
@@ -229,7 +229,7 @@ def make_problem(
     machines_there: int = 0,
     read_shape: ReadShape = by_name.read_shape,
 ) -> Problem:
-    """The problem to plan: a job in any layout, or in that of a YAML, for as many machines.
+    """The problem to plan: a job in any layout, or the one `written` in a YAML, for `machines_there`.
 
     Raises:
         UserError: as `show_plan`.

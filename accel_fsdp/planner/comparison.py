@@ -1,4 +1,4 @@
-"""`accel-fsdp plan --compare`: the best way on each of several machines, the cheapest and the fastest of them."""
+"""`accel-fsdp plan --compare`: the best layout on each of several machines, the cheapest and the fastest of them."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -43,7 +43,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All machines in the order they were named. `problem` is that of the first; `assumed`: no work was given."""
+    """All machines in the order they were named.
+
+    `problem` is the first machine's; `assumed`: no amount of training was given.
+    """
 
     problem: Problem
     work: cost.Work
@@ -52,7 +55,7 @@ class Comparison:
 
     @property
     def fastest(self) -> Machine | None:
-        """The machine that needs the fewest hours; None where nothing fits any."""
+        """The machine that needs the fewest hours; None if nothing fits on any."""
         return self._least(lambda spent: spent.hours)
 
     @property
@@ -128,7 +131,7 @@ class Comparison:
         return f"{cost_report.hours(machine.spent.hours)}{paid}"
 
     def _alike(self, best: Machine, amount: Callable[[cost.Cost], Any]) -> str:
-        """Names the machines whose predictions equal the best, within their error."""
+        """Names the machines whose predictions equal the best within the prediction's error."""
         assert best.spent is not None
         least = amount(best.spent).expected
         spans = [(machine.name, amount(spent)) for machine, spent in self._spent if machine is not best]
@@ -196,7 +199,7 @@ class Comparison:
 
 
 def show_comparison(flags: PlanCommand) -> int:
-    """Prints the comparison; returns 0 where something fits on a machine, 1 where nothing fits on any."""
+    """Prints the comparison; returns 0 if something fits on a machine, else 1."""
     if flags.html and not flags.force:
         atomic_files.refuse_existing(flags.html, "it may be the page of another plan", "--html")
     comparison = compare(flags)
@@ -244,7 +247,7 @@ def _on(name: str, problem: Problem, work: cost.CostInputs) -> Machine:
 
 
 def _why_not(problem: Problem) -> str:
-    """Why nothing fits: the memory that the smallest candidate needs, or the reason why none works."""
+    """Why nothing fits: the memory of the smallest candidate, or the reason why no candidate works."""
     smallest = search.least(problem)
     if smallest.refused:
         return f"no strategy works: {smallest.refused}"

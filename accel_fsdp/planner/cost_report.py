@@ -1,4 +1,4 @@
-"""The cost of a job in words and numbers: no more digits than a prediction has, and a range where it is uncertain."""
+"""The cost of a job in words and numbers, rounded to the prediction's precision; as a range if it is uncertain."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ UNCOUNTED = "Loading the model, preparing the data and exporting come on top."
 
 
 def sentences(spent: cost.Cost, gpu: Gpu) -> Iterator[str]:
-    """The cost of a job, in a sentence or two a line."""
+    """The cost of a job as lines of one or two sentences."""
     amounts = [f"about {hours(spent.hours)}", f"{span(spent.gpu_hours)} GPU-hours"]
     if spent.money is not None:
         amounts.append(f"at {price(spent)} each they cost {span(spent.money)}")

@@ -52,7 +52,7 @@ SHORT_PHASES = " Between steps (idle), forward (fwd), loss, backward (bwd) of tw
 
 @dataclass(frozen=True)
 class Series:
-    """The highest point in bytes, by the name of the strategy, for growing numbers on an axis; `here` names one."""
+    """The peak in bytes for each strategy along an axis of growing numbers; `here` is the job's own number."""
 
     axis: str
     here: tuple[int, str]
@@ -129,7 +129,7 @@ def sections(report: PlanReport) -> Iterator[str]:
 
 
 def _advised(line: str) -> str:
-    """A sentence; indented text is to be copied."""
+    """A paragraph of advice; indented text becomes a block to copy."""
     kind = "pre" if line.startswith("  ") else "p"
     return f"<{kind}>{escape(line.strip())}</{kind}>"
 
@@ -211,7 +211,7 @@ def _step(problem: Problem, candidate: Candidate, chosen: bool) -> str:
 
 
 def _growing(title: str, lead: str, predicted: str, problem: Problem, candidate: Candidate, series: Series) -> str:
-    """How the peak grows with a number while the rest stays."""
+    """A figure of the peak against one number, with everything else fixed."""
     setting = (
         f"{rows_in(candidate.recipe)} per GPU, {checkpointing_in(candidate.recipe)}; sharded by FSDP2, without offload"
     )

@@ -1,6 +1,6 @@
 """Converts a candidate to its YAML and script arguments, and collects the linter's findings about both.
 
-The plan proposes nothing that the wizard refuses or `accel-fsdp check --strict` reports, because it runs both.
+The plan runs the wizard's checks and `accel-fsdp check --strict`, and proposes only jobs that pass both.
 """
 
 import shlex
@@ -22,11 +22,11 @@ OUTPUT = "fsdp.yaml"
 
 @dataclass
 class Proposer:
-    """Puts jobs into the words of wizard, YAML and script, for one model on machines of one kind.
+    """Converts jobs to answers, YAML and script arguments, for one model on machines of one kind.
 
-    `gpus` is one machine as `machines.parse` reads it, `layer_class` what to wrap, `usual_length` the tokens per row
-    that the wizard judges without `--seq-len`. `common` are the rules that speak of
-    every job alike, such as those about a precision that was asked for: they decide nothing.
+    `gpus` is one machine as `machines.parse` reads it, `layer_class` the class to wrap, `usual_length` the tokens per
+    row that the wizard assumes without `--seq-len`. `common` are the rules with the same finding for every job, such as
+    those about the requested precision, which are ignored.
     """
 
     model: str
@@ -39,7 +39,7 @@ class Proposer:
     _faults: dict[tuple[Any, ...], dict[str, str]] = field(default_factory=dict)
 
     def over(self, jobs: list[Job]) -> "Proposer":
-        """The same proposer, which ignores faults that all these jobs share."""
+        """The same proposer, ignoring faults that all these jobs share."""
         faults = [frozenset(self.faults(job)) for job in jobs]
         return replace(self, common=frozenset.intersection(*faults) if len(faults) > 1 else frozenset())
 
@@ -70,7 +70,7 @@ class Proposer:
     def answers(self, job: Job) -> Answers:
         """The wizard's answers that write the YAML of a job.
 
-        A model outside of the catalogue isn't built for it, which takes torch and seconds: its layer class is known.
+        A model outside of the catalogue isn't built, because that takes torch and seconds: its layer class is known.
 
         Raises:
             UserError: the wizard refuses one of them.
@@ -94,7 +94,7 @@ class Proposer:
         )
 
     def written(self, job: Job, environment: Mapping[str, str]) -> str:
-        """The YAML's text, as the wizard writes it for the model itself, with all of the job in its launch command.
+        """The YAML's text, as the wizard writes it for this model, with the whole job in its launch command.
 
         Raises:
             UserError: the model can't be read.
@@ -121,7 +121,7 @@ class Proposer:
         return "\n".join([*header.comment(title, "accel-fsdp plan", launch), yaml_file.dump(values)])
 
     def command(self, job: Job) -> str:
-        """The command that writes it, with only the flags that differ from the wizard's defaults."""
+        """The command that writes the YAML, with only the flags that differ from the wizard's defaults."""
         chosen = self._flags(job).items()
         flags = [word for name, value in chosen for word in (flag_words.flag_of(name), value)]
         return shlex.join(["accel-fsdp", "config", "--yes", "-o", OUTPUT, *flags])
@@ -197,9 +197,9 @@ def sentence(finding: Finding) -> str:
 
 
 def first_error(subject: Subject, job: Job) -> str:
-    """The first error of a given YAML that would stop or ruin a run, in a line; empty without one.
+    """The linter's first error for a given YAML, as a sentence; empty without one.
 
-    Without the script's arguments these are the job's.
+    If the subject has no script arguments, those of the job are used.
     """
     findings = run(subject if subject.args is not None else replace(subject, args=arguments(job)))
     return next((sentence(finding) for finding in findings if finding.severity == "error"), "")

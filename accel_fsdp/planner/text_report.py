@@ -43,7 +43,7 @@ COLOURS = dict(
 class PlanReport:
     """A plan with its problem, for printing. `proposer` writes the recommended YAML; None where `config` is judged.
 
-    `spent` is what the work costs in the way that was chosen, None if not asked for. `args` are the script's.
+    `spent` is the cost of the job with the chosen candidate, None if not requested. `args` are the script's arguments.
     """
 
     problem: Problem
@@ -264,7 +264,7 @@ class PlanReport:
         )
 
     def _padding(self) -> Iterator[str]:
-        """Warns of FSDP2's padding, which is held and sent; other engines have none."""
+        """Warns of FSDP2's padding, which takes memory and traffic; other engines have none."""
         fsdp2 = (candidate for candidate in self.plan.rows if candidate.layout.engine is Engine.FSDP2)
         worst = max(fsdp2, default=None, key=self._padded)
         if worst is None or (times := self._padded(worst)) < MOST_PADDING:

@@ -1,7 +1,7 @@
 """One predicted step, unit by unit: memory of each stretch, its time on a known GPU, and each unit's traffic. Pure.
 
-A stretch is between two moments that a running job can observe too: a unit's forward from the gathering of its
-parameters to the next unit's, its backward from the gradient of its output to that of its input.
+A stretch lies between two moments that a running job can observe too: a unit's forward from the gathering of its
+parameters to that of the next unit, its backward from the gradient of its output to that of its input.
 """
 
 from collections.abc import Iterator
@@ -24,8 +24,8 @@ OUTSIDE = "embedding and head"
 class Stretch:
     """A unit in one phase of one micro-batch: peak bytes, bytes after it, and its duration.
 
-    `layer` is the place of a block among those that process text, None for the ends of the model. Seconds are None if
-    the GPU is unknown.
+    `layer` is the index of a block among those that process text, None for embedding and head. Seconds are None if the
+    GPU is unknown.
     """
 
     micro_batch: int
@@ -49,7 +49,10 @@ class SentUnit:
 
 @dataclass(frozen=True)
 class UnitSteps:
-    """One step of one rank. `between_bytes` live between steps. Of many micro-batches the first, second and last."""
+    """One step of one rank.
+
+    `between_bytes` live between steps. Of many micro-batches it has the first, second and last.
+    """
 
     between_bytes: int
     stretches: tuple[Stretch, ...]
@@ -128,7 +131,7 @@ def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUni
 
 
 def unit_name(unit: Unit, place: int, units: tuple[Unit, ...]) -> str:
-    """The class of a block; else the end of the model, or both."""
+    """The class of a block; else `EMBEDDING`, `HEAD`, or `OUTSIDE` for both."""
     if unit.block is not None:
         return unit.name
     alone = sum(other_unit.block is None for other_unit in units) == 1

@@ -125,7 +125,7 @@ Replay = Callable[[bool, int], Reservation]
 
 @lru_cache(256)
 def replay_of(shape: ModelShape, tapes: Tapes, job: Job, workspace_bytes: int) -> Replay:
-    """Returns a function that replays the allocator for one job, and remembers the results.
+    """Returns a function that replays the allocator for one job, and caches the results.
 
     If a GPU has room for all reserved memory, the result without a limit is reused. Expandable segments are replayed
     each time, because their addresses depend on the GPU's size.
@@ -147,7 +147,7 @@ def replay_of(shape: ModelShape, tapes: Tapes, job: Job, workspace_bytes: int) -
 
 
 def spared_bytes(capacity_bytes: int) -> int:
-    """The part of a GPU's memory that may be used, with the margin left."""
+    """The usable part of a GPU's memory, without the margin."""
     return round(capacity_bytes / (1 + MARGIN))
 
 
@@ -165,7 +165,7 @@ def device(
     replay decides.
 
     Without `replay` the usual fragmentation is assumed. The allocator frees cached blocks before memory runs out, so
-    they count only if they can't be freed: the allocator is replayed on a GPU of that size.
+    they count only if they can't be freed. To find that out, the allocator is replayed on a GPU of that size.
     """
     allocated, outside = prediction.peak.total, outside_bytes(gpu, layout.ranks)
     room, spared = capacity_bytes - outside, spared_bytes(capacity_bytes) - outside

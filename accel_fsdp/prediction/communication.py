@@ -1,11 +1,11 @@
-"""How many bytes one rank sends per optimizer step, by link. Pure.
+"""The bytes that one rank sends per optimizer step, by link. Pure.
 
 The volumes are those of the ZeRO paper (arXiv 1910.02054, section 7) with FSDP's dtypes and units: a ring over W ranks
 sends (W - 1) / W of what it gathers or reduces from each rank, an all-reduce is a reduce-scatter and an all-gather.
 
 A ring over several machines enters and leaves each machine once. NCCL runs one ring per network port and starts each on
-another GPU, so of a rank's bytes the share 1 / ranks_per_node crosses the network and the rest stays inside. Both flow
-at once: the slower of the two is the ring's bottleneck.
+another GPU, so of a rank's bytes the share 1 / ranks_per_node crosses the network and the rest stays inside. Both links
+work concurrently: the slower of the two is the ring's bottleneck.
 """
 
 from collections.abc import Iterable, Iterator
@@ -73,12 +73,12 @@ def _pieces(unit: Unit, layout: Layout) -> int:
 
 
 def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[int, Traffic, Traffic]]:
-    """What the ranks of a row and those that divide the experts send while they compute, and nothing hides.
+    """The traffic of tensor and expert parallelism between products, which no computation hides.
 
-    Yields how often in a micro-batch, and the bytes forward and backward, with forward repeated by checkpointing. Each
-    all-reduce is of the hidden states: one where rows of weights end a layer's attention or its dense products, and one
-    in backward for the input of each product that is cut by columns (transformers' plans don't share them). An exchange
-    of experts sends each token to as many ranks as it has experts, and brings it back.
+    Yields its count per micro-batch, and the bytes of forward and of backward, with forward repeated by checkpointing.
+    Each all-reduce is of the hidden states: one at the end of attention and of the dense products, which are cut by
+    rows, and one in backward for the input of each product that is cut by columns (transformers' plans don't share
+    them). An exchange of experts sends each token to as many ranks as it has experts, and back.
     """
     if not layout.is_by_transformers:
         return
@@ -101,7 +101,7 @@ def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tup
 
 
 def _across(volume_bytes: float, layout: Layout) -> Traffic:
-    """One rank's part of an all-to-all: equal parts for all others, those beyond its machine by the network."""
+    """One rank's part of an all-to-all: equal parts for all others, over the network for those on other machines."""
     ranks = layout.experts
     here = min(ranks, layout.ranks_per_node)
     return Traffic(volume_bytes * (here - 1) / ranks, volume_bytes * (ranks - here) / ranks)
@@ -183,13 +183,13 @@ def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
 
 
 def held_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> float:
-    """Elements that one rank updates."""
+    """The number of elements that one rank updates."""
     held = (unit.count * unit.trained_numel / _pieces(unit, layout) for unit in units(shape, recipe, layout))
     return sum(held)
 
 
 def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:
-    """Bytes per element of a reduced gradient: DDP's are of the weights' dtype, FSDP's of the reduce dtype.
+    """Bytes per element of a reduced gradient: in the weights' dtype under DDP, in the reduce dtype under FSDP.
 
     (accelerate 1.15 sets FSDP's reduce_dtype to that of mixed precision: `set_mixed_precision`.)
     """

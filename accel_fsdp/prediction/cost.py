@@ -1,4 +1,4 @@
-"""The cost of a job: steps, hours, energy, money, checkpoints; ranges, because a step's time is one. Pure."""
+"""The cost of a job: steps, hours, energy, money, checkpoints; as ranges, because a step's time is a range. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ HOUR = 3600
 
 @dataclass(frozen=True)
 class Span(Amounts):
-    """A predicted amount, and the least and the most that it may be; they add up and multiply."""
+    """A predicted amount with its minimum and maximum; spans can be added and multiplied."""
 
     expected: float
     least: float
@@ -55,13 +55,13 @@ def seconds_of(steps: int, step: Step) -> Span:
 
 
 def events(kind: Event, every: float, steps: int, per_epoch: float) -> int:
-    """How often a run of `steps` saves or evaluates, including once at its end; `best` saves at least once."""
+    """The number of saves or evaluations in a run of `steps`, including one at its end; `best` saves at least once."""
     after = {"steps": every if every >= 1 else math.ceil(every * steps), "epoch": per_epoch, "best": steps}.get(kind)
     return math.ceil(steps / max(after, 1)) if after else 0
 
 
 def at_once(saves: int, kept: int, there: int = 0) -> int:
-    """The extra checkpoints on the disk, besides the complete ones that are `there`, at the fullest moment.
+    """The largest number of further checkpoints on the disk, besides the complete ones that are `there`.
 
     The newest is written before the oldest is deleted. `kept` 0 keeps all.
     """
@@ -168,7 +168,7 @@ def _saves(
 ) -> Saves | None:
     """The checkpoints of a run; None if their number is unknown.
 
-    At best the disk takes its speed from each machine at once; at worst they share it, which is expected.
+    At best each machine writes at the disk's full speed; at worst, which is the expected case, they share it.
     """
     if schedule.saves == "epoch" and not per_epoch:
         return None

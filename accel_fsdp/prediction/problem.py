@@ -1,4 +1,4 @@
-"""A job to plan for a model on given GPUs, and what is predicted of one job: memory, verdict, time. Pure."""
+"""A job to plan for a model on given GPUs, and the prediction for one job: memory, verdict, time. Pure."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -75,7 +75,7 @@ class Problem:
         return self.host(job).training <= self.host_bytes
 
     def host_lack(self, job: Job) -> str:
-        """Why a machine's memory doesn't suffice to load the model, or for the offload; empty if it does."""
+        """Why a machine's memory isn't enough to load the model, or for the offload; empty if it is."""
         if self.is_hosted(job):
             return ""
         host = self.host(job)
@@ -85,7 +85,7 @@ class Problem:
         )
 
     def host_need(self, needed: int) -> str:
-        """A need of host memory in words, with the memory available if that is less."""
+        """A need of host memory in words, with the available memory if that is less."""
         need, has = told_apart(about_gib, needed, self.host_bytes)
         less = f", where {has} {'are' if self.host_gib else 'are usual'}" if needed > self.host_bytes else ""
         return f"{need} of memory on each machine{less}"
@@ -175,7 +175,7 @@ def layouts(job: Job) -> Iterator[Job]:
 
 
 def offloads(job: Job) -> tuple[Job, ...]:
-    """The job, and with FSDP's offload."""
+    """The job, and its variant with FSDP's offload."""
     return (job, job.with_layout(offload=True)) if job.layout.is_fsdp else (job,)
 
 

@@ -20,8 +20,8 @@ SHARDS_ALL = {Engine.FSDP2: 1, Engine.FSDP1: 1, Engine.DEEPSPEED: 3, Engine.NONE
 def remedies(problem: Problem, given: Layout | None) -> Iterator[str]:
     """The changes that would make it fit, each alone with one sequence per GPU and full checkpointing.
 
-    They change the `given` layout if that helps, else the one that shards everything. Offload comes last, unless it is
-    given, with its host memory.
+    They change the `given` layout if that helps, else the one that shards everything. Offload comes last, with its host
+    memory, unless the job has it already.
     """
     requested = replace(problem.job, layout=given or problem.job.layout)
     if given and not problem.is_hosted(requested) and problem.evaluate(requested).fits:

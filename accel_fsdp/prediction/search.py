@@ -37,7 +37,7 @@ def largest(problem: Problem, job: Job, field: str, most: int, like: Candidate |
 
 
 def _room(problem: Problem, job: Job, like: Candidate | None) -> Device:
-    """Memory and verdict of a job: with the usual fragmentation, or with `like` by replaying the allocator."""
+    """Memory and verdict of a job: with the usual fragmentation, or with `like` from a replay of the allocator."""
     device = problem.device(job)
     if like is None or device.verdict == "no":
         return device
@@ -53,7 +53,7 @@ def _largest(needs: Callable[[int], Device], has: int, most: int, fitting: int =
     """The largest number from 1 to `most` that fits; if `fitting` is known to fit, a result within 2 % is enough.
 
     Memory grows about linearly, so the next number tried is where the line through the two numbers around the limit
-    meets it; every third time it is the middle, in case the line misleads.
+    meets it; every third try is the middle, in case the line misleads.
     """
     low, high, step = fitting, max(most, fitting) + 1, 1 + fitting // FINE
     needed = {number: needs(number).needed for number in {1 + fitting // 2, fitting} if fitting > 1}
@@ -79,7 +79,7 @@ class Plan:
     """The table, the choice, and its reason. `choice` is None if nothing fits.
 
     `ties` are the best candidates of other layouts that are as fast as the choice, within the prediction's error;
-    `runner_up` is the next slower one.
+    `runner_up` is the fastest slower one.
     """
 
     problem: Problem = field(repr=False)
@@ -128,7 +128,7 @@ def judge(problem: Problem) -> Plan:
 
 
 def least(problem: Problem) -> Candidate:
-    """The candidate with the least GPU memory, one that works if any does; offload where host memory allows it."""
+    """The candidate with the least GPU memory, if possible one that works; with offload if host memory allows it."""
     smallest = problem.job.with_recipe(checkpointing="full")
     smallest = smallest if problem.fixed_rows else smallest.with_recipe(rows=1)
     jobs = (variant for job in layouts(smallest) for variant in offloads(job))
@@ -168,14 +168,14 @@ def _replayed(problem: Problem, candidate: Candidate) -> Candidate | None:
 
 
 def _loadable(problem: Problem, candidate: Candidate) -> Candidate:
-    """The candidate, refused if it would fit but a machine's memory doesn't suffice."""
+    """The candidate, refused if it would fit but a machine's memory isn't enough."""
     return replace(candidate, refused=problem.host_lack(candidate.job)) if candidate.fits else candidate
 
 
 def _search(problem: Problem, all_ways: bool = True) -> Iterator[Candidate]:
     """Yields the best micro-batch of each strategy and checkpointing that works and fits.
 
-    Without `all_ways`, candidates are skipped that can't be as fast as an earlier one.
+    Without `all_ways`, candidates that can't be as fast as an earlier one are skipped.
     """
     fastest = 0.0
     for job in layouts(problem.job):

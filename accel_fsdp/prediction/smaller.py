@@ -1,4 +1,4 @@
-"""Changes that make a run smaller, with the memory of a rank that each frees. Pure."""
+"""Changes that make a run smaller, each with the memory that it frees on a rank. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from accel_fsdp.prediction.memory import ModelShape, Tapes
 
 @dataclass(frozen=True)
 class Saving:
-    """One change in the words of the flag or key to type, and the bytes it takes off the highest point."""
+    """One change, as the flag or key to type, and the bytes by which it lowers the peak."""
 
     change: str
     freed_bytes: int

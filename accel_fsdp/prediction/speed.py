@@ -1,4 +1,4 @@
-"""How long one optimizer step takes, and what bounds it. Pure: no torch, microseconds per layout.
+"""The duration of one optimizer step, and its bottleneck. Pure: no torch, microseconds per layout.
 
 A step takes, for each unit, the longest of computing, communication and kernel launches, because engines prefetch one
 unit; plus the optimizer. Computing is matrix products at the GPU's `efficiency`, and memory traffic at the memory's
@@ -75,8 +75,8 @@ class Step:
 class Stretch:
     """A part of the model that occurs `count` times: its computation and communication in one micro-batch.
 
-    `alone` counts adapter weights that are gathered alone, before products too short to hide them; otherwise
-    communication is `hidden` behind computation.
+    `alone` counts separately gathered adapter weights, before products too short to hide them; otherwise communication
+    is `hidden` behind computation.
     """
 
     count: int
@@ -127,7 +127,7 @@ class UnitSeconds:
 def unit_seconds(
     shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu, reduces: bool
 ) -> tuple[tuple[UnitSeconds, ...], UnitSeconds]:
-    """Times of each of `communication.units` with its experts, then of the head with the loss.
+    """The times of each of `communication.units` with its experts, then of the head with the loss.
 
     `reduces` adds the reduction of gradients. A unit that represents several layers is counted once.
     """
@@ -216,7 +216,7 @@ def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stret
 
 
 def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
-    """Forward and backward of a piece, each the longest of its computation, communication and kernel launches.
+    """The times of forward and backward of a piece, each the longest of computation, communication and kernel launches.
 
     FSDP1 allows two gathered units at a time (`limit_all_gathers`). Where adapters are separate units, they take
     both places, so a block is gathered only after the one before it, and communication adds to computation.
@@ -257,7 +257,7 @@ def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iter
 
 
 def _exchanged(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
-    """What tensor and expert parallelism send between products, which wait for it."""
+    """The time of the communication of tensor and expert parallelism, for which the products wait."""
     for count, *ways in communication.exchanges(shape, recipe, layout):
         for sent in ways:
             bound, seconds = sending_seconds(sent, max(layout.tensor, layout.experts), gpu)

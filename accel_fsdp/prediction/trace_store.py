@@ -1,7 +1,7 @@
 """Shapes and tapes on disk: bundled for the models of the catalogue, cached for others. Pure; needs no torch to read.
 
 A file holds each size and each tape once, since variants share most of them. An event is one number: three times the
-place of its size among `sizes`, plus 0 for a release, 1 for a gradient, 2 for an allocation.
+index of its size in `sizes`, plus 0 for a release, 1 for a gradient, 2 for an allocation.
 """
 
 import json
@@ -82,7 +82,7 @@ def cached(key: str) -> TraceRecord | None:
 
 
 def keep(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> None:
-    """Keeps a record under a key. A cache that can't be written to costs time only."""
+    """Caches a record under a key. A cache that can't be written only costs time."""
     try:
         write_text(cache_folder() / f"{key}.json", to_text(key, shape, tapes))
     except UserError:
@@ -90,7 +90,7 @@ def keep(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> None:
 
 
 def remembered(config: Mapping[str, Any], variant: str, record: Callable[[], TraceRecord]) -> tuple[ModelShape, Tapes]:
-    """The shape and tapes of a config's model in one variant, from the cache or else recorded and kept there."""
+    """The shape and tapes of a config's model in one variant, from the cache, or recorded and cached now."""
     key = key_of(config, (variant,))
     record_found = cached(key)
     if record_found is None:

@@ -1,4 +1,4 @@
-"""The command `accel-fsdp rehearse`: a job in small, on the CPU of this machine, step by step; what it proves."""
+"""The command `accel-fsdp rehearse`: a small version of a job on this machine's CPU, and what that proves."""
 
 import lazy_loader
 

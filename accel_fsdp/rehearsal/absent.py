@@ -1,6 +1,6 @@
-"""Finds the rank that is absent where others wait, by the collectives of all: where their ways parted, and why.
+"""Finds the rank that is missing from a collective in which others wait: where its calls differ first, and why.
 
-It reads the script, and nothing else.
+Besides the ranks' calls it only reads the script.
 """
 
 import ast
@@ -41,7 +41,7 @@ FIXES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Absence:
-    """`what` one rank does alone, the script's line, and the fix."""
+    """What one rank does alone, the script's line, and the fix."""
 
     what: str
     line: str
@@ -61,7 +61,7 @@ class _Parting:
 
 
 def absence(events: Sequence[RankEvent]) -> Absence | None:
-    """What one rank does alone; None if the ranks' calls don't show it."""
+    """The absence that the ranks' calls show, or None."""
     calls = {event.rank: calls_of(event.content) for event in events if event.kind == "calls"}
     every = {event.rank for event in events if event.kind == "began"}
     if unequal := _sizes_apart(calls):
@@ -100,7 +100,7 @@ def _is_same(ours: Call, theirs: Call) -> bool:
 
 
 def _partings(calls: Calls) -> Iterator[_Parting]:
-    """Where two ranks parted for good, in each group: after the last collective that both called at the same line."""
+    """The first differing calls of two ranks in each group, after the last call that both made at the same line."""
     for first, other in combinations(sorted(calls), 2):
         for group in dict.fromkeys(call.group for call in calls[first]):
             ours, theirs = ({c.number: c for c in calls[rank] if c.group == group} for rank in (first, other))
@@ -114,14 +114,14 @@ def _partings(calls: Calls) -> Iterator[_Parting]:
 
 
 def _of_script(call: Call | None) -> Call | None:
-    """The call, unless a rank makes it after the script's end."""
+    """The call, or None if a rank makes it after the script's end."""
     return call if call and call.lines else None
 
 
 def _from_gone(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _Parting | None:
-    """Where one rank told nothing of its calls: it has ended, or a library aborted it in the call of `aborted`.
+    """The parting from a rank that reported no calls: it has ended, or a library aborted it in the call of `aborted`.
 
-    What another rank did alone is then the last that its script makes it do by its number.
+    The other rank's last call under a condition on its rank is then the one that it makes alone.
     """
     gone = sorted(every - calls.keys())
     for rank, several in sorted(calls.items()):
@@ -137,7 +137,7 @@ def _from_gone(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _P
 
 
 def _alone(calls: Calls, *sides: tuple[int, Call | None]) -> _Parting:
-    """The parting, told from the side of the rank that does what the other never did; from the first if unknown."""
+    """The parting from the side of the rank whose call the other never made; from the first rank if unknown."""
 
     def is_new(rank: int, call: Call, other: int) -> bool:
         return call.lines not in {earlier.lines for earlier in calls[other]}
@@ -198,7 +198,7 @@ def _on_ranks(condition: ast.expr) -> str:
 
 
 def _is_rank(node: ast.AST) -> bool:
-    """Whether it is a name such as `rank` or `accelerator.is_main_process`, or the key of a variable such as "RANK"."""
+    """Whether a node is a name such as `rank` or `accelerator.is_main_process`, or a variable's key such as "RANK"."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return bool(OF_RANK.search(name))

@@ -24,7 +24,7 @@ class Failure(Exception):
 
 @dataclass(frozen=True)
 class Cause:
-    """A library's message and its cause; `at` is a line of the traceback, if the message alone says too little."""
+    """A library's message and its cause; `at` is a line of the traceback, if the message alone is ambiguous."""
 
     said: str
     key: str
@@ -172,7 +172,7 @@ def of_no_training(outcome: Outcome) -> Failure:
 
 
 def of_message(error: str, line: str, outcome: Outcome) -> Failure:
-    """A failure by the first rank's error, whose first line says what is wrong."""
+    """The failure for the error of the first rank, whose first line says what is wrong."""
     text = error or outcome.tail
     what = _first_words(error) if error else f"a rank ended with exit code {outcome.code}"
     if fix := without_gpu.instead(error):
@@ -198,7 +198,7 @@ def _unwrapping(outcome: Outcome) -> str:
 
 
 def of_hang(hang: Hang, events: Sequence[RankEvent], tail: str = "") -> Failure:
-    """`tail`: the last lines of the output, shown where there are no stacks."""
+    """The failure for a hang. `tail`: the last lines of the output, shown without stacks."""
     lines: Mapping[str, str] = {collective: line for line, collective, *_ in hang.waits.values() if line}
     line = lines.get("") or next(iter(lines.values()), "")  # a rank outside of collectives keeps the others waiting
     output = hang.stacks or tail

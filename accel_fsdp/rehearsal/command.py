@@ -26,7 +26,7 @@ Action = Callable[[], str | Proof]
 
 
 def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
-    """Runs a small version of the job on this machine; returns 0 if every step passed, else 1.
+    """Runs a small version of the job on this machine; returns 0 if every step passes, else 1.
 
     `words` are the script's arguments; for train/sft.py, arguments in the YAML's comment complete them.
 
@@ -124,8 +124,8 @@ def _steps(
 def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...], model: str | None) -> str:
     """Ends the rehearsal at errors of the linter, and counts its warnings.
 
-    A model that only the script's arguments name may be readable for the script alone; then the YAML is checked by
-    itself.
+    A model that only the script's arguments name may be readable only for the script; then the YAML is checked without
+    it.
     """
     file = options.file
     arguments = launcher.folder / "arguments.json"

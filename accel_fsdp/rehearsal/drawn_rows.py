@@ -1,7 +1,7 @@
 """Judges which rows of the data each rank trained on: shared by ranks, lost, or in the same order in each epoch. Pure.
 
-What can't be judged is silent: samplers that repeat rows on purpose, data sets that differ between ranks or hold rows
-several times, and what fills the last batch of an epoch so that all ranks have equally many.
+It doesn't judge samplers that repeat rows on purpose, data sets that differ between ranks or contain duplicates, and
+the filling of an epoch's last batch for equal numbers on all ranks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ DISTRIBUTED = "a DistributedSampler"
 
 
 def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """The gravest mistake, of the first loader and epoch that has one."""
+    """Yields the most serious mistake, of the first loader and epoch that has one."""
     row_events = [event for event in events if event.kind == "rows"]
     if any(event.content["may_share"] for event in row_events):
         return
@@ -82,7 +82,7 @@ def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
 
 
 def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
-    """Each rank has rows of its own from the script, and takes a part of these."""
+    """The script gives each rank different rows, and each rank takes only a part of these."""
     several = list(of_ranks.values())
     first = several[0]
     if not all(rows["once"] and rows["sharders"] and rows["planned"] < rows["length"] for rows in several):
@@ -124,7 +124,7 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
 
 
 def _fewer(events: Sequence[RankEvent], of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
-    """Smaller batches on one rank, whose mean losses weigh as much as those of the larger ones."""
+    """Smaller batches on one rank, whose mean losses weigh as much as those of larger batches."""
     shares = [share for event in events if event.kind == "repeated" for share in event.content["shares"]]
     batches = {rank: rows["batch"] for rank, rows in sorted(of_ranks.items()) if rows["batch"]}
     if None in shares or len(set(shares)) != 1 or len(set(batches.values())) < 2:
@@ -150,7 +150,7 @@ def _fix(sharders: Sequence[str], same_data: bool | None) -> str:
 
 
 def _parts_of_one(several: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether each row of the data set is meant for one rank: the sampler is known, or its numbers of rows say so."""
+    """Whether each row of the data set is meant for a single rank: by a known sampler, or by the numbers of rows."""
     if all(rows["once"] for rows in several):
         return True
     if not all(rows["is_whole"] and rows["is_own"] for rows in several):
@@ -162,7 +162,7 @@ def _parts_of_one(several: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _same_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool | None:
-    """Whether two ranks' data sets hold the same rows at the same places; None if that can't be seen."""
+    """Whether two ranks' data sets hold the same rows at the same indices; None if unknown."""
     if ours["places"] is None or theirs["places"] is None or ours["length"] != theirs["length"]:
         return False
     if ours["fingerprint"] and ours["fingerprint"] == theirs["fingerprint"]:
@@ -176,7 +176,7 @@ def _same_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool | Non
 
 
 def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
-    """A sampler shuffles by its epoch, and nobody told it the next one."""
+    """A sampler shuffles by its epoch, and its `set_epoch` was not called."""
     epochs = [event.content for event in events if event.kind == "drawn" and event.rank == rank]
     by_loader: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for rows in epochs:
@@ -197,7 +197,7 @@ def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
 
 
 def _trusted(rows: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without the last batch of an epoch: rows from its start may fill it."""
+    """The rows without the last batch of an epoch, which rows from its start may fill."""
     batches, full = rows["places"], -(-(rows["planned"] or 0) // (rows["batch"] or 1))
     ends = rows["is_whole"] or (full and len(batches or ()) >= full)
     if not ends:
@@ -210,7 +210,7 @@ def _places(rows: Mapping[str, Any]) -> list[int]:
 
 
 def _by_place(rows: Mapping[str, Any]) -> dict[int, int]:
-    """The checksum of each row by its place, for batches whose rows can be told apart."""
+    """The checksum of each row by its index, for batches whose rows can be distinguished."""
     pairs = zip(rows["places"] or (), rows["hashes"], strict=False)
     return {
         place: content
@@ -221,7 +221,7 @@ def _by_place(rows: Mapping[str, Any]) -> dict[int, int]:
 
 
 def _contents(rows: Mapping[str, Any]) -> set[int]:
-    """The rows' checksums until one comes again, as in the next epoch; empty where rows can't be told apart."""
+    """The rows' checksums until one repeats, as in the next epoch; empty if rows can't be distinguished."""
     seen: set[int] = set()
     for hashes in _trusted(rows)["hashes"]:
         if hashes is None or not seen.isdisjoint(hashes) or len(set(hashes)) < len(hashes):

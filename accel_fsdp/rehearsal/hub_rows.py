@@ -1,6 +1,6 @@
-"""Fetches the first rows of a data set on the hub, in a separate process that is ended if the network blocks.
+"""Fetches the first rows of a data set on the hub, in a separate process that is killed if the network blocks.
 
-The user's variables for the hub apply here too: endpoint, token, proxies, caches, and HF_HUB_OFFLINE.
+The user's variables for the hub apply: endpoint, token, proxies, caches, and HF_HUB_OFFLINE.
 """
 
 import json
@@ -41,7 +41,7 @@ def fetch(launcher: Rehearsed, dataset: str, config_name: str | None, split: str
 
 
 def _request_rows(launcher: Rehearsed, name: str, words: Sequence[str], **environment: str) -> tuple[str, bool]:
-    """Why there are no rows, empty if they were written, and whether a cache may have them."""
+    """Fetches the rows; returns why there are none (empty on success), and whether a cache may have them."""
     outcome = launcher.python(name, __name__, words, **environment)
     if outcome.code == TOO_LATE:
         return f"the hub gave none in {SECONDS} seconds", True
@@ -91,7 +91,7 @@ def _offline() -> bool:
 
 
 def _unreachable(dataset: str) -> str:
-    """Why the hub can't be reached, after one request; empty if it answers, even that it lacks the data set."""
+    """Why the hub can't be reached, after one request; empty if it answers, even if it lacks the data set."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 

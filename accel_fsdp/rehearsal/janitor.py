@@ -1,4 +1,4 @@
-"""Cleans up after a rehearsal, however that ends, in a small process that outlives it.
+"""Cleans up after a rehearsal, in a small process that outlives it, even if it is killed.
 
 It waits on a pipe that the rehearsal holds open. When the rehearsal writes a byte at its end, or the pipe closes
 because it was killed, the janitor ends every process with the rehearsal's folder in its environment, and removes the
@@ -37,7 +37,7 @@ def folder() -> Iterator[Path]:
 
 
 def mark(place: Path) -> dict[str, str]:
-    """The variable that processes of a rehearsal must be started with."""
+    """The environment variable with which processes of a rehearsal must be started."""
     return {FOLDER: str(place)}
 
 

@@ -37,9 +37,9 @@ CONSEQUENCE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|Socket 
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that wait for each other. `ended`: the ranks whose script has ended meanwhile.
+    """Ranks that wait for each other.
 
-    `in_time`: false if the launch was ended for its time.
+    `ended`: the ranks whose script has ended. `in_time`: false if the launch reached its time limit.
     """
 
     waits: Mapping[int, Stand]
@@ -95,7 +95,7 @@ class Outcome:
 class Rehearsed:
     """The settings of all launches of a rehearsal. `folder` is the janitor's, and a launch may take `seconds`.
 
-    `cold`: the script may set variables that libraries read during their import.
+    `cold`: libraries aren't imported beforehand, because the script may set variables that they read.
     """
 
     folder: Path
@@ -106,15 +106,15 @@ class Rehearsed:
     def launch(self, name: str, job: JobConfig, words: Sequence[str], kill_after: Path | None = None) -> Outcome:
         """Runs the script on the job's ranks; SIGKILL ends all of them in a step after the checkpoint `kill_after`.
 
-        Accelerate's functions turn the YAML into the variables of its launcher, and the ranks start as under torchrun:
-        the launcher itself takes as long to load as a rank.
+        Accelerate's functions turn the YAML into its launcher's variables, and the ranks start as under torchrun,
+        because loading the launcher itself takes as long as a rank.
         """
         hold = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else self._records(name, job)
         variables_of = environments(job, self.folder / f"{name}.yaml", self.script)
         return self._run(name, RANK, [str(self.script), *words], [hold | variables for variables in variables_of])
 
     def _records(self, name: str, job: JobConfig) -> dict[str, str]:
-        """The variable that has the ranks record their updates, for jobs whose ranks hold whole layers of one model."""
+        """The variable that makes the ranks record their updates, for jobs that can be repeated in one process."""
         if job.engine is Engine.NONE:
             return {}
         folder = self.folder / f"{name}.records"
@@ -184,7 +184,7 @@ class Rehearsed:
 
     @staticmethod
     def _places(started: Sequence[Process], folder: Path) -> list[RankEvent]:
-        """Asks the ranks where they are; returns the events once all that run have answered, or their time is over."""
+        """Asks the ranks where they are; returns the events once all running ranks have answered, or on timeout."""
         ranks.ask(folder)
         running = sum(_code(process) is None for process in started)
         end = time.monotonic() + PLACES_SECONDS
@@ -218,9 +218,9 @@ def places(ranks: int, machines: int = 1) -> list[dict[str, str]]:
 
 
 def hang_in(events: Sequence[RankEvent], processes: int) -> Hang | None:
-    """A hang, if every rank that has not ended is stuck, and one of them in a collective; else None.
+    """A hang, if every live rank is stuck, and one of them in a collective; else None.
 
-    Ranks that all stand in collectives will never move if some have ended, or if they are in different ones.
+    Ranks that all wait in collectives are stuck for ever if some ranks have ended, or if the collectives differ.
     """
     last = {event.rank: event for event in events}
     ended = {event.rank for event in events if event.kind == "ended"}

@@ -17,7 +17,7 @@ APART = 1e-3
 
 
 def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Each mistake once, the gravest first."""
+    """Yields each mistake once, the most serious first."""
     by_rank = holdings(events)
     for look in LOOKS:
         yield from look(events, by_rank)
@@ -93,7 +93,7 @@ def _other_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
 
 
 def _untied(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """FSDP1 gathers a weight with the unit that has it first; a module of another unit then sees a shard of it."""
+    """FSDP1 gathers a shared weight with the first unit that has it; a module of another unit then sees a shard."""
     if event := _first("prepared", events):
         holding = by_rank[event.rank]
         if not holding.engine.startswith(Engine.FSDP1.label):
@@ -143,7 +143,7 @@ def _forgotten_rng(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> 
 
 
 def _begins_anew(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """A resumed optimizer without its moments: the first steps after the resume are larger, and other ones."""
+    """A resumed optimizer without its moments: the first steps after the resume are larger than they should be."""
     if event := _first("anew", events):
         yield Failure(
             f"{event.content['optimizer']} begins anew: {event.content['checkpoint']} was loaded, and the next step "
@@ -221,7 +221,7 @@ def _steps_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
 
 
 def _final_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> dict[int, int]:
-    """Each rank's steps on sharded weights; under DDP all steps, if a rank took none after as many backward passes."""
+    """Each rank's number of steps on sharded weights; under DDP of all steps, if some rank took none."""
     reports = {event.rank: event.content for event in _of("trained", events)}
     sharded = {rank: report["sharded_steps"] for rank, report in reports.items()}
     ddp = by_rank and all(report.engine == Engine.DDP.label for report in by_rank.values())
@@ -306,7 +306,7 @@ def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Ite
 
 
 def _nothing_prepared(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """A state is that of what was prepared before."""
+    """A saved state contains only what was prepared before."""
     if event := _first("state-of-nothing", events):
         call, line = event.content["call"], event.content["line"]
         does = "saves" if call == "save_state" else "loads"

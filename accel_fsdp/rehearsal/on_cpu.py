@@ -18,7 +18,8 @@ INTERRUPTED = 130
 def measured(job: JobConfig, launch: Callable[[], int], experts: int = 1) -> int:
     """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 if the YAML differs.
 
-    The same for rows of the data that several ranks train on, or none. `experts`: the ranks that divide experts."""
+    Rows of the data that several ranks train on, or none, are a failure too. `experts`: the expert-parallel size.
+    """
     with janitor.folder() as folder:
         os.environ |= janitor.mark(folder) | {ranks.EVENTS: str(folder), "CUDA_VISIBLE_DEVICES": ""}
         code = launch()
@@ -47,7 +48,7 @@ def measured(job: JobConfig, launch: Callable[[], int], experts: int = 1) -> int
 
 
 def _say_why(events: Sequence[ranks.RankEvent]) -> None:
-    """Prints below the tracebacks what ended a rank's collective, or a fix for the rank that failed first."""
+    """Prints below the tracebacks why a rank's collective ended, or a fix for the rank that failed first."""
     if hang := left_alone(events):
         failure = of_hang(hang, events)
         why = "the ranks that have ended closed their connections, and the others' collectives failed"

@@ -1,4 +1,4 @@
-"""The steps of a rehearsal with any script of the user: run it, measure it, watch it."""
+"""The steps of a rehearsal with any script of the user: run, measure and watch it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

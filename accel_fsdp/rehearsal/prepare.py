@@ -24,10 +24,10 @@ from accel_fsdp.training.data import load
 
 @dataclass(frozen=True)
 class Prepared:
-    """The parts of a rehearsal, in its folder. `job` has units for this model, `said` is the line for the user.
+    """The parts of a rehearsal, in its folder.
 
-    `not_read`: why the rows aren't from the named data set; empty if they are, or if none was named. `layout`: the mesh
-    of the rehearsal's ranks.
+    `job` has units for this model, `said` is the sentence for the user. `not_read`: why the rows aren't from the named
+    data set; empty if they are, or without a name. `layout`: the mesh of the rehearsal's ranks.
     """
 
     model: SmallModel
@@ -48,7 +48,7 @@ def model_of(flag: str | None, words: tuple[str, ...]) -> str | None:
 def prepare(
     job: JobConfig, model: str | None, words: tuple[str, ...], launcher: Rehearsed, real: Layout, layout: Layout
 ) -> Prepared:
-    """Makes the model small and the data short, in the launcher's folder. `real` is the mesh of the real job.
+    """Makes the small model and the few rows of data, in the launcher's folder. `real` is the mesh of the real job.
 
     Raises:
         UserError: the model can't be read or isn't named, the mesh doesn't divide it, or the data doesn't fit the
@@ -104,7 +104,7 @@ def _text(arguments: Mapping[str, Any], name: str) -> str | None:
 
 
 def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:
-    """A model that can be read: the named one, a bundled config, or any with the YAML's layer class."""
+    """A readable model: the named one, a bundled config, or any architecture with the YAML's layer class."""
     if model is not None and Path(model).exists():
         return model, ""
     catalogue_name = catalogue.canonical(model) if model else None

@@ -11,7 +11,7 @@ IDLE = 0.25
 
 
 def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Yields what the schedules of the first rank do to its steps."""
+    """Yields the mistakes of the first rank's schedules."""
     content = next((event.content for event in events if event.kind == "schedules"), None)
     if content is None:
         return

@@ -1,4 +1,4 @@
-"""`python -m accel_fsdp.rehearsal.read_arguments WORDS` reads them as `train/sft.py` does: no more."""
+"""`python -m accel_fsdp.rehearsal.read_arguments WORDS` only parses them as `train/sft.py` does."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What repeating the ranks' updates in one plain process showed: differences, and updates without an effect. Pure."""
+"""Judges the updates that were repeated in one plain process: differences, and updates without an effect. Pure."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ def _averages_weights(events: Sequence[RankEvent], difference: Mapping[str, Any]
 
 
 def said(events: Sequence[RankEvent]) -> str:
-    """What was compared, as the end of a sentence; empty if nothing was recorded."""
+    """The compared values, as the end of a sentence; empty if nothing was recorded."""
     if _averages_weights(events, _first_difference(events)):
         return "; not repeated in one process: the script averages the ranks' weights now and then, not their gradients"
     if why := next((event.content["why"] for event in events if event.kind == "unrepeated"), ""):
@@ -235,7 +235,7 @@ def _step(content: Mapping[str, Any]) -> Failure:
 
 
 def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """No update that was recorded moved a weight."""
+    """No recorded update changed a weight."""
     updates = [event.content for event in events if event.kind == "repeated"]
     if not updates:
         return
@@ -275,9 +275,9 @@ def _frozen(content: Mapping[str, Any]) -> Failure:
 
 
 def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Weights with gradients that never change, beside more that do: a script that trains a head alone has few of them.
+    """Weights with gradients that never change, beside more that do, unlike in a script that trains only a head.
 
-    Others come to an optimizer later, or are changed by the script.
+    Weights that join an optimizer later, or that the script changes, don't count.
     """
     updates = [event.content for event in events if event.kind == "repeated"]
     still = [set(event.content["still"]) for event in events if event.kind == "weights"]

@@ -1,4 +1,4 @@
-"""The report of a rehearsal: a line for each step while it runs, and at the end what was proven and what can't be."""
+"""The report of a rehearsal: a line for each step while it runs, and at the end what was proven and what wasn't."""
 
 import json
 import linecache
@@ -13,10 +13,10 @@ ONLY_GPUS = ("NCCL and the network between machines", "CUDA memory", "speed", "k
 
 @dataclass(frozen=True)
 class StepResult:
-    """A step, its time, and what it proved; `key`, `line` and `fix` name the cause of a failure.
+    """A step, its time, and the proven sentence; `key`, `line` and `fix` name the cause of a failure.
 
-    `key` is the YAML's key or the script's argument, `line` the script's line, `output` the output of all ranks, or
-    the last lines of rank 0 if the user's own script passed.
+    `key` is the YAML's key or the script's argument, `line` the script's line, `output` the output of all ranks, or the
+    last lines of rank 0 if the user's own script passed.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Proof:
 class Report:
     """All steps so far. `changes`: what is smaller than in the real job. `error`: why the job can't be rehearsed.
 
-    What the steps can't show: `left_out` needs GPUs, `of_real_model` the real model and its data.
+    Not covered by the steps: `left_out` needs GPUs, `of_real_model` the real model and its data.
     """
 
     file: str
@@ -76,7 +76,7 @@ def show(step: StepResult) -> None:
 
 
 def with_source(line: str) -> str:
-    """A file:line with the source: Python's message for an error may be as short as the name of a member."""
+    """A file:line with its source line, because Python's message may be as short as an attribute's name."""
     file, _, number = line.rpartition(":")
     source = linecache.getline(file, int(number)).strip() if number.isdigit() else ""
     return f"{line}: {source}" if source else line

@@ -52,9 +52,9 @@ def cut(
 ) -> Rows:
     """Writes `count` rows of a split to the folder `target`, which it replaces; the same ones every time.
 
-    They are the first rows of `dataset` where that is a file or folder on this machine, or with `from_hub` a name on
-    the hub; repeated if it has fewer. Otherwise they are made up: conversations, or without `chats` plain texts, for a
-    tokenizer that has no chat template.
+    They are the first rows of `dataset` if it is a file or folder on this machine, or with `from_hub` a name on the
+    hub; repeated if it has fewer. Otherwise they are made up: conversations, or without `chats` plain texts, for a
+    tokenizer without a chat template.
     """
     if dataset is not None:
         load.check_name(dataset)

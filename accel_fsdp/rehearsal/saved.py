@@ -1,7 +1,7 @@
 """Judges what a script saved: shards, files of several ranks, names, shapes and values, and partial folders.
 
-Only what is certain is a mistake. Values that are neither the model's own nor recognised are another model's, such as
-an average of weights, and pass.
+Only certain mistakes are reported. Unrecognised values count as another model's, such as an average of weights, and
+pass.
 """
 
 import math
@@ -168,7 +168,7 @@ def _files(events: Sequence[RankEvent]) -> Iterator[_File]:
 
 
 def _shards(files: Sequence[_File], sharing_ranks: int) -> Iterator[Failure]:
-    """One file per shard can be resumed on as many ranks; a single file with one shard isn't a model."""
+    """A file per shard can be resumed on as many ranks; a single file with one shard isn't a model."""
     sharded = [file for file in files if file.shards and file.call not in FOLDERS]
     writers: dict[str, set[int]] = {}
     for file in sharded:
@@ -208,8 +208,8 @@ def _torn(files: Sequence[_File]) -> Iterator[Failure]:
 def _misnamed(files: Sequence[_File], model: _Model, resumed: set[str]) -> Iterator[Failure]:
     """Names that begin with those of wrappers, which the model without wrappers doesn't have.
 
-    A folder of `save_pretrained` is read by no wrapped model. Another file may be: it passes where the script reads it,
-    or saves an optimizer beside it, or where it holds other values than the model.
+    A folder of `save_pretrained` is read by no wrapped model. Other files pass if the script reads them, saves an
+    optimizer beside them, or if their values differ from the model's.
     """
     if any("module" in name.split(".") for name in model.names):
         return
@@ -234,7 +234,10 @@ def _misnamed(files: Sequence[_File], model: _Model, resumed: set[str]) -> Itera
 
 
 def _misshapen(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
-    """Flattened weights, and in a folder of `save_pretrained` those of another size. Packed integers may have any."""
+    """Flattened weights, and in a folder of `save_pretrained` weights of another size.
+
+    Packed integers may have any size.
+    """
     for file in files:
         for name, (shape, dtype, *_) in file.tensors.items():
             whole = model.shapes.get(holding.user_name(name), shape)
@@ -251,7 +254,7 @@ def _misshapen(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
 
 
 def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
-    """Whole weights with values of one rank, or multiplied; and saves that all hold those of before the first step."""
+    """Whole weights with one rank's values, or multiplied ones; and saves that all hold the values before training."""
     readings = [(file, _reading(file, model)) for file in files]
     for file, reading in readings:
         if reading not in (NOW, FIRST, OTHER, None):
@@ -268,7 +271,7 @@ def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
 
 
 def _reading(file: _File, model: _Model) -> str | None:
-    """Which values a file holds: NOW, FIRST, OTHER or a mistake, by the weights in it that moved; None without any."""
+    """The values in a file: NOW, FIRST, OTHER or a mistake, by its weights that have changed; None without any."""
     now, moved = model.at(file.step), model.moved(file.step)
     saved = {
         holding.user_name(name): ((total, norm), ROUNDING[dtype])
@@ -335,7 +338,7 @@ def _flaw(folder: Path, weights: int) -> str:
 
 
 def _elements(checkpoint: discover.CheckpointLocation) -> tuple[int, bool]:
-    """The number of weights, and whether they are an adapter's, which is saved without its base."""
+    """The number of weights in a checkpoint, and whether they are an adapter's, which is saved without its base."""
     if checkpoint.kind in discover.EXPORTED:
         count = sum(math.prod(tensor.shape) for tensor in open_checkpoint.of_place(checkpoint.weights).values())
         return count, checkpoint.kind == "adapter"

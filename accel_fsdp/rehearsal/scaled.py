@@ -36,8 +36,8 @@ class CannotRehearse(UsageError):
 def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tuple[JobConfig, list[str]]:
     """The job on `processes` ranks of this machine, and its differences from the file.
 
-    By default there are 2 ranks, or 4 if copies of the model are sharded too, shards are split by tensor parallelism,
-    or shards have copies of experts, which `experts` ranks divide.
+    The default is 2 ranks, or 4 with sharded replicas, tensor parallelism beside shards, or sharded copies of the
+    experts, whose expert-parallel size is `experts`.
 
     Raises:
         CannotRehearse: the engine or mesh doesn't run on CPUs. UsageError: the mesh doesn't fit so many processes.
@@ -76,21 +76,17 @@ def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tup
 
 
 def experts_in(words: Sequence[str]) -> int:
-    """The ranks that divide the experts, from the arguments of train/sft.py; 1 without."""
+    """The expert-parallel size in the arguments of train/sft.py; 1 without."""
     return from_arguments.experts_of(parse_command_line(words))
 
 
 def with_experts(words: Sequence[str], experts: int) -> tuple[str, ...]:
-    """The words with another number of these ranks."""
+    """The words with another expert-parallel size."""
     return (*words, EXPERT_FLAG, str(experts))
 
 
 def layout_of(job: JobConfig, experts: int) -> Layout:
-    """The real job's mesh.
-
-    Raises:
-        UsageError: it can't divide experts over so many ranks.
-    """
+    """The real job's mesh. Raises: UsageError: it doesn't fit the expert-parallel size."""
     layout = replace(from_yaml.layout_of(job), experts=experts)
     if layout.ranks and layout.experts_misfit:
         raise UsageError(
@@ -112,12 +108,12 @@ def small_layout(job: JobConfig, small: JobConfig, experts: int) -> Layout:
 
 
 def ranks_with_rows(layout: Layout) -> int:
-    """The ranks with rows of their own: those of a tensor parallel group take the same."""
+    """The number of ranks with different rows: a tensor-parallel group shares its rows."""
     return layout.data_ranks
 
 
 def check_own(job: JobConfig, script: str) -> None:
-    """Refuses tensor parallelism in a script that has only Accelerate's, which splits no layer (AF703)."""
+    """Refuses tensor parallelism in a script that relies on Accelerate's, which splits no layer (AF703)."""
     if (size := from_yaml.mesh_of(job)["tp"]) > 1:
         raise CannotRehearse(
             f"tp_size can't be rehearsed with {script}",
@@ -180,7 +176,7 @@ def without_mesh(job: JobConfig, processes: int) -> JobConfig:
 
 
 def by_size(job: JobConfig) -> bool:
-    """Whether FSDP chooses units by their number of weights."""
+    """Whether FSDP wraps by size."""
     return job.engine is Engine.FSDP1 and job.wrap_policy == "SIZE_BASED_WRAP"
 
 

@@ -1,4 +1,4 @@
-"""The arguments of `train/sft.py` for a rehearsal: the user's, except those for sizes, places and publishing."""
+"""The arguments of `train/sft.py` for a rehearsal: the user's, except those for sizes, paths and publishing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -79,7 +79,7 @@ class SmallRun:
 
     @property
     def draws_noise(self) -> bool:
-        """Whether embeddings get random noise, which differs in each run."""
+        """Whether NEFTune noise, which differs in each run, is added to embeddings."""
         return "--neftune_noise_alpha" in self.kept
 
     @property
@@ -101,12 +101,12 @@ def with_defaults(words: Sequence[str], defaults: Sequence[str]) -> tuple[str, .
 
 
 def readable(words: Sequence[str]) -> tuple[str, ...]:
-    """The words of the real job that `train/sft.py` can read on this machine."""
+    """The real job's arguments, without those that `train/sft.py` can't parse on this machine."""
     return _without(words, {*PLACES, *OF_GPUS, *OF_THE_PLACE})[0]
 
 
 def replaced(words: Sequence[str]) -> list[str]:
-    """The user's flags that a rehearsal leaves out or sets itself; places and sizes are said elsewhere."""
+    """The user's flags that a rehearsal leaves out or sets itself, besides paths and sizes."""
     return sorted(f"--{name}" for name in set(flag_words.parse_command_line(words)) & {*SET, *DROPPED})
 
 

@@ -1,4 +1,4 @@
-"""Finds the line of a script that gives each rank rows of its own, by its number."""
+"""Finds the line of a script that divides rows by rank."""
 
 import ast
 from functools import cache
@@ -11,7 +11,7 @@ SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node")
 
 @cache
 def line_of_split(script: str) -> int:
-    """The first line with a slice or a call of `SPLITTING` by the rank's number; 0 if there is none."""
+    """The first line with a slice or a call of `SPLITTING` that depends on the rank; 0 if there is none."""
     try:
         with open(script, encoding="utf-8") as file:
             tree = ast.parse(file.read())

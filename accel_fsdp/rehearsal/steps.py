@@ -39,7 +39,7 @@ READS = "accel_fsdp.rehearsal.read_arguments"
 
 @dataclass(frozen=True)
 class SftRehearsal:
-    """`given` are the user's own words."""
+    """`given` are the user's own arguments."""
 
     launcher: Rehearsed
     small: Prepared
@@ -71,7 +71,7 @@ class SftRehearsal:
         return self.job.number("num_processes")
 
     def with_rows(self, ranks: int) -> int:
-        """The ranks with rows of their own, of all ranks of the mesh or of others without it."""
+        """The number of `ranks` with different rows, on the mesh if they are all of its ranks."""
         return scaled.ranks_with_rows(self.small.layout) if ranks == self.ranks else ranks
 
     @property
@@ -132,7 +132,7 @@ class SftRehearsal:
         return self._sharded(outcome)
 
     def resume(self) -> str:
-        """Trains from that checkpoint to the end, on as many ranks."""
+        """Trains from that checkpoint to the end, on the same number of ranks."""
         words = self._words("run", self.ranks, resume_from_checkpoint="true")
         outcome = self._ran("resumed", self.in_float32, words)
         losses = self._losses("run")

@@ -12,7 +12,7 @@ from accel_fsdp.units import counted
 
 @dataclass(frozen=True)
 class Wrong:
-    """A difference of a rank from the YAML, and the `key` that decides it; empty if the script does, with a `fix`."""
+    """A difference between a rank and the YAML, and the `key` that causes it; or a `fix` if the script causes it."""
 
     what: str
     key: str
@@ -27,7 +27,7 @@ WHOLE = "prepare the whole model, once it has all its modules; with fully_shard,
 
 
 def differences(job: Job, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
-    """Yields the differences, the gravest first; the same one on several ranks once."""
+    """Yields the differences, the most serious first; equal ones on several ranks once."""
     keys = set()
     for rank, holding in sorted(ranks.items()):
         for difference in _of_rank(job, rank, holding):
@@ -82,7 +82,7 @@ def _name(unit: HeldUnit) -> str:
 
 
 def of_job(config: JobConfig, ranks: int, machines: int, own_classes: tuple[str, ...], experts: int = 1) -> Job:
-    """The job of a YAML on `ranks` ranks; `own_classes`: the model's layer classes, if the YAML's count for nothing."""
+    """The job of a YAML on `ranks` ranks; `own_classes`: the model's layer classes, unless the YAML decides them."""
     from_yaml.check_sharding(config, ranks)
     job = from_yaml.job_of(config, ranks=ranks)
     by_class = job.wrap_policy == "TRANSFORMER_BASED_WRAP"
@@ -97,7 +97,7 @@ TITLES = ("unit", "modules", "weights", "on a rank", "ranks that share it")
 
 
 def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
-    """A table of the units on the rank that holds most, one row for all units of a class and size."""
+    """A table of the units on the rank that holds most, one row per class and size."""
     counts: Counter[HeldUnit] = Counter()
     most = _fullest(ranks)
     for unit in most.units:
@@ -111,7 +111,7 @@ def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
 
 
 def repeated(holding: Holding) -> tuple[str, ...]:
-    """The layer class of an unknown model: the most frequent class of units, if it has several."""
+    """The layer class of an unknown model: the most frequent class of its units, if it occurs several times."""
     kinds = Counter(unit.kind for unit in holding.units if unit.name)
     (kind, count), *_ = kinds.most_common(1) or [("", 0)]
     return (kind,) if count > 1 else ()

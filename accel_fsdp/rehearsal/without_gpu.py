@@ -1,4 +1,4 @@
-"""What a script does on GPUs: what a rehearsal took for the CPU, and what it can't."""
+"""The GPU calls of a script: those that the CPU stood in for in a rehearsal, and those that failed."""
 
 import os
 import re
@@ -22,7 +22,7 @@ LINES_BEFORE = 3
 
 
 def taken(events: Sequence[RankEvent]) -> str:
-    """What the ranks took for the CPU, with the script's first line that did it; empty if there was nothing."""
+    """The GPU calls for which the CPU stood in, each with the script's first line of it; empty without any."""
     lines: dict[str, str] = {}
     for event in events:
         if event.kind == "taken-for-cpu":
@@ -37,7 +37,7 @@ def instead(error: str) -> str:
 
 
 def why_ended(line: str) -> str:
-    """The fix for a script that ended by itself at `line` because it found too few GPUs; empty for other reasons."""
+    """The fix for a script that exited at `line` because it found too few GPUs; empty for other reasons."""
     file, _, number = line.rpartition(":")
     if not Path(file).is_file():
         return ""

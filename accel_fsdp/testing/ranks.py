@@ -1,4 +1,4 @@
-"""The parent process: starts the ranks, sends them calls, and reports where they wait if an answer does not come."""
+"""The parent process: starts the ranks, sends them calls, and reports where they wait if they don't answer."""
 
 import contextlib
 import multiprocessing
@@ -175,7 +175,7 @@ class Ranks:
         return TimeoutError(f"no answer of rank {ranks} after {seconds:g} s: {hang}\n{hang.stacks}")
 
     def _show_output(self, printed: list[int]) -> None:
-        """Prints the output of each rank written after its file had that size: pytest shows it with the test."""
+        """Prints each rank's output after the given offset of its file: pytest shows it with the test."""
         for number, (rank, before) in enumerate(zip(self._started, printed, strict=True)):
             if text := rank.output.read_bytes()[before:].decode(errors="replace"):
                 sys.stdout.write(f"--- output of rank {number} ---\n{text.rstrip()}\n")
@@ -246,7 +246,7 @@ def _unpicklable(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _values(answers: list[serving.Answer]) -> list[Any]:
-    """The unpickled results of the ranks. Raises what one of them refused: a function, or a result."""
+    """The unpickled results of the ranks. Raises if a rank refused a function or a result."""
     __tracebackhide__ = True
     for answer in answers:
         if answer.refusal:

@@ -1,7 +1,7 @@
 """A rank for tests: it calls the functions that its parent sends, one after the other, until the parent ends.
 
-`python -c` with `command` starts it, with ends of two pipes. It receives and answers calls through one, and reports
-through the other where it is, even while a call waits.
+`python -c` with `command` starts it, with ends of two pipes. It receives and answers calls through one pipe, and
+reports its location through the other, even while a call waits.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ SERVING = "from accel_fsdp.testing import serving; serving.serve{!r}"
 
 @dataclass(frozen=True)
 class Answer:
-    """The outcome of a call: a pickled value, the traceback of a failure, or why nothing could be called or sent.
+    """The outcome of a call: a pickled value, the traceback of a failure, or why the call or its answer failed.
 
     `seconds` is the machine's monotonic clock.
     """

@@ -29,7 +29,7 @@ SEE_HELP = "see all arguments: python train/sft.py --help"
 
 @dataclass
 class ModelArguments:
-    """The model, and the parameters of it that are trained."""
+    """The model, and its trained parameters."""
 
     model_name_or_path: str = HfArg(help="Hub id or local folder.")
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the hub.")
@@ -225,7 +225,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
 
 
 def _check_adapter(model: ModelArguments) -> None:
-    """Refuses flags for an adapter without an adapter: the whole model would be trained instead."""
+    """Refuses flags for an adapter without `--use_peft`: the whole model would be trained instead."""
     if model.load_in_4bit and not model.use_peft:
         raise UsageError(
             "--load_in_4bit without --use_peft", why="4-bit weights can't be trained, only adapters", fix="--use_peft"
@@ -260,15 +260,14 @@ def _check_trackers(names: list[str]) -> None:
 
 class _Parser(HfArgumentParser):  # type: ignore[misc]
     def error(self, message: str) -> NoReturn:
-        """argparse would print 150 flags before the one line that matters."""
+        """Reports a parsing error alone: argparse would print 150 flags before it."""
         raise UsageError(message, why="the job can't start with these arguments", fix=SEE_HELP)
 
 
 def _require_launcher() -> None:
-    """Makes sure that an Accelerate YAML decides: the launcher's, or under torchrun that of `--accelerate_config`.
+    """Makes sure that one Accelerate YAML applies: the launcher's, or under torchrun that of `--accelerate_config`.
 
-    Raises:
-        UserError: there is no YAML, two decide, or nothing started this process as one rank of a job.
+    Raises: UserError: there is no YAML, there are two, or no launcher started this process as a rank of a job.
     """
     file = _word_after("--accelerate_config")
     if {"-h", "--help"} & set(sys.argv) or (file is not None and xla_settings(Path(file))):
@@ -299,7 +298,7 @@ def _require_launcher() -> None:
 
 
 def _check_mesh(file: str) -> None:
-    """Refuses a mesh of other ranks than torchrun has started, as after the loss of a machine."""
+    """Refuses a mesh whose size differs from torchrun's number of ranks, as after the loss of a machine."""
     launch = LaunchEnvironment.now()
     ranks = prod(launch.mesh.values())
     if launch.mesh and ranks != launch.world_size:
@@ -312,7 +311,7 @@ def _check_mesh(file: str) -> None:
 
 
 def _word_after(flag: str) -> str | None:
-    """The value of a flag that is needed before the command line can be parsed."""
+    """The value of a flag that is needed before the command line is parsed."""
     for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
         if word == flag or word.startswith(f"{flag}="):
             return word.partition("=")[2] or following

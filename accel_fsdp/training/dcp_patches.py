@@ -1,4 +1,4 @@
-"""Checkpoints of strangers: what torch unpickles when a run resumes becomes data, and runs nothing.
+"""Untrusted checkpoints: makes torch read pickles as data when a run resumes, without running code.
 
 `torch.distributed.checkpoint` loads `.metadata` with `pickle.load`, and the values beside tensors, such as learning
 rates, with `torch.load(weights_only=False)` (torch 2.13). `enable()` restricts both to the types that they need.
@@ -19,7 +19,7 @@ CODE = "a checkpoint of a stranger would run code when a run resumes from it"
 
 @cache
 def enable() -> None:
-    """Makes torch read distributed checkpoints without running what they name. Idempotent."""
+    """Makes torch read distributed checkpoints without running the code that they name. Idempotent."""
     read_metadata_as_data()
     read_values_as_data()
 
@@ -34,7 +34,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _format(formats: Any, name: str) -> Any:
-    """How `.metadata` names a memory format; that it asks for nothing else was checked before."""
+    """The memory format that `.metadata` names; the earlier check has refused any other name."""
     from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
     return _MEM_FORMAT_ENCODING[name]

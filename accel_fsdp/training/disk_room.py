@@ -25,8 +25,8 @@ SHOWN_SECONDS = 30
 def predicted_bytes(trainer: Any) -> tuple[int, int]:
     """The sizes of a checkpoint and of the export, from the model before it is sharded.
 
-    Mixed precision under FSDP and ZeRO has float32 masters of what is trained. FULL_STATE_DICT stores the weights a
-    second time for Hugging Face. An adapter goes without its base.
+    Mixed precision under FSDP and ZeRO has float32 masters of trained weights. FULL_STATE_DICT stores the weights a
+    second time for Hugging Face. An adapter is stored without its base.
     """
     model, state = trainer.model, trainer.accelerator.state
     mixed, zero = trainer.accelerator.mixed_precision != "no", trainer.is_deepspeed_enabled
@@ -52,7 +52,7 @@ def predicted_bytes(trainer: Any) -> tuple[int, int]:
 
 
 def _optimizer_bytes(trainer: Any, element_bytes: Mapping[torch.nn.Parameter, int]) -> int:
-    """The size of the optimizer's state for these parameters; ZeRO's partitions don't know embeddings."""
+    """The size of the optimizer's state for these parameters; ZeRO's partitions don't treat embeddings separately."""
     optim = str(trainer.args.optim.value)
     tables = set() if trainer.is_deepspeed_enabled else counting.embeddings(trainer.model)
     return sum(
@@ -102,7 +102,7 @@ def check_whole_run(trainer: Any, checkpoint_bytes: int, export_bytes: int) -> N
 
 
 def check(output_dir: Path, needed_bytes: int, text: str) -> None:
-    """Raises a UserError if the disk of `output_dir` has less free space; `text` says what takes it."""
+    """Raises a UserError if the disk of `output_dir` has less free space; `text` names what needs it."""
     output = atomic_files.existing_part(output_dir)
     free = shutil.disk_usage(output).free
     if needed_bytes > free:

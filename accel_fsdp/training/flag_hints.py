@@ -1,4 +1,4 @@
-"""Flags that users of TRL and of older Trainers type, and what they become here."""
+"""Flags of TRL and of older Trainers, and their equivalents here."""
 
 TRL = {
     "activation_offloading": "--gradient_checkpointing true, or fsdp_offload_params: true in the YAML",

@@ -1,7 +1,7 @@
-"""Values of flags that can't be meant, refused before anything is read: ranges, optimizers, schedules, combinations.
+"""Refuses invalid values of flags before anything is read: ranges, optimizers, schedules, combinations.
 
-Trainer checks few of its flags, and those late: a batch size of 0, an optimizer whose package isn't installed or that
-FSDP2 can't run came to light in a traceback, after data and model were loaded.
+Trainer checks few of its flags, and late: a batch size of 0, an optimizer whose package isn't installed or that FSDP2
+can't run ends in a traceback, after data and model were loaded.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
 
 
 def _check_profile(training: TrainingArguments) -> None:
-    """Looks whether the steps to profile can be, as far as is known before the data is read."""
+    """Checks the steps to profile, as far as is possible before the data is read."""
     if training.profile_steps is None:
         return
     steps = profile_flag.steps_asked(training.profile_steps)
@@ -123,7 +123,7 @@ def _check_profile(training: TrainingArguments) -> None:
 
 
 def _check_unsharded(model: Any) -> None:
-    """Adapters of more than LoRA's own matrices are shown to train, save and resume in one process and DDP alone."""
+    """Refuses adapters with more than LoRA's own matrices, which are tested only in one process and under DDP."""
     where = from_run.engine_here()
     if where not in (Engine.NONE, Engine.DDP):
         for name in UNSHARDED:
@@ -186,7 +186,7 @@ def _wants_model(optimizer: str) -> bool:
 
 @contextlib.contextmanager
 def _understood(flag: str) -> Iterator[None]:
-    """Turns the errors of torch or a package about a value into one UserError."""
+    """Converts the errors of torch or a package about a value into a UserError."""
     try:
         yield
     except (ValueError, TypeError, AssertionError, AttributeError, KeyError) as error:

@@ -18,12 +18,10 @@ SLOWEST_BYTES_PER_S = 50e6
 
 
 def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, checkpoint: Callable[[], Path]) -> None:
-    """Stops all ranks before a gather for which one of them lacks memory: the kernel would kill it. Collective.
+    """Stops all ranks before a gather if one of them lacks memory, because the kernel would kill it. Collective.
 
-    `gathers_here` says that this rank will hold the whole model. `checkpoint` makes sure of one on disk, on all ranks.
-
-    Raises:
-        UserError: one rank's host has less memory free than the model takes.
+    `gathers_here` says that this rank will hold the whole model. `checkpoint` makes sure that a checkpoint is on disk,
+    on all ranks. Raises: UserError: a rank's host has less free memory than the model takes.
     """
     free = host.free_memory() if gathers_here else None
     needed = state_bytes.gathering_bytes(gathered_bytes)
@@ -46,8 +44,8 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
 def lengthen_timeouts(model_bytes: int, least_seconds: float) -> float:
     """Gives the collectives of all groups the time that writing the model may take; returns it in seconds.
 
-    The other ranks wait in one while the first rank writes, and the watchdog's default of 10 or 30 minutes would end
-    them. Never shorter than `least_seconds`, the job's own. Call on all ranks.
+    The other ranks wait in a collective while the first rank writes, and the watchdog's default of 10 or 30 minutes
+    would end them. Never shorter than `least_seconds`, the job's own. Call on all ranks.
     """
     seconds = max(least_seconds, model_bytes / SLOWEST_BYTES_PER_S)
     if dist.is_initialized():

@@ -86,7 +86,7 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
 
 @contextmanager
 def _unloadable(name: str) -> Iterator[None]:
-    """Turns the ways in which a model fails to load, on ranks with and without weights, into one message."""
+    """Converts the errors of loading a model, on ranks with and without weights, into one message."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
@@ -98,7 +98,7 @@ def _unloadable(name: str) -> Iterator[None]:
 
 
 def receives_weights(options: ModelArguments) -> bool:
-    """Whether rank 0 sends this rank its shards, so that reading weights here would be wasted.
+    """Whether rank 0 sends this rank its shards, so that it need not read the weights.
 
     transformers 5.23 reads all weights on all ranks all the same, and a checkpoint of another dtype is then copied in
     full by every rank. Accelerate sends neither 4-bit weights nor those of modules that FSDP ignores.
@@ -109,7 +109,7 @@ def receives_weights(options: ModelArguments) -> bool:
 
 
 def _without_weights(options: ModelArguments) -> Any:
-    """A model of the right shapes whose memory is never touched, so that the system never has to provide it.
+    """A model of the right shapes whose memory is never touched, so that the system doesn't allocate it.
 
     Not on the meta device: Accelerate's FSDP2 path tells parameters apart by their addresses (1.15). A model that keeps
     some weights in another dtype, or is quantised, is known only once it is loaded.
@@ -156,10 +156,10 @@ def _with_weights(options: ModelArguments) -> Any:
 
 
 def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
-    """The dtype that the weights are loaded in, and why.
+    """The dtype in which the weights are loaded, and why.
 
-    Explicit, because transformers 5 keeps a checkpoint's 16 bits, and under `mixed_precision: 'no'` weights, gradients
-    and Adam's state would then all have 16 bits, silently.
+    It is explicit, because transformers 5 keeps a checkpoint's 16 bits, and under `mixed_precision: 'no'` weights,
+    gradients and Adam's state would then silently have 16 bits.
     """
     launch = LaunchEnvironment.now()
     if options.dtype != "auto":
@@ -208,7 +208,10 @@ def _quantization(options: ModelArguments) -> Any:
 
 
 def _fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, options: ModelArguments) -> None:
-    """Makes room for the tokenizer's tokens, where allowed to. Never shrinks: many models pad their vocabulary."""
+    """Enlarges the embedding for the tokenizer's tokens, if allowed.
+
+    Never shrinks it: many models pad their vocabulary.
+    """
     rows, tokens = _vocabulary_rows(model), max(tokenizer.get_vocab().values(), default=-1) + 1  # there may be gaps
     if tokens <= rows:
         return
@@ -263,7 +266,7 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
 
 
 def _rename_ties(ties: Mapping[PreTrainedModel, Mapping[str, str]]) -> None:
-    """Names tied weights by where PEFT has put them: Accelerate has transformers tie them again, by name, under FSDP2.
+    """Renames tied weights that PEFT has moved, because under FSDP2 Accelerate has transformers tie them again by name.
 
     An adapter on a tied head moves its weight from `lm_head` to `lm_head.base_layer`.
     """

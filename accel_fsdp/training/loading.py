@@ -1,6 +1,6 @@
 """Loads every part of a checkpoint: weights, optimizer, schedule, random states.
 
-`Trainer` (transformers 5.23) and accelerate 1.15 leave out some parts in silence. Each function here wraps one
+`Trainer` (transformers 5.23) and accelerate 1.15 silently leave out some parts. Each function here wraps one
 of Trainer's own methods, which it is given as `load`.
 """
 
@@ -41,8 +41,8 @@ def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> N
     """Loads the weights as they were stored, independent of the YAML's settings for the next checkpoint.
 
     `save_pretrained` gives the weights of some models other names or shapes in files than they have in the model: the
-    fused experts of a mixture, and models with images. Trainer takes from such a file what has the model's names, and
-    goes on from the untrained rest with no more than a warning (transformers 5.23).
+    fused experts of a mixture, and models with images. From such a file Trainer loads only the tensors with the model's
+    names, and leaves the others untrained, with only a warning (transformers 5.23).
     """
     own_format = trainer.is_sharded or trainer.is_deepspeed_enabled or trainer.on_tpu
     converted = not (own_format or _has_adapter(trainer)) and bool(getattr(trainer.model, "_weight_conversions", None))
@@ -67,10 +67,10 @@ def check_adapter(trainer: Any, checkpoint: str) -> None:
 
 
 def optimizer_and_schedule(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> None:
-    """Loads the optimizer's state, which FSDP1's optimizer must have before, and this run's learning rates.
+    """Loads the optimizer's state, which FSDP1's optimizer must create first, and sets this run's learning rates.
 
-    A fresh optimizer offers no state to fill, so `FSDP.optim_state_dict` asks the checkpoint for nothing and Adam
-    restarts from zero, silently (accelerate 1.15). FSDP2's path creates it with this same function of torch.
+    A new optimizer has no state to fill, so `FSDP.optim_state_dict` requests nothing from the checkpoint, and Adam
+    silently restarts from zero (accelerate 1.15). FSDP2's path creates it with this same function of torch.
     """
     plugin = _fsdp_plugin(trainer)
     with _as_trained(trainer, checkpoint if trainer.is_sharded else None):
@@ -89,7 +89,7 @@ def optimizer_and_schedule(trainer: Any, checkpoint: str | None, load: Callable[
 
 
 def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | None], None]) -> None:
-    """Loads this rank's random state; on another number of ranks, those without one get a new one.
+    """Loads this rank's random state; on a different number of ranks, those without one get a new one.
 
     Trainer's own would repeat that of step 0. The first rank's file has another name where it was the only rank, or is
     now.
@@ -111,9 +111,9 @@ def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | Non
 
 
 def cause(error: BaseException) -> str:
-    """The error in one line: for a sharded checkpoint that of the first failed rank; without the libraries' advice.
+    """The error in one line: for a sharded checkpoint that of the first failed rank.
 
-    torch's advice on a file that names code is to run it.
+    The libraries' advice is removed: torch's, for a file that names code, is to run that code.
     """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
@@ -143,7 +143,7 @@ def _load_converted(model: Any, checkpoint: str) -> None:
 
 @contextlib.contextmanager
 def _as_stored(trainer: Any, checkpoint: str | None) -> Iterator[None]:
-    """Sets FSDP's state dict type to that of the checkpoint's files, and raises all failures as one error."""
+    """In the block, FSDP's state dict type is that of the checkpoint's files, and failures become one error."""
     plugin = _fsdp_plugin(trainer)
     try:
         with contextlib.nullcontext() if plugin is None or checkpoint is None else _kind(plugin, Path(checkpoint)):
@@ -189,7 +189,7 @@ def _is_no_absence(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _as_trained(trainer: Any, checkpoint: str | None) -> Iterator[None]:
-    """Keeps torch from asking for states that a checkpoint rightly lacks: of parameters without a gradient so far.
+    """Keeps torch from requiring states that a checkpoint rightly lacks: those of parameters without a gradient so far.
 
     It creates a state for each tensor that requires gradients, such as an image encoder and experts that no row has
     reached, and reads each from the checkpoint (torch 2.13). States of trained tensors are still required.

@@ -1,4 +1,4 @@
-"""The losses of a run: what is trained, and what is reported of held-out rows, as a plain loop would compute them.
+"""The losses of a run: the training loss and the held-out loss, as a plain loop would compute them.
 
 Trainer's own go wrong in places (transformers 5.23). It shifts the labels for `--label_smoothing_factor` only if it
 knows the name of the model's class, which FSDP2 changes; counts one token too many per row of classes that aren't
@@ -74,7 +74,7 @@ def router_coefficient(model: Any) -> float | None:
 
 
 def prepare(arguments: dict[str, Any]) -> None:
-    """Changes Trainer's inputs: rows that fill an epoch's last step, and no zeros in the log for NaN."""
+    """Sets Trainer's arguments: rows fill an epoch's last step, and the log doesn't replace NaN by zeros."""
     arguments["args"].logging_nan_inf_filter = False
     for name in ("train_dataset", "eval_dataset"):
         if hasattr(arguments.get(name), "__len__"):
@@ -82,7 +82,7 @@ def prepare(arguments: dict[str, Any]) -> None:
 
 
 def rows_before(trainer: Any, step: int) -> int:
-    """The rows that were trained when that many steps were done."""
+    """The number of rows that were trained in the first `step` steps."""
     args, size = trainer.args, int(trainer.get_total_train_batch_size(trainer.args))
     if not hasattr(trainer.train_dataset, "__len__"):
         return step * size
@@ -94,7 +94,7 @@ def rows_before(trainer: Any, step: int) -> int:
 
 
 def rows_for_rate(trainer: Any) -> float:
-    """The rows of all steps of a run in which every step had as many as those of this session, on average."""
+    """The rows of a whole run whose steps all had this session's average number of rows."""
     start = getattr(trainer, "_initial_global_step", 0)  # transformers 5.17 has no such attribute
     step = trainer.state.global_step
     share = (step - start) / max(trainer.state.max_steps, 1)
@@ -178,7 +178,7 @@ class Losses:
         return weighted
 
     def _compare(self, loss: Tensor, outputs: Any, target_ids: Tensor, scale: int) -> Tensor:
-        """Compares the model's own loss of the first batch with the next tokens', which replaces it if they differ.
+        """Compares the model's own loss on the first batch with the next-token loss, which replaces it if they differ.
 
         Bart's decoder doesn't shift the labels, and others ignore the number of tokens. Row by row, to spare memory.
         """
@@ -200,7 +200,7 @@ class Losses:
     def _of_predictions(
         self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, smoothing: float
     ) -> Tensor:
-        """The summed loss of the next tokens, for a model that doesn't get the labels."""
+        """The summed next-token loss, for a model that doesn't get the labels."""
         loss = cross_entropy(outputs["logits"], targets({"labels": labels}), smoothing)
         return loss + self._router_loss(outputs)
 

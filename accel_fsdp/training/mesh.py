@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism: transformers loads the model in shards over the job's mesh, and Accelerate leaves it.
+"""Tensor and expert parallelism: transformers, not Accelerate, shards the model over the job's mesh while loading.
 
 Accelerate's own `tp_size` splits no layer with transformers 5.17 or later, and it has no axis for experts.
 """
@@ -31,10 +31,10 @@ SINCE = "5.23"
 
 @dataclass(frozen=True)
 class Mesh:
-    """The sizes of a mesh: `replicas` of `shards`, each of which `tensor` ranks hold together.
+    """The sizes of a mesh: `replicas` of `shards`, each of which is divided over `tensor` ranks.
 
-    `experts` ranks hold different experts. They are some of the same ranks: as many groups of them as fit into
-    `shards` x `tensor` hold copies of the experts in shards.
+    `experts` ranks hold different experts: `shards` x `tensor` ranks are divided into groups of that size, over which
+    each expert is sharded.
     """
 
     replicas: int
@@ -44,7 +44,7 @@ class Mesh:
 
     @classmethod
     def of_launch(cls) -> "Mesh":
-        """The mesh of this job, from the launcher's variables; shards are what is left of the ranks."""
+        """The mesh of this job, from the launcher's variables; the remaining factor of the ranks is shards."""
         launch = LaunchEnvironment.now()
         sizes = {"dp_replicate": 1, "tp": 1, "ep": 1, **launch.mesh}
         shards, rest = divmod(launch.world_size, sizes["dp_replicate"] * sizes["tp"])
@@ -66,7 +66,7 @@ class Mesh:
         return " x ".join(f"{name} {size}" for name, size in named.items() if size > 1)
 
     def config(self, mixed: bool, offload: bool) -> "DistributedConfig":
-        """As transformers takes it."""
+        """The mesh as transformers' `DistributedConfig`."""
         from transformers.distributed import DistributedConfig
 
         return DistributedConfig(
@@ -81,9 +81,7 @@ class Mesh:
 
 def choose(experts: int) -> None:
     """Has transformers shard the model if the YAML has a tensor axis, or experts are divided. Call before Accelerate.
-
-    Raises:
-        UsageError: the engine or another axis doesn't go with it.
+    Raises: UsageError: the engine or another axis can't be combined with it.
     """
     launch = LaunchEnvironment.now()
     sizes = launch.mesh
@@ -125,7 +123,7 @@ def check(config: Any, adapted: bool, quantized: bool) -> None:
     """Checks a model's config and the flags about its weights, before these are read.
 
     Raises:
-        UserError: the model has no plan for an axis, something in it doesn't divide, or libraries fail.
+        UserError: the model has no plan for an axis, a size doesn't divide, or a library fails.
     """
     if LaunchEnvironment.now().by_transformers:
         check_on(Mesh.of_launch(), config, adapted, quantized)
@@ -167,7 +165,7 @@ def check_on(mesh: Mesh, config: Any, adapted: bool, quantized: bool) -> None:
 
 
 def _check_tie(rows: int, mesh: Mesh) -> None:
-    """transformers 5.23 gives FSDP a tied weight twice, and torch copies it for one of the two where it pads shards."""
+    """Refuses padded shards of a tied weight: transformers 5.23 gives it to FSDP twice, and torch copies one."""
     ranks = mesh.shards * mesh.tensor
     if mesh.shards > 1 and rows % ranks:
         raise UserError(
@@ -189,7 +187,7 @@ def check_adapter(model: "nn.Module") -> None:
 
 
 def loading() -> dict[str, "DistributedConfig"]:
-    """The argument with which `from_pretrained` shards a model; empty where Accelerate does it, or nobody."""
+    """The argument with which `from_pretrained` shards a model; empty if Accelerate does, or if it isn't sharded."""
     launch = LaunchEnvironment.now()
     if not launch.by_transformers:
         return {}
@@ -197,7 +195,7 @@ def loading() -> dict[str, "DistributedConfig"]:
 
 
 def announce(model: "nn.Module", args: Any) -> None:
-    """Says what shards the model, and what each rank holds of it."""
+    """Logs how the model is sharded, and each rank's part."""
     if args.process_index == 0:
         parameters = list(model.parameters())
         held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)

@@ -1,7 +1,7 @@
 """Checkpoints of a model that transformers has sharded, which Trainer refuses to write (transformers 5.23).
 
-They have the files and names of Accelerate's sharded checkpoints of FSDP2: jobs resume from them on other meshes, and
-with Accelerate sharding the model.
+They have the files and names of Accelerate's sharded checkpoints of FSDP2: jobs can resume from them on other meshes,
+and with Accelerate sharding the model.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def save_weights(model: Any, checkpoint: Path) -> None:
 
 
 def load_weights(model: Any, checkpoint: Path) -> None:
-    """Reads what `save_weights` or Accelerate has written. Collective."""
+    """Reads the weights that `save_weights` or Accelerate has written. Collective."""
     from accelerate.utils.fsdp_utils import _set_model_state_dict
 
     if not (checkpoint / file_names.SHARDED_MODEL).is_dir():
@@ -57,8 +57,8 @@ def load_weights(model: Any, checkpoint: Path) -> None:
 def save_optimizer(trainer: Any, checkpoint: Path) -> None:
     """Writes each rank's part of the optimizer's states, and the schedule of learning rates. Collective.
 
-    Trainer has a group of parameters for each part of the mesh. They are stored as on other meshes: those that decay
-    and those that don't.
+    Trainer has a group of parameters for each part of the mesh. They are stored as on other meshes: parameters with
+    weight decay and those without.
     """
     content: dict[str, Any] = dict(states.get_optimizer_state_dict(trainer.model, trainer.optimizer))
     decaying = set(trainer.get_decay_parameter_names(trainer.model))
@@ -74,7 +74,7 @@ def save_optimizer(trainer: Any, checkpoint: Path) -> None:
 
 
 def load_optimizer(trainer: Any, checkpoint: Path) -> None:
-    """Reads what `save_optimizer` or Accelerate has written. Collective."""
+    """Reads the states that `save_optimizer` or Accelerate has written. Collective."""
     own: dict[str, Any] = dict(states.get_optimizer_state_dict(trainer.model, trainer.optimizer))
     loaded = _read("optimizer", own, checkpoint / file_names.SHARDED_OPTIMIZER)
     settings = {name: group for group in loaded["param_groups"] for name in group["params"]}
@@ -103,7 +103,7 @@ def gathered(trainer: Any, state_dict: dict[str, Any] | None) -> Iterator[dict[s
 
 @contextlib.contextmanager
 def allowed(args: Any) -> Iterator[None]:
-    """Hides from Trainer's constructor that checkpoints will be whole: it refuses them (transformers 5.23)."""
+    """Hides whole checkpoints from Trainer's constructor, which refuses them (transformers 5.23)."""
     before, by_transformers = args.save_only_model, LaunchEnvironment.now().by_transformers
     args.save_only_model = by_transformers or before
     try:
@@ -114,7 +114,7 @@ def allowed(args: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_whole(model: Any) -> Iterator[None]:
-    """Has libraries take the tensors that they are given for whole ones: they would gather the model once more."""
+    """Makes libraries treat the given tensors as whole: they would gather the model again."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     sharding, size = getattr(inner.config, "distributed_config", None), inner._tp_size
     if sharding is not None:
@@ -139,7 +139,7 @@ def _write(content: dict[str, Any], folder: Path) -> None:
 
 
 def _read(name: str, own: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What a folder holds for the tensors of `own`, with their placements, and its own groups of parameters."""
+    """The content of a folder for the tensors of `own`, with their placements, and the stored groups of parameters."""
     reader = FileSystemReader(folder)
     tensors = {part: value for part, value in own.items() if part != "param_groups"}
     content = _contiguous(tensors)
@@ -150,7 +150,7 @@ def _read(name: str, own: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _stored_groups(reader: FileSystemReader) -> list[dict[str, Any]]:
-    """As many groups of parameters as a checkpoint has, with its keys and no values yet."""
+    """Empty groups of parameters, with the checkpoint's number of groups and their keys."""
     keys: dict[int, dict[str, Any]] = {}
     for name in reader.read_metadata().state_dict_metadata:
         if found := re.fullmatch(r"optimizer\.param_groups\.(\d+)\.(.+)", name):
@@ -161,7 +161,7 @@ def _stored_groups(reader: FileSystemReader) -> list[dict[str, Any]]:
 def _contiguous(content: dict[str, Any]) -> dict[str, Any]:
     """The tensors as torch's distributed checkpoints can describe them: each rank's part in one piece (torch 2.13).
 
-    A strided part would be stored under the place of one piece, without an error.
+    A strided part would be stored at the offset of one piece, without an error.
     """
 
     def placed(value: Any) -> Any:

@@ -1,12 +1,11 @@
-"""Adapters under FSDP: what PEFT and torch lack to save and load their tensors in a wrapped model.
+"""Patches PEFT and torch to save and load adapters in a model that FSDP wraps.
 
-PEFT 0.21 matches an adapter's tensors by module names, and FSDP's wrappers change those names. Three things follow,
-all silently: under FSDP1 (`._fsdp_wrapped_module.` in mid-name) and under FSDP activation checkpointing
+PEFT 0.21 matches an adapter's tensors by module names, and FSDP's wrappers change those names. It fails silently in
+three ways: under FSDP1 (`._fsdp_wrapped_module.` in mid-name) and under FSDP activation checkpointing
 (`._checkpoint_wrapped_module.`) `save_pretrained` writes a file with no tensor in it, sharded checkpoints hold none,
 and under FSDP1 a resume loads none (PEFT strips `base_model.model.` where no name starts with it, and takes the model's
-names from a state dict that may be empty on all ranks but the first). And torch's FSDP1 loses the frozen base of an
-unsharded model. `enable()` mends all of it; this module, `dcp_patches.py` and
-`cpu.py` are the only ones that patch a library.
+names from a state dict that may be empty on all ranks but the first). Besides, torch's FSDP1 loses the frozen base of
+an unsharded model. `enable()` fixes all of these. Only this module, `dcp_patches.py` and `cpu.py` patch a library.
 """
 
 from functools import cache
@@ -33,7 +32,7 @@ def enable() -> None:
     why=EMPTY,
 )
 def save_wrapped_adapters() -> None:
-    """State dict keys are clean, so the prefixes they are chosen by must be."""
+    """State dict keys have no wrapper names, so the prefixes that select them must have none either."""
     from peft.tuners import tuners_utils
 
     original = tuners_utils._get_tuner_state_dict_key_prefixes
@@ -53,9 +52,9 @@ def save_wrapped_adapters() -> None:
 def keep_frozen_units() -> None:
     """After backward, FSDP1 leaves the frozen units of NO_SHARD without parameters.
 
-    A unit whose inputs need no gradient, such as the first layer, isn't resharded by a hook, and the catch-all takes it
-    for resharded because NO_SHARD's whole and own part are the same memory. Its weights stay plain tensors, and the
-    next state dict stops at the first one that it misses.
+    A unit whose inputs need no gradient, such as the first layer, isn't resharded by a hook, and the fallback regards
+    it as resharded, because under NO_SHARD a whole parameter and its shard share memory. Its weights stay plain
+    tensors, and the next state dict stops at the first missing parameter.
     """
     import torch.distributed.fsdp._runtime_utils as runtime
 

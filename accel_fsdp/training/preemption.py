@@ -26,7 +26,7 @@ KEY = "accel_fsdp/stop"
 
 
 class Stop(TrainerCallback):  # type: ignore[misc]
-    """Holds a signal back until the end of a step that all ranks agree on; a second one ends the process at once.
+    """Defers a signal until the end of a step that all ranks agree on; a second signal ends the process at once.
 
     The agreement costs each rank one request to the job's store per step, without waiting. A signalled rank names the
     step after its own: the others can't end that step without it, so all of them read the name in time. A thread
@@ -43,7 +43,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begins to handle signals: before training there is no state to save, and a signal ends the process."""
+        """Begins to handle signals. Before training there is no state to save, so a signal ends the process."""
         if args.world_size == 1 or dist.is_initialized():
             self._listen()
 
@@ -123,7 +123,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
             self._pipe = None
 
     def give_in(self) -> None:
-        """Ends this process by the signal that was held back, if any: the job has failed on another rank."""
+        """Ends this process by the deferred signal, if any: the job has failed on another rank."""
         if self.signal:
             with contextlib.suppress(ProcessLookupError):
                 signal.signal(self.signal, signal.SIG_DFL)

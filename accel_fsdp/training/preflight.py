@@ -1,4 +1,4 @@
-"""Checks between loading and `Accelerator.prepare`: refuses or fixes what an engine gets wrong for a model."""
+"""Checks between loading and `Accelerator.prepare`: refuses or fixes errors of an engine for a model."""
 
 import os
 from dataclasses import replace
@@ -29,8 +29,8 @@ def before_trainer(model: nn.Module, args: TrainingArguments) -> None:
 def check_wrap_classes(model: nn.Module) -> None:
     """Checks the names that Accelerate will look for, before Trainer creates its output folder.
 
-    Without names in the YAML they are the model's `_no_split_modules`; with none there either, Accelerate wraps nothing
-    and says nothing.
+    Without names in the YAML they are the model's `_no_split_modules`; if that is empty too, Accelerate silently wraps
+    nothing.
     """
     launch = LaunchEnvironment.now()
     if not launch.wraps_layer_classes:
@@ -47,7 +47,7 @@ def check_wrap_classes(model: nn.Module) -> None:
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Refuses what accelerate 1.15 fails on: its FSDP2 loading takes every entry of the state dict for a DTensor."""
+    """Refuses buffers with which accelerate 1.15 fails: its FSDP2 loading treats all of a state dict as DTensors."""
     launch = LaunchEnvironment.now()
     stored = models.persistent_buffers(model)
     if launch.uses_fsdp2 and launch.loads_on_rank_zero and stored:
@@ -89,12 +89,12 @@ def check_gathering(args: TrainingArguments) -> None:
 
 
 def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
-    """Decides which library recomputes activations, and how; logs a difference from the YAML or arguments.
+    """Decides which library recomputes activations, and how; logs differences from the YAML or arguments.
 
     FSDP's own (the YAML's `fsdp_activation_checkpointing`) and the layers' (`--gradient_checkpointing`) exclude each
-    other. Not reentrant wherever that works: the reentrant kind gives frozen layers no gradient unless their inputs
-    ask for one, and DDP counts such parameters twice. Under ZeRO-3 it must be: the other kind compares the shapes of
-    what it saved with what it recomputes, and finds partitioned weights.
+    other. It is non-reentrant wherever that works: the reentrant kind gives frozen layers no gradient unless their
+    inputs require one, and DDP counts such parameters twice. Under ZeRO-3 it must be reentrant: the other kind compares
+    saved and recomputed shapes, and finds partitioned weights.
 
     Both names are set: transformers 5.23 goes by `activation_checkpointing`, 5.17 has only the other, which all mirror.
     """
@@ -139,8 +139,9 @@ def keep_precision(plugin: Any) -> None:
     """Keeps in float32 what mixed precision would round to 16 bits: FSDP1's buffers, and FSDP2's loss.
 
     accelerate 1.15 gives FSDP1's policy the parameters' dtype for buffers, the angles of rotary embeddings among them,
-    and FSDP2's policy for outputs: near 6, a loss in bfloat16 has steps of 1/32. No YAML key leads to either. It takes
-    no memory: Accelerate makes the logits float32 before FSDP2 would cast them back, and the plan counts that copy.
+    and FSDP2's policy for outputs: near 6, a loss in bfloat16 has steps of 1/32. No YAML key changes either. It takes
+    no extra memory: Accelerate converts the logits to float32 before FSDP2 would cast them back, and the plan counts
+    that copy.
     """
     policy = getattr(plugin, "mixed_precision_policy", None)
     if policy is None:

@@ -28,12 +28,12 @@ def finish(exit_code: int) -> None:
 
 
 def begin(model: Any, data: Any, training: TrainingArguments) -> run_record.RunRecord:
-    """Sets the seed, and starts the account of a run with these arguments.
+    """Sets the seed, and starts the record of a run with these arguments.
 
     Turns off the progress bars of other ranks, and the libraries' advice on their APIs.
 
     Raises:
-        UserError: a library has changed inside, or the output folder can't be written.
+        UserError: a library's internals have changed, or the output folder can't be written.
     """
     atomic_files.check_writable(Path(training.output_dir))
     check_libraries()

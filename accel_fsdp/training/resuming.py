@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 
 def chosen(training: "TrainingArguments") -> str | None:
-    """Resolves `--resume_from_checkpoint`: a folder, true for the newest of `output_dir`, auto for that or a new run.
+    """Resolves `--resume_from_checkpoint`: a folder, true for the newest in `output_dir`, auto for that or a new run.
 
     Call on all ranks. The checkpoint's hashes are verified: each rank reads a share of its bytes.
 
     Raises:
-        UserError: there is nothing to resume from, its steps have another size, or `output_dir` holds another run that
-            would be mixed up with this.
+        UserError: there is no checkpoint, its steps have another size, or `output_dir` holds a different run, which
+        would be mixed with this one.
     """
     checkpoint = _wanted(training)
     if checkpoint is None:
@@ -145,7 +145,7 @@ def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
 
 
 def _agreed(answers: list[T]) -> list[T]:
-    """The results of all ranks, in rank order; on TPU each rank only has its own."""
+    """The results of all ranks, in rank order; on TPU only the own result."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType, gather_object
 
@@ -155,14 +155,15 @@ def _agreed(answers: list[T]) -> list[T]:
 
 
 def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, skips_data: bool = True) -> None:
-    """Holds a checkpoint against the run that is to go on from it.
+    """Checks that the run's settings fit the checkpoint that it resumes.
 
     FSDP's sharded and full checkpoints move between its versions, strategies and numbers of ranks. `skips_data` is
     false under `--ignore_data_skip`, where the data start from the beginning and their position needs no check.
 
     Raises:
-        UserError: a part is missing (Trainer would restart that part silently), it is of another engine or number
-            of ranks in a format that can't change them, or the same step would be another place in the data.
+        UserError: a part is missing (Trainer would silently restart that part), the checkpoint is from another engine
+        or number of ranks in a format that can't change them, or the same step would be at another position in the
+        data.
     """
     facts, origin = summary.facts_of(checkpoint), marker.origin_of(checkpoint)
     stored = origin.engine if origin else _engine(checkpoint, facts)
@@ -187,9 +188,9 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
 
 
 def _restrict_deepspeed() -> None:
-    """Makes DeepSpeed load tensors, plain data and its own few types: it asks torch for everything that a file names.
+    """Restricts DeepSpeed's loading to tensors, plain data and its own few types: it passes `weights_only=False`.
 
-    A user who has set torch's variable for the opposite keeps it.
+    A user's own setting of torch's variable is kept.
     """
     import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -202,12 +203,12 @@ def _restrict_deepspeed() -> None:
 
 
 def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
-    """Compares an adapter's file with the model's adapter: FSDP2 and PEFT load what fits and leave the rest as it is.
+    """Compares an adapter's file with the model's adapter: FSDP2 and PEFT load only the matching tensors.
 
-    `names` are those of the trained parameters. Sharded checkpoints are compared by torch itself.
+    `names` are those of the trained parameters. torch itself compares sharded checkpoints.
 
     Raises:
-        UserError: they differ; PEFT alone writes such files empty under FSDP1 and activation checkpointing.
+        UserError: they differ; without patches, PEFT writes empty files under FSDP1 and activation checkpointing.
     """
     full, alone = checkpoint / file_names.FULL_MODEL, checkpoint / file_names.ADAPTER
     if full.is_file():
@@ -239,7 +240,7 @@ def _engine(checkpoint: Path, facts: CheckpointFacts) -> str:
 
 
 def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:
-    """The formats and the orders of the data that are valid for one number of ranks only."""
+    """Checks the formats, and the orders of the data, that are valid for only one number of ranks."""
     partitions = len(list(checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}"))) or len(
         list(checkpoint.glob(file_names.LOCAL_MODELS))
     )

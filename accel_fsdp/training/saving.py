@@ -1,4 +1,4 @@
-"""Writes checkpoints completely or not at all: one counts as soon as every file of every rank is on disk."""
+"""Writes checkpoints completely or not at all: a checkpoint is valid once every file of every rank is on disk."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ WRITE_ERRORS = (OSError, RuntimeError, CheckpointException, SafetensorError)
 
 
 class Checkpoints:
-    """The checkpoints of a run. Make it before the model is sharded; call its methods on all ranks."""
+    """The checkpoints of a run. Create it before the model is sharded; call its methods on all ranks."""
 
     def __init__(self, trainer: Any, history: History) -> None:
         self.trainer, self.args, self.history = trainer, trainer.args, history
@@ -55,7 +55,10 @@ class Checkpoints:
         self.together(lambda: disk_room.check_whole_run(self.trainer, self.checkpoint_bytes, self.export_bytes))
 
     def together(self, act: Callable[[], None]) -> None:
-        """Acts on the ranks that write. If one raises, all raise, so that no rank waits for one that has left."""
+        """Calls `act` on the ranks that write.
+
+        If one raises, all raise, so that no rank waits for one that has ended.
+        """
         failed: list[tuple[str, str, str]] = []
         if self.args.should_save:
             try:
@@ -91,7 +94,7 @@ class Checkpoints:
         """If the block fails, removes the half-written checkpoint, and keeps the complete one that it would replace.
 
         Raises:
-            UserError: the disk is full, or what else kept a library from writing.
+            UserError: the disk is full, or a library failed to write.
         """
         try:
             yield
@@ -140,7 +143,7 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def own_retention(args: Any) -> Iterator[None]:
-    """Turns off Trainer's deletion: it counts half-written checkpoints, and in the end deletes the last one."""
+    """Turns off Trainer's deletion: it counts half-written checkpoints, and could delete the last complete one."""
     limit, args.save_total_limit = args.save_total_limit, None
     try:
         yield

@@ -1,7 +1,7 @@
 """Before training: the ranks compare their settings and what they loaded, and end together if one fails.
 
-If data or weights differ between machines, each rank trains its shards of them without an error. A rank that fails
-while it loads would leave the others waiting in a collective; `hang_watch` watches from the start of training on.
+Data or weights that differ between machines cause no error in training. A rank that fails while loading would leave the
+others waiting in a collective; `hang_watch` only watches from the start of training on.
 """
 
 import contextlib
@@ -45,10 +45,10 @@ SAMPLED, BLOCKS = 1024, 16
 
 
 class Peers:
-    """The ranks of this job before training. Wrap the loading: `with together.Peers(seconds) as ranks`."""
+    """The ranks of this job before training. Use it around the loading: `with together.Peers(seconds) as ranks`."""
 
     def __init__(self, seconds: float) -> None:
-        """`seconds`: how much longer than the others a rank may load."""
+        """`seconds`: how much longer than the others a rank may take to load."""
         launch = LaunchEnvironment.now()
         self.seconds, self.local_rank = seconds, launch.local_rank
         self.own = agreement.Member(launch.rank, launch.machine_rank)
@@ -91,7 +91,7 @@ class Peers:
         return max(POLL_SECONDS, dist.get_world_size() / RANKS_PER_SECOND)
 
     def _report(self, error: BaseException) -> None:
-        """Reports to the other machines why this rank ends, and gives them time to read it."""
+        """Reports to the other machines why this rank ends, and gives them time to read the report."""
         if isinstance(error, agreement.Differs):  # all raise it
             return
         what = in_a_line(error)
@@ -191,7 +191,7 @@ def _tensors(model: "nn.Module") -> Iterator[tuple[str, str]]:
 
 
 def _sample(tensor: torch.Tensor) -> memoryview | bytes:
-    """Some elements of a tensor; empty for one without memory (ZeRO-3, meta device), or of which a rank has a part."""
+    """Some elements of a tensor; empty without memory (ZeRO-3, meta device), and for a DTensor."""
     if not tensor.numel() or tensor.is_meta or isinstance(tensor, DTensor):
         return b""
     flat = tensor.reshape(-1)

@@ -1,4 +1,4 @@
-"""The Trainer of `train/sft.py`, which checks its sharding, keeps its checkpoints and exports."""
+"""The Trainer of `train/sft.py`, which checks sharding, writes safe checkpoints and exports."""
 
 import math
 import weakref
@@ -81,7 +81,7 @@ GROUPING = ("group_by_length", "batch_rebalance")
 
 
 def check_libraries() -> None:
-    """Checks that the internals that this Trainer overrides or calls exist: an unused override fails silently.
+    """Checks that the internals that this Trainer overrides or calls exist: an uncalled override fails silently.
 
     Raises:
         UserError: the internals of transformers, torch or accelerate have changed.
@@ -94,7 +94,7 @@ def check_libraries() -> None:
 class SftTrainer(Trainer):  # type: ignore[misc]
     """`Trainer` that refuses unsharded training, writes complete checkpoints, and exports a verified folder.
 
-    Its methods only decide when something happens. The work is done in `losses`, `divergence`, `loading`, `saving`,
+    Its methods only decide when something happens. The work is in `losses`, `divergence`, `loading`, `saving`,
     `disk_room`, `export`, and in callbacks.
     """
 
@@ -165,7 +165,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
 
     @property
     def is_sharded(self) -> bool:
-        """Whether FSDP shards the model, by whichever library."""
+        """Whether FSDP shards the model, through Accelerate or transformers."""
         return bool(self.is_fsdp_enabled or self.by_transformers)
 
     # Training, from start to end
@@ -174,8 +174,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         """Trains, from `resume_from_checkpoint` if given.
 
         Raises:
-            UserError: the checkpoint doesn't fit the settings of this run, the disk is too small, or a rank is gone.
-            Stopped: SIGTERM, SIGUSR1 or Ctrl-C came, and a checkpoint was saved to resume from.
+            UserError: the checkpoint doesn't fit the settings of this run, the disk is too small, or a rank is lost.
+            Stopped: SIGTERM, SIGUSR1 or Ctrl-C arrived, and a checkpoint to resume from was saved.
         """
         if resume_from_checkpoint is not None and not self.on_tpu:  # a TPU's checkpoint has other files
             grouping = str(self.args.train_sampling_strategy) in GROUPING
@@ -232,7 +232,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
     def _finalize_training(self, trial: Any, num_train_samples: float, start_time: float) -> Any:
         """Checks that the weights are finite, before and after the best checkpoint is loaded, and corrects the rate.
 
-        Trainer's rate counts every step as a full one, as a share of `num_train_samples`.
+        Trainer's rate counts every step as a full one.
         """
         if self.stop.agreed:
             raise Stopped(
@@ -249,7 +249,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         return result
 
     def get_decay_parameter_names(self, model: torch.nn.Module) -> list[str]:
-        """The parameters that decay, without those that text doesn't reach, as FSDP1 gives them gradients of zeros."""
+        """The parameters with weight decay, without those that text doesn't use: FSDP1 gives these zero gradients."""
         names: list[str] = super().get_decay_parameter_names(model)
         return [name for name in names if clean_name(name) not in self.beside_text]
 
@@ -303,7 +303,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         super().log(logs, start_time)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Six per weight and token of the whole model; transformers would count the parameters for each batch."""
+        """Six FLOPs per weight and token of the whole model; transformers would count the parameters for each batch."""
         return int(6 * inputs["input_ids"].numel() * self.losses.computing_weights)
 
     # Held-out rows
@@ -372,7 +372,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves as `Trainer` does; for a checkpoint, creates the folder on every rank first.
 
-        With sharded state dicts, the folder would appear after each rank has looked for the best checkpoint
+        With sharded state dicts, the folder would otherwise appear after each rank has looked for the best checkpoint
         (transformers 5.23, `_save_checkpoint`): a rank that misses the newest one doesn't record it as the best, and
         ranks that differ hang in `load_best_model_at_end`.
         """

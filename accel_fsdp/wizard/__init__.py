@@ -1,4 +1,4 @@
-"""The command `accel-fsdp config`: questions, defaults, refusals, and the way from answers to a YAML and back."""
+"""The command `accel-fsdp config`: questions, defaults, refusals, and the conversion between answers and YAML."""
 
 import lazy_loader
 

@@ -17,13 +17,13 @@ from accel_fsdp.config import (
 
 @dataclass(frozen=True)
 class Answers:
-    """One complete set of answers, in the order of the questions: everything that decides the YAML.
+    """A complete set of answers, in the order of the questions: everything that decides the YAML.
 
-    What follows from them for the training script comes last: `script_checkpoints` says that it has to checkpoint
-    activations, as Accelerate can't, `auto_class` what builds its model. Memory was judged with one row of `length`
-    tokens on each GPU, 0 where it wasn't, and fits with the variables of `environment` alone. `seq_len` is that length
-    where it was given, None for the default. `dp_replicate`, `tp` and `ep` are sizes of FSDP2's mesh: replicas, 0 for
-    one on each machine, and ranks that divide layers and experts.
+    Consequences for the training script come last: `script_checkpoints` says that it has to checkpoint activations,
+    because Accelerate can't, `auto_class` names its model class. Memory was judged with one row of `length` tokens on
+    each GPU, 0 if it wasn't judged, and fits only with the variables of `environment`. `seq_len` is that length if it
+    was given, None for the default. `dp_replicate`, `tp` and `ep` are sizes of FSDP2's mesh: replicas, 0 for one on
+    each machine, and ranks that divide layers and experts.
     """
 
     model: str
@@ -56,7 +56,7 @@ class Answers:
 
     @property
     def needs_engine(self) -> bool:
-        """Whether only an engine, such as SLURM, can say where the machines meet."""
+        """Whether only a cluster engine, such as SLURM, can give the rendezvous address."""
         return self.num_machines > 1 and not self.main_process_ip
 
     @property

@@ -1,4 +1,4 @@
-"""Asks in a terminal what flags, presets and files leave open, and asks again what the user wants to change."""
+"""Asks in a terminal the questions that flags, presets and files leave open, and those that the user changes."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,7 +39,7 @@ def change(talk: Interview, field: str) -> None:
 
 
 def go_back(talk: Interview) -> None:
-    """Asks the latest question again, and those that follow from its answer; nothing if none was asked."""
+    """Asks the latest question again, and those that depend on it; does nothing if none was asked."""
     if talk.asked:
         _ask_from(talk, FIELDS.index(talk.asked.pop()))
 
@@ -77,7 +77,7 @@ def _ask(question: Question, context: Context, before: Any) -> Any:
 
 
 def _at_prompt(error: UserError, question: Question) -> str:
-    """The error for someone who types answers, not flags: `--num-machines 2` is `num machines 2`, its own flag goes."""
+    """The error for a prompt: `--num-machines 2` becomes `num machines 2`, and the question's own flag is removed."""
     fix = error.fix
     if fix.startswith(f"{question.flag} "):
         fix = f"type {fix.replace(f'{question.flag} ', '')}"

@@ -19,7 +19,7 @@ WRITE, SHOW, QUIT = "write", "show", "quit"
 
 @dataclass(frozen=True)
 class Original:
-    """The file that is edited: its content, the answers that it stands for, and the open questions."""
+    """The edited file: its content, the answers that it contains, and the open questions."""
 
     path: Path
     job: JobConfig
@@ -77,7 +77,7 @@ def _preset(name: str | None) -> Mapping[str, str]:
 
 
 def _read(path: Path) -> tuple[JobConfig, dict[str, str]]:
-    """The file, and the flags that would make it."""
+    """The file, and the flags that would produce it."""
     from accel_fsdp.config import read_config
 
     if str(path) == yaml_file.STDIN:
@@ -107,7 +107,7 @@ def _text(talk: interview.Interview, answers: Answers, original: Original | None
 
 
 def _review(talk: interview.Interview, options: WizardOptions, original: Original | None) -> int:
-    """Every answer on one screen: Enter on one asks it again, the first line writes the file."""
+    """Shows all answers on one screen: Enter on an answer asks it again, the first line writes the file."""
     output = _output(options)
     place = "stdout" if output is None else str(output)
     shown_lines: tuple[str, ...] = ()

@@ -77,7 +77,7 @@ def cpu_offload(context: Context) -> tuple[bool, str]:
 
 
 def activation_checkpointing(context: Context) -> tuple[bool, str]:
-    """True where the plan needs it and Accelerate can do it."""
+    """True if the plan needs it and Accelerate can do it."""
     if context["engine"] == "fsdp" and context["method"] != "full":
         return (
             False,
@@ -94,7 +94,7 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
 
 
 def ram_efficient_loading(context: Context) -> tuple[bool, str]:
-    """On, except where FSDP2 would crash on stored buffers."""
+    """On, except for stored buffers, on which FSDP2 would crash."""
     if context["fsdp_version"] == 2 and context.model is not None and context.model.persistent_buffers:
         return False, f"the model stores {context.model.persistent_buffers} buffers, which FSDP2 can't fill from rank 0"
     if context["method"] == "qlora":

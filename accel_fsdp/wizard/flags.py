@@ -1,4 +1,4 @@
-"""The flags of `accel-fsdp config`: one for each question, and those that are not answers."""
+"""The flags of `accel-fsdp config`: one for each question, and others besides the answers."""
 
 import dataclasses
 from dataclasses import dataclass

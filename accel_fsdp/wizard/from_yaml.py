@@ -1,4 +1,4 @@
-"""From an existing YAML back to the answers that would make it, and new answers into the same file. Pure."""
+"""Converts an existing YAML to the answers that would produce it, and writes new answers into the same file. Pure."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -33,7 +33,7 @@ from accel_fsdp.wizard.to_yaml import header, to_mapping
 
 
 def to_flags(job: JobConfig) -> dict[str, str]:
-    """The flags that would make this YAML: the inverse of `to_yaml.to_mapping`, as far as the wizard has questions.
+    """The flags that would produce this YAML: the inverse of `to_yaml.to_mapping`, as far as the wizard has questions.
 
     A missing key means Accelerate's default, not the wizard's. Model, method, machine and length are not in a YAML but
     read from the command in our own header, if there is one.
@@ -82,7 +82,7 @@ UNKNOWN = (None, -1)
 
 
 def _strategy_of_fsdp2(job: JobConfig) -> str:
-    """The strategy that FSDP2's keys spell; a strategy's name, as FSDP1 takes it, is what the user meant."""
+    """The strategy in FSDP2's keys; FSDP1's name of a strategy counts as the user's intention."""
     if strategy := _of_fsdp1(job):
         return strategy
     value = job.fsdp("fsdp_reshard_after_forward")
@@ -96,7 +96,7 @@ def _strategy_of_fsdp2(job: JobConfig) -> str:
 def _of_fsdp1(job: JobConfig) -> str:
     """The strategy of an FSDP2 file that has FSDP1's key and lacks FSDP2's; `check --fix` reads it alike.
 
-    Hybrid ones and NO_SHARD are not a value of FSDP2's key and stay unread.
+    Hybrid strategies and NO_SHARD have no value in FSDP2's key, and are ignored.
     """
     is_fsdp1_spelling = job.engine is Engine.FSDP2 and job.has(STRATEGY) and not job.has(RESHARD)
     return job.strategy if is_fsdp1_spelling and job.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") else ""
@@ -106,7 +106,7 @@ STRATEGY, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
 
 
 def _meant(job: JobConfig, section: str, key: str) -> Any:
-    """The value that Accelerate uses for a key, or without it; a value that it can't read is returned as written."""
+    """The value that Accelerate uses for a key, or for its absence; an unreadable value is returned as written."""
     content, field = job.section(section), BY_NAME[section, key]
     value = content.get(key)
     if value is None and key in content and section == "fsdp_config" and key not in NULL_IS_ABSENT:
@@ -150,8 +150,8 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
     """Returns the text of `document` with the changed answers of `new`; everything else stays.
 
     `document` and `job` come from `read_config`. `old` are the file's answers, with defaults for open questions;
-    `answered` are the open ones that the user answered. Our own header is renewed. If the engine changes, the old one's
-    sections are removed.
+    `answered` are the open questions that the user answered. Our own header is updated. If the engine changes, the
+    sections of the old one are removed.
     """
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
     stated = {place for place, value in before.items() if _says(job, *place, value, answered)}
@@ -172,9 +172,9 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
 
 
 def corrections(job: JobConfig, old: Answers, new: Answers, read: Collection[str]) -> list[str]:
-    """Sentences about what is not kept: values that Accelerate can't read, and sections that are not a mapping.
+    """Sentences about values that are not kept: those that Accelerate can't read, and sections that are not a mapping.
 
-    `read` are the questions that the file has answered; of other ones the interview has reported bad values.
+    `read` are the questions that the file answers; for the others the interview has reported bad values.
     """
     mapping = to_mapping(old)
     sentences = [
@@ -202,7 +202,7 @@ KEYS = {question.key: question.field for question in QUESTIONS if question.key}
 
 
 def _unusable(job: JobConfig, new: Answers) -> list[tuple[str, str]]:
-    """The keys that no answer decides, and whose values Accelerate can't use."""
+    """The keys without a question whose values Accelerate can't use."""
     decided, unusable = _flat(to_mapping(new)), []
     for (section, key), field in BY_NAME.items():
         value = job.section(section).get(key)
@@ -214,7 +214,7 @@ def _unusable(job: JobConfig, new: Answers) -> list[tuple[str, str]]:
 
 
 def _says(job: JobConfig, section: str, key: str, value: Any, answered: Collection[str]) -> bool:
-    """Whether a key of the file, or its absence, means this value; without a question, whether it is readable."""
+    """Whether a key of the file, or its absence, has this value; without a question, whether the key is readable."""
     raw, field = job.section(section).get(key), BY_NAME[section, key]
     if KEYS.get((section, key)) in answered or (section and not isinstance(job.values.get(section) or {}, Mapping)):
         return False

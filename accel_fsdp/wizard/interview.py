@@ -25,7 +25,9 @@ WITHOUT_MODEL = ""
 
 @dataclass
 class Interview:
-    """The answers so far. `flags` were typed and are never replaced; `given` also holds those of a preset or file.
+    """The answers so far.
+
+    `flags` were typed and are never replaced; `given` also holds the answers of a preset or file.
 
     With `as_written` the answers come from a file: a rejected one is replaced by the default, without a message.
     `fixed` are the fields that are never asked, `asked` those answered in the terminal, the latest last.
@@ -53,7 +55,7 @@ class Interview:
         return context
 
     def unanswered(self) -> list[Question]:
-        """The questions that apply and have no given answer; without a model, those that apply to a Llama."""
+        """The questions that apply and have no given answer; without a model, those for a Llama."""
         talk = self
         if "model" not in self.given:
             talk = replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
@@ -139,7 +141,7 @@ def warnings(talk: Interview) -> tuple[str, ...]:
 
 
 def in_words(text: str, between: str = " ") -> str:
-    """Replaces flags by the questions' titles in the review; with "_" `between` the words, by the fields' names."""
+    """Replaces flags by the titles of their questions, or with "_" `between` the words by field names."""
     for question in SETTLED:
         text = re.sub(rf"{question.flag}(?![\w-])", question.field.replace("_", between), text)
     return text

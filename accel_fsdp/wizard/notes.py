@@ -1,7 +1,7 @@
-"""Notes of the planner beside an option of the wizard, and on the answers as a whole. Pure.
+"""The planner's notes on an option of the wizard, and on all answers together.
 
-There are none for GPUs outside the table. For models outside the catalogue they use the wizard's trace, else only the
-weights. The prediction is imported on first use: `accel-fsdp --help` lists the questions and needs none.
+Pure. GPUs outside the table have no notes. For models outside the catalogue the notes use the wizard's trace, else only
+the weights. The prediction is imported on first use: `accel-fsdp --help` lists the questions and needs none.
 """
 
 import os
@@ -37,7 +37,7 @@ SMALL_STATE_GIB = 2
 
 
 def may_be_too_large(model: ModelFacts) -> bool:
-    """Whether a GPU may not hold this model with everything that training adds to it."""
+    """Whether training this model may need more memory than a GPU has."""
     return model.parameters * state_bytes.PER_PARAMETER["full"] > SMALL_STATE_GIB * GIB
 
 
@@ -114,7 +114,7 @@ def _evaluated(problem: "Problem | None", checkpointing: bool) -> "Candidate | N
 
 
 def _problem(context: Context) -> "Problem | None":
-    """The answers as a problem of the planner; None if the model or the GPU is unknown, or how its parts allocate."""
+    """The answers as a problem for the planner; None if the model, its allocations or the GPU are unknown."""
     from accel_fsdp.prediction import problem_of
     from accel_fsdp.prediction.memory import variant_for
 
@@ -158,7 +158,7 @@ def state_memory(context: Context) -> tuple[float, float] | None:
 
 
 def checkpoints_in_yaml(context: Context) -> bool:
-    """Whether Accelerate can checkpoint activations with these answers; where not, the training script can."""
+    """Whether Accelerate can checkpoint activations with these answers; otherwise the training script can."""
     question_key = ("activation_checkpointing", True, context)
     return context.is_fsdp and not validation.reason(*question_key) and not validation.caution(*question_key)
 
@@ -199,9 +199,9 @@ def judgement(context: Context) -> "Candidate | None":
 
 
 def misfit(context: Context) -> tuple[str, ...]:
-    """Why settled answers don't fit into the memory of a GPU, and what would; empty if they fit or it is unknown.
+    """Why settled answers don't fit into a GPU's memory, and changes that would, as sentences.
 
-    Each part is a sentence.
+    Empty if they fit, or if this is unknown.
     """
     judged = judgement(context)
     if judged is None:
@@ -245,13 +245,13 @@ def _misfit_of_state(context: Context) -> tuple[str, ...]:
 
 
 def _is_unknown(context: Context) -> bool:
-    """Whether nothing can be predicted, as of a model that is one unit: predictions gather layer by layer."""
+    """Whether nothing can be predicted, for example for a model in a single unit: predictions gather layer by layer."""
     one_unit = context["engine"] == "fsdp" and context.given.get("wrap_policy") == "NO_WRAP"
     return one_unit or (context.traced is None and _is_own_model(context))
 
 
 def _is_own_model(context: Context) -> bool:
-    """Whether the model has no name or is a folder, which may hold another model than that of the catalogue."""
+    """Whether the model has no name or is a folder, whose model may differ from the catalogue's."""
     return not context["model"] or os.path.exists(context["model"])
 
 

@@ -1,6 +1,6 @@
 """Draws questions in a terminal: Enter answers, Escape goes back, Ctrl-C stops. The only import of questionary.
 
-Options are chosen with the arrow keys, or with the digit or letter that they begin with.
+Options are chosen with the arrow keys, or by their first digit or letter.
 """
 
 import textwrap
@@ -63,21 +63,21 @@ def _ask_choice(question: Question, context: Context, proposed: Any, reason: str
 
 
 def pick(text: str, rows: Sequence[tuple[str, str]], instruction: str) -> Any:
-    """One of several rows, given as (value, label); Escape returns BACK. Leaves nothing on the screen."""
+    """Lets the user pick one of several rows (value, label); Escape returns BACK. Leaves nothing on the screen."""
     choices = [_choice(Option(value, label)) for value, label in rows]
     first, hint = _fitted(text, instruction)
     return _run(questionary.select(first, choices, instruction=hint, use_jk_keys=False))
 
 
 def confirm(text: str, default: bool) -> bool:
-    """A yes-or-no question; Escape is a no, Ctrl-C raises KeyboardInterrupt."""
+    """Asks a yes-or-no question; Escape means no, Ctrl-C raises KeyboardInterrupt."""
     answer = _run(questionary.confirm(text, default=default)) is True
     console.answered(text, "yes" if answer else "no")
     return answer
 
 
 def pause() -> None:
-    """Waits until something that was shown has been read."""
+    """Waits for a key, so that the user can read the output."""
     _run(questionary.press_any_key_to_continue("Any key goes back to the review"))
 
 
@@ -111,7 +111,7 @@ def _columns() -> int:
 
 
 def _run(question: questionary.Question) -> Any:
-    """Wraps long lines, ends the question without an answer on Escape, and clears the prompt after an answer."""
+    """Runs a question: wraps long lines, returns BACK on Escape, and clears the prompt after an answer."""
     application = question.application
     application.erase_when_done = True
     bindings = KeyBindings()
@@ -130,7 +130,7 @@ def _run(question: questionary.Question) -> Any:
 
 
 def _point_by_first_letter(options: InquirerControl, bindings: KeyBindings) -> None:
-    """A digit or letter points at the next option that begins with it and can be taken."""
+    """Binds digits and letters to the next available option that begins with them."""
     places: dict[str, list[int]] = {}
     for place, choice in enumerate(options.choices):
         if not choice.disabled:

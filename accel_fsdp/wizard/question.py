@@ -32,8 +32,8 @@ def engine_of(answers: GivenAnswers) -> Engine:
 class Context:
     """The context of a question: the answers so far, the model, and the machine that was found.
 
-    `traced` is what the layers of a model outside of the catalogue allocate, where it was recorded. `unread` says that
-    nothing is known of a model that is not a language model of the catalogue's kinds.
+    `traced` are the recorded allocations of a model outside of the catalogue. `unread`: the model's facts are unknown,
+    and it is not of a kind in the catalogue.
     """
 
     given: GivenAnswers
@@ -61,9 +61,9 @@ class Context:
 
 @dataclass(frozen=True)
 class Option:
-    """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be taken here.
+    """One answer to choose from, with its consequence in a few words; `disabled` says why it can't be chosen here.
 
-    One that isn't `offered` is taken from a file or a flag.
+    An option that isn't `offered` is accepted only from a file or a flag.
     """
 
     value: Any
@@ -80,11 +80,10 @@ class Option:
 class Question:
     """One question. `field` is its name in `Answers`, with dashes the flag of `accel-fsdp config`.
 
-    `default` returns the proposed value and the reason in one line. `metavar` shows in `--help` what a flag
-    takes; `names` are second spellings of its values, `aliases` of the flag. `applies` says whether to ask at all:
-    where it is false the default is taken. `helps` says whether it is asked without a flag, and written down though it
-    has its default. `check` returns the value as stored, or raises `UserError`. `key` is the
-    section and key of the YAML that takes the answer, if it is one.
+    `default` returns the proposed value and the reason in one line. `metavar` is shown in `--help`; `names` are second
+    spellings of its values, `aliases` of the flag. `applies` says whether to ask at all: if it is false the default is
+    used. `helps` says whether it is asked without a flag, and written even with its default. `check` returns the value
+    as stored, or raises `UserError`. `key` is the section and key of the YAML for the answer, if a single key takes it.
     """
 
     field: str

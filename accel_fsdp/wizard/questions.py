@@ -3,7 +3,7 @@
 The first ones decide the memory of a GPU, so that the plan can propose the answers to the rest.
 
 Pure: no terminal, no files, no torch. `asking.py` asks them. Prompts, choices and types of YAML keys come from
-`schema.py`; this table has what depends on the other answers, the model and the machine.
+`schema.py`; this table has the parts that depend on other answers, the model and the machine.
 """
 
 from collections.abc import Callable

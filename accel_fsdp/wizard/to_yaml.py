@@ -1,4 +1,4 @@
-"""From answers to the text of an Accelerate YAML."""
+"""Converts answers to the text of an Accelerate YAML."""
 
 import shlex
 from collections.abc import Callable
@@ -99,7 +99,7 @@ _DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
 def to_text(answers: Answers, launch: str = "") -> str:
     """The whole file: a header that says how it was made and how to launch it, then the YAML. Deterministic.
 
-    `launch` takes the place of the command that launches it, where more is known of the job than the answers.
+    `launch` replaces the launch command if more of the job is known than the answers.
     """
     return "\n".join([*header(answers, launch), yaml_file.dump(_quoted(to_mapping(answers)))])
 

@@ -1,4 +1,4 @@
-"""The answers that can't be used, each with its reason: options that are out of place, values that would fail. Pure."""
+"""The answers that can't be used, each with its reason: unsuitable options, values that would fail. Pure."""
 
 import re
 from dataclasses import replace
@@ -35,7 +35,7 @@ def caution(question: str, value: Any, context: Context) -> str:
 
 
 def cautions(context: Context) -> tuple[str, ...]:
-    """The conditions of settled answers, each once."""
+    """The cautions about all given answers, each once."""
     conditions = (caution(question, context[question], context) for question in _PARTS if question in context.given)
     return tuple(dict.fromkeys(filter(None, conditions)))
 
@@ -71,7 +71,7 @@ by then."""
 
 
 def _misplaced(question: str, value: Any, context: Context) -> str:
-    """Why an option is out of place, besides the table of combinations; empty if it isn't."""
+    """Why an option is unsuitable, besides the table of combinations; empty if it is suitable."""
     four_bits = context.given.get("method") == "qlora"
     if (question, value) == ("engine", "deepspeed") and four_bits:
         return "ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and ZeRO-2 they are untried"
@@ -85,7 +85,7 @@ def _misplaced(question: str, value: Any, context: Context) -> str:
 
 
 def check_model(context: Context, value: Any) -> str:
-    """Refuses no name, and one that no line of a YAML can hold; a short name becomes the catalogue's hub id."""
+    """Refuses an empty name, and one that can't be in a line of YAML; a short name becomes the catalogue's hub id."""
     name = str(value).strip()
     if not name:
         raise UsageError("--model is missing", why="the layer class is read from it", fix="--model HUB_ID_OR_FOLDER")
@@ -288,7 +288,7 @@ COUNTED = {"heads": "attention heads", "kv_heads": "key/value heads", "experts":
 
 
 def _two_on_each(context: Context) -> str:
-    """Advice on two processes per machine: a machine with one GPU can't run a second one."""
+    """The fix for a single rank on each machine: GPUs for a second one, or more processes."""
     number = context["num_machines"]
     if context.machine.count != 1:
         return f"--num-processes {2 * number} or more"
@@ -299,7 +299,7 @@ def _two_on_each(context: Context) -> str:
 
 
 def check_ip(context: Context, value: Any) -> str:
-    """Refuses invalid addresses; an empty one is left to the engine that starts the machines."""
+    """Refuses invalid addresses; an empty one is left to the cluster engine."""
     text = str(value).strip()
     if not text:
         return text

@@ -151,7 +151,7 @@ def _explained(message: str, why: str, fix: str) -> tuple[str, str]:
 
 
 def _cut_off(pair: PairResult) -> Row:
-    """Whether a message didn't come back, after smaller ones had."""
+    """The row for a message that didn't come back after smaller ones had."""
     arrived, failed = kib_or_mib(pair.arrived_bytes), kib_or_mib(pair.failed_bytes)
     what = f"a message of {failed} didn't come back in {PAIR_SECONDS:.0f} s"
     if not pair.arrived_bytes:

@@ -236,7 +236,7 @@ def _meet(options: DoctorCommand, team: Team, own_facts: facts.Facts, examinatio
 
 
 def _refuse_second_first(team: Team) -> None:
-    """Raises if this machine is known not to be machine 0."""
+    """Raises if another machine already listens as machine 0."""
     host, port = team.address.host, team.address.port
     seconds = 0.0 if rendezvous.is_own(host) else OTHER_FIRST_SECONDS  # it may not listen yet
     if team.address.hosts and not rendezvous.wait_for(host, port, seconds):

@@ -219,7 +219,7 @@ def _measure_pair(device: str, result: PairResult) -> None:
 
 
 def _there_and_back(sent: "torch.Tensor", agree: bool = False) -> float:
-    """The seconds of a round trip from rank 0; both ranks check the content, unless they `agree` on it."""
+    """The seconds of a round trip from rank 0. The ranks check the content, or with `agree` both keep rank 0's."""
     import torch
     import torch.distributed as dist
 

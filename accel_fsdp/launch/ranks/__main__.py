@@ -1,4 +1,4 @@
-"""`python .../launch/ranks/__main__.py SCRIPT` runs a script as one rank, with gloo as its FSDP device without a GPU.
+"""`python .../launch/ranks/__main__.py SCRIPT` runs a script as one rank, and FSDP on gloo without a GPU.
 
 The script is not edited. Torch's launcher starts this file by its path: with `-m` Python would look for this package
 in the current folder first.

@@ -1,4 +1,4 @@
-"""What Accelerate and Trainer say of the micro-batches of a step."""
+"""Reads from Accelerate and Trainer how many micro-batches a step has."""
 
 import sys
 from typing import Any
@@ -12,7 +12,7 @@ def batches() -> int:
 
 
 def is_last() -> bool:
-    """Whether Accelerate takes the newest micro-batch for the last one of a step; if it counts none, always."""
+    """Whether Accelerate counts the newest micro-batch as the last of a step; always true if it counts none."""
     return bool(state.sync_gradients) if (state := _state()) else True
 
 

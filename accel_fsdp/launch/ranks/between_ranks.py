@@ -1,4 +1,4 @@
-"""Compares recorded updates of the ranks with each other: copies of weights, training modes, changes on some alone."""
+"""Compares recorded updates between ranks: copies of weights, training modes, changes on only some ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -33,13 +33,13 @@ def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
 
 
 def line_of(updates: Updates, kind: str, name: str = "") -> str:
-    """The script's line that changed a weight, or any, on the first rank that has one; empty if none is known."""
+    """The script's line that changed the weight, or without a name any weight, on the first rank that has one."""
     lines = [line for update in updates for of, line in update[kind].items() if name in ("", of)]
     return next(iter(lines), "")
 
 
 def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
-    """A weight that changed wholly on some ranks since the last step, and on others not at all."""
+    """A weight that changed completely on some ranks since the last step, and not at all on others."""
     changes: dict[str, dict[int, float]] = {}
     for rank, (update, now) in enumerate(zip(last, updates, strict=True)):
         for name, (_, part) in update["after"].items():
@@ -55,7 +55,7 @@ def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
 
 
 def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int] | None:
-    """A rank with other weights than the `plain` model had before it was sharded, and one that has these."""
+    """A rank whose weights differ from those of the `plain` model before sharding, and one whose weights are equal."""
     shares = []
     for update in updates:
         held = [(plain[name].detach(), *of) for name, of in update["weights"].items() if name in plain]
@@ -66,7 +66,7 @@ def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int
 
 
 def modes(updates: Updates, model: "nn.Module") -> list[int] | None:
-    """A rank that trains in evaluation mode and one that does not, if the model has what that mode turns off."""
+    """A rank that trains in evaluation mode and one that does not, if the model has layers that the mode changes."""
     evaluating = [set(update["forwards"][0]["evaluating"]) for update in updates if update["forwards"]]
     rank = next((rank for rank, mode in enumerate(evaluating) if mode != evaluating[0]), 0)
     if not rank or not any(map(_differs_in_training, model.modules())):

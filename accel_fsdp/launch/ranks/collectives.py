@@ -70,12 +70,12 @@ def _folder(file: str | Path) -> str:
 
 
 def _called(names: Sequence[str], collective: str) -> str:
-    """What the script's line calls, of the functions within it, innermost first; the collective if none is known."""
+    """The function that the script's line calls, of `names`, innermost first; the collective if none is known."""
     return next((name for name in reversed(names) if name in NAMES), collective)
 
 
 def report() -> None:
-    """Reports the latest calls, at most as many as torch has recorded: 2,000."""
+    """Reports the latest calls, up to the 2,000 that torch records."""
     with contextlib.suppress(Exception):  # what torch records is not documented
         events.report("calls", calls=[list(call) for call in _calls()])
 
@@ -108,7 +108,7 @@ def _call(entry: Mapping[str, Any]) -> Call:
 
 @contextlib.contextmanager
 def _without_inductor() -> Iterator[None]:
-    """Keeps torch from importing its compiler, for seconds, to name frames of code that it has compiled (2.13)."""
+    """Keeps torch from importing its compiler, which takes seconds, to name frames of compiled code (2.13)."""
     import torch
 
     names = vars(torch)

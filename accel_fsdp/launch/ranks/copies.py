@@ -21,9 +21,9 @@ MOST_BYTES = 2**29
 
 @dataclass
 class Copy:
-    """A model from before it was sharded, and its number of hooks then.
+    """A copy of a model from before it was sharded, and its number of hooks then.
 
-    `plain` is None on other ranks than 0, and where `why` says so.
+    `plain` is None on ranks other than 0, and if there is a reason in `why`.
     """
 
     plain: "nn.Module | None"
@@ -67,7 +67,7 @@ def loaded_in_shards(model: Any) -> bool:
 
 
 def _rebuilt(model: Any) -> Any:
-    """A plain model of the same config, adapters and dtypes, without the weights: a recorded update has them."""
+    """A plain model of the same config, adapters and dtypes, without the weights, which are in a recorded update."""
     import torch
     from transformers.initialization import no_init_weights
 
@@ -92,12 +92,12 @@ def _rebuilt(model: Any) -> Any:
 
 
 def is_split(parameter: Any) -> bool:
-    """Whether a rank has only its part of a weight, as DeepSpeed leaves each that is made under ZeRO-3."""
+    """Whether a rank has only its part of a weight, as of each weight that is created under ZeRO-3."""
     return bool(getattr(parameter, "ds_numel", parameter.numel()) != parameter.numel())
 
 
 def hooks_of(model: "nn.Module") -> int:
-    """The hooks of a model's modules that may change what it computes; those of FSDP and DeepSpeed themselves, not."""
+    """The number of hooks on a model's modules that may change what it computes, without FSDP's and DeepSpeed's own."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
     functions = [inspect.unwrap(getattr(hook, "func", hook)) for hook in hooks]
@@ -107,7 +107,7 @@ def hooks_of(model: "nn.Module") -> int:
 
 
 def has_hooks(weight: Any) -> bool:
-    """Whether the script changes gradients by hooks; those of transformers average or sum them over ranks."""
+    """Whether a script's hook changes this weight's gradient; transformers' hooks average or sum it over ranks."""
     kinds = (weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None))
     hooks = [hook for of_kind in kinds for hook in (of_kind or {}).values()]
     return any(not str(getattr(hook, "__module__", "")).startswith(OF_TRANSFORMERS) for hook in hooks)

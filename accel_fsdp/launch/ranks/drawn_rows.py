@@ -1,4 +1,4 @@
-"""Observes which rows of its data a rank trains on: their places in the data set, and checksums of their content."""
+"""Observes which rows a rank trains on: their indices in the data set, and checksums of their content."""
 
 import contextlib
 import functools
@@ -39,14 +39,14 @@ PREPARED = "accelerator.prepare"
 
 @dataclass
 class DrawnRows:
-    """What one epoch of a loader gave on a rank, batch by batch.
+    """The rows of one epoch of a loader on a rank, batch by batch.
 
-    `start` is a checksum of the data set's first row, where it can be read without effects.
-    `places` are the rows' indices in the data set, None for a stream; `hashes` are checksums of their content, None
-    where rows can't be told apart in a batch. `once`: the sampler gives each row of the data set once in an epoch, on
-    all ranks together; `is_own`: it is not one of torch's. `planned` is the largest number of rows that this rank
-    takes in an epoch. `sharders` name what gives the rank its part. `sampler_epoch`: what the sampler's `set_epoch` was
-    called with last, where it has one.
+    `start` is a checksum of the data set's first row, where it can be read without effects. `places` are the rows'
+    indices in the data set, None for a stream; `hashes` are checksums of their content, None where rows can't be told
+    apart in a batch. `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
+    `is_own`: the sampler isn't torch's. `planned` is the largest number of rows that this rank takes in an epoch.
+    `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the last argument of the
+    sampler's `set_epoch`, if it has one.
     """
 
     line: str
@@ -70,7 +70,7 @@ class DrawnRows:
 
 @dataclass
 class _Loader:
-    """A loader, told apart from others by the object that gives it indices."""
+    """A loader, identified by the object that gives it indices."""
 
     number: int = -1
     noted: int = 0
@@ -89,7 +89,7 @@ class _Pass:
 
 
 class ObservedRows:
-    """Notes the rows of each loader that was the last to give a batch before a backward pass."""
+    """Records the rows of each loader that was the last to give a batch before a backward pass."""
 
     def __init__(self) -> None:
         self.made_at: dict[int, str] = {}
@@ -133,7 +133,7 @@ class ObservedRows:
             self.has_trained = True
 
     def report_end(self, by_hand: list[list[int] | None], line: str) -> None:
-        """Reports the rows that are left; `by_hand` are those of the model's forward passes, told if no loader was."""
+        """Reports the remaining rows; `by_hand` are those of the forward passes, for a script without a loader."""
         for unfinished in self.unfinished:
             self._report(unfinished)
         if by_hand and not self.has_trained:
@@ -221,7 +221,7 @@ def _hash(parts: "list[torch.Tensor]") -> int:
 
 
 def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
-    """What is known of a loader's data set, and of how its batches are made."""
+    """The known facts about a loader's data set and its batches."""
     from torch.utils.data import BatchSampler
     from torch.utils.data.distributed import DistributedSampler
 

@@ -1,8 +1,8 @@
 """Lets scripts that were written for GPUs run on a CPU rank: CUDA devices, `torch.cuda` and NCCL mean this rank's CPU.
 
 Questions such as `torch.cuda.is_available()` are answered as on a machine with a GPU for each rank if the user's own
-script or module asks. Libraries get torch's answer, as they would use kernels of GPUs. A tensor's `device` stays the
-CPU.
+script or module asks. Libraries get torch's answer, because they would otherwise use GPU kernels. A tensor's `device`
+stays the CPU.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def install() -> None:
 
 
 def _texts() -> list[str]:
-    """The script, the modules beside it that it names, and its arguments."""
+    """The texts of the script, of the modules beside it that it names, and of its arguments."""
     main = Path(sys.argv[0])
     text = main.read_text(encoding="utf-8", errors="replace")
     words = set(re.findall(r"\w+", text))
@@ -117,7 +117,7 @@ def _texts() -> list[str]:
 
 
 def _take(what: str) -> None:
-    """Reports something that this rank takes for its CPU, once."""
+    """Reports once that the CPU stood in for a GPU feature."""
     if what not in _taken:
         _taken.add(what)
         _translate_devices()
@@ -125,7 +125,7 @@ def _take(what: str) -> None:
 
 
 def _is_of_user(frame: FrameType | None) -> bool:
-    """Whether the code of `frame`, or of the one that it asks for, is the user's own and not a library's."""
+    """Whether the code of `frame`, or the code that it was called for, is the user's own and not a library's."""
     while frame is not None and frame.f_globals.get("__name__", "").startswith(THROUGH):
         frame = frame.f_back
     if frame is None or frame.f_globals.get("__name__", "").partition(".")[0] in LIBRARIES:
@@ -151,7 +151,7 @@ def _names_gpu(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A device as scripts write it, without the index, which differs between ranks."""
+    """A device as in a script, without the index, which differs between ranks."""
     if isinstance(value, dict | list | tuple):
         return _shown(next(filter(_names_gpu, value.values() if isinstance(value, dict) else value)))
     text = value if isinstance(value, str) else getattr(value, "type", "")
@@ -196,7 +196,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 class _Stream:
-    """A stream of a CPU: what was called is done, so there is nothing to wait for."""
+    """A stream of a CPU: earlier calls have finished, so there is nothing to wait for."""
 
     cuda_stream, priority = 0, 0
 
@@ -218,7 +218,7 @@ class _Stream:
 
 
 class _Event:
-    """A moment on the clock of the CPU."""
+    """An event with the CPU's time."""
 
     seconds = 0.0
 
@@ -323,7 +323,7 @@ def _translate_arguments() -> None:
 
 
 def _translate_loading() -> None:
-    """transformers then chooses the attention itself where a script asks for a kernel of GPUs."""
+    """Lets transformers choose the attention itself if a script asks for a GPU kernel."""
     from transformers import PreTrainedModel, modeling_utils
 
     if Observation("models that are loaded for GPUs", (ATTENTION, DEVICE_MAP)).is_possible:
@@ -333,7 +333,7 @@ def _translate_loading() -> None:
 
 
 def _autocast(original: Callable[..., Any], self: Any, device_type: str, dtype: Any = None, **more: Any) -> None:
-    """Activation checkpointing names both devices, and means the CPU by the CPU alone."""
+    """Maps CUDA to the CPU in the user's own calls: activation checkpointing enters contexts for both devices."""
     import torch
 
     if _names_gpu(device_type) and _is_of_user(sys._getframe(2)):
@@ -343,7 +343,7 @@ def _autocast(original: Callable[..., Any], self: Any, device_type: str, dtype: 
 
 
 def _scale(original: Callable[..., Any], self: Any, device: str = "cuda", *more: Any, **options: Any) -> None:
-    """The factor begins at 1, so that no step is skipped and gradients are those of the loss, which are compared."""
+    """The factor begins at 1, so that no step is skipped, and gradients are unscaled for the comparison."""
     if _names_gpu(device):
         _take('GradScaler("cuda")')
         device, more, options = "cpu", (1.0, *more[1:]), {**options}
@@ -352,7 +352,7 @@ def _scale(original: Callable[..., Any], self: Any, device: str = "cuda", *more:
 
 
 def _translate(owner: Any, name: str, called: str = "", **instead: Any) -> None:
-    """Replaces arguments of a function or class that name GPUs; `called`: its name in a report if it has another."""
+    """Replaces GPUs in the arguments of a function or class; `called`: its name in reports, if that differs."""
     signature = inspect.signature(getattr(owner, name))
     called = called or (owner.__name__ if name == "__init__" else name)
 

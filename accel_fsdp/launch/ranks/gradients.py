@@ -16,7 +16,7 @@ MOST_STEPS = 4
 
 @dataclass
 class _Tracked:
-    """One gradient of an optimizer: its checksum when it was last used, and what happened since the last step."""
+    """One gradient of an optimizer: its checksum at its last use, and the events since the last step."""
 
     parameter: Any
     used: int
@@ -26,10 +26,10 @@ class _Tracked:
 
 
 class ObservedGradients:
-    """Compares a gradient before each backward pass with what the last pass or step left.
+    """Compares a gradient before each backward pass with its value after the last pass or step.
 
-    Other values, zeros and None mean that the script has cleared it. The verdict falls at the optimizer's next step,
-    as passes for another optimizer's loss may come before the script clears it.
+    Changed values, zeros and None mean that the script has cleared it. The verdict is at the optimizer's next step,
+    because passes for another optimizer's loss may come before the script clears it.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def _first(optimizer: Any) -> Any:
 
 
 def _local(parameter: Any) -> Any:
-    """This rank's part of a gradient; None if it has none or only zeros."""
+    """This rank's part of a gradient; None without a gradient, or for zeros."""
     own = parts.local(parameter.grad)
     return own if own is not None and not own.is_sparse and bool(own.any()) else None
 

@@ -1,4 +1,4 @@
-"""Detects that a rank waits for others: in which collective, since when, and where in the script."""
+"""Detects that a rank waits for others: in which collective, for how long, and where in the script."""
 
 import contextlib
 import faulthandler
@@ -38,7 +38,7 @@ Instructions = tuple[tuple[CodeType, int], ...]
 
 
 class Stand(NamedTuple):
-    """The place of a rank: the line of the script, the collective that it waits in, and the stack."""
+    """The location of a rank: the line of the script, the collective that it waits in, and the stack."""
 
     line: str
     collective: str
@@ -87,12 +87,15 @@ def _watch(main: int) -> None:
 
 
 def _content(stand: Stand) -> dict[str, str]:
-    """What an event says of a place."""
+    """The content of an event about a location."""
     return {"stack": stand.stack, "collective": stand.collective, "line": stand.line}
 
 
 def stand_of(thread: int, caller: str = "") -> Stand | None:
-    """Where a thread of this process is; None if it has ended. The stack begins below the last frame of `caller`."""
+    """The location of a thread of this process; None if it has ended.
+
+    The stack begins below the last frame of `caller`.
+    """
     stack = frames.stack_of(thread)
     if not stack:
         return None
@@ -102,7 +105,7 @@ def stand_of(thread: int, caller: str = "") -> Stand | None:
 
 
 def place_of(thread: int) -> Instructions:
-    """The instruction at which a thread of this process is, to be compared with an earlier one."""
+    """The current instruction of a thread of this process, to be compared with an earlier one."""
     return tuple((at.code, at.instruction) for at in frames.stack_of(thread))
 
 
@@ -127,17 +130,17 @@ def delayed_seconds() -> float:
 
 
 def caller_of_error(error: BaseException) -> str:
-    """The innermost code that an error came through and that isn't torch's, Accelerate's or Python's own."""
+    """The innermost function in an error's traceback that isn't torch's, Accelerate's or Python's own."""
     return _caller(_spots(error))
 
 
 def collective_of_error(error: BaseException) -> str:
-    """The collective that an error came through; empty if there is none."""
+    """The collective in an error's traceback; empty if there is none."""
     return _collective(_spots(error))
 
 
 def _spots(error: BaseException) -> list[Spot]:
-    """The places that an error came through, innermost first."""
+    """The frames of an error's traceback, innermost first."""
     spots = [
         Spot(frame.f_code, frame.f_lasti, line, str(frame.f_globals.get("__name__")))
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -155,7 +158,7 @@ def _caller(stack: Sequence[Spot]) -> str:
 
 
 def _collective(stack: Sequence[Spot]) -> str:
-    """The outermost function of torch's collectives on the stack; empty where it waits for something else."""
+    """The outermost function of torch's collectives on the stack; empty if there is none."""
     name = ""
     for at in stack:
         if os.path.basename(at.code.co_filename) in COLLECTIVES:

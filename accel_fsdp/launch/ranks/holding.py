@@ -33,13 +33,13 @@ WRAPPERS = (*tensor_names.WRAPPERS, "module")
 
 @dataclass(frozen=True)
 class HeldUnit:
-    """Weights that are gathered together: `weights` in all, `held` on this rank, `share` at most on any rank.
+    """Weights that are gathered together: their number in all, `held` on this rank, and at most on a rank (`share`).
 
     `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
-    `reshards`: it is sharded again between forward and backward. `states_alone`: the optimizer's states are sharded,
-    and each rank holds all weights. `stored` counts the elements of this rank's tensors (an element of a packed tensor
-    holds several weights), `trained` those of them that get gradients. `is_split`: tensor parallelism has split
-    a layer in it; `is_of_experts`: expert parallelism has divided it.
+    `reshards`: it is sharded again between forward and backward. `states_alone`: only the optimizer's states are
+    sharded, and each rank holds all weights. `stored` counts the elements of this rank's tensors (an element of a
+    packed tensor holds several weights), `trained` those of them that get gradients. `is_split`: tensor parallelism has
+    split a layer in it; `is_of_experts`: expert parallelism has divided it.
     """
 
     name: str
@@ -134,7 +134,7 @@ def class_name(module: "nn.Module") -> str:
 
 
 def plain_class(module: "nn.Module") -> Any:
-    """The user's class of a module; `fully_shard` derives another one from it, FSDPLinear from Linear."""
+    """The user's class of a module, from which `fully_shard` derives another: FSDPLinear from Linear."""
     from torch.distributed.fsdp import FSDPModule
 
     kinds = type(module).__mro__
@@ -222,7 +222,7 @@ def _of_tensors(
 
 
 def _share(tensor: Any) -> int:
-    """The size of the largest rank's part of a DTensor."""
+    """The number of elements in the largest shard of a DTensor."""
     shape = list(tensor.shape)
     for place, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if hasattr(place, "dim"):
@@ -244,7 +244,7 @@ def groups(state: Any) -> list[Any]:
 
 
 def _part(total: int, ranks: int) -> int:
-    """The size of the largest rank's part."""
+    """The size of the largest of `ranks` parts."""
     return -(-total // ranks)
 
 

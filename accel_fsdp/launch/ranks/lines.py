@@ -1,6 +1,6 @@
 """Observes which lines of the script change weights or gradients themselves, clear gradients, or keep them on a rank.
 
-A repetition shows that something is wrong in an update; these lines are what the user has to change.
+Repeating an update shows that something is wrong in it; these lines show the user what to change.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ RELIES_ON = (
 class ObservedLines:
     """`is_outside` says whether the script runs neither forward and backward passes nor steps of the recorded model.
 
-    `cleared` is the line that cleared gradients last, `unsynced` the one that keeps them on each rank now; or empty.
+    `cleared` is the line that cleared gradients last, `unsynced` the line that currently turns off their reduction.
     """
 
     def __init__(self, is_outside: Callable[[], bool], places: Callable[[], Iterable[Place]]) -> None:
@@ -46,7 +46,7 @@ class ObservedLines:
         self.has_averaged = False
 
     def install(self) -> Iterator[Callable[[], None]]:
-        """Yields what takes the hooks out again; one stays, for weights that are averaged later."""
+        """Yields functions that remove the hooks again; one hook stays, for weights that are averaged later."""
         import torch
         import torch.distributed as dist
         import torch.distributed.fsdp as fsdp
@@ -67,7 +67,7 @@ class ObservedLines:
         self.changed, self.cleared = {}, ""
 
     def of(self, places: Iterable[Place], tensor_of: Callable[["torch.Tensor"], Any]) -> dict[str, str]:
-        """The lines that changed the weights of `places`, or what `tensor_of` gives for them, by their names."""
+        """The lines that changed the weights of `places`, or the tensors that `tensor_of` returns for them, by name."""
         tensors = {place.name: tensor_of(place.parameter) for place in places}
         lines = {name: self.changed.get(_storage(tensor), "") for name, tensor in tensors.items()}
         return {name: line for name, line in lines.items() if line}
@@ -99,13 +99,13 @@ class ObservedLines:
         return original(*args, **kwargs)
 
     def _averages(self, tensor: Any, *_: Any, **__: Any) -> None:
-        """Reports that the script sums weights over ranks, as it does where it averages them and not gradients."""
+        """Reports that the script sums weights over ranks, as a script that averages weights instead of gradients."""
         if not self.has_averaged and self.is_outside() and self._are_weights(parts.local(tensor).detach().flatten()):
             self.has_averaged = True
             events.report("averaged", line=script.line_of_stack(sys._getframe(2)))
 
     def _are_weights(self, values: "torch.Tensor") -> bool:
-        """Whether a tensor has the values of one weight, or of all of them one after the other; never of shards."""
+        """Whether a tensor has the values of one weight, or of all weights concatenated; false for shards."""
         whole = [place.parameter for place in self.places() if parts.is_whole(place) and place.parameter.requires_grad]
         weights = [weight.detach().flatten() for weight in whole]
         if weights and len(values) == sum(map(len, weights)):
@@ -114,7 +114,7 @@ class ObservedLines:
 
 
 def _storage(tensor: Any) -> int:
-    """The address of what a rank holds of a tensor; 0 for what has none."""
+    """The address of this rank's part of a tensor; 0 for a tensor without storage."""
     try:
         return int(parts.local(tensor).untyped_storage().data_ptr())
     except Exception:  # of None, and of tensors without storage

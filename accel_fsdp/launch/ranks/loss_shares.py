@@ -1,4 +1,4 @@
-"""Whether losses that are divided by a count of tokens add up to one mean over a step. Pure."""
+"""Checks that losses divided by a count of tokens add up to one mean over a step. Pure."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ IGNORED = -100
 
 
 def flaw(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """How many times the mean over an update's tokens the gradients are, where that has a meaning; None if it is 1.
+    """The ratio of an update's gradients to those of the mean over its tokens; None if it is 1 or undefined.
 
     Each rank's loss is a sum over its tokens, divided by those of all ranks: the shares add up to their number.
     Trainer multiplies by the ranks, as FSDP averages over them. Where it counts ranks that see the same rows, as those
@@ -35,7 +35,7 @@ def flaw(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def of_batches(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
-    """What came back to each loss that the model itself made; empty if the step's loss is made of other outputs."""
+    """The gradient of each loss that the model itself computed; empty if the step's loss uses other outputs."""
     others = any(g is not None for f in forwards for n, g in enumerate(f["gradients"]) if n != f["loss"])
     counted = any("num_items_in_batch" in forward["inputs"][1] for forward in forwards)
     if others or counted or any(f["loss"] is None or f["gradients"][f["loss"]] is None for f in forwards):
@@ -44,7 +44,7 @@ def of_batches(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
 
 
 def of_rank(update: Mapping[str, Any]) -> float | None:
-    """What came back to the mean losses that the model itself made on a rank; None for other losses."""
+    """The sum of the gradients of a rank's mean losses that the model itself computed; None for other losses."""
     own = [forward for forward in update["forwards"] if "num_items_in_batch" not in forward["inputs"][1]]
     gradients = [forward["gradients"][forward["loss"]] for forward in own if forward["loss"] is not None]
     is_known = len(gradients) == len(update["forwards"]) and all(gradient is not None for gradient in gradients)
@@ -52,7 +52,7 @@ def of_rank(update: Mapping[str, Any]) -> float | None:
 
 
 def misdivided(update: Mapping[str, Any], ranks: int) -> dict[str, Any] | None:
-    """What came back to the losses that the model itself made adds up to 1 over a step, if each is divided once."""
+    """The gradients of the losses that the model itself computed add up to 1 over a step, if each is divided once."""
     accumulation, shares = update["accumulation"], of_batches(update["forwards"])
     if accumulation > 1 and len(shares) == accumulation:
         times = next((times for times in (accumulation, 1 / accumulation) if abs(sum(shares) / times - 1) < EXACT), 1)
@@ -71,7 +71,7 @@ def each(shares: Sequence[float], value: float) -> bool:
 
 
 def _batches(update: Mapping[str, Any]) -> int:
-    """How many different batches the forward passes have: a loss may be made of several passes over one."""
+    """The number of different batches in the forward passes: a loss may use several passes over one batch."""
     kept: list[Any] = []
     for forward in update["forwards"]:
         tensor = next(tensors_in(forward["inputs"]), None)

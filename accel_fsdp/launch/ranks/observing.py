@@ -1,4 +1,4 @@
-"""The observers inside a rank, and the library internals that they rely on; one line reports those that changed."""
+"""The observers inside a rank, and the library internals that they rely on; one line reports changed ones."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ class Observation:
 
     @property
     def is_possible(self) -> bool:
-        """Whether the libraries have all internals; if not, logs what isn't watched. Read it once, before patching."""
+        """Whether the libraries have all internals; if not, logs what isn't observed. Read it once, before patching."""
         for internal in self.relies_on:
             if lacking := flaw(internal):
                 why = f"{internal.library} {metadata.version(internal.library)} {lacking}"
@@ -58,7 +58,10 @@ def after(owner: Any, name: str, callback: Callable[..., None]) -> None:
 
 
 def replace(owner: Any, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
-    """Calls `wrapper` with the original and the arguments in place of a function; the result puts the original back."""
+    """Replaces a function by `wrapper`, called with the original and the arguments.
+
+    Returns a function that undoes it.
+    """
     original = getattr(owner, name)
 
     @functools.wraps(original)

@@ -1,4 +1,4 @@
-"""Walks through what a module returns: tensors in dictionaries, tuples, lists and dataclasses."""
+"""Walks through a module's outputs: tensors in dictionaries, tuples, lists and dataclasses."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def tensors_in(value: Any) -> "Iterator[torch.Tensor]":
-    """Yields the tensors in what a module returned, in an order that is the same each time."""
+    """Yields the tensors in a module's output, in an order that is the same each time."""
     import torch
 
     if isinstance(value, torch.Tensor):
@@ -20,7 +20,7 @@ def tensors_in(value: Any) -> "Iterator[torch.Tensor]":
 
 
 def members(value: Any) -> list[tuple[Any, Any]]:
-    """The keys and values of a container; none of anything else."""
+    """The keys and values of a container; none for any other value."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, list | tuple):
@@ -29,7 +29,7 @@ def members(value: Any) -> list[tuple[Any, Any]]:
 
 
 def with_member(container: Any, key: Any, value: Any) -> Any:
-    """The container with another member: itself, unless it is a tuple. One that can't be changed is left as it is."""
+    """The container with a replaced member: itself, unless it is a tuple. A read-only container stays unchanged."""
     if isinstance(container, tuple):
         changed = [*container[:key], value, *container[key + 1 :]]
         return container._make(changed) if hasattr(container, "_make") else type(container)(changed)

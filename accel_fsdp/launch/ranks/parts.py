@@ -1,4 +1,4 @@
-"""Where the part that a rank holds of a weight, its gradient or its optimizer state is in the whole one."""
+"""The location of a rank's part of a weight, its gradient or its optimizer state within the whole tensor."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ RELIES_ON = (
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a part: `start` is its offset in each dimension of the weight, or the numbers of its rows there.
+    """The location of a part: `start` is its offset in each dimension of the weight, or the indices of its rows there.
 
     FSDP1 cuts flattened weights: there `start` counts the elements before the part. With `use_orig_params: false` one
     `parameter` holds the parts of several weights, and `within` is the range of this one. `shape` is the whole one's,
@@ -55,7 +55,10 @@ class Place:
 
 
 def _placed_as(values: Any, parameter: Any) -> Any:
-    """A gradient laid out as its weight: that of a split embedding comes as a sum over ranks. Collective."""
+    """A gradient with the placements of its weight: that of a split embedding is a pending sum over ranks.
+
+    Collective.
+    """
     placements = getattr(parameter, "placements", None)
     if placements is None or getattr(values, "placements", placements) == placements:
         return values
@@ -63,7 +66,7 @@ def _placed_as(values: Any, parameter: Any) -> Any:
 
 
 def local(tensor: Any) -> Any:
-    """This rank's part of a DTensor; any other tensor as it is, and None."""
+    """This rank's part of a DTensor; any other tensor, and None, unchanged."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -93,7 +96,7 @@ def places(model: "nn.Module") -> list[Place]:
 
 
 def unsharded(of: Iterable[Place]) -> list[str]:
-    """The weights that a rank holds whole beside others that FSDP has sharded."""
+    """The names of the weights that a rank holds whole beside sharded ones."""
     held = list(of)
     whole = [place.name for place in held if is_whole(place)]
     return whole if len(whole) < len(held) else []
@@ -106,7 +109,7 @@ def is_whole(place: Place) -> bool:
 
 
 def parts(of: Iterable[Place], values: Callable[["torch.Tensor"], Any]) -> Parts:
-    """This rank's parts of what `values` gives for a parameter, without those for which it gives None."""
+    """This rank's parts of the tensors that `values` returns for parameters, without None."""
     given = ((place, values(place.parameter)) for place in of)
     return {place.name: (place.start, place.part(tensor)) for place, tensor in given if tensor is not None}
 
@@ -124,7 +127,7 @@ def same(first: Parts, other: Parts) -> bool:
 
 
 def whole(shape: "torch.Size", name: str, of_ranks: Iterable[Parts]) -> "torch.Tensor | None":
-    """A weight's whole value from the ranks' parts; None if no rank has one."""
+    """A weight's whole value from the ranks' parts; None if no rank has a part."""
     import torch
 
     total: torch.Tensor | None = None
@@ -135,7 +138,7 @@ def whole(shape: "torch.Size", name: str, of_ranks: Iterable[Parts]) -> "torch.T
 
 
 def region(total: "torch.Tensor", start: Start, part: "torch.Tensor") -> "torch.Tensor":
-    """What a whole weight has where a rank's part is."""
+    """The values of a whole weight in the region of a rank's part."""
     return (total.view(-1) if isinstance(start, int) else total)[_index(start, part)]
 
 
@@ -155,9 +158,9 @@ def names_of(of: Iterable[Place]) -> Mapping[int, list[str]]:
 
 
 def _sharded(param: Any) -> Any:
-    """What the optimizer has of a weight: between forward and backward the module may have the whole one.
+    """The optimizer's part of a weight: between forward and backward the module may have the whole weight.
 
-    Before the first forward pass the module alone has a part that was loaded after sharding.
+    Before the first forward pass only the module has a part that was loaded after sharding.
     """
     sharded, info = param.sharded_param, param._module_info
     return getattr(info.module, info.param_name) if sharded.is_meta else sharded
@@ -202,7 +205,7 @@ def _offsets(parameter: Any) -> list[int | list[int]]:
 def _of_strided(tensor: Any) -> list[int | list[int]]:
     """The offsets of a part that a later dimension of the mesh split first, as tensor parallelism does before FSDP.
 
-    Where the rows of a dimension aren't in one piece, as of fused matrices, it is their numbers.
+    For rows that aren't contiguous, as of fused matrices, these are their indices.
     """
     import torch
     from torch.distributed.tensor import Shard

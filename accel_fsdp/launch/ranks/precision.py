@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def of(model: Any) -> str:
-    """What the forward pass computes in: "no" for the weights' own type, else as Accelerate names it."""
+    """The precision of the forward pass, by Accelerate's name; "no" for the weights' own dtype."""
     import torch
 
     if torch.is_autocast_enabled("cpu"):
@@ -23,12 +23,12 @@ def of(model: Any) -> str:
 
 
 def cast(model: "nn.Module") -> str:
-    """What FSDP casts the weights to for a forward pass; "no" if it casts none."""
+    """The dtype to which FSDP casts the weights for a forward pass; "no" if it casts none."""
     return _name(getattr(_policy(model), "param_dtype", None))
 
 
 def reduces(model: "nn.Module") -> str:
-    """What FSDP reduces gradients in, if that is a type of 16 bits."""
+    """The dtype in which FSDP reduces gradients, if it has 16 bits."""
     return _name(getattr(_policy(model), "reduce_dtype", None))
 
 
@@ -47,7 +47,7 @@ def _name(dtype: Any) -> str:
 
 
 def rounded(weight: "torch.Tensor", cast: str) -> "torch.Tensor":
-    """The weight as FSDP casts it: norms that learn by the same steps are all rounded to the same side."""
+    """The weight as FSDP casts it: norms that take the same steps are all rounded in the same direction."""
     import torch
 
     return weight.to(getattr(torch, LONG_DTYPES[cast])).to(weight.dtype) if cast in LONG_DTYPES else weight

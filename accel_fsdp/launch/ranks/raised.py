@@ -23,7 +23,7 @@ RELIES_ON = ERRORS.relies_on
 
 
 class ObservedErrors:
-    """Notes what is raised through the outermost call; costs a few nanoseconds per unit of FSDP where nothing is."""
+    """Reports errors that leave the outermost call; without an error it costs a few nanoseconds per FSDP unit."""
 
     def __init__(self) -> None:
         self.depth = self.reported = 0
@@ -59,7 +59,7 @@ class ObservedErrors:
 
 
 def chain(error: BaseException) -> Iterator[str]:
-    """An error and those that it follows from, each in a line."""
+    """An error and its causes, one per line."""
     seen: BaseException | None = error
     while seen is not None:
         yield in_a_line(seen)

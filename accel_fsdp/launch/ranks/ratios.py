@@ -1,4 +1,4 @@
-"""How gradients of the ranks compare with others: by their ratio, and by one factor."""
+"""Compares gradients of the ranks with others: their ratio, and a common factor."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ def norm(values: "torch.Tensor") -> float:
 
 
 def ratio(theirs: Mapping[str, "torch.Tensor"], alone: Mapping[str, "torch.Tensor"]) -> float:
-    """How many times the plain gradients the others are: their projection on these."""
+    """The ratio of the other gradients to the plain ones: the projection on the plain gradients."""
     pairs = [(theirs[name].float().flatten(), alone[name].float().flatten()) for name in alone if name in theirs]
     square = sum(float(ours.double().dot(ours.double())) for _, ours in pairs)
     return sum(float(other.double().dot(ours.double())) for other, ours in pairs) / square if square else 0.0
@@ -32,7 +32,7 @@ def is_changed(update: Mapping[str, Any]) -> bool:
 
 
 def factor(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float | None:
-    """What a rank multiplied its parts of the gradients with; None if that isn't one number, or it has none."""
+    """The factor by which a rank scaled its parts of the gradients; None without parts, or if it isn't one number."""
     before = {name: part for name, (_, part) in reduced.items() if name in used}
     after = {name: used[name][1] for name in before}
     times = ratio(after, before)

@@ -1,7 +1,7 @@
 """Records the first updates of a script on each rank, so that one plain process can repeat them (`replay.py`).
 
-A forward pass of the model is cut out of the script: its inputs are recorded, and the gradients that came back to its
-outputs, however the script made its loss of them. An update ends with the steps of its optimizers.
+Only the forward pass of the model is repeated, not the script: its inputs are recorded, and the gradients of its
+outputs, however the script computed its loss from them. An update ends with the steps of its optimizers.
 """
 
 import functools
@@ -50,7 +50,7 @@ UPDATES = Observation(
 
 
 def begin(kind: "type[Recorder]") -> "Recorder | None":
-    """Begins to record where a rehearsal asks for it, before the script imports anything."""
+    """Begins to record if a rehearsal asks for it, before the script imports anything."""
     folder = os.environ.get(RECORDS)
     if not folder or not UPDATES.is_possible:
         return None
@@ -60,7 +60,7 @@ def begin(kind: "type[Recorder]") -> "Recorder | None":
 
 
 class Recorder:
-    """Records updates until there are `MOST_UPDATES`; then it takes its hooks out."""
+    """Records updates until there are `MOST_UPDATES`; then it removes its hooks."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -110,7 +110,7 @@ class Recorder:
         self.remove += [hook.remove for hook in hooks]
 
     def keep(self, root: "nn.Module") -> None:
-        """Copies a model before it is sharded; not a part of one that it has copied."""
+        """Copies a model before it is sharded, unless it is a part of a copied one."""
         if root in self.models:
             return
         number = len(self.copies)
@@ -138,7 +138,7 @@ class Recorder:
             self.why = LOCAL_SGD
 
     def prepare(self, model: "nn.Module") -> None:
-        """Called with a model that is sharded now, or whose part is; wrappers around it are its own modules."""
+        """Called with a model after it, or a part of it, has been sharded; wrappers around it are among its modules."""
         if isinstance(model, list) or (known := self.models.get(unwrapped(model))) is None:
             return
         number, within = known
@@ -244,9 +244,9 @@ class Recorder:
         return parts.parts(self.places, lambda parameter: parameter if parameter.is_floating_point() else None)
 
     def _watched(self, forward: Forward, value: Any, path: str = "") -> Any:
-        """What a module returned, with a copy of each tensor: an output may be a part of another, as logits of a loss.
+        """A module's output, with a copy of each tensor: an output may be a part of another, as logits of a loss.
 
-        So what comes back to a copy came from outside.
+        So the gradient of a copy comes only from code outside of the module.
         """
         import torch
 
@@ -285,7 +285,7 @@ class Recorder:
     def _differentiating(
         self, original: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Differentiates by what the module returned, not by the copies: a loss among it depends on no copy."""
+        """Differentiates with respect to the original outputs, not the copies: a loss among them depends on no copy."""
         several = inputs if isinstance(inputs, list | tuple) else [inputs]
         copies = {id(copied_output): returned for copied_output, returned in self.returned}
         return original(outputs, [copies.get(id(tensor), tensor) for tensor in several], *args, **kwargs)
@@ -311,7 +311,7 @@ class Recorder:
             self.lines.forget()
 
     def check_kept(self, update: Update) -> None:
-        """Compares the gradients before a backward pass with those that the last one left."""
+        """Compares the gradients before a backward pass with those after the last one."""
         now = self._gradients()
         if not parts.same(self._used(update.reduced), self._used(now)):
             update.dropped |= bool(update.backwards) and not self.in_step and not parts.not_zero(now)
@@ -320,7 +320,7 @@ class Recorder:
             update.why = update.why or f"gradients are kept, cleared or changed {when}"
 
     def _used(self, gradients: Parts) -> Parts:
-        """Those that aren't 0, without weights that no optimizer has had in the last step: they may pile up there."""
+        """The gradients that aren't 0, without weights outside the last step's optimizers: those may accumulate."""
         covered = self.covered
         return {name: part for name, part in parts.not_zero(gradients).items() if covered is None or name in covered}
 
@@ -357,7 +357,7 @@ class Recorder:
         self.optimizers[self.written].append(optimizer)
 
     def _held(self, names: Iterable[Iterable[str]]) -> list[Place]:
-        """The places of the weights in an optimizer's groups."""
+        """The locations of the weights in an optimizer's groups."""
         own = {name for several in names for name in several}
         return [place for place in self.places if place.name in own]
 
@@ -382,7 +382,7 @@ class Recorder:
 
 
 def _reached(roots: "Iterable[torch.Tensor]", boundary: set[int], names: Mapping[int, str]) -> str:
-    """The first weight that a loss depends on by another way than the outputs of recorded forward passes; or empty."""
+    """The first weight on which a loss depends other than through outputs of recorded forward passes; or empty."""
     seen: dict[int, Any] = {}  # which keeps the nodes, so that no other one gets the id of a seen one
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
     while nodes:

@@ -1,4 +1,4 @@
-"""What a rank records of an update: numbers, texts and tensors, as `torch.load(weights_only=True)` reads no others."""
+"""The record of an update on a rank: only numbers, texts and tensors, which `torch.load(weights_only=True)` reads."""
 
 import contextlib
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class Unrecordable(Exception):
-    """What of an update can't be recorded, as a sentence."""
+    """Why an update can't be recorded, as a sentence."""
 
 
 @dataclass
 class Forward:
     """One outermost forward pass: `module` is its path in the model, `gradients` those of its outputs, in order.
 
-    `outputs` has the values of those that gradients may come back to. `loss` is the number of the output that the model
+    `outputs` has the values of the outputs that may have gradients. `loss` is the number of the output that the model
     itself calls its loss, `evaluating` the modules in that mode.
     """
 
@@ -48,7 +48,7 @@ class Step:
 
 @dataclass
 class Clip:
-    """A call that clips to a norm. `backwards`: how many backward passes of the update came before."""
+    """A call that clips gradients to a norm. `backwards`: how many backward passes of the update came before."""
 
     most: float
     norm: float
@@ -58,16 +58,18 @@ class Clip:
 
 @dataclass
 class Update:
-    """`weights` and `after` are the weights' parts before and after it, `reduced` the gradients after the last
-    backward pass, and `used` those that the optimizers saw. `cast`: what FSDP casts weights to for a forward pass,
-    `reduces`: what it reduces gradients in. `dropped`: whether gradients were cleared between two backward passes,
-    `midway`: whether it stepped before the last batch of a prepared dataloader, `unprepared`: whether before the last
-    one of a step, with gradients that were kept on each rank; `by_engine`: whether DeepSpeed's engine clipped gradients
-    and stepped; `unsharded` the weights in no unit of FSDP.
+    """`weights` and `after` are the weights' parts before and after the update.
+
+    `reduced` are the gradients after the last backward pass, `used` those at the optimizers' steps. `cast`: the dtype
+    to which FSDP casts weights for a forward pass, `reduces`: the dtype in which it reduces gradients. `dropped`:
+    whether gradients were cleared between two backward passes, `midway`: whether it stepped before the last batch of a
+    prepared dataloader, `unprepared`: whether before the last one of a step, with gradients that were kept on each
+    rank; `by_engine`: whether DeepSpeed's engine clipped gradients and stepped; `unsharded` the weights in no unit of
+    FSDP.
 
     Lines of the script: `line` of the last backward pass, `changed` and `altered` of what changed weights before the
     update and gradients before the step, by weight; `cleared` of what cleared gradients within it, `unsynced` of what
-    kept them on each rank. `why` it can't be repeated; or empty.
+    kept them on each rank. `why`: the reason why it can't be repeated; or empty.
     """
 
     weights: Parts
@@ -97,7 +99,7 @@ class Update:
 
 
 def united(updates: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Gives the first rank's update the names of trained weights, and of each optimizer's, that others hold alone."""
+    """Adds to the first rank's update the names of trained weights, and of each optimizer's, that only others hold."""
     first = updates[0]
     first["trained"] = list(dict.fromkeys(name for update in updates for name in update["trained"]))
     for of_ranks in zip(*(update["steps"] for update in updates), strict=False):
@@ -107,7 +109,7 @@ def united(updates: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def recorded(value: Any) -> Any:
-    """A copy of a forward pass's inputs; raises `Unrecordable` at what a file of tensors can't hold."""
+    """A copy of a forward pass's inputs; raises `Unrecordable` for a value that a file of tensors can't hold."""
     import torch
 
     if isinstance(value, PLAIN):

@@ -1,7 +1,6 @@
 """Repeats recorded updates in one plain process on rank 0, and compares gradients, clipping and steps with the ranks'.
-
-Each part is repeated with what the ranks had before it, so that differences don't add up: forward and backward passes
-with the ranks' weights, the optimizers' steps with the gradients that these saw.
+Each part is repeated from the ranks' own state before it, so that differences don't add up: forward and backward passes
+with the ranks' weights, the optimizers' steps with the ranks' gradients.
 """
 
 import contextlib
@@ -48,7 +47,7 @@ class Unrepeatable(Exception):
 
 
 def compare(recorder: Recorder) -> None:
-    """Called on each rank when the script has ended; rank 0 repeats the updates and reports what differs."""
+    """Called on each rank when the script has ended; rank 0 repeats the updates and reports differences."""
     import torch.distributed as dist
 
     recorder.end()
@@ -98,7 +97,7 @@ def _read(folder: Path, number: int, ranks: int) -> list[dict[str, Any]]:
 
 
 class _Repeated:
-    """One update of all ranks, `updates`; `with_rows` of them have rows of their own: one of each tp group."""
+    """One update of all ranks, `updates`; `with_rows` are those of ranks with different rows: one of each tp group."""
 
     def __init__(self, recorder: Recorder, number: int, updates: Sequence[dict[str, Any]]) -> None:
         self.number = number
@@ -189,7 +188,7 @@ class _Repeated:
         return [name for step in self.first["steps"] for names in step["names"] for name in names]
 
     def _altered_at(self, name: str = "") -> str:
-        """The script's line that changed a gradient between backward and step; else that of the step."""
+        """The script's line that changed a gradient between backward and step; else the step's line."""
         return between_ranks.line_of(self.updates, "altered", name) or self._step_line
 
     def _differs(self, what: str, line: str, **content: Any) -> None:
@@ -263,7 +262,7 @@ class _Repeated:
         return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
     def _compare_trainer_losses(self) -> None:
-        """Reports a loss of Trainer's own that has other gradients where the model is plain."""
+        """Reports a loss computed by Trainer whose gradients differ for the plain model."""
         for loss in (loss for loss in self.trainer_losses if loss.update == self.number):
             try:
                 with alone(), self._as_recorded(self.model, vars(loss.forward)):
@@ -274,7 +273,7 @@ class _Repeated:
                 return self._differs("trainer-loss", self.first["line"], apart=apart)
 
     def _compare_gradients(self, reduced: Tensors, alone: Tensors) -> float:
-        """The largest relative difference of a gradient; reports it, or the ratio of all, where it is too large."""
+        """The largest relative difference of a gradient; if too large, it or the ratio of all gradients is reported."""
         if not alone:
             raise Unrepeatable("no gradient came back to the model's outputs")
         largest = max(norm(gradient) for gradient in alone.values())

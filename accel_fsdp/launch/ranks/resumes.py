@@ -1,4 +1,4 @@
-"""Watches whether an optimizer that a script loaded from a checkpoint has its states at the next step."""
+"""Checks that an optimizer that a script loaded from a checkpoint has its states at the next step."""
 
 import sys
 from pathlib import Path
@@ -18,9 +18,9 @@ RELIES_ON = tuple(Internal(f"{module}:{kind}.{method}", "self *") for module, ki
 
 
 class ObservedResumes:
-    """Reports an optimizer that begins without states, and makes some, although the checkpoint has them.
+    """Reports an optimizer that begins without states, and creates new ones, although the checkpoint has them.
 
-    Accelerate 1.15 loads none under FSDP1 from a sharded checkpoint, without a word.
+    Accelerate 1.15 silently loads none under FSDP1 from a sharded checkpoint.
     """
 
     def __init__(self) -> None:

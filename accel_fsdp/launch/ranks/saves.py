@@ -1,7 +1,7 @@
-"""Observes what a script saves: by which call, where, in which line, and which weights; judged by the rehearsal.
+"""Observes what a script saves: by which call, where, in which line, and which weights; the rehearsal judges it.
 
-Of each saved tensor that is whole its name, shape, dtype, sum and norm are reported, and of the trained model sum and
-norm of the part that each rank holds: at its first step, at each save and at the end. No collective is called.
+It reports the name, shape, dtype, sum and norm of each saved whole tensor, and the sum and norm of each rank's part of
+the trained model: at its first step, at each save and at the end. It calls no collective.
 """
 
 import functools
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class _Call:
     """A function or method that saves or loads.
 
-    `content` is the argument that it writes itself; empty where it leaves writing to another of these calls.
+    `content` is the argument that it writes; empty if another of these calls writes for it.
     """
 
     module: str
@@ -85,7 +85,7 @@ class _Writing(threading.local):
 class ObservedSaves:
     """Reports the outermost call that saves, with the files that it wrote on this rank.
 
-    Functions count where the script itself calls them: libraries can read what they write.
+    Functions count only if the script itself calls them: libraries can read their own files.
     """
 
     def __init__(self, weights: ObservedWeights) -> None:
@@ -180,7 +180,7 @@ class ObservedSaves:
         return sum(prod(place.shape) for name, place in self.places.items() if name.startswith(f"{path}."))
 
     def trains(self, model: "nn.Module") -> None:
-        """Called before the first step with the one model that is trained."""
+        """Called before the first step with the only trained model."""
         size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         if not self.sees_weights or from_run.is_deepspeed(model) or size_bytes > copies.MOST_BYTES:
             return
@@ -202,7 +202,7 @@ class ObservedSaves:
         events.report("weight-parts", step=step, held=held, shapes=shapes, names=sorted(self.names))
 
     def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
-        """What a file holds. DCP writes a DTensor whole, each rank its part."""
+        """The content of a file. DCP writes a whole DTensor, each rank its part."""
         storages = self.weights.shard_storages()
         named = list(_named(saved))
         counts = [(int(self._is_part(name, tensor, storages, by_dcp)), 1) for name, tensor in named]
@@ -223,7 +223,7 @@ class ObservedSaves:
         }
 
     def _is_part(self, name: str, tensor: Any, storages: set[int], by_dcp: bool) -> bool:
-        """Whether a tensor is the part that this rank holds of a weight, by its kind, its storage or its name."""
+        """Whether a tensor is this rank's part of a weight, by its class, its storage or its name."""
         if not _is_plain(tensor):
             return not by_dcp and bool(shards_in(tensor, storages)[0])
         place = self.places.get(user_name(name))

@@ -20,7 +20,7 @@ RELIES_ON = SCHEDULES.relies_on
 
 @dataclass
 class _Scheduled:
-    """An optimizer with a scheduler, the line that made it, and the one that moves it more often than it steps."""
+    """An optimizer with a scheduler, the line that created it, and the line that moves it more often than steps."""
 
     optimizer: Any
     made_at: str
@@ -30,7 +30,7 @@ class _Scheduled:
 
 
 class ObservedSchedules:
-    """Counts the steps whose rate is 0 since the last one whose rate was not, and the moves of each scheduler."""
+    """Counts the steps with a rate of 0 since the last one with another rate, and the moves of each scheduler."""
 
     def __init__(self) -> None:
         self.scheduled: list[_Scheduled] = []
@@ -54,7 +54,7 @@ class ObservedSchedules:
                 known.moved_at = script.line_of_stack(sys._getframe(2))
 
     def _of(self, optimizer: Any) -> _Scheduled | None:
-        """What is known of an optimizer, or of one that wraps it, such as Accelerate's."""
+        """The counts of an optimizer, also if given a wrapper of it, such as Accelerate's."""
         same = (known for known in self.scheduled if known.optimizer.param_groups is optimizer.param_groups)
         return next(same, None)
 

@@ -12,7 +12,7 @@ OF_SOME_PYTHONS: dict[str, Any] = {"__annotations__": {}, "__cached__": None}
 
 
 def run(path: str) -> None:
-    """Executes a script in `__main__`, with the names that Python would give it; raises what it raises."""
+    """Executes a script in `__main__`, with the names that Python would define."""
     absolute = os.path.abspath(path)  # as Python names it, for any typed path
     with open(path, "rb") as file:
         code = compile(file.read(), absolute, "exec", dont_inherit=True)
@@ -50,7 +50,7 @@ def is_calling(frame: FrameType | None) -> bool:
 
 
 def line_of(places: list[tuple[str, int | None]]) -> str:
-    """The innermost line of the script, from a stack's files and lines, outermost first; its folder is as typed."""
+    """The innermost line of the script among a stack's files and lines, outermost first; with the folder as typed."""
     own = [(file, line) for file, line in places if is_own(file)]
     return f"{os.path.join(os.path.dirname(sys.argv[0]), os.path.basename(own[-1][0]))}:{own[-1][1]}" if own else ""
 

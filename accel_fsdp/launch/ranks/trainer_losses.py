@@ -1,6 +1,6 @@
-"""Losses that transformers' Trainer computes around the model's forward pass, which a repetition cuts out.
+"""Losses that transformers' Trainer computes around the model's forward pass, which a repetition leaves out.
 
-They may depend on what FSDP changes: FSDP2 renames the model's class, by which Trainer knows whether to shift labels.
+They may depend on changes by FSDP: FSDP2 renames the model's class, by which Trainer decides whether to shift labels.
 """
 
 import inspect
@@ -25,7 +25,7 @@ LOSSES = Observation("the losses that Trainer computes itself", RELIES_ON)
 
 @dataclass(frozen=True)
 class TrainerLoss:
-    """A call of `compute_loss`, to be repeated with another model: the forward pass that it made, in which update."""
+    """A call of `compute_loss`, to be repeated with another model: its forward pass, and the update."""
 
     update: int
     forward: Forward
@@ -33,7 +33,7 @@ class TrainerLoss:
     arguments: inspect.BoundArguments
 
     def apart(self, model: "nn.Module") -> float:
-        """How far the gradients that came back to the outputs are from a multiple of those with this model."""
+        """How far the recorded gradients of the outputs are from a multiple of those with this model."""
         gradients = enumerate(self.forward.gradients)
         theirs = {str(n): gradient for n, gradient in gradients if gradient is not None and n != self.forward.loss}
         if not theirs:
@@ -43,7 +43,7 @@ class TrainerLoss:
         return max(norm(sent - times * ours[n]) / norm(sent) if n in ours else 1.0 for n, sent in theirs.items())
 
     def _gradients(self, model: "nn.Module") -> "Mapping[int, torch.Tensor]":
-        """Those that the loss of this model sends back to its outputs, by their number."""
+        """The gradients of this model's outputs for its loss, by the number of the output."""
         import torch
 
         self.arguments.arguments |= {"model": model, "return_outputs": True}

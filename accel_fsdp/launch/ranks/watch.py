@@ -110,15 +110,15 @@ def _of_wrapped(error: BaseException) -> str:
 
 
 def _report_clipping(parameters: Any, *_: Any, **__: Any) -> None:
-    """Reports a call of torch's own function in the script itself: it takes FSDP1's shards for whole gradients."""
+    """Reports a call of torch's function in the script itself: it treats FSDP1's shards as whole gradients."""
     if script.is_calling(sys._getframe(2)):
         events.report("clipped", line=script.line_of_stack(sys._getframe(2)))
 
 
 def _watch_checkpointing() -> None:
-    """Reports layers that draw random numbers and will draw different ones when they are run again.
+    """Reports layers that draw random numbers, and will draw different ones when they are recomputed.
 
-    Accelerate's wrapper for FSDP2 runs layers like this (1.15), which affects dropout alone.
+    Accelerate's wrapper for FSDP2 recomputes layers like this (1.15), which affects only dropout.
     """
     import torch
     import torch.utils.checkpoint as checkpointing
@@ -158,7 +158,7 @@ def _watch_trackers() -> None:
 
 
 def _watch_prepare(measures: bool, resumes: ObservedResumes) -> None:
-    """Measures each model that Accelerate prepares, and notes before which of its modules share a weight."""
+    """Measures each model that Accelerate prepares, and records beforehand which of its modules share a weight."""
     import torch
     from accelerate import Accelerator
 
@@ -184,7 +184,7 @@ def _watch_prepare(measures: bool, resumes: ObservedResumes) -> None:
 
 
 def _check_prepared(call: str, accelerator: Any, *_: Any, **__: Any) -> None:
-    """Reports a save or a load before anything was prepared: it writes or reads no weights, without a word."""
+    """Reports a save or a load before anything was prepared: it silently writes or reads no weights."""
     if not (accelerator._models or accelerator._optimizers or accelerator._custom_objects):
         events.report("state-of-nothing", call=call, line=script.line_of_stack(sys._getframe(2)))
 
@@ -202,7 +202,7 @@ def _report_holding(kind: str, model: "nn.Module", **more: Any) -> None:
 
 
 def _only_makes_states() -> bool:
-    """Whether torch takes a step with gradients of 0 to create an optimizer's states for a save or a load."""
+    """Whether this is torch's step with gradients of 0, which creates an optimizer's states for a save or a load."""
     frame: FrameType | None = sys._getframe(1)
     while frame and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
@@ -212,7 +212,7 @@ def _only_makes_states() -> bool:
 class _Steps:
     """Observes the first step: the outermost modules that ran forward before it, and their rows.
 
-    Rows of later steps are noted where no loader gives them.
+    Rows of later steps are recorded if no loader gives them.
     """
 
     def __init__(self, hold_after: str | None, measures: bool) -> None:
@@ -342,7 +342,7 @@ class _Steps:
         events.report("units", names=[name for name, _ in units], lines=[line for _, line in units])
 
     def _trained_by(self, trained: set[int]) -> list[tuple["nn.Module", set[int]]]:
-        """The outermost modules whose parameters an optimizer has; all trainable ones if it has parameters of none.
+        """The outermost modules with parameters in an optimizer; all trainable ones if there are none.
 
         A reference model of DPO has gradients and no optimizer.
         """
@@ -351,6 +351,6 @@ class _Steps:
         return [(model, own) for model, own in able if own & trained] or able
 
     def _outermost(self) -> list["nn.Module"]:
-        """The modules that ran forward, without those that are parts of another one."""
+        """The modules that ran forward, without the parts of other modules."""
         inner = {id(module) for model in self.models.values() for module in model.modules() if module is not model}
         return [model for number, model in self.models.items() if number not in inner]

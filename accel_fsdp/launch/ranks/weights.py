@@ -1,6 +1,6 @@
-"""Observes a rank's weights: their first values, how many steps the optimizers took, and whether any changed.
+"""Observes a rank's weights: their first values, the number of optimizer steps, and whether any weight changed.
 
-It takes sums and checksums on each rank, without communication, so it can't hang a script.
+It computes sums and checksums on each rank, without communication, so it can't hang a script.
 """
 
 import functools
@@ -147,7 +147,7 @@ class ObservedWeights:
         return {parts.local(shard).untyped_storage().data_ptr() for shard in shards} - {0}
 
     def _report_begun(self, models: Iterable["nn.Module"]) -> None:
-        """Reports the first values of all units; None for one whose part was loaded or sent since it was sharded."""
+        """Reports the first values of all units; None for a unit whose part was loaded or sent after sharding."""
         if self.has_told:
             return
         self.has_told = True
@@ -167,7 +167,7 @@ class ObservedWeights:
 
 
 def _numbers(value: Any) -> list[float]:
-    """A setting of an optimizer as numbers; those that are no numbers, such as None, are left out."""
+    """An optimizer's setting as numbers, without values such as None."""
     several = value if isinstance(value, tuple | list) else [value]
     return [float(number) for number in several if isinstance(number, int | float) or hasattr(number, "item")]
 
@@ -191,7 +191,7 @@ def is_sharded(parameter: Any) -> bool:
 
 
 def _sums_of_plain(parameter: Any) -> list[tuple[float, float]]:
-    """Sum and norm of a weight; empty for one that is quantized or sharded, or has no values."""
+    """Sum and norm of a weight; empty if it is quantized or sharded, or has no values."""
     import torch
 
     is_plain = type(parameter) in (torch.Tensor, torch.nn.Parameter) and not parameter.is_meta
@@ -231,7 +231,7 @@ def _own(unit: Any) -> list[tuple["nn.Module", str]]:
 
 
 def _ranks(unit: Any) -> list[int]:
-    """The ranks that share the unit and must have begun with the same weights."""
+    """The ranks that share the unit, which must begin with the same weights."""
     import torch.distributed as dist
 
     if hasattr(unit, "flat_param"):

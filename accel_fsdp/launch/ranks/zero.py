@@ -1,7 +1,7 @@
 """Records the first updates of a script under DeepSpeed, so that one plain process can repeat them.
 
 DeepSpeed's engine reduces, clips and clears gradients, and steps. Under ZeRO its optimizer has flat float32 copies of
-the trained weights, of which each rank holds a part.
+the trained weights, and each rank holds a part of them.
 """
 
 import contextlib
@@ -39,14 +39,14 @@ UPDATES = Observation("updates under DeepSpeed, to repeat them in one process", 
 
 
 class ZeroRecorder(Recorder):
-    """Reads from DeepSpeed's engine what a recorder reads elsewhere from weights and their gradients."""
+    """Reads weights and gradients from DeepSpeed's engine, where other recorders read them from the model."""
 
     taken = asked = 0
     asked_at = ""
 
     @cached_property
     def is_watching(self) -> bool:
-        """Begins to watch the engine when a script prepares a model, as it has imported DeepSpeed then."""
+        """Installs the hooks on the engine when a script first prepares a model, and so has imported DeepSpeed."""
         if not UPDATES.is_possible:
             return False
         from accelerate.utils import DeepSpeedOptimizerWrapper
@@ -119,7 +119,7 @@ class ZeroRecorder(Recorder):
             self.update.reduced = self._gradients_of(engine)
 
     def _asks(self, *_: Any) -> None:
-        """Accelerate's `optimizer.step()`, which does nothing under DeepSpeed."""
+        """Called at Accelerate's `optimizer.step()`, which does nothing under DeepSpeed."""
         self.asked += 1
         self.asked_at = script.line_of_stack(sys._getframe(2))
 
@@ -140,13 +140,13 @@ class ZeroRecorder(Recorder):
 
 
 def _splits(engine: Any) -> bool:
-    """Whether the optimizer is the one of ZeRO's stages 1 and 2, or of stage 3."""
+    """Whether the optimizer is ZeRO's: that of stages 1 and 2, or that of stage 3."""
     kept = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
     return any(hasattr(engine.optimizer, name) for name in kept)
 
 
 def _of_states(engine: Any, name: str, weight: Any) -> Place | None:
-    """The place of a weight in stages 1 and 2, where each rank has the whole of it, and a part of the float32 copy."""
+    """The location of a weight in stages 1 and 2: each rank has all of it, and a part of its float32 copy."""
     if not hasattr(weight, "_hp_mapping"):
         return Place(name, weight, [0] * weight.dim(), tuple(weight.shape))
     if (part := weight._hp_mapping) is None:
@@ -157,7 +157,7 @@ def _of_states(engine: Any, name: str, weight: Any) -> Place | None:
 
 
 def _of_stage3(engine: Any, name: str, weight: Any) -> Place | None:
-    """The place of a weight whose parts have one size on all ranks, so that the last ones may be padding."""
+    """The location of a weight in stage 3, whose parts have one size on all ranks, so that the last may be padding."""
     import torch.distributed as dist
 
     size = weight.ds_tensor.ds_numel
@@ -174,7 +174,7 @@ def _of_stage3(engine: Any, name: str, weight: Any) -> Place | None:
 
 
 def _has_copy(engine: Any, weight: Any) -> bool:
-    """Whether the optimizer has a float32 copy of what this rank holds of a weight: not of frozen ones."""
+    """Whether the optimizer has a float32 copy of this rank's part of a weight; frozen weights have none."""
     if hasattr(weight, "ds_id"):
         return engine.optimizer.get_param_id(weight) in engine.optimizer.grad_position
     return getattr(weight, "_hp_mapping", None) is not None
@@ -191,7 +191,7 @@ def _gradient(engine: Any, place: Place, weight: Any) -> "torch.Tensor":
 
 
 def _is_behind(place: Place, engine: Any) -> bool:
-    """Whether the model has other values than the optimizer's float32 copy, which its step writes over them."""
+    """Whether the model's values differ from the optimizer's float32 copy, which the next step writes over them."""
     weight = engine.module.get_parameter(place.name)
     if not _has_copy(engine, weight):
         return False
@@ -202,7 +202,7 @@ def _is_behind(place: Place, engine: Any) -> bool:
 
 @contextlib.contextmanager
 def _gathered(model: Any) -> Iterator[bool]:
-    """Gathers the weights of a model that was made under ZeRO-3, unless it is too large to be copied."""
+    """Gathers the weights of a model that was created under ZeRO-3, unless it is too large to be copied."""
     split = [weight for weight in model.parameters() if copies.is_split(weight)]
     size_bytes = sum(weight.ds_numel * weight.element_size() for weight in split)
     if not split or size_bytes > copies.MOST_BYTES:

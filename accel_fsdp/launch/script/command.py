@@ -1,4 +1,4 @@
-"""The command `accel-fsdp script`: check the YAML as a launch would, settle what the job needs, write the file."""
+"""The command `accel-fsdp script`: check the YAML as a launch would, determine the job's needs, write the file."""
 
 import re
 import shlex
@@ -43,7 +43,7 @@ IMAGE = re.compile(r"[a-zA-Z0-9](?:[\w./:@+-]*\w)?", re.ASCII)
 
 @dataclass(frozen=True)
 class EngineKind:
-    """`text` is the job file, `submit` what a user types next, with FILE in place of the job file."""
+    """`text` writes the job file; `submit` is the command to type next, with FILE for the job file's name."""
 
     text: Callable[[JobFile], str]
     submit: str
@@ -66,7 +66,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
 
     Raises:
         UserError: the job could not run as it is, or the file is there.
-        UsageError: a flag has a value that it can't have, or the YAML can't be read.
+        UsageError: a flag has an invalid value, or the YAML can't be read.
     """
     if options.output and not options.force:
         atomic_files.refuse_existing(options.output, "it may be the file of another job")
@@ -127,7 +127,7 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
 
 
 def _warn_of_secrets(script_args: tuple[str, ...]) -> None:
-    """Says where the job file, which others can read, would hold a token."""
+    """Warns of a token in the job file, which others can read."""
     arguments = flag_words.parse_command_line(script_args)
     for name, value in arguments.items():
         if (SECRET_FLAG.fullmatch(name) and isinstance(value, str)) or SECRET_VALUE.match(str(value)):
@@ -139,7 +139,7 @@ def _warn_of_secrets(script_args: tuple[str, ...]) -> None:
 
 
 def _refuse_unread(options: ScriptCommand) -> None:
-    """Raises unless the job file of this engine holds what the flags say."""
+    """Raises if a flag has no effect on this engine's job file."""
     used = {"--image": options.image is not None, "--api": options.api == "pytorchjob", "--spot": options.spot}
     for flag in used:
         engines = engines_taking(flag)
@@ -152,7 +152,7 @@ def _refuse_unread(options: ScriptCommand) -> None:
 
 
 def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
-    """Raises unless no flag of this command is where it would be the script's, which has none of that name."""
+    """Raises if a flag of this command is among the script's arguments, where it has no effect."""
     own_flags = flag_words.flags_of(ScriptCommand)
     flag = next((word for word in script_args if word.partition("=")[0] in own_flags), None)
     if flag is not None:
@@ -195,10 +195,10 @@ def _check_numbers(options: ScriptCommand) -> None:
 
 
 def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, MachineFacts | None]:
-    """How many machines, the GPUs of each, and which: what the YAML says, and where it doesn't, the flag.
+    """The number of machines, their GPUs, and the kind of GPU: from the YAML, else from the flag.
 
     Raises:
-        UsageError: neither says it, the two say different things, or the job isn't for GPUs.
+        UsageError: neither gives them, the two contradict each other, or the job isn't for GPUs.
     """
     if config.off_gpus:
         on_tpu = "start it on the TPU's own machine: accel-fsdp launch FILE SCRIPT"
@@ -234,7 +234,7 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
 
 
 def _place(title: str, job: JobFile) -> place.Place:
-    """The place of machine 0, with the address that the engine will give."""
+    """Machine 0's place in the job, with the address that the engine will provide."""
     statements = {
         "num_machines": job.machines,
         "num_processes": job.machines * job.gpus,

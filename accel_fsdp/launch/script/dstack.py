@@ -8,7 +8,7 @@ SHM = "16GB"
 
 
 def text(job: JobFile) -> str:
-    """The task. Its files are copied to the disk of each machine, so a run must be written elsewhere."""
+    """The task file. Its files are copied to the disk of each machine, so a run must be written elsewhere."""
     refuse_own_disk(job, "dstack gives each start a disk of its own")
     command = f"exec {job.command()}".replace("$", "$$")  # dstack fills in ${{ NAME }}, and makes $ of $$
     return "\n".join(

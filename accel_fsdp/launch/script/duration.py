@@ -1,4 +1,4 @@
-"""The plan of a job: how long it will take, as far as its steps are known, and which variables it needs."""
+"""The predicted duration of a job, if its number of steps is known, and the environment variables that it needs."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ AROUND_SECONDS = 3600
 
 @dataclass(frozen=True)
 class Duration:
-    """Steps, and what is predicted of one."""
+    """The number of steps, and the predicted time of one."""
 
     steps: int
     step: Step
@@ -49,7 +49,7 @@ def predicted(arguments: Arguments, config: JobConfig, machines: int, machine: M
 def environment(
     arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None
 ) -> Mapping[str, str]:
-    """The variables with which alone it fits: as the plan says, or where it can't, the YAML's own comment."""
+    """The variables without which the job doesn't fit, from the plan or else from the YAML's comment."""
     with contextlib.suppress(*UNKNOWN):
         problem = _planned(arguments, config, machines, machine)
         return problem.evaluate(problem.job).device.environment
@@ -60,9 +60,9 @@ UNKNOWN = (UserError, RuntimeError, KeyError, ImportError)
 
 
 def _planned(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Problem:
-    """The job as the planner describes it.
+    """The job as a problem for the planner.
 
-    The model must be bundled or on this machine: a job file is written without the network.
+    The model must be bundled or on this machine, because a job file is written without network access.
 
     Raises:
         UserError: the job can't be planned. KeyError: model or GPU aren't known. RuntimeError, ImportError: the model

@@ -14,7 +14,7 @@ LEAST_GRACE = 30
 
 
 def _optional(metavar: str, text: str, default: str) -> Any:
-    """A flag without which the job has this `default`."""
+    """An optional flag; without it the job has this `default`."""
     return tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint=f"(default: {default})")
 
 

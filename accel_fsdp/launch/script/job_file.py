@@ -27,11 +27,11 @@ NCCL_DEBUG = "NCCL's log says which network it takes"
 
 @dataclass(frozen=True)
 class JobFile:
-    """One job. `gpus` and `cpus` are those of each machine, `minutes` the longest that it may take, if a flag says so.
+    """One job.
 
-    `predicted` is how long it will take, where no flag says it and it is known.
-    `environment` are the variables without which it doesn't fit, by the plan or the YAML's own comment.
-    `ours`: the script is train/sft.py or made of its parts.
+    `gpus` and `cpus` are those of each machine, `minutes` the time limit, if a flag gives it. `predicted` is the
+    predicted duration, if there is one and no flag gives a limit. `environment` are the variables without which the job
+    doesn't fit, from the plan or the YAML's own comment. `ours`: the script is train/sft.py or made of its parts.
     """
 
     flags: ScriptCommand
@@ -48,7 +48,7 @@ class JobFile:
 
     @property
     def resumes(self) -> bool:
-        """Whether the same job file goes on where it was stopped."""
+        """Whether the job file, submitted again, continues the stopped run."""
         return self.ours and flag_words.parse_command_line(self.words).get(RESUMES) in ("auto", "true")
 
     @property
@@ -75,12 +75,12 @@ class JobFile:
         return in_lines(words, self.words, indent)
 
     def under_timeout(self, command: str) -> str:
-        """A shell command that keeps the time limit itself, and then ends with 124, which starts nothing again."""
+        """A shell command that enforces the time limit itself, and then exits with 124, which isn't restarted."""
         return f"timeout --foreground --signal=USR1 {self.minutes}m {command}" if self.minutes else command
 
 
 def shell_variables(job: JobFile) -> list[str]:
-    """Lines with variables that a user may want to set in a bash script: tokens from a private file, and NCCL's log."""
+    """Lines with variables that a user may want to set in a bash script: tokens from a private file, NCCL's log."""
     return [
         *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
         f"# source ~/.tokens    # <- export {' and '.join(f'{name}=...' for name in TOKENS)}, in a file for you alone",
@@ -106,10 +106,10 @@ def indented(text: str, indent: str) -> str:
 
 
 def refuse_own_disk(job: JobFile, disks: str) -> None:
-    """Goes on if a run is written where all machines, and a later start, will find it; `disks` says what others are.
+    """Refuses an output folder that other machines, or a later start, won't find; `disks` describes the shared disks.
 
     Raises:
-        UsageError: it would be written beside the files that each machine has a copy of.
+        UsageError: the folder is among the files of which each machine has a copy.
     """
     output = flag_words.parse_command_line(job.words).get("output_dir", "")
     if job.ours and isinstance(output, str) and not f"{output}/".startswith(f"{job.folder}/"):

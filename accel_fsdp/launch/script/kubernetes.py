@@ -15,7 +15,7 @@ def text(job: JobFile) -> str:
 
 
 def train_job(job: JobFile) -> str:
-    """A TrainJob; what its trainer can't say, patches of the runtime do: /dev/shm, the shared folder, the signal."""
+    """A TrainJob; runtime patches set what its trainer has no field for: /dev/shm, the shared folder, the signal."""
     return "\n".join(
         [
             *_title(job),
@@ -118,7 +118,7 @@ def _resources(job: JobFile, indent: str) -> list[str]:
 
 
 def _container(job: JobFile, indent: str) -> list[str]:
-    """Variables and command. `exec`: the signal that ends a pod goes to its first process, and bash keeps it."""
+    """Variables and command, with `exec`: a pod's first process gets the signal, and bash would not forward it."""
     values = {"HF_HOME": f"{job.folder}/.huggingface", **job.environment}
     if job.ours:
         values["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = f'"{job.shutdown}"'

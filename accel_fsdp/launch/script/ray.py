@@ -1,4 +1,4 @@
-"""A driver for Ray Train: a Python program, as Ray has no job files."""
+"""A driver for Ray Train: a Python program, because Ray has no job files."""
 
 import json
 

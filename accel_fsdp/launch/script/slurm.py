@@ -89,7 +89,7 @@ def _run(job: JobFile) -> list[str]:
 def _end_of_one(job: JobFile) -> str:
     """srun's flags for a machine that ends before the others.
 
-    Ending the others at once would hide the code of a stopped job behind theirs, 143. Ours all end together; a script
-    of the user's own may go on for long on one machine, so only a failure ends the others there.
+    Ending the others at once would hide the code of a stopped job behind theirs, 143. Our ranks all end together; a
+    user's own script may run much longer on one machine, so for it only a failure ends the others.
     """
     return f"--kill-on-bad-exit=0 --wait={OTHERS_SECONDS}" if job.ours else "--kill-on-bad-exit=1"

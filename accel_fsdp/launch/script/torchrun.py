@@ -12,7 +12,7 @@ def text(job: JobFile) -> str:
     """A bash script that is started on each machine with its number and the address of machine 0.
 
     Raises:
-        UsageError: the script isn't ours, and would read no YAML under torchrun.
+        UsageError: the script isn't ours, and would not read the YAML under torchrun.
     """
     if not job.ours:
         raise UsageError(
@@ -53,7 +53,7 @@ def _meeting() -> list[str]:
 
 
 def _command(job: JobFile) -> str:
-    """torchrun, with a log for each rank; what a variable of the shell fills in isn't quoted away."""
+    """torchrun, with a log for each rank; shell variables stay unquoted, so that the shell expands them."""
     port = DEFAULT_PORT
     meeting = (
         f'--rdzv-backend=c10d --rdzv-endpoint="$address:{port}" --rdzv-conf="is_host=$is_host" --rdzv-id={job.name}'

@@ -98,7 +98,7 @@ def training_config_without_effect(subject: Subject) -> Iterator[Finding]:
     """`--fsdp_config` with keys that transformers doesn't read, or without `--fsdp`, which turns it on.
 
     TrainingArguments have other names than this file. Offload is `cpu_offload` there, and any text in it counts as
-    true, "false" too. SIZE_BASED_WRAP without `min_num_params`, which is 0 there, wraps nothing.
+    true, even "false". SIZE_BASED_WRAP without `min_num_params`, which is 0 there, wraps nothing.
     """
     config = training_config(subject)
     if subject.arg("fsdp_config") and not subject.arg("fsdp"):
@@ -116,7 +116,7 @@ def training_config_without_effect(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF622", pains=("P73",))
 def adapter_on_a_tied_weight(subject: Subject) -> Iterator[Finding]:
-    """LoRA trains an end of a tied weight (`--model`) under FSDP2 in a way that prepare stops at.
+    """LoRA on one of two tied weights (`--model`) under FSDP2, in a way at which `prepare` stops.
 
     `modules_to_save` copies the head, or with `fsdp_cpu_ram_efficient_loading: false` the embedding: transformers ties
     the weights again under names that PEFT has moved, or the tied weight belongs to two units. An adapter on `lm_head`
@@ -158,10 +158,10 @@ HEAD, EMBEDDING = ("lm_head",), ("embed_tokens",)
 
 @rule("AF624", "warning", pains=("P16",))
 def saving_outlasts_the_timeout(subject: Subject) -> Iterator[Finding]:
-    """Rank 0 writes a gathered checkpoint for longer than the others wait (`--ddp_timeout`, 1800 s by default).
+    """Rank 0 writes a gathered checkpoint for longer than the other ranks wait (`--ddp_timeout`, 1800 s by default).
 
-    With Adam that is 16 bytes per parameter, 8 where `--dtype` asks for 16 bits and nothing is mixed; another `--optim`
-    stores less or more. Counted at 0.5 GB per second. Needs `--model` and `--args`.
+    With Adam that is 16 bytes per parameter, or 8 if `--dtype` asks for 16 bits without mixed precision; another
+    `--optim` stores less or more. The assumed speed is 0.5 GB per second. Needs `--model` and `--args`.
     """
     if subject.model is None or not subject.is_fsdp or not subject.full_state_dict or not subject.trains_everything:
         return
@@ -238,11 +238,11 @@ def adapter_on_fused_experts(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF632", "note", pains=("P100",))
 def held_out_loss_over_ranks(subject: Subject) -> Iterator[Finding]:
-    """`--eval_strategy` in several processes: of the last batch Trainer's held-out loss may be far too low or high.
+    """`--eval_strategy` in several processes: Trainer's held-out loss of the last batch may be far too low or high.
 
-    Trainer 5.23 divides each rank's sum by all ranks' tokens, repeated ones too, and then leaves out the ranks behind
-    the last row. With few held-out rows this decides early stopping and the best model. train/sft.py
-    sums losses and tokens over the ranks; most scripts don't.
+    Trainer 5.23 divides each rank's sum by the tokens of all ranks, including repeated rows, and then drops the ranks
+    behind the last row. With few held-out rows this error decides early stopping and the best model. train/sft.py sums
+    losses and tokens over the ranks; most scripts don't.
     """
     strategy = subject.arg("eval_strategy") or subject.arg("evaluation_strategy")
     evaluates = subject.arg_on("do_eval", "eval_on_start") or str(strategy or "no").lower() not in (
@@ -263,8 +263,8 @@ def held_out_loss_over_ranks(subject: Subject) -> Iterator[Finding]:
 def loss_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
     """bf16 or fp16 under FSDP2 (with `--args`): the loss itself is rounded to 16 bits, to steps of 1/32 near 6.
 
-    Accelerate gives FSDP2 an `output_dtype`. Equal numbers end early stopping and hide small gains. train/sft.py keeps
-    the loss in float32.
+    Accelerate gives FSDP2 an `output_dtype`. Rounded losses are often equal, which triggers early stopping and hides
+    small gains. train/sft.py keeps the loss in float32.
     """
     if subject.engine is Engine.FSDP2 and subject.mixed and subject.args is not None and not subject.ours:
         yield Finding(
@@ -277,12 +277,12 @@ def loss_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF636", "warning", pains=("P106",))
 def count_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
-    """bf16 or fp16 under FSDP with transformers 5.23 or newer (`--args`, `--script`): gradients have another scale.
+    """bf16 or fp16 under FSDP with transformers 5.23 or newer (`--args`, `--script`): gradients are wrongly scaled.
 
     Trainer, and TRL's SFTTrainer before 1.15, give the model the number of a step's tokens as a float, and FSDP casts
-    floats. In bfloat16 271 tokens are 272: loss and gradients are off by up to 0.4 %, by another factor in each step.
-    In float16 more than 65,504 tokens are infinity, and nothing is trained. transformers 5.22 counts in whole
-    numbers, which FSDP leaves. train/sft.py divides outside of the model.
+    floats. bfloat16 rounds 271 tokens to 272: loss and gradients are off by up to 0.4 %, by a different factor in each
+    step. In float16 more than 65,504 tokens become infinity, and nothing is trained. transformers 5.22 counts in
+    integers, which FSDP doesn't cast. train/sft.py divides outside of the model.
     """
     counts_in_floats = "transformers" in subject.versions and not subject.older("transformers", "5.23")
     low = subject.is_fsdp and subject.mixed and not subject.ours
@@ -308,8 +308,8 @@ def _gives_the_count(subject: Subject) -> bool:
 def dropout_drawn_twice(subject: Subject) -> Iterator[Finding]:
     """Dropout in the arguments with FSDP2's activation checkpointing: backward recomputes with other random numbers.
 
-    Accelerate 1.15 checkpoints without keeping the state of the generators, so gradients belong to another forward
-    pass than the loss. train/sft.py takes the layers' own checkpointing then.
+    Accelerate 1.15 checkpoints without the generators' states, so the gradients belong to a different forward pass than
+    the loss. train/sft.py then uses the layers' own checkpointing.
     """
     drops = [name for name, value in (subject.args or {}).items() if "dropout" in name and _positive(value)]
     on = subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing")
@@ -328,10 +328,10 @@ def _positive(value: Any) -> bool:
 
 @rule("AF635", "warning", pains=("P104",))
 def best_model_of_shards(subject: Subject) -> Iterator[Finding]:
-    """`--load_best_model_at_end` with SHARDED_STATE_DICT: the newest checkpoint is never noted as the best.
+    """`--load_best_model_at_end` with SHARDED_STATE_DICT: the newest checkpoint is never recorded as the best.
 
-    Trainer 5.23 looks for the folder before it is made. If a quick rank makes it for the others, ranks differ in what
-    they found, and loading hangs. train/sft.py makes the folder first.
+    Trainer 5.23 looks for the folder before it is created. If a fast rank creates it before another one looks, ranks
+    disagree, and loading hangs. train/sft.py creates the folder first.
     """
     if subject.is_fsdp and subject.sharded_state_dict and subject.arg_on("load_best_model_at_end") and not subject.ours:
         yield Finding(

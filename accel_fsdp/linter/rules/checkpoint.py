@@ -34,7 +34,7 @@ def checkpoint_of_another_kind(subject: Subject) -> Iterator[Finding]:
 def checkpoint_without_optimizer(subject: Subject) -> Iterator[Finding]:
     """A checkpoint without optimizer state or `scheduler.pt`.
 
-    If one is missing, Trainer silently loads neither: learning rate and moments start again.
+    If one is missing, Trainer silently loads neither: learning rate and moments restart.
     """
     saved = subject.checkpoint
     if saved is None or not (saved.sharded or saved.full) or not saved.trainer_state:
@@ -52,12 +52,12 @@ def checkpoint_without_optimizer(subject: Subject) -> Iterator[Finding]:
 def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
     """A half-written checkpoint.
 
-    Trainer writes `trainer_state.json` last and torch the `.metadata` of a sharded folder, which on several machines
-    without a shared disk is on one of them only. Trainer resumes the highest number, complete or not. train/sft.py
+    Trainer writes `trainer_state.json` last, torch the `.metadata` of a sharded folder, which on several machines
+    without a shared disk is only on one of them. Trainer resumes the highest number, complete or not. train/sft.py
     keeps `complete.json`, which lists the missing parts and the size of each file.
 
     The pickles that a resume loads (`.metadata`, schedule, random states, DeepSpeed's files) are read without running
-    anything. One that is damaged or names code is an error: train/sft.py refuses it, and Trainer alone may run it.
+    anything. A damaged pickle, or one that names code, is an error: train/sft.py refuses it, while Trainer may run it.
     """
     saved = subject.checkpoint
     if saved is None:
@@ -87,8 +87,8 @@ def checkpoint_is_cut_short(subject: Subject) -> Iterator[Finding]:
 def checkpoint_of_other_ranks(subject: Subject) -> Iterator[Finding]:
     """A checkpoint of a different number of processes.
 
-    Sharded weights move to any number. The random states don't, and with another global batch the same step is
-    another place in the data.
+    Sharded weights load on any number. The random states don't, and with a different global batch the same step is at a
+    different position in the data.
     """
     saved, processes = subject.checkpoint, subject.number("num_processes")
     if saved and saved.trainer_state and saved.rng_states and processes and saved.rng_states != processes:
@@ -152,7 +152,7 @@ def export_without_cache(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF809", "note", pains=("P75",))
 def export_stores_embeddings_twice(subject: Subject) -> Iterator[Finding]:
-    """An export of a tied model that holds embedding and head: they are equal and tied again when loaded."""
+    """An export of a tied model that stores embedding and head: they are equal, and tied again when loaded."""
     saved = subject.checkpoint
     if saved is not None and saved.tied_twice and not saved.is_checkpoint:
         yield Finding(
@@ -165,7 +165,7 @@ def export_stores_embeddings_twice(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF810", "warning", pains=("P97",))
 def export_of_the_wrapper(subject: Subject) -> Iterator[Finding]:
-    """A config whose architecture is FSDP's wrapper class, as old transformers wrote: loaders don't know it."""
+    """A config whose architecture is FSDP's wrapper class, as older transformers wrote it: loaders don't know it."""
     saved = subject.checkpoint
     if saved is not None and saved.architecture.startswith("FSDP"):
         yield Finding(
@@ -180,7 +180,7 @@ def export_of_the_wrapper(subject: Subject) -> Iterator[Finding]:
 def folder_without_weights(subject: Subject) -> Iterator[Finding]:
     """A folder of `--checkpoint` that holds neither a checkpoint nor weights.
 
-    Beside a config or a tokenizer there are none if `save_model()` was called under SHARDED_STATE_DICT.
+    `save_model()` under SHARDED_STATE_DICT writes such a folder, with only a config and a tokenizer.
     """
     saved = subject.checkpoint
     if saved is None or saved.is_checkpoint or saved.hub or saved.broken:
@@ -206,8 +206,8 @@ def folder_without_weights(subject: Subject) -> Iterator[Finding]:
 def exports_are_private(subject: Subject) -> Iterator[Finding]:
     """Weights that only their owner may read: safetensors 0.8.0 sets that mode regardless of the umask.
 
-    It is installed (`--here`), or an export of it is there (`--checkpoint`). train/sft.py sets the mode; most scripts
-    don't.
+    Reported if that version is installed (`--here`), or for such an export (`--checkpoint`). train/sft.py sets the
+    mode; most scripts don't.
     """
     saved = subject.checkpoint
     if saved is not None and saved.private and not saved.is_checkpoint:

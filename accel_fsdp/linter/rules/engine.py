@@ -44,9 +44,10 @@ class ScriptFacts:
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem. `key` is a dotted path, `line` counts from 1; `edits` are the repair, if there is a right one.
+    """One problem.
 
-    `milder` is the severity of a case with less harm than the rule's others.
+    `key` is a dotted path, `line` counts from 1; `edits` are the repair, if it is unambiguous. `milder` is the severity
+    of a less harmful case.
     """
 
     key: str
@@ -100,18 +101,18 @@ class Subject(JobConfig):
 
     @property
     def experts(self) -> int:
-        """The ranks that divide the experts in train/sft.py, from the arguments or the launch line; 1 without."""
+        """The expert-parallel size of train/sft.py, from the arguments or the launch line; 1 without."""
         launched = parse_command_line(script_arguments(self.source)) if self.args is None else self.args
         return from_arguments.experts_of(launched) if self.launches_ours else 1
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """The sizes of the mesh with those of experts as "ep"; 1 for what is not a positive number."""
+        """The sizes of the mesh, with expert parallelism as "ep"; 1 for a value that is not a positive number."""
         return {**from_yaml.mesh_of(self), "ep": self.experts}
 
     @property
     def by_transformers(self) -> bool:
-        """Whether train/sft.py has transformers divide the model: over tensors or experts, which Accelerate can't."""
+        """Whether train/sft.py has transformers shard the model: Accelerate has no tensor or expert parallelism."""
         return self.launches_ours and (self.axes["tp"] > 1 or self.experts > 1)
 
     @property
@@ -162,9 +163,10 @@ class Subject(JobConfig):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight that is trained in full: 4, unless the arguments load 16 bits.
+        """Bytes per weight in full training: 4, unless the arguments load 16 bits.
 
-        Mixed precision keeps float32 masters of those too. Under auto, train/sft.py loads float32; others may not.
+        Mixed precision keeps float32 masters of those too. With auto, train/sft.py loads float32; other scripts may
+        not.
         """
         loaded = state_bytes.DTYPE_BYTES.get(self.asked_dtype, state_bytes.MASTER)
         mixed, zero = self.mixed or self.top("mixed_precision") == "fp8", self.engine is Engine.DEEPSPEED
@@ -250,8 +252,8 @@ OF_ANY_ENVIRONMENT = frozenset({"AF109", "AF110", "AF111", "AF201", "AF202", "AF
 def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     """All findings of all rules, in the order of their codes.
 
-    An obvious misspelling is one finding: the following rules see the corrected file. For another tool's file that
-    is the only finding. Of a file for SageMaker, or for an unknown environment, only what holds everywhere is reported.
+    An obvious misspelling is one finding: the following rules see the corrected file. For another tool's file that is
+    the only finding. For a SageMaker file, or an unknown environment, only findings that hold everywhere are reported.
     """
     if subject.other_tool and FOREIGN in rules:
         rules = {FOREIGN: rules[FOREIGN]}
@@ -284,7 +286,7 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
 
 
 def _as_meant(subject: Subject, edits: Iterable[Edit]) -> Subject:
-    """The subject with new names for misspelt ones, each in its place."""
+    """The subject with misspelt keys renamed by these edits."""
     values = dict(subject.values)
     for edit in (edit for edit in edits if edit.new_key):
         place = values.get(edit.section) if edit.section else values
@@ -322,7 +324,7 @@ def _line(document: Any, dotted: str, spelt: Mapping[tuple[str, str], str]) -> i
 
 
 def repair(document: Any, findings: list[Finding]) -> int:
-    """Applies all edits to a ruamel.yaml document in place, keeping order and comments; returns how many."""
+    """Applies all edits to a ruamel.yaml document in place, keeping order and comments; returns their number."""
     edits = tuple(dict.fromkeys(edit for finding in findings for edit in finding.edits))
     apply(document, edits)
     return len(edits)

@@ -42,9 +42,9 @@ def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """`fsdp_reshard_after_forward` under FSDP1, where nothing reads it.
 
     Accelerate's own wizard writes it there. The launcher always exports a sharding strategy, FULL_SHARD if none is
-    given, and that one is used. `--fix` renames a strategy's name and removes the key beside a strategy; false may
-    have meant SHARD_GRAD_OP, which doesn't run, and stays. If it agrees with what runs, as in TRL's file
-    for FSDP1, it is a note, and a warning if a strategy beside it differs.
+    given, and that one is used. `--fix` renames the key if its value is a strategy, and removes it beside a strategy;
+    false stays, because SHARD_GRAD_OP may have been meant. A value that agrees with the strategy in use, as in TRL's
+    file for FSDP1, is a note; one that differs from a strategy in the file is a warning.
     """
     if subject.engine is not Engine.FSDP1 or not subject.has("fsdp_reshard_after_forward"):
         return
@@ -65,7 +65,7 @@ def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
 
 
 def _instead_of_reshard(subject: Subject) -> tuple[str, tuple[Edit, ...]]:
-    """The replacement of `fsdp_reshard_after_forward` under FSDP1, and its edit if there is a right one."""
+    """The replacement of `fsdp_reshard_after_forward` under FSDP1, and its edit if that is unambiguous."""
     key, strategy = "fsdp_reshard_after_forward", "fsdp_sharding_strategy"
     value = str(subject.fsdp(key)).upper()
     if not subject.has("fsdp_version") and _looks_like_2(subject):
@@ -209,8 +209,8 @@ def local_state_dict(subject: Subject) -> Iterator[Finding]:
 def ram_loading_without_sync(subject: Subject) -> Iterator[Finding]:
     """`fsdp_sync_module_states: false` beside `fsdp_cpu_ram_efficient_loading`, which is on by default.
 
-    The launcher refuses it under both versions, although FSDP2 doesn't use the key. The text 'false' is accepted, and
-    FSDP1 turns syncing on again.
+    The launcher refuses the combination under both versions, although FSDP2 doesn't use the key. The text 'false' is
+    accepted, but FSDP1 turns syncing on again.
     """
     if subject.is_fsdp and subject.on("fsdp_cpu_ram_efficient_loading") and not subject.on("fsdp_sync_module_states"):
         edit = Edit("fsdp_config", "fsdp_sync_module_states")
@@ -304,7 +304,7 @@ def bf16_buffers_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     """16-bit precision under FSDP1 casts buffers too, RoPE's frequencies among them.
 
     0.31622777 becomes 0.31640625, and the error of the angle grows with the position. FSDP2 leaves buffers alone.
-    Silent where the layer classes are not a language model's, such as FluxTransformerBlock.
+    Not reported for layer classes of other models than language models, such as FluxTransformerBlock.
     """
     version = str(subject.fsdp("fsdp_version"))
     layers = str(subject.fsdp("fsdp_transformer_layer_cls_to_wrap") or "Layer").split(",")

@@ -1,4 +1,4 @@
-"""Rules about the file itself: keys that nothing reads, values that mean something else than they seem to."""
+"""Rules about the file itself: unused keys, and values with another meaning than they seem to have."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -32,7 +32,7 @@ USUAL = {"rdzv_backend": ("static",), "same_network": ("true", "false"), "enable
 
 
 def written(subject: Subject) -> Iterator[tuple[str, Field, Any]]:
-    """Every known key that is written and may be read, as (dotted path, field, value)."""
+    """Every known key of the file that Accelerate may read, as (dotted path, field, value)."""
     fp8 = str(subject.top("mixed_precision")).lower() == "fp8"
     sections = SECTIONS if fp8 else SECTIONS[:-1]
     for section in ("", *sections):
@@ -61,10 +61,7 @@ def no_distributed_type(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF111")
 def key_stands_twice(subject: Subject) -> Iterator[Finding]:
-    """One key twice in one mapping.
-
-    Accelerate silently takes the last one. `--fix` repairs nothing in such a file.
-    """
+    """One key twice in one mapping. Accelerate silently uses the last one. `--fix` leaves such a file unchanged."""
     for key, lines in subject.doubled.items():
         yield Finding(
             key,
@@ -86,7 +83,7 @@ TRAINERS = {
 def file_of_another_tool(subject: Subject) -> Iterator[Finding]:
     """A configuration of Axolotl, LLaMA-Factory or plain transformers, or the arguments of a training script.
 
-    Accelerate refuses it. Only this is said of such a file, and `--fix` leaves it alone.
+    Accelerate refuses it. This is the only finding for such a file, and `--fix` leaves it unchanged.
     """
     if tool := subject.other_tool:
         run_by = TRAINERS.get(tool, "accel-fsdp check ACCELERATE_YAML --args FILE")
@@ -162,7 +159,7 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
 def retired_key(subject: Subject) -> Iterator[Finding]:
     """A key of an older release, such as `fsdp_backward_prefetch_policy`.
 
-    Accelerate's own documentation still shows some of them. They are accepted and dropped; the setting is at its
+    Accelerate's own documentation still shows some of them. They are accepted and dropped; the setting keeps its
     default.
     """
     section = subject.section("fsdp_config")
@@ -200,7 +197,7 @@ def mesh_key_without_prefix(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF106")
 def section_is_no_mapping(subject: Subject) -> Iterator[Finding]:
-    """A section such as `fsdp_config` that holds no keys but a value."""
+    """A section such as `fsdp_config` that is a single value instead of a mapping."""
     for section in SECTIONS:
         content = subject.values.get(section)
         if content is not None and not isinstance(content, Mapping):
@@ -214,11 +211,11 @@ def section_is_no_mapping(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF107", "note")
 def key_without_effect(subject: Subject) -> Iterator[Finding]:
-    """Keys that Accelerate takes from the command line only, or that its launcher forgets to hand on.
+    """Keys that Accelerate takes only from the command line, or that its launcher doesn't pass on.
 
     `rdzv_backend`, `same_network` and `enable_cpu_affinity` have defaults on the command line, and those win over the
     file. `accelerate config` writes them into every file; at their defaults they are one note. A key of DeepSpeed's
-    own file is accepted in `deepspeed_config` and dropped. NVMe paths are AF216's.
+    own file is accepted in `deepspeed_config` and dropped. AF216 is about NVMe paths.
     """
     defaults: list[str] = []
     for path, field, value in written(subject):
@@ -266,8 +263,8 @@ def mixed_precision_is_a_boolean(subject: Subject) -> Iterator[Finding]:
 def distributed_type_is_a_boolean(subject: Subject) -> Iterator[Finding]:
     """`distributed_type: NO` without quotes: YAML 1.1 reads it as false.
 
-    Accelerate runs one process, as 'NO' means, but only where `num_processes` is given, and this is a warning. Without
-    it Accelerate stops: it knows the default of 'NO' and none of false.
+    With `num_processes` Accelerate runs one process, as for 'NO', and this is a warning. Without it Accelerate stops:
+    it has a default for 'NO' but not for false.
     """
     if subject.values.get("distributed_type") is False:
         word, lacks = subject.spelt("distributed_type", "NO"), subject.lacks_processes
@@ -289,7 +286,7 @@ def null_value(subject: Subject) -> Iterator[Finding]:
 
     Accelerate turns the null into the text "None" and stops, with "invalid truth value none" or "invalid literal for
     int()". Wrap policy, layer class, prefetch, state dict type and ignored modules may be null, as `accelerate config`
-    writes them: the same as no key. So may keys of a mesh that its sizes leave unread.
+    writes them, which equals a missing key. So may keys of a mesh that are unused at its sizes.
     """
     for path, field, value in written(subject):
         if field.key == "dynamo_backend" or field.key in NULL_IS_ABSENT:
@@ -306,9 +303,9 @@ def null_value(subject: Subject) -> Iterator[Finding]:
 
 
 def _is_read_from_mesh(subject: Subject, field: Field) -> bool:
-    """Whether the launcher passes a key of the mesh on to the ranks, and its null means something else than no key.
+    """Whether the launcher passes a key of the mesh on to the ranks, so that null differs from a missing key.
 
-    It passes sizes and backends on under any engine of several GPUs, the rest for an axis of more than one rank.
+    It passes on sizes and backends under any engine for several GPUs, and other keys for an axis of more than one rank.
     """
     engines = (Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED)
     axis = field.key.removeprefix("parallelism_config_").partition("_")[0]
@@ -362,7 +359,7 @@ def not_a_boolean(subject: Subject) -> Iterator[Finding]:
 def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
     """A number that Accelerate can't read as one, such as `1e8`.
 
-    YAML 1.1 reads `1e8` as text and `1.0e+8` as a float; the value travels as text and `int("1e8")` fails.
+    YAML 1.1 reads `1e8` as text and `1.0e+8` as a float; the value is passed on as text, and `int("1e8")` fails.
     """
     for path, field, value in written(subject):
         if field.kind is not Kind.INT or value is None or (isinstance(value, int) and not isinstance(value, bool)):
@@ -382,10 +379,10 @@ def not_a_whole_number(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF206", pains=("P65",))
 def names_in_a_list(subject: Subject) -> Iterator[Finding]:
-    """Layer classes as a YAML list, with spaces or foreign letters, with their module, or none at all.
+    """Layer classes as a YAML list, with spaces or invalid letters, with their module, or empty.
 
-    The list travels as its Python text, so Accelerate looks for a class named `['LlamaDecoderLayer']`; a space becomes
-    part of the name. Accelerate compares the name of a class alone, without its module.
+    The list is passed on as its Python text, so Accelerate looks for a class named `['LlamaDecoderLayer']`; a space
+    becomes part of the name. Accelerate compares only the name of a class, without its module.
     """
     for path, field, value in written(subject):
         if field.kind is not Kind.NAMES or value is None:

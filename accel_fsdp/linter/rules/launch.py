@@ -34,7 +34,7 @@ def too_few_processes(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF417", "note")
 def processes_without_an_engine(subject: Subject) -> Iterator[Finding]:
-    """`num_processes` above 1 beside `distributed_type: 'NO'`: Accelerate starts one process all the same.
+    """`num_processes` above 1 beside `distributed_type: 'NO'`: Accelerate still starts only one process.
 
     TRL ships such a file for a single GPU.
     """
@@ -69,9 +69,9 @@ def processes_do_not_divide(subject: Subject) -> Iterator[Finding]:
 def no_meeting_point(subject: Subject) -> Iterator[Finding]:
     """Several machines without `main_process_ip`: under `accelerate launch` the ranks wait at `None:29500`.
 
-    An error where the job is started by it (`--args`). Of a file alone it is a note: `accel-fsdp launch` needs no
-    address where the cluster's engine tells it, with the machine's number. DeepSpeed's own launchers, pdsh
-    among them, take the machines from `deepspeed_hostfile` instead.
+    It is an error if the job is started that way (`--args`). For a file alone it is a note: `accel-fsdp launch` needs
+    no address if the cluster engine gives it, with the machine's number. DeepSpeed's own launchers, pdsh among them,
+    take the machines from `deepspeed_hostfile` instead.
     """
     machines = subject.top("num_machines")
     section = subject.section("deepspeed_config") if subject.engine is Engine.DEEPSPEED else {}
@@ -123,9 +123,9 @@ def use_cpu_under_an_engine(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF406", "note")
 def deepspeed_without_weights(subject: Subject) -> Iterator[Finding]:
-    """ZeRO-3 without `zero3_save_16bit_model: true`: `save_model` writes a checkpoint of shards and no model.
+    """ZeRO-3 without `zero3_save_16bit_model: true`: `save_model` writes a sharded checkpoint instead of a model.
 
-    The weights are in it; `accel-fsdp export` makes a model of them. train/sft.py asks for the key.
+    The weights are in it, and `accel-fsdp export` makes a model of them. train/sft.py requires the key.
     """
     section = subject.section("deepspeed_config")
     own_file = "deepspeed_config_file" in section
@@ -164,7 +164,7 @@ def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
     """TRANSFORMER_BASED_WRAP without a layer class.
 
     Accelerate then takes the model's `_no_split_modules`. About one in ten of transformers 5's causal language models
-    names classes that it doesn't contain there, and stops; as many name none, and are not wrapped.
+    names a class there that it doesn't contain, and Accelerate stops; as many name none, and are not wrapped.
     """
     needs_class = subject.wrap_policy == "TRANSFORMER_BASED_WRAP"
     if subject.is_fsdp and needs_class and not subject.has("fsdp_transformer_layer_cls_to_wrap"):
@@ -183,8 +183,8 @@ def layer_class_not_named(subject: Subject) -> Iterator[Finding]:
 def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
     """LoRA with FSDP activation checkpointing.
 
-    PEFT 0.21 finds no adapter tensor in modules that are wrapped for checkpointing: exports and sharded checkpoints
-    hold none, silently. train/sft.py repairs that; most scripts don't.
+    PEFT 0.21 finds no adapter tensors in modules that are wrapped for checkpointing: exports and sharded checkpoints
+    silently hold none. train/sft.py repairs that; most scripts don't.
     """
     yield from combined(subject, "fsdp_config.fsdp_activation_checkpointing", "adapter-recompute")
 
@@ -193,7 +193,7 @@ def adapter_lost_by_checkpointing(subject: Subject) -> Iterator[Finding]:
 def adapter_lost_by_fsdp1(subject: Subject) -> Iterator[Finding]:
     """LoRA with FSDP1.
 
-    PEFT 0.21 finds no adapter tensor below FSDP1's wrappers: exports and checkpoints hold none. train/sft.py repairs
+    PEFT 0.21 finds no adapter tensors below FSDP1's wrappers: exports and checkpoints hold none. train/sft.py repairs
     that; most scripts don't.
     """
     yield from combined(subject, "fsdp_config.fsdp_version", "adapter-fsdp1")
@@ -239,7 +239,7 @@ def optimizer_cannot_be_saved(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF606", "warning", pains=("P81",))
 def precision_differs(subject: Subject) -> Iterator[Finding]:
-    """`--bf16` or `--fp16` against another `mixed_precision` in the YAML: the argument wins."""
+    """`--bf16` or `--fp16` beside a different `mixed_precision` in the YAML: the argument wins."""
     precision = next((name for name in ("bf16", "fp16") if subject.arg_on(name)), None)
     written = subject.values.get("mixed_precision")
     if precision and written is not None and str(written).lower() != precision:
@@ -256,7 +256,7 @@ def fsdp_in_the_arguments(subject: Subject) -> Iterator[Finding]:
     """`--fsdp` or `--fsdp_config` beside an FSDP YAML.
 
     The arguments win and most of the YAML is ignored, but leftovers leak: offload stays on, the state dict becomes
-    FULL. Their keys also have other names there (`cpu_offload`) and unknown ones are dropped.
+    FULL. The keys have other names in the arguments (`cpu_offload`), and unknown keys are dropped.
     """
     if subject.is_fsdp and (subject.arg("fsdp") or subject.arg("fsdp_config")):
         yield Finding(
@@ -363,8 +363,8 @@ def compile_under_fsdp1(subject: Subject) -> Iterator[Finding]:
 def labels_not_shifted(subject: Subject) -> Iterator[Finding]:
     """`--label_smoothing_factor` in full training under FSDP2: the model learns to repeat its input.
 
-    FSDP2 renames the model's class, Trainer no longer knows it for a causal language model, and compares each token's
-    logits with the token itself instead of the next. The logged loss looks better, nothing warns. train/sft.py shifts
-    the labels; other scripts don't.
+    FSDP2 renames the model's class, so Trainer no longer recognises a causal language model, and compares each token's
+    logits with that token instead of the next. The logged loss looks better, and there is no warning. train/sft.py
+    shifts the labels; other scripts don't.
     """
     yield from combined(subject, "fsdp_config.fsdp_version", "label-smoothing-fsdp2")

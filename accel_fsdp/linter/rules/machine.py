@@ -43,7 +43,7 @@ def launched_as_something_else(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF411")
 def machine_of_no_such_number(subject: Subject) -> Iterator[Finding]:
-    """`machine_rank` outside 0 to `num_machines` - 1: the machines wait for one that never comes.
+    """`machine_rank` outside 0 to `num_machines` - 1: the machines wait for one that doesn't exist.
 
     A warning where `num_machines` is 1: each machine with this file trains alone.
     """
@@ -63,7 +63,7 @@ def machine_of_no_such_number(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF413", pains=("P47",))
 def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
-    """`gpu_ids` names fewer GPUs than there are processes on a machine: two ranks meet on one and NCCL refuses.
+    """`gpu_ids` names fewer GPUs than there are processes on a machine: two ranks share a GPU, which NCCL refuses.
 
     One id under MULTI_GPU on one machine is refused by the launcher.
     """
@@ -159,7 +159,7 @@ def _gpus(subject: Subject) -> int:
 
 @rule("AF422", pains=("P47",))
 def more_processes_than_gpus(subject: Subject) -> Iterator[Finding]:
-    """More processes than GPUs on this machine (`--here`): two ranks meet on one GPU and NCCL refuses.
+    """More processes than GPUs on this machine (`--here`): two ranks share a GPU, which NCCL refuses.
 
     AF413 is about `gpu_ids`.
     """
@@ -188,7 +188,7 @@ def hybrid_on_some_gpus(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF424", "warning", pains=("P48",))
 def gpu_ids_against_the_environment(subject: Subject) -> Iterator[Finding]:
-    """`gpu_ids` beside another CUDA_VISIBLE_DEVICES: the launcher overwrites the variable."""
+    """`gpu_ids` beside a different CUDA_VISIBLE_DEVICES: the launcher overwrites the variable."""
     chosen = subject.top("gpu_ids")
     visible = subject.here.visible if subject.here else None
     if visible and isinstance(chosen, str) and chosen not in ("all", visible):
@@ -213,7 +213,7 @@ def another_config_lies_here(subject: Subject) -> Iterator[Finding]:
 
 
 def _short_of_memory(subject: Subject, needed_by: Callable[[int], float]) -> list[str] | None:
-    """The memory of this machine that full training needs, by the bytes of its weights, and the available memory.
+    """The memory that full training needs on this machine, given the bytes of its weights, and the available memory.
 
     None if that is enough, or one of them is unknown.
     """
@@ -245,7 +245,7 @@ def no_room_for_masters(subject: Subject) -> Iterator[Finding]:
 def no_room_for_offload(subject: Subject) -> Iterator[Finding]:
     """CPU offload of 16 bytes per trained parameter, pinned, is more than the host's memory.
 
-    It is half of that where `--dtype` asks for 16 bits and nothing is mixed. Needs `--model`, `--args` and `--here`.
+    It is half of that if `--dtype` asks for 16 bits without mixed precision. Needs `--model`, `--args` and `--here`.
     """
     machines = subject.number("num_machines") or 1
     short = _short_of_memory(subject, lambda weights: state_bytes.training_bytes(weights) // machines)
@@ -262,7 +262,8 @@ def no_room_for_offload(subject: Subject) -> Iterator[Finding]:
 def no_room_to_gather(subject: Subject) -> Iterator[Finding]:
     """FULL_STATE_DICT gathers the model on rank 0, which is more than the host's memory.
 
-    It is gathered in float32, or as `--dtype` asks where nothing is mixed. Needs `--model`, `--args` and `--here`.
+    It is gathered in float32, or without mixed precision in the dtype of `--dtype`. Needs `--model`, `--args` and
+    `--here`.
     """
     short = _short_of_memory(subject, state_bytes.gathering_bytes)
     if subject.is_fsdp and subject.full_state_dict and short:
@@ -278,9 +279,9 @@ def no_room_to_gather(subject: Subject) -> Iterator[Finding]:
 def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     """The checkpoints won't fit on the disk of `--output_dir`.
 
-    A checkpoint of full training with Adam takes 12 bytes per parameter sharded and 16 gathered, half of that where
-    `--dtype` asks for 16 bits and nothing is mixed; another `--optim` stores less or more beside the weights.
-    `--save_total_limit` and one more are kept while the newest is written. Needs `--model`, `--args` and `--here`.
+    A checkpoint of full training with Adam takes 12 bytes per parameter sharded and 16 gathered, half of that if
+    `--dtype` asks for 16 bits without mixed precision; another `--optim` stores less or more beside the weights. While
+    the newest is written, there is one more than `--save_total_limit`. Needs `--model`, `--args` and `--here`.
     """
     free = subject.here.free_disk if subject.here else None
     save_total_limit = str(subject.arg("save_total_limit") or "1")
@@ -301,7 +302,7 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF430", "warning", pains=("P60",))
 def torch_xla_beside_gpus(subject: Subject) -> Iterator[Finding]:
-    """torch_xla is installed on a machine with GPUs: Accelerate asks for it first, and FSDP is not used."""
+    """torch_xla is installed on a machine with GPUs: Accelerate prefers it, and FSDP is not used."""
     if subject.is_fsdp and subject.here is not None and subject.here.torch_xla and subject.here.gpus:
         yield Finding(
             "distributed_type",

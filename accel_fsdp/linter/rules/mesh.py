@@ -42,10 +42,10 @@ def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
 def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
     """A `parallelism_config` that Accelerate refuses.
 
-    Sizes below 1; `cp` with `sp`; replicas beside `tp` or `cp` without shards; FSDP2 with neither shards nor `cp`; or
-    a product that isn't `num_processes`. That stops DeepSpeed with `sp` too, whose batch then differs from
-    Accelerate's. A mesh with all sizes 1 is ignored. With `tp` or experts, train/sft.py builds the mesh without
-    Accelerate; its product must be `num_processes` as well.
+    Sizes below 1; `cp` with `sp`; replicas beside `tp` or `cp` without shards; FSDP2 with neither shards nor `cp`; or a
+    product that isn't `num_processes`. That stops DeepSpeed with `sp` too, whose batch then differs from Accelerate's.
+    A mesh with all sizes 1 is ignored. With `tp` or experts, train/sft.py builds the mesh without Accelerate; the sizes
+    must multiply to `num_processes` as well.
     """
     engines, sizes = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED), subject.mesh
     are_integers = all(type(size) is int for size in sizes.values())
@@ -84,11 +84,11 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF703", "warning")
 def tensor_parallelism_splits_nothing(subject: Subject) -> Iterator[Finding]:
-    """`tp_size` beside FSDP2 with transformers 5.17 or later, which lacks what Accelerate's tensor parallelism imports.
+    """`tp_size` beside FSDP2 with transformers 5.17 or later, which lacks a function that Accelerate imports.
 
-    A model that is loaded whole is not split: its ranks do the same work twice. One that is loaded with a tensor
-    parallel plan stops in `prepare`. Not with train/sft.py, in `--args` or in the file's own launch line, which has
-    transformers split the layers.
+    A model that is loaded whole is not split: its ranks repeat the same work. A model that is loaded with a tensor
+    parallel plan stops in `prepare`. Not reported for train/sft.py, in `--args` or in the file's own launch line, which
+    has transformers split the layers.
     """
     size = subject.axes["tp"]
     is_new = "transformers" in subject.versions and not subject.older("transformers", "5.17")
@@ -107,7 +107,7 @@ def tensor_parallelism_splits_nothing(subject: Subject) -> Iterator[Finding]:
 def axes_of_another_engine(subject: Subject) -> Iterator[Finding]:
     """`tp`, or `--expert_parallel_size` of train/sft.py, without FSDP2, or beside `cp` or `sp`: train/sft.py stops.
 
-    transformers shards such a model itself, with FSDP2 only, and has no axis for parts of a row.
+    transformers shards such a model itself, only with FSDP2, and has no axis for parts of a row.
     """
     if not subject.by_transformers:
         return
@@ -145,7 +145,7 @@ def experts_do_not_fit_the_mesh(subject: Subject) -> Iterator[Finding]:
 def tensors_across_machines(subject: Subject) -> Iterator[Finding]:
     """`tp` groups that span machines.
 
-    Each layer sums activations over the group, in forward and in backward, so the network decides the step time.
+    Each layer sums activations over the group, in forward and in backward, so the network determines the step time.
     """
     size, together = subject.axes["tp"], subject.ranks_here
     if size > 1 and (subject.number("num_machines") or 1) > 1 and together and together % size:
@@ -180,7 +180,7 @@ def replicas_are_not_machines(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF516")
 def sizes_that_do_not_divide(subject: Subject) -> Iterator[Finding]:
-    """A model (`--model`) whose heads, key/value heads or experts the ranks of `tp` or of the experts can't share.
+    """A model (`--model`) whose heads, key/value heads or experts aren't a multiple of `tp` or the experts' ranks.
 
     Attention stops in its first forward: "shape is invalid". transformers refuses experts: "Cannot evenly shard".
     """
@@ -215,10 +215,10 @@ def model_without_a_plan(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF518")
 def tied_rows_are_padded(subject: Subject) -> Iterator[Finding]:
-    """`tp` or experts with shards, and a model (`--model`) whose tied embedding has rows that the ranks can't share.
+    """`tp` or experts with shards, and a model (`--model`) whose tied embedding has rows that don't divide evenly.
 
-    torch pads the shards of the embedding, and transformers 5.23 then leaves the head its first weights. train/sft.py
-    refuses it.
+    torch pads the shards of the embedding, and with transformers 5.23 the head then keeps its initial weights.
+    train/sft.py refuses it.
     """
     rows = subject.model.tied_rows if subject.model else 0
     ranks = subject.processes // subject.axes["dp_replicate"]
@@ -235,8 +235,8 @@ def tied_rows_are_padded(subject: Subject) -> Iterator[Finding]:
 def four_bits_are_not_divided(subject: Subject) -> Iterator[Finding]:
     """`--load_in_4bit` with `tp` or `--expert_parallel_size` in train/sft.py.
 
-    bitsandbytes' packed weights have another shape than the plan divides: an AssertionError of its layer with `tp`, a
-    RuntimeError of FSDP with experts.
+    bitsandbytes' packed weights don't have the shape that the plan divides: its layer raises an AssertionError with
+    `tp`, FSDP a RuntimeError with experts.
     """
     if subject.by_transformers and subject.arg_on("load_in_4bit", "load_in_8bit"):
         what = f"quantised weights with {_asked(subject)}"
@@ -249,8 +249,8 @@ def four_bits_are_not_divided(subject: Subject) -> Iterator[Finding]:
 def rows_that_context_can_not_split(subject: Subject) -> Iterator[Finding]:
     """`cp` with `--packing`, with another attention than sdpa, or with a `--max_length` that isn't a multiple of 2 cp.
 
-    Context parallelism knows one causal mask for the whole row, so packed rows attend to each other (TRL refuses them),
-    and Trainer stops at other attention. torch gives the ranks unequal or unbalanced parts of other lengths.
+    Context parallelism has a single causal mask for the whole row, so packed documents attend to each other (TRL
+    refuses them), and Trainer stops at other attention. torch divides other lengths into unequal or unbalanced parts.
     """
     size, length = subject.axes["cp"], from_arguments.whole(subject.arg("max_length"))
     if subject.engine is not Engine.FSDP2 or size == 1 or subject.args is None:
@@ -280,7 +280,7 @@ def _sharded_loads(subject: Subject) -> list[ast.Call]:
 def sharded_twice(subject: Subject) -> Iterator[Finding]:
     """`from_pretrained(distributed_config=...)` or `tp_plan=` under `distributed_type: FSDP`.
 
-    transformers shards the model while it loads it, and Accelerate then wants to shard it again: Trainer stops.
+    transformers shards the model while loading it, and Accelerate would shard it again: Trainer stops.
     """
     if subject.is_fsdp:
         for call in _sharded_loads(subject):
@@ -298,7 +298,7 @@ def norms_are_summed_too_often(subject: Subject) -> Iterator[Finding]:
     """A model (`--model`) with norms inside its divided attention, a script that loads it in shards, and accumulation.
 
     transformers up to 5.24 sums the accumulated gradient of q_norm and k_norm over the `tp` ranks after every
-    micro-batch: 3.4 times too large after three on two ranks. The first loss doesn't show it. train/sft.py mends it.
+    micro-batch: 3.4 times too large after three on two ranks. The first loss doesn't show it. train/sft.py fixes it.
     """
     many = from_arguments.whole(subject.arg("gradient_accumulation_steps")) > 1
     if subject.model is not None and subject.model.replicated_norms and many:

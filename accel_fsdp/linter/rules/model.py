@@ -29,7 +29,7 @@ def fsdp_block_on_tpu(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF321", pains=("P86",))
 def fp8_with_fsdp(subject: Subject) -> Iterator[Finding]:
-    """FP8 by torchao with `fsdp_cpu_ram_efficient_loading`, or by MS-AMP at all: Accelerate stops under FSDP."""
+    """FP8 by torchao with `fsdp_cpu_ram_efficient_loading`, or by MS-AMP: Accelerate stops under FSDP."""
     section = subject.values.get("fp8_config")
     if not subject.is_fsdp or subject.top("mixed_precision") != "fp8" or not isinstance(section, dict):
         return
@@ -61,9 +61,9 @@ def gradients_summed_in_bf16(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF503", pains=("P10", "P11"))
 def declared_classes(subject: Subject) -> Iterator[Finding]:
-    """No layer class in the file, and `_no_split_modules` of the model (`--model`) names one that it lacks, or none.
+    """No layer class in the file, and the model's (`--model`) `_no_split_modules` names a missing class, or none.
 
-    With one that it lacks Accelerate stops: "Could not find the transformer layer class". With none, which is a
+    For a missing class Accelerate stops: "Could not find the transformer layer class". Without a name, which is a
     warning, no layer becomes a unit.
     """
     model, takes_declared = subject.model, not subject.has("fsdp_transformer_layer_cls_to_wrap")
@@ -86,10 +86,10 @@ def declared_classes(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF513")
 def embeddings_under_fsdp2(subject: Subject) -> Iterator[Finding]:
-    """FSDP2 and a model (`--model`) of whose input embedding and head Accelerate 1.14 or later can't make units.
+    """FSDP2 and a model (`--model`) whose input embedding and head Accelerate 1.14 or later can't make units.
 
-    It names no input embedding, as CLIP and Wav2Vec2, or its weights are also in other modules, as in T5, BART and
-    BERT's masked language model. PyTorch before 2.13 lets the second pass.
+    The model names no input embedding, such as CLIP and Wav2Vec2, or the weights are also in other modules, as in T5,
+    BART and BERT's masked language model. PyTorch before 2.13 accepts the second case.
     """
     if not subject.older("accelerate", "1.14"):
         yield from combined(subject, "fsdp_config.fsdp_version", "no-embedding-fsdp2")
@@ -146,7 +146,7 @@ def mixed_dtypes_in_a_unit(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF506", pains=("P74",))
 def tied_but_different(subject: Subject) -> Iterator[Finding]:
-    """The config ties the embeddings, the weights hold two different ones.
+    """The config ties the embeddings, but the weights hold two different ones.
 
     transformers leaves them untied, RAM-efficient loading ties them again, and FSDP2 stops with "mapping failed". Needs
     `--model`.
@@ -163,9 +163,9 @@ def tied_but_different(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF507", "warning", pains=("P58",))
 def unit_per_expert(subject: Subject) -> Iterator[Finding]:
-    """A single expert's class among the layer classes.
+    """The class of a single expert among the layer classes.
 
-    Ranks whose tokens choose other experts then gather other units, and the job hangs. Needs `--model`.
+    Ranks whose tokens choose different experts then gather different units, and the job hangs. Needs `--model`.
     """
     experts = subject.model.expert_classes if subject.model and subject.is_fsdp else frozenset()
     for name in sorted(experts.intersection(subject.layer_classes)):

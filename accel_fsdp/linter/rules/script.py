@@ -1,6 +1,6 @@
-"""Rules about the training script (`--script`): signs in its syntax tree. The script is never run.
+"""Rules about the training script (`--script`): patterns in its syntax tree.
 
-Only certain findings are reported, as warnings: a script may never reach the line.
+The script is never run. Only unambiguous cases are reported, as warnings: a script may never reach the line.
 """
 
 import ast
@@ -138,7 +138,7 @@ def _has_config(subject: Subject, names: tuple[str, ...], *keywords: str) -> ast
 
 @rule("AF901", "warning", pains=("P03",))
 def save_model_does_nothing(subject: Subject) -> Iterator[Finding]:
-    """`trainer.save_model()` with SHARDED_STATE_DICT and nothing in the script that gathers: it writes no model."""
+    """`trainer.save_model()` with SHARDED_STATE_DICT in a script that gathers nowhere: it writes no model."""
     gathers = calls(subject, "set_state_dict_type", "get_state_dict", "get_model_state_dict", "merge_fsdp_weights")
     trainer_names = trainers(subject)
     if subject.sharded_state_dict and not gathers:
@@ -173,7 +173,8 @@ def shard_saved_as_model(subject: Subject) -> Iterator[Finding]:
 def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
     """A gathering save on one rank: the other ranks never join, and the job hangs.
 
-    Seen below `if ...is_main_process`, `if rank == 0` and their like, and in the `else` of `if not ...is_main_process`.
+    Found below conditions such as `if ...is_main_process` and `if rank == 0`, and in the `else` of `if not
+    ...is_main_process`.
     """
     alone = [part for node in nodes(subject) if isinstance(node, ast.If) for part in _of_one_rank(node)]
     trainer_names, gathered = trainers(subject), set()
@@ -214,7 +215,7 @@ def _chooses(test: ast.expr, operator: type[ast.cmpop]) -> bool:
 def checkpoint_after_the_switch(subject: Subject) -> Iterator[Finding]:
     """`set_state_dict_type("FULL_STATE_DICT")` under FSDP1 and a checkpoint or training after it.
 
-    The old configuration object stays: "Expected state_dict_config of type FullStateDictConfig".
+    The old configuration object stays in place: "Expected state_dict_config of type FullStateDictConfig".
     """
     switches = [call for call in calls(subject, "set_state_dict_type") if call.args and "FULL" in ast.unparse(call)]
     if subject.engine is not Engine.FSDP1 or not subject.sharded_state_dict or not switches:
@@ -351,7 +352,7 @@ def _silent_config(subject: Subject, *names: str) -> ast.Call | None:
 
 @rule("AF912", "warning", pains=("P25",))
 def trl_checkpoints_by_default(subject: Subject) -> Iterator[Finding]:
-    """A TRL config without `gradient_checkpointing`, which TRL turns on, beside FSDP's own: Trainer stops."""
+    """A TRL config without `gradient_checkpointing`, which TRL then turns on, beside that of FSDP: Trainer stops."""
     config = _silent_config(subject, "gradient_checkpointing", "activation_checkpointing")
     if subject.on("fsdp_activation_checkpointing") and config is not None:
         yield at(

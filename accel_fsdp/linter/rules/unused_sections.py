@@ -21,10 +21,10 @@ HERE_ONLY = re.compile(r"127(\.\d+){3}|localhost|::1|0\.0\.0\.0|\[::1?\]|::", re
 
 @rule("AF109")
 def local_keys_for_sagemaker(subject: Subject) -> Iterator[Finding]:
-    """`compute_environment: AMAZON_SAGEMAKER` beside keys that only a local machine's file has, or without its own.
+    """`compute_environment: AMAZON_SAGEMAKER` beside keys for local machines only, or without its required keys.
 
-    Accelerate reads such a file by another table and refuses it without `ec2_instance_type` or `iam_role_name`. So it
-    does with `distributed_type: 'NO'`, because it adds `num_processes`, which that table lacks.
+    Accelerate reads such a file by a different schema and refuses it without `ec2_instance_type` or `iam_role_name`. It
+    also refuses `distributed_type: 'NO'`, for which it adds `num_processes`, a key that the schema lacks.
     """
     if subject.values.get("compute_environment") != "AMAZON_SAGEMAKER":
         return
@@ -72,7 +72,7 @@ def compiled_twice(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF216")
 def offload_to_nvme(subject: Subject) -> Iterator[Finding]:
-    """`offload_..._device: nvme`, whose path doesn't reach the ranks: they swap to a folder named none.
+    """`offload_..._device: nvme`, whose path isn't passed to the ranks: they swap to a folder named none.
 
     The path without the device has no effect.
     """
@@ -100,7 +100,7 @@ def offload_to_nvme(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF217")
 def deepspeed_file_is_missing(subject: Subject) -> Iterator[Finding]:
-    """`deepspeed_config_file` that doesn't exist, seen from the folder where `check` runs.
+    """`deepspeed_config_file` that doesn't exist, relative to the folder where `check` runs.
 
     The ranks open it from the folder they are started in. A warning if it is beside the YAML, or in a folder that
     this machine doesn't have.
@@ -204,7 +204,7 @@ def address_of_every_machine(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF416", pains=("P48",))
 def gpu_twice(subject: Subject) -> Iterator[Finding]:
-    """`gpu_ids` that names one GPU twice, or a negative one: CUDA then offers none, or those before it."""
+    """`gpu_ids` that names one GPU twice, or a negative one: CUDA then shows none, or only those before it."""
     chosen = subject.values.get("gpu_ids")
     if not isinstance(chosen, str) or subject.engine is Engine.TPU:
         return

@@ -49,7 +49,7 @@ def two_spellings(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF209", "warning")
 def what_counts_as_true(subject: Subject) -> Iterator[Finding]:
-    """`debug: "false"` in quotes, or `debug: 1000`: whatever isn't empty or 0 counts as true there.
+    """`debug: "false"` in quotes, or `debug: 1000`: every value other than empty or 0 counts as true.
 
     Accelerate only checks whether the value is empty. Debugging slows down each collective.
     """
@@ -160,7 +160,7 @@ def number_in_another_base(subject: Subject) -> Iterator[Finding]:
 
 
 def _means(spelt: str, number: int) -> bool:
-    """Whether text is a number to people too: in plain digits, or in Python's notation, such as 0x10."""
+    """Whether people would read this text as the same number: plain digits, or Python's notation, such as 0x10."""
     for base in (10, 0):
         with contextlib.suppress(ValueError):
             return int(spelt, base) == number
@@ -185,7 +185,7 @@ def no_such_port(subject: Subject) -> Iterator[Finding]:
 def deepspeed_number(subject: Subject) -> Iterator[Finding]:
     """`gradient_clipping` or `gradient_accumulation_steps` that is neither a number nor `auto`.
 
-    Accelerate stops at a clipping such as none ("could not convert string to float"), and passes other steps to
+    Accelerate stops at a clipping such as none ("could not convert string to float"), and passes invalid steps to
     DeepSpeed as text.
     """
     if subject.engine is not Engine.DEEPSPEED:
@@ -212,7 +212,7 @@ def deepspeed_number(subject: Subject) -> Iterator[Finding]:
 def precision_of_linear_layers(subject: Subject) -> Iterator[Finding]:
     """`fp8_override_linear_precision` that isn't three booleans: the launcher takes the first three of its items.
 
-    Of the text "true,false,false" those are three letters. Read with `mixed_precision: fp8` only.
+    For the text "true,false,false" those are three letters. Read with `mixed_precision: fp8` only.
     """
     value = subject.section("fp8_config").get("fp8_override_linear_precision")
     if value is None or str(subject.top("mixed_precision")).lower() != "fp8":

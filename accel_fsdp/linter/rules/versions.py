@@ -25,7 +25,7 @@ def sagemaker_is_not_launched(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF701", "warning", pains=("P92", "P93", "P94", "P95", "P96", "P97"))
 def accelerate_is_older(subject: Subject) -> Iterator[Finding]:
-    """FSDP2 with accelerate before 1.15, whose bugs no file shows.
+    """FSDP2 with accelerate before 1.15, which has bugs that depend on no key.
 
     Checkpoints keep rank 0's slice of an adapter, activation checkpointing wraps a layer's children (4 times the
     activations), and tied embeddings stop on torch 2.13. Version 1.13.0 makes no float32 master weights. Before 1.13

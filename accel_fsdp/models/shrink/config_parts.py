@@ -1,4 +1,4 @@
-"""A model's config and those inside of it, as mappings, with the sizes that rules ask for under one name."""
+"""A model's config and its nested configs as mappings, with the sizes that the rules need under common names."""
 
 import copy
 import re
@@ -24,7 +24,7 @@ LEFT_OUT = ("quantization_config", "auto_map")
 
 @dataclass
 class Part:
-    """A config, or one inside of it, as a mapping that is changed in place."""
+    """A config, or a nested one, as a mapping that is changed in place."""
 
     values: dict[str, Any]
     names: dict[str, str]
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def head_width(self) -> int:
-        """The width of a head: as named, else of that part of the layers' width."""
+        """The width of a head: as configured, else its share of the layers' width."""
         widths = [
             self.real[key] for key in ("head_dim", "v_head_dim", "d_kv", "kv_channels", "d_head") if self._has(key)
         ]
@@ -82,7 +82,7 @@ class Part:
 
 
 def parts_of(config: Any) -> list[Part]:
-    """The config and all configs in it, as parts of one mapping, the whole first."""
+    """The config and all nested configs, as parts of one mapping, the outermost first."""
     values = config.to_dict()
     for key in LEFT_OUT:
         values.pop(key, None)

@@ -36,7 +36,7 @@ def take(part: Part, model: "nn.Module", in_a_row: bool) -> None:
 
 
 def _taken(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> list[int]:
-    """The layers that are kept: one of each kind, and the first ones up to `FEWEST`."""
+    """The kept layers: one of each kind, and the first ones up to `FEWEST`."""
     kinds = layer_kinds.kinds(model, depth)
     layer_numbers = set(layer_kinds.first_of_each(kinds))
     if kinds and (
@@ -52,7 +52,7 @@ def _taken(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> list[i
 
 
 def _says_kinds(part: Part, depth: int) -> bool:
-    """Whether layers can be left out in between: their kinds are listed, or a number of layers has another kind."""
+    """Whether layers in between can be left out: the config lists their kinds, or layers of another kind by number."""
     lists = any(isinstance(value, list) and len(value) == depth for value in part.real.values())
     counts = any(type(part.real.get(key)) is int for key in (*FROM_THE_START, *FROM_THE_END))
     return lists or counts

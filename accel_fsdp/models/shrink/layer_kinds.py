@@ -1,7 +1,7 @@
 """Finds layers of a stack that differ in kind: sliding or full attention, dense or with experts, and so on.
 
-Configs express it differently: a list with an entry for each layer, the number of first layers, a period. The built
-model's modules show it for all of them.
+Configs express this differently: a list with an entry for each layer, the number of first layers, a period. The modules
+of the built model show it in every case.
 """
 
 import re

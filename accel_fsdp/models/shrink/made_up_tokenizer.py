@@ -1,4 +1,4 @@
-"""A tokenizer for a model that has none at hand: one token for each byte, and those that the config names."""
+"""A tokenizer for a model without one: a token for each byte, and those that the config names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,12 +15,12 @@ CHAT_TEMPLATE = (
 
 
 def numbers(token_ids: Mapping[int, str]) -> dict[int, int]:
-    """New numbers for the tokens that a config names, behind those of the bytes; two of one number stay one."""
+    """New ids for the tokens that a config names, behind those of the bytes; equal ids stay equal."""
     return {number: BYTES + place for place, number in enumerate(token_ids)}
 
 
 def make(token_ids: Mapping[int, str]) -> Any:
-    """The tokenizer: for each token of a config by its old number, the key that names it, such as eos_token_id."""
+    """Makes the tokenizer from each token id of a config and the key that names it, such as eos_token_id."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -29,7 +29,7 @@ MAMBA = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"
 
 
 def narrow(parts: Sequence[Part], heads_too: bool, all_parts: bool) -> None:
-    """Makes layers narrow: those of the text, or of `all_parts`; with `heads_too` each head as well."""
+    """Narrows the layers of the text part, or of `all_parts`; with `heads_too` each head as well."""
     main = next((part for part in parts if part.main), parts[0])
     heads = _small_heads(main)
     head = (min(HEAD_WIDTH, main.head_width) if heads_too else main.head_width) or HEAD_WIDTH
@@ -134,7 +134,7 @@ def _small_rope(rope: dict[str, Any], factor: float) -> None:
 
 
 def _shares(parts: Sequence[int], total: int) -> list[int]:
-    """`total` in whole numbers as `parts` share theirs, each at least 1."""
+    """Divides `total` into whole numbers in proportion to `parts`, each at least 1."""
     exact = [part * total / sum(parts) for part in parts]
     shares = [max(1, math.floor(share)) for share in exact]
     for number in sorted(range(len(parts)), key=lambda number: shares[number] - exact[number])[: total - sum(shares)]:
@@ -145,7 +145,7 @@ def _shares(parts: Sequence[int], total: int) -> list[int]:
 
 
 def _few_experts(part: Part) -> None:
-    """Few experts, of which a token uses no more than there are, and groups of at least two."""
+    """Reduces the experts, with no more per token than there are, in groups of at least two."""
     experts = part.experts
     if experts < 2:
         return
@@ -166,7 +166,7 @@ def _few_experts(part: Part) -> None:
 
 
 def _small_mamba(part: Part, width: int) -> list[str]:
-    """Heads and states of a state space layer, which together are `expand` times as wide as the layer."""
+    """Narrows a state space layer, whose heads together are `expand` times as wide as the layer."""
     expand = part.real.get("mamba_expand", part.real.get("expand"))
     if not isinstance(expand, (int, float)):
         return []

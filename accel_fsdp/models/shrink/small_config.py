@@ -22,7 +22,7 @@ NOT_COMPARED = frozenset({"transformers_version", "_name_or_path", "architecture
 
 @dataclass(frozen=True)
 class Change:
-    """A key of the config that differs; `key` has a dot before each key of a part."""
+    """A changed key of the config; `key` is a dotted path for nested configs."""
 
     key: str
     before: object
@@ -64,19 +64,18 @@ ATTEMPTS = (
 
 @dataclass(frozen=True)
 class Words:
-    """The tokens of the small model: how many, and the new number of each that the config names, if they change."""
+    """The tokens of the small model: their number, and the new ids of those that the config names, if they change."""
 
     count: int
     ids: Mapping[int, int] = field(default_factory=dict)
 
 
 def smaller(config: Any, model: "nn.Module", attempt: Attempt, words: Words, in_a_row: bool) -> Any:
-    """The config with so many layers that each kind is among them, at least two.
+    """The config with layers of each kind, at least two.
 
     `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
 
-    Raises:
-        ValueError, and any error of transformers: no model can have the resulting sizes.
+    Raises: ValueError, and any error of transformers: the resulting sizes are invalid.
     """
     parts = parts_of(config)
     for part in parts:
@@ -116,7 +115,7 @@ def token_ids(config: Any) -> dict[int, str]:
 
 
 def renumbered(value: Any, ids: Mapping[int, int]) -> Any:
-    """A token's number, or a list of them, after tokens got other numbers."""
+    """A token id, or a list of them, mapped to the new `ids`."""
     if isinstance(value, list):
         return [renumbered(number, ids) for number in value]
     return ids.get(value, value) if type(value) is int else value

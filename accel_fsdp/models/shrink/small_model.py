@@ -36,7 +36,8 @@ class SmallModel:
     """The folder of a small model, and how it differs from the real one.
 
     `layer_classes` are what FSDP wraps, the same as in the real model. `layer_parameters`: weights of the largest
-    layer, there and here. `not_shown` are sentences: what a rehearsal with this model can't prove of the real one.
+    layer, real and small. `not_shown` are sentences about what a rehearsal with this model can't prove for the real
+    one.
     """
 
     folder: Path
@@ -89,7 +90,7 @@ def shrink(model: str, target: Path) -> SmallModel:
 
 
 def _on_meta(name: str, config: Any) -> Any:
-    """The model without weights, of the class that its config names, else of the one that trains it."""
+    """The model without weights, of the class that its config names, else of the class that trains it."""
     kind = models.model_class(config)
     return models.build(name, config) if kind.__name__ == models.CAUSAL else models.on_meta(name, kind, config)
 
@@ -186,7 +187,7 @@ def _trial(model: Any) -> str:
 
 
 def _store(model: "nn.Module", dtype: str) -> None:
-    """Gives the parameters the dtype of the real checkpoint, but for those that transformers keeps in float32."""
+    """Casts the parameters to the dtype of the real checkpoint, except for those that transformers keeps in float32."""
     import torch
 
     if not dtype:
@@ -222,7 +223,7 @@ def _renumbered(generation: dict[str, Any], words: Words) -> dict[str, Any]:
 
 @contextmanager
 def _without_bar() -> Iterator[None]:
-    """A bar for a file of a second's writing would stay on the screen."""
+    """Turns off progress bars, which would stay on the screen after a second's work."""
     from transformers.utils import logging
 
     was_enabled = logging.is_progress_bar_enabled()

@@ -26,7 +26,7 @@ class Group(NamedTuple):
 
 @dataclass
 class AllocatingMeter(Meter):
-    """Splits each buffer into its tensors, which it allocates and frees."""
+    """Splits each buffer into its tensors, and allocates and frees those."""
 
     sees_each = True
     allocator: CachingAllocator = field(default_factory=CachingAllocator)
@@ -57,12 +57,12 @@ class AllocatingMeter(Meter):
                 self.release(block, used_on)
 
     def add_each(self, kind: str, sizes: Iterable[tuple[int, Unit]], name: object = None) -> None:
-        """Unit by unit."""
+        """Allocates a kind for each unit, one after the other."""
         for size, unit in sizes:
             self.add(kind, size, name, of=unit)
 
     def _loaded(self, unit: Unit, sizes: Sequence[int]) -> list[Block]:
-        """The tensors at rest, each made from temporary tensors on the GPU.
+        """The sharded tensors of a unit, each made from temporary tensors on the GPU.
 
         FSDP1 flattens a unit's parameters there before it cuts them (`_init_flat_param_and_metadata`); Accelerate gives
         FSDP2's shards one whole parameter after the other (`fsdp2_load_full_state_dict`); bitsandbytes packs 16 bits.
@@ -90,7 +90,7 @@ class AllocatingMeter(Meter):
         self.allocator.free(block)
 
     def throttle(self) -> None:
-        """The GPU has come as far as two units ago."""
+        """Completes the GPU's work up to two units ago."""
         self.marks.append(self.allocator.issued)
         if len(self.marks) > IN_FLIGHT:
             self.allocator.complete(self.marks.pop(0))
@@ -103,7 +103,7 @@ class AllocatingMeter(Meter):
                     self.allocator.free(block)
 
     def _taken(self, name: object, size: int) -> list[Block]:
-        """The oldest group of that size, or all that have it together."""
+        """Takes the oldest group of that size, or several groups that add up to it."""
         groups = self.named.get(name, [])
         for place, group in enumerate(groups):
             if group.size == size:

@@ -1,7 +1,7 @@
 """PyTorch's caching allocator for CUDA, without CUDA: it reserves, splits, merges, and runs out of memory. Pure.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp; each method names its function. The GPU's progress comes
-from outside: `complete` means that the GPU has caught up with the CPU.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp; each method names its function. The caller reports the GPU's
+progress: `complete` means that the GPU has caught up with the CPU.
 """
 
 from bisect import bisect_left, insort
@@ -28,7 +28,7 @@ NO_STREAM: frozenset[int] = frozenset()
 class Block:
     """A stretch of a segment: in use, cached, or address space of an expandable segment that isn't mapped.
 
-    It `is_free` when nothing uses it, and no other stream of its `uses` may still use it.
+    It `is_free` when it is not in use, also not by another stream of its `uses`.
     """
 
     __slots__ = ("address", "before", "is_free", "mapped", "next", "pool", "size", "stream", "uses")
@@ -67,7 +67,7 @@ class _Pool:
             insort(self.unmapped[block.stream], (block.address, block))
 
     def remove(self, block: Block) -> None:
-        """Takes it out."""
+        """Removes a block from the cache."""
         if block.mapped:
             blocks = self.blocks[block.stream]
             del blocks[bisect_left(blocks, (block.size, block.address))]
@@ -98,7 +98,7 @@ class CachingAllocator:
         """Allocates on a stream (`malloc`).
 
         Raises:
-            MemoryError: there isn't as much, also after all that is cached has been given back.
+            MemoryError: there isn't enough memory, even after all cached blocks have been released.
         """
         size, pool, blocks, place = self._looked_up(size, stream)
         block = self._new(pool, stream, size) if place is None else blocks.pop(place)[2]
@@ -133,7 +133,7 @@ class CachingAllocator:
         return size, pool, blocks, self._fitting(blocks, size)
 
     def _see(self, active: int) -> None:
-        """Keeps the peaks."""
+        """Updates the peaks."""
         if active > self.active_peak:
             self.active_peak = active
         if active - self._waiting_bytes > self.allocated_peak:
@@ -141,7 +141,7 @@ class CachingAllocator:
 
     @property
     def allocated(self) -> int:
-        """The bytes in use, without those that wait for other streams."""
+        """The bytes in use, without blocks that wait for other streams."""
         return self.active - self._waiting_bytes
 
     def free(self, block: Block) -> None:
@@ -223,7 +223,7 @@ class CachingAllocator:
         return block
 
     def _from_driver(self, pool: _Pool, stream: int, size: int) -> Block | None:
-        """A new block, or more of an expandable segment; None if the device has no more (`alloc_block`)."""
+        """A new block, or more of an expandable segment; None if the device is out of memory (`alloc_block`)."""
         if self.expandable:
             return self._expand(pool, stream, size)
         segment_bytes = _segment_bytes(size)
@@ -300,7 +300,7 @@ class CachingAllocator:
         return True
 
     def _release_cached(self) -> None:
-        """Waits for the GPU, then gives back all that is free (`release_cached_blocks`)."""
+        """Waits for the GPU, then releases all free memory (`release_cached_blocks`)."""
         self._completed = len(self._waiting)
         self._process_events()
         for pool in (self._large, self._small):
@@ -312,12 +312,12 @@ class CachingAllocator:
                         self._release(block)
 
     def _release(self, block: Block) -> None:
-        """Gives a whole segment back (`release_block`)."""
+        """Releases a whole segment (`release_block`)."""
         block.pool.remove(block)
         self.reserved -= block.size
 
     def _unmap(self, block: Block) -> None:
-        """Gives back the whole pages of a free block of an expandable segment (`unmap_block`)."""
+        """Releases the whole pages of a free block of an expandable segment (`unmap_block`)."""
         page = _page(block.pool)
         first, last = -(-block.address // page) * page, (block.address + block.size) // page * page
         if last <= first:

@@ -16,7 +16,7 @@ names a JSON file."""
 
 
 class Zero(EngineMemory):
-    """DeepSpeed's stages, with the stage as `strategy`: an estimate by its own formulas, not by single blocks.
+    """DeepSpeed's stages, with the stage as `strategy`: an estimate by DeepSpeed's formulas, not by single allocations.
 
     16-bit weights and gradients exist beside float32 masters (ZeRO paper, section 3), and one bucket to
     reduce (`setup_buckets` of stage_1_and_2.py, `ipg_buckets` of stage3.py). In stage 3 the gathered weights stay below
@@ -53,7 +53,7 @@ class Zero(EngineMemory):
         return self.total(lambda unit: unit.trained_numel)
 
     def before_forward(self, unit: int) -> None:
-        """Stage 3 gathers the unit and prefetches about as much."""
+        """Stage 3 gathers the unit and prefetches about as many bytes."""
         if self.layout.strategy == 3:
             self._live(unit, 1)
 

@@ -1,4 +1,4 @@
-"""Gathers, frees and reduces each engine's units, in the order in which the CPU issues it. Pure.
+"""Gathers, frees and reduces each engine's units, in the order in which the CPU issues the operations. Pure.
 
 The allocator's statistics follow that order: a block that another stream still uses counts as freed. Read in torch
 2.13 and 2.15 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_runtime_utils.py`, `_flat_param.py`).
@@ -33,8 +33,8 @@ def frees_output_late() -> bool:
     """Whether FSDP2's forward holds a unit's all-gather output until the next unit is copied out of its own.
 
     Torch before 2.15 kept it in a variable of `wait_for_unshard`; since then it is freed when the next all-gather is
-    there (`release_all_gather_state_for_comm_reuse`). Without torch it counts as the one that holds more. The version
-    comes from torch's own file, as importing importlib.metadata takes longer than most predictions.
+    there (`release_all_gather_state_for_comm_reuse`). Without torch the larger of both is assumed. The version comes
+    from torch's own file, because importing importlib.metadata takes longer than most predictions.
     """
     torch = find_spec("torch")
     file = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
@@ -45,12 +45,12 @@ def frees_output_late() -> bool:
 
 @dataclass
 class EngineMemory:
-    """Everything on every rank, without gathering: one GPU, and the base of the other engines.
+    """Every rank holds everything, without gathering: one GPU, and the base of the other engines.
 
-    `units` are in forward order; the first has the embedding, and the head as well unless there is a unit for it.
-    `counts` are the numbers of equal units that each represents. `head_unit` is the place of the head's unit, 0 for the
-    first. `idle` units are held and never run. `syncs` means that this micro-batch's gradients are reduced. `nested`
-    are the experts inside a unit, by its place, where they are a unit of their own.
+    `units` are in forward order; the first has the embedding, and the head as well unless the head has a unit. `counts`
+    is the number of equal units that each represents. `head_unit` is the place of the head's unit, 0 for the first.
+    `idle` units are held and never run. `syncs` means that this micro-batch's gradients are reduced. `nested` are the
+    experts inside a unit, by its index, if they are a separate unit.
     """
 
     meter: Meter
@@ -64,15 +64,15 @@ class EngineMemory:
     nested: Mapping[int, Unit] = field(default_factory=dict)
 
     def experts_of(self, unit: int) -> int:
-        """The number of the unit that is nested in this one; 0 without."""
+        """The index of the unit that is nested in this one; 0 without."""
         return len(self.units) + unit if unit in self.nested else 0
 
     def unit(self, number: int) -> Unit:
-        """A unit by its place, or one nested in it by what `experts_of` says."""
+        """A unit by its index, or a nested one by the index from `experts_of`."""
         return self.units[number] if number < len(self.units) else self.nested[number - len(self.units)]
 
     def adds(self, unit: int) -> bool:
-        """Whether autograd adds each new gradient of the unit to an older one as soon as it is there."""
+        """Whether autograd adds each new gradient of the unit to an older one as soon as it is computed."""
         return self.has_grads
 
     @property
@@ -105,26 +105,26 @@ class EngineMemory:
         return shards.shard_bytes(unit, self.layout) + shards.quantization_bytes(unit, self.layout)
 
     def before_forward(self, unit: int) -> None:
-        """The unit's parameters are about to be used."""
+        """Called before the unit's parameters are used."""
 
     def after_forward(self, unit: int) -> None:
-        """The unit's forward is done."""
+        """Called after the unit's forward."""
 
     def end_forward(self) -> None:
-        """The loss is there."""
+        """Called once the loss is computed."""
 
     def before_loss_backward(self) -> None:
-        """Backward begins, with the loss."""
+        """Called before backward, which begins with the loss."""
 
     def before_head_backward(self, unit: int) -> None:
-        """The logits' gradient is there; the head is in this unit."""
+        """Called once the logits' gradient is computed; the head is in this unit."""
         self.before_backward(unit)
 
     def before_backward(self, unit: int) -> None:
-        """The gradient of the unit's output is there."""
+        """Called once the gradient of the unit's output is computed."""
 
     def after_backward(self, unit: int, born: int) -> None:
-        """The unit's backward is done; `born` bytes of gradients are alive as GRADIENTS, unless it `adds`."""
+        """Called after the unit's backward; `born` bytes of new gradients count as GRADIENTS, unless it `adds`."""
 
     def end_backward(self) -> None:
         """Called once all gradients are computed."""
@@ -171,7 +171,7 @@ class Fsdp(EngineMemory, ABC):
     cast_stream: ClassVar[int] = GATHER
 
     def end_backward(self) -> None:
-        """Gradients that wait for the last micro-batch are whole, and no shards yet."""
+        """Counts whole gradients, not shards, while they wait for the last micro-batch."""
         self.has_grads = self.has_grads or self.syncs
 
     def before_forward(self, unit: int) -> None:
@@ -192,7 +192,7 @@ class Fsdp(EngineMemory, ABC):
         return shards.gathered_bytes(self.unit(unit), self.layout)
 
     def _cast_and_gather(self, unit: int, gathered_bytes: int, name: str) -> None:
-        """The shard's cast copy lives until it is gathered."""
+        """Gathers from a cast copy of the shard, which lives until the all-gather ends."""
         cast = shards.cast_bytes(self.unit(unit), self.layout)
         self.meter.add(GATHERED, cast, "cast", stream=self.cast_stream)
         self.meter.add(GATHERED, gathered_bytes, (name, unit), stream=GATHER)
@@ -207,7 +207,7 @@ class Fsdp(EngineMemory, ABC):
             self.meter.add(GATHERED, -self._size(unit), ("unit", unit))
 
     def _reduced(self, unit: int) -> tuple[int, int]:
-        """The input of the unit's reduction, and its output."""
+        """The bytes of the input and of the output of the unit's reduction."""
         width = shards.reduce_bytes(self.recipe, self.layout)
         unsharded, shard = (shards.trained_bytes(self.unit(unit), self.layout, width, part) for part in (False, True))
         return unsharded, shard
@@ -255,7 +255,7 @@ class Fsdp2(Fsdp):
         self._cast_and_gather(unit, self._output(unit), "output")
 
     def adds(self, unit: int) -> bool:
-        """Gradients that wait stay with their parameters (`to_accumulated_grad_if_needed`)."""
+        """Waiting gradients stay with their parameters (`to_accumulated_grad_if_needed`)."""
         return unit in self.waiting
 
     def end_forward(self) -> None:
@@ -263,7 +263,7 @@ class Fsdp2(Fsdp):
         self._drop_output()
 
     def before_backward(self, unit: int) -> None:
-        """Makes sure of the unit, and prefetches the one before it."""
+        """Gathers the unit if need be, and prefetches the one before it."""
         if unit not in self.gathered:
             if self.prefetched != unit:
                 self._all_gather(unit)
@@ -315,6 +315,6 @@ class Fsdp2(Fsdp):
         self.reducing = 0
 
     def end_backward(self) -> None:
-        """The last reduction's input goes."""
+        """Frees the input of the last reduction."""
         self._drop_input()
         super().end_backward()

@@ -19,7 +19,7 @@ class Fsdp1(Fsdp):
         return False
 
     def _keep(self, unit: int, reduced_bytes: int) -> None:
-        """Offloaded gradients are copied, and stay here as well to the end of backward (`_saved_grad_shard`)."""
+        """Offloaded gradients are copied, and also stay on the GPU until the end of backward (`_saved_grad_shard`)."""
         if self.layout.offload:
             new_bytes = self._master(self.unit(unit), shard=True)
             self.meter.add(GRADIENTS, -reduced_bytes, ("shard", unit))
@@ -29,7 +29,7 @@ class Fsdp1(Fsdp):
             super()._keep(unit, reduced_bytes)
 
     def end_backward(self) -> None:
-        """`prepare_gradient_for_optim` drops what has been copied."""
+        """`prepare_gradient_for_optim` frees the copied gradients."""
         self.meter.add(GRADIENTS, -self.offloaded, "offloaded")
         self.offloaded = 0
         super().end_backward()
@@ -42,7 +42,7 @@ class Fsdp1(Fsdp):
         return self.last_gradients()
 
     def _size(self, unit: int) -> int:
-        """NO_SHARD gathers nothing; the copy in another dtype is all that it makes (`needs_unshard`)."""
+        """NO_SHARD gathers nothing; it only makes a copy if the dtype differs (`needs_unshard`)."""
         return super()._size(unit) if self.layout.is_sharded else shards.cast_bytes(self.unit(unit), self.layout)
 
     def _reshards(self, unit: int) -> bool:
@@ -58,7 +58,7 @@ class Fsdp1(Fsdp):
         self.gathered.add(unit)
 
     def _free(self, unit: int) -> None:
-        """Its blocks wait for the compute stream (`_free_unsharded_flat_param`)."""
+        """Frees the unit; its memory waits for the compute stream (`_free_unsharded_flat_param`)."""
         if unit in self.gathered:
             self.gathered.remove(unit)
             self.meter.add(GATHERED, -self._size(unit), ("unit", unit), stream=GATHER, used_on=COMPUTE)
@@ -68,10 +68,10 @@ class Fsdp1(Fsdp):
         self.before_backward(len(self.units))
 
     def before_head_backward(self, unit: int) -> None:
-        """The root has been made sure of with the loss."""
+        """Does nothing: the root was gathered with the loss."""
 
     def before_backward(self, unit: int) -> None:
-        """Makes sure of the unit, and prefetches the one before it."""
+        """Gathers the unit if need be, and prefetches the one before it."""
         for near in (unit, unit - 1):
             if 0 <= near < len(self.units) and near not in self.gathered:
                 self._gather(near)

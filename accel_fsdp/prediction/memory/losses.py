@@ -1,4 +1,4 @@
-"""Allocations of head and loss of the logits' size, in order, where they differ from the tapes. Pure."""
+"""Allocations of the logits' size in head and loss, in order, for losses that differ from the tapes. Pure."""
 
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ class Loss(NamedTuple):
 
     @property
     def peaks(self) -> tuple[int, int]:
-        """Bytes per logit at the highest point of forward and of backward."""
+        """Bytes per logit at the peak of forward and of backward."""
         widths, alive, peaks = self.widths, self.widths["l"], []
         for words in (self.forward, self.backward):
             highest = 0

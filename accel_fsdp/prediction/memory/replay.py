@@ -29,7 +29,7 @@ TAPE_LOGIT_BYTES = (10, 12)
 class ReplayedModel:
     """`more_logits` are the bytes of the loss and its backward beyond the head's tape.
 
-    `until_loss` are the bytes that each block's forward keeps until the model's forward ends, also with checkpointing.
+    `until_loss` are the bytes that each block keeps until the model's forward ends, also with checkpointing.
     """
 
     blocks: tuple[Replay, ...]
@@ -102,7 +102,7 @@ def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:
     """Liger's head and loss in one: logits of a part of the tokens at a time, all gradients made in forward.
 
     (`fused_linear_cross_entropy.py`: the logits of a part are about as large as the hidden states, and
-    become their gradient in place. foak's older copy upcasts them and casts the gradient back.)
+    become their gradient in place. foak's older copy upcasts the logits and casts the gradient back.)
     """
     tokens, width = recipe.rows * recipe.length, shards.compute_bytes(recipe)
     parts = -(-shape.vocab // shape.hidden)

@@ -38,8 +38,9 @@ random lengths reserve as much as these, within a fifth."""
 class Reservation:
     """The peaks of an allocator's reserved and used memory over some steps.
 
-    `failed_at` is the phase in which it ran out, `thrashes` the last step if it released its cache there to go on: it
-    then does so in each step, which takes time. `met_limit`: without the limit it would have reserved more.
+    `failed_at` is the phase in which it ran out of memory. `thrashes` is the last step if the allocator had to release
+    its cache there: it then does so in each step, which takes time. `met_limit`: without the limit it would have
+    reserved more.
     """
 
     reserved: int
@@ -88,7 +89,7 @@ def reserve(
 
 
 class _AllocatingWalk(Walk):
-    """The walk, tensor by tensor. `shorter` walk with shorter rows before it."""
+    """The walk, tensor by tensor. `shorter` are walks with shorter rows before it."""
 
     meter: AllocatingMeter
     scripts: ModelScripts
@@ -137,7 +138,7 @@ class _AllocatingWalk(Walk):
         self.meter.allocator.complete()
 
     def _evaluate(self, scripts: ModelScripts) -> None:
-        """One batch forward, which saves nothing; the logits of the loss are there at once."""
+        """One forward without saved tensors; the logits of the loss exist at the same time."""
         slots: dict[int, Block] = {}
         self.engine.before_forward(0)
         self._play(scripts.embedding.forward, slots, 0)
@@ -157,8 +158,8 @@ class _AllocatingWalk(Walk):
     def _gather_all(self) -> None:
         """A full state dict: one unit after the other under FSDP1, one parameter after the other under FSDP2.
 
-        (`_full_pre_state_dict_hook`; `DTensor.full_tensor` in torch.distributed.checkpoint's `state_dict.py`.) A full
-        save's optimizer takes no more: one state of a unit at a time (`_allgather_orig_param_states`).
+        (`_full_pre_state_dict_hook`; `DTensor.full_tensor` in torch.distributed.checkpoint's `state_dict.py`.)
+        Gathering a full optimizer state takes no more: one state of a unit at a time (`_allgather_orig_param_states`).
         """
         allocator = self.meter.allocator
         for unit, _ in self.engine.held:
@@ -231,7 +232,7 @@ class _AllocatingWalk(Walk):
             self.engine.after_backward(self.head_unit, self.head.born)
 
     def _head_forward(self, slots: dict[int, Block]) -> None:
-        """Fused kernels take their highest at once, and leave gradients."""
+        """Fused kernels reach their peak at once, and leave gradients."""
         meter, more = self.meter, max(self.more_logits[0], 0)
         if self.scripts.head is None:
             meter.add(LOSS, self.head.forward_peak, "loss")
@@ -243,7 +244,7 @@ class _AllocatingWalk(Walk):
         meter.add(LOSS, -more, "more logits")
 
     def _head_backward(self, slots: dict[int, Block]) -> None:
-        """Gathers the head after the loss's own backward, whose gradient comes before any parameter's."""
+        """Gathers the head after the backward of the loss, which precedes every parameter's gradient."""
         meter, more, script = self.meter, max(self.more_logits[1], 0), self.scripts.head
         if script is None:
             self.engine.before_head_backward(self.head_unit)

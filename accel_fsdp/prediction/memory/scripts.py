@@ -1,4 +1,4 @@
-"""Tapes as requests to an allocator: which allocation each release is of, at one batch. Pure."""
+"""Converts tapes to requests to an allocator at one batch: each release is matched with its allocation. Pure."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -47,7 +47,7 @@ UPSTREAM = -1
 
 @lru_cache(64)
 def script_of(tape: Tape, at: At) -> Script:
-    """Matches each release on a tape with an allocation: the youngest of its size."""
+    """Matches each release on a tape with the latest allocation of its size."""
     live: dict[tuple[float, ...], list[int]] = {}
     forward = list(_requests(tape.forward, at, live, 0))
     same = live.get(tape.output, [])
@@ -65,7 +65,7 @@ def script_of(tape: Tape, at: At) -> Script:
 
 
 def _last(requests: Sequence[Request]) -> int | None:
-    """The slot that is left of a forward that saves nothing."""
+    """The slot that remains after a forward that saves nothing."""
     alive: dict[int, None] = {}
     for slot, size, *_ in requests:
         if size:
@@ -91,10 +91,10 @@ def _requests(
 
 
 def with_loss(script: Script, loss: Loss, logits: int) -> Script:
-    """The script of a head with another loss than the tape's; `logits` is their number.
+    """The script of a head with the loss of a tape replaced by `loss`; `logits` is their number.
 
-    The tape's loss begins with the upcast copy and ends with the gradient in the logits' dtype; earlier, later and
-    smaller requests stay.
+    The tape's loss begins with the upcast copy and ends with the gradient in the logits' dtype. Earlier, later and
+    smaller requests are kept.
     """
     widths = loss.widths
     wide, low = 4 * logits, widths["d"] * logits
@@ -135,7 +135,7 @@ def with_loss(script: Script, loss: Loss, logits: int) -> Script:
 
 
 def _with_brief(script: Script) -> Script:
-    """The script, with each allocation and the release that follows it as one request."""
+    """The script, with an allocation and its immediate release merged into one request."""
     first, forward, backward = map(_joined, (script.first, script.forward, script.backward))
     return script._replace(first=first, forward=forward, backward=backward)
 

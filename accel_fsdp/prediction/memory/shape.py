@@ -29,7 +29,7 @@ class Parameter:
         return math.prod(self.shape)
 
     def part(self, tensor: int, experts: int) -> "Parameter":
-        """The part of the rank with the most of it, under tensor parallelism and expert parallelism."""
+        """The largest rank's part of the parameter under tensor and expert parallelism."""
         place, ranks = (0, experts) if self.dispatched and experts > 1 else (self.cut, tensor)
         if place is None or ranks == 1:
             return self
@@ -37,7 +37,7 @@ class Parameter:
         return replace(self, shape=shape)
 
     def is_adapted(self, targets: LoraTargets) -> bool:
-        """Whether LoRA adapts it in a block: every linear layer, or only those of attention."""
+        """Whether LoRA adapts the parameter in a block: that of any linear layer, or only those of attention."""
         return self.kind == "linear" and (
             targets == "all" or self.name.rpartition(".")[0].rpartition(".")[2] in ATTENTION_LINEAR
         )
@@ -66,9 +66,9 @@ class ModelShape:
     `outer` are the parameters outside of the blocks: embeddings, last norm, head. A tied head adds no parameter.
     `buffers_bytes` are stored or computed buffers, on every rank. `experts` and `experts_used` count a layer's experts
     and those a token goes through, 0 without. `window` is the sliding window of the layers that have one, 0 without;
-    `positions` the longest sequence, 0 if unlimited. `untraced` are the places of the blocks that images go through,
-    whose activations aren't known. `eager_only`: transformers has no other
-    attention for the model. `language` counts the parameters of the part that text goes through, 0 without another.
+    `positions` the longest sequence, 0 if unlimited. `untraced` are the indices of the blocks that images go through,
+    whose activations aren't known. `eager_only`: transformers has only eager attention for the model. `language` counts
+    the parameters of the part that text goes through, 0 if that is the whole model.
     """
 
     name: str
@@ -107,7 +107,7 @@ class ModelShape:
 
     @lru_cache(256)  # noqa: B019 - shapes live as long as the process
     def part(self, tensor: int, experts: int) -> "ModelShape":
-        """What one rank computes with: its part of each parameter, its heads, and its tokens' share of the experts."""
+        """One rank's part of the model: its part of each parameter, its heads, and its tokens' share of the experts."""
         if tensor == experts == 1:
             return self
         return replace(
@@ -129,7 +129,7 @@ class ModelShape:
         return next((p.shape[0] for p in tables), self.vocab)
 
     def misfit(self, tensor: int, experts: int) -> str:
-        """Why so many ranks can't divide the model, with the numbers; empty if they can."""
+        """Why these sizes don't divide the model, with the numbers; empty if they do."""
         divided = [p for block in self.blocks for p in block.parameters]
         if tensor > 1 and not any(p.cut is not None for p in divided):
             return f"transformers has no tensor-parallel plan for {self.model_type}"

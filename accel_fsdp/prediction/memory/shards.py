@@ -46,11 +46,11 @@ CACHED = 1024  # equal layers share one unit, which is compared by identity: eac
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """Parameters that are gathered and reduced together: a block, or with `block` None some of those outside.
+    """Parameters that are gathered and reduced together: a block, or with `block` None parameters outside the blocks.
 
     Under FSDP1 each adapter weight is gathered alone (PEFT's wrap policy). `idle` units are of layers that rows of text
-    skip: held, and without gradients, so that no state is made for them. `nested`: the experts of a block, which
-    transformers makes a unit of their own where expert parallelism divides them.
+    skip: held, but without gradients and optimizer state. `nested`: the experts of a block, which transformers makes a
+    unit of their own where expert parallelism divides them.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Unit:
 
     @property
     def trained_numel(self) -> int:
-        """Its elements that have a gradient."""
+        """The number of elements with a gradient."""
         return sum(param.numel for param in self.held if param.trained)
 
 
@@ -76,13 +76,13 @@ def compute_bytes(recipe: Recipe) -> int:
 
 
 def reduce_bytes(recipe: Recipe, layout: Layout) -> int:
-    """Bytes per element of a gradient while FSDP reduces it: transformers asks for float32, Accelerate for neither."""
+    """Bytes per element of a gradient in FSDP's reduction: float32 by transformers, forward's dtype by Accelerate."""
     wide = layout.is_by_transformers and recipe.precision != "no"
     return state_bytes.MASTER if wide else compute_bytes(recipe)
 
 
 def reduced_like(gradients: int, recipe: Recipe, layout: Layout) -> int:
-    """The bytes of gradients of forward's dtype, in that of the reduction."""
+    """The bytes of gradients after a cast from forward's dtype to that of the reduction."""
     return gradients * reduce_bytes(recipe, layout) // compute_bytes(recipe)
 
 
@@ -155,7 +155,7 @@ def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
 
 
 def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Held]:
-    """The parameters as the recipe trains them; with LoRA each linear layer inside a block brings its A and B."""
+    """The parameters as the recipe trains them; with LoRA each linear layer inside a block adds its A and B."""
     full = recipe.method == "full"
     compute = compute_bytes(recipe)
     for param in parameters:
@@ -182,9 +182,9 @@ def is_quantized(parameter: Parameter, recipe: Recipe) -> bool:
 
 
 def pieces_of(param: Held, layout: Layout) -> int:
-    """The number of ranks that share a parameter, or the part of it that tensor or expert parallelism leaves a rank.
+    """The number of ranks that share a parameter, or a rank's part of it under tensor or expert parallelism.
 
-    Adapters come after transformers has sharded the model: they are whole on each rank.
+    Adapters are added after transformers has sharded the model, so they are whole on each rank.
     """
     if param.adapter and layout.is_by_transformers:
         return 1
@@ -219,7 +219,7 @@ def first_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
 
 
 def _places(parameters: tuple[Held, ...]) -> list[tuple[int, int]]:
-    """The first and last place of each parameter in the flat one."""
+    """The first and last index of each parameter in the flat one."""
     places, total = [], 0
     for param in parameters:
         step = max(ALIGNMENT_BYTES // param.compute, 1)

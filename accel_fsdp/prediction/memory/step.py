@@ -75,8 +75,8 @@ def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, wo
 class Layers(NamedTuple):
     """The layers of a walk: their `places`, the number of layers each represents, and the `middle` units, with several.
 
-    A walk needs the first two layers, because every later one starts like the second; one for all in between; and the
-    last two, for the same reason in backward. Where kinds of layers alternate, these are periods of layers.
+    A walk needs the first two layers, because every later layer starts like the second; one layer for all in between;
+    and the last two, for the same reason in backward. Where kinds of layers alternate, these are periods of layers.
     """
 
     places: Sequence[int]
@@ -102,11 +102,11 @@ class Layers(NamedTuple):
 
 @dataclass
 class Walk:
-    """One micro-batch, unit by unit. `order` is the block of each layer, `middle` the units that represent many.
+    """One micro-batch, unit by unit. `order` is the block of each layer, `middle` the units that represent several.
 
     `summed` is the second gradient of a tied embedding: autograd adds it to the head's gradient in a new tensor
     (torch's profiler shows `aten::add` in `EmbeddingBackward0`, not `add_`). `reduces_head`: the head's gradient is
-    reduced before the blocks' are there.
+    reduced before the blocks' gradients are computed.
     """
 
     meter: Meter
@@ -214,9 +214,10 @@ class Walk:
         self.meter.touch({ACTIVATIONS: peak})
 
     def _rise_with_experts(self, unit: int, peak: int, again: bool = False) -> None:
-        """A block's forward, at whose highest point experts that are a unit of their own are gathered.
+        """A block's forward with experts in a separate unit, which are gathered at its peak.
 
-        `again`: backward's, after which they stay gathered, and which counts as a forward of the experts alone.
+        `again`: the recomputation in backward, after which they stay gathered, and which counts as a forward of only
+        the experts.
         """
         experts = self.engine.experts_of(unit)
         if experts:
@@ -266,13 +267,14 @@ class Walk:
             self.engine.after_backward(self.head_unit, self.head.born)
 
     def _counted(self) -> Iterator[tuple[int, int]]:
-        """Yields the block of each layer, and how many layers it represents."""
+        """Yields the block of each layer, and the number of layers that it represents."""
         return zip(self.order, self.engine.counts[1 : len(self.order) + 1], strict=True)
 
     def _play_back(self, played: Replay, kind: str, unit: int, released: int = 0) -> None:
-        """Counts the peak of a backward. Its tape starts with the output, which `released` adds: it was freed before.
+        """Counts the peak of a backward.
 
-        The next block's backward freed it; the copy of reentrant checkpointing stays to the end.
+        Its tape starts with the output, which the next block's backward has freed; `released` adds it again. The copy
+        of reentrant checkpointing stays to the end.
         """
         if self.engine.adds(unit):
             self.meter.touch({kind: released + played.adding_peak})
@@ -281,7 +283,7 @@ class Walk:
             self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
 
     def _experts_backward(self, unit: int, released: int) -> int:
-        """The backward of a block whose experts are a unit of their own: reduced before the block's is done.
+        """The backward of a block whose experts are a separate unit: they are reduced before the block's backward ends.
 
         Returns the bytes of their gradients, 0 without such experts.
         """
@@ -332,10 +334,10 @@ class Walk:
 
 
 def _summed_bytes(shape: ModelShape, recipe: Recipe, layout: Layout, played: ReplayedModel) -> int:
-    """The bytes of a tied table's second gradient, which is added to the head's, in the dtype that it computes in.
+    """The bytes of a tied table's second gradient, which is added to the head's, in the dtype of the computation.
 
-    Tensor parallelism alone adds this rank's part of a gradient of all rows. FSDP by transformers, whose last unit has
-    the table and no root around it, reduces both gradients, one after the other.
+    Without FSDP, tensor parallelism adds this rank's part of a gradient of all rows. FSDP by transformers, whose last
+    unit has the table and no root around it, reduces both gradients, one after the other.
     """
     if layout.is_by_transformers:
         return played.embedding.born if layout.wrapper is Engine.NONE else 0

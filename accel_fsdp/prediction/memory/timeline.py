@@ -34,7 +34,7 @@ class Moment:
 class Meter:
     """Live bytes, and the peak of each phase so far. `total` is the sum of `live`.
 
-    `sees_each` layer: for the peak, the first and the last of many equal layers are enough.
+    `sees_each`: every layer is walked through; for the peak, the first and the last of equal layers are enough.
     """
 
     sees_each: ClassVar[bool] = False
@@ -86,17 +86,17 @@ class Meter:
             self.total += more
 
     def touch(self, rises: Mapping[str, int]) -> None:
-        """A peak that ends at once: `rises` by kind above the live bytes."""
+        """Counts a peak that ends at once: `rises` by kind above the live bytes."""
         self.change(rises)
         for kind, size in rises.items():
             self.live[kind] -= size
             self.total -= size
 
     def mark(self) -> None:
-        """A unit is done. Only a `Trace` cares."""
+        """Called after each unit; only a `Trace` uses it."""
 
     def throttle(self) -> None:
-        """The CPU waits for the GPU's work of two units before. Only an allocator uses it."""
+        """Called when the CPU waits for the GPU's work of two units before; only an allocator uses it."""
 
     def _look(self) -> None:
         if self.total > self._highest:
@@ -121,7 +121,7 @@ class Trace(Meter):
         super().enter(phase)
 
     def mark(self) -> None:
-        """Keeps the unit that is done."""
+        """Records the finished unit."""
         if self._top:
             self.samples += [self._top, Moment(self.phase, dict(self.live))]
         self._top = None

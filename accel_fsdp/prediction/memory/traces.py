@@ -1,7 +1,7 @@
 """Allocations of one block, or of the head with its loss, in forward and backward, for any batch. Pure.
 
 A tape is recorded once by `recorder.py`, unsharded, and replayed here for any micro-batch, sequence length and LoRA
-rank: every size on it is a polynomial in them. So a peak is exact although it is only piecewise linear in the tokens.
+rank: every size on it is a polynomial in them. So a peak is exact, although it is only piecewise linear in the tokens.
 """
 
 import re
@@ -69,14 +69,13 @@ class Tape:
     """The events of one module's forward and backward, its input and the gradient of its output held by the caller.
 
     `forward` ends with the output and everything saved for backward alive. `backward` ends with all of that freed and
-    the gradient of the input alive; its parameters' gradients are `grads`, in events of their own, so that their place
-    among the others is known: an event with sign 0 marks where the gradient of that many bytes is born.
-
-    Autograd frees the gradient of the output or reuses it before the end of `backward`. Then `backward` has a release
-    of it where that happens, and ends with an allocation of as much: its levels are true when the caller holds it.
-    `keeps_input` says that backward reads the input; without it the input is free when forward has returned.
-    `alone` is the tape for a micro-batch of one row, where some copies aren't needed; None if it equals this one.
-    `first`, of blocks alone, is a forward that saves nothing, as checkpointing's first one; its output stays alive.
+    the gradient of the input alive; its parameters' gradients are `grads`, as separate events, which keep their
+    position among the others: an event with sign 0 marks where a gradient of that many bytes is created. Autograd frees
+    the gradient of the output, or reuses it, before the end of `backward`. `backward` then has its release there, and
+    ends with an allocation of the same size, so that its levels are right when the caller holds the gradient.
+    `keeps_input` says that backward reads the input; without it the input is free when forward has returned. `alone` is
+    the tape for a micro-batch of one row, where some copies aren't needed; None if it equals this one. `first`, which
+    only blocks have, is a forward that saves nothing, as the first one under checkpointing; its output stays alive.
     """
 
     forward: tuple[Event, ...]
@@ -104,10 +103,10 @@ class Tape:
 class Tapes:
     """A model in one variant: a tape for each block of its `ModelShape`, and for what is before and after the blocks.
 
-    `embedding` goes from the token ids to the first block's input and the last's attention mask and rotary tables,
-    which live as long as its output. `head` goes from the last block's output to the loss, `chunked_head` never holds
-    the logits of more than `CHUNK_TOKENS` tokens. `masked` are the blocks where sliding attention needs a mask, None
-    where it never does.
+    `embedding` goes from the token ids to the first block's input, with the attention mask and rotary tables, which
+    live as long as its output. `head` goes from the last block's output to the loss, `chunked_head` never holds the
+    logits of more than `CHUNK_TOKENS` tokens. `masked` are the blocks where sliding attention needs a mask, None where
+    it never does.
     """
 
     blocks: tuple[Tape, ...]
@@ -117,9 +116,9 @@ class Tapes:
     chunked_head: Tape
 
     def block(self, index: int, length: int, window: int) -> Tape:
-        """The tape of a block for sequences of `length`: transformers masks a sliding window from its length on.
+        """The tape of a block for `length` tokens: transformers masks a sliding window in rows of at least its length.
 
-        Flash attention takes the window as a number, so it never needs a mask: for it `window` is 0.
+        Flash attention takes the window as a number and needs no mask, so its `window` is 0.
         """
         masked = self.masked[index]
         return self.blocks[index] if masked is None or not window or length < window else masked
@@ -133,9 +132,10 @@ AXES_IN_NAME = re.compile(r"(.*?)(?:-tensor(\d+))?(?:-experts(\d+))?")
 
 
 class Variant(NamedTuple):
-    """The settings that decide a tape besides the model: how weights and adapters are held when a block computes.
+    """The settings that decide a tape besides the model.
 
-    `tensor` and `experts` are the ranks that divide the block by tensor parallelism, and its experts.
+    Weights and adapters are as they are when a block computes. `tensor` and `experts` are the sizes of tensor and
+    expert parallelism.
 
     "bf16" stands for both 16-bit dtypes. `adapters` may be wider than `weights`: PEFT makes them float32 and autocast
     casts them at each use.
@@ -216,9 +216,9 @@ def variant_of(recipe: Recipe, engine: str, tensor: int = 1, experts: int = 1) -
     """The name of the variant that a recipe runs under an engine, as `Layout.engine` names them.
 
     FSDP's mixed precision hands 16-bit copies of all parameters to the block, DeepSpeed keeps such copies; Accelerate
-    runs both precisions under autocast, except DeepSpeed's (accelerator.py, `native_amp`). DDP and one GPU compute
-    from the weights as loaded, and PEFT's adapters are float32 there (`autocast_adapter_dtype`). Flash attention saves
-    what the kernel saves that `sdpa` takes without a mask.
+    runs both precisions under autocast, except DeepSpeed's (accelerator.py, `native_amp`). DDP and one GPU compute from
+    the weights as loaded, and PEFT's adapters are float32 there (`autocast_adapter_dtype`). Flash attention saves the
+    same tensors as the kernel that `sdpa` uses without a mask.
     """
     mixed = recipe.precision != "no"
     sharded = engine in SHARDING_KINDS
@@ -247,12 +247,12 @@ def levels(events: tuple[Event, ...], at: At) -> list[int]:
 
 
 class Replay(NamedTuple):
-    """One tape at one batch, in bytes above what was there before the segment; gradients of parameters apart.
+    """One tape at one batch, in bytes above those before the segment; gradients of parameters are separate.
 
-    `forward_end` holds the output and all that is saved. `backward_peak` counts the gradients born by then,
-    `backward_born` is their share; `born` are all of them. `early_peak` is the highest point of backward before the
-    first gradient of a parameter is born, which is where a head's own backward follows the loss's; without any, all.
-    `adding_peak` is that of backward where each gradient is added to an older one at once.
+    `forward_end` holds the output and all saved tensors. `backward_peak` includes the gradients created by then, whose
+    bytes are `backward_born`; `born` are those of all gradients. `early_peak` is the peak of backward before a
+    parameter's first gradient is created, where a head's own backward follows the loss's; without gradients, that of
+    the whole. `adding_peak` is the peak of backward if each gradient is added to an older one at once.
     """
 
     forward_peak: int
@@ -270,7 +270,7 @@ class Replay(NamedTuple):
 
 @lru_cache(1024)
 def replay(tape: Tape, at: At) -> Replay:
-    """Plays a tape once, so that a model of any depth costs no more than one block."""
+    """Replays a tape once, so that a model of any depth costs no more than one block."""
     forward = levels(tape.forward, at)
     alive = born = adding = 0
     early, late = (0, 0), (0, 0)  # the highest point, and the share of gradients in it
@@ -295,8 +295,8 @@ def replay(tape: Tape, at: At) -> Replay:
 class SplitReplay(NamedTuple):
     """A block's backward in two parts, the first up to the next gradient after its experts', in bytes as in `Replay`.
 
-    `peak` is that of the first part with `peak_born` of gradients, `level` what it leaves besides the `born` gradients
-    of experts; `later_peak` and `later_born` are those of the second part, without the experts' gradients.
+    `peak` is the first part's, with `peak_born` bytes of gradients; `level` is what remains besides the `born`
+    gradients of experts; `later_peak` and `later_born` are those of the second part, without the experts' gradients.
     """
 
     peak: int = 0
@@ -309,7 +309,7 @@ class SplitReplay(NamedTuple):
 
 @lru_cache(256)
 def split_replay(tape: Tape, at: At, experts: frozenset[int]) -> SplitReplay:
-    """Plays a backward around the gradients of as many bytes as those of the experts."""
+    """Replays a backward, split at the gradients with as many bytes as those of the experts."""
     events = [(event.sign, event.size.at(at)) for event in tape.backward]
     places = [place for place, (sign, size) in enumerate(events) if not sign and size in experts]
     if not places:

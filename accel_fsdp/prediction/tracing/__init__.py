@@ -1,4 +1,4 @@
-"""Records what a model's blocks allocate: on fake tensors, once for each model, without weights or a GPU."""
+"""Records the allocations of a model's blocks: on fake tensors, once for each model, without weights or a GPU."""
 
 import lazy_loader
 

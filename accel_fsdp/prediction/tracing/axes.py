@@ -81,7 +81,7 @@ class Axes:
 
 @contextmanager
 def ranks_for(variant: Variant) -> Iterator[None]:
-    """A process group of the variant's ranks, and what recording a divided model needs besides."""
+    """A context with a fake process group of the variant's ranks, for recording a divided model."""
     ranks = max(variant.tensor, variant.experts)
     if ranks == 1:
         yield
@@ -91,7 +91,7 @@ def ranks_for(variant: Variant) -> Iterator[None]:
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def unseen(self: Any, op_schema: Any) -> Any:
-        """DTensor runs each operation on whole tensors first, to learn the shape of the result."""
+        """Hides DTensor's first run of each operation on whole tensors, which finds the shape of the result."""
         with Watch.blind():
             return propagate(self, op_schema)
 
@@ -104,7 +104,7 @@ def ranks_for(variant: Variant) -> Iterator[None]:
 
 
 class Even(AllToAllEP):  # type: ignore[misc]
-    """transformers' exchange of tokens, with equal parts in place of the counts, which it reads from the data."""
+    """transformers' exchange of tokens, with equal parts instead of counts from the data."""
 
     def _dispatch_tokens(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         from torch.distributed._functional_collectives import all_to_all_single_autograd

@@ -1,4 +1,4 @@
-"""The shape and tapes of a model by name: bundled, else kept from before, else recorded now from its config."""
+"""The shape and tapes of a model by name: bundled, else cached, else recorded now from its config."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from accel_fsdp.prediction.memory import VARIANTS, ModelShape, Tapes
 
 @dataclass(frozen=True)
 class Recorded(Mapping[str, Tapes]):
-    """The tapes of a model, each variant that isn't bundled recorded when it is asked for, and then kept."""
+    """The tapes of a model; a variant that isn't bundled is recorded on first access, and cached."""
 
     name: str
     config: Mapping[str, Any]

@@ -81,7 +81,7 @@ class CudaRules(TorchFunctionMode):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """`grouped_mm` in dtypes other than bfloat16, which work on a device while their shape function refuses them."""
+    """`grouped_mm` in dtypes other than bfloat16, which work on GPUs although the shape function refuses them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ def _attention(
 ) -> Tensor:
     """The kernel that `scaled_dot_product_attention` takes on CUDA (sdp_utils.cpp): flash, efficient, else plain math.
 
-    Flash needs 16 bits, no mask and heads up to 256 wide, those of values as wide as those of keys, which DeepSeek's
-    are not; the efficient one can't share key heads among query heads.
+    Flash needs 16 bits, no mask and heads up to 256 wide, with equal widths for keys and values, unlike DeepSeek's; the
+    efficient one can't share key heads among query heads.
     """
     if torch.is_autocast_enabled("cpu"):
         low = torch.get_autocast_dtype("cpu")
@@ -132,7 +132,7 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as numbers, which every layer's attention makes again, in rows of a multiple of 16 (attention.cpp)."""
+    """The mask as floats, made again by every layer's attention, in rows of a multiple of 16 (attention.cpp)."""
     bias = mask
     if mask.dtype == torch.bool:
         bias = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
@@ -143,9 +143,9 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 class Happening(NamedTuple):
-    """A birth (`sign` 1) or a death (-1) of a storage; `key` is the same for both, `by` the operation that made it.
+    """The creation (`sign` 1) or release (-1) of a storage; `key` is the same for both, `by` the creating operation.
 
-    `sign` 0 is the birth of a tensor that the module's caller holds: its input, and the gradient of its output.
+    `sign` 0 is the creation of a tensor that the module's caller holds: its input, and the gradient of its output.
     """
 
     sign: int
@@ -155,7 +155,7 @@ class Happening(NamedTuple):
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records births and deaths of storages from `start` on; earlier storages don't count.
+    """Records creations and releases of storages from `start` on, without earlier storages.
 
     The workspaces inside CUDA's attention kernels, which no dispatcher sees, are added.
     """
@@ -180,7 +180,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     @contextmanager
     def blind(cls) -> Iterator[None]:
-        """Records nothing of what runs here."""
+        """Pauses the recording in the block."""
         before, cls._blind = cls._blind, True
         try:
             yield
@@ -189,7 +189,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def from_caller(self) -> Iterator[None]:
-        """Marks storages born here as the caller's."""
+        """Marks storages created in the block as the caller's."""
         self._sign = 0
         try:
             yield
@@ -197,11 +197,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._sign = 1
 
     def key_of(self, tensor: Tensor) -> int:
-        """The key of a tensor's storage, -1 if it was not born here."""
+        """The key of a tensor's storage, -1 if its creation was not recorded."""
         return self._keys.get(tensor.untyped_storage()._cdata, -1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation and notes the storages that it made."""
+        """Runs one operation and records the storages that it creates."""
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it calls again with the rank's part
@@ -258,7 +258,7 @@ def summed_in_place(events: list[Happening]) -> tuple[list[Happening], dict[int,
     """Removes the second buffer of autograd's gradient sums, and returns which keys replace which.
 
     Autograd sums in place if the first term, or else the second, has no other owner, but not while a dispatch mode is
-    on (`accumulate` in input_buffer.cpp). Such a sum is an addition after which a term dies at once.
+    on (`accumulate` in input_buffer.cpp). Such a sum is an addition after which one term is released at once.
     """
     happenings: list[Happening] = []
     same: dict[int, int] = {}

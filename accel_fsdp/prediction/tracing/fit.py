@@ -33,8 +33,8 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
     """The shape of a config's model and its tapes in some variants, recorded again.
 
     Raises:
-        UserError: no model that is known can be built from the config, or its layers' memory is not a polynomial of
-            the batch.
+        UserError: transformers can't build a model from the config, or its layers' memory is not a polynomial of the
+        batch.
     """
     if config.is_encoder_decoder:
         raise UserError(
@@ -102,7 +102,7 @@ def record(recorder: Recorder, alike: Tapes | None = None) -> Tapes:
 
 
 def record_block(recorder: Recorder, block: int, beyond: int = 0) -> Tape:
-    """The tape of one kind of block, for sequences from `beyond` on if that is given."""
+    """The tape of one kind of block, for sequences of at least `beyond` if that is given."""
     window = recorder.shape.window
     start = -(-beyond // STEP) * STEP
     step = STEP if beyond or not 0 < window <= 4 * STEP else window // 5
@@ -130,7 +130,7 @@ def fit(run: Callable[[At], Raw], lengths: tuple[int, ...], ranked: bool) -> Tap
     """Runs at some batches, solves for the polynomials, and checks them at a batch of other rows, length and rank.
 
     Raises:
-        RuntimeError: with the operation whose size is no such polynomial, or where the runs differ.
+        RuntimeError: an operation's size is not such a polynomial, or the runs differ.
     """
     ranks = RANKS if ranked else (0, 0, 0)
     cached = cache(run)

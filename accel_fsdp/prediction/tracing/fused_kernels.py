@@ -1,10 +1,10 @@
-"""Takes the memory of fused kernels: stand-ins that save for backward, and write over, what the published kernels do.
+"""Reproduces the memory of fused kernels: stand-ins save and overwrite the same tensors as the published kernels.
 
 Read in the sources of Liger (`ops/rms_norm.py`, `rope.py`, `swiglu.py`) and of unsloth's kernels, which
-fms-acceleration's foak plugin brings to FSDP. Both: a norm saves its input and a float32 per row and writes its
-gradient over the one that it is given; rotary embedding happens in place. Liger: the gated product saves its factors
-and writes their gradients over them. foak: LoRA on 4-bit attention saves its input, and a dropped copy per adapter, but
-neither masks nor products.
+fms-acceleration's foak plugin brings to FSDP. Both: a norm saves its input and a float32 per row, and overwrites the
+incoming gradient; rotary embedding is in place. Liger: the gated product saves its factors and overwrites them with
+their gradients. foak: LoRA on 4-bit attention saves its input, and a copy after dropout per adapter, but neither masks
+nor products.
 """
 
 import sys
@@ -27,7 +27,7 @@ APART = ("Gemma2", "Gemma3")  # Liger's norm of these makes a gradient of its ow
 
 
 def fuse(model: nn.Module, variant: Variant) -> None:
-    """Replaces the layers that a variant's fused kernels replace by stand-ins."""
+    """Replaces layers by stand-ins for a variant's fused kernels."""
     for path, module in list(model.named_modules()):
         parent, _, attribute = path.rpartition(".")
         new = _fused(module, variant)
@@ -49,7 +49,7 @@ def _fused(module: nn.Module, variant: Variant) -> nn.Module | None:
 
 @contextmanager
 def rotary_in_place(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Replaces rotary embedding by its stand-in in the modules that the layers' attention is from."""
+    """Replaces rotary embedding by its stand-in in the Python modules of the layers' attention."""
     names = {type(module).__module__ for layer in layers for module in layer.modules()}
     spaces = {name: vars(sys.modules[name]) for name in names if ROTARY in vars(sys.modules[name])}
     before = {name: space[ROTARY] for name, space in spaces.items()}
@@ -127,7 +127,7 @@ class _Product(torch.autograd.Function):
 
 
 def _fuse_adapters(attention: nn.Module, variant: Variant) -> None:
-    """Makes one operation of the adapted query, key and value projections, and one of the output's."""
+    """Merges the adapted query, key and value projections into one operation; the output's is another."""
     for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",)):
         layers = [attention._modules.get(name) for name in names]
         if all(isinstance(layer, LoraLayer) for layer in layers):
@@ -137,7 +137,7 @@ def _fuse_adapters(attention: nn.Module, variant: Variant) -> None:
 
 
 class _Together(nn.Module):
-    """Adapted 4-bit layers of one input."""
+    """Adapted 4-bit layers that share one input."""
 
     def __init__(self, layers: list[nn.Module], dropout: bool) -> None:
         super().__init__()

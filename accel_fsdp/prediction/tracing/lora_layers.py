@@ -20,9 +20,9 @@ _NAME = "default"
 
 
 def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
-    """Puts PEFT's LoRA layers around the variant's linear layers; all of them are packed into 4 bits with QLoRA.
+    """Wraps the variant's linear layers in PEFT's LoRA layers; with QLoRA all of them are packed into 4 bits.
 
-    Experts whose weights are one 3-D tensor are not linear layers: PEFT's "all-linear" and bitsandbytes pass them by.
+    Experts whose weights are one 3-D tensor are not linear layers: PEFT's "all-linear" and bitsandbytes skip them.
     """
     dtype = torch.bfloat16 if variant.adapters == "bf16" else torch.float32
     for path, module in list(layer.named_modules()):
@@ -45,7 +45,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _check_product(path: str, module: Any) -> None:
-    """Refuses linear layers with a forward of their own that returns more than a product, as Llama 4's router does."""
+    """Refuses linear layers with an overridden forward that returns more than a product, such as Llama 4's router."""
     if type(module).forward in (nn.Linear.forward, Conv1D.forward):
         return
     returned = module(module.weight.new_empty(1, module.in_features))
@@ -84,13 +84,13 @@ class _FourBit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:
-        """A linear layer whose weight exists only during the call; autograd saves neither it nor the input."""
+        """A linear layer whose weight exists only during the call; autograd saves neither weight nor input."""
         ctx.shape = shape
         return F.linear(x, unpacked(shape, x), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """The input's gradient through a weight unpacked again."""
+        """The input's gradient, with the weight unpacked again."""
         return torch.matmul(grads[0], unpacked(ctx.shape, grads[0])), None, None
 
 
@@ -103,7 +103,7 @@ def unpacked(shape: tuple[int, int], like: Tensor) -> Tensor:
 
 
 class FourBitLinear(nn.Linear):
-    """Takes the memory of bitsandbytes' `Linear4bit` with bf16 compute, without packed weights."""
+    """Allocates like bitsandbytes' `Linear4bit` with bf16 compute, but without packed weights."""
 
     def __init__(self, like: nn.Linear | Conv1D) -> None:
         transposed = isinstance(like, Conv1D)  # transformers makes them linear when it quantises

@@ -49,7 +49,7 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
 
 
 def blocks_of(model: "nn.Module") -> list[tuple[str, "nn.Module"]]:
-    """The layers that FSDP makes units of, by path, in the order of declaration."""
+    """The layers that become FSDP units, by path, in the order of declaration."""
     names = {layer.name for layer in wrap_classes(model)}
     inner = [(path, module) for path, module in model.named_modules() if type(module).__name__ in names]
     paths = {path for path, _ in inner}
@@ -65,7 +65,7 @@ def blocks_of(model: "nn.Module") -> list[tuple[str, "nn.Module"]]:
 
 
 def text_layers(model: Any) -> list[int]:
-    """The indices, among all blocks, of those that process text: a model for images has layers for these too."""
+    """The indices, among all blocks, of those that process text: a model for images also has layers for images."""
     paths = [path for path, _ in blocks_of(model)]
     if len({path.rsplit(".", 1)[0] for path in paths}) == 1:
         return list(range(len(paths)))
@@ -95,7 +95,7 @@ def _signature(layer: "nn.Module") -> tuple[Any, ...]:
 
 
 class Divided(NamedTuple):
-    """What tensor parallelism cuts, with the dimension, and what expert parallelism divides, by full names."""
+    """The cuts of tensor parallelism, by dimension, and the parameters that expert parallelism divides; full names."""
 
     cuts: Mapping[str, int]
     dispatched: Collection[str]

@@ -1,6 +1,6 @@
 """Records tapes: runs one block, or what is before or after the blocks, on fake tensors and fits its sizes exactly.
 
-No memory and no GPU are needed; `cuda_emulation.py` says what is done to see what CUDA would do. Rows have no padding,
+No memory and no GPU are needed; `cuda_emulation.py` describes how CUDA's choices are reproduced. Rows have no padding,
 so full attention needs no mask, as transformers skips it then. Mixtures of experts run transformers' own default, which
 has static shapes (`grouped_mm`, integrations/moe.py).
 """
@@ -27,11 +27,11 @@ STEP = 16
 
 
 class _Reached(BaseException):
-    """Raised when the first block is reached; nothing in between may catch it."""
+    """Raised at the first block; a BaseException, so that the model's code doesn't catch it."""
 
 
 class _Stage(nn.Module):
-    """Stands in for a block and passes its arguments on."""
+    """Replaces a block, and passes its arguments to a callback."""
 
     def __init__(self, layer: nn.Module, on_call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class _Stage(nn.Module):
         self._seen = on_call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls back with its arguments; the answer takes the place of the block's result."""
+        """Calls the callback with its arguments, and returns the answer as the block's result."""
         return self._seen(args, kwargs)
 
 
@@ -82,7 +82,7 @@ class Recorder:
         self._leave_out(set(self._text) - self._reached())
 
     def _reached(self) -> set[int]:
-        """The layers that a row without images runs; those that attend only to images are skipped."""
+        """The layers that run for a row without images; layers that attend only to images are skipped."""
         ran: set[int] = set()
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -96,7 +96,7 @@ class Recorder:
         return ran or set(self._text)
 
     def _leave_out(self, silent: set[int]) -> None:
-        """Counts the blocks that no text reaches among those that aren't traced."""
+        """Adds blocks that text doesn't go through to those that aren't traced."""
         if silent:
             self._text = [index for index in self._text if index not in silent]
             more = (n for n, first in enumerate(self._firsts) if first in silent)
@@ -214,7 +214,7 @@ class Recorder:
         return self._run(call, hidden, self.model)
 
     def _labels(self, at: At, ids: Tensor) -> dict[str, Any]:
-        """Trainer's inputs besides the ids: a label per token, or per row for a classifier."""
+        """Trainer's inputs besides the token ids: a label per token, or per row for a classifier."""
         with self._mode:
             if type(self.model).__name__.endswith("ForSequenceClassification"):
                 return {"labels": torch.zeros(at.rows, dtype=torch.long)}
@@ -224,7 +224,7 @@ class Recorder:
         """Runs the model around its stages, or all but its head.
 
         The empty cache keeps transformers from looking for packed rows in the positions, whose values don't exist here
-        (masking_utils.py, find_packed_sequence_indices): it would take all rows for packed, and mask them.
+        (masking_utils.py, find_packed_sequence_indices): it would treat all rows as packed, and mask them.
         """
         from transformers import DynamicCache
 
@@ -260,7 +260,7 @@ class Recorder:
 def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
     """A loss whose logits exist for `CHUNK_TOKENS` tokens at a time and are made again in backward, as TRL's.
 
-    Two chunks run: more of them take no more at once, apart from the hidden states' gradient, which is whole here.
+    Two chunks run: more chunks don't raise the peak, apart from the hidden states' gradient, which is whole here.
     """
     from torch.utils.checkpoint import checkpoint
 
@@ -278,7 +278,7 @@ def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The hidden states and the other arguments of a call of a block, without the cache."""
+    """The hidden states and the other arguments of a block's call, without the cache."""
     from transformers import Cache
 
     rest: dict[str, Any] = {key: None if isinstance(value, Cache) else value for key, value in kwargs.items()}

@@ -1,4 +1,4 @@
-"""Records one forward and its backward: each storage that is born and dies, in the form of a `Tape`."""
+"""Records one forward and its backward: the creation and release of each storage, as a `Tape`."""
 
 import gc
 import warnings
@@ -23,9 +23,9 @@ from accel_fsdp.prediction.tracing.cuda_emulation import (
 
 
 class Raw(NamedTuple):
-    """One run: its events by sign and bytes, and the operation that each one's storage is from, in the same order.
+    """One run: its events by sign and bytes, and in the same order the operation that created each storage.
 
-    What a `Tape` says about them holds here too.
+    The conventions are those of `Tape`.
     """
 
     forward: list[tuple[int, int]]
@@ -46,7 +46,8 @@ def record_run(
 ) -> Raw:
     """Records a forward and its backward; `call` starts the watch and asks for an input like `like`.
 
-    `at_once` sorts what is released in a row; `twice` records a forward that saves nothing too."""
+    `at_once` sorts consecutive releases; `twice` also records a forward that saves nothing.
+    """
     watch = Watch()
     caught: list[Tensor] = []
     module.zero_grad()
@@ -90,14 +91,14 @@ def record_run(
 
 
 def _part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that several hold."""
+    """This rank's part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _without_saving(
     call: Callable[[Watch, Callable[[], Tensor]], Any], like: Tensor, around: Callable[[], Any]
 ) -> list[Happening]:
-    """A forward that saves nothing for backward, as checkpointing's first one."""
+    """A forward that saves nothing for backward, as the first one under checkpointing."""
     watch = Watch()
 
     def make_input() -> Tensor:
@@ -120,7 +121,7 @@ def _settled(
     alive: list[int],
     output: int,
 ) -> Raw:
-    """Turns the events into a `Tape`, and checks that no event is left over.
+    """Converts the events to a `Tape`, and checks that no event remains.
 
     Raises:
         RuntimeError: a storage outlives backward.
@@ -160,7 +161,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Only the run itself releases storages: no garbage collector does, and no thread that watches keeps frames."""
+    """A context in which only the run itself releases storages: no garbage collector and no frames in threads."""
     was = gc.isenabled()
     gc.disable()
     try:

@@ -1,8 +1,8 @@
-"""Rows to the batches that a model is given, and the proof that packed documents don't see one another.
+"""Makes batches from rows, and checks that packed documents don't attend to each other.
 
-The documents of a packed row are told apart by their position ids, which begin at 0 with each: transformers builds the
-attention mask of eager, sdpa and flex attention from them where a batch brings no `attention_mask`, and
-FlashAttention's boundaries where the batch is one long row.
+The documents of a packed row are distinguished by their position ids, which begin at 0 in each: transformers builds the
+attention mask of eager, sdpa and flex attention from them if a batch has no `attention_mask`, and FlashAttention's
+boundaries if the batch is one long row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ experts are computed in groups that depend on the other tokens."""
 class Collator:
     """Makes a batch of rows: padded on the right, or `flat`, all in one row, which FlashAttention needs if packed.
 
-    `positions` is the longest document that the model takes; 0: any.
+    `positions` is the length of the longest document that the model takes; 0: any.
     Rows without labels fill a batch (`RowsAndNone`): they are left out, or if there are no others, count nothing.
     """
 
@@ -46,8 +46,8 @@ class Collator:
         """Returns `input_ids`, `labels`, and `attention_mask` or, packed, `position_ids`; int64, [rows, longest].
 
         Raises:
-            UserError: no token of the batch is trained; its loss would be 0/0. Or a document, of a stream, is longer
-                than `positions`.
+            UserError: no token of the batch is trained, so that its loss would be 0/0; or a document of a stream is
+            longer than `positions`.
         """
         labelled = [row for row in rows if "labels" in row]
         rows = labelled or [{**rows[0], "labels": np.full_like(rows[0]["input_ids"], IGNORED)}]
@@ -70,7 +70,7 @@ class Collator:
         return {name: _tensor(_padded(lines, fills[name])) for name, lines in parts.items()}
 
     def check_length(self, longest: int) -> None:
-        """Stops before a document is longer than the positions that the model was made for."""
+        """Refuses a document with more tokens than the model has positions."""
         if self.positions and longest > self.positions:
             raise UserError(
                 f"a row has {longest:,} tokens, and the model {self.positions:,} positions",
@@ -80,7 +80,7 @@ class Collator:
 
 
 def _padded(lines: Sequence["np.ndarray[Any, Any]"], fill: int | None) -> "np.ndarray[Any, Any]":
-    """Lines of one length. Without `fill` padding is counted from 0: a document without effect on the others."""
+    """Pads lines to one length. Without `fill` the padding counts up from 0, as a document without effect on others."""
     table = np.empty((len(lines), max(map(len, lines))), np.int64)
     for row, line in zip(table, lines, strict=True):
         row[: len(line)] = line
@@ -109,7 +109,7 @@ NO_ROW = -1
 
 
 class RowsAndNone:
-    """Rows, and at `NO_ROW` one without labels, for ranks that have no row left."""
+    """Rows, and at `NO_ROW` one without labels, for ranks without a remaining row."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -128,9 +128,9 @@ class RowsAndNone:
 
 
 class EvenBatches(BatchSampler):
-    """The batches of another sampler, filled so that each of `ranks` gets as many, all of one size.
+    """The batches of another sampler, filled so that each of `ranks` gets the same number, all of one size.
 
-    Accelerate fills them with rows of the beginning, which would count twice, and other ones on other ranks.
+    Accelerate fills them with rows from the beginning, which would count twice, and differ between ranks.
     """
 
     def __init__(self, batches: BatchSampler, ranks: int) -> None:
@@ -150,7 +150,7 @@ class EvenBatches(BatchSampler):
 
 
 def even_out(loader: Any, keep_last: bool = False) -> Any:
-    """Keeps a prepared loader of several ranks from repeating rows; `keep_last`, and from dropping any."""
+    """Keeps a prepared loader of several ranks from repeating rows, and with `keep_last` from dropping any."""
     shared: Any = getattr(loader, "batch_sampler", None)
     batches = getattr(shared, "batch_sampler", shared)
     if keep_last and shared is not None:
@@ -161,10 +161,10 @@ def even_out(loader: Any, keep_last: bool = False) -> Any:
 
 
 class IsolationCheck(TrainerCallback):  # type: ignore[misc]
-    """Stops packed training of a model whose documents see one another, before the first step.
+    """Refuses packed training, before the first step, if the model lets documents attend to each other.
 
     Recurrent and convolutional layers carry a state along the row, and some models make their mask without position
-    ids. So it is tried: two forward passes of six tokens, of the model as it will train, on all ranks.
+    ids. So the check runs the model as it will train: two forward passes of six tokens, on all ranks.
     """
 
     def __init__(self, collate: Collator) -> None:

@@ -1,7 +1,7 @@
-"""Conversations to text through the tokenizer's chat template, and where in it the assistant speaks.
+"""Converts conversations to text with the tokenizer's chat template, and finds the assistant's turns in it.
 
-A template with `{% generation %}` says so itself. For the others the marks around an assistant's turn are read off a
-trial conversation, and every turn that is found is compared with the row's own text: an unproven turn is refused.
+A template with `{% generation %}` marks them itself. For other templates the marks around an assistant's turn come from
+a trial conversation, and every turn that is found is compared with the row's text: an unproven turn is refused.
 """
 
 import re
@@ -41,7 +41,7 @@ class Marks:
 
 
 def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Stops where conversations meet a tokenizer that can't write them."""
+    """Refuses conversations if the tokenizer has no chat template."""
     if tokenizer.chat_template is not None:
         _check_ends(tokenizer)
     else:
@@ -56,7 +56,7 @@ def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
 def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
     """Writes a trial conversation in bounded time: a template is a program, and may loop for years.
 
-    What it raises is left to the rows, which may be what it expects.
+    Its errors are ignored here, because the rows may be what it expects.
     """
     trial = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
     try:
@@ -97,7 +97,7 @@ def _no_template(source: str, cause: str) -> UserError:
 
 
 def marks(tokenizer: "PreTrainedTokenizerBase") -> Marks | None:
-    """The marks of the tokenizer's template; None where `{% generation %}` makes them needless.
+    """The marks of the tokenizer's template; None if `{% generation %}` marks the turns.
 
     Two questions are asked, because templates write the last answer and those before it differently.
 
@@ -131,7 +131,7 @@ def _longest_first(texts: set[str]) -> tuple[str, ...]:
 
 
 def _opening(prompt: str, before: list[str]) -> str:
-    """The generation prompt as far as all turns have it; without one, the text between question and answer."""
+    """The common beginning of the generation prompt and all turns; else the text between question and answer."""
     lengths = range(len(prompt), 0, -1)
     shared = next((prompt[:length] for length in lengths if all(prompt[:length] in text for text in before)), "")
     return shared or (before[0] if len(set(before)) == 1 else "")
@@ -160,7 +160,7 @@ def written(
 ) -> list[tuple[str, list[TextSpan]] | BadRow]:
     """Writes conversations with the template; with `masked` also where in the text each assistant turn is.
 
-    A span goes from the first letter that the assistant says to the end of its end token.
+    A span goes from the first letter of the assistant's text to the end of its end token.
     """
     try:
         texts, generated = _written(tokenizer, chats, masked and marks is None)
@@ -203,7 +203,7 @@ def _spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks | None
 
 
 def _between(text: str, marks: Marks) -> list[TextSpan]:
-    """From each opening to the first end token after it."""
+    """The spans from each opening to the first end token after it."""
     spans: list[TextSpan] = []
     start = text.find(marks.opening)
     while start >= 0:
@@ -223,12 +223,13 @@ def _said(text: str, marks: Marks | None) -> str:
 
 
 def _places(spoken: list[dict[str, Any]], texts: list[str], exact: bool) -> list[int]:
-    """The span of each assistant turn, in their order. It holds the turn's text, or with `exact` is just that text.
+    """The span of each assistant turn, in their order.
 
-    Templates rearrange thoughts, so of a turn that thinks only what follows the thought is looked for.
+    A span contains the turn's text, or with `exact` is that text. Templates rearrange thoughts, so for a turn with a
+    thought only the text after it is searched.
 
     Raises:
-        BadRow: a turn's text isn't where the template says that it speaks.
+        BadRow: a turn's text isn't in the span that the template marks.
     """
     places: list[int] = []
     for turn in spoken:

@@ -1,4 +1,4 @@
-"""Converts rows of a data set to the form that is tokenised: a chat, a prompt with its completion, or plain text."""
+"""Converts rows of a data set to examples to tokenise: a chat, a prompt with its completion, or plain text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ ALPACA_INPUT = "### Input:\n{input}\n\n"
 
 
 class BadRow(ValueError):
-    """A row that can't be trained on; the text gives the reason."""
+    """A row that can't be used for training; the text gives the reason."""
 
 
 class Empty(BadRow):
@@ -57,7 +57,7 @@ Example = Chat | Pair | str
 
 @dataclass(frozen=True)
 class RowReader:
-    """Turns one row into an example. `column` says where each part of the row is found."""
+    """Turns one row into an example. `column` names the column of each part of the row."""
 
     kind: str
     column: Mapping[str, str]
@@ -176,7 +176,7 @@ def _templated(columns: Sequence[str], chats: bool, prompt: str, completion: str
 
 
 def template_text(value: str) -> str:
-    r"""The template that a flag gives: a file's content, or the text itself, where \n stands for a line's end."""
+    r"""The template that a flag gives: a file's content, or the text itself, in which \n stands for a line feed."""
     try:
         if Path(value).is_file():
             return Path(value).read_text(encoding="utf-8").removesuffix("\n")
@@ -262,7 +262,7 @@ def _pair(prompt: object, completion: object) -> Example:
 
 
 def _prompt(value: object, column: str) -> str:
-    """A prompt may be empty: then the answer is trained as plain text."""
+    """Reads a prompt, which may be empty: then the answer is trained as plain text."""
     return "" if value is None else _text(value, column) if str(value).strip() else str(value)
 
 

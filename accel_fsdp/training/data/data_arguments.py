@@ -1,4 +1,4 @@
-"""The flags of `train/sft.py` about its data: what is read, how rows become tokens."""
+"""The flags of `train/sft.py` about its data: data sets, columns, tokenisation."""
 
 from dataclasses import dataclass
 from typing import Literal

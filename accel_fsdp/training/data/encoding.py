@@ -30,8 +30,8 @@ class Encoded:
 class Encoder:
     """The function for `datasets.map`: columns of a batch to `input_ids`, `labels` and the summary's counts.
 
-    A row that can't be used gets its reason in `problem` instead of an exception, which would not survive the way out
-    of a worker process and would name the row that failed first, not the first one.
+    An unusable row gets the reason in `problem`. An exception would lose it on the way out of a worker process, and
+    would name the row that failed first, not the first bad row.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -81,7 +81,7 @@ class Encoder:
         return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
     def _pairs(self, pairs: list[Pair]) -> list[Encoded | BadRow]:
-        """Prompt and completion tokenised apart, as at inference: no token can be half prompt, half answer."""
+        """Tokenises prompt and completion separately, as at inference: no token can be half prompt, half answer."""
         eos = self.tokenizer.eos_token_id
         prompts = self._ids([pair.prompt for pair in pairs])
         completions = self._ids([pair.completion for pair in pairs], special=False)
@@ -134,7 +134,7 @@ class Encoder:
         return self._decoded(self._ids([text], special=False))[0].strip()
 
     def _finished(self, row: Encoded | BadRow) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]:
-        """Ids and labels within the length limit, the length before that, and the row's error."""
+        """Ids and labels within the length limit, the length before truncation, and the row's error."""
         if isinstance(row, BadRow):
             return _NONE, _NONE, 0, "" if isinstance(row, Empty) else str(row)
         ids = np.asarray(row.ids, np.int32)
@@ -166,7 +166,7 @@ def _read(reader: RowReader, row: Mapping[str, Any]) -> Example | BadRow:
 
 
 def _columns(rows: list[tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]]) -> dict[str, list[Any]]:
-    """The first token of a row is never predicted, so it counts as not trained."""
+    """The columns of encoded rows. The first token of a row is never predicted, so it counts as untrained."""
     return {
         "input_ids": [ids for ids, _, _, _ in rows],
         "labels": [labels for _, labels, _, _ in rows],

@@ -1,4 +1,4 @@
-"""Data sets from the hub and from files: loading them, and saying which file and row is broken."""
+"""Loads data sets from the hub and from files, and names the broken file and row."""
 
 import json
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
 
 
 def check_name(name: str) -> None:
-    """Refuses a name that can only be a file or folder and isn't there; names on the hub pass."""
+    """Refuses a name that can only be a file or folder and doesn't exist; names on the hub pass."""
     path = Path(name)
     local = path.suffix in FILE_ENDINGS and not path.is_absolute()
     check_local_path(f"./{name}" if local else name, "data set", "trl-lib/Capybara")
@@ -55,7 +55,7 @@ def _load(name: str, path: Path, config_name: str | None, streaming: bool) -> "D
 
 @contextmanager
 def reading(name: str) -> Iterator[None]:
-    """Names the broken file where rows are read in the block.
+    """Names the broken file if reading rows in the block fails.
 
     Raises:
         UserError: a file of the data set can't be parsed. Errors of other kinds stay as they are.
@@ -71,7 +71,7 @@ def reading(name: str) -> Iterator[None]:
 
 @contextmanager
 def filling_cache(name: str) -> Iterator[None]:
-    """Blames the disk where it is to blame: rows are written to a cache before they are used."""
+    """Reports a full disk as such: rows are written to a cache before they are used."""
     from datasets import config
     from datasets.exceptions import DatasetsError
 
@@ -114,7 +114,7 @@ def _builder(path: Path) -> str:
 
 
 def split(data: "DatasetDict | IterableDatasetDict", name: str) -> "Dataset | IterableDataset":
-    """Returns one split that has rows; a stream is known to have some only when it is read."""
+    """Returns one split that has rows; for a stream that is only known when it is read."""
     from datasets import Dataset
 
     if name not in data:
@@ -141,7 +141,7 @@ def whole(rows: "Dataset | IterableDataset") -> "Dataset":
 
 
 def place(name: str, config_name: str | None, split: str, row: int) -> str:
-    """Where the user finds row `row` (from 0) of a split: its file and the row in it, from 1; else the split's row."""
+    """The location of row `row` (from 0) of a split for the user: file and row in it, from 1; else the split's row."""
     for file, rows in _files(name, config_name, split):
         if row < rows:
             return f"{file}, row {row + 1}"

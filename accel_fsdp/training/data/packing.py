@@ -1,4 +1,4 @@
-"""Several documents in one row, none of them cut, and how much padding that saves."""
+"""Packs several documents into one row without cutting them, and computes the saved padding."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ def best_fit(lengths: "np.ndarray[Any, Any]", limit: int) -> list[list[int]]:
     """Packs documents into as few rows of at most `limit` tokens as best-fit-decreasing finds.
 
     Longest first, each goes where it leaves the least space. The rows' free spaces are bits of one number, so that the
-    smallest sufficient one is its lowest bit from the length on: n documents take n such looks.
+    smallest sufficient space is its lowest bit from the length on: n documents take n such lookups.
     """
     bins: list[list[int]] = []
     free: dict[int, list[int]] = {}
@@ -46,9 +46,9 @@ def padding_share(lengths: "np.ndarray[Any, Any]", batch_size: int) -> float:
 
 
 class Packed:
-    """A data set whose rows are those of another, packed; it holds no tokens of its own.
+    """A packed view of another data set, without a copy of its tokens.
 
-    `lengths` are those of its rows, `bins` the rows of the other one that each is made of.
+    `lengths` are those of the packed rows, `bins` the rows of the other data set in each.
     """
 
     def __init__(self, tokens: "Dataset", lengths: "np.ndarray[Any, Any]", max_length: int) -> None:
@@ -75,7 +75,10 @@ def pack_stream(rows: "IterableDataset", max_length: int, window: int) -> "Itera
 
 
 def joined(ids: Sequence[Any], labels: Sequence[Any]) -> dict[str, "np.ndarray[Any, Any]"]:
-    """One row of several documents; the first token of each has no label, or the document before would predict it."""
+    """One row of several documents.
+
+    The first token of each has no label, so that the previous document doesn't predict it.
+    """
     targets = np.concatenate(list(labels))
     targets[np.cumsum([0, *(len(document) for document in ids[:-1])])] = IGNORED
     return {

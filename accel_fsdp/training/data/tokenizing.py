@@ -35,8 +35,8 @@ KEPT = ["input_ids", "labels"]
 class TokenSummary:
     """The numbers of a tokenised split, for the user to check before hours of training.
 
-    `lengths` are those of the rows, `packed` those of the rows they were packed into; `batch_size` is a rank's, and
-    padding the share of its batches; None: not said.
+    `lengths` are those of the rows, `packed` those of the rows they were packed into. `batch_size` is a rank's, for the
+    share of padding in its batches; None: without that share.
     """
 
     lengths: "np.ndarray[Any, Any]"
@@ -109,7 +109,7 @@ def stream(
 ) -> "IterableDataset":
     """Tokenises rows as a stream, repeatedly and shuffled within a buffer.
 
-    Nothing is cached or counted, and a bad row stops the run when it comes.
+    Nothing is cached or counted, and a bad row stops the run when it is reached.
     """
     first = next(iter(rows), None)
     if first is None:
@@ -151,7 +151,7 @@ def make_encoder(first: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase",
 
     Raises:
         BadRow: the row itself is malformed.
-        UserError: no usable columns, no chat template, or a mask that isn't possible.
+        UserError: no usable columns, no chat template, or an impossible mask.
     """
     reader = columns.reader(
         list(first),
@@ -204,8 +204,10 @@ def _cores() -> int:
 
 
 def _digest(rows: "Dataset", encoder: Encoder) -> str:
-    """Everything that the result depends on. The tokenizer is taken by its content: its pickle changes with use, as
-    do the settings for padding and truncation that each call leaves behind.
+    """A hash of everything that the result depends on.
+
+    The tokenizer counts by its content, because its pickle changes with use, as do the settings for padding and
+    truncation that each call leaves behind.
     """
     from transformers import __version__
 

@@ -1,7 +1,8 @@
 """The settings of a run, by name: stored in its checkpoints, compared when a run resumes one, and reported.
 
 A checkpoint holds weights, moments and a place in the data. Learning rate, data set and seed come from the command line
-again, and another value would go unseen: the card would then claim for all steps what was true of the last ones.
+again, and a changed value would go unnoticed: the card would then claim for all steps what is true only for the last
+ones.
 """
 
 import json
@@ -74,7 +75,7 @@ class History:
     """The last step before this session."""
 
     def lines(self, checkpoint: str | None) -> list[str]:
-        """Lines for the user: the resumed checkpoint, and the settings that change from there on."""
+        """Lines for the user: the resumed checkpoint, and the settings that change after it."""
         if checkpoint is None:
             return []
         lines = [f"resumed: {checkpoint}, after {counted(step_of(Path(checkpoint)), 'step')}"]
@@ -147,7 +148,7 @@ def settings(model: Any, data: Any, training: Any, rows: "Dataset | Packed | Non
 
 
 def last_part(name: str) -> str:
-    """The last part of a path or hub id: the same thing may have another path later."""
+    """The last part of a path or hub id: the same model or data set may have another path later."""
     return Path(name).name
 
 
@@ -168,7 +169,7 @@ def digest(rows: "Dataset | Packed") -> str:
 def follow(checkpoint: Path | None, here: Settings, *, accepts: bool, skips_data: bool = True) -> History:
     """Compares this run's settings with those of the checkpoint that it resumes.
 
-    `accepts`: the user allows every change. Without `skips_data` the data restart, and may come in any order.
+    `accepts`: the user allows every change. Without `skips_data` the data restart, and their order may change.
 
     Raises:
         UserError: a setting differs that would change the rest of the training.

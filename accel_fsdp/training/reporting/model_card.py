@@ -1,4 +1,4 @@
-"""The model card of an export: what was trained, from what, how, and how far it got."""
+"""The model card of an export: the model, its base, its training and its results."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,9 +26,8 @@ def text(
 ) -> str:
     """The card as Markdown with the hub's front matter. `run` is the content of `run.json`.
 
-    `rounding` is what the export does to the weights, None where it keeps them.
-
-    The front matter names a base model or data set only by its hub id: for a local one the hub would refuse the card.
+    `rounding` is the export's cast of the weights, None without one. The front matter names a base model or data set
+    only by its hub id, because the hub refuses cards with local paths.
     """
     model, data = run["arguments"]["model"], run["arguments"]["data"]
     base, dataset, peft = str(model["model_name_or_path"]), str(data["dataset_name"]), bool(model["use_peft"])
@@ -86,7 +85,7 @@ def _body(
 
 
 def _where(run: Mapping[str, Any]) -> str:
-    """The strategy of the last stretch, and the ranks of each."""
+    """The strategy of the last session, and the number of ranks of each."""
     ranks = [run["machine"]["ranks"]]
     stretches = [segment["settings"].get("ranks", {}).get("ranks") for segment in run.get("segments", [])]
     ranks = [count for count, _ in itertools.groupby(filter(None, stretches))] or ranks
@@ -96,7 +95,7 @@ def _where(run: Mapping[str, Any]) -> str:
 
 
 def _arguments(arguments: Mapping[str, Mapping[str, Any]], adapter: bool) -> Iterator[str]:
-    """Rows of the arguments that decide the result, without those that are off."""
+    """Rows of the arguments that affect the result, without disabled ones."""
     training = arguments["training"]
     ends_by = "num_train_epochs" if training["max_steps"] > 0 else "max_steps"  # the other one decided nothing
     row_arguments = {name: arguments["data"].get(name) for name in ROWS}

@@ -1,8 +1,7 @@
-"""Profiles some steps of a run, `--profile_steps`: torch's trace, a memory snapshot on GPUs, and the page of the last.
+"""Profiles steps of a run, `--profile_steps`: torch's trace, a memory snapshot on GPUs, a page for the last step.
 
-A step that isn't profiled runs as it would without. In one that is, hooks note where each unit begins, so that the
-trace can be read unit by unit (`step_trace`) and laid beside the prediction (`step_report`). Nothing of it changes what
-is computed.
+Other steps run unchanged. In a profiled step, hooks mark the beginning of each unit, so that the trace can be read unit
+by unit (`step_trace`) and compared with the prediction (`step_report`). The computation stays the same.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ MOST_ENTRIES = 200_000
 
 @dataclass(frozen=True)
 class ProfiledLayer:
-    """A block of the model before anything wraps it: its path, its module, and its place among the blocks."""
+    """A block of the model before it is wrapped: its path, its module, and its index among the blocks."""
 
     path: str
     module: "nn.Module"
@@ -57,13 +56,13 @@ class ProfiledLayer:
 
     @property
     def kind(self) -> str:
-        """The class as it is written; `fully_shard` makes another one of it."""
+        """The name of the class in the source, from which `fully_shard` derives another."""
         return holding.class_name(self.module)
 
 
 @dataclass
 class ProfiledStep:
-    """A profiled step: the marks so far, the GPU's clock at each, the batch of each micro-batch; at its end the trace.
+    """A profiled step: its marks, the GPU's clock at each, the shape of each micro-batch; at its end the trace.
 
     `before_bytes` were allocated when it began.
     """
@@ -85,10 +84,10 @@ class ProfiledStep:
 
 
 class StepProfiler(TrainerCallback):  # type: ignore[misc]
-    """Begins and ends the profile of each step that was asked for, and writes it. Call on all ranks.
+    """Begins, ends and writes the profile of each requested step. Call on all ranks.
 
-    Make it before anything wraps `model`; `wrapped` gives it as it is trained with. `during` tells the watchdog what
-    goes on, and `report` has the plan's prediction.
+    Create it before `model` is wrapped; `wrapped` returns the wrapped model. `during` tells the watchdog what happens,
+    and `report` has the plan's prediction.
 
     Raises:
         UserError: this is neither a GPU nor a CPU, or no layer of the model repeats.
@@ -153,11 +152,11 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self._began = time.perf_counter()
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """The gradients are clipped."""
+        """Marks that the gradients are clipped."""
         self.mark("update", by_unit.UPDATE)
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """The weights are new."""
+        """Marks that the weights are updated."""
         self.mark("rest", "clearing gradients")
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -180,7 +179,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.report.tally.skip()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Training may end before the last of the steps: the newest that was profiled is shown then."""
+        """Shows the newest profiled step if training ends before the last one."""
         if self.steps and state.global_step < self.steps[-1]:
             none = ": none is profiled" if state.global_step < self.steps.start else ""
             requested_steps = self.args.profile_steps
@@ -203,7 +202,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def _reporting_errors(self, number: int) -> Iterator[None]:
-        """Prints errors of writing or showing a profile, which must not stop a run."""
+        """Prints errors of writing or showing a profile, because they must not stop a run."""
         try:
             yield
         except Exception as error:
@@ -224,7 +223,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             self.mark("forward", by_unit.EMBEDDING)
 
     def forward_ended(self) -> None:
-        """The loss is there, and backward begins."""
+        """Called once the loss is computed, before backward."""
         if self.step is not None and self.step.batches:
             self.step.backward = True
             self.mark("backward", by_unit.HEAD)
@@ -234,7 +233,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.mark("update", "gradient norm")
 
     def mark(self, phase: Span, unit: str, name: str = "", layer: int | None = None) -> None:
-        """Begins a span of the profile, unless it has begun already."""
+        """Begins a span of the profile, unless it is the current one."""
         step = self.step
         if step is None:
             return
@@ -301,7 +300,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
             tensor.register_hook(lambda gradient: self.mark("backward", by_unit.EMBEDDING))
 
     def _layer_ends(self, layer: ProfiledLayer, module: Any, args: Any, output: Any) -> None:
-        """Its backward begins when the gradient of its output is there. FSDP's own hook on that comes later."""
+        """Marks the layer's backward, which begins with the gradient of its output, before FSDP's own hook."""
         first = output[0] if isinstance(output, (tuple, list)) else output
         if self.step is not None and not self.step.backward and _has_gradient(first):
             first.register_hook(partial(self._backward, layer))
@@ -368,7 +367,7 @@ def _has_gradient(value: Any) -> bool:
 
 
 def live_bytes(model: "nn.Module") -> int:
-    """Bytes allocated on the CPU: all storages that Python's tensors have, and the buckets that DDP keeps inside."""
+    """Bytes allocated on the CPU: the storages of all tensors in Python, and DDP's internal buckets."""
     sizes: dict[int, int] = {}
     for tensor in gc.get_objects():
         kind = type(tensor)  # DTensors and those of a trace, which have no storage of their own, dispatch to others

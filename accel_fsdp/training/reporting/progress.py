@@ -1,4 +1,4 @@
-"""The progress that a run reports while it trains: rate, share of the GPU's peak, memory beside the plan's, advice."""
+"""The progress that a run reports while it trains: rate, MFU, memory compared with the plan, advice."""
 
 import contextlib
 import sys
@@ -43,8 +43,8 @@ CPU_IS_FULL = "DefaultCPUAllocator: can't allocate memory"
 class Tally:
     """Counts what one rank trains: tokens without padding, documents, steps, and the time spent training.
 
-    A row is one document unless it is packed; then positions restart at 0 in each. `rows` and `length` are those of
-    the largest micro-batch so far, padding included.
+    A row is one document unless it is packed; then positions restart at 0 in each document. `rows` and `length` are
+    those of the largest micro-batch so far, padding included.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,10 @@ class Tally:
         self._since = time.perf_counter()
 
     def count(self, inputs: Mapping[str, Any]) -> None:
-        """Adds a micro-batch. The sums stay on its device: reading them would make the host wait for the GPU."""
+        """Adds a micro-batch.
+
+        The sums stay on its device, because reading them would make the host wait for the GPU.
+        """
         ids = inputs["input_ids"]
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         tokens = ids.new_tensor(ids.numel()) if mask is None or mask.dim() != 2 else (mask != 0).sum()
@@ -69,7 +72,7 @@ class Tally:
             self.rows, self.length = ids.shape[0], ids.numel() // ids.shape[0]
 
     def skip(self) -> None:
-        """Leaves out the time since the last step, which was not training but, for example, an evaluation."""
+        """Leaves out the time since the last step, for example that of an evaluation."""
         self._since = time.perf_counter()
 
     def pass_time(self, steps: int = 0) -> None:
@@ -103,7 +106,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         """Measured and predicted bytes of the second step, as far as they are known."""
 
     def plan(self) -> dict[str, Any]:
-        """The run in the planner's words, for its account; empty where the planner has none for it."""
+        """The plan of the run for its record; empty if the planner doesn't support the run."""
         if self.job is None:
             return {}
         recipe = asdict(self.job.recipe)
@@ -111,13 +114,13 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         return {"strategy": self.job.layout.name, "layout": asdict(self.job.layout), "recipe": recipe}
 
     def totals(self) -> dict[str, Any]:
-        """The training of this session, without evaluations and saves, and the second step's memory."""
+        """The totals of this session's training, without evaluations and saves, and the second step's memory."""
         tokens, seconds = self.tally.all_tokens, self.tally.all_seconds
         rate = {"tokens": int(tokens), "training_seconds": seconds, "tokens_per_second": tokens / max(seconds, 1e-9)}
         return {**rate, "peak_memory_bytes": self.peaks}
 
     def replace_printers(self, trainer: Trainer) -> None:
-        """Takes the place of Trainer's own lines; its bar stays unless `--disable_tqdm`."""
+        """Replaces Trainer's log lines; its progress bar stays unless `--disable_tqdm`."""
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(self)
@@ -125,7 +128,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
             trainer.add_callback(_Bar)
 
     def add_metrics(self, logs: dict[str, float]) -> None:
-        """Puts rate, MFU and memory beside the loss, so that every tracker gets them. Call on all ranks."""
+        """Adds rate, MFU and memory to the log of the loss, so that every tracker gets them. Call on all ranks."""
         if "loss" not in logs:
             return
         steps = self.tally.steps
@@ -210,10 +213,9 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def explains_out_of_memory(self) -> Iterator[None]:
-        """Turns an out-of-memory error into the plan's advice.
+        """Converts an out-of-memory error into the plan's advice.
 
-        Raises:
-            UserError: memory is used up; with the changes that would free most of it.
+        Raises: UserError: out of memory, with the changes that would free the most.
         """
         try:
             yield
@@ -237,7 +239,7 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
 
 
 def say(text: str, style: str = "") -> None:
-    """Talks above the progress bar where there is one."""
+    """Prints a message, above the progress bar if there is one."""
     with tqdm.external_write_mode(file=sys.stderr):
         console.say(text, style=style)
 
@@ -303,7 +305,7 @@ def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps:
 
 
 def summary(state: TrainerState, takes_best: bool) -> list[str]:
-    """The first and last value of each loss that Trainer logged, one line each; and where the end wasn't the plan's."""
+    """The first and last value of each loss that Trainer logged, one line each, and a line if the run ended early."""
     lines = []
     for key, name in (("loss", "training loss"), ("eval_loss", "held-out loss")):
         values = [float(entry[key]) for entry in state.log_history if key in entry]

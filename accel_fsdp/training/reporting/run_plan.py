@@ -1,4 +1,4 @@
-"""The plan of the current run: its layout and recipe, its peak memory, and what would shrink it."""
+"""The plan of the current run: its layout and recipe, its peak memory, and changes that would lower it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ class Forecast:
         return predicted(self.shape, self.tapes, job, gpu).peak.total
 
     def mfu(self, tokens_per_s: float, length: float, gpu: Gpu) -> float:
-        """The share of all ranks' peak that training documents of a mean `length` at that rate takes."""
+        """The MFU of training at this rate on documents of a mean `length`."""
         recipe = replace(self.job.recipe, rows=1, length=max(round(length), 1))
         flops_per_token = speed.useful_flops(self.shape, recipe) / recipe.length
         return tokens_per_s * flops_per_token / (self.job.layout.ranks * speed.peak_flops(recipe, gpu))
@@ -37,7 +37,7 @@ class Forecast:
     def unit_steps(
         self, rows: int, length: int, micro_batches: int, gpu: Gpu | None, on_gpu: bool
     ) -> by_unit.UnitSteps:
-        """A step of `micro_batches`, unit by unit."""
+        """The prediction for each unit of a step with this number of micro-batches."""
         job = self.job.with_recipe(rows=rows, length=length, accumulation=micro_batches)
         workspace = workspace_bytes(gpu) if on_gpu else 0
         tapes = self.tapes[variant_of(job.recipe, job.engine)]
@@ -51,7 +51,7 @@ class Forecast:
 
 
 def read(job: Job) -> Forecast:
-    """Reads the model's shape and tapes: bundled, cached, or recorded now, away from this process's random numbers.
+    """Reads the model's shape and tapes: bundled, cached, or recorded now, with this process's random state kept.
 
     Raises:
         UserError: the model can't be read.
@@ -67,7 +67,7 @@ def read(job: Job) -> Forecast:
 
 
 def gpu_here() -> tuple[Gpu | None, str]:
-    """The GPU of this rank where the table has it; else None and why its peak is unknown."""
+    """The GPU of this rank if the table has it; else None, and why its peak is unknown."""
     import torch
 
     if not torch.cuda.is_available():

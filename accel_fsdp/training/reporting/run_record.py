@@ -1,4 +1,4 @@
-"""The account of a run in its own folder: `run.json` from its first moment on, and `loss.svg` at its end."""
+"""The record of a run in its output folder: `run.json` from its start on, and `loss.svg` at its end."""
 
 import json
 import math
@@ -22,9 +22,9 @@ CURVE_WIDTH = 720
 
 
 class RunRecord:
-    """`run.json`: versions, arguments, config, timings, results and log of a run. Only the first rank's is written.
+    """`run.json`: versions, arguments, config, timings, results and log of a run.
 
-    A run that is resumed keeps the account of the sessions before under `earlier`.
+    Only the first rank writes it. A resumed run keeps the records of earlier sessions under `earlier`.
     """
 
     def __init__(self, folder: Path, arguments: Mapping[str, Any], first_rank: bool) -> None:
@@ -41,7 +41,7 @@ class RunRecord:
         }
 
     def begin(self, plan: Mapping[str, Any]) -> None:
-        """Writes the file for the first time: the run has the folder to itself now. `plan` is how the plan sees it."""
+        """Writes the file for the first time, once the run has locked its folder. `plan` is the plan of the run."""
         self.content["plan"] = dict(plan)
         if self._writes and (before := read(self.folder)):
             self.content["earlier"] = [*before.pop("earlier", []), before]
@@ -52,7 +52,7 @@ class RunRecord:
         self.content["timings_seconds"][phase], self._since = round(now - self._since, 3), now
 
     def trained(self, account: Mapping[str, Any]) -> None:
-        """Which steps were trained in this session and with which settings, as `History.account` says."""
+        """Records the steps of this session and their settings, from `History.account`."""
         self.content.update(account)
 
     def finish(self, log_history: list[dict[str, float]], totals: Mapping[str, Any], status: str = "finished") -> None:
@@ -74,12 +74,12 @@ class RunRecord:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The account of a run; empty where there is none that can be read."""
+    """The record of a run; empty if there is no readable one."""
     return summary.read_json(folder / file_names.RUN)
 
 
 def arguments_of(model: Any, data: Any, training: Any) -> dict[str, Any]:
-    """All arguments by group; Trainer hides the values of tokens itself."""
+    """All arguments by group; Trainer hides the values of tokens."""
     return {"model": asdict(model), "data": asdict(data), "training": training.to_dict()}
 
 

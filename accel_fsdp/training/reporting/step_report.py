@@ -1,7 +1,7 @@
 """Compares a measured step with the predicted one, unit by unit: memory, time, traffic, and the largest differences.
 
-Layers of one class share a row. Predictions are missing where the planner has none: time without a known GPU, and
-everything for a model or an engine without a plan. Pure.
+Layers of one class share a row. The planner has no prediction of time for an unknown GPU, and none at all for some
+models and engines. Pure.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ Row = tuple[str, list[Cell]]
 
 @dataclass(frozen=True)
 class Quantity:
-    """A measured number and the predicted one, None where there is none."""
+    """A measured number and the predicted one, None without a prediction."""
 
     measured: float
     predicted: float | None = None
@@ -68,8 +68,8 @@ class ComparedStretch:
 class UnitRow:
     """A unit in a phase, or all layers of a class in all micro-batches: `count` stretches, `ending` in the last one.
 
-    `peak_bytes` is the highest point of any of them, `rise_bytes` how far one goes above what it finds, the most of
-    them, `left_bytes` what those of the last micro-batch leave behind, together.
+    `peak_bytes` is the highest peak of any stretch, `rise_bytes` the largest rise of a stretch above its start,
+    `left_bytes` the sum that the stretches of the last micro-batch leave allocated.
     """
 
     phase: str
@@ -93,7 +93,7 @@ class UnitRow:
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes that one rank sends for a unit, or a class of units, in a ring: to gather weights, to reduce gradients."""
+    """Bytes that one rank sends in a ring for a unit or a class of units: to gather weights, to reduce gradients."""
 
     unit: str
     gathers: Quantity
@@ -120,8 +120,8 @@ class StepDifference:
 class Known:
     """The context of a trace. `predicted` is None without a plan; `why_unknown` says why it or the time is unknown.
 
-    `units` and `buckets` say what the calls of FSDP and DDP carry: a unit's shard, and so many bytes of gradients.
-    `own_engine`: DeepSpeed sends and updates by itself. `quick_seconds`: those of steps without the profiler.
+    `units` are the sizes of the shards that FSDP's calls send, `buckets` the bytes of the gradients in DDP's.
+    `own_engine`: DeepSpeed sends and updates by itself. `quick_seconds`: the seconds of steps without the profiler.
     """
 
     predicted: by_unit.UnitSteps | None
@@ -248,7 +248,7 @@ def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[Sent]:
 
 
 def _owners(call: Collective, known: Known) -> list[tuple[str, int]]:
-    """The names of the units that a call is for, each with the ranks of its ring."""
+    """The names of the units of a call, each with the ranks of its ring."""
     if call.kind == "all-reduce" and call.elements * call.element_bytes in known.buckets:
         return [(GRADIENTS, known.ranks)]
     if known.own_engine:
@@ -283,7 +283,7 @@ def _all(sent: Traffic) -> float:
 
 
 def unit_names(units: Sequence[HeldUnit], layers: Mapping[str, str], embedding: str) -> list[tuple[str, HeldUnit]]:
-    """The prediction's name of each of FSDP's units. `layers` are classes by path; an adapter's unit is its layer's."""
+    """The planner's name of each FSDP unit. `layers` are classes by path; an adapter's unit is its layer's."""
     outside = [unit for unit in units if not _layer(unit.name, layers) and unit.weights]
     ends = {embedding: by_unit.EMBEDDING} if len(outside) > 1 else {}
     head = by_unit.HEAD if len(outside) > 1 else by_unit.OUTSIDE
@@ -374,7 +374,7 @@ def cells(quantity: Quantity, write: Write = any_size) -> list[Cell]:
 
 
 def verdict(comparison: StepComparison) -> list[str]:
-    """The largest differences in plain words; or why there are none to report."""
+    """The largest differences as sentences, or why there are none to report."""
     if comparison.highest.predicted is None:
         return ["nothing to compare with"]
     texts = [f"  {difference.what}: {difference.text}" for difference in comparison.differences[:SHOWN]]
@@ -383,7 +383,7 @@ def verdict(comparison: StepComparison) -> list[str]:
 
 
 def lines(comparison: StepComparison, place: str) -> Iterator[str]:
-    """For the log: the tables, and the largest differences."""
+    """The lines for the log: the tables, and the largest differences."""
     yield f"profile of step {comparison.step}: {comparison.title}"
     for titles, rows in tables(comparison):
         texts = [[name, *("" if number is None else write(number) for number, write in row)] for name, row in rows]

@@ -1,4 +1,4 @@
-"""Reads a torch profiler's trace of one step: memory and time of each stretch between two marks, and what was sent.
+"""Reads a torch profiler's trace of one step: memory and time of each stretch between two marks, and traffic.
 
 The marks are short ranges that a run puts into the trace where a unit begins (`profiling`). Memory is what the
 allocator reports to the profiler at each allocation: on GPUs its total; on CPU, which has none, the live bytes before
@@ -40,9 +40,10 @@ Span = Literal["start", "rest", "end"] | by_unit.Phase
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment of a step. The stretch that begins there is of a `unit` in a `phase` of a micro-batch.
+    """A moment of a step.
 
-    `name` is the path of its module, `layer` its place among the blocks, None outside blocks.
+    The following stretch belongs to a `unit` in a `phase` of a micro-batch. `name` is the path of its module, `layer`
+    its index among the blocks, None outside blocks.
     """
 
     number: int
@@ -71,9 +72,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Collective:
-    """One call. `elements` are those of a rank's shard, of an all-reduce all; `ranks` is 0 where the call hides it.
+    """One call.
 
-    `modules` are the paths of the modules that it is for, if FSDP2 names them.
+    `elements` counts those of a rank's shard, for an all-reduce all; `ranks` is 0 if the trace doesn't show it.
+    `modules` are the paths of its modules, if FSDP2 names them.
     """
 
     kind: Kind
@@ -94,7 +96,7 @@ class Collective:
 class StepTrace:
     """A measured step. `levels` are the allocated bytes after each change, with its time.
 
-    `backend_bytes` is the most that gloo allocated for itself, which is not in the other sizes.
+    `backend_bytes` is the peak of gloo's own allocations, which the other sizes exclude.
     """
 
     stretches: tuple[Measured, ...]
@@ -112,7 +114,7 @@ def read(
 ) -> StepTrace:
     """Merges the marks into the trace. `before_bytes` were allocated when it began.
 
-    `seconds` are those between the marks as the GPU counted them; None: as the trace has them. `device` is the GPU's
+    `seconds` are the GPU's times between the marks; None: those of the trace. `device` is the GPU's
     number, -1 for the CPU.
     """
     events = sorted((event for event in trace["traceEvents"] if "ts" in event), key=lambda event: float(event["ts"]))
@@ -152,7 +154,7 @@ def _mark_times(events: Iterable[Mapping[str, Any]]) -> dict[int, float]:
 
 
 def _levels(events: Sequence[Mapping[str, Any]], before_bytes: int, device: int) -> tuple[list[tuple[float, int]], int]:
-    """The allocated bytes after each event, and the most that a backend allocated for itself."""
+    """The allocated bytes after each event, and the peak of a backend's own allocations."""
     changes = [event for event in events if event.get("name") == MEMORY]
     if device >= 0:
         places = [(event["args"]["Device Type"], event["args"]["Device Id"]) for event in changes]
@@ -185,7 +187,7 @@ class _Backend:
 def _ledger(
     events: Iterable[Mapping[str, Any]], before_bytes: int, backend: _Backend
 ) -> tuple[list[tuple[float, int]], int]:
-    """Tracks the allocated bytes by address. Memory that a backend allocated is counted apart, with its releases."""
+    """Tracks the allocated bytes by address. A backend's memory is counted separately, with its releases."""
     levels, totals, most = [(float("-inf"), before_bytes)], {False: before_bytes, True: 0}, 0
     alive: dict[int, tuple[int, bool]] = {}
     for event in events:
@@ -225,7 +227,7 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[Collective]:
 
 
 def _modules(call: Mapping[str, Any], module_events: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The modules in FSDP2's range around a call."""
+    """The modules that FSDP2's range around a call names."""
     when = float(call["ts"])
     for span in module_events:
         if span["tid"] == call["tid"] and float(span["ts"]) <= when <= float(span["ts"]) + float(span["dur"]):
