@@ -192,7 +192,7 @@ def _other_value(first_sums: Sequence[Sequence[Any]], other_sums: Sequence[Seque
 def _no_step(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Gradients alone train nothing. A script without an optimizer may want only gradients."""
     reports = [event.content for event in _of("trained", events)]
-    if any(report.engine.startswith(Engine.DEEPSPEED.label) for report in by_rank.values()):  # which steps by itself
+    if _by_deepspeed(by_rank):  # which steps by itself
         return
     nothing_moved = all(report["kept"] and report["optimizers"] and report["backwards"] for report in reports)
     if reports and _all_ended(events) and nothing_moved:
@@ -266,7 +266,7 @@ def _different(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tupl
 def _kept_gradients(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """The optimizer adds the gradients of all earlier steps to each step's."""
     reports = _of("gradients", events)
-    if any(report.engine.startswith(Engine.DEEPSPEED.label) for report in by_rank.values()):  # which clears by itself
+    if _by_deepspeed(by_rank):  # which clears by itself
         return
     if reports and all(event.content["kept"] for event in reports):
         first = reports[0].content
@@ -293,7 +293,7 @@ def _steps_until_now(events: Sequence[RankEvent]) -> dict[int, int]:
 
 
 def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """Reports the first loss that isn't finite: later ones follow from it."""
+    """Reports the first loss that isn't finite, as later ones follow from it; or weights whose losses hide that."""
     for event in _of("loss", events):
         if not math.isfinite(event.content["value"]):
             yield Failure(
@@ -302,6 +302,12 @@ def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Ite
                 "see what makes it so: labels that are all -100, a mean of nothing, a log of 0, too high a rate",
                 event.content["line"],
             )
+            return
+    for event in _of("trained", events):
+        if count := event.content["not_numbers"]:
+            what = f"{counted(count, 'weight')} of rank {event.rank} hold NaN after training, and no loss was NaN"
+            fix = "see what makes it so, and leave out what hides it: nan_to_num, or torch.where of a loss that is NaN"
+            yield Failure(what, SCRIPT, fix, event.content["hidden_at"])
             return
 
 
@@ -324,6 +330,10 @@ def _no_tracker(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Ite
             f"pip install {' '.join(names)}; or leave it out of log_with",
             event.content["line"],
         )
+
+
+def _by_deepspeed(by_rank: dict[int, Holding]) -> bool:
+    return any(report.engine.startswith(Engine.DEEPSPEED.label) for report in by_rank.values())
 
 
 def _all_ended(events: Sequence[RankEvent]) -> bool:

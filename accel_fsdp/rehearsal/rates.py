@@ -1,4 +1,4 @@
-"""Finds learning rates that end too early, and schedulers of an optimizer that never steps. Pure."""
+"""Finds learning rates that end too early or rise again, and schedulers of an optimizer that never steps. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,6 +8,12 @@ from accel_fsdp.units import counted
 
 IDLE = 0.25
 """The share of the steps that may have a rate of 0 at the end, after others had one."""
+RISEN = 0.25
+"""The part of a cosine's height to which the rate may rise after its end: a last batch may be filled for all ranks."""
+FIX = (
+    "scheduler.step() once per step of the optimizer, for as many as there are; a scheduler that Accelerate prepared "
+    "moves num_processes times in each, so give it num_processes times as many"
+)
 
 
 def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -23,8 +29,8 @@ def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
         what = f"the learning rate is 0 in the last {idle} of {counted(trained + idle, 'step')}"
         if content["moves"] > trained + idle:
             what += f": the scheduler moved {content['moves']} times"
-        fix = (
-            "scheduler.step() once per step of the optimizer, for as many as there are; a scheduler that Accelerate "
-            "prepared moves num_processes times in each, so give it num_processes times as many"
-        )
-        yield Failure(what, SCRIPT, fix, content["line"])
+        yield Failure(what, SCRIPT, FIX, content["line"])
+    risen = content["risen"]
+    if risen["share"] > RISEN:
+        what = f"the learning rate rises again: a cosine of {risen['length']} moves has moved {risen['moves']} times"
+        yield Failure(what, SCRIPT, FIX, content["risen_at"])

@@ -193,6 +193,13 @@ def _changed_apart(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, "change gradients on all ranks in the same way", content["line"])
 
 
+def _clipped_by_engine(content: Mapping[str, Any]) -> Failure:
+    asked, most = content["norms"]
+    clips = f"DeepSpeed clips to {most:g}, which Accelerate fills in" if most else "DeepSpeed clips to none"
+    what = f"clip_grad_norm_ asks for a norm of {asked:g} and changes nothing under DeepSpeed; {clips}"
+    return Failure(what, "gradient_clipping", f"gradient_clipping: {asked:g} in deepspeed_config", content["line"])
+
+
 def _clipped_otherwise(content: Mapping[str, Any]) -> Failure:
     factor, expected = content["factors"]
     what = f"clipping multiplies gradients by {factor:.4g}, and in one process by {expected:.4g}"
@@ -304,6 +311,7 @@ SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "behind-deepspeed": _behind_deepspeed,
     "clipped-early": _clipped_early,
     "clipped-apart": _clipped_apart,
+    "clipped-by-engine": _clipped_by_engine,
     "changed-apart": _changed_apart,
     "clipped-otherwise": _clipped_otherwise,
     "divided": _divided,

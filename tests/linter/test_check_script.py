@@ -4,12 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checking import V1, V2, codes_of, script, subject
+from checking import DS, V1, V2, codes_of, script, subject
 from conftest import SFT, accel_fsdp
 
 AC2 = V2 + "  fsdp_activation_checkpointing: true\n"
 SHARDED1 = V1 + "  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
 SWITCH = "plugin.set_state_dict_type('FULL_STATE_DICT')\n"
+STAGE2 = "  zero_stage: 2\n"
 PREPARE = "model, optimizer = accelerator.prepare(model, optimizer)\n"
 
 SCRIPTS: dict[str, tuple[str, str, str]] = {
@@ -56,6 +57,7 @@ SCRIPTS: dict[str, tuple[str, str, str]] = {
         "merge_fsdp_weights('run/checkpoint-10/pytorch_model_fsdp_0', 'out')\n",
     ),
     "AF915": (V2, "TrainingArguments(out, fsdp='full_shard')\n", "TrainingArguments(out, fsdp=False)\n"),
+    "AF918": (DS + STAGE2, "accelerator.clip_grad_norm_(p, 0.1)\n", "accelerator.clip_grad_norm_(p, max_norm=1)\n"),
 }
 
 
@@ -110,6 +112,24 @@ def test_who_gives_the_model_a_count_to_divide_by(lines: str, trl: str, fires: b
         assert "AF636" not in codes_of(replace(here, ours=True))
         assert "AF636" not in codes_of(replace(here, args={"label_smoothing_factor": "0.1"}))
         assert "AF636" not in codes_of(subject(text, script=script(lines), versions={"transformers": "5.23.0"}))
+
+
+@pytest.mark.parametrize(
+    ("keys", "norm", "fires"),
+    [
+        ("  gradient_clipping: auto\n", "0.1", True),
+        ("  gradient_clipping: 0\n", "1.0", True),
+        ("  gradient_clipping: 0\n", "float('inf')", False),  # which only counts
+        ("  gradient_clipping: 0.1\n", "0.1", False),
+        ("  gradient_clipping: '0.5'\n", "0.1", False),  # clips, and says so
+        ("  deepspeed_config_file: ds.json\n", "0.1", False),
+        ("", "args.max_grad_norm", False),
+        ("", "max_norm=0.1", True),
+    ],
+)
+def test_a_norm_that_deepspeed_does_not_clip_to(keys: str, norm: str, fires: bool) -> None:
+    called = script(f"accelerator.clip_grad_norm_(model.parameters(), {norm})\n")
+    assert ("AF918" in codes_of(subject(DS + STAGE2 + keys, script=called))) is fires
 
 
 SAVE = "    trainer.save_model()\n"

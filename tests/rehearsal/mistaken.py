@@ -127,13 +127,15 @@ if NAME == "method of no model":
 
 state = accelerator.get_state_dict(model) if NAME == "state dict from before training" else {}
 synced = contextlib.ExitStack()
-if NAME == "not synced":
+if NAME in ("not synced", "not synced, but compared"):
     synced.enter_context(accelerator.no_sync(model))
 scheduler = None
 if NAME == "scheduler of another optimizer":
     scheduler = torch.optim.lr_scheduler.ConstantLR(torch.optim.AdamW(model.parameters()))
 if NAME == "rate ends early":
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer.optimizer, 1.0, 0.0, total_iters=1)
+if NAME == "rate rises again":
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, T_max=4))
 if NAME == "evaluates on":
     model.train(accelerator.process_index > 0)
 if NAME == "begins apart" and not accelerator.is_main_process:
@@ -158,6 +160,8 @@ for step, batch in enumerate(epochs):  # twice
     elif NAME == "NaN replaced":
         logits = model(input_ids=batch).logits
         loss = torch.where(logits > 0, logits.sqrt(), logits**2).mean()
+    elif NAME == "NaN hidden":
+        loss = torch.nan_to_num(model(input_ids=batch).logits.sqrt().mean())
     elif NAME == "past the wrapper":
         loss = model.module(input_ids=batch, labels=batch).loss
     else:
@@ -184,6 +188,8 @@ for step, batch in enumerate(epochs):  # twice
     else:
         accelerator.backward(loss * scale)
     accelerator.print(f"step {step}: loss {loss.item():.4f}")
+    if NAME == "clips by DeepSpeed":
+        accelerator.clip_grad_norm_(model.parameters(), max_norm=0.1)
     if NAME == "torch clips":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if NAME == "clips by another function":
@@ -205,6 +211,10 @@ for step, batch in enumerate(epochs):  # twice
         optimizer.step()
     if scheduler is not None:
         scheduler.step()
+    if NAME == "not synced, but compared":
+        copied = model.module.lm_head.weight.detach().clone()
+        torch.distributed.all_reduce(copied)
+        accelerator.print("apart by", (copied / accelerator.num_processes - model.module.lm_head.weight).norm())
     if NAME == "rank 0 writes" and accelerator.is_main_process:
         with torch.no_grad():
             for one in model.parameters():
@@ -213,7 +223,7 @@ for step, batch in enumerate(epochs):  # twice
         model.zero_grad()
     elif NAME != "never cleared":
         optimizer.zero_grad(set_to_none=NAME != "none")
-    if step == {"same order": 5, "another order": 3, "rate ends early": 3}.get(NAME, 2 * ACCUMULATED - 1):
+    if step == {"same order": 5, "another order": 3}.get(NAME, 3 if "rate " in NAME else 2 * ACCUMULATED - 1):
         break
 
 if NAME == "weights after evaluation":

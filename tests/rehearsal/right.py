@@ -60,8 +60,10 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
     if "own loss" in WAYS:
         logits = model(input_ids=batch).logits[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1).div(2), batch[:, 1:].flatten(), label_smoothing=0.1)
-    output = model(input_ids=batch, labels=batch)
+    output = model(input_ids=batch, labels=batch if "skips a mean" not in WAYS or step < 2 else batch * 0 - 100)
     loss: torch.Tensor = output.loss
+    if "skips a mean" in WAYS:
+        loss = torch.nan_to_num(loss)
     if "loss and logits" in WAYS:
         loss = loss + 1e-2 * output.logits.float().logsumexp(-1).square().mean()
     if "penalty" in WAYS:
@@ -79,12 +81,16 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
 
 
 for step, batch in enumerate(loader):
-    if "averages weights" in WAYS:  # as local SGD does
+    if {"averages weights", "averages copies"} & {*WAYS}:  # as local SGD does
         with model.no_sync():
             loss_of(batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step == 2:
+        if step == 2 and "averages copies" in WAYS:
+            vector = nn.utils.parameters_to_vector(model.parameters())
+            torch.distributed.all_reduce(vector)
+            nn.utils.vector_to_parameters(vector / accelerator.num_processes, model.parameters())
+        elif step == 2:
             for weight in model.parameters():
                 torch.distributed.all_reduce(weight.data)
                 weight.data /= accelerator.num_processes
@@ -104,7 +110,7 @@ for step, batch in enumerate(loader):
             if "clips values" in WAYS:
                 torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
             if "clips each micro-batch" in WAYS or ("clips" in WAYS and accelerator.sync_gradients):
-                accelerator.clip_grad_norm_(model.parameters(), 1e-2)
+                accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0 if "to 1" in WAYS else 1e-2)
             optimizer.step()
             if "warmup" in WAYS:
                 schedule.step()
@@ -112,6 +118,9 @@ for step, batch in enumerate(loader):
     if "average" in WAYS:
         for name, weight in model.named_parameters():
             average.setdefault(name, weight.detach().clone()).lerp_(weight.detach(), 0.1)
+    if "compares weights" in WAYS:
+        apart = [accelerator.reduce(weight.detach(), "mean") - weight for weight in model.parameters()]
+        assert max(float(weight.abs().max()) for weight in apart) < 1e-6
     if "weights clamped" in WAYS:
         with torch.no_grad():
             for weight in model.parameters():

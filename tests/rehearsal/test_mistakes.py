@@ -183,6 +183,9 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "no_sync around every step": ("not synced", FSDP2, "the script", "synced.enter_context("),
     "no_sync around every step, under FSDP1": ("not synced", FSDP1, "the script", "optimizer.step()"),
     "no_sync around every step, under DDP": ("not synced", {}, "the script", "synced.enter_context("),
+    "no_sync around every step, and weights that are compared": (
+        "not synced, but compared", {}, "the script", "synced.enter_context(",
+    ),
     "an optimizer that is not prepared": ("optimizer not prepared", {}, "the script", "optimizer.step()"),
     "trained weights that FSDP ignores": ("head ignored", FSDP1, "the script", "prepare(model, optimizer, loader)"),
     "losses not divided by the accumulation steps": ("not divided", FSDP1, "the script", "loss.backward()"),
@@ -190,6 +193,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "zero_grad() before the step": ("cleared before the step", FSDP2, "the script", "optimizer.step()"),
     "a learning rate of 0": ("rate of 0", FSDP1, "the script", "optimizer.step()"),
     "a rate that ends too early": ("rate ends early", FSDP2, "the script", "LinearLR("),
+    "a rate that rises again": ("rate rises again", FSDP2, "the script", "T_max=4"),
     "a scheduler of another optimizer": ("scheduler of another optimizer", FSDP1, "the script", "ConstantLR("),
     "no weight that needs gradients": ("nothing trained", FSDP2, "the script", "optimizer.step()"),
     "gradients cleared with each micro-batch": ("each batch cleared", FSDP2, "the script", "set_to_none=NAME"),
@@ -198,6 +202,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "steps early", FSDP2, "gradient_accumulation_steps", "accelerator.backward(loss * scale)",
     ),
     "gradients summed again": ("summed again", {}, "the script", "all_reduce(one.grad)"),
+    "a NaN loss replaced": ("NaN hidden", FSDP2, "the script", "torch.nan_to_num(model"),
     "NaN gradients replaced": ("NaN replaced", {}, "the script", "nan_to_num_()"),
     "evaluation mode on one rank": ("evaluates on", FSDP2, "the script", "accelerator.backward(loss * scale)"),
     "a loss times the number of ranks": ("times ranks", {}, "the script", "accelerator.backward(loss * scale)"),
@@ -260,8 +265,8 @@ def said_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
 
 def trained(**values: int | bool) -> tuple[str, dict[str, Any]]:
     """What a rank told at its end."""
-    counts = {"optimizers": 1, "backwards": 2, "steps": 2, "sharded_steps": 2, "kept": False}
-    return "trained", {**counts, "backward_line": "", **values}
+    counts = {"optimizers": 1, "backwards": 2, "steps": 2, "sharded_steps": 2, "kept": False, "not_numbers": 0}
+    return "trained", {**counts, "backward_line": "", "hidden_at": "", **values}
 
 
 def test_the_last_lines_of_a_script_are_few_and_short() -> None:

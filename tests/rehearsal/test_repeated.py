@@ -26,7 +26,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adapter,gradient checkpointing,warmup": (FSDP2, BF16),
     "own loss,groups": (FSDP1, BF16),
     "probes gradients,momentum,slow rank,gathers padded,generates": (FSDP2, {}),
-    "trains the head alone": ({}, {}),
+    "trains the head alone,compares weights,skips a mean": ({}, {}),
     "compiled": ({}, {}),
 }
 
@@ -56,6 +56,7 @@ def test_right_saves_of_many_kinds_pass(ways: str, fsdp: dict[str, Any], tiny_mo
         ("hook", "hooks were added to the model after it was sharded"),
         ("penalty", "is used outside of the model's forward"),
         ("averages weights", "the script averages the ranks' weights now and then, not their gradients"),
+        ("averages copies", "the script averages the ranks' weights now and then, not their gradients"),
         ("skips a batch", "gradients are kept, cleared or changed between two backward passes of a step"),
     ],
 )

@@ -18,13 +18,13 @@ def zero(stage: int, batches: int = 1, **more: Any) -> dict[str, Any]:
 
 
 RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "accumulates,own loss,groups": (zero(2, 2), {}),
+    "accumulates,own loss,groups,clips": (zero(2, 2), {}),
     "accumulates,frozen weights": (zero(3, 2), {}),
     "dropout,two passes,momentum": (zero(1), {}),
     "adapter,accumulates": (zero(3, 2, zero3_init_flag=True), {}),
     "own loss,groups,accumulates": (zero(2, 2), BF16),
     "groups": (zero(3), BF16),
-    "trains the head alone": (zero(2), {}),
+    "trains the head alone,clips,to 1": (zero(2, gradient_clipping="auto"), {}),
     "warmup": (zero(0), {}),
 }
 
@@ -59,6 +59,18 @@ WRONG: dict[str, tuple[Path, str, dict[str, Any], str]] = {
     "an optimizer without the head, under ZeRO-3": (ENGINE, "head forgotten", zero(3), "AdamW(trained"),
     "a step before all its batches, under ZeRO-2": (OF_ACCELERATE, "steps early", zero(2, 2), "backward(loss * scale)"),
     "gradients accumulated by hand, under ZeRO-2": (OF_ACCELERATE, "each batch cleared", zero(2), "optimizer.step()"),
+    "a norm that DeepSpeed does not clip to": (
+        OF_ACCELERATE,
+        "clips by DeepSpeed",
+        zero(2, gradient_clipping="auto"),
+        "max_norm=0.1",
+    ),
+    "a norm without clipping by DeepSpeed": (
+        OF_ACCELERATE,
+        "clips by DeepSpeed",
+        zero(3, gradient_clipping=0),
+        "max_norm=0.1",
+    ),
     "evaluation mode on one rank, under ZeRO-3": (OF_ACCELERATE, "evaluates on", zero(3), "backward(loss * scale)"),
 }
 

@@ -44,15 +44,18 @@ class ObservedLines:
         self.changed: dict[int, str] = {}
         self.cleared = self.unsynced = ""
         self.has_averaged = False
+        self.summed: tuple[torch.Tensor, torch.Tensor, str] | None = None
 
     def install(self) -> Iterator[Callable[[], None]]:
-        """Yields functions that remove the hooks again; one hook stays, for weights that are averaged later."""
+        """Yields functions that remove the hooks again; two hooks stay, for weights that are averaged later."""
         import torch
         import torch.distributed as dist
         import torch.distributed.fsdp as fsdp
         from torch.nn.parallel import DistributedDataParallel
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        before(dist, "all_reduce", self._averages)
+        before(dist, "all_reduce", self._summing)
+        register_optimizer_step_pre_hook(self.report_averaging)
         for name in METHODS:
             yield replace(torch.Tensor, name, self._changing)
         for name in COLLECTIVES:
@@ -98,19 +101,31 @@ class ObservedLines:
         self.unsynced = "" if is_on else script.line_of_stack(sys._getframe(2))
         return original(*args, **kwargs)
 
-    def _averages(self, tensor: Any, *_: Any, **__: Any) -> None:
-        """Reports that the script sums weights over ranks, as a script that averages weights instead of gradients."""
-        if not self.has_averaged and self.is_outside() and self._are_weights(parts.local(tensor).detach().flatten()):
-            self.has_averaged = True
-            events.report("averaged", line=script.line_of_stack(sys._getframe(2)))
+    def _summing(self, tensor: Any, *_: Any, **__: Any) -> None:
+        """Notes a weight that the script sums over ranks, or a copy of it."""
+        if self.summed is None and not self.has_averaged and self.is_outside():
+            weight = self._weight_of(parts.local(tensor).detach().flatten())
+            if weight is not None:
+                self.summed = weight, weight.detach().clone(), script.line_of_stack(sys._getframe(2))
 
-    def _are_weights(self, values: "torch.Tensor") -> bool:
-        """Whether a tensor has the values of one weight, or of all weights concatenated; false for shards."""
+    def report_averaging(self, *_: Any) -> None:
+        """Reports that the script averages weights and not gradients: the summed one has changed before the next step.
+
+        A copy that is summed to be compared changes none.
+        """
+        if self.summed is not None:
+            weight, last, line = self.summed
+            self.summed, self.has_averaged = None, not weight.equal(last)
+            if self.has_averaged:
+                events.report("averaged", line=line)
+
+    def _weight_of(self, values: "torch.Tensor") -> "torch.Tensor | None":
+        """The weight with these values, or the first weight if they are those of all, concatenated; None for shards."""
         whole = [place.parameter for place in self.places() if parts.is_whole(place) and place.parameter.requires_grad]
-        weights = [weight.detach().flatten() for weight in whole]
-        if weights and len(values) == sum(map(len, weights)):
-            return weights[0].equal(values[: len(weights[0])].to(weights[0].dtype))
-        return any(len(weight) == len(values) and weight.equal(values.to(weight.dtype)) for weight in weights)
+        if whole and len(values) == sum(weight.numel() for weight in whole):
+            whole, values = whole[:1], values[: whole[0].numel()]
+        same = (weight for weight in whole if weight.numel() == len(values))
+        return next((weight for weight in same if weight.detach().flatten().equal(values.to(weight.dtype))), None)
 
 
 def _storage(tensor: Any) -> int:

@@ -151,6 +151,7 @@ class Recorder:
         """Ends the last update, at the end of the script."""
         self._close()
         self._stop()
+        self.lines.report_averaging()
         if self.written:
             same = self._unchanged()
             still = [place.name for place in self.places if place.parameter.requires_grad and place.name in same]
@@ -361,7 +362,7 @@ class Recorder:
         own = {name for several in names for name in several}
         return [place for place in self.places if place.name in own]
 
-    def _clips(self, _: Any, max_norm: Any, norm_type: Any = 2.0, *__: Any, **___: Any) -> None:
+    def _clips(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any) -> None:
         if self.update is not None:
             line = script.line_of_stack(sys._getframe(2))
             self.update.clips.append(Clip(float(max_norm), float(norm_type), self.update.backwards, line))

@@ -20,13 +20,45 @@ RELIES_ON = SCHEDULES.relies_on
 
 @dataclass
 class _Scheduled:
-    """An optimizer with a scheduler, the line that created it, and the line that moves it more often than steps."""
+    """An optimizer with a scheduler, the line that created it, and the line that moves it more often than steps.
+
+    `cosine` is the latest scheduler with a length, `most` the highest rate of a step and `least` the lowest one after
+    it; `risen` is the part of the way from there to the highest that the rate rose after the cosine's length.
+    """
 
     optimizer: Any
     made_at: str
     moved_at: str = ""
     moves: int = 0
     steps: int = 0
+    cosine: Any = None
+    cosine_moves: int = 0
+    most: float = 0.0
+    least: float = 0.0
+    risen: float = 0.0
+
+    def step(self, rate: float) -> None:
+        self.steps += 1
+        if rate > self.most * 1.001:
+            self.most = self.least = rate
+        self.least = min(self.least, rate)
+        if self.cosine_moves > length(self.cosine):
+            self.risen = max(self.risen, (rate - self.least) / (self.most - self.least or 1.0))
+
+    @property
+    def waves(self) -> bool:
+        """Whether a longer cosine may be meant: torch's, if it is too short for the optimizer's steps alone."""
+        return hasattr(self.cosine, "T_max") and self.steps > length(self.cosine)
+
+
+def length(scheduler: Any) -> int:
+    """The moves in which a cosine falls once, after which it rises; 0 for other schedules, and for waves."""
+    from torch.optim.lr_scheduler import CosineAnnealingLR
+
+    if type(scheduler) is CosineAnnealingLR:
+        return int(scheduler.T_max)
+    settings = getattr(next(iter(getattr(scheduler, "lr_lambdas", ())), None), "keywords", {})  # of transformers
+    return int(settings.get("num_training_steps", 0)) if settings.get("num_cycles") == 0.5 else 0
 
 
 class ObservedSchedules:
@@ -50,6 +82,9 @@ class ObservedSchedules:
     def _moved(self, scheduler: Any, *_: Any, **__: Any) -> None:
         if known := self._of(scheduler.optimizer):  # not yet within `__init__`, which moves it once
             known.moves += 1
+            if length(scheduler):
+                known.cosine_moves = 1 + (known.cosine_moves if known.cosine is scheduler else 0)
+                known.cosine = scheduler
             if known.moves > known.steps and script.is_calling(sys._getframe(2)):
                 known.moved_at = script.line_of_stack(sys._getframe(2))
 
@@ -61,7 +96,7 @@ class ObservedSchedules:
     def steps_now(self, optimizer: Any) -> None:
         """Called before each step of an optimizer."""
         if known := self._of(optimizer):
-            known.steps += 1
+            known.step(float(optimizer.param_groups[0].get("lr", 1.0)))
         rests = all(not float(group.get("lr", 1.0)) for group in optimizer.param_groups)
         self.idle = self.idle + 1 if rests else 0
         self.trained += not rests
@@ -69,11 +104,15 @@ class ObservedSchedules:
     def report_end(self) -> None:
         """Called at the end of the script."""
         astray = [known.made_at for known in self.scheduled if known.moves > 1 and not known.steps]
-        first = max(self.scheduled, key=lambda known: known.steps, default=_Scheduled(None, ""))
+        none = _Scheduled(None, "")
+        first = max(self.scheduled, key=lambda known: known.steps, default=none)
         taken = {"trained": self.trained, "idle": self.idle, "moves": first.moves}
+        risen = max((known for known in self.scheduled if not known.waves), key=lambda known: known.risen, default=none)
         events.report(
             "schedules",
             **taken,
             line=first.moved_at or first.made_at,
             astray=astray if self.trained + self.idle else [],
+            risen={"share": risen.risen, "moves": risen.cosine_moves, "length": length(risen.cosine)},
+            risen_at=risen.moved_at or risen.made_at,
         )

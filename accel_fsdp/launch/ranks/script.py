@@ -1,5 +1,6 @@
 """Runs the user's script as Python would, and finds its line where something happened."""
 
+import linecache
 import os
 import sys
 import traceback
@@ -42,6 +43,13 @@ def line_of_stack(frame: FrameType | None) -> str:
 def line_of_error(error: BaseException) -> str:
     """The script's line as file:line, from an error's traceback."""
     return line_of([(at.filename, at.lineno) for at in traceback.extract_tb(error.__traceback__)])
+
+
+def line_above(line: str, word: str) -> str:
+    """The nearest line above another, both as file:line, that has a word; the other itself if none has."""
+    path, _, number = line.rpartition(":")
+    above = linecache.getlines(path)[: int(number or 0)]
+    return next((f"{path}:{at}" for at in range(len(above), 0, -1) if word in above[at - 1]), line)
 
 
 def is_calling(frame: FrameType | None) -> bool:

@@ -4,6 +4,7 @@ It computes sums and checksums on each rank, without communication, so it can't 
 """
 
 import functools
+import math
 import sys
 import weakref
 import zlib
@@ -131,7 +132,15 @@ class ObservedWeights:
             sharded_steps=self.sharded_steps,
             kept=is_unchanged,
             backward_line=self.backward_line,
+            not_numbers=self._not_numbers(),
+            hidden_at=script.line_above(self.backward_line, "nan_to_num"),
         )
+
+    def _not_numbers(self) -> int:
+        """The weights of which this rank holds NaN, of those that an optimizer has updated."""
+        groups = [group for optimizer in self.stepped for group in optimizer.param_groups]
+        held = [parts.local(weight) for group in groups for weight in group["params"] if not weight.is_meta]
+        return sum(math.isnan(sums(weight)[0]) for weight in held)
 
     def shard_storages(self) -> set[int]:
         """The addresses of FSDP1's shards on this rank, and of the optimizer's states of them.

@@ -5,6 +5,7 @@ the trained weights, and each rank holds a part of them.
 """
 
 import contextlib
+import math
 import sys
 from collections.abc import Iterator
 from functools import cached_property
@@ -28,6 +29,7 @@ RELIES_ON = (
     Internal(f"{ENGINE}._backward_epilogue", "self"),
     Internal(f"{ENGINE}._take_model_step", "self lr_kwargs"),
     Internal("accelerate.utils:DeepSpeedOptimizerWrapper.step", "self"),
+    Internal("accelerate:Accelerator.clip_grad_norm_", "self parameters max_norm *"),
     Internal(f"{PARTS}.lp_fragment_address"),
     Internal(f"{PARTS}.hp_fragment_address"),
     Internal(f"{PARTS}.param_group_index"),
@@ -43,12 +45,14 @@ class ZeroRecorder(Recorder):
 
     taken = asked = 0
     asked_at = ""
+    clips_by_config = has_compared_norms = False
 
     @cached_property
     def is_watching(self) -> bool:
         """Installs the hooks on the engine when a script first prepares a model, and so has imported DeepSpeed."""
         if not UPDATES.is_possible:
             return False
+        from accelerate import Accelerator
         from accelerate.utils import DeepSpeedOptimizerWrapper
         from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -56,10 +60,14 @@ class ZeroRecorder(Recorder):
         after(DeepSpeedEngine, "_backward_epilogue", self._reduced)
         before(DeepSpeedEngine, "_take_model_step", self._steps)
         before(DeepSpeedOptimizerWrapper, "step", self._asks)
+        before(Accelerator, "clip_grad_norm_", self._asks_for_norm)
         return True
 
     def keep_all(self, accelerator: Any, *args: Any, **kwargs: Any) -> None:
         if self.is_watching:
+            if not self.copies:  # until prepare fills in a number
+                config = accelerator.deepspeed_plugin.deepspeed_config
+                self.clips_by_config = config.get("gradient_clipping", "auto") != "auto"
             super().keep_all(accelerator, *args, **kwargs)
 
     def keep(self, root: "nn.Module") -> None:
@@ -122,6 +130,16 @@ class ZeroRecorder(Recorder):
         """Called at Accelerate's `optimizer.step()`, which does nothing under DeepSpeed."""
         self.asked += 1
         self.asked_at = script.line_of_stack(sys._getframe(2))
+
+    def _asks_for_norm(self, _: Any, parameters: Any, max_norm: Any, *__: Any, **___: Any) -> None:
+        """Reports a norm to which Accelerate clips nothing, as DeepSpeed clips by its own; not one that only counts."""
+        if self.has_compared_norms or not script.is_calling(sys._getframe(2)):
+            return
+        for most in (float(engine.gradient_clipping()) for engine in self._engines()):
+            self.has_compared_norms = True
+            if max_norm and math.isfinite(max_norm) and max_norm != most and not (most and self.clips_by_config):
+                line = script.line_of_stack(sys._getframe(2))
+                events.report("otherwise", what="clipped-by-engine", norms=[float(max_norm), most], line=line)
 
     def _steps(self, engine: Any, *_: Any) -> None:
         self.taken += 1

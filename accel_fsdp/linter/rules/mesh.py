@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from accel_fsdp.config import BY_NAME, EXPERT_FLAG, NATIVE_SIZES, Engine, expert_refusal, size_key
 from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
-from accel_fsdp.linter.rules.script import at, keyword, name_of
+from accel_fsdp.linter.rules.script import at, calls, keyword
 from accel_fsdp.units import counted
 
 TENSOR = f"parallelism_config.{size_key('tp')}"
@@ -269,11 +269,8 @@ def rows_that_context_can_not_split(subject: Subject) -> Iterator[Finding]:
 
 def _sharded_loads(subject: Subject) -> list[ast.Call]:
     """The calls of `from_pretrained` that have transformers shard the model, under any engine."""
-    tree = ast.walk(subject.script.tree) if subject.script else ()
-    loads = [node for node in tree if isinstance(node, ast.Call) and name_of(node) == "from_pretrained"]
-    return [
-        call for call in loads if any(keyword(call, name) is not None for name in ("distributed_config", "tp_plan"))
-    ]
+    loads = calls(subject, "from_pretrained", of_any_engine=True)
+    return [load for load in loads if keyword(load, "distributed_config") or keyword(load, "tp_plan")]
 
 
 @rule("AF916", "warning")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import Engine
+from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
 RANK_WORDS = ("is_main_process", "is_local_main_process", "is_world_process_zero", "is_local_process_zero")
@@ -34,9 +35,10 @@ def nodes(subject: Subject) -> Iterator[ast.AST]:
     return ast.walk(subject.script.tree) if subject.script and subject.is_fsdp else iter(())
 
 
-def calls(subject: Subject, *names: str) -> list[ast.Call]:
-    """The script's calls of these names, in the order of lines."""
-    matches = [node for node in nodes(subject) if isinstance(node, ast.Call) and name_of(node) in names]
+def calls(subject: Subject, *names: str, of_any_engine: bool = False) -> list[ast.Call]:
+    """The script's calls of these names, in the order of lines; none without FSDP, unless those of any engine count."""
+    tree = ast.walk(subject.script.tree) if subject.script and of_any_engine else nodes(subject)
+    matches = [node for node in tree if isinstance(node, ast.Call) and name_of(node) in names]
     return sorted(matches, key=lambda call: (call.lineno, call.col_offset))
 
 
@@ -401,3 +403,26 @@ def fsdp_in_the_script(subject: Subject) -> Iterator[Finding]:
         value = keyword(call, "fsdp")
         if constant(value) not in (None, False, "") or (isinstance(value, ast.List) and value.elts):
             yield at(subject, call, "the script sets FSDP too", "most of this file is ignored", "drop fsdp=")
+
+
+@rule("AF918", "warning")
+def norm_that_deepspeed_ignores(subject: Subject) -> Iterator[Finding]:
+    """`accelerator.clip_grad_norm_` under DeepSpeed, with another norm than the one that DeepSpeed clips to.
+
+    Accelerate leaves clipping to DeepSpeed there: to `gradient_clipping`, without one to 1.0, at 0 to none.
+    """
+    section = subject.section("deepspeed_config")
+    most = from_arguments.number(section.get("gradient_clipping"), None)
+    if subject.engine is not Engine.DEEPSPEED or "deepspeed_config_file" in section or most:
+        return
+    to, clips = (1.0, "to 1.0") if most is None else (0, "not at all")
+    for call in calls(subject, "clip_grad_norm_", of_any_engine=True):
+        norm = constant(call.args[1] if len(call.args) > 1 else keyword(call, "max_norm"))
+        if "accelerator" in receiver(call) and isinstance(norm, int | float) and norm not in (0, to):
+            yield at(
+                subject,
+                call,
+                f"clip_grad_norm_ to {norm} changes nothing under DeepSpeed",
+                f"DeepSpeed clips by itself, with this file {clips}",
+                f"gradient_clipping: {norm} in deepspeed_config",
+            )

@@ -1,0 +1,75 @@
+"""Learning rates over a run: which schedules a rehearsal takes for a mistake, and which it leaves alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+from transformers import get_cosine_schedule_with_warmup, get_cosine_with_hard_restarts_schedule_with_warmup
+
+from accel_fsdp.launch.ranks import read
+from accel_fsdp.launch.ranks.schedules import ObservedSchedules
+from accel_fsdp.rehearsal import rates
+
+STEPS = 8
+"""Steps of the optimizer in each case."""
+
+
+def warmed(optimizer: Any) -> Any:
+    rising = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+    return lr_scheduler.SequentialLR(optimizer, [rising, lr_scheduler.CosineAnnealingLR(optimizer, 6)], [2])
+
+
+Makes = Callable[[Any], Any]
+WRONG: dict[str, tuple[Makes, int]] = {
+    "moved by two ranks": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS), 2),
+    "moved with each of four micro-batches": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10), 4),
+    "of transformers, moved by two ranks": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, STEPS), 2),
+    "of transformers, too short": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 1, 4), 1),
+}
+RIGHT: dict[str, tuple[Makes, int]] = {
+    "a cosine": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS), 1),
+    "a cosine for two ranks": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS), 2),
+    "a last batch that is filled": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 13), 2),
+    "a floor": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, STEPS, eta_min=5e-4), 1),
+    "waves of torch's cosine": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 2), 1),
+    "warm restarts": (lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3), 1),
+    "warm restarts, moved twice": (lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3), 2),
+    "hard restarts": (lambda one: get_cosine_with_hard_restarts_schedule_with_warmup(one, 1, STEPS, num_cycles=2), 1),
+    "waves of transformers": (lambda one: get_cosine_schedule_with_warmup(one, 1, STEPS, num_cycles=2), 1),
+    "warm-up and a cosine": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, STEPS), 1),
+    "warm-up and a cosine of torch": (warmed, 1),
+    "one cycle": (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1), 1),
+    "a triangle": (lambda one: lr_scheduler.CyclicLR(one, 1e-4, 1e-3, step_size_up=2, cycle_momentum=False), 1),
+    "a function": (lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 3)), 1),
+}
+
+
+def mistakes_of(make: Makes, moves: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(folder))
+    for name in ("__init__", "step"):
+        monkeypatch.setattr(lr_scheduler.LRScheduler, name, getattr(lr_scheduler.LRScheduler, name))
+    observed = ObservedSchedules()
+    observed.install()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3, momentum=0.9)
+    scheduler = make(optimizer)
+    for _ in range(STEPS):
+        observed.steps_now(optimizer)
+        optimizer.step()
+        for _ in range(moves):
+            scheduler.step()
+    observed.report_end()
+    return [mistake.what for mistake in rates.mistakes(read(folder))]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_cosine_that_rises_again_is_a_mistake(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (said,) = mistakes_of(*WRONG[name], tmp_path, monkeypatch)
+    assert said.startswith("the learning rate rises again: a cosine of ")
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_schedule_may_rise(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not mistakes_of(*RIGHT[name], tmp_path, monkeypatch)
