@@ -103,7 +103,7 @@ def compare(model: str, machines: Iterable[str], **flags: Any) -> Comparison:
 
     if isinstance(machines, str) or not all(isinstance(name, str) for name in machines):
         raise UsageError(
-            f"machines={machines!r}", why="each machine is a text of its own", fix='machines: ["8xH100-80GB"]'
+            f"machines={machines!r}", why="each machine is a separate string", fix='machines: ["8xH100-80GB"]'
         )
     machine_names = ",".join(machines)
     return planner.compare(_plan_command("compare", WRITING - {"compare"}, model=model, compare=machine_names, **flags))
@@ -218,6 +218,6 @@ def _refuse_unknown(what: str, names: Iterable[str], known: Iterable[str]) -> No
         if name not in known:
             raise UsageError(
                 f"{what} {name}.{did_you_mean(str(name), known)}",
-                why="what nothing reads would be ignored",
+                why="an unknown flag would be ignored",
                 fix="one of: " + ", ".join(known),
             )

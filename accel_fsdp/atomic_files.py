@@ -89,7 +89,7 @@ def _send(path: Path, text: str) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)  # else a pipe waits for a reader for ever
     except OSError as error:
-        raise OSError(error.errno, "no process reads from it") if error.errno == errno.ENXIO else error from error
+        raise OSError(error.errno, "no process reads from the pipe") if error.errno == errno.ENXIO else error from error
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         os.set_blocking(descriptor, True)
         stream.write(text)

@@ -133,14 +133,14 @@ def _check(command: str, flag: Flag, value: str) -> None:
     """Refuses a value that isn't of the flag's types."""
     if flag.is_switch:
         raise UsageError(
-            f"{flag.name} takes no value, and {value} is one",
-            why=f"{flag.name} alone says yes",
+            f"{flag.name} takes no value, but {value} was given",
+            why=f"{flag.name} without a value turns it on",
             fix=f"{flag.name}, or nothing",
         )
     if value == "None" and type(None) in flag.types:
         raise UsageError(
             f"{flag.name} takes {_expected(flag)}, not None",
-            why="None would count as no flag at all",
+            why="None would count as a missing flag",
             fix=f"leave out {flag.name}",
         )
     problem = f"not {value}"

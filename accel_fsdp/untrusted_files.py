@@ -84,7 +84,7 @@ def _place(path: Path, within: Path) -> Path:
     raise UserError(
         f"{path} is a link to {place}, outside of its folder",
         why="a checkpoint doesn't belong there; nothing was read",
-        fix=f"if the link is yours, name {place} itself, or put it in the link's place; else don't trust this folder",
+        fix=f"if the link is yours, name {place} itself, or replace the link by it; else don't trust this folder",
     )
 
 
@@ -129,7 +129,7 @@ def _check_plain(path: Path, mode: int) -> None:
 def unreadable(path: Path, reason: str) -> UserError:
     return UserError(
         f"{path} can't be read: {reason}",
-        why="it may change what the files beside it mean",
+        why="it may change the meaning of the other files",
         fix="put a file there that you may read, or remove it",
     )
 
@@ -138,7 +138,7 @@ def broken(path: Path, what: str) -> UserError:
     """The error for a file whose content is damaged."""
     return UserError(
         f"{path} {what}",
-        why="what it says can't be relied on",
+        why="its content can't be trusted",
         fix="copy that file again from where it was written",
     )
 
@@ -174,7 +174,7 @@ def read_text(path: Path, largest: int = LARGEST_JSON, within: Path | None = Non
     try:
         return None if content is None else content.decode()
     except UnicodeDecodeError as error:
-        raise broken(path, "is damaged: no text in UTF-8") from error
+        raise broken(path, "is damaged: not UTF-8 text") from error
 
 
 def read_json(

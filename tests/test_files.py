@@ -103,7 +103,7 @@ def test_a_pipe_that_nobody_reads_stays_one(command: str, tmp_path: Path) -> Non
     os.mkfifo(pipe)
     refused = accel_fsdp(*WRITERS[command], pipe)
     assert refused.code == 1
-    assert f"cannot write {pipe}: no process reads from it" in refused.output
+    assert f"cannot write {pipe}: no process reads from the pipe" in refused.output
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]
 

@@ -327,7 +327,7 @@ def _nothing(path: Path, place: Path) -> UserError:
             return untrusted_files.leads_nowhere(link)
     if place.name.startswith(OPTIMIZERS):
         return UserError(
-            f"{path} holds optimizer state, no weights",
+            f"{path} holds optimizer state instead of weights",
             why="there is nothing to export",
             fix=f"give the checkpoint's folder: {place.parent}",
         )

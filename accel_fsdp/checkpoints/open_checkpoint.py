@@ -107,7 +107,7 @@ def of_folder(folder: Path) -> dict[str, Stored]:
         raise UserError(
             f"{folder} holds two models: {names[0]} and {ranks[0]}",
             why="versions of transformers differ in which of them from_pretrained loads",
-            fix="move the files of one of them into a folder of their own",
+            fix="move the files of one of them into a separate folder",
         )
     tensors = _of_files(folder, names or sorted(path.name for path in folder.glob(file_names.MODELS)) or ranks, listed)
     if not tensors:
@@ -137,7 +137,7 @@ def _of_files(
             listed_in.add((name, file))
             previous = parts.setdefault(name, {}).setdefault(places.get(name, (0,) * len(header.shape)), header)
             if previous is not header and not summary.equal(previous, header):
-                raise damaged(path, f"holds another {name} than {previous.file.name}")
+                raise damaged(path, f"holds a {name} that differs from the one in {previous.file.name}")
     for name, file in listed.items():
         if (name, file) not in listed_in:
             elsewhere = ", while another file does" if name in parts else ""
@@ -199,7 +199,7 @@ def _chosen(adapters: Mapping[str, dict[str, Stored]], name: str | None) -> dict
     if name is None and len(adapters) > 1:
         raise UsageError(
             f"the checkpoint holds {len(adapters)} adapters: {names}",
-            why="an export holds one of them, and which is meant can't be guessed",
+            why="an export holds one of them, and it is unclear which is meant",
             fix=f"--adapter {min(adapters)}",
         )
     return adapters.get(name or "") or next(iter(adapters.values()))
@@ -248,8 +248,8 @@ def _named(paths: Paths) -> dict[str, Stored]:
         if first is not stored and _content(first) != _content(stored):
             raise UserError(
                 f"the checkpoint holds two tensors named {name}: {'.'.join(origins[name])} and {'.'.join(path)}",
-                why="which of them is the model's can't be guessed",
-                fix="save the state dict that you want in a file or folder of its own, and export that",
+                why="it is unclear which of them belongs to the model",
+                fix="save the state dict that you want in a separate file or folder, and export that",
             )
         origins.setdefault(name, path)
     return tensors

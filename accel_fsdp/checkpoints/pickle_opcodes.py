@@ -143,8 +143,8 @@ class Machine(PYTHONS):  # type: ignore[misc]
                 return names[key]
         raise UserError(
             f"{self.path} names {module}.{name}, which no checkpoint needs",
-            why="reading it the usual way could run code of whoever wrote the file; nothing was executed",
-            fix="if the file is yours, save the weights alone: torch.save(model.state_dict(), FILE); "
+            why="reading it the usual way could run the code of the file's author; nothing was executed",
+            fix="if the file is yours, save only the weights: torch.save(model.state_dict(), FILE); "
             "else don't load it, and get the checkpoint again from where it was written",
         )
 

@@ -76,7 +76,7 @@ def _places(path: Path, tensors: Mapping[str, Tensor], noted: str | None) -> dic
 def _damaged(path: Path, what: str) -> UserError:
     return UserError(
         f"{path} is {what}" if what == "missing" else f"{path} is damaged: {what}",
-        why="its tensors would be other numbers than were written",
+        why="its tensors would differ from the written ones",
         fix="copy that file again from where it was written",
     )
 
@@ -94,7 +94,7 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> Tensor:
     shape, place = _sizes(path, name, entry["shape"]), _sizes(path, name, entry["data_offsets"])
     bits = _product(path, name, (*shape, BITS[entry["dtype"]]))
     if len(place) != 2 or bits % 8 or place[1] - place[0] != bits // 8:
-        raise _damaged(path, f"{name} has another size than its shape and dtype say")
+        raise _damaged(path, f"{name} has a size that differs from its shape and dtype")
     return Tensor(path, entry["dtype"], shape, begin + place[0], begin + place[1])
 
 

@@ -135,7 +135,7 @@ def _marked(path: Path, metadata: Any) -> UserError:
     marks = ", ".join(map(str, metadata)) if isinstance(metadata, dict) else "unknown ones"
     return UserError(
         f"{path} holds a tensor with marks beside its numbers: {marks}",
-        why="with them torch reads other numbers than are stored, such as the negative ones",
+        why="with them torch reads other numbers than the stored ones, such as their negatives",
         fix="in torch: tensor.resolve_conj().resolve_neg(), save the checkpoint again, and export that",
     )
 

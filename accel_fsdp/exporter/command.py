@@ -222,7 +222,7 @@ class _Export:
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
             report = self._verified(folder, planner, outputs, adapter)
             if unknown:
-                console.say(f"names and ties are those of the checkpoint: {unknown}", style="yellow")
+                console.say(f"names and ties are taken from the checkpoint: {unknown}", style="yellow")
             report.save(folder)
         return report.timed(time.monotonic() - started)
 

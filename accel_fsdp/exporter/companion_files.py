@@ -234,6 +234,6 @@ def _trained_model(account: dict[str, Any]) -> tuple[str, str | None] | None:
 def _no_config(folder: Path) -> UserError:
     return UserError(
         f"no {file_names.CONFIG} in {folder} or beside it",
-        why="the weights alone don't say which model they are, and from_pretrained needs it",
-        fix="give the model that was trained: --model ID_OR_FOLDER",
+        why="the weights don't show which model they belong to, and from_pretrained needs it",
+        fix="give the trained model: --model ID_OR_FOLDER",
     )

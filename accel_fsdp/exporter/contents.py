@@ -151,8 +151,8 @@ def _check_matrices(adapter: Mapping[str, Stored]) -> None:
     integer_name = next((name for name, tensor in trained.items() if tensor.dtype not in FLOATS), None)
     if integer_name is not None:
         raise UserError(
-            f"{integer_name} of the adapter holds no floating-point numbers but {trained[integer_name].dtype}",
-            why="no training makes such, so that the file's header or index is damaged",
+            f"{integer_name} of the adapter has no floating-point dtype but {trained[integer_name].dtype}",
+            why="training doesn't produce such weights: the file's header or index is damaged",
             fix="copy the adapter again from where it was written",
         )
 
@@ -191,4 +191,4 @@ def _problems(
         elif tensors[name].shape != shape:
             yield f"{name} is {list(tensors[name].shape)}, the config says {list(shape)}"
         elif name in floating and tensors[name].dtype not in FLOATS:
-            yield f"{name} holds no floating-point numbers but {tensors[name].dtype}"
+            yield f"{name} has no floating-point dtype but {tensors[name].dtype}"

@@ -170,7 +170,7 @@ class Merger:
         target = self._target(module)
         base, name = self.tensors[target], plain(f"{module}.").rstrip(".")
         if base.dtype not in FLOATS:
-            raise _mismatch(f"{target} holds no floating-point numbers but {base.dtype}")
+            raise _mismatch(f"{target} has no floating-point dtype but {base.dtype}")
         turned = embedding or self._is_turned(f"{name}.weight")
         shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
         if len(base.shape) != 2 or base.shape != shape:

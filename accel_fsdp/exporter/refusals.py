@@ -43,7 +43,7 @@ def check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:
     if source.is_relative_to(place):
         raise UserError(
             f"{out} holds the checkpoint that is to be exported",
-            why="the export takes the place of what is in OUT",
+            why="the export replaces the content of OUT",
             fix="choose another OUT",
         )
     if out.exists() and not force:
@@ -51,13 +51,13 @@ def check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _is_model(out))):
         raise UserError(
             f"{out} is not a folder of a model",
-            why="--force replaces exported models only, not what else you may have there",
+            why="--force replaces only exported models, not other files",
             fix="choose another OUT",
         )
     foreign = next((path for path in sorted(out.iterdir()) if not _is_of_model(path)), None) if out.exists() else None
     if foreign is not None:
         raise UserError(
-            f"{out} holds {foreign.name}, which no export writes",
+            f"{out} holds {foreign.name}, which isn't part of an export",
             why="--force replaces the whole folder, and that would be lost",
             fix="move it away, or choose another OUT",
         )
@@ -85,7 +85,7 @@ def check_model(out: Path, papers: Papers, checkpoint: CheckpointLocation) -> No
         if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (source.parent, source)):
             raise UserError(
                 f"{out} is, contains or is inside {model}, the model that the export uses",
-                why="the export would take the place of what it was made from",
+                why="the export would replace its own source",
                 fix="choose another OUT",
             )
 

@@ -68,8 +68,8 @@ def _ended(code: int) -> UserError:
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     return UserError(
         f"the process in which transformers loads the model ended {how}",
-        why="whether the files are those of the model is unknown",
-        fix="free some memory and try again: where it runs out, the system ends processes"
+        why="it is unknown whether the files belong to the model",
+        fix="free some memory and try again: the system kills processes when memory runs out"
         if code == -signal.SIGKILL
         else "--verify bytes checks the files without that process",
     )

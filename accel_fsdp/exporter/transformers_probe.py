@@ -50,7 +50,7 @@ MANY_COMPARISONS = 50_000_000
 """PEFT compares each module's name with each listed one: some 10 seconds."""
 EMBEDDING = re.compile(r"emb(?!ed_out)|wte")
 """The pattern that separates the names of embeddings from those of linear layers, whose weights look alike."""
-FIX_CONFIG = "give the model that was trained: --model ID_OR_FOLDER"
+FIX_CONFIG = "give the trained model: --model ID_OR_FOLDER"
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
     except Exception as error:  # a config edited by hand makes all parts of transformers raise what they like
         raise UserError(
             f"transformers can't build the model of {folder / file_names.CONFIG}: {first_line(error)}",
-            why="what the files must hold is unknown",
+            why="the tensors that the files must hold are unknown",
             fix=FIX_CONFIG,
         ) from error
     return model  # type: ignore[no-any-return]
@@ -236,8 +236,8 @@ def describe_adapter(
     except Exception as error:  # PEFT raises many kinds of errors for settings that were edited by hand
         raise UserError(
             f"PEFT can't build the adapter of {folder}: {first_line(error)}",
-            why="what the file must hold is unknown",
-            fix="give the model that was trained: --model ID_OR_FOLDER",
+            why="the tensors that the file must hold are unknown",
+            fix="give the trained model: --model ID_OR_FOLDER",
         ) from error
 
 
@@ -323,7 +323,7 @@ def _refused(folder: Path, what: str) -> UserError:
     being_written = folder.name.startswith(".")
     return UserError(
         f"from_pretrained doesn't load {'what was written' if being_written else folder}: {what}",
-        why="whoever loads the export would get an error or random weights",
+        why="loading the export would fail or give random weights",
         fix=FIX_CONFIG if being_written else "export it again: accel-fsdp export SRC OUT --force",
     )
 
@@ -338,7 +338,7 @@ def fetch(model: str, with_weights: bool, revision: str | None = None) -> Path:
     patterns = [*file_names.PAPERS, *([file_names.ALL_SAFETENSORS] if with_weights else [])]
     try:
         if ".." in (revision or ""):  # it becomes part of a path in the cache
-            raise ValueError("no branch, tag or commit has such a name")
+            raise ValueError("there is no branch, tag or commit of that name")
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         source = f"{model} at revision {revision}" if revision else model

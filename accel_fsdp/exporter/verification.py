@@ -157,7 +157,7 @@ def _check_links(folder: Path) -> None:
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not hidden and not path.is_file() and (path.is_symlink() or not path.is_dir()):
             if path.is_dir():
-                raise untrusted_files.broken(path, "is a link to a folder, which no export writes")
+                raise untrusted_files.broken(path, "is a link to a folder, which isn't part of an export")
             os.close(untrusted_files.open_file(path, folder))
 
 
@@ -168,8 +168,8 @@ def _check_code(folder: Path, report: ExportReport | None) -> None:
     unknown = [name for name in code_files if name not in papers]
     if unknown:
         raise UserError(
-            f"{folder} holds code that no export writes: {', '.join(unknown[: transformers_probe.SHOWN])}",
-            why="whoever loads the model with trust_remote_code runs it",
+            f"{folder} holds code that isn't part of an export: {', '.join(unknown[: transformers_probe.SHOWN])}",
+            why="it runs when the model is loaded with trust_remote_code",
             fix="read it, and remove it unless it is yours",
         )
 
@@ -180,16 +180,16 @@ def _same_papers(folder: Path, report: ExportReport) -> ExportReport:
     changed = (name for name, sha in report.papers.items() if papers.get(name, sha) != sha)
     problems = [
         *(f"{name} is missing" for name in sorted(missing)),
-        *(f"{name} isn't what was written" for name in changed),
+        *(f"{name} was changed after the export" for name in changed),
         *(f"{name} was not exported" for name in sorted(extra)),
     ]
     if problems:
         raise UserError(
             f"{folder} has changed since the export: {'; '.join(problems[: transformers_probe.SHOWN])}",
             why="users would load another model than the one that was verified, or run what is beside it",
-            fix="put that right, or export it again: accel-fsdp export SRC OUT --force",
+            fix="restore the files, or export it again: accel-fsdp export SRC OUT --force",
         )
-    return report.proven(f"{len(papers)} other files are what was written")
+    return report.proven(f"{len(papers)} other files are unchanged")
 
 
 def verify(folder: Path, report: ExportReport, threads: int, progress: Progress) -> ExportReport:
@@ -212,7 +212,7 @@ def verify(folder: Path, report: ExportReport, threads: int, progress: Progress)
     read = reread(placed, threads, progress)
     for name, hashed in read.hashes.items():
         if report.tensors[name].hash not in ("", hashed):
-            raise damaged(folder / report.tensors[name].file, f"is damaged: {name} isn't what was written")
+            raise damaged(folder / report.tensors[name].file, f"is damaged: {name} was changed after the export")
     hashed_too = any(written.hash for written in report.tensors.values())
     report = replace(report, non_finite=dict(sorted(read.non_finite.items())))
     hashes = ", and the hash of each tensor" if hashed_too else ""
@@ -360,7 +360,7 @@ def same_logits(
     if difference > (0 if exact else MERGED * largest):
         raise UserError(
             f"the export's logits differ from the checkpoint's by {difference:g} (the largest is {largest:g})",
-            why="it isn't the model that was trained",
+            why="it differs from the trained model",
             fix=f"please report this with the checkpoint's {checkpoint.description}",
         )
     return report.proven(f"logits as of the checkpoint loaded by its own library, largest difference {difference:g}")

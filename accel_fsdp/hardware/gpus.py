@@ -60,9 +60,11 @@ BOARD_WATTS: dict[str, float] = {
     **{"A800": 400, "H800": 700, "H20": 400, "RTX PRO 6000": 600, "B300": 1100},
     **{"B200": 1000, "GB200": 1200, "MI250X": 280, "MI300X": 750, "MI325X": 1000, "MI355X": 1400},
 }
-"""Maximum power of the board (TDP) in watts, of the document that the row of `GPUS` names as its `source`. Where one
-may be set to several, the highest: GH200 with its CPU and memory, B200 and GB200 per GPU. A10G: the limit that
-nvidia-smi shows on AWS G5, as NVIDIA publishes none. MI250X: half of a card's 560 W, as torch sees half a card."""
+"""Maximum power of the board (TDP) in watts, from the `source` in the row of `GPUS`; the highest of several.
+
+GH200 with its CPU and memory, B200 and GB200 per GPU. A10G: the limit that nvidia-smi shows on AWS G5, because NVIDIA
+publishes none. MI250X: half of a card's 560 W, because torch sees half a card.
+"""
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,7 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
         names = {_plain(gpu.name): gpu.name for gpu in GPUS}
         raise UsageError(
             f"{name} is an unknown GPU.{_suggestion(name, names.values())}",
-            why="step time follows from its peak, memory and links",
+            why="the step time depends on its peak, memory and links",
             fix=f"one of {', '.join(dict.fromkeys(names.values()))}",
         )
     in_name = (gpu.memory_gib for gpu in rows if re.search(rf"\b{gpu.memory_gib:g}\s*gi?b\b", name, re.I))

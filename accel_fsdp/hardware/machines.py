@@ -62,7 +62,7 @@ def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
     if not parts or min(count, machines, memory) < 1:
         raise UsageError(
             f"{flag} {text[:LONGEST]} can't be read",
-            why="it has to say how many GPUs of which kind train",
+            why="it has to give the number and the kind of GPUs",
             fix=f"{flag} 8xH100-80GB, or {flag} 2x8xA100-40GB for two machines",
         )
     return MachineFacts(parts["name"].strip(), count, float(memory) if parts["memory"] else None), machines
@@ -109,10 +109,10 @@ def _plain_name(name: str) -> str:
 def address_problem(text: str) -> str:
     """Why machines can't meet at this address; empty if its form allows it."""
     if "://" in text:
-        return "it is a URL, and the launcher takes a host name or an IP address alone"
+        return "it is a URL, and the launcher takes only a host name or an IP address"
     inside = text.strip(":")  # ::1
     if not re.fullmatch(r"[^\W_]|[^\W_][\w.:-]*[^\W_]", inside, re.ASCII) or len(text) > LONGEST_NAME:
-        return "a host name or an IP address has letters, digits, dots and dashes alone"
+        return "a host name or an IP address has only letters, digits, dots and dashes"
     if text.count(":") == 1:
         return "the port has a separate question and key, main_process_port"
     if ":" in text or not re.search(r"[A-Za-z]", text):
@@ -121,7 +121,7 @@ def address_problem(text: str) -> str:
         except ValueError:
             return "it is not an IP address"
     if text.lower() in ("localhost", "::1", "::", "0.0.0.0") or text.startswith("127."):
-        return "every machine calls itself by that, so the others would not find it"
+        return "every machine uses that name for itself, so the others would not find it"
     return ""
 
 

@@ -67,7 +67,7 @@ def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
         if value is not None and (not re.fullmatch(r"-?\d+", str(value)) or int(value) < least):
             raise UsageError(
                 f"{name}: {value} in the arguments",
-                why=f"it has to be a whole number, {least} or more",
+                why=f"it must be a whole number, {least} or more",
                 fix=f"--{name} {max(least, 1)}",
             )
     for name in sorted(arguments.keys() - WHOLE.keys()):

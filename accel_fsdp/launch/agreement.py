@@ -266,7 +266,7 @@ def compare(
                 store.wait(others, timedelta(seconds=LEAVE_SECONDS))
     except RuntimeError as error:  # torch's DistError is one
         raise UserError(
-            f"machine 0 doesn't answer while the machines compare what they were told: {str(error).splitlines()[0]}",
+            f"machine 0 doesn't answer while the machines compare their settings: {str(error).splitlines()[0]}",
             why="it has ended, or can't be reached any more",
             fix="look at the log of machine 0",
         ) from error
@@ -299,12 +299,12 @@ def _judge(store: "Store", name: str, members: int, seconds: float, wait: str) -
     setting_names = list(dict.fromkeys(_key(diff.name) if diff.group in NAMED else diff.group for diff in odd))
     names = ",".join(setting_names[:SHOWN_NAMES]) + (",..." if len(setting_names) > SHOWN_NAMES else "")
     return {
-        "what": "the machines of this job were told different things",
+        "what": "the machines of this job have different settings",
         "lines": _table(odd, holders),
         "members": numbers,
         "why": "each rank would train its part of one model in another way, and the result would look complete",
-        "fix": "the same files, arguments, versions and environment on all machines; "
-        f"{MAY_DIFFER}={names} on one of them if they are meant to differ",
+        "fix": "use the same files, arguments, versions and environment on all machines; "
+        f"{MAY_DIFFER}={names} on one of them if they should differ",
     }
 
 

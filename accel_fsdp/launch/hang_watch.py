@@ -198,7 +198,8 @@ class Watchdog:
             longest = self.patience.seconds(self._doing) if is_own_store else self.patience.silence
             self._measure_others(now)
             if waited >= longest and still >= self.patience.silence / 2 and self._needs_others():
-                self._stop_alone(f"no sign of {self._of_store()}, for {waited:.0f} s{self._why_no_sign(is_own_store)}")
+                why = self._why_no_sign(is_own_store)
+                self._stop_alone(f"no heartbeat of {self._of_store()}, for {waited:.0f} s{why}")
 
     def _measure_others(self, now: float) -> None:
         """Called every second, after a look at the main thread."""
@@ -357,7 +358,7 @@ class Watchdog:
         return UserError(
             cause.what,
             why=f"{hangs.differences(states) or 'no rank can go on'}{checkpoint_note}",
-            fix=f"{cause.fix or 'mend the cause'}, then {resume}; {self.advice}",
+            fix=f"{cause.fix or 'fix the cause'}, then {resume}; {self.advice}",
         )
 
     def _keep_record(self) -> None:

@@ -149,7 +149,7 @@ def describe_silent(silent: Collection[int], peers: Mapping[int, Seen], answers:
         seconds = max(peers[rank].silent for rank in quiet)
         if quiet == ranks and len({peer.beat.machine for peer in peers.values()}) > 1:
             machine_words = describe_machine(answers(peers[ranks[0]].beat))
-            parts.append(f"no sign of {host} ({ranks_words(ranks)}) for {seconds:.0f} s{machine_words}")
+            parts.append(f"no heartbeat of {host} ({ranks_words(ranks)}) for {seconds:.0f} s{machine_words}")
         else:
             parts += [describe_process(peers[rank], _seen_by_mates(rank, peers, seconds)) for rank in quiet]
     return "; ".join(parts)
@@ -171,7 +171,7 @@ def describe_process(peer: Seen, state: str) -> str:
         return f"{beat} has been stopped by a signal for {peer.silent:.0f} s; kill -CONT {beat.pid} lets it go on"
     if state == GONE:
         return f"{beat} is gone: killed, or ended by itself"
-    return f"no sign of {beat} for {peer.silent:.0f} s"
+    return f"no heartbeat of {beat} for {peer.silent:.0f} s"
 
 
 def ranks_words(ranks: Iterable[int]) -> str:

@@ -57,7 +57,7 @@ class Place:
 
 
 NOWHERE = Place()
-"""No part is known: a launch on one machine."""
+"""Without known parts: a launch on one machine."""
 
 
 def find(variables: Mapping[str, str]) -> Place:
@@ -134,7 +134,7 @@ def _refuse_contradiction(place: Place, name: str, stated: Said, fix: str) -> No
     in_file = f"{name}: {stated.value} is in {stated.source}"
     raise UserError(
         f"{place.engine} says {name} {known_value.value} ({known_value.source}), and {by_flag if is_flag else in_file}",
-        why="some ranks would wait for others that never come, or each machine would train alone",
+        why="some ranks would wait for others that never start, or each machine would train alone",
         fix=fix,
     )
 
@@ -144,7 +144,7 @@ def _check_rank(settled: Place, stated: Mapping[str, Said], in_file: Mapping[str
     fix = f"accel-fsdp launch --machine-rank N FILE SCRIPT, with N from 0 to {machines - 1}, another on each machine"
     if rank is None and machines > 1:
         raise UsageError(
-            f"{file} is for {machines} machines, and nothing says which of them this is",
+            f"{file} is for {machines} machines, and the number of this machine is unknown",
             why="each would start as the first one, and wait for the others until a timeout",
             fix=fix,
         )
@@ -152,7 +152,7 @@ def _check_rank(settled: Place, stated: Mapping[str, Said], in_file: Mapping[str
         raise UsageError(
             f"{settled.said['machine_rank'].source} {rank} of {counted(machines, 'machine')}",
             why="the machines are numbered from 0",
-            fix=fix if machines > 1 else "num_machines in the YAML, or --num-machines, says how many there are",
+            fix=fix if machines > 1 else "num_machines in the YAML, or --num-machines, is the number of machines",
         )
 
 
@@ -180,7 +180,9 @@ class Variables:
             raise UserError(
                 f"{text.source}={text.value} is not a number",
                 why=f"{self.engine} gives the number of processes or machines with it, or the number of this one",
-                fix=f"set {text.source} to a number, or use torchrun, which knows other words: torchrun train/sft.py",
+                fix=(
+                    f"set {text.source} to a number, or use torchrun, which accepts other values: torchrun train/sft.py"
+                ),
             )
         return Said(int(text.value), text.source)
 

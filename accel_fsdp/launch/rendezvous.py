@@ -42,7 +42,7 @@ def check_place(address: str, port: int, rank: int) -> None:
     if rank == 0 and port and not host.can_listen(port):
         raise UserError(
             f"port {port} is taken on this machine",
-            why="the machines of the job can't meet there",
+            why="the machines of the job can't connect there",
             fix=f"another one on all machines: accel-fsdp launch --main-process-port {host.free_port()} FILE SCRIPT",
         )
 

@@ -31,8 +31,8 @@ HEARD_SECONDS = 2.0
 """Seconds that machine 0 keeps the store open, so that the others can read its message."""
 REFUSED, NONE = "refused", list[str]()
 """The name of the value that ends the roll call, and its content if machine 0 lets ranks start."""
-FIX_REACH = "start machine 0, or look at what it printed; accel-fsdp doctor on both shows what is between them"
-FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-node=1, which tells each its own"
+FIX_REACH = "start machine 0, or look at its output; accel-fsdp doctor on both tests their connection"
+FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-node=1, which numbers them"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def attend(machine: Attendee, meeting: Address, seconds: float, settings: Settin
         board = _hold(machine, meeting, seconds) if machine.rank == 0 else _reach(machine, meeting, seconds)
     except RuntimeError as error:
         raise UserError(
-            f"the machines can't meet at {meeting}: {error}",
+            f"the machines can't connect at {meeting}: {error}",
             why="another program uses the port",
             fix=f"another one on all machines: --main-process-port {meeting.port + 1}",
         ) from error
@@ -74,7 +74,7 @@ def attend(machine: Attendee, meeting: Address, seconds: float, settings: Settin
         raise UserError(
             f"machine 0 at {meeting} closed the connection before all machines had connected",
             why="it ended, or the network broke",
-            fix="look at what it printed",
+            fix="look at its output",
         ) from error
 
 
@@ -95,9 +95,7 @@ def _hold(machine: Attendee, meeting: Address, seconds: float) -> Board:
         )
     existing = meeting.open(OPEN_SECONDS)
     if existing.get("holder") != asdict(machine):
-        _refuse(
-            existing, f"two machines were told that they are machine 0: the one at {meeting.host}, and {machine.host}"
-        )
+        _refuse(existing, f"two machines were started as machine 0: the one at {meeting.host}, and {machine.host}")
     return board
 
 
@@ -105,7 +103,7 @@ def _reach(machine: Attendee, meeting: Address, seconds: float) -> Board:
     """Connects to the store of machine 0 as soon as it listens."""
     began, here = time.monotonic(), rendezvous.is_own(meeting.host)
     limit = min(seconds, OWN_SECONDS) if here else seconds
-    note = f"; {meeting.host} is this machine, which was told that it is machine {machine.rank}" if here else ""
+    note = f"; {meeting.host} is this machine, which was started as machine {machine.rank}" if here else ""
     while True:
         left = began + limit - time.monotonic()
         problem = rendezvous.wait_for(meeting.host, meeting.port, max(min(SAY_SECONDS, left), 0.0))
@@ -114,7 +112,7 @@ def _reach(machine: Attendee, meeting: Address, seconds: float) -> Board:
         waited = time.monotonic() - began
         report = f"machine 0 at {meeting} has not been reached for {waited:.0f} s: {problem}{note}"
         if waited < limit:
-            port = "; perhaps machine 0 has another port" if "refused" in problem else ""
+            port = "; machine 0 may use another port" if "refused" in problem else ""
             console.say(f"accel-fsdp: {report}{port}")
         elif here:
             raise UserError(report, why="no process with machine rank 0 listens there", fix=FIX_RANKS)
@@ -129,7 +127,7 @@ def _call(board: Board, machine: Attendee, meeting: Address, seconds: float, dea
     attendee = Attendee(**board.agree(f"machine/{machine.rank}", asdict(machine)))
     if attendee != machine:
         addresses = f"{attendee.host} (process {attendee.process}) and {machine.host} (process {machine.process})"
-        _refuse(board, f"two machines were told that they are machine {machine.rank}: {addresses}")
+        _refuse(board, f"two machines were started as machine {machine.rank}: {addresses}")
     try:
         _wait_for_all(board, machine, meeting, seconds, deadline)
     except BaseException:

@@ -48,7 +48,7 @@ class Address:
 
         store = time_limits.result_of(open_it, seconds + ANSWER_SECONDS)  # it waits for another program's answer
         if store is None:
-            cause = "what answers there is no machine 0 of this program"
+            cause = "another program answers there"
             raise RuntimeError("no store could be opened" if self.hosts else cause)
         return Board(PrefixStore(PREFIX, store), store.port)
 

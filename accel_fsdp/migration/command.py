@@ -71,7 +71,7 @@ def drawn_up(
     yaml_edit.apply(document, migration.edits)
     if not migration.edits:
         return migration, before, before
-    title = f"Migrated from {migration.source} to {migration.target}. The command below made what it was before."
+    title = f"Migrated from {migration.source} to {migration.target}. The command below made the original file."
     return migration, before, header.retitle(yaml_file.dump(document), title)
 
 
@@ -98,7 +98,7 @@ def _from_native(path: Path, job: JobConfig, target: MigrationTarget, layer_clas
 def _refuse_merge_keys(path: Path, document: Any) -> None:
     for place in (document, *(document.get(section) for section in SECTIONS.values())):
         if getattr(place, "merge", None):
-            raise unreadable(path, "it takes keys from elsewhere (<<)")
+            raise unreadable(path, "it merges keys from another mapping (<<)")
 
 
 def _report(path: Path, migration: Migration, after: str, options: MigrateCommand) -> None:
@@ -133,7 +133,7 @@ def _because(change: Change) -> str:
 def _broken(path: Path, migration: Migration) -> UserError:
     keys = ", ".join(change.key.rpartition(".")[2] for change in migration.broken)
     flags = " ".join(change.fix for change in migration.broken if change.fix)
-    instead = f"give the script {flags}, and write the file" if flags else "write the file without that meaning"
+    instead = f"give the script {flags}, and write the file" if flags else "accept the loss and write the file"
     return UserError(
         f"{path}: {migration.target} can't keep the meaning of {keys}",
         why="; ".join(change.why for change in migration.broken),

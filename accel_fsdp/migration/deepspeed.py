@@ -16,7 +16,7 @@ def fsdp_to_zero(draft: Draft, stage: int) -> None:
     draft.row("fsdp_version", "lost", "FSDP only")
     _strategy_to_stage(draft, stage)
     checkpoints = draft.on("fsdp_activation_checkpointing")
-    why = "in ZeRO an argument of the script switches it on" if checkpoints else "off"
+    why = "under ZeRO an argument of the script turns it on" if checkpoints else "off"
     fix = "--gradient_checkpointing true" if checkpoints else ""
     draft.row("fsdp_activation_checkpointing", "lost", why, breaks=checkpoints, fix=fix)
     offloads = draft.on("fsdp_activation_checkpointing_offload")
@@ -109,7 +109,7 @@ def zero_to_fsdp(draft: Draft, version: int) -> None:
     draft.lose_mesh("ZeRO has no mesh")
     _trainers_share(draft)
     _launching(draft)
-    draft.row("deepspeed_config_file", "lost", "its content is not looked at", breaks=True)
+    draft.row("deepspeed_config_file", "lost", "its content is not read", breaks=True)
     draft.row("deepspeed_moe_layer_cls_names", "lost", "FSDP needs none")
     draft.row("zero3_save_16bit_model", "lost", "fsdp_state_dict_type decides")
     if stage == 0 and version == 2:

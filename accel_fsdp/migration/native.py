@@ -88,7 +88,7 @@ def _precision(draft: Draft, sizes: Mapping[str, int]) -> bool:
     if text in ("no", "false"):
         draft.top("mixed_precision", "renamed", "fsdp_mixed_precision: false")
     elif text != "bf16":
-        draft.top("mixed_precision", "lost", f"it knows bfloat16 only, not {text}", breaks=True)
+        draft.top("mixed_precision", "lost", f"it supports only bfloat16, not {text}", breaks=True)
     elif math.prod(sizes[name] for name in DATA_SIZES) == 1:
         _break(draft, "mixed_precision", "read with FSDP only", "--bf16")
     else:
@@ -167,7 +167,7 @@ def from_native(values: Mapping[str, Any], layer_class: str) -> tuple[Migration,
         content["parallelism_config"] = dict(zip(map(size_key, NATIVE_AXES.values()), mesh, strict=True))
     rows = [_field(name, value, experts) for name, value in values.items()]
     rows.append(Change("num_processes", "changed", "", str(content["num_processes"]), why="the product of the sizes"))
-    rows.append(Change("num_machines", "changed", "", "1", why="torchrun said it: correct it for several machines"))
+    rows.append(Change("num_machines", "changed", "", "1", why="from torchrun: correct it for several machines"))
     return Migration(NATIVE, TARGETS["fsdp2"], changes=tuple(rows)), content, experts
 
 

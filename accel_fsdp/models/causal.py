@@ -38,7 +38,7 @@ def check_config(config: Any, name: str, remote_code: bool = False) -> None:
     if getattr(config, "is_encoder_decoder", False) and not architecture.endswith("ForCausalLM"):
         raise UserError(
             f"{name} is a {architecture}, which has an encoder and a decoder",
-            why="this script trains a model to go on with a text; its encoder would be left out or never trained",
+            why="this script trains a model to continue a text; its encoder would be left out or never trained",
             fix=f"--model_name_or_path with {DECODER}; or Trainer's Seq2SeqTrainer in a script of your own",
         )
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not remote_code:
@@ -65,7 +65,7 @@ def check_model(model: "nn.Module", name: str) -> None:
 def _looks_ahead(name: str, architecture: str, always: bool = False) -> UserError:
     return UserError(
         f"{name} is a {architecture} that sees the tokens after the one that it predicts",
-        why="it would learn to copy the next token: the loss falls to nothing, and the model can't write",
+        why="it would learn to copy the next token: the loss falls to 0, and the model can't generate text",
         fix=f"--model_name_or_path with {DECODER}"
         + ("" if always else '; if it is meant as a decoder: "is_decoder": true in its config.json'),
     )

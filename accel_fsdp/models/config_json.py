@@ -126,7 +126,7 @@ def _check_experts(name: str, settings: Mapping[str, Any], place: str) -> None:
 def check_count(name: str, experts: int) -> None:
     """Refuses more experts over all layers than any model has, because each has separate tensors in the files."""
     if experts > MOST_EXPERTS:
-        raise contradictory(name, f"it has {experts:,} experts in all, many times those of the largest known")
+        raise contradictory(name, f"it has {experts:,} experts in all, many times those of the largest known model")
 
 
 def _number(value: Any) -> int:
@@ -151,7 +151,7 @@ def _problem(key: str, value: Any) -> str:
 
 def contradictory(name: str, what: str) -> UserError:
     return UserError(
-        f"no model can have the config of {name}: {what}",
+        f"the config is invalid for every model: {name}: {what}",
         why="the layer classes and sizes come from it",
         fix="copy its config.json again from where the model comes from, or correct that value",
     )
@@ -171,7 +171,7 @@ def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[N
     except (UserError, MemoryError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
-        raise contradictory(name, "it asks for more memory than there is") from error
+        raise contradictory(name, "it needs more memory than there is") from error
     except ImportError as error:
         if error.name in LIBRARIES:
             raise

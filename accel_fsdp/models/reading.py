@@ -110,7 +110,7 @@ def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) ->
             raise remote_code.refusal(name, "its tokenizer") from error
         raise UserError(
             f"cannot load a tokenizer from {name}: {first_line(error)}",
-            why="the data can't be turned into tokens",
+            why="the data can't be tokenised",
             fix="copy the tokenizer files of the base model into that folder",
         ) from error
 

@@ -131,7 +131,7 @@ def answer(text: str) -> Iterator[str]:
 def _mistake(error: Exception) -> UserError:
     return UserError(
         f"The planner stopped: {type(error).__name__}: {first_line(error)}",
-        why="no input should stop it: this is a mistake of the planner",
+        why="no input should stop it: this is a bug of the planner",
         fix="change what you entered last; and please report it, with this page's link",
     )
 

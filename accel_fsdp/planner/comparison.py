@@ -136,14 +136,14 @@ class Comparison:
         least = amount(best.spent).expected
         spans = [(machine.name, amount(spent)) for machine, spent in self._spent if machine is not best]
         near = [name for name, span in spans if span and span.expected * search.TIE <= least]
-        return f" A prediction can't tell it from {', '.join(near)}." if near else ""
+        return f" A prediction can't distinguish it from {', '.join(near)}." if near else ""
 
     def _energy(self) -> Iterator[str]:
         energies = [f"{machine.name} {two_digits(spent.most_kwh)}" for machine, spent in self._spent]
         if energies:
             yield (
-                f"Energy in kWh, at most: {'; '.join(energies)}. That is every GPU at the power of its datasheet for "
-                "the longest of these times; CPUs, network and cooling are not counted."
+                f"Energy in kWh, at most: {'; '.join(energies)}. This assumes every GPU at its datasheet's power "
+                "for the longest of these times; CPUs, network and cooling are not counted."
             )
 
     def _assumptions(self) -> Iterator[str]:

@@ -8,10 +8,7 @@ from accel_fsdp.prediction import cost
 from accel_fsdp.units import about_gb, about_hours, counted, two_digits
 
 FULL_ROWS = "Rows are packed or as long as they may be: shorter ones take as many steps, and train on fewer tokens."
-UNKNOWN = (
-    "How many steps the job has isn't known: --dataset-rows N says how many rows an epoch has, or max_steps in the "
-    "arguments how many steps."
-)
+UNKNOWN = "The number of steps is unknown: give the rows of an epoch, --dataset-rows N, or max_steps in the arguments."
 UNCOUNTED = "Loading the model, preparing the data and exporting come on top."
 
 
@@ -55,7 +52,7 @@ def span(amount: cost.Span) -> str:
 
 def _saves(saves: cost.Saves | None) -> Iterator[str]:
     if saves is None:
-        yield "The arguments save once an epoch, whose steps aren't known without --dataset-rows N."
+        yield "The arguments save once an epoch, whose steps are unknown without --dataset-rows N."
     elif not saves.count:
         yield "The arguments write no checkpoints."
     else:
@@ -68,25 +65,26 @@ def _saves(saves: cost.Saves | None) -> Iterator[str]:
 def _stall(seconds: cost.Span | None) -> str:
     if seconds is None:
         return (
-            "How long training waits for one isn't known without the disk's speed: --disk-speed GB/S, which "
-            "accel-fsdp doctor --folder measures; it is not in the hours."
+            "How long training waits for each save is unknown without the disk's speed: --disk-speed GB/S, which "
+            "accel-fsdp doctor --folder measures; the hours don't include it."
         )
     if seconds.least < seconds.most:
         return (
-            f"Training waits {two_digits(seconds.least)} to {two_digits(seconds.most)} s for each: the disk takes its "
-            "speed from each machine at once, or shares it among them; that is in the hours, gathering is not."
+            f"Training waits {two_digits(seconds.least)} to {two_digits(seconds.most)} s for each, depending on "
+            "whether "
+            "the machines share the disk's speed; the hours include this, but not gathering."
         )
     wait = two_digits(seconds.most)
-    return f"Training waits about {wait} s for each at the disk's speed; that is in the hours, gathering is not."
+    return f"Training waits about {wait} s for each at the disk's speed; the hours include this, but not gathering."
 
 
 def _evaluations(evaluations: cost.Evaluations) -> Iterator[str]:
     if evaluations.count == 0:
         return
     number = evaluations.count
-    count = "Evaluations, whose number isn't known" if number is None else counted(number, "evaluation")
+    count = "Evaluations, whose number is unknown" if number is None else counted(number, "evaluation")
     if evaluations.each_seconds is None:
-        yield f"{count}, whose rows aren't known without --eval-rows N: not in the hours."
+        yield f"{count}, whose rows are unknown without --eval-rows N: not in the hours."
     else:
         seconds = f"{two_digits(evaluations.each_seconds.least)} to {two_digits(evaluations.each_seconds.most)} s each"
         yield f"{count} of {seconds}{'; not in the hours' if number is None else ', which are in the hours'}."

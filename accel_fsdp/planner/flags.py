@@ -114,15 +114,15 @@ class PlanCommand:
     ] = None
     dataset_rows: Annotated[
         Optional[int],
-        tyro.conf.arg(metavar="N", help="Instead of --tokens: rows of the data set, all as long as --seq-len."),
+        tyro.conf.arg(metavar="N", help="Instead of --tokens: rows of the data set, each of --seq-len tokens."),
     ] = None
     epochs: Annotated[
         Optional[float],
         tyro.conf.arg(metavar="E", help="How often the rows are trained on.", help_behavior_hint="(default: 1)"),
     ] = None
-    price: Annotated[Optional[float], tyro.conf.arg(metavar="MONEY", help="Of one GPU for an hour, in any money.")] = (
-        None
-    )
+    price: Annotated[
+        Optional[float], tyro.conf.arg(metavar="MONEY", help="Of one GPU for an hour, in any currency.")
+    ] = None
     prices: Annotated[
         Optional[Path],
         tyro.conf.arg(metavar="FILE", help="Instead of --price: your own TOML, with lines such as H100 = 2.5."),

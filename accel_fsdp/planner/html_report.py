@@ -79,7 +79,7 @@ def make_comparison(
         *(_ranges(name, ranges) for name, ranges in figures.items()),
         html_page.section(
             "The numbers",
-            "All predicted: what is expected, and in brackets the least and the most.",
+            "All predicted: the expected value, and in brackets the minimum and maximum.",
             html_page.table(titles, [[escape(cell) for cell in row] for row in rows]),
         ),
         f"<footer><p>accel-fsdp {__version__}.</p></footer>",
@@ -95,7 +95,7 @@ def _ranges(name: str, rows: Sequence[Range]) -> str:
         "The best way on each machine where something fits.",
         html_page.figure(
             [svg.ranges(words, rows, width) for width in WIDTHS],
-            "Predicted. A bar is what is expected; the line goes from the least to the most.",
+            "Predicted. A bar is the expected value; the line goes from the minimum to the maximum.",
         ),
     )
 
@@ -152,8 +152,11 @@ def _strategy_bars(problem: Problem) -> str:
         + (CASTS if ddp[ACTIVATIONS] > 1.05 * fsdp[ACTIVATIONS] else ""),
         html_page.figure(
             [svg.pairs(words, rows, ("DDP", "FULL_SHARD"), width) for width in WIDTHS],
-            f"Predicted for FSDP2 on {problem.ranks:,} GPUs, {_how(problem.job.recipe)}. Each kind where it is "
-            "highest; they are not all at their highest at once.",
+            (
+                f"Predicted for FSDP2 on {problem.ranks:,} GPUs, {_how(problem.job.recipe)}. Each kind at its own "
+                "peak; "
+                "the peaks are not all at the same time."
+            ),
         ),
     )
 
@@ -173,7 +176,7 @@ def _strategies(problem: Problem, plan: Plan) -> str:
         + html_page.figure(
             [svg.bars(words, rows, _capacity(problem), width) for width in WIDTHS],
             "Predicted. The dashed line is the whole memory of one GPU. CUDA and NCCL need some of it too, so a bar "
-            "that ends just before it is over. An arrow: the bar goes on beyond the edge."
+            "that ends just below it doesn't fit. An arrow: the bar goes on beyond the edge."
             + (
                 f" Expandable: fits {capacity.NEEDS_EXPANDABLE}."
                 if any("expandable" in row.note for row in rows)
@@ -204,7 +207,7 @@ def _step(problem: Problem, candidate: Candidate, chosen: bool) -> str:
         + html_page.figure(
             [svg.areas(words, drawn, _capacity(problem), width) for width in WIDTHS],
             "Predicted. From left to right the events in their order, not seconds: for each unit (embedding, block, "
-            "head) its highest point and what it leaves. The dot is the highest point of all."
+            "head) its peak and what remains allocated. The dot is the highest peak."
             + (SHORT_PHASES if candidate.recipe.accumulation > 1 else ""),
         ),
     )

@@ -166,7 +166,7 @@ class PlanReport:
         judged = self.plan.rows[0] if self.config else None
         lack = self.problem.host_lack(judged.job) if judged else ""
         if judged and judged.refused and judged.refused != lack:
-            yield f"This YAML doesn't work, whatever memory it needs: {judged.refused}."
+            yield f"This YAML doesn't work, regardless of memory: {judged.refused}."
             yield f"  accel-fsdp check {self.config} --model {self.problem.shape.name}"
             return
         phase = judged.device.runs_out if judged else ""
@@ -197,7 +197,7 @@ class PlanReport:
         if self.plan.ties:
             ways = ", ".join(f"{tie.layout.name} ({_way(tie)})" for tie in self.plan.ties)
             better = search.advantages(choice, self.plan.ties)
-            yield f"As fast as far as a prediction can tell, which may be {1 - search.TIE:.0%} off: {ways}." + (
+            yield f"Equally fast within the error of a prediction, which may be {1 - search.TIE:.0%} off: {ways}." + (
                 f" {choice.layout.name} {'; and it '.join(better)}." if better else ""
             )
         if second := self.plan.runner_up:
@@ -272,7 +272,7 @@ class PlanReport:
         shape, layout = self.problem.shape, worst.layout
         padded = f"a layer's {shape.experts} experts" if shape.experts else "a tensor's rows"
         yield (
-            f"FSDP2 shares out {padded} whole, so on {layout.shard_ranks} GPUs each holds and sends {times:.1f} times "
+            f"FSDP2 distributes {padded} whole, so on {layout.shard_ranks} GPUs each holds and sends {times:.1f} times "
             "its share, padding; FSDP1 and ZeRO-3 cut through them, and hybrid sharding shares among fewer GPUs."
         )
 
@@ -366,8 +366,8 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
     notes = []
     if shape.eager_only:
         notes.append(
-            f"{shape.name}: transformers has no sdpa for it and runs eager attention; so does this plan, whatever "
-            "is asked for."
+            f"{shape.name}: transformers has no sdpa for it and runs eager attention; so does this plan, "
+            "regardless of the flag."
         )
     if shape.model_type == "gpt_oss":
         notes.append("Its weights are published in MXFP4, which Trainer doesn't train: they are dequantised to bf16.")

@@ -31,7 +31,7 @@ def count_of(text: str) -> int:
     if exact < 1 or exact > MOST or exact != int(exact):
         raise UsageError(
             f"--tokens {text[:LONGEST]} is not a number of tokens",
-            why="it has to be a whole number above 0; K, M, B and T stand for 10^3, 10^6, 10^9 and 10^12",
+            why="it has to be a whole number above 0; K, M, B and T mean 10^3, 10^6, 10^9 and 10^12",
             fix="--tokens 2B, --tokens 500M, --tokens 1.5T or --tokens 2000000000",
         )
     return int(exact)
@@ -141,7 +141,7 @@ def _refuse_price(path: Path, name: str, price: object) -> None:
     if not is_number or not math.isfinite(price) or price < 0:  # type: ignore[arg-type, operator]
         raise UsageError(
             f"{path}: {name} = {price!r} is not a price",
-            why="it has to be a number, 0 or more: the money of one GPU for an hour",
+            why="it has to be a number, 0 or more: the price of one GPU for an hour",
             fix=f'"{name}" = 2.5',
         )
 
@@ -159,5 +159,5 @@ def _gpu_of(path: Path, name: str) -> tuple[str, float | None]:
     try:
         gpu = gpus.find(machine.accelerator, machine.memory_gib)
     except UsageError as error:
-        raise UsageError(f"{where} {error.what}", why="nothing could cost this", fix=error.fix) from error
+        raise UsageError(f"{where} {error.what}", why="a price can't be like this", fix=error.fix) from error
     return gpu.name, machine.memory_gib

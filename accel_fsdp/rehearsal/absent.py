@@ -23,7 +23,7 @@ PRIORITY = ("barrier", "generate", "save", "evaluation", "gather")
 FIXES: Mapping[str, str] = {
     "barrier": "call it on every rank: wait_for_everyone outside of what one rank does alone",
     "save": "save on all ranks: accelerator.save_state(folder), or state = accelerator.get_state_dict(model); only "
-    "the writing of a whole state is rank 0's alone",
+    "rank 0 writes a whole state",
     "generate": "generate on every rank, on prompts of its own: each token gathers the weights from all ranks",
     "forward": "run the model on every rank, also to evaluate, as each pass gathers the weights from all ranks; "
     "accelerator.gather_for_metrics brings the results together, and rank 0 alone prints them",

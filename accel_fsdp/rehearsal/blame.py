@@ -130,7 +130,7 @@ OURS = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)
 BY_HAND = (
     "the script shards the model itself, otherwise than the YAML says: see which modules, ranks and strategy it names"
 )
-ABSENT = "this rank never comes to what the others wait for: see why it stays at this line"
+ABSENT = "this rank never reaches the collective that the others wait in: see why it stays at this line"
 
 
 def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome, experts: int = 1) -> None:
@@ -156,7 +156,7 @@ def of_outcome(outcome: Outcome) -> Failure:
     ended = next((event for event in outcome.ends if event.content["code"]), None)
     if failure is None and failures and ended:
         what = f"rank {ended.rank} ended itself with exit code {ended.content['code']}, and the others wait for it"
-        fix = "see why this rank alone comes to this line"
+        fix = "see why only this rank reaches this line"
         return Failure(what, key=SCRIPT, fix=fix, line=ended.content["line"], output=outcome.tail)
     if failure is None and not ended and (found := absent.absence(outcome.events)):
         return Failure(found.what, SCRIPT, found.fix, found.line, outcome.tail)

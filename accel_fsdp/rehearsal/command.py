@@ -54,7 +54,7 @@ def _run(options: RehearseCommand, words: tuple[str, ...], report: Report) -> No
     if options.processes is not None:
         scaled.check_processes(options.processes)
     if options.timeout < 1:
-        raise UsageError(f"--timeout {options.timeout}", why="no launch ends in that time", fix="--timeout 600")
+        raise UsageError(f"--timeout {options.timeout}", why="a launch takes longer", fix="--timeout 600")
     if options.script is not None and not options.script.is_file():
         raise UsageError(
             f"script {options.script} does not exist",

@@ -86,7 +86,7 @@ def _other_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
                     f"the ranks run different units: rank {first} runs {ours[0] or 'the model'} "
                     f"where rank {rank} runs {theirs[0] or 'the model'}",
                     "fsdp_transformer_layer_cls_to_wrap" if by_yaml else SCRIPT,
-                    "make a unit of what every rank runs, such as the layer that holds the experts, not of each expert",
+                    "make a unit of a module that every rank runs, such as the layer of experts, not of each expert",
                     ours[1] or theirs[1],
                 )
                 return
@@ -120,7 +120,7 @@ def _clipped_by_torch(events: Sequence[RankEvent], by_rank: dict[int, Holding]) 
         holding = by_rank.get(event.rank)
         if holding and holding.engine.startswith(Engine.FSDP1.label) and holding.held < holding.weights:
             yield Failure(
-                "gradients are clipped by torch.nn.utils.clip_grad_norm_, which sees this rank's shards alone",
+                "gradients are clipped by torch.nn.utils.clip_grad_norm_, which only sees this rank's shards",
                 SCRIPT,
                 "accelerator.clip_grad_norm_(model.parameters(), norm), or model.clip_grad_norm_(norm)",
                 event.content["line"],
@@ -146,7 +146,8 @@ def _begins_anew(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
     """A resumed optimizer without its moments: the first steps after the resume are larger than they should be."""
     if event := _first("anew", events):
         yield Failure(
-            f"{event.content['optimizer']} begins anew: {event.content['checkpoint']} was loaded, and the next step "
+            f"{event.content['optimizer']} lost its states: {event.content['checkpoint']} was loaded, and the next "
+            "step "
             "finds none of its states",
             "fsdp_state_dict_type",
             "fsdp_version: 2, or fsdp_state_dict_type: FULL_STATE_DICT; Accelerate loads no sharded one under FSDP1",
@@ -169,7 +170,7 @@ def _begun_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
                 continue
             if name := _other_value(first_units[0]["weights"], unit["weights"]):
                 yield Failure(
-                    f"the ranks shard different models: {name} has other values on rank {rank} than on rank {first}",
+                    f"the ranks shard different models: {name} differs between ranks {first} and {rank}",
                     SCRIPT,
                     "the same seed on all ranks before the model is made: accelerate.utils.set_seed(0); or let rank 0 "
                     "send its weights, in FSDP1 by fsdp_sync_module_states, in FSDP2 by fsdp_cpu_ram_efficient_loading",
@@ -200,7 +201,7 @@ def _no_step(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterat
         yield Failure(
             f"no weight was ever updated: {backwards}, and no step of an optimizer",
             SCRIPT,
-            "optimizer.step() after backward; where gradients of several batches make a step, let it come to one",
+            "optimizer.step() after backward; where gradients of several batches make a step, make sure it is reached",
             reports[0]["backward_line"],
         )
 
@@ -215,7 +216,7 @@ def _steps_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
         f"the ranks' weights are of different steps: rank {most} took {counted(counts[most], 'step')} of an "
         f"optimizer, rank {least} {counts[least] or 'none'}",
         SCRIPT,
-        "optimizer.step() on every rank: outside of `if accelerator.is_main_process` and of what a rank sees alone",
+        "optimizer.step() on every rank: outside of `if accelerator.is_main_process` and other conditions on the rank",
         next((event.content["line"] for event in _of("first-step", events) if event.rank == most), ""),
     )
 
@@ -245,8 +246,8 @@ def _settings_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) ->
                     f"the ranks' optimizers differ: at step {step} {name} is {ours} on rank {first} and {theirs} on "
                     f"rank {rank}",
                     SCRIPT,
-                    f"the same {name} on all ranks: neither it nor a schedule may depend on the rank's number or on "
-                    "what a rank sees alone, such as its own loss",
+                    f"the same {name} on all ranks: neither it nor a schedule may depend on the rank "
+                    "or on its own values, such as its loss",
                     reports[rank].content["line"],
                 )
                 return
@@ -299,7 +300,7 @@ def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Ite
             yield Failure(
                 f"the loss is {event.content['value']} at step {event.content['step']} of rank {event.rank}",
                 SCRIPT,
-                "see what makes it so: labels that are all -100, a mean of nothing, a log of 0, too high a rate",
+                "see what makes it so: labels that are all -100, a mean over no tokens, a log of 0, a rate too high",
                 event.content["line"],
             )
             return

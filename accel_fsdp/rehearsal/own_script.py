@@ -36,7 +36,7 @@ class OwnRehearsal:
         if not outcome.holdings:
             if not unwatched:
                 raise of_no_training(outcome)
-            what = f"what the ranks hold can't be seen: {unwatched[0]['why']}"
+            what = f"the ranks' weights can't be measured: {unwatched[0]['why']}"
             raise Failure(what, SCRIPT, "the versions that README names as tested")
         for failure in saved.failures(outcome.events, outcome.holdings, self.job):
             raise failure

@@ -116,8 +116,8 @@ def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:
     config = of_layer_class(layer_class) if layer_class else {}
     if not config:
         raise UsageError(
-            "nothing says which model to rehearse",
-            why="its architecture decides what is sharded",
+            "the model to rehearse is unknown",
+            why="its architecture determines the sharding",
             fix="accel-fsdp rehearse FILE --model ID_OR_FOLDER",
         )
     return _written(config, folder / "by-class"), f"a {config['model_type']}, as the YAML names {layer_class}; "

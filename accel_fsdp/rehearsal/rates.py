@@ -22,7 +22,7 @@ def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
     if content is None:
         return
     for line in content["astray"][:1]:
-        what = "a scheduler moves the rate of an optimizer that never steps, while another one steps"
+        what = "a scheduler changes the rate of an optimizer that never steps, while another one steps"
         yield Failure(what, SCRIPT, "make the scheduler of the optimizer that steps, after it", line)
     trained, idle = content["trained"], content["idle"]
     if trained and idle > 1 and idle >= IDLE * (trained + idle):

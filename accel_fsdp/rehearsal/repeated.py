@@ -35,7 +35,7 @@ def _averages_weights(events: Sequence[RankEvent], difference: Mapping[str, Any]
 def said(events: Sequence[RankEvent]) -> str:
     """The compared values, as the end of a sentence; empty if nothing was recorded."""
     if _averages_weights(events, _first_difference(events)):
-        return "; not repeated in one process: the script averages the ranks' weights now and then, not their gradients"
+        return "; not repeated in one process: the script averages the ranks' weights at intervals, not their gradients"
     if why := next((event.content["why"] for event in events if event.kind == "unrepeated"), ""):
         return f"; not repeated in one process: {why}"
     updates = [event.content for event in events if event.kind == "repeated"]
@@ -55,7 +55,7 @@ def _gradient(content: Mapping[str, Any]) -> Failure:
     name, ratio = content["name"], content["ratio"]
     if ratio == 0:
         name = name if content["all"] else "any weight"
-        what = f"no gradient comes to {name}, and in one process one does"
+        what = f"{name} gets no gradient, but does in one process"
     elif meaning := _meaning(ratio, content):
         what = f"the gradient of {name} is {ratio:.4g} times that of one process: {meaning}"
     else:
@@ -87,7 +87,7 @@ def _copies(content: Mapping[str, Any]) -> Failure:
         what = f"ranks {first} and {other} step with different gradients of {name}: they are not averaged"
         return Failure(what, SCRIPT, "leave no_sync before the last micro-batch of a step", content["line"])
     when = "after a step" if content["of"] == "value" else f"before step {content['update']}"
-    what = f"{name} has other values on rank {other} than on rank {first} {when}"
+    what = f"{name} has different values on rank {other} than on rank {first} {when}"
     return Failure(
         what, SCRIPT, "change weights on all ranks in the same way, or only by the optimizer", content["line"]
     )
@@ -248,7 +248,7 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
         return
     line = updates[0]["line"]
     if all(update["cleared"] for update in updates):
-        what = f"no gradient comes to the optimizer in {counted(len(updates), 'step')}"
+        what = f"the optimizer gets no gradient in {counted(len(updates), 'step')}"
         fix = "backward, then optimizer.step(), then zero_grad(); and the last micro-batch of a step outside of no_sync"
         yield Failure(what, SCRIPT, fix, updates[0]["cleared_at"] or line)
     elif not any(event.content["moved"] for event in events if event.kind == "weights"):

@@ -164,7 +164,7 @@ def _refuse_unknown(job: JobConfig) -> None:
     if job.engine in (Engine.TPU, Engine.NONE):
         raise CannotRehearse(
             f"{job.engine.label} can't be rehearsed",
-            why="there is nothing that several CPU processes could share",
+            why="nothing could be shared by several CPU processes",
             fix="a YAML with distributed_type: FSDP, MULTI_GPU or DEEPSPEED",
         )
 

@@ -167,7 +167,7 @@ class SftRehearsal:
         folders = [str(self._output(name) / file_names.FINAL) for name in ("run", "alone")]
         outcome = self.launcher.python("reload", "accel_fsdp.rehearsal.reload", folders)
         if outcome.code:
-            raise Failure("what the run exported can't be loaded", output=outcome.tail)
+            raise Failure("the run's export can't be loaded", output=outcome.tail)
         apart, largest = (float(word) for word in outcome.output.split()[-2:])
         if apart > max(self.tolerance, EXACT_LOGITS) * max(largest, 1):
             raise Failure(f"logits differ by {apart:.2g} from those of one process, of up to {largest:.2g}")
@@ -223,5 +223,5 @@ def _same(losses: Mapping[int, float], alone: Mapping[int, float], steps: range,
     worst = max(apart, key=lambda step: apart[step])
     if apart[worst] > tolerance:
         comparison = f"{losses[worst]:.6f}, and {alone[worst]:.6f} in one process"
-        raise Failure(f"step {worst} has a loss of {comparison}", fix="compare what differs between the two jobs")
+        raise Failure(f"step {worst} has a loss of {comparison}", fix="compare the two jobs")
     return f"losses of steps {steps[0]} to {steps[-1]} are those of one process (apart by {apart[worst]:.0e})"

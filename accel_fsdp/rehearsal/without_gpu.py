@@ -16,7 +16,7 @@ RAISED = re.compile(
 """torch's errors without a GPU, in builds with and without CUDA."""
 ASKED = "the script asks for a GPU, and a rehearsal has none"
 INSTEAD = 'skip it where the weights are on a CPU: if next(model.parameters()).device.type == "cuda":'
-MORE_RANKS = "--processes N: a rehearsal has as many GPUs for the script as ranks, and two ranks where nothing is said"
+MORE_RANKS = "--processes N: a rehearsal has as many GPUs for the script as ranks, and by default two ranks"
 SPEAKS_OF_ONE = re.compile(r"gpu|cuda|torch\.accelerator", re.IGNORECASE)
 LINES_BEFORE = 3
 

@@ -30,7 +30,7 @@ QUESTION_SECONDS = 5.0
 """Seconds that a rank may take to report where it is."""
 OTHERS_SECONDS = 0.3
 """Seconds that a failure waits for other ranks, because one of them may have failed first."""
-SILENT = Stand("a place that it doesn't tell, as in C code that holds Python's lock", "", "")
+SILENT = Stand("an unknown place, such as C code that holds Python's GIL", "", "")
 
 
 class RankError(Exception):
@@ -229,7 +229,7 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
     except Exception as error:
         raise UserError(
             f"{_unpicklable(function, args, kwargs)} can't be sent to the ranks: {error}",
-            why="a rank is a process of its own: it imports the function by its name, and gets the arguments pickled",
+            why="a rank is a separate process: it imports the function by its name, and gets the arguments pickled",
             fix="a function that is defined at the top of a module; as its arguments numbers, text, plain tensors",
         ) from None
 

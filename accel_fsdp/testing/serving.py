@@ -144,7 +144,7 @@ def _traceback(error: BaseException) -> str:
 def _not_imported(error: Exception) -> UserError:
     return UserError(
         f"the ranks can't import what they are to call: {in_a_line(error)}",
-        why="each rank is a process of its own, which imports the function by its module's name",
+        why="each rank is a separate process, which imports the function by its module's name",
         fix="a function of a module that is on sys.path: pytest's setting pythonpath, or its default import mode",
     )
 
@@ -154,5 +154,5 @@ def _not_returned(value: Any, error: Exception) -> UserError:
         f"rank {os.environ['RANK']} can't return a value of type {type(value).__name__}: {error}",
         why="what a function returns is pickled, to be read in the test's own process",
         fix="return numbers, text or plain tensors; of a DTensor its full_tensor() or to_local(), "
-        "of a model what the test is to compare",
+        "for a model the values to compare",
     )

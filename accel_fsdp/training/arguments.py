@@ -47,8 +47,8 @@ class ModelArguments:
     )
     expert_parallel_size: int = HfArg(
         default=1,
-        help="Ranks that divide the experts of a mixture among them; the tokens are sent to the experts' ranks. "
-        "The sizes of all other axes are the YAML's.",
+        help="Expert parallelism: the number of ranks that divide a mixture's experts. The YAML has the sizes of "
+        "all other axes.",
     )
     use_peft: bool = HfArg(default=False, help="Train a LoRA adapter; the base model stays frozen.")
     lora_r: int = HfArg(default=16, help="Rank of the adapter matrices.")
@@ -99,8 +99,8 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
     )
     resume_with_changes: bool = HfArg(
         default=False,
-        help="Resume although model, data, their order or the schedule differ from the checkpoint's. Each "
-        "change is said; run.json and the card keep what was trained with what.",
+        help="Resume although model, data, their order or the schedule differ from the checkpoint's. Each change is "
+        "logged; run.json and the card record the settings of all steps.",
     )
     logging_steps: float = HfArg(
         default=0,
@@ -114,7 +114,7 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
     )
     hang_timeout: float | None = HfArg(
         default=None,
-        help="Seconds without a finished step after which the job ends and says where each rank waits; three "
+        help="Seconds without a finished step after which the job ends and reports where each rank waits; three "
         "times as many before the first step and in saves, evaluations and the export. 0: never. (default: 20 "
         "times the slowest of the last 20 steps, at least 600)",
     )
@@ -122,7 +122,7 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         default=None,
         help="Profile these steps: 3:5 are 3, 4 and 5, as the log counts them. The folder profile of "
         "--output_dir then holds a trace of each step and rank, on GPUs a memory snapshot, and step.html, which "
-        "lays the last of them beside the prediction, unit by unit. The step before the first one warms up.",
+        "compares the last of them with the prediction, unit by unit. The step before the first one warms up.",
     )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = HfArg(
         default="auto",

@@ -14,7 +14,7 @@ from typing import IO, Any
 from accel_fsdp.checkpoints import dcp
 from accel_fsdp.library_internals import Internal, patch
 
-CODE = "a checkpoint of a stranger would run code when a run resumes from it"
+CODE = "an untrusted checkpoint would run code when a run resumes from it"
 
 
 @cache

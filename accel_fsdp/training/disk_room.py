@@ -109,7 +109,7 @@ def check(output_dir: Path, needed_bytes: int, text: str) -> None:
         needed, there = told_apart(gib_or_mib, needed_bytes, free)
         raise UserError(
             f"{text} {needed}, {there} are free at {output}",
-            why="the run would end at a full disk",
+            why="the run would fill the disk",
             fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
         )
 

@@ -193,5 +193,5 @@ def _understood(flag: str) -> Iterator[None]:
         raise UsageError(
             f"{flag} with its settings can't be made: {first_line(error)}",
             why="the first step would stop",
-            fix="mend the flag that is named, or one of --optim_args, --lr_scheduler_kwargs, --warmup_steps",
+            fix="correct the named flag, or one of --optim_args, --lr_scheduler_kwargs, --warmup_steps",
         ) from error

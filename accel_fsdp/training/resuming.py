@@ -172,7 +172,7 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     if lacking := completeness.lacking_to_resume(checkpoint, facts):
         raise UserError(
             f"{checkpoint} holds no {' and no '.join(lacking)}",
-            why="Trainer would restart them silently",
+            why="Trainer would silently restart them",
             fix="an older checkpoint-N; or a new run from its weights: accel-fsdp export, then "
             "train/sft.py --model_name_or_path",
         )

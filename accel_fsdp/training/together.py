@@ -123,7 +123,7 @@ class Peers:
 
     def _end(self, what: str) -> NoReturn:
         """Ends this process: its main thread may wait in a collective that never returns."""
-        why, fix = "training has not begun, and can't without it", "mend the cause there, then start again"
+        why, fix = "training can't begin without it", "fix the cause there, then start again"
         error = UserError(what, why=why, fix=fix)
         errors.report_to_launcher(error)
         if self.local_rank:

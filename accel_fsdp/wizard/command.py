@@ -172,7 +172,7 @@ def _write(talk: interview.Interview, options: WizardOptions, original: Original
     console.say(f"written: {output}{everywhere if output == atomic_files.default_config() else ''}", style="green")
     if answers.own_script:
         what = f"{answers.model} is built by {answers.auto_class}, and train/sft.py trains AutoModelForCausalLM"
-        unread = f"nothing is known of {answers.model or 'the model'}, which train/sft.py may not train"
+        unread = f"{answers.model or 'the model'} is unknown, and train/sft.py may not be able to train it"
         console.say(
             f"note: {what if answers.auto_class else unread}; launch a script of your own:", style="yellow", wrap=True
         )

@@ -30,7 +30,8 @@ GATHERED_BYTES, LARGE_LAYER = 6, 0.2
 """Bytes of a gathered parameter, in 16 bits, with its gradient in 32, and the share of a GPU from which it matters."""
 MOST_MACHINES = 64
 NO_ADDRESS = (
-    "note: without --main-process-ip an engine has to say where the machines meet: accel-fsdp script makes its job file"
+    "note: without --main-process-ip a cluster engine has to give the rendezvous address: accel-fsdp "
+    "script makes its job file"
 )
 SMALL_STATE_GIB = 2
 """Below this, weights and training state leave any GPU room for a row of activations."""
@@ -183,7 +184,7 @@ def warnings(context: Context) -> tuple[str, ...]:
         lines += (f"warning: {units}; --mixed-precision fp16 is faster",)
     gpus = context.machine.count * context["num_machines"]
     if context["num_processes"] < gpus:
-        lines += (f"note: {context['num_processes']} of {gpus} GPUs will be used, one by each process",)
+        lines += (f"note: {context['num_processes']} of {gpus} GPUs will be used, one per process",)
     return lines + _of_the_plan(context)
 
 

@@ -115,7 +115,7 @@ def skip(question: Question, context: Context, flags: GivenAnswers) -> Context:
     if question.field in flags:
         raise UsageError(
             f"{question.flag} has no effect with the other answers",
-            why="a setting that does nothing is usually a mistake somewhere else",
+            why="a setting without effect usually means a mistake elsewhere",
             fix=f"leave out {question.flag}",
         )
     return _store(question, context, question.default(context)[0])

@@ -249,7 +249,7 @@ QUESTIONS: tuple[Question, ...] = (
     _asks(
         "main_process_ip",
         "main_process_ip",
-        defaults.always("", f"empty: {listed(PLACING, 'or')} say where the first machine is"),
+        defaults.always("", f"empty: {listed(PLACING, 'or')} give the address of the first machine"),
         section="",
         applies=_several_machines,
         check=validation.check_ip,

@@ -14,7 +14,7 @@ from accel_fsdp.wizard.question import Context, engine_of
 
 LOOKALIKES = str.maketrans("OoIl", "0011")
 """Letters that are typed for digits."""
-MEMORY_MATTERS = "what fits follows from a GPU's memory"
+MEMORY_MATTERS = "a GPU's memory decides what fits"
 LONGEST_PATH, LONGEST_SHOWN = 1024, 80
 MORE_MEMORY = 1.5
 """The factor over the largest card of a name that is accepted, for new editions of it."""
@@ -92,7 +92,7 @@ def check_model(context: Context, value: Any) -> str:
     if name.startswith("-") or re.search(rf"{UNPRINTABLE.pattern}|[\n\t]", name) or len(name) > LONGEST_PATH:
         raise UsageError(
             f"--model {name[:LONGEST_SHOWN]} is neither a hub id nor a folder",
-            why="neither begins with a dash, has control characters or is that long",
+            why="neither of them begins with a dash, has control characters or is that long",
             fix="--model HUB_ID_OR_FOLDER",
         )
     return catalogue.hub_id(name)
@@ -109,7 +109,7 @@ def check_gpus(context: Context, value: Any) -> str:
     if name is None or text == machines.describe(context.found):
         return text
     if name.lower() == "cpu":
-        raise _wrong_gpus(text, "a machine without GPUs is called cpu", "processes have a flag of their own", "cpu")
+        raise _wrong_gpus(text, "a machine without GPUs is called cpu", "processes have a separate flag", "cpu")
     if machine.count * number > MOST_RANKS:
         raise _wrong_gpus(text, f"that is {machine.count * number:,} GPUs", "no cluster has them", "8xH100")
     alike = name.translate(LOOKALIKES)
@@ -181,7 +181,9 @@ def check_port(context: Context, value: Any) -> int:
 
 def check_machines(context: Context, value: Any) -> int:
     described = machines.parse(context["gpus"])[1]
-    count = _number("--num-machines", value, "it counts machines, this one too", fix=described, most=MOST_RANKS)
+    count = _number(
+        "--num-machines", value, "it counts all machines, including this one", fix=described, most=MOST_RANKS
+    )
     if described not in (1, count):
         raise UserError(
             f"--num-machines {count} contradicts --gpus {context['gpus']}",
@@ -227,7 +229,7 @@ def check_processes(context: Context, value: Any) -> int:
 
 def check_replicas(context: Context, value: Any) -> int:
     total = context["num_processes"]
-    size = _divisor("--dp-replicate", value, total, f"the {total} processes are divided among them evenly")
+    size = _divisor("--dp-replicate", value, total, f"the {total} processes are divided evenly among them")
     if size * 2 > total:
         fix = f"--dp-replicate {max(total // 2, 1)}, or --strategy 1"
         raise UserError(f"{size} replicas of {total} processes", why="one process has nothing to share", fix=fix)

@@ -101,7 +101,7 @@ def test_code_from_elsewhere_is_named(name: str, report: bool, made: Path, tmp_p
     (out / name).write_text("raise SystemExit")
     if not report:
         (out / "export.json").unlink()
-    with pytest.raises(UserError, match=f"holds code that no export writes: {name}"):
+    with pytest.raises(UserError, match=f"holds code that isn't part of an export: {name}"):
         export(out, check=True)
 
 

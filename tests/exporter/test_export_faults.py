@@ -767,10 +767,10 @@ def test_a_push_that_cannot_begin(run_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("config.json", lambda text: text.replace("10000.0", "10001.0"), "config.json isn't what was written"),
+        ("config.json", lambda text: text.replace("10000.0", "10001.0"), "config.json was changed after the export"),
         ("config.json", None, "config.json is missing"),
         ("pytorch_model.bin", str, "pytorch_model.bin was not exported"),
-        ("inner/x.py", str, "holds code that no export writes: inner/x.py"),
+        ("inner/x.py", str, "holds code that isn't part of an export: inner/x.py"),
         ("README.md", str, ""),
         (".gitattributes", str, ""),
     ],

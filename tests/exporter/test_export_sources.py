@@ -150,7 +150,7 @@ def hold_two_models(folder: Path) -> None:
     [
         (list_one_more, r"index\.json lists model\.extra\.weight in \S+, which doesn't hold it\n"),
         (list_elsewhere, r"index\.json lists \S+ in model-\S+, which doesn't hold it, while another file does\n"),
-        (hold_another_version, rf"holds another {HEAD} than model-"),
+        (hold_another_version, rf"holds a {HEAD} that differs from the one in model-"),
         (hold_two_models, "holds two models"),
     ],
 )

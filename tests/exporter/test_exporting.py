@@ -453,7 +453,7 @@ def test_weights_whose_header_says_whole_numbers(what: str, tiny_model: Path, tm
     merged = {"merge_adapter": True, "model": str(src)} if "merged" in what or what == "base" else {}
     source = src if what in ("model", "pickle") else tmp_path / "adapter"
     for verify in ("bytes", "load"):
-        with pytest.raises(UserError, match=r"q_proj.* holds no floating-point numbers but I32"):
+        with pytest.raises(UserError, match=r"q_proj.* has no floating-point dtype but I32"):
             export(source, tmp_path / "out", verify=verify, **merged)
 
 

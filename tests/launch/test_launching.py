@@ -83,7 +83,7 @@ def test_the_ranks_get_what_accelerates_launcher_gives_them(
 @pytest.mark.parametrize(
     ("machines", "in_file", "flag", "said"),
     [
-        (2, None, None, "is for 2 machines, and nothing says which of them this is"),
+        (2, None, None, "is for 2 machines, and the number of this machine is unknown"),
         (2, None, 2, "--machine-rank 2 of 2 machines"),
         (2, None, -1, "--machine-rank -1 of 2 machines"),
         (2, 1, 0, "machine_rank: 1 in"),

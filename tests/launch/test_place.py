@@ -139,7 +139,7 @@ def test_flags_alone_replace_what_the_yaml_says(dry: Dry) -> None:
         ({"SLURM_STEP_NUM_TASKS": "8"}, "8 tasks on 2 machines (SLURM_STEP_NUM_TASKS)"),
         ({"SLURM_NODEID": "two"}, "SLURM_NODEID=two is not a number"),
         ({"SLURM_NODEID": "2"}, "SLURM_NODEID 2 of 2 machines"),
-        ({"SLURM_NODEID": ""}, "nothing says which of them this is"),
+        ({"SLURM_NODEID": ""}, "the number of this machine is unknown"),
     ],
 )
 def test_a_slurm_job_that_would_hang_is_refused(changed: dict[str, str], said: str, dry: Dry) -> None:

@@ -483,7 +483,7 @@ def test_what_to_type_next(
     ("yaml", "flags", "said"),
     [
         (TWO, ["--gpus", "8xH100"], "--gpus 8xH100 is 1 machine with 8 GPUs each, and job.yaml says num_machines 2"),
-        (YAML, [], "job.yaml says no num_processes"),
+        (YAML, [], "job.yaml has no num_processes"),
         (TWO, ["--time", "soon"], "--time soon is not a time"),
         (TWO, ["--time", "2m"], "--time 2m is no longer than the 120 seconds of --grace"),
         (TWO, ["--grace", "5"], "--grace 5"),

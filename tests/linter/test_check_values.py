@@ -186,7 +186,7 @@ def test_a_value_of_debug_that_stops_nothing_is_no_error(value: str, taken: str,
     path = tmp_path / "checked.yaml"
     path.write_text(text)
     (found,) = (one for one in linter.lint(path, linter.LintOptions()) if one.code in ("AF204", "AF209"))
-    assert (found.code, found.severity, found.why) == ("AF209", "warning", f"Accelerate takes it for {taken}")
+    assert (found.code, found.severity, found.why) == ("AF209", "warning", f"Accelerate reads it as {taken}")
 
 
 @pytest.mark.parametrize("key", ["use_cpu", "same_network", "enable_cpu_affinity"])

@@ -73,7 +73,7 @@ def test_experts_come_from_the_flag_or_the_launch_line(text: str, words: tuple[s
         (EIGHT + "  fsdp_activation_checkpointing: true\n", "--gradient_checkpointing true"),
         (EIGHT + "  fsdp_reshard_after_forward: false\n", "keep_full_weight"),
         (EIGHT + "  fsdp_ignored_modules: lm_head\n", "fsdp_ignored_modules"),
-        (EIGHT.replace("bf16", "fp16"), "bfloat16 only"),
+        (EIGHT.replace("bf16", "fp16"), "only bfloat16"),
         (EIGHT + MESH.replace("tp_size", "cp_size"), "cp_size"),
         (EIGHT + "dynamo_config: {dynamo_backend: INDUCTOR}\n", "--torch_compile true"),
         (

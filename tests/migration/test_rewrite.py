@@ -30,7 +30,7 @@ from accel_fsdp.migration import plan
         ("distributed_type: FSDP\nfsdp_config: {1: a}\n", "is not text"),
         ("distributed_type: FSDP\nfsdp_config: {fsdp_version: 3}\n", "neither 1 nor 2"),
         ("distributed_type: FSDP\ncompute_environment: AMAZON_SAGEMAKER\n", "not the config of a local machine"),
-        ("x: &x {a: 1}\ndistributed_type: FSDP\nfsdp_config: {<<: *x, fsdp_version: 1}\n", "keys from elsewhere"),
+        ("x: &x {a: 1}\ndistributed_type: FSDP\nfsdp_config: {<<: *x, fsdp_version: 1}\n", "keys from another mapping"),
         ("a: [1\n", "expected ','"),
     ],
 )
@@ -83,7 +83,7 @@ def test_a_lost_meaning_needs_force(tmp_path: Path) -> None:
     path.write_text(text)
     refused = accel_fsdp("migrate", path, "--to", "zero3")
     assert refused.code == 1
-    assert "\n  why: in ZeRO an argument of the script switches it on\n" in refused.output
+    assert "\n  why: under ZeRO an argument of the script turns it on\n" in refused.output
     assert "or give the script --gradient_checkpointing true, and write the file: --force." in refused.output
     assert path.read_text() == text
     assert accel_fsdp("migrate", path, "--to", "zero3", "--dry-run").code == 1

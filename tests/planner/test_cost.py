@@ -280,7 +280,7 @@ def test_the_cheapest_and_the_fastest_are_marked(compared: tuple[dict[str, Any],
         least = min(one["cost"][amount] for one in among)
         near = [one["machine"] for one in among if one["cost"][amount] * RANGE[0] <= least]
         line = text.partition(f"{word}: ")[2].partition(" per GPU-hour.")[2]
-        said = f" A prediction can't tell it from {', '.join(name for name in near if name != found[key])}."
+        said = f" A prediction can't distinguish it from {', '.join(name for name in near if name != found[key])}."
         assert line.startswith(said) == (len(near) > 1)
 
 
@@ -375,7 +375,7 @@ def test_the_arguments_decide_the_job(job: Any) -> None:
 def test_a_stall_is_not_made_up(job: Any) -> None:
     spent = planned(*job())["cost"]
     assert spent["checkpoint_stall_seconds"] is None
-    assert "isn't known without the disk's speed" in told(*job())
+    assert "is unknown without the disk's speed" in told(*job())
 
 
 def test_full_checkpoints_hold_the_weights_twice(job: Any) -> None:
@@ -387,7 +387,7 @@ def test_full_checkpoints_hold_the_weights_twice(job: Any) -> None:
 def test_epochs_need_the_rows(job: Any) -> None:
     words = job(max_steps=-1, num_train_epochs=2)
     assert planned(*words)["cost"] is None
-    assert "How many steps the job has isn't known" in told(*words)
+    assert "The number of steps is unknown" in told(*words)
     assert planned(*words, "--dataset-rows", "3201")["cost"]["steps"] == 2 * 101  # 32 rows a step
 
 

@@ -47,7 +47,7 @@ def test_the_table_of_a_known_model() -> None:
     for name in ("DDP", "FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "FSDP1 FULL_SHARD", "ZeRO-3"):
         assert name in shown.output
     assert "Take FSDP2" in shown.output
-    assert "As fast as far as a prediction can tell" in shown.output
+    assert "Equally fast within the error of a prediction" in shown.output
 
 
 def test_no_heavy_library_is_imported() -> None:

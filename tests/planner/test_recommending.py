@@ -251,7 +251,7 @@ def test_experts_that_fsdp2_pads_are_sharded_by_an_engine_that_cuts_through_them
     by_offload = 3_600  # tokens/s of FSDP2 with offload, the fastest of DDP and FSDP2
     assert choice["tokens_per_s_per_gpu"] > by_offload
     text = shown("--model", MIXTRAL, "--gpus", "4x8xH100")
-    assert "FSDP2 shares out a layer's 8 experts whole, so on 32 GPUs each holds and sends 3.9 times" in text
+    assert "FSDP2 distributes a layer's 8 experts whole, so on 32 GPUs each holds and sends 3.9 times" in text
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "flash", "eager"])

@@ -55,8 +55,8 @@ def test_right_saves_of_many_kinds_pass(ways: str, fsdp: dict[str, Any], tiny_mo
     [
         ("hook", "hooks were added to the model after it was sharded"),
         ("penalty", "is used outside of the model's forward"),
-        ("averages weights", "the script averages the ranks' weights now and then, not their gradients"),
-        ("averages copies", "the script averages the ranks' weights now and then, not their gradients"),
+        ("averages weights", "the script averages the ranks' weights at intervals, not their gradients"),
+        ("averages copies", "the script averages the ranks' weights at intervals, not their gradients"),
         ("skips a batch", "gradients are kept, cleared or changed between two backward passes of a step"),
     ],
 )

@@ -114,7 +114,7 @@ def test_the_account_says_which_steps_are_of_this_session(
     card = (stopped / "final" / "README.md").read_text()
     assert "| steps | ranks: per_device_train_batch_size | ranks: gradient_accumulation_steps |" in card
     assert "| 1 to 2 | 4 | 1 |" in card
-    assert "Those under Arguments are of its last stretch." in card
+    assert "Those under Arguments are of its last session." in card
 
 
 def test_spoilt_bytes_are_passed_over_and_named(stopped: Path, sft: Sft, tiny_model: Path, text_data: Path) -> None:

@@ -85,7 +85,7 @@ def test_machines_that_an_engine_starts_need_no_address(flags: list[str], tmp_pa
     path, job = tmp_path / "made.yaml", tmp_path / "job.sh"
     finished = accel_fsdp("config", "--yes", "--model", "llama-3.1-8b", *flags, "-o", path)
     assert finished.code == 0, finished.output
-    assert "an engine has to say where the machines meet" in " ".join(finished.output.split())
+    assert "a cluster engine has to give the rendezvous address" in " ".join(finished.output.split())
     assert "main_process_ip" not in yaml.safe_load(path.read_text())
     assert f"accel-fsdp launch {path} train/sft.py" in finished.output
     checked = accel_fsdp("check", "--strict", path)
@@ -349,9 +349,7 @@ def test_what_does_not_fit_is_said_before_it_is_written(capsys: Captured) -> Non
 
 def test_gpus_without_a_process_are_said() -> None:
     flags = {"model": "llama-3.1-8b", "gpus": "8xH100", "num_processes": "7"}
-    assert "note: 7 of 8 GPUs will be used, one by each process" in interview.warnings(
-        interview.interview(flags, {}, True)
-    )
+    assert "note: 7 of 8 GPUs will be used, one per process" in interview.warnings(interview.interview(flags, {}, True))
 
 
 @pytest.mark.parametrize(

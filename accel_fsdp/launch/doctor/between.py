@@ -44,7 +44,7 @@ def judge(results: Found) -> list[Row]:
 def _missing(results: Found) -> Iterator[Row]:
     for machine in results.missing:
         what = f"machine {machine} didn't come"
-        why = "nothing was started there, it ended, it can't reach machine 0, or it was told another number"
+        why = "nothing was started there, it ended, it can't reach machine 0, or it was given another number"
         fix = f"accel-fsdp doctor there; its --machine-rank must be {machine}, and the port of machine 0 be open"
         yield Row("machines", "error", what, why, fix)
     if not results.missing and len(results.facts) > 1:
@@ -63,7 +63,7 @@ def _differing(results: Found, setting_of: Callable[[Facts], Mapping[str, Any]])
 
 def _told_differently(results: Found) -> Iterator[Row]:
     for name, values in _differing(results, lambda facts: facts.asks_for):
-        why = "some ranks would wait for others that never come"
+        why = "some ranks would wait for others that never start"
         yield Row("job", "error", f"{name}: {values}", why, "the same YAML and flags on all machines")
 
 

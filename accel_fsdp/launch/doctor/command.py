@@ -34,7 +34,7 @@ def explain(message: str) -> int:
     name = known_errors.find(text)
     if name is None:
         console.say(
-            "nothing is known of it; the first error in the logs of all ranks says more than the last", wrap=True
+            "the message is unknown; the first error in the logs of all ranks says more than the last", wrap=True
         )
         return 1
     row = known_errors.KNOWN[name]
@@ -54,7 +54,7 @@ def examine(options: DoctorCommand) -> int:
     values = read[0].values if read else {}
     here, rows = _place(options, values, launched)
     number = int(here.value("machine_rank", 0))
-    with console.waiting("looking at this machine"):
+    with console.waiting("examining this machine"):
         own_facts = facts.look(options.folder, _job_settings(here, values))
     rows += [replace(row, machine=number) for row in (_lint(options, here, read) if read else unread)]
     examination = Examination(number, here.machines, rows)
@@ -75,7 +75,7 @@ def examine(options: DoctorCommand) -> int:
 
 
 LIMITS = {
-    "timeout": (1, 86_400, "machines need some time to come, and a day is enough"),
+    "timeout": (1, 86_400, "machines need some time to start, and a day is enough"),
     "num_machines": (1, 100_000, "a job has at least one"),
     "num_processes": (1, 10_000_000, "a job has at least one"),
     "main_process_port": (1, 65_535, "ports have these numbers"),
@@ -89,7 +89,7 @@ def _check(options: DoctorCommand, launched: LaunchEnvironment) -> None:
             flag = flag_words.flag_of(name)
             raise UsageError(f"{flag} {value}", why=why, fix=f"{flag} N, from {least} to {most}")
     if options.json and options.report:
-        raise UsageError("--json and --report", why="each is another form of one report", fix="give one of them")
+        raise UsageError("--json and --report", why="each is a form of the same report", fix="give one of them")
     flags = [name for name in place.FLAGS if getattr(options, name) is not None]
     if launched.is_rank and flags:
         flag = flag_words.flag_of(flags[0])
@@ -112,7 +112,7 @@ def _place(
         return place.NOWHERE, [of_error("job", error)]
     none = [name for name in ("num_machines", "num_processes") if int(settled.value(name, 1)) < 1]
     if settled.machines > 1 and not settled.value("main_process_ip"):
-        why, fix = "the machines don't know where to meet", "--main-process-ip ADDRESS, that of machine 0"
+        why, fix = "the machines have no rendezvous address", "--main-process-ip ADDRESS: the address of machine 0"
         return place.NOWHERE, [Row("job", "error", "the address of machine 0 is unknown", why, fix)]
     if none:
         what, why = f"{none[0]} {settled.value(none[0])}", "a job has at least one"
@@ -140,7 +140,7 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
             fewer = of_engine and of_engine.at_most and isinstance(expected.value, int) and started < expected.value
             if isinstance(expected.value, int) and expected.value != started and not fewer:
                 what = f"{expected.source} says {name} {expected.value}, and the launcher started {started}"
-                why = "each machine would train alone, or ranks would wait for others that never come"
+                why = "each machine would train alone, or ranks would wait for others that never start"
                 rows.append(Row("job", "error", what, why, "accel-fsdp launch FILE SCRIPT, which reads both"))
                 break
     return rows
@@ -211,8 +211,10 @@ def _meet(options: DoctorCommand, team: Team, own_facts: facts.Facts, examinatio
     alone = team.machines == 1
     meeting = None
     try:
-        require("testing how ranks talk", "torch")
-        with console.waiting("testing how ranks talk" if alone else f"meeting {counted(team.machines, 'machine')}"):
+        require("testing the communication of ranks", "torch")
+        with console.waiting(
+            "testing the communication of ranks" if alone else f"meeting {counted(team.machines, 'machine')}"
+        ):
             if not alone:
                 rendezvous.check_place(team.address.host, team.address.port, 0 if team.address.hosts else 1)
                 _refuse_second_first(team)
@@ -241,7 +243,7 @@ def _refuse_second_first(team: Team) -> None:
     seconds = 0.0 if rendezvous.is_own(host) else OTHER_FIRST_SECONDS  # it may not listen yet
     if team.address.hosts and not rendezvous.wait_for(host, port, seconds):
         raise UserError(
-            f"this one was told that it is machine 0, and another one is so already at {host}",
+            f"this machine was started as machine 0, but another machine 0 already runs at {host}",
             why="both would wait for others; a variable such as $SLURM_NODEID may have been expanded on one machine",
             fix="srun --ntasks-per-node=1 accel-fsdp doctor FILE; or --machine-rank N, another on each machine",
         )

@@ -23,7 +23,7 @@ from accel_fsdp.units import MIB
 SHARED_MEMORY = Path("/dev/shm")
 INFINIBAND = Path("/sys/class/infiniband")
 COMMAND_SECONDS = 60
-"""Until torch has found its GPUs, or nvidia-smi has answered."""
+"""Timeout for torch to find its GPUs, or for nvidia-smi to answer."""
 PROBE_BYTES = 128 * MIB
 """The size of the file that measures a disk."""
 SEEN_BY_TORCH = "import torch; torch.zeros(1, device='cuda'); print(torch.cuda.device_count())"

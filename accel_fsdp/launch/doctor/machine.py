@@ -76,7 +76,7 @@ def _gpus(facts: Facts) -> Iterator[Row]:
         fix = row.fix if row else "nvidia-smi; a restart of the machine, if it says the same"
         yield Row("GPUs", "error", facts.gpu_problem, why, fix)
     elif not facts.gpus:
-        yield Row("GPUs", "ok", "none: ranks compute on the CPU and talk by gloo")
+        yield Row("GPUs", "ok", "none: ranks compute on the CPU and communicate by gloo")
     else:
         links = ", ".join(f"{kind} x {count}" for kind, count in sorted(facts.links.items()))
         yield Row("GPUs", "ok", f"{facts.gpus_in_words}, driver {facts.driver}{links and f', links {links}'}")
@@ -152,10 +152,10 @@ def _host_name(facts: Facts, several: bool, talked: bool) -> Iterator[Row]:
     interface = next((name for name, own_addresses in facts.addresses.items() if _leads_away(own_addresses)), "eth0")
     fix = f"the machine's own address beside its name in /etc/hosts; or export GLOO_SOCKET_IFNAME={interface}"
     if talked:
-        why = "the ranks talked all the same; a library that asks for the name would connect to another place"
+        why = "the ranks communicated anyway; a library that resolves the name would connect to another host"
         yield Row("host name", "warning", what, why, fix)
         return
-    why = "ranks tell it to those of other machines, which then connect to themselves, or nowhere"
+    why = "ranks pass it to those of other machines, which then connect to themselves, or nowhere"
     yield Row("host name", "error", what, why, fix)
 
 
@@ -195,7 +195,7 @@ def _infiniband(facts: Facts) -> Iterator[Row]:
         yield Row("InfiniBand", "ok", port_list)
     elif port_list:
         why = "NCCL falls back to TCP, which is slow"
-        yield Row("InfiniBand", "warning", port_list, why, "ibstat; ask who runs the network")
+        yield Row("InfiniBand", "warning", port_list, why, "ibstat; ask the administrator of the network")
 
 
 def _variables(facts: Facts) -> Iterator[Row]:
@@ -210,12 +210,12 @@ def _variables(facts: Facts) -> Iterator[Row]:
 
 
 ODD: dict[str, tuple[tuple[str, ...], str]] = {
-    "CUDA_LAUNCH_BLOCKING": (ON, "each kernel waits for the one before: for looking into errors only"),
+    "CUDA_LAUNCH_BLOCKING": (ON, "each kernel waits for the previous one: only useful to debug errors"),
     "TORCH_DISTRIBUTED_DEBUG": (("detail",), "each collective is compared between ranks first, which is slow"),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (("0",), "a rank that is lost lets the others hang for ever"),
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": (("0",), "after the loss of a rank the others hang for ever"),
     "TORCH_NCCL_BLOCKING_WAIT": (ON, "the CPU waits for each collective, which is slow"),
     "NCCL_P2P_DISABLE": (ON, "GPUs of this machine don't use the links between them"),
-    "NCCL_SHM_DISABLE": (ON, "GPUs of this machine talk through the network"),
-    "NCCL_IB_DISABLE": (ON, "machines talk by TCP even where InfiniBand is there"),
+    "NCCL_SHM_DISABLE": (ON, "GPUs of this machine communicate through the network"),
+    "NCCL_IB_DISABLE": (ON, "machines communicate by TCP even with InfiniBand"),
 }
 """Variables with values that slow a job down or hide what goes wrong; each is a way around some problem."""

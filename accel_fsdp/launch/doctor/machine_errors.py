@@ -33,8 +33,8 @@ MACHINE_ERRORS = {
     "disk-full": KnownError(
         r"No space left on device|Errno 28\b|Disk quota exceeded|inline_container\.cc[^\n]*unexpected pos"
         r"|PytorchStreamWriter failed writing",
-        "a disk or its quota is full: that of the run's folder, of the caches in the home folder, or of /tmp; "
-        "in a container it can be /dev/shm; or the file system fails",
+        "a disk is full or a quota reached: for the run's folder, the caches in the home folder, or /tmp; in a "
+        "container also /dev/shm; or the file system fails",
         "df -h and df -i of these folders; quota -s; --output_dir, HF_HOME and TMPDIR on a larger disk",
         ("NVIDIA/Megatron-LM#878",),
     ),
@@ -103,7 +103,7 @@ MACHINE_ERRORS = {
         "another rank sent it: ranks are in different collectives, or one of them had timed out",
         "accel-fsdp rehearse FILE runs the job in small and says where each rank waits; training: --hang_timeout",
         ("NVIDIA/nccl#1284",),
-        means="the size of the memory that was asked for is nonsense",
+        means="the requested memory size is nonsense",
     ),
     "gpu-memory": KnownError(
         r"(CUDA out of memory|(?<!ray\.exceptions\.)OutOfMemoryError)(?![^\n]*more than 1EB)|CUDA error: out of memory"

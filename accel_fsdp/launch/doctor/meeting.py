@@ -117,7 +117,7 @@ class Meeting:
     def _answer(self, facts: Facts, folder: Path) -> None:
         roll = self.board.wait(["present"], self.team.seconds + LEAVE_SECONDS).get("present")
         if roll is None or self.team.machine not in roll["machines"]:
-            raise RuntimeError("machine 0 went on without this one")
+            raise RuntimeError("machine 0 continued without this machine")
         ahead = time.time() - roll["clock"]
         self.board.put(f"sees/{self.team.machine}", {"ahead": ahead, "mark": _sees(folder, roll["mark"])})
         self.found.facts = dict.fromkeys(roll["machines"], facts)

@@ -139,7 +139,7 @@ def _pairs(task: Task, board: Board) -> None:
             if board.wait([f"{pair_key(low, high, 1 - side)}/comes"], seconds):
                 result = _pair(task, board, low, high)
             else:
-                result = PairResult(low, high, error=f"machine {partner} gave no sign in its test")
+                result = PairResult(low, high, error=f"machine {partner} did not respond in its test")
             board.put(pair_key(low, high, side), asdict(result))
 
 
@@ -236,7 +236,7 @@ def _there_and_back(sent: "torch.Tensor", agree: bool = False) -> float:
     if agree:
         sent.copy_(received)
     elif not torch.equal(received, sent):
-        raise RuntimeError("what arrived is not what was sent")
+        raise RuntimeError("the received data differ from the sent data")
     return took
 
 

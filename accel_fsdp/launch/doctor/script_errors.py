@@ -42,7 +42,7 @@ SCRIPT_ERRORS = {
     ),
     "fp16-weights": KnownError(
         r"unscale FP16 gradients",
-        "weights that are trained are float16, and gradient scaling needs them in float32",
+        "trained weights are float16, and gradient scaling needs them in float32",
         "load the model in float32 and train with mixed_precision: fp16; or mixed_precision: bf16",
         ("yk7333/d3po#6",),
     ),

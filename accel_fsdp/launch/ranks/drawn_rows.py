@@ -29,9 +29,9 @@ LOADERS = Observation(
     ),
 )
 MOST_ROWS = 2048
-"""The first rows of an epoch that are noted."""
+"""The number of rows of an epoch that are recorded."""
 MOST_EPOCHS = 3
-"""The first epochs of a loader that are noted."""
+"""The number of epochs of a loader that are recorded."""
 MOST_BY_HAND = 256
 """The first forward passes whose rows are noted where no loader gives them."""
 PREPARED = "accelerator.prepare"

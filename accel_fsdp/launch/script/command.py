@@ -109,7 +109,7 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
         if UNPRINTABLE.search(word) or "\r" in word or ("\n" in word and word in names):
             raise UsageError(
                 f"{word[:LONGEST_NAME]!r} holds a character that can't be printed",
-                why="a job file would change it, or could not be read",
+                why="the job file would change it, or be invalid",
                 fix="leave the character out",
             )
     if options.shared is not None and not PATH.fullmatch(options.shared):
@@ -121,7 +121,7 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
     if options.image is not None and not IMAGE.fullmatch(options.image):
         raise UsageError(
             f"--image {options.image[:LONGEST_SHOWN]} is not the name of an image: letters, digits, . _ / : @ + -",
-            why="a job file would read it as something else, or could not be read",
+            why="the job file would be misread, or invalid",
             fix="--image REGISTRY/NAME:TAG, or NAME@DIGEST",
         )
 
@@ -146,7 +146,7 @@ def _refuse_unread(options: ScriptCommand) -> None:
         if used[flag] and options.engine not in engines:
             raise UsageError(
                 f"{flag} for {options.engine}",
-                why="its job file would not hold it",
+                why="its job file has no place for it",
                 fix=f"leave out {flag}; it is for {' and '.join(engines)}",
             )
 
@@ -214,7 +214,7 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
     if not text:
         if not processes:
             raise UsageError(
-                f"{options.file} says no num_processes",
+                f"{options.file} has no num_processes",
                 why="the job file asks for that many GPUs",
                 fix="num_processes in the YAML, or accel-fsdp script --gpus 2x8xH100-80GB for two machines",
             )
@@ -228,7 +228,7 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
             f"--gpus {text} is {counted(number, 'machine')} with {counted(machine.count, 'GPU')} each, and "
             f"{options.file} {'starts one process' if config.is_alone else says}",
             why="some GPUs would stay idle, or some ranks have none",
-            fix="make one of them say what the other says",
+            fix="make them agree",
         )
     return number, machine.count, machine
 
@@ -268,7 +268,7 @@ def _minutes(text: str, grace: int) -> int:
     if minutes * 60 <= grace:
         raise UsageError(
             f"--time {text} is no longer than the {grace} seconds of --grace",
-            why="the job would be told to stop when it starts",
+            why="the job would get the signal to stop when it starts",
             fix=f"a longer --time, or --grace {LEAST_GRACE}",
         )
     return minutes

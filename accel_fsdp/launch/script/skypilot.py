@@ -73,5 +73,5 @@ def _recovery() -> list[str]:
     return [
         "  job_recovery:",
         f"    max_restarts_on_errors: {RESTARTS}",
-        f"    recover_on_exit_codes: [{codes}]    # the job was told to stop, and has saved a checkpoint",
+        f"    recover_on_exit_codes: [{codes}]    # the job got the signal to stop, and has saved a checkpoint",
     ]

@@ -71,7 +71,7 @@ def _network() -> list[str]:
 
 def _run(job: JobFile) -> list[str]:
     again = [
-        f"# {' or '.join(map(str, STOPPED))}: the job was told to stop, and has saved a checkpoint.",
+        f"# {' or '.join(map(str, STOPPED))}: the job got the signal to stop, and has saved a checkpoint.",
         f"if {' || '.join(f'[ $code = {code} ]' for code in STOPPED)}; then",
         '    scontrol requeue "$SLURM_JOB_ID"',
         "fi",

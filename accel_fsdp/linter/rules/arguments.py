@@ -337,6 +337,6 @@ def best_model_of_shards(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
             "--load_best_model_at_end overlooks the newest checkpoint",
-            f"an older model is taken for the best, or ranks that disagree hang{UNLESS_OURS}",
+            f"an older model counts as the best, or ranks that disagree hang{UNLESS_OURS}",
             "fsdp_state_dict_type: FULL_STATE_DICT, or train/sft.py",
         )

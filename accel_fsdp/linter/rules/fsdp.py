@@ -57,7 +57,7 @@ def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     yield Finding(
         "fsdp_config.fsdp_reshard_after_forward",
         "FSDP1 ignores fsdp_reshard_after_forward",
-        f"the model is trained with {subject.strategy}" + (", which is what it says" if same else ""),
+        f"the model is trained with {subject.strategy}" + (", the same strategy" if same else ""),
         fix,
         edits,
         milder="note" if same else "warning" if subject.has("fsdp_sharding_strategy") else None,

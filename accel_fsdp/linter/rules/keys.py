@@ -169,7 +169,7 @@ def retired_key(subject: Subject) -> Iterator[Finding]:
             edits = (Edit("fsdp_config", old),) if twice else (Edit("fsdp_config", old, new_key=new),)
             yield Finding(
                 f"fsdp_config.{old}",
-                f"{old} is read no longer; today's name is {new}",
+                f"{old} is no longer read; its new name is {new}",
                 "Accelerate silently drops it",
                 f"rename it to {new}",
                 edits,
@@ -331,7 +331,7 @@ def not_a_choice(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             path,
             f"{field.key}: {value} is unknown.{hint}",
-            "Accelerate stops, or takes something else",
+            "Accelerate stops, or uses another value",
             "one of " + ", ".join(field.choices),
             (Edit(field.section, field.key, int(suggestion)),) if suggestion in field.choices else edits,
         )

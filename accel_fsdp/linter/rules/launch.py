@@ -17,7 +17,7 @@ def no_number_of_processes(subject: Subject) -> Iterator[Finding]:
         value = subject.values.get("num_processes")
         yield Finding(
             "num_processes",
-            "num_processes is missing" if value is None else f"num_processes: {value} stands for none",
+            "num_processes is missing" if value is None else f"num_processes: {value} means none",
             "accelerate launch stops without --num_processes",
             f"num_processes: {'1' if subject.engine is Engine.NONE else 'the GPUs of all machines together'}",
         )
@@ -116,7 +116,7 @@ def use_cpu_under_an_engine(subject: Subject) -> Iterator[Finding]:
             "use_cpu",
             f"use_cpu does not reach the ranks under {kind}",
             "it has no effect",
-            "use_cpu: false; train/sft.py finds out by itself",
+            "use_cpu: false; train/sft.py detects it",
             (Edit("", "use_cpu", False),),
         )
 
@@ -353,7 +353,7 @@ def compile_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     if subject.engine is Engine.FSDP1 and subject.arg_on("torch_compile"):
         yield Finding(
             "fsdp_config.fsdp_version",
-            "torch.compile is not made for FSDP1's wrappers",
+            "torch.compile does not support FSDP1's wrappers",
             "compilation often fails",
             "fsdp_version: 2",
         )

@@ -180,7 +180,7 @@ def hybrid_on_some_gpus(subject: Subject) -> Iterator[Finding]:
     if subject.engine is Engine.FSDP1 and subject.strategy in HYBRID and 0 < subject.ranks_here < gpus:
         yield Finding(
             "num_processes",
-            f"hybrid sharding of {subject.ranks_here} processes where {gpus} GPUs are visible",
+            f"hybrid sharding of {subject.ranks_here} processes with {gpus} visible GPUs",
             "FSDP1 makes its groups from the number of GPUs, and the ranks hang or shard wrongly",
             "set CUDA_VISIBLE_DEVICES to the GPUs in use",
         )
@@ -195,7 +195,7 @@ def gpu_ids_against_the_environment(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "gpu_ids",
             f"gpu_ids: {chosen} replaces CUDA_VISIBLE_DEVICES={visible}",
-            "the job runs on GPUs that may be another's",
+            "the job may run on another user's GPUs",
             "gpu_ids: all",
         )
 
@@ -207,7 +207,7 @@ def another_config_lies_here(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "",
             f"{subject.here.default_config} exists",
-            "a launch that forgets --config_file runs with that file",
+            "a launch without --config_file uses that file",
             "always give --config_file",
         )
 

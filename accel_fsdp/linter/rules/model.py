@@ -182,7 +182,7 @@ def export_doubles_in_size(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "mixed_precision",
             "the trained model will be float32, twice the base's size",
-            "the master weights are what is saved",
+            "the master weights are saved",
             "cast it after training: from_pretrained(..., dtype='bfloat16').save_pretrained(...)",
         )
 

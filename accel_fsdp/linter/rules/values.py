@@ -63,7 +63,7 @@ def what_counts_as_true(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 name,
                 f"{name}: '{value}' in quotes is text",
-                "Accelerate takes any text for true",
+                "Accelerate reads any text as true",
                 f"{name}: false",
                 (Edit("", name, False),),
             )
@@ -71,7 +71,7 @@ def what_counts_as_true(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 name,
                 f"{name}: {value} is neither true nor false",
-                f"Accelerate takes it for {'true' if value else 'false'}",
+                f"Accelerate reads it as {'true' if value else 'false'}",
                 f"{name}: true or false",
             )
 
@@ -221,7 +221,7 @@ def precision_of_linear_layers(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "fp8_config.fp8_override_linear_precision",
             f"fp8_override_linear_precision: {value} is not a list of three",
-            "the launcher takes its first three letters for booleans and stops",
+            "the launcher reads its first three letters as booleans and stops",
             "fp8_override_linear_precision: [false, false, false], for fprop, dgrad and wgrad",
         )
 

@@ -129,7 +129,7 @@ def _first_that_works(name: str, config: Any, real: "nn.Module", words: Words) -
     if built:
         return built[0]
     raise UserError(
-        f"{name} can't be made small: " + failed[0],
+        f"{name} has no small version: " + failed[0],
         why=f"a rehearsal on a CPU needs a model of at most {MOST_PARAMETERS // 10**6} million parameters",
         fix="give the folder of a small model of the same kind, or one of its smaller sizes",
     )

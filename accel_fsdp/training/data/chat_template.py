@@ -47,7 +47,7 @@ def require_template(tokenizer: "PreTrainedTokenizerBase") -> None:
     else:
         raise UserError(
             "the tokenizer has no chat template, but the data set has messages",
-            why="this model's format of turns is unknown",
+            why="the model's chat format is unknown",
             fix="use the instruct version of the model, --chat_template_path with its tokenizer or a Jinja file, or a "
             "data set with a text column",
         )
@@ -65,7 +65,7 @@ def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
     except TimeoutError as error:
         raise UserError(
             f"the chat template takes more than {TRIAL_SECONDS:.0f} seconds for a question and its answer",
-            why="a template is a program, and this one may never come to an end",
+            why="a template is a program, and this one may never end",
             fix="read it, in chat_template.jinja or tokenizer_config.json; --chat_template_path gives another one",
         ) from error
     except Exception:  # templates raise what they like
@@ -195,7 +195,10 @@ def _spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks | None
     spoken = [turn for turn in chat.messages if turn["role"] == "assistant"]
     spans = generated if marks is None else _between(text, marks)
     if marks is not None and len(spans) != len(spoken):
-        raise BadRow(f"{len(spoken)} assistant turns, but the written text shows {len(spans)}: a text holds the marks")
+        raise BadRow(
+            f"{len(spoken)} assistant turns, but the written text shows {len(spans)}: the text of a turn "
+            "contains the marks"
+        )
     answers = [_said(text[start:end], marks) for start, end in spans]
     places = _places(spoken, answers, exact=marks is not None)
     first = 0 if chat.answers is None else len(spoken) - chat.answers
@@ -238,6 +241,6 @@ def _places(spoken: list[dict[str, Any]], texts: list[str], exact: bool) -> list
         rest = range(places[-1] + 1 if places else 0, len(texts))
         place = next((n for n in rest if (answer == texts[n] if whole_turn else answer in texts[n])), None)
         if place is None:
-            raise BadRow("what the template writes for an assistant turn isn't the turn's text")
+            raise BadRow("the template's text for an assistant turn differs from the turn's text")
         places.append(place)
     return places

@@ -154,7 +154,7 @@ def _no_columns(columns: Sequence[str], text_field: str) -> UserError:
     return UserError(
         f"the data set has neither messages, prompt and completion, instruction and output, nor {text_field}, only: "
         + ", ".join(columns),
-        why="what to train on is unknown",
+        why="the text to train on is unknown",
         fix="name them, such as --columns prompt=question completion=answer, --dataset_text_field COLUMN, or write "
         "--prompt_template '{{ question }}'",
     )

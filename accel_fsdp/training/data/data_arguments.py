@@ -22,7 +22,7 @@ class DataArguments:
     streaming_buffer: int = HfArg(default=1000, help="Rows of a stream that are shuffled, and packed, together.")
     columns: list[str] = HfArg(
         default_factory=list,
-        help="Columns that aren't found by themselves, as PART=COLUMN. The parts: messages; prompt and "
+        help="Columns with unusual names, as PART=COLUMN. The parts: messages; prompt and "
         "completion; instruction, input and output.",
     )
     dataset_text_field: str = HfArg(default="text", help="Column of plain text.")
@@ -39,20 +39,18 @@ class DataArguments:
     chat_template_path: str | None = HfArg(
         default=None, help="Jinja file, or model whose chat template is used in place of this model's."
     )
-    assistant_only_loss: bool = HfArg(
-        default=False, help="Train what the assistant says and its end tokens, nothing else."
-    )
+    assistant_only_loss: bool = HfArg(default=False, help="Train only on the assistant's text and its end tokens.")
     completion_only_loss: bool | None = HfArg(
         default=None, help="Train the completion without its prompt. Default: yes where rows have such parts."
     )
     max_length: int = HfArg(default=1024, help="Tokens per row, also of a packed one.")
     truncation_mode: Literal["keep_start", "keep_end", "drop"] = HfArg(
-        default="keep_start", help="What becomes of a longer row. It is counted."
+        default="keep_start", help="How to treat a longer row; such rows are counted."
     )
     packing: bool = HfArg(
         default=False,
-        help="Put several rows into one of max_length tokens. None is cut for it, none sees another, and the "
-        "loss is the same.",
+        help="Put several rows into one of max_length tokens. No row is cut, rows don't attend to each other, and "
+        "the loss is the same.",
     )
     dataset_num_proc: int | None = HfArg(
         default=None, help="Processes that tokenize. Default: one per core, fewer for little data."

@@ -80,7 +80,7 @@ class History:
             return []
         lines = [f"resumed: {checkpoint}, after {counted(step_of(Path(checkpoint)), 'step')}"]
         if self.unknown:
-            lines.append("that checkpoint doesn't say what it was trained with: data and schedule aren't compared")
+            lines.append("that checkpoint has no record of its settings: data and schedule aren't compared")
         return [*lines, *(f"changed from here on: {change}" for change in self.changes)]
 
     def account(self, last_step: int) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def _check_length(checkpoint: Path, here: Settings, step: int) -> None:
     if max_steps is not None and max_steps < step:
         raise UserError(
             f"--max_steps {max_steps}, but {checkpoint} was written after {counted(step, 'step')}",
-            why="nothing would be trained, and the model would be of more steps than were asked for",
+            why="nothing would be trained, and the model would have more steps than requested",
             fix=f"--max_steps {step} or more; accel-fsdp export {checkpoint} OUT makes a model of it as it is",
         )
 

@@ -115,7 +115,7 @@ def _segments(segments: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     names = {name: None for table in reversed(tables) for name in table}  # in the order of this session's
     differing = [name for name in names if len({str(table.get(name)) for table in tables}) > 1]
     yield "\n## Stretches\n"
-    yield "The run was resumed with other settings. Those under Arguments are of its last stretch.\n"
+    yield "The run was resumed with other settings. Those under Arguments are of its last session.\n"
     yield "| steps | " + " | ".join(differing) + " |\n|---|" + "---|" * len(differing)
     for segment, table in zip(segments, tables, strict=True):
         cells = " | ".join(str(table.get(name, "")).replace("|", "\\|") for name in differing)

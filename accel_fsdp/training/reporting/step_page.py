@@ -22,11 +22,11 @@ def page(step: StepComparison) -> str:
         _memory(step),
         section("Unit by unit", "Layers of one class are one row: the highest of them, and the time of all.", units),
         *(
-            section("Traffic", "What the first rank sends, to gather weights and to reduce gradients.", table)
+            section("Traffic", "The bytes that the first rank sends, to gather weights and to reduce gradients.", table)
             for table in sent
         ),
         f"<details><summary>All stretches of the step, in their order</summary>{_stretches(step)}</details>",
-        section("What the numbers are", "Measured by torch's profiler, predicted by the planner.", f"<ul>{notes}</ul>"),
+        section("About the numbers", "Measured by torch's profiler, predicted by the planner.", f"<ul>{notes}</ul>"),
         f"<footer><p>accel-fsdp {__version__}. KiB, MiB and GiB are 1,024 bytes and its powers.</p></footer>",
     )
     return html_page.page(title, step.title, body)
@@ -47,8 +47,8 @@ def _memory(step: StepComparison) -> str:
     drawn = [curve for curve in curves if curve.points]
     return section(
         words.title,
-        "From left to right the units in their order, not seconds: for each what it finds, its highest point, and "
-        "what it leaves.",
+        "From left to right the units in their order, not seconds: for each its allocated bytes at the start, at "
+        "the peak and at the end.",
         figure(
             [svg.losses(words, drawn, width, ("unit after unit", unit)) for width in WIDTHS],
             "As the allocator counts it, on the first rank.",

@@ -305,7 +305,7 @@ def _differences(
         if row.phase == "forward":  # what it leaves goes in backward, and would be reported twice
             leaves = f"{row.of(row.ending)} leaves {{}}"
             yield from _difference("memory", row.unit, leaves, row.left_bytes, highest.measured)
-        rises = f"{row.of(1)} rises above what it finds by {{}}"
+        rises = f"{row.of(1)} rises above its start by {{}}"
         yield from _difference("memory", row.unit, rises, row.rise_bytes, highest.measured)
         yield from _difference("time", row.unit, f"{row.name} takes {{}}", row.seconds, seconds.measured)
     total_bytes = sum(max(total.measured, total.predicted or 0) for total in (unit.total for unit in sent))
@@ -335,7 +335,7 @@ def _notes(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[in
     if known.predicted is not None and not known.on_gpu:
         yield (
             "Predicted sizes are those of CUDA's kernels, without cuBLAS's workspaces. On CPU attention and dropout "
-            "run others, which keep other tensors for backward."
+            "use other kernels, which keep other tensors for backward."
         )
     if trace.backend_bytes:
         yield (
@@ -349,7 +349,7 @@ def _notes(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[in
     if known.predicted is not None and step == 1:
         yield "Step 1 is measured while the optimizer's states are made; a later one is predicted."
     if trace.collectives:
-        yield "What is sent is counted from the sizes of the calls, as a ring of all their ranks sends it."
+        yield "The sent bytes are computed from the sizes of the calls, for a ring of all their ranks."
     if known.quick_seconds:
         seconds, quick = any_time(trace.seconds), any_time(median(known.quick_seconds))
         yield f"With the profiler the step took {seconds}; the steps before it took {quick} in the median."
