@@ -59,9 +59,9 @@ def once(words: Sequence[str | Path], out: Path) -> Measured:
 
 def _resident(process: psutil.Popen) -> int:
     total = 0
-    for one in (process, *process.children(recursive=True)):
+    for child in (process, *process.children(recursive=True)):
         try:
-            total += one.memory_info().rss
+            total += child.memory_info().rss
         except psutil.Error:
             continue
     return total
@@ -125,8 +125,8 @@ def by_ranks(place: Path, size_gb: float, repeat: int) -> str:
     for turn in range(2 * repeat):
         for ranks in (*RANKS[turn % len(RANKS) :], *RANKS[: turn % len(RANKS)]):
             found[ranks].append(once([*EXPORT, inner[ranks], out, *fast], out))
-    wall = ", ".join(f"{ranks} ranks {min(one.seconds for one in found[ranks]):.1f} s" for ranks in RANKS)
-    user = ", ".join(f"{min(one.user_seconds for one in found[ranks]):.2f}" for ranks in RANKS)
+    wall = ", ".join(f"{ranks} ranks {min(finding.seconds for finding in found[ranks]):.1f} s" for ranks in RANKS)
+    user = ", ".join(f"{min(finding.user_seconds for finding in found[ranks]):.2f}" for ranks in RANKS)
     return f"{size_gb:g} GB written by {wall}; outside of the kernel {user} s of a core."
 
 

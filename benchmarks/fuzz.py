@@ -282,7 +282,7 @@ class Outcome:
             return "code ran"
         if self.code == TRACEBACK or "Traceback (most recent call last)" in self.output:
             return "traceback"
-        if any(one in self.output for one in ESCAPES):
+        if any(escape in self.output for escape in ESCAPES):
             return "escape sequence"
         if self.seconds > MOST_SECONDS:
             return f"{self.seconds:.0f} s"
@@ -299,7 +299,8 @@ def run_case(number: int, originals: Path, place: Path, seed: int) -> Outcome:
     shutil.copytree(originals, folder, copy_function=os.link)
     how = damage(folder / target.file, rng)
     weights = [
-        0.15 if one.startswith(("train", "export {} {out}")) and "bytes" not in one else 1 for one in target.commands
+        0.15 if command.startswith(("train", "export {} {out}")) and "bytes" not in command else 1
+        for command in target.commands
     ]
     command = rng.choices(target.commands, weights)[0]
     top = folder / target.file.split("/")[0]

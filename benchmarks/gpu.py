@@ -302,7 +302,7 @@ def time_training(device: str, only: str) -> None:
     import gpu_training
 
     cases = gpu_training.CPU if device == "cpu" else gpu_training.GPU
-    lines = gpu_training.run_all([one for one in cases if only in one.name])
+    lines = gpu_training.run_all([case for case in cases if only in case.name])
     if not lines:
         raise SystemExit("no case could be measured")
     if device == "cuda":
@@ -321,12 +321,12 @@ def main() -> None:
     if options.training:
         return time_training(options.device, options.only)
     cases = CPU if options.device == "cpu" else QUICK if options.quick else [*QUICK, *MORE]
-    cases = [one for one in cases if options.only in one.name]
+    cases = [case for case in cases if options.only in case.name]
     try:
         version("peft")
     except PackageNotFoundError:
-        print(f"peft is not installed: {sum(one.recipe.method != 'full' for one in cases)} cases with LoRA left out")
-        cases = [one for one in cases if one.recipe.method == "full"]
+        print(f"peft is not installed: {sum(case.recipe.method != 'full' for case in cases)} cases with LoRA left out")
+        cases = [case for case in cases if case.recipe.method == "full"]
     size, workers = (gpu_bytes(), WORKERS) if options.device == "cuda" else (1 << 40, 2)
     began = time.monotonic()
     rows = run_all(sorted(cases, key=needed, reverse=True), options.device, Room(size), workers)

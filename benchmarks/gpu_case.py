@@ -61,7 +61,9 @@ class CpuMeter:
     def begin(self, model: Any, optimizer: Any, batch: dict[str, Tensor]) -> None:
         """Counts what there is."""
         given: list[Any] = [*model.parameters(), *model.buffers(), *batch.values()]
-        storages = [(one.to_local() if hasattr(one, "to_local") else one).untyped_storage() for one in given]
+        storages = [
+            (argument.to_local() if hasattr(argument, "to_local") else argument).untyped_storage() for argument in given
+        ]
         self._alive = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         gc.collect()
 

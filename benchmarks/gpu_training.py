@@ -134,16 +134,16 @@ def run_all(cases: Sequence[Case]) -> list[str]:
     """Runs the cases and prints the table; returns its lines, none if no case could be measured."""
     lines = ["| case | device | tokens/s | MFU | peak memory | predicted |", "|---|---|---|---|---|---|"]
     print(*lines, sep="\n")
-    for one in cases:
+    for case in cases:
         folder = Path(tempfile.mkdtemp(prefix="gpu-training-"))
         try:
-            account = measure(one, folder)
+            account = measure(case, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # an 8B model and its export: 32 GB
         if "error" in account:
-            print(f"{one.name}: FAILED: {account['error']}", flush=True)
+            print(f"{case.name}: FAILED: {account['error']}", flush=True)
             continue
-        lines.append(row(one, account))
+        lines.append(row(case, account))
         print(lines[-1], flush=True)
     return lines if len(lines) > 2 else []
 

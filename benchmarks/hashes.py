@@ -75,7 +75,7 @@ def main() -> None:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hashes-", dir=Path.cwd()) as place:
         turns = [once(given.gib, Path(place)) for _ in range(given.turns)]
-    took = {name: statistics.median(one[name] for one in turns) for name in turns[0]}
+    took = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
     lines = [
         "## Hashes of a checkpoint's files",
         "",

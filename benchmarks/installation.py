@@ -41,7 +41,9 @@ def row(name: str, steps: list[list[str]], folder: Path) -> str:
     pip = [folder / "bin" / "pip", "install", "--quiet", "--constraint", "constraints.txt"]
     took = sum(seconds(*pip, *step) for step in steps)
     site = str(next(folder.glob("lib/python*/site-packages")))
-    found = [one for one in distributions(path=[site]) if one.metadata["Name"] not in NOT_OURS]
+    found = [
+        distribution for distribution in distributions(path=[site]) if distribution.metadata["Name"] not in NOT_OURS
+    ]
     size = sum(map(unpacked_bytes, found))
     command = folder / "bin" / "accel-fsdp"
     check, plan = (median(seconds(command, *words) for _ in range(REPEATS)) for words in (CHECK, PLAN))

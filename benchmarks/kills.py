@@ -192,10 +192,12 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     lines = ["| " + " | ".join([*titles, "losses apart"]) + " |", "|---" * (len(titles) + 1) + "|"]
     for number, (engine, method, *_) in enumerate(CHAINS):
         *kills, end = found[str(number)]
-        right = sum(one["resumed"] == one["expected"] for one in kills)
-        counts = [len(kills), sum(one["saving"] for one in kills), sum(one["half_written"] > 0 for one in kills)]
+        right = sum(kill["resumed"] == kill["expected"] for kill in kills)
+        counts = [len(kills), sum(kill["saving"] for kill in kills), sum(kill["half_written"] > 0 for kill in kills)]
         cells = [f"{engine}, {method}", *map(str, counts), f"{right}/{len(kills)}"]
-        lines.append("| " + " | ".join([*cells, str(max(one["lost"] for one in kills)), f"{end['apart']:.1e}"]) + " |")
+        lines.append(
+            "| " + " | ".join([*cells, str(max(kill["lost"] for kill in kills)), f"{end['apart']:.1e}"]) + " |"
+        )
     return lines
 
 

@@ -242,14 +242,14 @@ def _grouped(
     found: Iterable[One], key: Callable[[One], tuple[str, ...]]
 ) -> Iterable[tuple[tuple[str, ...], list[One]]]:
     groups: dict[tuple[str, ...], list[One]] = {}
-    for one in found:
-        groups.setdefault(key(one), []).append(one)
+    for finding in found:
+        groups.setdefault(key(finding), []).append(finding)
     return groups.items()
 
 
 def _line(name: str, mine: list[Result]) -> str:
-    errors = [abs(one.peak) for one in mine]
-    steady = [abs(one.steady) for one in mine if one.steady is not None]
+    errors = [abs(result.peak) for result in mine]
+    steady = [abs(result.steady) for result in mine if result.steady is not None]
     counted = [f"{sum(error <= limit for error in errors)}/{len(mine)}" for limit in (0.01, 0.04)]
     cells = [name, str(len(mine)), f"{median(errors):.2%}", f"{max(errors):.2%}", *counted]
     cells += [f"{max(steady):.2%}" if steady else ""]
@@ -263,7 +263,7 @@ def reserved_table(found: list[Verdict]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for kind in ("reserved", "smi"):
-        mine = [one for one in found if one.against(kind)]
+        mine = [finding for finding in found if finding.against(kind)]
         for group, some in _grouped(mine, lambda one: _group(one.row)):
             lines.append(_reserved_line(", ".join(group), kind, some))
         lines.append(_reserved_line("all", kind, mine))
@@ -271,7 +271,7 @@ def reserved_table(found: list[Verdict]) -> list[str]:
 
 
 def _reserved_line(name: str, kind: str, mine: list[Verdict]) -> str:
-    pairs = [pair for one in mine if (pair := one.against(kind))]
+    pairs = [pair for result in mine if (pair := result.against(kind))]
     errors = [predicted / measured - 1 for predicted, measured in pairs]
     counted = [f"{sum(abs(error) <= limit for error in errors)}/{len(mine)}" for limit in (0.05, 0.1)]
     short = median(measured - predicted for predicted, measured in pairs) / GIB
@@ -292,22 +292,22 @@ def verdict_table(found: list[Verdict]) -> list[str]:
     lines = [f"| rows | {' | '.join(('fitted', *said, 'ran out', *said))} |", "|---" * 9 + "|"]
     for group, mine in [*_grouped(found, lambda one: (one.row["group"],)), (("all",), found)]:
         lines.append("| " + " | ".join([group[0], *_counted(mine, True), *_counted(mine, False)]) + " |")
-    wrong = [one for one in found if one.said == ("no" if one.fits else "yes")]
-    doubted = [one for one in found if not one.fits and one.said in DOUBTS]
+    wrong = [finding for finding in found if finding.said == ("no" if finding.fits else "yes")]
+    doubted = [finding for finding in found if not finding.fits and finding.said in DOUBTS]
     for title, some in (("Wrong:", wrong), ("In doubt, and ran out:", doubted)):
-        lines += ["", title, "", *(_told(one) for one in some)] if some else []
+        lines += ["", title, "", *(_told(result) for result in some)] if some else []
     return [*lines, "", VERDICT_WORDS, *_near(found)]
 
 
 def _near(found: list[Verdict]) -> list[str]:
     """How many of those that ran out were near to fitting: far ones prove little."""
-    shares = [one.share for one in found if not one.fits]
+    shares = [finding.share for finding in found if not finding.fits]
     near = [f"{sum(share < limit for share in shares)} needed less than {limit:g} times" for limit in (1.25, 1.5, 2)]
     return ["", f"Of the {len(shares)} that ran out, {', '.join(near)} their card."] if shares else []
 
 
 def _counted(mine: list[Verdict], fits: bool) -> list[str]:
-    some = [one.said for one in mine if one.fits is fits]
+    some = [result.said for result in mine if result.fits is fits]
     counts = [len(some), *(sum(said in kinds for said in some) for kinds in (("yes",), DOUBTS, ("no",)))]
     return [str(count) for count in counts] if some else [""] * 4
 
@@ -338,9 +338,9 @@ def main() -> None:
 
 def _print_rows(found: list[Result], decided: list[Verdict]) -> None:
     keys = ("id", "model", "method", "engine", "gpus", "rows", "length")
-    for one in found:
-        steady = "" if one.steady is None else f"{one.steady:+.2%}"
-        print(*(one.row[key] for key in keys), f"{one.peak:+.2%}", steady, one.phase)
+    for finding in found:
+        steady = "" if finding.steady is None else f"{finding.steady:+.2%}"
+        print(*(finding.row[key] for key in keys), f"{finding.peak:+.2%}", steady, finding.phase)
     for each in decided:
         sizes = [
             f"{kind} {pair[0] / GIB:.2f} of {pair[1] / GIB:.2f} GiB, {pair[0] / pair[1] - 1:+.1%}"
@@ -353,12 +353,12 @@ def _print_rows(found: list[Result], decided: list[Verdict]) -> None:
 
 def _outside(found: list[Result]) -> Iterator[str]:
     """What is further off than 1 % (peak) or 0.5 % (between steps), with the best explanation."""
-    for one in found:
-        why = one.row.get("note", "not explained")
-        if abs(one.peak) > 0.01:
-            yield f"- {one.row['id']} {one.peak:+.2%}: {why}"
-        if one.steady is not None and abs(one.steady) > 0.005:
-            yield f"- {one.row['id']} {one.steady:+.2%} between steps: {why}"
+    for finding in found:
+        why = finding.row.get("note", "not explained")
+        if abs(finding.peak) > 0.01:
+            yield f"- {finding.row['id']} {finding.peak:+.2%}: {why}"
+        if finding.steady is not None and abs(finding.steady) > 0.005:
+            yield f"- {finding.row['id']} {finding.steady:+.2%} between steps: {why}"
 
 
 def write(found: list[Result], allocated: list[str], reserved: list[str], decided: list[str]) -> None:

@@ -238,9 +238,9 @@ def master_bytes(known: Any, recipe: Recipe, layout: Layout) -> int:
 @instead_of(shards)
 def _held(known: Any, parameters: Iterable[Parameter], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Any]:
     wide = of(recipe).wide if recipe.method == "qlora" and layout.engine in (Engine.NONE, Engine.DDP) else "none"
-    for one in parameters:
-        widened = wide == "rest" or (wide == "norms" and one.kind == "norm")
-        for held in known((one,), recipe, layout, inside):
+    for parameter in parameters:
+        widened = wide == "rest" or (wide == "norms" and parameter.kind == "norm")
+        for held in known((parameter,), recipe, layout, inside):
             as_is = not widened or held.quantized or held.adapter
             yield held if as_is else replace(held, stored=state_bytes.MASTER)
 
@@ -299,8 +299,8 @@ def repeated_bytes(shape: ModelShape, tapes: Tapes, recipe: Recipe, kind: int) -
     """Keys and values of all heads instead of those that are; a mask excludes the kernels that share heads."""
     if not of(recipe).repeats_heads or replay.tape_of_block(shape, tapes, recipe, kind) is not tapes.blocks[kind]:
         return 0
-    named = (one for one in shape.blocks[kind].parameters if one.name.endswith("k_proj.weight"))
-    keys = next((one.shape[0] for one in named), 0)
+    named = (parameter for parameter in shape.blocks[kind].parameters if parameter.name.endswith("k_proj.weight"))
+    keys = next((name.shape[0] for name in named), 0)
     more = shape.heads * shape.head_dim - keys if keys else 0
     return 2 * more * shards.compute_bytes(recipe) * recipe.rows * recipe.length
 
@@ -312,7 +312,7 @@ def cached_bytes(parameters: Iterable[Parameter], recipe: Recipe) -> int:
     """
     wide = recipe.method == "qlora" and recipe.precision != "no"
     width = state_bytes.MASTER if wide else shards.compute_bytes(recipe)
-    columns = next((one.shape[0] for one in parameters if one.name.endswith("c_attn.weight")), 0)
+    columns = next((parameter.shape[0] for parameter in parameters if parameter.name.endswith("c_attn.weight")), 0)
     return columns * width * recipe.rows * recipe.length * of(recipe).caches_keys
 
 

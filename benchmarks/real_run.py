@@ -115,17 +115,17 @@ def definition(entry: str) -> Definition | None:
 
 def write_data(folder: Path, found: list[Definition]) -> dict[str, str]:
     """Writes `train.jsonl` and `test.jsonl`; returns the dictionary's words on the ten terms, which are in neither."""
-    wanted = {one.names[0]: one.text for one in found if one.names[0] in ASKED}
+    wanted = {finding.names[0]: finding.text for finding in found if finding.names[0] in ASKED}
     missing = set(ASKED) - set(wanted)
     if missing:
         raise UserError(f"no definition of {sorted(missing)}", why="it may be another edition", fix=FIX)
     named = re.compile("|".join(rf"\b{re.escape(term)}\b" for term in ASKED), re.IGNORECASE)
-    others = [one for one in found if not any(named.fullmatch(name) for name in one.names)]
-    others = [one for one in others if not named.search(one.text[:40])]  # nor another one's words on them
+    others = [finding for finding in found if not any(named.fullmatch(name) for name in finding.names)]
+    others = [other for other in others if not named.search(other.text[:40])]  # nor another one's words on them
     random.Random(SEED).shuffle(others)
     folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("test", others[:HELD_OUT]), ("train", others[HELD_OUT:])):
-        lines = "".join(json.dumps(one.chat, ensure_ascii=False) + "\n" for one in part)
+        lines = "".join(json.dumps(document.chat, ensure_ascii=False) + "\n" for document in part)
         atomic_files.write_text(folder / f"{name}.jsonl", lines)
     print(f"{len(others) - HELD_OUT} definitions to train on, {HELD_OUT} held out, and those of the ten terms")
     return wanted
@@ -189,8 +189,8 @@ def compared(base: Path, exported: Path, offline: Path, wanted: dict[str, str]) 
 
 def verdict(found: list[Answer]) -> str:
     """Both means, and how often the exported model shares more."""
-    base, exported = (mean(one.scores[side] for one in found) for side in (0, 1))
-    better = sum(one.scores[1] > one.scores[0] for one in found)
+    base, exported = (mean(finding.scores[side] for finding in found) for side in (0, 1))
+    better = sum(finding.scores[1] > finding.scores[0] for finding in found)
     return (
         f"words shared with the dictionary, mean F1: base {base:.3f}, exported {exported:.3f}; more in {better} of 10"
     )
@@ -200,14 +200,17 @@ def page(run: Path, found: list[Answer]) -> str:
     """The document."""
     record = run_record.read(run)
     results, machine = record["results"], record["machine"]
-    losses = {name: one for name, one in results.items() if name.endswith(" loss")}
-    rows = [f"| {name} | {one['first']:.4f} | {one['best']:.4f} | {one['last']:.4f} |" for name, one in losses.items()]
+    losses = {name: value for name, value in results.items() if name.endswith(" loss")}
+    rows = [
+        f"| {name} | {value['first']:.4f} | {value['best']:.4f} | {value['last']:.4f} |"
+        for name, value in losses.items()
+    ]
     device = machine["device"] if machine["device"] != "cpu" else f"CPU, {machine['cores']} cores"
     asked = [
-        f"**{question(one.term)}**\n\n"
-        f"- base ({one.scores[0]:.2f}): {one_line(one.base)}\n"
-        f"- exported ({one.scores[1]:.2f}): {one_line(one.exported)}\n"
-        for one in found
+        f"**{question(finding.term)}**\n\n"
+        f"- base ({finding.scores[0]:.2f}): {one_line(finding.base)}\n"
+        f"- exported ({finding.scores[1]:.2f}): {one_line(finding.exported)}\n"
+        for finding in found
     ]
     flags = " ".join(f"`--{name} {value}`" for name, value in TRAINING.items())
     return "\n".join(

@@ -79,7 +79,7 @@ def asked_for(folder: Path, site: str) -> set[str]:
     """The addresses that a site's pages and workers asked for; Chromium, which writes them down, has to be closed."""
     log = json.loads((folder / "net.json").read_text())
     asked = (event["params"] for event in log["events"] if "initiator" in event.get("params", {}))
-    return {one["url"] for one in asked if one["initiator"] == site or one["url"].startswith(site)}
+    return {request["url"] for request in asked if request["initiator"] == site or request["url"].startswith(site)}
 
 
 def seconds_until(browser: Chrome, condition: str) -> float:

@@ -141,9 +141,9 @@ def ended(process: "subprocess.Popen[str]", seconds: float) -> Finished:
             text = said if isinstance(said, str) else said.decode(errors="replace")
             return Finished(process.returncode, text.replace("\r", "\n"))
         late = True
-        for one in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks have groups of their own
+        for child in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks have groups of their own
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                child.kill()
         output, _ = process.communicate()
     return Finished(process.returncode, output.replace("\r", "\n"), late)
 

@@ -33,7 +33,7 @@ def settings() -> dict[str, tuple[dict[str, Any] | None, bool]]:
 
 def storages(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes of all different storages behind the tensors of this rank."""
-    found = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in map(local, tensors)}
+    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in map(local, tensors)}
     return sum(found.values())
 
 
@@ -45,10 +45,10 @@ def held(fsdp: dict[str, Any] | None, adapters: bool) -> dict[str, int]:
         model = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.AdamW(model.parameters())
     step(model, optimizer)
-    flat = [one._handle.flat_param for one in FullyShardedDataParallel.fsdp_modules(model)]
+    flat = [module._handle.flat_param for module in FullyShardedDataParallel.fsdp_modules(model)]
     parameters = flat or list(model.parameters())
-    gradients = [one.grad for one in parameters if one.grad is not None]
-    state = [value for one in optimizer.state.values() for value in one.values() if value.dim()]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    state = [value for tensor in optimizer.state.values() for value in tensor.values() if value.dim()]
     return {"parameters": storages(parameters), "gradients": storages(gradients), "optimizer": storages(state)}
 
 

@@ -59,9 +59,9 @@ def held(folder: Path, sizes: dict[str, int]) -> dict[str, int]:
     ids = torch.arange(32).view(2, 16) % 7 + rank() // sizes.get("tp_size", 1)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
-    state = [value for one in optimizer.state.values() for value in one.values() if local(value).dim()]
+    state = [value for tensor in optimizer.state.values() for value in tensor.values() if local(value).dim()]
     # on the CPU a rank's part is a view of the whole tensor in its file; on a GPU it is a copy of the part
-    parameters = sum(local(one).numel() * one.element_size() for one in model.parameters())
+    parameters = sum(local(parameter).numel() * parameter.element_size() for parameter in model.parameters())
     return {"parameters": parameters, "optimizer": storages(state)}
 
 

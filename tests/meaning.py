@@ -128,7 +128,7 @@ def fsdp_files(draw: st.DrawFn) -> str:
     spelt = {key: spelled(draw, key, value) for key, value in section.items()}
     short = draw(st.booleans())
     if section:
-        content["fsdp_config"] = {key.removeprefix("fsdp_") if short else key: one for key, one in spelt.items()}
+        content["fsdp_config"] = {key.removeprefix("fsdp_") if short else key: value for key, value in spelt.items()}
     return yaml.safe_dump(content, sort_keys=draw(st.booleans()))
 
 

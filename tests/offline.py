@@ -17,7 +17,7 @@ def assert_exports_offline(run_folder: Path, out: Path, trained_as: torch.dtype 
     gathered = tensors_in(run_folder / "final")
     dtype = str(next(iter(gathered.values())).dtype).removeprefix("torch.")
     assert exporter.run(exporter.ExportCommand(run_folder, out, dtype=dtype, verify="bytes", no_sync=True)) == 0
-    found = {name: one.to(trained_as).to(one.dtype) for name, one in tensors_in(out).items()}
+    found = {name: tensor.to(trained_as).to(tensor.dtype) for name, tensor in tensors_in(out).items()}
     assert_same(found, gathered)
     newest = discover.find(run_folder)[0].folder
     if any(newest.glob("global_step*")):

@@ -36,7 +36,7 @@ def export_and_note(self: trainer.SftTrainer, target: Path, *rest: str) -> int:
     keys = {"losses": "loss", "norms": "grad_norm", "held_out": "eval_loss"}
     logged = {name: [row[key] for row in self.state.log_history if key in row] for name, key in keys.items()}
     accuracies = [row.get(f"{of}mean_token_accuracy") for row in self.state.log_history for of in ("", "eval_")]
-    logged["accuracies"] = [one for one in accuracies if one is not None]
+    logged["accuracies"] = [accuracy for accuracy in accuracies if accuracy is not None]
     stage = getattr(self.model_wrapped, "zero_optimization_stage", int)()
     noted = {"held": held, "kinds": kinds, "stage": stage, **logged}
     (OUT / f"{run}-rank{rank}.json").write_text(json.dumps(noted))

@@ -105,7 +105,7 @@ def train(
     with torch.no_grad():  # not in eval mode: nothing drops out here, and 4-bit layers would be packed for the CPU
         found = [_loss_and_right(model, row) for row in rows]
     tokens = sum(len(row) - 1 for row in rows)
-    held_out, right = (sum(one[place] for one in found) / tokens for place in (0, 1))
+    held_out, right = (sum(finding[place] for finding in found) / tokens for place in (0, 1))
     return Reference(losses, norms, accuracies, weights, moments, float(held_out), float(right))
 
 

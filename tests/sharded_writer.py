@@ -86,7 +86,7 @@ def fsdp2_full(name: str, group: Any, mesh: DeviceMesh, model: LlamaForCausalLM,
         state = get_optimizer_state_dict(model, adam)
         folder = OUT / name / "checkpoint-1" / "optimizer_0"
         write(folder, {"optimizer": state}, group)
-        whole = {parameter: gathered(one) for parameter, one in state["state"].items()}
+        whole = {parameter: gathered(tensor) for parameter, tensor in state["state"].items()}
         if dist.get_rank() == 0:
             torch.save(whole, OUT / name / "optimizer.pt")
 

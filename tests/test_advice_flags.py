@@ -51,7 +51,8 @@ def known() -> dict[str, set[str]]:
         "train/sft.py": arguments._Parser(groups, allow_abbrev=False),
     }
     found = {
-        name: {one for action in parser._actions for one in action.option_strings} for name, parser in parsers.items()
+        name: {string for action in parser._actions for string in action.option_strings}
+        for name, parser in parsers.items()
     }
     found["train/sft.py"] |= found["accelerate launch"]  # they stand on one command line
     return {name: {flag.replace("_", "-") for flag in flags} for name, flags in found.items()} | {

@@ -164,9 +164,9 @@ def imported_by_calls(tree: ast.AST) -> list[str]:
     named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in IMPORTERS]
     given = [one for call in named for one in (*call.args, *(keyword.value for keyword in call.keywords))]
     renamed = [node.name for node in ast.walk(tree) if isinstance(node, ast.alias) and node.asname]
-    return [text for one in given if "accel_fsdp" in (text := ast.unparse(one)) or isinstance(one, ast.Name)] + [
-        name for name in renamed if name in IMPORTERS
-    ]
+    return [
+        text for argument in given if "accel_fsdp" in (text := ast.unparse(argument)) or isinstance(argument, ast.Name)
+    ] + [name for name in renamed if name in IMPORTERS]
 
 
 @pytest.mark.parametrize(
@@ -261,8 +261,8 @@ def patched(tree: ast.AST) -> set[str]:
 def assigned(tree: ast.AST) -> set[tuple[str, str]]:
     """The attributes of names that something is assigned to: the name, and the attribute's."""
     targets = [target for node in ast.walk(tree) if isinstance(node, ast.Assign) for target in node.targets]
-    attributes = [one for one in targets if isinstance(one, ast.Attribute)]
-    return {(one.value.id, one.attr) for one in attributes if isinstance(one.value, ast.Name)}
+    attributes = [target for target in targets if isinstance(target, ast.Attribute)]
+    return {(attribute.value.id, attribute.attr) for attribute in attributes if isinstance(attribute.value, ast.Name)}
 
 
 def roots(node: ast.AST) -> set[str]:
@@ -305,9 +305,11 @@ def divides_bytes(text: ast.JoinedStr) -> bool:
     """Whether a number in it is a size divided; what a printer is called with isn't in the text."""
     numbers = [part.value for part in text.values if isinstance(part, ast.FormattedValue)]
     divided = [
-        one.right for one in numbers if isinstance(one, ast.BinOp) and isinstance(one.op, (ast.Div, ast.FloorDiv))
+        number.right
+        for number in numbers
+        if isinstance(number, ast.BinOp) and isinstance(number.op, (ast.Div, ast.FloorDiv))
     ]
-    return bool({ast.unparse(one) for one in divided} & {"GIB", "MIB", "1000000000.0"})
+    return bool({ast.unparse(name) for name in divided} & {"GIB", "MIB", "1000000000.0"})
 
 
 FILES_TO_CHANGE = {  # a name by which the files to change are found, and how many there may be

@@ -38,7 +38,7 @@ def test_the_map_of_the_rooms_names_what_exists() -> None:
     """Every package has a line, and every file that a line names lies there."""
     rooms = dict(ROOM_LINE.findall(PAGES["architecture.md"]))
     package = ROOT / "accel_fsdp"
-    inner = {str(one.parent.relative_to(package)) for one in package.glob("*/**/__init__.py")}
+    inner = {str(path.parent.relative_to(package)) for path in package.glob("*/**/__init__.py")}
     assert set(rooms) == {"accel_fsdp", *inner}
     for room, line in rooms.items():
         for name in re.findall(r"`(\w+\.py)`", line):

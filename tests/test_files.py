@@ -194,7 +194,7 @@ def test_a_name_that_no_file_can_have(words: tuple[str, ...], tmp_path: Path) ->
 def test_the_longest_name_that_a_file_can_have(tmp_path: Path) -> None:
     path = tmp_path / ("é" * 125 + ".yaml")
     atomic_files.write_text(path, "x")
-    assert [one.name for one in tmp_path.iterdir()] == [path.name]
+    assert [path.name for path in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize(

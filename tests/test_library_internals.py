@@ -75,20 +75,20 @@ class Override:
 
 def test_each_override_is_declared_or_takes_what_the_library_passes(declared: set[str]) -> None:
     found = list(overrides())
-    assert {"train", "_run_epoch", "on_log", "parse_args_into_dataclasses"} & {one.name for one in found}
-    assert {"torch", "transformers", "rich"} <= {one.owner.__module__.partition(".")[0] for one in found}
+    assert {"train", "_run_epoch", "on_log", "parse_args_into_dataclasses"} & {finding.name for finding in found}
+    assert {"torch", "transformers", "rich"} <= {finding.owner.__module__.partition(".")[0] for finding in found}
     members = [parted(path) for path in declared]
-    for one in found:
-        theirs = inspect.signature(method(one.owner, one.name))
-        stands = is_declared(one.owner, one.name, members) or takes(one.signature, theirs)
-        assert stands, f"{one}{theirs} is overridden by {one.signature}"
+    for finding in found:
+        theirs = inspect.signature(method(finding.owner, finding.name))
+        stands = is_declared(finding.owner, finding.name, members) or takes(finding.signature, theirs)
+        assert stands, f"{finding}{theirs} is overridden by {finding.signature}"
 
 
 def test_an_inner_method_that_super_has_is_declared(declared: set[str]) -> None:
     members = [parted(path) for path in declared]
     for module, node in classes():
         for name in called_by_super(node):
-            owner = next((one for one in library_bases(module, node) if name in vars(one)), None)
+            owner = next((base for base in library_bases(module, node) if name in vars(base)), None)
             assert owner is None or is_declared(owner, name, members), f"{module}: {owner}.{name}"
 
 
@@ -162,18 +162,18 @@ def library_bases(module: str, node: ast.ClassDef) -> list[type]:
             resolved(path) for path in paths if find_spec(path.partition(":")[0].partition(".")[0])
         ]  # Ray is extra
         real = type(node.name, tuple(named), {})
-    return [one for one in real.__mro__[1:] if one.__module__.partition(".")[0] not in OWN_AND_PYTHONS]
+    return [base for base in real.__mro__[1:] if base.__module__.partition(".")[0] not in OWN_AND_PYTHONS]
 
 
 def overrides() -> Iterator[Override]:
     """A constructor is none: nobody calls it but by the name of its class."""
     for module, node in classes():
         bases = library_bases(module, node)
-        for one in node.body:
-            if isinstance(one, ast.FunctionDef) and one.name != "__init__":
-                owner = next((base for base in bases if one.name in vars(base)), None)
-                if owner is not None and callable(method(owner, one.name)):
-                    yield Override(one.name, signature(one), owner)
+        for statement in node.body:
+            if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":
+                owner = next((base for base in bases if statement.name in vars(base)), None)
+                if owner is not None and callable(method(owner, statement.name)):
+                    yield Override(statement.name, signature(statement), owner)
 
 
 def method(owner: type, name: str) -> Any:
@@ -195,10 +195,10 @@ def signature(node: ast.FunctionDef) -> inspect.Signature:
 
 def takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
     """Whether every call that fits `theirs` fits `ours` too; what takes any arguments is made to be overridden."""
-    if any(one.kind is Parameter.VAR_POSITIONAL for one in theirs.parameters.values()):
+    if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in theirs.parameters.values()):
         return True
-    star = any(one.kind is Parameter.VAR_POSITIONAL for one in ours.parameters.values())
-    rest = any(one.kind is Parameter.VAR_KEYWORD for one in ours.parameters.values())
+    star = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in ours.parameters.values())
+    rest = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in ours.parameters.values())
     places, wanted = positional(ours), positional(theirs)
     for number, one in enumerate(wanted):
         if number >= len(places):
@@ -212,8 +212,10 @@ def takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
         by_name = one.kind is Parameter.KEYWORD_ONLY and one.name in ours.parameters
         if one.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD) and not (rest or by_name):
             return False
-    needed = [one for one in ours.parameters.values() if one.kind not in OPEN and not has_default(one)]
-    return all(one.name in theirs.parameters or one in places[: len(wanted)] for one in needed)
+    needed = [
+        parameter for parameter in ours.parameters.values() if parameter.kind not in OPEN and not has_default(parameter)
+    ]
+    return all(name.name in theirs.parameters or name in places[: len(wanted)] for name in needed)
 
 
 def has_default(one: Parameter) -> bool:
@@ -221,7 +223,7 @@ def has_default(one: Parameter) -> bool:
 
 
 def positional(of: inspect.Signature) -> list[Parameter]:
-    return [one for one in of.parameters.values() if one.kind not in (*OPEN, Parameter.KEYWORD_ONLY)]
+    return [parameter for parameter in of.parameters.values() if parameter.kind not in (*OPEN, Parameter.KEYWORD_ONLY)]
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_an_export_whose_bytes_are_verified_equals_the_one_with_everything_insta
     assert accel_fsdp(*asked, tmp_path / "whole").code == 0
     reports = [json.loads((tmp_path / name / "export.json").read_text()) for name in ("light", "whole")]
     assert reports[0]["tensors"] == reports[1]["tensors"]
-    assert {one["dtype"] for one in reports[0]["tensors"].values()} == {"BF16"}
+    assert {tensor["dtype"] for tensor in reports[0]["tensors"].values()} == {"BF16"}
     assert (tmp_path / "light" / "config.json").read_bytes() == (tmp_path / "whole" / "config.json").read_bytes()
     assert light("export", "--check", "--verify", "bytes", tmp_path / "light").code == 0
     assert "checkpoint-1" in light("export", "--list", sharded).output

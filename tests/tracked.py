@@ -93,8 +93,12 @@ def tracked(setting: dict[str, Any]) -> dict[str, int]:
     for event in sorted(memory_events(seen), key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
-    gradients = [one.grad for one in model.parameters() if one.grad is not None and local(one.grad).numel()]
-    held = [one for one in model.parameters() if local(one).numel()]
+    gradients = [
+        parameter.grad
+        for parameter in model.parameters()
+        if parameter.grad is not None and local(parameter.grad).numel()
+    ]
+    held = [parameter for parameter in model.parameters() if local(parameter).numel()]
     return {"parameters": storages(held), "gradients": storages(gradients), "peak": peak}
 
 

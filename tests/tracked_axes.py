@@ -49,7 +49,7 @@ def tracked(setting: dict[str, Any], folder: Path) -> dict[str, int]:
     ids = torch.arange(setting["rows"] * setting["length"]).view(setting["rows"], setting["length"]) % 500
     batch = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
     gc.collect()
-    held = sum(local(one).numel() * one.element_size() for one in model.parameters())
+    held = sum(local(parameter).numel() * parameter.element_size() for parameter in model.parameters())
     before = held + storages([*model.buffers(), *batch.values()])
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         model(**batch, num_items_in_batch=torch.tensor(ids.numel())).loss.backward()
@@ -57,7 +57,7 @@ def tracked(setting: dict[str, Any], folder: Path) -> dict[str, int]:
     for event in sorted(memory_events(seen), key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
-    gradients = storages([one.grad for one in model.parameters() if one.grad is not None])
+    gradients = storages([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
     del model
     dist.destroy_process_group()
     return {"parameters": held, "gradients": gradients, "peak": peak}

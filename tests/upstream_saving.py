@@ -87,8 +87,8 @@ def gathered_adapter_resumes(folder: Path) -> Any:
         path, look = folder / name / "checkpoint-1" / "pytorch_model_fsdp.bin", AtStart(_adapter_b)
         stored = len(torch.load(path, weights_only=True))
         state = get_model_state_dict(first.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        whole = {key.replace(".default", ""): one for key, one in state.items() if "lora_" in key}
-        trained = sum(one.abs().sum().item() for key, one in whole.items() if "lora_B" in key)  # on rank 0 alone
+        whole = {key.replace(".default", ""): tensor for key, tensor in state.items() if "lora_" in key}
+        trained = sum(tensor.abs().sum().item() for key, tensor in whole.items() if "lora_B" in key)  # on rank 0 alone
         if rank() == 0 and not stored:
             torch.save(whole, path)
         dist.barrier()

@@ -112,7 +112,10 @@ def size_based_checkpointing(folder: Path) -> Any:
     settings = {**_without(V1, "fsdp_auto_wrap_policy"), **sized, "fsdp_activation_checkpointing": True}
     _, model, _ = prepared(llama(), settings)
     wrappers = [module for module in model.modules() if type(module).__name__ == "CheckpointWrapper"]
-    return {"units": units(model), "checkpointed": [type(one._checkpoint_wrapped_module).__name__ for one in wrappers]}
+    return {
+        "units": units(model),
+        "checkpointed": [type(wrapper._checkpoint_wrapped_module).__name__ for wrapper in wrappers],
+    }
 
 
 def size_based(folder: Path) -> Any:
@@ -185,7 +188,7 @@ def label_smoothing(folder: Path) -> Any:
         trainer.train()
         return float(trainer.evaluate()["eval_loss"])
 
-    return {name: [loss(one, factor) for factor in (0.0, 1e-9)] for name, one in {"FSDP1": V1, "FSDP2": V2}.items()}
+    return {name: [loss(value, factor) for factor in (0.0, 1e-9)] for name, value in {"FSDP1": V1, "FSDP2": V2}.items()}
 
 
 def held_out_loss(folder: Path) -> Any:

@@ -129,7 +129,7 @@ def _licenses(runtime: Path) -> Iterator[str]:
 def _page(folder: Path) -> str:
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".mjs", ".wasm", ".zip", ".json")]
     scripts = b"".join((folder / name).read_bytes() for name in (*SCRIPTS, "planner.zip"))
-    fields = {one.name: _field(one) for one in browser.form()}
+    fields = {field.name: _field(field) for field in browser.form()}
     first, *sections = map(json.loads, browser.answer(json.dumps(browser.EXAMPLE)))
     example = json.dumps({"inputs": browser.EXAMPLE, "plan": first["plan"]}).replace("<", "\\u003c")
     return Template((HERE / "page.html").read_text(encoding="utf-8")).substitute(
@@ -139,7 +139,7 @@ def _page(folder: Path) -> str:
         bytes=sum(path.stat().st_size for path in files if "pyodide-lock" not in path.name),
         main_fields='<div class="grid main">' + "\n".join(fields.pop(name) for name in MAIN) + "</div>",
         more_fields="\n".join(fields.values()),
-        example_sections="".join(one["section"] for one in sections),
+        example_sections="".join(section["section"] for section in sections),
         example=example,
     )
 

@@ -70,7 +70,10 @@ def file(header: bytes, data: bytes = b"\1\2\3\4") -> bytes:
 
 def theirs(content: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
     try:
-        return {name: (one["dtype"], tuple(one["shape"]), bytes(one["data"])) for name, one in deserialize(content)}
+        return {
+            name: (tensor["dtype"], tuple(tensor["shape"]), bytes(tensor["data"]))
+            for name, tensor in deserialize(content)
+        }
     except SafetensorError:
         return None
 
@@ -81,7 +84,7 @@ def ours(content: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], by
         found = safetensors_header.read(path)
     except UserError:
         return None
-    return {name: (one.dtype, one.shape, content[one.start : one.end]) for name, one in found.items()}
+    return {name: (value.dtype, value.shape, content[value.start : value.end]) for name, value in found.items()}
 
 
 @pytest.mark.parametrize("name", [*ODD, *SAME, *STRICTER])
@@ -142,7 +145,7 @@ def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pyte
     found = discover.look(parts)
     assert found is not None
     reader = FileReader()
-    right = {".".join(path): one for path, one in dcp.read(plain, reader).items()}
+    right = {".".join(path): tensor for path, tensor in dcp.read(plain, reader).items()}
     tensors = open_checkpoint.read(found, reader).tensors
     assert tensors.keys() == right.keys()
     for name, one in right.items():

@@ -116,7 +116,7 @@ FOUND = {"fsdp1_shard_grad_op": {("AF302", "fsdp_config.fsdp_reshard_after_forwa
 
 
 def worth_acting_on(path: Path, options: linter.LintOptions) -> set[tuple[str, str]]:
-    return {(one.code, one.key) for one in linter.lint(path, options) if one.severity != "note"}
+    return {(finding.code, finding.key) for finding in linter.lint(path, options) if finding.severity != "note"}
 
 
 @pytest.mark.parametrize("name", INTERVIEWS)
@@ -134,7 +134,11 @@ def test_the_documentation_example(tmp_path: Path) -> None:
     """It names a retired key and no version. What Accelerate does with it stays the same after the repair."""
     path = tmp_path / "fsdp.yaml"
     path.write_text(DOCUMENTATION_EXAMPLE)
-    found = {(one.code, one.line) for one in linter.lint(path, linter.LintOptions()) if one.severity != "note"}
+    found = {
+        (finding.code, finding.line)
+        for finding in linter.lint(path, linter.LintOptions())
+        if finding.severity != "note"
+    }
     assert found == {("AF104", 7)}
     assert worth_acting_on(path, linter.LintOptions(fix=True)) == set()
     repaired = yaml.safe_load(path.read_text())["fsdp_config"]

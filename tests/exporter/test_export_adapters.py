@@ -136,7 +136,7 @@ def test_lora_tensors_that_are_missing_are_counted(letter: str, targets: Any, ti
     content = load_file(path)
     modules = sorted({name.partition(".lora_")[0] for name in content})
     gone = f"{modules[-1]}.lora_{letter}"
-    save_file({name: one for name, one in content.items() if not name.startswith(gone)}, path)
+    save_file({name: tensor for name, tensor in content.items() if not name.startswith(gone)}, path)
     said = (
         rf"lacks LoRA tensors of 1 of {len(modules)} modules \({modules[-1].removeprefix('base_model.model.')}\), which"
     )
@@ -206,7 +206,7 @@ def test_a_base_that_only_its_own_code_can_build_is_merged_by_names(tiny_model: 
     path = tmp_path / "adapter" / "adapter_model.safetensors"
     for gone in ("layers.1.mlp.up_proj.lora_B", "embed_tokens.lora_", "lm_head"):
         whole = load_file(path)
-        save_file({name: one for name, one in whole.items() if gone not in name}, path)
+        save_file({name: tensor for name, tensor in whole.items() if gone not in name}, path)
         with pytest.raises(UserError, match=f"lacks .*{gone.partition('.lora')[0]}"):
             export(tmp_path / "adapter", tmp_path / "part", merge_adapter=True, model=str(base))
         save_file(whole, path)
@@ -222,7 +222,7 @@ def test_a_module_that_was_trained_and_not_saved(tied: bool, tiny_model: Path, t
         trained(tiny_model, modules_to_save=["lm_head", "score"]).save_pretrained(tmp_path / "adapter")
         export(tmp_path / "adapter", tmp_path / "whole", merge_adapter=True)
     path = tmp_path / "adapter" / "adapter_model.safetensors"
-    save_file({name: one for name, one in load_file(path).items() if "lm_head" not in name}, path)
+    save_file({name: tensor for name, tensor in load_file(path).items() if "lm_head" not in name}, path)
     with pytest.raises(UserError, match=r"the adapter's file lacks lm_head\.weight, which adapter_config"):
         export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
 
@@ -266,7 +266,7 @@ def test_what_peft_makes_of_it(
     adapted.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     theirs = load_file(tmp_path / "theirs" / "adapter_model.safetensors")
     ours = export(run_folder, tmp_path / "adapter", verify="load", model=str(tiny_model))
-    same({name: one for name, one in ours.items() if ".base_layer." not in name}, theirs)
+    same({name: tensor for name, tensor in ours.items() if ".base_layer." not in name}, theirs)
     PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny_model), tmp_path / "adapter")
     merged = export(run_folder, tmp_path / "merged", merge_adapter=True)
     same(merged, adapted.merge_and_unload().state_dict())
@@ -298,7 +298,7 @@ def test_one_of_several_adapters(name: str, several: tuple[PeftModel, Path], tin
     ours = export(folder / "run", tmp_path / "out", adapter=name)
     place = folder / "saved" / ("" if name == "default" else name)
     theirs = load_file(place / "adapter_model.safetensors")
-    same(ours, {key: one for key, one in theirs.items() if key in ours})
+    same(ours, {key: tensor for key, tensor in theirs.items() if key in ours})
     assert {key for key in theirs if "lora" in key} <= ours.keys()
     settings = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     assert settings["r"] == adapted.peft_config[name].r

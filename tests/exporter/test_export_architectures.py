@@ -59,7 +59,7 @@ def gemma3_with_images() -> Any:
 def made(make: str) -> Callable[[], Any]:
     name, sizes = MAKES[make]
     kind = getattr(transformers, name)
-    return lambda: kind(kind.config_class(**{key: one for key, one in sizes.items() if one is not None}))
+    return lambda: kind(kind.config_class(**{key: value for key, value in sizes.items() if value is not None}))
 
 
 WHOLE = {"llava": llava, "gemma3 with images": gemma3_with_images, **{make: made(make) for make in MAKES}}

@@ -50,7 +50,7 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "a hash that is none": rewritten(lambda report: report["tensors"][NAME].update(hash="")),
     "a block below 0": rewritten(lambda report: report["tensors"][NAME].update(block=-5)),
     "without hashes of papers": rewritten(lambda report: report.update(papers={})),
-    "without papers": rewritten(lambda report: {key: one for key, one in report.items() if key != "papers"}),
+    "without papers": rewritten(lambda report: {key: value for key, value in report.items() if key != "papers"}),
     "an endless block": rewritten(lambda report: report["tensors"][NAME].update(block=math.inf)),
 }
 
@@ -130,11 +130,13 @@ def test_numbers_that_are_none_stop_an_export(
 def test_a_model_of_nan_without_report(tiny_model: Path, tmp_path: Path) -> None:
     """As a script's own `save_pretrained` leaves it."""
     shutil.copytree(tiny_model, tmp_path / "final")
-    state = {name: torch.full_like(one, math.nan) for name, one in load_file(tiny_model / "model.safetensors").items()}
+    state = {
+        name: torch.full_like(tensor, math.nan) for name, tensor in load_file(tiny_model / "model.safetensors").items()
+    }
     save_file(state, tmp_path / "final" / "model.safetensors", {"format": "pt"})
     finished = accel_fsdp("export", "--check", tmp_path / "final", "--verify", "bytes")
     assert finished.code == 1
-    assert f"{sum(one.numel() for one in state.values()):,} numbers are NaN" in finished.output
+    assert f"{sum(tensor.numel() for tensor in state.values()):,} numbers are NaN" in finished.output
     finished = accel_fsdp("export", "--check", tmp_path / "final", "--verify", "bytes", "--allow-non-finite")
     assert finished.code == 0
     assert "not finite: " in finished.output

@@ -570,7 +570,7 @@ def test_a_run_is_not_mistaken_for_what_lies_in_it(run_folder: Path, tmp_path: P
     export(run_folder, run_folder / "exported-v5")
     left = Path(shutil.copytree(run_folder / "exported-v5", run_folder / ".out-7.tmp"))
     shutil.copy(run_folder / "exported-v5" / "model.safetensors", run_folder / "model")
-    assert [one.folder.name for one in discover.listed(run_folder)] == ["checkpoint-1", newest.name]
+    assert [finding.folder.name for finding in discover.listed(run_folder)] == ["checkpoint-1", newest.name]
     assert discover.find(run_folder / "exported-v5")[0].kind == "safetensors"
     with pytest.raises(UserError, match="lacks its end"):
         discover.find(left)
@@ -685,16 +685,16 @@ class Hub(BaseHTTPRequestHandler):
         elif "/preupload/" in self.path:
             modes = [
                 {
-                    "path": one["path"],
-                    "uploadMode": "lfs" if one["path"].endswith("tensors") else "regular",
+                    "path": file["path"],
+                    "uploadMode": "lfs" if file["path"].endswith("tensors") else "regular",
                     "shouldIgnore": False,
                 }
-                for one in json.loads(body)["files"]
+                for file in json.loads(body)["files"]
             ]
             self.answer({"files": modes})
         elif self.path.endswith("/objects/batch"):
-            wanted = [one for one in json.loads(body)["objects"] if one["oid"] not in self.objects]
-            links = [{**one, "actions": {"upload": {"href": f"{home}/lfs/{one['oid']}"}}} for one in wanted]
+            wanted = [entry for entry in json.loads(body)["objects"] if entry["oid"] not in self.objects]
+            links = [{**name, "actions": {"upload": {"href": f"{home}/lfs/{name['oid']}"}}} for name in wanted]
             self.answer({"transfer": "basic", "objects": links})
         else:
             for line in map(json.loads, body.splitlines()):

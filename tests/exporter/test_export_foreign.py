@@ -59,7 +59,7 @@ def test_lightnings_file_with_its_prefix(verify: str, tiny_model: Path, tmp_path
     adam = {"state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2)}}, "param_groups": [{"lr": 0.1}]}
     content = {
         **{"epoch": 1, "global_step": 5, "pytorch-lightning_version": "2.6.0", "lr_schedulers": [], "callbacks": {}},
-        **{"state_dict": {f"net.model.{name}": one for name, one in state.items()}, "optimizer_states": [adam]},
+        **{"state_dict": {f"net.model.{name}": tensor for name, tensor in state.items()}, "optimizer_states": [adam]},
         **{"loops": {"fit_loop": {"state_dict": {}}}, "hyper_parameters": {"lr": 0.1}},
     }
     torch.save(content, tmp_path / "last.ckpt")

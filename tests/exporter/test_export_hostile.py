@@ -48,9 +48,9 @@ class Evil:
 
 def zero_files(folder: Path, state: dict[str, torch.Tensor], ranks: int = 2) -> None:
     """As DeepSpeed's stage 2 writes them."""
-    flat = torch.cat([one.flatten() for one in state.values()])
+    flat = torch.cat([tensor.flatten() for tensor in state.values()])
     parts = torch.nn.functional.pad(flat, (0, -len(flat) % ranks)).chunk(ranks)
-    shapes = {name: one.shape for name, one in state.items()}
+    shapes = {name: tensor.shape for name, tensor in state.items()}
     model = {"module": state, "buffer_names": [], "param_shapes": [shapes], "shared_params": {}, "ds_version": "0.19"}
     folder.mkdir(parents=True)
     torch.save(model, folder / "mp_rank_00_model_states.pt")
@@ -74,7 +74,7 @@ def to_zero(run: Path, proof: Path) -> None:
     shutil.rmtree(run / "checkpoint-1")
     zero_files(
         run / "checkpoint-1" / "global_step1",
-        {name.partition(".")[2]: torch.randn(one.size) for name, one in state.items()},
+        {name.partition(".")[2]: torch.randn(tensor.size) for name, tensor in state.items()},
     )
     (run / "checkpoint-1" / "latest").write_text("global_step1")
 
@@ -84,7 +84,7 @@ def hide_record(run: Path, proof: Path) -> None:
     to_zero(run, proof)
     path = run / "checkpoint-1" / "global_step1" / "mp_rank_00_model_states.pt"
     with zipfile.ZipFile(path) as archive:
-        name = next(one for one in archive.namelist() if one.endswith("data.pkl"))
+        name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
     with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive:
         archive.writestr(name.replace("data.pkl", "Data.pkl"), pickle.dumps(Evil(proof), 2))
 
@@ -118,7 +118,7 @@ def test_logits_of_every_kind_of_checkpoint(run_folder: Path, tmp_path: Path) ->
     for kind in ("safetensors", "file"):
         kinds[kind].mkdir(parents=True)
     save_file(state, kinds["safetensors"] / "model.safetensors")
-    torch.save({"model": {name: turned(one) for name, one in state.items()}}, kinds["file"] / "model.pth")
+    torch.save({"model": {name: turned(tensor) for name, tensor in state.items()}}, kinds["file"] / "model.pth")
     kinds["sharded"] = run_folder / "checkpoint-1"
     for folder in kinds.values():
         (folder / "config.json").write_text(config)

@@ -314,7 +314,7 @@ def crowd(tiny_model: Path, tmp_path: Path) -> Path:
     """A model, an average of it, an old file of torch's, and an adapter in one folder."""
     folder = Path(shutil.copytree(tiny_model, tmp_path / "crowd"))
     state = load_file(tiny_model / "model.safetensors")
-    save_file({name: one * 0 + 9 for name, one in state.items()}, folder / "ema.safetensors")
+    save_file({name: tensor * 0 + 9 for name, tensor in state.items()}, folder / "ema.safetensors")
     adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(target_modules=["q_proj"]))
     adapted.save_pretrained(folder)
     return folder
@@ -346,11 +346,11 @@ def test_a_file_that_is_named_is_the_one_that_is_read(
         around(crowd)
     made = export(crowd / "ema.safetensors", tmp_path / "out", verify="logits")
     assert made
-    assert all((one == 9).all() for one in made.values())
+    assert all((item == 9).all() for item in made.values())
     assert "ema.safetensors: safetensors" in capfd.readouterr().err.replace("\n", "")
     if around in (None, beside_an_index):
         name = "weights.safetensors" if around else "model.safetensors"
-        assert not any((one == 9).all() for one in export(crowd / name, tmp_path / "model").values())
+        assert not any((tensor == 9).all() for tensor in export(crowd / name, tmp_path / "model").values())
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -271,7 +271,7 @@ def test_ties_that_the_config_does_not_mention(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps({key: one for key, one in config.items() if key != "tie_word_embeddings"}))
+    path.write_text(json.dumps({key: value for key, value in config.items() if key != "tie_word_embeddings"}))
     theirs = load_file(tmp_path / "model" / "model.safetensors")
     same(export(tmp_path, tmp_path / "out"), theirs)
 
@@ -310,7 +310,7 @@ def assert_converted(tmp_path: Path) -> None:
     outputs = Planner(open_checkpoint.read(found, reader), papers, reader, None).outputs(
         transformers_probe.describe(tmp_path / "model")
     )
-    same({one.name: safetensors_writer.whole(reader, one.source) for one in outputs}, theirs)
+    same({output.name: safetensors_writer.whole(reader, output.source) for output in outputs}, theirs)
     reader.close()
 
 
@@ -406,8 +406,8 @@ def test_numbers_that_a_dtype_cannot_hold(
 ) -> None:
     """Infinite ones are as they were; no finite one becomes such, which would look as if training had diverged."""
     without_weights(tiny_model, tmp_path / "run")
-    state = {name: one.double() for name, one in load_file(tiny_model / "model.safetensors").items()}
-    state = state if dtype == "float32" else {name: one.float() for name, one in state.items()}
+    state = {name: tensor.double() for name, tensor in load_file(tiny_model / "model.safetensors").items()}
+    state = state if dtype == "float32" else {name: tensor.float() for name, tensor in state.items()}
     state["model.norm.weight"][0] = torch.inf
     torch.save(state, tmp_path / "run" / "model.pth")
     made = export(tmp_path / "run", tmp_path / "out", dtype=dtype, allow_non_finite=True)
@@ -489,7 +489,7 @@ def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
     reader = FileReader()
     found = deepspeed.read(tmp_path, reader)
     same(
-        {name: safetensors_writer.whole(reader, one) for (name,), one in found.items()},
+        {name: safetensors_writer.whole(reader, value) for (name,), value in found.items()},
         {**module, "trained": torch.ones(4)},
     )
     reader.close()
@@ -525,9 +525,9 @@ def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) 
     (run_folder / "checkpoint-11" / "complete.json").write_text('{"complete": false}')
     found, newer = discover.find(run_folder)
     assert found.folder.name == "checkpoint-10"
-    assert [one.missing for one in newer] == [("its end",), ("pytorch_model_fsdp_0/.metadata",)]
+    assert [checkpoint.missing for checkpoint in newer] == [("its end",), ("pytorch_model_fsdp_0/.metadata",)]
     listed = accel_fsdp("export", run_folder, "--list", "--json")
-    numbers = [Path(one["folder"]).name.removeprefix("checkpoint-") for one in json.loads(listed.output)]
+    numbers = [Path(entry["folder"]).name.removeprefix("checkpoint-") for entry in json.loads(listed.output)]
     assert numbers == ["2", "10", "11", "12"]
     with pytest.raises(UserError, match=r"lacks pytorch_model_fsdp_0/\.metadata"):
         discover.find(run_folder / "checkpoint-12")

@@ -112,10 +112,10 @@ def processes_of(host: Host) -> list[psutil.Process]:
     """What runs there, whoever started it, but the first process, which is the machine's life."""
     namespace = os.readlink(f"/proc/{host.first.pid}/ns/net")
     found = []
-    for one in psutil.process_iter():
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if one != host.first and os.readlink(f"/proc/{one.pid}/ns/net") == namespace:
-                found.append(one)
+            if process != host.first and os.readlink(f"/proc/{process.pid}/ns/net") == namespace:
+                found.append(process)
     return found
 
 

@@ -80,9 +80,9 @@ class Cluster:
         """Shuts all of it down and removes its folder."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.communicate(timeout=SECONDS)
-        self.left = [one.cmdline() for one in processes(self.folder)]
-        for one in processes(self.folder):
-            one.kill()
+        self.left = [process.cmdline() for process in processes(self.folder)]
+        for process in processes(self.folder):
+            process.kill()
         self._process.kill()
         self._process.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -91,10 +91,10 @@ class Cluster:
 def processes(folder: Path) -> list[psutil.Process]:
     """Those that have a cluster's folder in their command line or environment."""
     found = []
-    for one in psutil.process_iter():
+    for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if str(folder) in f"{one.cmdline()} {one.environ()}":
-                found.append(one)
+            if str(folder) in f"{process.cmdline()} {process.environ()}":
+                found.append(process)
     return found
 
 

@@ -131,8 +131,8 @@ def test_machines_that_differ_in_what_may_differ_train(
     sides[1].words[1] = "5e-2"
     sides[1].variables["ACCEL_FSDP_MAY_DIFFER"] = "learning-rate"
     done = launched(machines, sides)
-    assert [one.code for one in done] == [0, 0], done[0].output + done[1].output
-    assert {re.findall(r"rank (\d) trains", one.output)[0] for one in done} == {"0", "1"}
+    assert [process.code for process in done] == [0, 0], done[0].output + done[1].output
+    assert {re.findall(r"rank (\d) trains", process.output)[0] for process in done} == {"0", "1"}
 
 
 # train/sft.py: what the ranks know
@@ -276,7 +276,7 @@ def test_machines_that_were_told_the_same_train(job: Job) -> None:
     sides = job.sides()
     sides[1].words += ["--dataset_num_proc", "1", "--hang_timeout", "700", "--run_name", "second"]
     done = launched(job.machines, sides)
-    assert [one.code for one in done] == [0, 0], done[0].output + done[1].output
+    assert [process.code for process in done] == [0, 0], done[0].output + done[1].output
 
 
 OTHER_ARGUMENTS: Mapping[str, tuple[list[str], str, str]] = {

@@ -78,8 +78,10 @@ class Job:
         started = (self.start_elastic if elastic else self.start)(HANGING, **fault)
         until = time.monotonic() + STARTED_SECONDS
         while not note.exists():
-            assert time.monotonic() < until, [one.output for one in hosts.all_ended(started, 0.1)]
-            assert all(one.poll() is None for one in started), [one.output for one in hosts.all_ended(started, 30)]
+            assert time.monotonic() < until, [process.output for process in hosts.all_ended(started, 0.1)]
+            assert all(process.poll() is None for process in started), [
+                process.output for process in hosts.all_ended(started, 30)
+            ]
             time.sleep(0.1)
         return started
 

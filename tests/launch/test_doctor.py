@@ -38,10 +38,10 @@ def test_a_healthy_machine() -> None:
 def test_ranks_of_one_machine_are_measured() -> None:
     told = json.loads(doctor("--json", "--num-processes", 2).output)
     assert told["healthy"]
-    kinds = {(one["collective"], one["size_bytes"]) for one in told["collectives"]}
+    kinds = {(collective["collective"], collective["size_bytes"]) for collective in told["collectives"]}
     assert len(kinds) == len(told["collectives"]) == 12
     assert {"all_reduce", "all_gather", "reduce_scatter", "broadcast"} == {kind for kind, _ in kinds}
-    assert all(one["seconds"] > 0 and one["bytes_per_second"] > 0 for one in told["collectives"])
+    assert all(collective["seconds"] > 0 and collective["bytes_per_second"] > 0 for collective in told["collectives"])
 
 
 def test_what_a_yaml_asks_for_and_this_machine_has_not(tmp_path: Path) -> None:
@@ -134,8 +134,10 @@ def test_another_program_at_the_port_of_machine_0() -> None:
 
 
 def own_address() -> str:
-    addresses = [one.address for own in psutil.net_if_addrs().values() for one in own if one.family == socket.AF_INET]
-    return next((one for one in addresses if not one.startswith("127.")), "") or pytest.skip("no network here")
+    addresses = [row.address for own in psutil.net_if_addrs().values() for row in own if row.family == socket.AF_INET]
+    return next((address for address in addresses if not address.startswith("127.")), "") or pytest.skip(
+        "no network here"
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])

@@ -114,8 +114,8 @@ def all_first(machines: list[Host], folder: Path) -> list[Finished]:
 
 def test_machines_that_were_all_told_to_be_the_first(ended: Ended) -> None:
     found = ended("all_first")
-    assert all(one.code == 1 for one in found)
-    assert any("another one is so already at n1" in one.output for one in found)
+    assert all(finding.code == 1 for finding in found)
+    assert any("another one is so already at n1" in finding.output for finding in found)
 
 
 @case
@@ -262,21 +262,21 @@ def busy() -> Iterator[None]:
     """Other programs want all CPUs several times."""
     started = [subprocess.Popen([sys.executable, "-c", BURN]) for _ in range(BURNERS)]
     yield
-    for one in started:
-        one.kill()
-        one.wait()
+    for process in started:
+        process.kill()
+        process.wait()
 
 
 def test_machines_that_are_busy_are_not_ill(busy: None, machines: list[Host], tmp_path: Path) -> None:
     """Two ranks on each of three machines; the others say no more than that machine 0 has the report."""
     first, *others = doctors(machines, "--num-processes", "6", "--folder", tmp_path, "--timeout", "60")
-    assert [one.code for one in (first, *others)] == [0, 0, 0], [first.output, others]
+    assert [other.code for other in (first, *others)] == [0, 0, 0], [first.output, others]
     assert not re.search(r"(error|warning) +machines? [\d ]", first.output), first.output
     for pair in ("0 and 1", "0 and 2", "1 and 2"):
         assert re.search(rf"(ok|unknown) +machines {pair} +[\d.]+ [GM]B/s, [\d,]+ us", first.output), first.output
     assert "6 ranks: each collective gives the right result" in first.output
     assert "machine 2 (n3)" in first.output
-    assert all("machine 0 shows the whole report" in one.output for one in others)
+    assert all("machine 0 shows the whole report" in other.output for other in others)
     assert list(tmp_path.iterdir()) == []
 
 

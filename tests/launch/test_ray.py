@@ -71,10 +71,10 @@ class Driver:
 
 def rank_of(cluster: ray_cluster.Cluster, number: int) -> psutil.Process:
     """The process that trains as one rank now."""
-    for one in ray_cluster.processes(cluster.folder):
+    for process in ray_cluster.processes(cluster.folder):
         with contextlib.suppress(psutil.Error):
-            if one.cmdline()[1:2] == [str(SFT)] and one.environ().get("RANK") == str(number):
-                return one
+            if process.cmdline()[1:2] == [str(SFT)] and process.environ().get("RANK") == str(number):
+                return process
     raise AssertionError(f"no rank {number}")
 
 

@@ -301,7 +301,7 @@ def test_tokens_and_nccls_log_have_a_place_in_each_file(engine: str, write: Writ
             if engine == "dstack"
             else used["spec"]["trainer"]["env"]
         )
-        names = [one.get("name") if isinstance(one, dict) else one.partition("=")[0] for one in envs]
+        names = [env.get("name") if isinstance(env, dict) else env.partition("=")[0] for env in envs]
         assert {"HF_TOKEN", "WANDB_API_KEY", "NCCL_DEBUG"} <= {*names, *used.get("secrets", {})}
 
 
@@ -384,8 +384,8 @@ def test_the_command_in_a_task_is_one_that_launch_accepts(
 def called(text: str, name: str) -> dict[str, Any]:
     """The keyword arguments of a call in a driver that are written out there."""
     calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
-    [call] = [one for one in calls if ast.unparse(one.func).rpartition(".")[2] == name]
-    return {str(one.arg): ast.unparse(one.value) for one in call.keywords}
+    [call] = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] == name]
+    return {str(keyword.arg): ast.unparse(keyword.value) for keyword in call.keywords}
 
 
 def test_a_driver_for_ray_asks_for_what_the_yaml_says(write: Write) -> None:

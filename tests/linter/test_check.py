@@ -224,7 +224,9 @@ def test_odd_documents_are_found_fault_with_and_left_alone(text: str, tmp_path: 
         linter.lint(path, linter.LintOptions())
     assert path.read_bytes() == before
     with contextlib.suppress(UsageError):
-        assert not any(one.edits for one in linter.lint(path, linter.LintOptions(fix=True)) if one.code != "AF301")
+        assert not any(
+            finding.edits for finding in linter.lint(path, linter.LintOptions(fix=True)) if finding.code != "AF301"
+        )
 
 
 def test_command(tmp_path: Path) -> None:
@@ -263,11 +265,11 @@ def test_an_unreadable_file_hides_nothing(tmp_path: Path) -> None:
     listed = accel_fsdp("check", none, bad, "--json")
     assert listed.code == 2
     entries = json.loads(listed.output)
-    assert [(one["file"], one["code"]) for one in entries] == [(str(bad), "AF103"), (str(none), "unreadable")]
+    assert [(entry["file"], entry["code"]) for entry in entries] == [(str(bad), "AF103"), (str(none), "unreadable")]
     assert entries[0].keys() == entries[1].keys()
     finished = accel_fsdp("check", bad, "--args", none, "--json")
     assert finished.code == 2
-    assert [one["code"] for one in json.loads(finished.output)] == ["unreadable"]
+    assert [entry["code"] for entry in json.loads(finished.output)] == ["unreadable"]
 
 
 def test_a_model_that_cannot_be_read(tmp_path: Path) -> None:
@@ -306,7 +308,7 @@ def test_a_command_line_without_flags(line: str, tmp_path: Path) -> None:
     path, args = tmp_path / "good.yaml", tmp_path / "args.sh"
     path.write_text(V2)
     args.write_text(line)
-    found = {one.code for one in linter.lint(path, linter.LintOptions(args=args))}
+    found = {finding.code for finding in linter.lint(path, linter.LintOptions(args=args))}
     assert found == ({"AF408"} if line.startswith(("python", "torchrun")) else set())
 
 
@@ -346,15 +348,19 @@ def test_arguments_come_in_three_forms(tmp_path: Path) -> None:
 def test_a_key_without_its_prefix_is_named_as_the_file_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "short.yaml"
     path.write_text(V2 + "  zzz: 1\n  ofload_params: true\n  fsdp_yyy: 1\n")
-    found = [one for one in linter.lint(path, linter.LintOptions()) if one.code == "AF103"]
-    assert [one.what for one in found] == [
+    found = [finding for finding in linter.lint(path, linter.LintOptions()) if finding.code == "AF103"]
+    assert [finding.what for finding in found] == [
         "nothing reads zzz.",
         "nothing reads ofload_params. Did you mean fsdp_offload_params?",
         "nothing reads fsdp_yyy.",
     ]
-    assert [one.fix for one in found] == ["remove zzz", "rename it to fsdp_offload_params", "remove fsdp_yyy"]
+    assert [finding.fix for finding in found] == ["remove zzz", "rename it to fsdp_offload_params", "remove fsdp_yyy"]
     lines = path.read_text().splitlines()
-    assert [lines[(one.line or 0) - 1].strip() for one in found] == ["zzz: 1", "ofload_params: true", "fsdp_yyy: 1"]
+    assert [lines[(finding.line or 0) - 1].strip() for finding in found] == [
+        "zzz: 1",
+        "ofload_params: true",
+        "fsdp_yyy: 1",
+    ]
 
 
 @pytest.mark.parametrize("words", [["check", "--explain", "AF999"], ["check", "--fix", "-"], ["check"]])

@@ -86,7 +86,7 @@ def test_a_class_with_its_module_is_no_class_of_the_model(name: str, tmp_path: P
     ],
 )
 def test_an_address_that_nobody_filled_in(address: str, severity: str, tmp_path: Path) -> None:
-    found = [one.severity for one in findings(TWO.format(address), tmp_path) if one.code == "AF415"]
+    found = [finding.severity for finding in findings(TWO.format(address), tmp_path) if finding.code == "AF415"]
     assert found == ([severity] if severity else [])
     strict = accel_fsdp("check", "--strict", tmp_path / "checked.yaml")
     assert strict.code == (severity in ("error", "warning"))
@@ -122,17 +122,17 @@ def test_an_engine_is_added_where_one_section_says_which(tmp_path: Path) -> None
 def test_a_key_that_stands_twice_hides_nothing(tmp_path: Path) -> None:
     text = V2 + INSIDE + "debug: false\n  # why\ndebug: true\nfsdp_ofload: 1\n"
     found = findings(text, tmp_path)
-    twice = next(one for one in found if one.code == "AF111")
+    twice = next(finding for finding in found if finding.code == "AF111")
     assert (twice.key, twice.line) == ("debug", text.splitlines().index("debug: true") + 1)
-    assert {one.code for one in found} >= codes_of(subject(V2 + INSIDE)) | {"AF102", "AF111"}
+    assert {finding.code for finding in found} >= codes_of(subject(V2 + INSIDE)) | {"AF102", "AF111"}
     refused = accel_fsdp("check", "--json", tmp_path / "checked.yaml")
     assert refused.code == 1
     listed = json.loads(refused.output[refused.output.index("[") :])
-    assert not any(one["fixable"] for one in listed)
+    assert not any(finding["fixable"] for finding in listed)
     assert accel_fsdp("check", "--fix", tmp_path / "checked.yaml").code == 1
     assert (tmp_path / "checked.yaml").read_text() == text
     inside = findings(V2 + "  fsdp_version: 1\n", tmp_path)
-    assert [one.key for one in inside if one.code == "AF111"] == ["fsdp_config.fsdp_version"]
+    assert [finding.key for finding in inside if finding.code == "AF111"] == ["fsdp_config.fsdp_version"]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_a_repair_does_not_choose_the_engine(text: str, tmp_path: Path) -> None:
     """One section or the other is wrong; which one, nobody has said."""
     before = yaml.safe_load(text)["distributed_type"]
     found = findings(text, tmp_path, fix=True)
-    assert "AF314" in {one.code for one in found}
+    assert "AF314" in {finding.code for finding in found}
     assert yaml_file.load(tmp_path / "checked.yaml")["distributed_type"] == before
 
 

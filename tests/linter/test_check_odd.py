@@ -150,7 +150,7 @@ def test_an_odd_version_is_not_taken_for_fsdp1(version: str, repaired: int, tmp_
     path = tmp_path / "fsdp.yaml"
     rest = "  fsdp_reshard_after_forward: false\n" if repaired != 1 else ""
     path.write_text(V2.replace("fsdp_version: 2", f"fsdp_version: {version}") + rest)
-    found = {one.code for one in linter.lint(path, linter.LintOptions()) if one.severity == "error"}
+    found = {finding.code for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error"}
     assert found <= {"AF203", "AF204", "AF205"}
     assert found
     linter.lint(path, linter.LintOptions(fix=True))
@@ -192,7 +192,9 @@ def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: 
     hidden = linter.lint(meant, linter.LintOptions())
     edits = [edit for one in (*before, *hidden) for edit in one.edits]
     named = {edit.key for edit in edits} | {edit.new_key for edit in edits}
-    errors = [{one.code for one in found if one.severity == "error"} for found in ([*before, *hidden], after)]
+    errors = [
+        {finding.code for finding in found if finding.severity == "error"} for found in ([*before, *hidden], after)
+    ]
     assert errors[1] - errors[0] == set(), content
     for key, value in content.items():
         if key not in named and not isinstance(value, dict):
@@ -207,7 +209,7 @@ def test_use_cpu_hides_nothing(kind: str, tmp_path: Path) -> None:
     """It doesn't reach the ranks, so they meet on one GPU all the same."""
     path = tmp_path / "job.yaml"
     path.write_text(GOLDEN["AF413"][0].replace("type: FSDP", f"type: {kind}") + "use_cpu: true\n")
-    assert {"AF405", "AF413"} <= {one.code for one in linter.lint(path, linter.LintOptions())}
+    assert {"AF405", "AF413"} <= {finding.code for finding in linter.lint(path, linter.LintOptions())}
 
 
 def ended(*words: str | Path) -> int:

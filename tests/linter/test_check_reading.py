@@ -59,7 +59,7 @@ def fsdp2(tmp_path: Path) -> Path:
 def found(*words: str | Path) -> dict[str, str]:
     """The findings of the real command: code -> what."""
     finished = run([sys.executable, "-m", "accel_fsdp", "check", *words, "--json"])
-    return {one["code"]: one["what"] for one in json.loads(finished.output[finished.output.index("[") :])}
+    return {entry["code"]: entry["what"] for entry in json.loads(finished.output[finished.output.index("[") :])}
 
 
 def sharded_checkpoint(folder: Path, ranks: int = 2) -> Path:

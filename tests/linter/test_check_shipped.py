@@ -37,10 +37,14 @@ def test_a_shipped_file_passes(path: Path, beside: Path) -> None:
     copy.write_bytes(path.read_bytes())
     options = linter.LintOptions(args=args, strict=True)
     known = NOT_WITH_THESE_VERSIONS.get(path.stem)
-    found = [(one.code, one.what) for one in linter.lint(copy, options) if one.severity != "note"]
+    found = [(finding.code, finding.what) for finding in linter.lint(copy, options) if finding.severity != "note"]
     assert [entry for entry in found if entry[0] != known] == []
     assert linter.lint_all((copy,), options) == (1 if known else 0)
-    unused = [one for one in linter.lint(copy, options) if one.code == "AF107" and "these are the usual" in one.why]
+    unused = [
+        finding
+        for finding in linter.lint(copy, options)
+        if finding.code == "AF107" and "these are the usual" in finding.why
+    ]
     assert len(unused) <= 1
 
 
@@ -60,7 +64,7 @@ def test_a_wrong_number_of_batches_beside_sequences(size: int, tmp_path: Path) -
     """Accelerate tells DeepSpeed a batch of as many rows as `dp_shard_size` says (accelerator.py, `pc.sp_size > 1`)."""
     path = tmp_path / "ulysses.yaml"
     path.write_text(ULYSSES.replace("dp_shard_size: 2 ", f"dp_shard_size: {size} "))
-    (found,) = (one for one in linter.lint(path, linter.LintOptions()) if one.severity == "error")
+    (found,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error")
     assert (found.code, found.key.rpartition("_config_")[2]) == ("AF316", "sp_size" if size == 1 else "dp_shard_size")
     assert "train_batch_size" in found.why
 
@@ -68,7 +72,11 @@ def test_a_wrong_number_of_batches_beside_sequences(size: int, tmp_path: Path) -
 def test_replicas_under_deepspeed_without_sequences(tmp_path: Path) -> None:
     path = tmp_path / "zero.yaml"
     path.write_text(ULYSSES.replace("sp_size: 2 ", "sp_size: 1 ").replace("dp_shard_size: 2 ", "dp_shard_size: 4 "))
-    found = [(one.code, one.severity) for one in linter.lint(path, linter.LintOptions()) if one.severity != "note"]
+    found = [
+        (finding.code, finding.severity)
+        for finding in linter.lint(path, linter.LintOptions())
+        if finding.severity != "note"
+    ]
     assert found == [("AF315", "warning")]
 
 
@@ -89,7 +97,7 @@ def test_how_bad_a_key_of_fsdp2_is_under_fsdp1(keys: str, severity: str, tmp_pat
     path = tmp_path / "fsdp1.yaml"
     text = (Path(__file__).parent / "shipped/trl/fsdp1.yaml").read_text()
     path.write_text(text.replace("fsdp_reshard_after_forward: FULL_SHARD", keys))
-    (found,) = (one for one in linter.lint(path, linter.LintOptions()) if one.code == "AF302")
+    (found,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.code == "AF302")
     assert found.severity == severity
 
 
@@ -110,9 +118,11 @@ def test_a_misspelt_name_is_one_finding_and_is_renamed(name: str, tmp_path: Path
         wrong = wrong.replace("fsdp_offload_params", "fsdp_ofload_params")
     path = tmp_path / "typo.yaml"
     path.write_text(wrong)
-    found = [one for one in linter.lint(path, linter.LintOptions()) if one.severity != "note"]
-    assert [one.code for one in found] == (["AF102", "AF103"] if name == "both" else found[:1] and [found[0].code])
-    assert all("rename it" in one.fix for one in found)
+    found = [finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity != "note"]
+    assert [finding.code for finding in found] == (
+        ["AF102", "AF103"] if name == "both" else found[:1] and [found[0].code]
+    )
+    assert all("rename it" in finding.fix for finding in found)
     linter.lint(path, linter.LintOptions(fix=True))
     assert path.read_text() == right
 
@@ -122,5 +132,5 @@ def test_a_misspelt_section_beside_the_right_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "two.yaml"
     path.write_text((Path(__file__).parent / "shipped/trl/fsdp2.yaml").read_text() + "fsdp_confg: {fsdp_version: 1}\n")
     before = os.stat(path).st_mtime_ns, path.read_text()
-    assert "AF102" in {one.code for one in linter.lint(path, linter.LintOptions(fix=True))}
+    assert "AF102" in {finding.code for finding in linter.lint(path, linter.LintOptions(fix=True))}
     assert (os.stat(path).st_mtime_ns, path.read_text()) == before

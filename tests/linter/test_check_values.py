@@ -169,7 +169,7 @@ def test_what_accelerate_takes_is_clean(name: str, tmp_path: Path) -> None:
     accelerate_takes(text, tmp_path)
     path = tmp_path / "checked.yaml"
     path.write_text(text)
-    assert [one for one in linter.lint(path, linter.LintOptions()) if one.severity == "error"] == []
+    assert [finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error"] == []
 
 
 def test_text_that_counts_as_true(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_a_value_of_debug_that_stops_nothing_is_no_error(value: str, taken: str,
     assert accelerate_takes(text, tmp_path).get("ACCELERATE_DEBUG_MODE", "false") == taken
     path = tmp_path / "checked.yaml"
     path.write_text(text)
-    (found,) = (one for one in linter.lint(path, linter.LintOptions()) if one.code in ("AF204", "AF209"))
+    (found,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.code in ("AF204", "AF209"))
     assert (found.code, found.severity, found.why) == ("AF209", "warning", f"Accelerate reads it as {taken}")
 
 
@@ -196,7 +196,7 @@ def test_which_booleans_at_the_top_stop_it(key: str, tmp_path: Path) -> None:
     for text in (EIGHT, alone):
         path = tmp_path / "checked.yaml"
         path.write_text(text + f"{key}: 1000\n")
-        found = {one.code for one in linter.lint(path, linter.LintOptions())}
+        found = {finding.code for finding in linter.lint(path, linter.LintOptions())}
         if key == "use_cpu" and text == alone:
             with pytest.raises(Exception, match="invalid truth value 1000"):
                 accelerate_takes(path.read_text(), tmp_path)
@@ -212,7 +212,9 @@ def test_the_last_of_two_spellings_wins(keys: tuple[str, str], tmp_path: Path) -
     text = EIGHT + f"  {keys[0]}: false\n  {keys[1]}: true\n"
     assert accelerate_takes(text, tmp_path)["FSDP_OFFLOAD_PARAMS"] == "true"
     (tmp_path / "two.yaml").write_text(text)
-    (found,) = (one for one in linter.lint(tmp_path / "two.yaml", linter.LintOptions()) if one.code == "AF108")
+    (found,) = (
+        finding for finding in linter.lint(tmp_path / "two.yaml", linter.LintOptions()) if finding.code == "AF108"
+    )
     assert (found.edits, "wins: True" in found.why) == ((), True)
 
 
@@ -257,7 +259,9 @@ def test_fp8_keys_that_accelerate_config_writes_in_vain(key: str, value: Any, tm
     assert environment[f"ACCELERATE_{name.upper()}"] != str(value)
     path = tmp_path / "fp8.yaml"
     path.write_text(text)
-    assert [one.code for one in linter.lint(path, linter.LintOptions(fix=True)) if one.severity != "note"] == []
+    assert [
+        finding.code for finding in linter.lint(path, linter.LintOptions(fix=True)) if finding.severity != "note"
+    ] == []
     with mock.patch("accelerate.utils.launch.is_fp8_available", return_value=True):
         assert accelerate_takes(path.read_text(), tmp_path)[f"ACCELERATE_{name.upper()}"] == str(value)
 
@@ -283,9 +287,11 @@ def test_a_launcher_flag_wins_over_the_file(flag: str, value: str, key: str, tmp
     line = tmp_path / "args.sh"
     line.write_text(f"accelerate launch {flag} {value} train.py --num_machines 9\n")
     found = linter.lint(tmp_path / "config.yaml", linter.LintOptions(args=line))
-    assert [one.key.rpartition(".")[2] for one in found if one.code == "AF414"] == [key]
+    assert [finding.key.rpartition(".")[2] for finding in found if finding.code == "AF414"] == [key]
     line.write_text(f"accelerate launch --machine_rank 3 train.py {flag} {value}\n")
-    assert "AF414" not in {one.code for one in linter.lint(tmp_path / "config.yaml", linter.LintOptions(args=line))}
+    assert "AF414" not in {
+        finding.code for finding in linter.lint(tmp_path / "config.yaml", linter.LintOptions(args=line))
+    }
 
 
 @pytest.mark.parametrize("line", ['main_process_port: "29501"', "main_process_port: 99999", 'num_machines: "1"'])
@@ -339,7 +345,7 @@ def test_who_else_knows_the_address_of_several_machines_is_said(
 def test_a_bare_no_is_named_and_quoted(word: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(f"distributed_type: {word}\nnum_processes: 1\nmixed_precision: {word.lower()}\n")
-    found = {one.code: one.what for one in linter.lint(path, linter.LintOptions())}
+    found = {finding.code: finding.what for finding in linter.lint(path, linter.LintOptions())}
     assert f"distributed_type: {word} without quotes" in found["AF208"]
     assert f"mixed_precision: {word.lower()} without quotes" in found["AF201"]
     assert linter.lint(path, linter.LintOptions(fix=True)) == []
@@ -368,7 +374,9 @@ def repaired(text: str, folder: Path) -> Any:
 def test_what_is_no_sure_typo_is_not_renamed(section: str, key: str, meant: str, tmp_path: Path) -> None:
     text = f"distributed_type: FSDP\nnum_processes: 2\n{section}: {{{key}: 2}}\n"
     assert repaired(text, tmp_path)[section][key] == 2
-    (found,) = (one for one in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions()) if one.code == "AF103")
+    (found,) = (
+        finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions()) if finding.code == "AF103"
+    )
     assert ("Did you mean" in found.what) == bool(meant)
     assert not meant or f"Did you mean {meant}?" in found.what
 
@@ -461,7 +469,7 @@ def test_a_choice_between_versions_is_left_to_the_user(value: str, version: str,
     text = TOP + "fsdp_config:\n" + WRAP + f"  fsdp_reshard_after_forward: {value}\n"
     assert ("AF302" in codes_of(subject(text + version))) == (not version)  # Accelerate stops before it trains
     assert repaired(text + version, tmp_path) == yaml.safe_load(text)
-    found = {one.code: one for one in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions())}
+    found = {finding.code: finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions())}
     for code in ("AF301", "AF302"):
         assert found[code].edits == ()
         assert "fsdp_version: 2" in found[code].fix
@@ -486,7 +494,9 @@ def test_reshard_under_fsdp1_keeps_its_meaning(rest: str, left: dict[str, Any], 
 def test_an_nvme_path_is_not_taken_away_from_its_device(tmp_path: Path) -> None:
     text = DS + "  zero_stage: 2\n  offload_param_device: nvme\n  offload_param_nvme_path: /local\n"
     assert repaired(text, tmp_path) == yaml.safe_load(text)
-    (found,) = (one for one in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions()) if one.code == "AF216")
+    (found,) = (
+        finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions()) if finding.code == "AF216"
+    )
     assert "deepspeed_config_file" in found.fix
     assert "as above" not in found.why
     useless = repaired(text.replace("nvme\n", "cpu\n"), tmp_path)["deepspeed_config"]
@@ -496,7 +506,9 @@ def test_an_nvme_path_is_not_taken_away_from_its_device(tmp_path: Path) -> None:
 def test_texts_say_what_is_there(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(TOP + "fsdp_config: {fsdp_version: 2}\n")
-    assert "is ignored" not in next(one.why for one in linter.lint(path, linter.LintOptions()) if one.code == "AF306")
+    assert "is ignored" not in next(
+        finding.why for finding in linter.lint(path, linter.LintOptions()) if finding.code == "AF306"
+    )
     assert "AF318" not in codes_of(subject(V1.replace("version: 1", "version: 3").replace("'no'", "bf16")))
     assert "AF314" in codes_of(subject(ZERO + "fsdp_config: {fsdp_version: 2}\n"))
     assert "AF314" not in codes_of(subject(ZERO + "fsdp_config: {}\n"))
@@ -548,7 +560,7 @@ def test_case_matters_in_a_mesh(key: str, tmp_path: Path) -> None:
     ],
 )
 def test_one_error_is_one_finding(text: str, found: set[str]) -> None:
-    assert {one.code for one in run(subject(text)) if one.severity != "note"} == found
+    assert {finding.code for finding in run(subject(text)) if finding.severity != "note"} == found
 
 
 @pytest.mark.parametrize("word", ["bf16", "BF16", "Fp16", "'NO'"])

@@ -79,5 +79,5 @@ def test_a_well_formed_file_is_left_alone(name: str, tmp_path: Path, monkeypatch
     (tmp_path / "ds.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
     findings = linter.lint(path, linter.LintOptions(model=model, fix=True))
-    assert [one for one in findings if one.severity != "note"] == []
+    assert [finding for finding in findings if finding.severity != "note"] == []
     assert path.read_text() == text

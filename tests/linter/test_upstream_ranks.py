@@ -182,7 +182,7 @@ def test_the_table_knows_which_optimizers_step_and_save(name: str, engine: Engin
     if (name, engine) == ("adagrad", Engine.FSDP2) and IS_OLD:
         pytest.skip("torch 2.11 stops at its step already")
     step, save = sharding["optimizers"][0][name][engine.label]
-    said = [one.effect for one in clashes(Job(Layout(engine), optimizer=name))]
+    said = [clashe.effect for clashe in clashes(Job(Layout(engine), optimizer=name))]
     assert said == (["stops"] if step else ["stops when it saves"] if save else [])
 
 
@@ -316,7 +316,7 @@ def test_a_resumed_adapter_starts_anew(lost: str, saving: Seen) -> None:
 @pytest.mark.pain("P105")
 def test_fsdp1_resumes_no_adapter_from_a_gathered_checkpoint(saving: Seen) -> None:
     """AF602: PEFT writes none, and where the file holds the whole adapter, the resumed one is zero all the same."""
-    seen = {name: [one[name] for one in saving["gathered_adapter_resumes"]] for name in ("fsdp1", "fsdp2")}
+    seen = {name: [resume[name] for resume in saving["gathered_adapter_resumes"]] for name in ("fsdp1", "fsdp2")}
     trained = seen["fsdp2"][0]["trained"]
     assert [one["stored"] for one in seen["fsdp2"]] == [8, 8]
     assert sum(one["resumed"] for one in seen["fsdp2"]) == pytest.approx(trained) != 0
@@ -479,7 +479,7 @@ def test_which_models_have_embeddings_that_fsdp2_cannot_make_units_of(sharding: 
     assert "`get_input_embeddings` not auto" in seen["CLIP"]
     assert "FSDP doesn't support scalar parameters" in seen["CLIP FSDP1"]
     facts = {name: model_facts(name, config) for name, config in CONFIGS.items()}
-    assert {name: (one.embeddings, one.scalars) for name, one in facts.items()} == {
+    assert {name: (value.embeddings, value.scalars) for name, value in facts.items()} == {
         "ViT": ("", False), "BERT": ("shared", False), "T5": ("shared", False), "CLIP": ("none", True),
     }  # fmt: skip
     assert facts["ViT"].embedding_parents == {"ViTEmbeddings"}

@@ -75,7 +75,11 @@ def assert_same_meaning(path: Path, target: str) -> Migration:
 
 
 def errors(path: Path) -> list[str]:
-    return [f"{one.code} {one.key}" for one in linter.lint(path, linter.LintOptions()) if one.severity == "error"]
+    return [
+        f"{finding.code} {finding.key}"
+        for finding in linter.lint(path, linter.LintOptions())
+        if finding.severity == "error"
+    ]
 
 
 @ANY_FILE
@@ -133,9 +137,11 @@ def test_each_key_has_one_row(text: str, target: str, tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
     path.write_text(text)
     migration, output = migrated(path, target)
-    rows = [one.key for one in migration.changes]
+    rows = [change.key for change in migration.changes]
     assert len(rows) == len(set(rows))
-    told = {one.key.rpartition(".")[2] for one in migration.changes} | {one.new_key for one in migration.changes}
+    told = {change.key.rpartition(".")[2] for change in migration.changes} | {
+        change.new_key for change in migration.changes
+    }
     for content in (yaml.safe_load(text), yaml.safe_load(output.read_text())) if migration.edits else ():
         inside = {schema.full_name("fsdp_config", key) for key in content.get("fsdp_config", {})}
         assert set(content) - {"fsdp_config", "deepspeed_config", "parallelism_config"} <= told
@@ -330,14 +336,14 @@ def test_what_had_no_effect_gets_none(name: str, tmp_path: Path) -> None:
     path.write_text(text)
     migration = assert_same_meaning(path, target)
     assert not migration.broken
-    assert "lost" in {one.kind for one in migration.changes if one.key.rpartition(".")[2] == key}
+    assert "lost" in {change.kind for change in migration.changes if change.key.rpartition(".")[2] == key}
 
 
 def test_a_default_of_the_old_engine_is_named(tmp_path: Path) -> None:
     path = tmp_path / "fsdp1.yaml"
     path.write_text("distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_auto_wrap_policy: NO_WRAP\n")
     migration, _ = migrated(path, "fsdp2")
-    kept = next(one for one in migration.changes if one.key.endswith("fsdp_state_dict_type"))
+    kept = next(change for change in migration.changes if change.key.endswith("fsdp_state_dict_type"))
     assert kept.why == "FSDP1's default, not FSDP2's"
 
 
@@ -355,7 +361,7 @@ def test_ddp_becomes_what_was_asked_for(target: str, strategy: str, tmp_path: Pa
     migration, output = migrated(path, target, "LlamaDecoderLayer")
     assert (meaning(output)["engine"], meaning(output)["strategy"]) == (target, strategy)
     assert meaning(output)["state"] == "FULL_STATE_DICT"
-    told = next(one for one in migration.changes if one.key == "distributed_type")
+    told = next(change for change in migration.changes if change.key == "distributed_type")
     assert (told.old, told.new, told.kind) == ("MULTI_GPU", "FSDP", "changed")
     assert target == "fsdp1" or "shards parameters" in told.why
 

@@ -130,7 +130,7 @@ def test_a_native_file_becomes_a_yaml_that_passes(tmp_path: Path) -> None:
     assert means["strategy"] == "FULL_SHARD"
     assert "bfloat16" in said
     findings = linter.lint(tmp_path / "back.yaml", linter.LintOptions(strict=True))
-    assert [one.code for one in findings if one.severity == "error"] == []
+    assert [finding.code for finding in findings if finding.severity == "error"] == []
 
 
 def test_experts_go_to_the_launch_line(tmp_path: Path) -> None:

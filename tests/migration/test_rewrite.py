@@ -51,7 +51,7 @@ def test_in_place(tmp_path: Path) -> None:
     assert finished.code == 0, finished.output
     assert path.read_text() == FSDP2_COMMENTED
     assert "+  fsdp_version: 2" in finished.output
-    assert [one.name for one in tmp_path.iterdir()] == ["fsdp.yaml"]
+    assert [path.name for path in tmp_path.iterdir()] == ["fsdp.yaml"]
     again = accel_fsdp("migrate", path, "--to", "fsdp2")
     assert again.code == 0
     assert "is FSDP2 already" in again.output
@@ -99,7 +99,7 @@ def test_stdout_is_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert migration.migrate(migration.MigrateCommand(path, "fsdp2", json=True, dry_run=True)) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["yaml"] == FSDP2_COMMENTED
-    strategy = next(one for one in shown["changes"] if one["key"] == "fsdp_config.fsdp_sharding_strategy")
+    strategy = next(change for change in shown["changes"] if change["key"] == "fsdp_config.fsdp_sharding_strategy")
     assert strategy == asdict(plan(Subject(yaml.safe_load(COMMENTED)), "fsdp2").changes[1])
     assert (strategy["kind"], strategy["old"], strategy["new"]) == ("renamed", "2", "false")
     assert path.read_text() == COMMENTED
@@ -131,4 +131,4 @@ def test_what_had_no_effect_is_named_as_the_file_writes_it() -> None:
     values = yaml.safe_load(COMMENTED)
     values["fsdp_config"] |= {"zzz": 1, "fsdp_yyy": 2}
     changes = plan(Subject(values), "fsdp2").changes
-    assert {"fsdp_config.zzz", "fsdp_config.fsdp_yyy"} <= {one.key for one in changes if one.kind == "lost"}
+    assert {"fsdp_config.zzz", "fsdp_config.fsdp_yyy"} <= {change.key for change in changes if change.kind == "lost"}

@@ -44,10 +44,12 @@ def test_layer_classes_and_parameters_are_those_of_the_class_that_the_config_nam
     layers = {layer.name for layer in facts.wrap_classes}
     held = [path for path, module in model.named_modules() if type(module).__name__ in layers]
     assert not any(path.startswith(f"{outer}.") for path in held for outer in held)
-    declared = {one for one in model._no_split_modules if one in facts.classes}
+    declared = {module for module in model._no_split_modules if module in facts.classes}
     assert layers <= declared
     within = tuple(path for path, module in model.named_modules() if type(module).__name__ in declared)
-    assert all(path.startswith(tuple(held)) or any(one.startswith(f"{path}.") for one in held) for path in within)
+    assert all(
+        path.startswith(tuple(held)) or any(element.startswith(f"{path}.") for element in held) for path in within
+    )
 
 
 @pytest.mark.parametrize("name", ["MllamaForConditionalGeneration", "Qwen3_5ForConditionalGeneration"])

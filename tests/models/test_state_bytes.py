@@ -29,7 +29,9 @@ def arguments(folder: Path, optim: str, **more: object) -> TrainingArguments:
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
-        yield from (one for one in state.values() if torch.is_tensor(one) and one.numel() > 1)  # not the step
+        yield from (
+            tensor for tensor in state.values() if torch.is_tensor(tensor) and tensor.numel() > 1
+        )  # not the step
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -46,8 +48,8 @@ def test_an_optimizer_keeps_what_is_counted(optim: str, dtype: torch.dtype, tmp_
         optimizer = kind([weight], **options)
         optimizer.step()
         found = list(state_tensors(optimizer))
-        maps = sum(one.numel() == QUANTISATION_MAP // 4 for one in found) if optim.endswith("_8bit") else 0
-        kept = sum(one.numel() * one.element_size() for one in found) - maps * QUANTISATION_MAP
+        maps = sum(finding.numel() == QUANTISATION_MAP // 4 for finding in found) if optim.endswith("_8bit") else 0
+        kept = sum(finding.numel() * finding.element_size() for finding in found) - maps * QUANTISATION_MAP
         counted = optimizers.tensor_bytes(optim, shape, weight.element_size())
         assert counted <= kept <= counted * (1 + MOST_MORE), shape
         if weight.dim() > 1 and weight.numel() >= optimizers.EIGHT_BIT_FROM and optim != "adafactor":
@@ -67,6 +69,6 @@ def test_a_checkpoint_takes_what_the_run_looks_for(optim: str, tmp_path: Path) -
     trainer.train()
     files = [tmp_path / "checkpoint-1" / name for name in ("model.safetensors", "optimizer.pt")]
     assert sum(path.stat().st_size for path in files) == pytest.approx(checkpoint_bytes, rel=0.05)
-    weights = sum(one.numel() for one in model.parameters()) * 4
+    weights = sum(parameter.numel() for parameter in model.parameters()) * 4
     assert export_bytes == weights
     assert (checkpoint_bytes < 1.02 * weights) == (optim in ("sgd", "adafactor"))

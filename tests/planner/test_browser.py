@@ -35,7 +35,7 @@ def test_each_flag_is_on_the_page_or_left_out_on_purpose() -> None:
     of_a_written_job = {"compare", "dataset_rows", "epochs", "disk_speed", "eval_rows"}
     recorded_with_torch = {"kernels"}
     left_out = files_and_prints | of_a_written_job | recorded_with_torch
-    assert {*browser.LABELS, *left_out} == {one.name for one in fields(PlanCommand)}
+    assert {*browser.LABELS, *left_out} == {field.name for field in fields(PlanCommand)}
     assert not browser.LABELS.keys() & left_out
 
 
@@ -58,14 +58,14 @@ def refuse(*_: object) -> None:
 
 @pytest.mark.usefixtures("without_torch")
 def test_each_choice_of_the_form_needs_no_torch() -> None:
-    for one in browser.form():
-        for choice in (*one.choices, *(["true"] if one.kind == "switch" else [])):
-            assert "plan" in first(model="gpt2", gpus="2xA100", batch="1", **{one.name: choice})
+    for field in browser.form():
+        for choice in (*field.choices, *(["true"] if field.kind == "switch" else [])):
+            assert "plan" in first(model="gpt2", gpus="2xA100", batch="1", **{field.name: choice})
 
 
 @pytest.mark.usefixtures("without_torch")
 def test_choices_that_meet_need_no_torch_but_adapters_in_float32() -> None:
-    choices = [one.choices for one in browser.form() if one.name in ("method", "precision", "dtype")]
+    choices = [field.choices for field in browser.form() if field.name in ("method", "precision", "dtype")]
     late = []
     for method, precision, dtype in product(*choices):
         found = first(model="gpt2", gpus="2xA100", batch="1", method=method, precision=precision, dtype=dtype)
@@ -80,7 +80,7 @@ def test_the_answer_is_the_commands() -> None:
     assert json.loads(plan["plan"]["json"]) == json.loads(json.dumps(told.as_json()))
     assert plan["plan"]["yaml"] == told.yaml()
     assert plan["plan"]["command"] == "accel-fsdp plan --model gpt2 --gpus 2xA100-40GB --seq-len 512 --method lora"
-    assert all(set(one) == {"section"} for one in sections)
+    assert all(set(section) == {"section"} for section in sections)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_answer_is_the_commands() -> None:
         ({"model": "gpt2", "gpus": "2xA100", "seq_len": "--help"}, "--seq-len takes a whole number, not --help"),
         ({"model": "gpt2", "gpus": "2xA100", "dtype": "--json"}, "--dtype takes one of float32, bfloat16, float16"),
     ],
-    ids=lambda one: " ".join(one.values()) if isinstance(one, dict) else "",
+    ids=lambda word: " ".join(word.values()) if isinstance(word, dict) else "",
 )
 def test_what_the_command_refuses_the_page_refuses(given: dict[str, str], what: str) -> None:
     [message] = asked(**given)
@@ -122,7 +122,7 @@ def test_what_the_command_refuses_the_page_refuses(given: dict[str, str], what: 
         ({"config": "/etc/passwd"}, "--config isn't on this page"),
         ({"attention": "eager"}, "This choice isn't on this page"),
     ],
-    ids=lambda one: " ".join(one.values()) if isinstance(one, dict) else "",
+    ids=lambda word: " ".join(word.values()) if isinstance(word, dict) else "",
 )
 def test_what_takes_torch_or_files_is_told_to_the_command(given: dict[str, str], what: str) -> None:
     [message] = asked(**{"model": "gpt2", "gpus": "2xA100", **given})

@@ -252,33 +252,40 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 
 def test_each_machine_has_the_choice_of_its_own_plan(compared: tuple[dict[str, Any], str, str]) -> None:
     found, _, _ = compared
-    assert [one["machine"] for one in found["machines"]] == COMPARED.split(",")
-    for one in found["machines"][:5]:
+    assert [machine["machine"] for machine in found["machines"]] == COMPARED.split(",")
+    for machine in found["machines"][:5]:
         alone = planned(
-            *LLAMA, "--gpus", one["machine"], "--seq-len", "4096", "--tokens", "2B", code=0 if one["fits"] else 1
+            *LLAMA,
+            "--gpus",
+            machine["machine"],
+            "--seq-len",
+            "4096",
+            "--tokens",
+            "2B",
+            code=0 if machine["fits"] else 1,
         )
-        if not one["fits"]:
+        if not machine["fits"]:
             assert alone["choice"] is None
             continue
         choice = alone["choice"]
-        assert (one["strategy"], one["checkpointing"]) == (choice["strategy"], choice["checkpointing"])
-        assert (one["batch_per_gpu"], one["peak_bytes"]) == (choice["batch_per_gpu"], choice["peak_bytes"])
-        assert one["cost"]["hours"] == pytest.approx(alone["cost"]["hours"])
+        assert (machine["strategy"], machine["checkpointing"]) == (choice["strategy"], choice["checkpointing"])
+        assert (machine["batch_per_gpu"], machine["peak_bytes"]) == (choice["batch_per_gpu"], choice["peak_bytes"])
+        assert machine["cost"]["hours"] == pytest.approx(alone["cost"]["hours"])
 
 
 def test_the_cheapest_and_the_fastest_are_marked(compared: tuple[dict[str, Any], str, str]) -> None:
     found, text, _ = compared
-    fit = [one for one in found["machines"] if one["fits"]]
-    assert found["fastest"] == min(fit, key=lambda one: one["cost"]["hours"])["machine"]
-    priced = [one for one in fit if one["cost"]["money"] is not None]
-    assert found["cheapest"] == min(priced, key=lambda one: one["cost"]["money"])["machine"]
+    fit = [machine for machine in found["machines"] if machine["fits"]]
+    assert found["fastest"] == min(fit, key=lambda result: result["cost"]["hours"])["machine"]
+    priced = [result for result in fit if result["cost"]["money"] is not None]
+    assert found["cheapest"] == min(priced, key=lambda result: result["cost"]["money"])["machine"]
     assert f"Cheapest: {found['cheapest']}, " in text
     assert f"Fastest: {found['fastest']}, " in text
     assert "8xL40S: --prices FILE has no price" in text
     by_word = {"Cheapest": ("cheapest", "money", priced), "Fastest": ("fastest", "hours", fit)}
     for word, (key, amount, among) in by_word.items():
-        least = min(one["cost"][amount] for one in among)
-        near = [one["machine"] for one in among if one["cost"][amount] * RANGE[0] <= least]
+        least = min(result["cost"][amount] for result in among)
+        near = [result["machine"] for result in among if result["cost"][amount] * RANGE[0] <= least]
         line = text.partition(f"{word}: ")[2].partition(" per GPU-hour.")[2]
         said = f" A prediction can't distinguish it from {', '.join(name for name in near if name != found[key])}."
         assert line.startswith(said) == (len(near) > 1)
@@ -286,7 +293,7 @@ def test_the_cheapest_and_the_fastest_are_marked(compared: tuple[dict[str, Any],
 
 def test_a_machine_on_which_nothing_fits_says_why(compared: tuple[dict[str, Any], str, str]) -> None:
     found, text, _ = compared
-    (t4,) = (one for one in found["machines"] if not one["fits"])
+    (t4,) = (machine for machine in found["machines"] if not machine["fits"])
     assert t4["machine"] == "1xT4"
     assert re.search(r"the least that a GPU needs are [\d.]+ of 14\.8 GiB", t4["why"])
     assert "1xT4: the least that a GPU needs" in text
@@ -304,9 +311,11 @@ def test_the_page_of_a_comparison_is_whole(compared: tuple[dict[str, Any], str, 
     assert "script" not in {tag for tag, _ in tags}
     figures = re.findall(r"<svg role=\"img\".*?</svg>", page)
     assert len(figures) == 4  # hours and cost, for a window and for a phone
-    for one in found["machines"]:
-        assert page.count(f">{one['machine']}</text>") == 2 * (one["fits"] + bool(one["fits"] and one["cost"]["money"]))
-        assert f'<th scope="row">{one["machine"]}</th>' in page
+    for machine in found["machines"]:
+        assert page.count(f">{machine['machine']}</text>") == 2 * (
+            machine["fits"] + bool(machine["fits"] and machine["cost"]["money"])
+        )
+        assert f'<th scope="row">{machine["machine"]}</th>' in page
     assert not re.search(r"nan|inf[^o]|width=\"-", page.partition("</style>")[2])
 
 
@@ -343,7 +352,7 @@ def test_nothing_fits_anywhere() -> None:
 
 def test_from_python() -> None:
     found = package.compare("gpt2", ["8xH100", "2xA100-40GB"], tokens="1B", price=None)
-    assert [one.name for one in found.machines] == ["8xH100", "2xA100-40GB"]
+    assert [machine.name for machine in found.machines] == ["8xH100", "2xA100-40GB"]
     assert found.cheapest is None
     assert found.fastest is found.machines[0]
     assert package.plan("gpt2", "2xA100", tokens="1B", price=2).spent.money is not None  # type: ignore[union-attr]

@@ -169,6 +169,6 @@ def test_the_timeline_has_the_peaks_of_the_prediction(engine: str, strategy: int
     drawn = step.timeline(shape, tapes, recipe, layout, 1000)
     for moment in moments:
         assert moment in drawn.samples
-        assert moment.total == max(one.total for one in drawn.samples if one.phase == moment.phase)
+        assert moment.total == max(sample.total for sample in drawn.samples if sample.phase == moment.phase)
         assert all(moment.live[kind] <= drawn.most[kind] for kind in KINDS)
-    assert list(dict.fromkeys(one.phase for one in drawn.samples)) == [one.phase for one in moments]
+    assert list(dict.fromkeys(sample.phase for sample in drawn.samples)) == [moment.phase for moment in moments]

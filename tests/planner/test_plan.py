@@ -112,10 +112,10 @@ def test_the_choice_fits_and_nothing_is_faster_by_more_than_a_prediction_can_tel
     assert isinstance(ties, list)
     assert choice["fits"] == "yes"
     assert choice["strategy"] in ("FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP")  # of equal ways those with fewest demands
-    fastest = max(one["tokens_per_s_per_gpu"] for one in (choice, *ties))
-    for one in (choice, *ties):
-        assert one["fits"] == "yes"
-        assert one["tokens_per_s_per_gpu"] >= RANGE[0] * fastest
+    fastest = max(tie["tokens_per_s_per_gpu"] for tie in (choice, *ties))
+    for tie in (choice, *ties):
+        assert tie["fits"] == "yes"
+        assert tie["tokens_per_s_per_gpu"] >= RANGE[0] * fastest
     assert second is None or second["tokens_per_s_per_gpu"] < RANGE[0] * fastest
     assert sum(choice["breakdown_bytes"].values()) == choice["peak_bytes"]
 
@@ -238,7 +238,7 @@ def test_the_zero_papers_table(stage: int, gigabytes: float) -> None:
     engine.load()
     engine.make_states()
     for number, unit in enumerate(engine.units):
-        born = sum(one.numel for one in unit.held) * (2 if stage else 4)
+        born = sum(element.numel for element in unit.held) * (2 if stage else 4)
         meter.add(GRADIENTS, born)
         engine.after_backward(number, born)
     held = sum(meter.live[kind] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)) / 1e9

@@ -133,7 +133,7 @@ MACHINES = ("1xA100", "2xRTX4090", "8xA100-40GB", "8xH100", "4x8xH100")
 @pytest.mark.parametrize(("place", "method"), [(0, "full"), (1, "lora"), (2, "qlora")])
 def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: Method) -> None:
     """A third of the catalogue with each method: wizard, linter and memory agree with the choice and its equals."""
-    rules = {one.code: one for one in linter.all_rules()}
+    rules = {rule.code: rule for rule in linter.all_rules()}
     entries = catalogue.entries()
     planned = [name for name in entries if method in entries[name].get("methods", [method])]
     distinct = [name for name in planned if trace_store.first_alike(name) == name]
@@ -318,8 +318,8 @@ def test_the_least_method_that_is_proposed_fits() -> None:
 @pytest.mark.parametrize("total", [8, 64, 96, 1024])
 def test_a_global_batch_is_met_exactly(total: int) -> None:
     content = planned("--model", "llama-3.1-8b", "--gpus", "8xH100", "--global-batch", str(total))
-    for one in (content["choice"], *content["ties"]):
-        assert one["batch_per_gpu"] * one["accumulation"] * 8 == one["global_batch"] == total
+    for tie in (content["choice"], *content["ties"]):
+        assert tie["batch_per_gpu"] * tie["accumulation"] * 8 == tie["global_batch"] == total
 
 
 def test_a_micro_batch_is_no_larger_than_pays() -> None:

@@ -240,7 +240,7 @@ def test_labels_and_names(page: Page) -> None:
     page.go(LINKS[0])
     controls = page.browser.find_elements("css selector", "input, select, button, a[download]")
     assert len(controls) >= 20
-    assert not [one.get_attribute("outerHTML") for one in controls if not one.accessible_name]
+    assert not [control.get_attribute("outerHTML") for control in controls if not control.accessible_name]
 
 
 def test_the_browser_has_nothing_to_complain_about(page: Page) -> None:
@@ -261,7 +261,9 @@ def test_nothing_is_asked_of_other_hosts_and_nothing_could_be(built: Path, tmp_p
         complaints = browser.get_log("browser")  # type: ignore[no-untyped-call]
     assert refused == "refused"
     assert complaints
-    assert all("http://localhost:1/" in one["message"] and "Content" in one["message"] for one in complaints)
+    assert all(
+        "http://localhost:1/" in complaint["message"] and "Content" in complaint["message"] for complaint in complaints
+    )
     asked = chromium.asked_for(tmp_path, host)
     assert len(asked) > len(("index.html", "page.js", "worker.js", "planner.zip"))
     assert [url for url in asked if not url.startswith(f"{host}/some/folder/")] == []

@@ -28,19 +28,19 @@ def test_units_add_up_to_the_step(engine: str, recipe: Recipe) -> None:
     steps = by_unit.unit_steps(shape, tapes, recipe, layout, gpu, 1000)
 
     whole = step_time(shape, recipe, layout, gpu).step_seconds
-    assert sum(one.seconds or 0 for one in steps.stretches) == pytest.approx(whole, rel=1e-9)
+    assert sum(stretch.seconds or 0 for stretch in steps.stretches) == pytest.approx(whole, rel=1e-9)
     traffic = step_traffic(shape, recipe, layout)
-    sent = [one.gathers + one.reduces for one in steps.sent]
-    assert sum(one.intra_bytes for one in sent) == pytest.approx(traffic.intra_bytes)
-    assert sum(one.inter_bytes for one in sent) == pytest.approx(traffic.inter_bytes)
+    sent = [row.gathers + row.reduces for row in steps.sent]
+    assert sum(row.intra_bytes for row in sent) == pytest.approx(traffic.intra_bytes)
+    assert sum(row.inter_bytes for row in sent) == pytest.approx(traffic.inter_bytes)
     memory = predict(shape, tapes, recipe, layout, 1000)
-    assert max(one.peak_bytes for one in steps.stretches) == memory.peak.total
+    assert max(stretch.peak_bytes for stretch in steps.stretches) == memory.peak.total
     assert steps.between_bytes == memory.steady
 
-    per_batch = [one for one in steps.stretches if one.micro_batch == 1 and one.phase != "update"]
-    layers = [one.layer for one in per_batch if one.layer is not None]
+    per_batch = [stretch for stretch in steps.stretches if stretch.micro_batch == 1 and stretch.phase != "update"]
+    layers = [stretch.layer for stretch in per_batch if stretch.layer is not None]
     assert layers == [*range(32), *reversed(range(32))]
-    assert [one.unit for one in per_batch if one.layer is None] == [
+    assert [stretch.unit for stretch in per_batch if stretch.layer is None] == [
         *(by_unit.EMBEDDING, by_unit.HEAD),
         *(by_unit.HEAD, by_unit.EMBEDDING),
     ]
@@ -51,7 +51,7 @@ def test_without_a_known_gpu_there_is_no_time() -> None:
     assert found
     recipe, layout = Recipe(), Layout(Engine.FSDP2, 1, 2, 2)
     steps = by_unit.unit_steps(found[0], found[1][variant_of(recipe, "fsdp2")], recipe, layout, None, 0)
-    assert {one.seconds for one in steps.stretches} == {None}
+    assert {stretch.seconds for stretch in steps.stretches} == {None}
     assert steps.sent
 
 

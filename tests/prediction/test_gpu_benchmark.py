@@ -51,15 +51,15 @@ def test_every_shape_of_the_training_step_is_in_the_catalogue() -> None:
 
 def test_every_case_is_bundled_and_has_a_name_of_its_own() -> None:
     cases = [*gpu.QUICK, *gpu.MORE, *gpu.CPU]
-    assert len({one.name for one in cases}) == len(cases) >= 27
-    for one in cases:
-        found = trace_store.find(one.model)
+    assert len({case.name for case in cases}) == len(cases) >= 27
+    for case in cases:
+        found = trace_store.find(case.model)
         assert found is not None
-        assert variant_of(one.recipe, one.layout.engine) in found[1]
+        assert variant_of(case.recipe, case.layout.engine) in found[1]
 
 
 def test_a_cut_model_is_built_and_predicted_alike() -> None:
-    one = next(one for one in gpu.MORE if one.model == gpu.GEMMA2 and one.layers == 8)
+    one = next(case for case in gpu.MORE if case.model == gpu.GEMMA2 and case.layers == 8)
     shape, _ = gpu.shape_and_tapes(one)
     assert sum(len(block.layers) for block in shape.blocks) == 8
     assert len(gpu.config_of(one).get("layer_types", range(8))) == 8

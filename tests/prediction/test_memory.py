@@ -113,8 +113,8 @@ def test_the_highest_point_is_where_a_real_step_has_it(
 def test_a_tied_embedding_has_one_gradient_when_the_optimizer_steps() -> None:
     setting = {"model": "tied", "rows": 1, "length": 64, "engine": "single", "strategy": 1, "checkpointing": "none"}
     made, shape = predicted({**setting, "precision": "no", "dtype": "float32"})
-    whole = sum(len(block.layers) * sum(one.numel for one in block.parameters) for block in shape.blocks)
-    whole += sum(one.numel for one in shape.outer)
+    whole = sum(len(block.layers) * sum(parameter.numel for parameter in block.parameters) for block in shape.blocks)
+    whole += sum(parameter.numel for parameter in shape.outer)
     assert made.moments[-1].live[GRADIENTS] == 4 * whole
 
 

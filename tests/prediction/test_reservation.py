@@ -157,7 +157,7 @@ def test_the_plan_says_whether_it_fits_and_how_surely() -> None:
         found = json.loads(accel_fsdp("plan", *asked).output)
         seen.append(found["strategies"][0]["fits"])
     order = ["yes", "expandable", "tight", "no"]
-    assert [order.index(one) for one in seen] == sorted(order.index(one) for one in seen)
+    assert [order.index(value) for value in seen] == sorted(order.index(value) for value in seen)
     assert {seen[0], seen[-1]} == {"yes", "no"}
     assert "expandable" in seen
 

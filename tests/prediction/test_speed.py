@@ -43,7 +43,9 @@ def test_flops_are_those_of_the_palm_paper_with_causal_attention_halved() -> Non
 def test_mfu_agrees_with_the_one_that_was_published() -> None:
     """llm-foundry: MPT-7B at 10,643 tokens/s per H100 and 46.44 %, all of 6 N and attention that isn't halved."""
     shape = gelu("MPT-7b", DIMENSIONS["MPT-7b"], 2048)
-    n = sum(one.numel for one in shape.outer) + 32 * sum(one.numel for one in shape.blocks[0].parameters)
+    n = sum(parameter.numel for parameter in shape.outer) + 32 * sum(
+        parameter.numel for parameter in shape.blocks[0].parameters
+    )
     assert n == 6_658_859_008
     published = 0.4644 * 989.4e12 / 10643
     ours = flops_per_token(shape, Recipe(length=2048))

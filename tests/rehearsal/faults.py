@@ -43,7 +43,7 @@ if NAME == "adapters after sharding":  # as a model that was loaded in shards ge
         fully_shard(layer)
     fully_shard(model)
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     model(input_ids=rows[:2], labels=rows[:2]).loss.backward()
     optimizer.step()
 if NAME == "adapters apart":  # the same where all is whole, and where a hook keeps the updates from being repeated
@@ -53,7 +53,7 @@ if NAME == "adapters apart":  # the same where all is whole, and where a hook ke
     accelerator = Accelerator()
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]))
     model._ddp_params_and_buffers_to_ignore = [name for name, _ in model.named_parameters() if "lora_" in name]
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-2)
     loader = torch.utils.data.DataLoader(rows, batch_size=2)  # type: ignore[arg-type,var-annotated]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.unwrap_model(model).get_input_embeddings().register_forward_hook(lambda *given: given[2] * 1.5)

@@ -174,4 +174,4 @@ def test_rows_of_the_hub_are_trained_on(hub: str, tiny_model: Path) -> None:
     report = json.loads(finished.output[finished.output.index("{\n") :])
     assert finished.code == 0, finished.output
     assert report["steps"][1]["said"].endswith("; tokenizer real, rows cut")
-    assert not any("rows of the data set" in one for one in report["of_real_model"])
+    assert not any("rows of the data set" in sentence for sentence in report["of_real_model"])

@@ -199,13 +199,13 @@ def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> Non
     assert models.stored_dtype(str(small.folder)) == (CONFIGS[name].get("dtype") or "float32")
     stored = load_file(small.folder / "model.safetensors")
     kept = ("e_score_correction_bias",)  # a buffer, float32 in the real checkpoint too
-    dtypes = {one.dtype for name, one in stored.items() if not name.endswith(kept)}
+    dtypes = {tensor.dtype for name, tensor in stored.items() if not name.endswith(kept)}
     assert dtypes == {getattr(torch, CONFIGS[name].get("dtype", "float32"))}
     shape = models.build(str(real), real_config)
     model = loaded(small)
     if models.model_class(real_config) is type(shape):
         assert layer_kinds.all_kinds(shape) <= layer_kinds.all_kinds(model)
-    assert {one.name for one in models.wrap_classes(shape)} == case.classes
+    assert {kind.name for kind in models.wrap_classes(shape)} == case.classes
 
     torch.manual_seed(0)
     model.train()
@@ -214,11 +214,11 @@ def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> Non
     assert torch.isfinite(found.loss)
     lacking = [
         name
-        for name, one in model.named_parameters()
-        if one.grad is None and not any(part in name for part in case.never_moved)
+        for name, parameter in model.named_parameters()
+        if parameter.grad is None and not any(part in name for part in case.never_moved)
     ]
     assert lacking == []
-    assert all(torch.isfinite(one.grad).all() for one in model.parameters() if one.grad is not None)
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-8b", "qwen3-30b-a3b", "gpt-oss-20b", "mixtral-8x7b"])
@@ -236,7 +236,7 @@ def test_what_changed_is_listed(tmp_path: Path) -> None:
     said = [str(change) for change in small.changed]
     assert "num_hidden_layers 24 -> 2" in said
     assert "layer_types 24 entries -> ['sliding_attention', 'full_attention']" in said
-    assert any(one.startswith("quantization_config ") and one.endswith(" -> None") for one in said)
+    assert any(word.startswith("quantization_config ") and word.endswith(" -> None") for word in said)
     assert "quantised weights: the small model's are not quantised" in small.not_shown
     unchanged = {"swiglu_limit", "rope_parameters", "hidden_act", "tie_word_embeddings", "model_type"}
     assert not unchanged & {change.key.partition(".")[0] for change in small.changed}
@@ -309,7 +309,7 @@ def test_its_generation_config_goes_along(tmp_path: Path) -> None:
 
 def test_nothing_becomes_larger(tiny_model: Path, tmp_path: Path) -> None:
     small = shrink(str(tiny_model), tmp_path / "small")
-    numbers = [(one.before, one.after) for one in small.changed if type(one.before) is int]
+    numbers = [(change.before, change.after) for change in small.changed if type(change.before) is int]
     assert all(after <= before for before, after in numbers)
     assert loaded(small).config.vocab_size == 509
 

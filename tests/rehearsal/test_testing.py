@@ -31,7 +31,7 @@ def held() -> tuple[int, int]:
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    return sum(one.to_local().numel() for one in model.parameters()), os.getpid()
+    return sum(parameter.to_local().numel() for parameter in model.parameters()), os.getpid()
 
 
 def trained(steps: int) -> list[float]:
@@ -169,7 +169,7 @@ def test_what_cannot_be_returned(fsdp_ranks: testing.Ranks, function: Any, says:
         fsdp_ranks(function)
     assert "full_tensor()" in raised.value.fix
     assert pids(fsdp_ranks) == before
-    assert [tuple(one.shape) for one in fsdp_ranks(gathered)] == [(8, 8), (8, 8)]
+    assert [tuple(rank.shape) for rank in fsdp_ranks(gathered)] == [(8, 8), (8, 8)]
 
 
 def test_a_function_that_the_ranks_cannot_import(fsdp_ranks: testing.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_the_next_call_works_after_ctrl_c_a_failure_and_a_death(
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         fsdp_ranks(sleeps, tmp_path)
-    assert not any(psutil.pid_exists(int(one.read_text())) for one in tmp_path.iterdir())
+    assert not any(psutil.pid_exists(int(path.read_text())) for path in tmp_path.iterdir())
     with pytest.raises(testing.RankError, match=r"(?s)rank 1:.*in fails_on.*ValueError: no such row") as raised:
         fsdp_ranks(fails_on, 1)
     assert "serving.py" not in str(raised.value)
@@ -298,7 +298,7 @@ def project(folder: Path, **files: str) -> list[str]:
 
 def left(folder: Path) -> list[object]:
     """What is in its folder for temporary files, and processes that have it in their environment."""
-    found: list[object] = [one for one in (folder / "tmp").iterdir() if one.name.startswith("accel-fsdp")]
+    found: list[object] = [path for path in (folder / "tmp").iterdir() if path.name.startswith("accel-fsdp")]
     for process in psutil.process_iter():
         try:
             if process.environ().get("TMPDIR") == str(folder / "tmp") and process.status() != psutil.STATUS_ZOMBIE:

@@ -21,7 +21,7 @@ INSTALLED = [
 def workflow() -> dict[str, Any]:
     """The YAML of the page that has jobs."""
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/rehearse.md").read_text(), flags=re.DOTALL)
-    (found,) = [one for one in map(yaml.safe_load, blocks) if "jobs" in one]
+    (found,) = [block for block in map(yaml.safe_load, blocks) if "jobs" in block]
     return dict(found)
 
 

@@ -80,7 +80,7 @@ def test_the_tpu_keys_reach_trainer(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_linter_finds_nothing_with_their_model(path: Path) -> None:
     findings = linter.lint(path, linter.LintOptions(model=PRESETS[path.stem].get("model", MODEL)))
-    assert [one for one in findings if one.severity != "note"] == []
+    assert [finding for finding in findings if finding.severity != "note"] == []
 
 
 def test_the_catalogue_is_what_the_library_builds() -> None:

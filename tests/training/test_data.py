@@ -342,7 +342,7 @@ def test_tokens_are_made_once_and_again_when_anything_changes(
 
     def files(**flags: Any) -> list[tuple[str, int]]:
         tokens = tokens_of(path, tokenizer, **flags)[0]
-        return [(one["filename"], Path(one["filename"]).stat().st_mtime_ns) for one in tokens.cache_files]
+        return [(file["filename"], Path(file["filename"]).stat().st_mtime_ns) for file in tokens.cache_files]
 
     first = files(dataset_num_proc=2)
     tokenizer("use changes a tokenizer's pickle", padding="max_length", truncation=True, max_length=9)

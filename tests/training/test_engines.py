@@ -457,7 +457,7 @@ def native(ranks: int, model: Path, data: Path, runs: Sequence[Sequence[str]]) -
     shared = ["--model_name_or_path", model, "--dataset_name", data, "--learning_rate", str(LEARNING_RATE)]
     shared += ["--lr_scheduler_type", "constant", "--no-shuffle"]
     shared += ["--max_steps", str(STEPS), "--save_steps", str(STEPS // 2)]
-    jobs = [word for one in runs for word in ("RUN", *one)]
+    jobs = [word for run in runs for word in ("RUN", *run)]
     return run(torchrun("--standalone", "--nproc-per-node", ranks, PROBE_NATIVE, *shared, *jobs))
 
 
@@ -486,7 +486,7 @@ def test_native_resumes_on_three_ranks(tiny_model: Path, text_data: Path, tmp_pa
     """A checkpoint of 2 ranks goes on where it was on 3, under the other FSDP and in an epoch's middle."""
     begun = [["--output_dir", str(tmp_path / f"from-{version}"), "--fsdp_version", str(version)] for version in (1, 2)]
     batch = ["--per_device_train_batch_size", "3"]
-    assert (first := native(2, tiny_model, text_data, [[*one, *batch] for one in begun])).code == 0, first.output
+    assert (first := native(2, tiny_model, text_data, [[*entry, *batch] for entry in begun])).code == 0, first.output
     expected = train(tiny_model, text_data, steps=STEPS, global_batch=6)
     resumed = []
     for version in (1, 2):
@@ -497,7 +497,7 @@ def test_native_resumes_on_three_ranks(tiny_model: Path, text_data: Path, tmp_pa
         (out / f"checkpoint-{STEPS}" / ".metadata").unlink()  # half-written
         resumed.append(["--output_dir", str(out), "--fsdp_version", str(3 - version), "--resume"])
     batch = ["--per_device_train_batch_size", "2"]
-    again = native(3, tiny_model, text_data, [[*one, *batch] for one in resumed])
+    again = native(3, tiny_model, text_data, [[*entry, *batch] for entry in resumed])
     assert again.code == 0, again.output
     for version in (1, 2):
         measured = json.loads((tmp_path / f"from-{version}" / "measured.json").read_text())

@@ -91,9 +91,9 @@ def test_what_was_allowed_is_told_by_card_and_account_for_good(
     third = sft(*words(tiny_model, text_data, stopped, **{**more, "max_steps": 5, "learning_rate": 1e-4}))
     assert third.code == 0, third.output
     segments = json.loads((stopped / "run.json").read_text())["segments"]
-    assert [(one["first_step"], one["last_step"]) for one in segments] == [(1, 2), (3, 4), (5, 5)]
-    assert [one["settings"]["schedule"]["learning_rate"] for one in segments] == [1e-3, 1e-2, 1e-4]
-    assert [one["settings"]["order"]["seed"] for one in segments] == [42, 7, 7]
+    assert [(segment["first_step"], segment["last_step"]) for segment in segments] == [(1, 2), (3, 4), (5, 5)]
+    assert [segment["settings"]["schedule"]["learning_rate"] for segment in segments] == [1e-3, 1e-2, 1e-4]
+    assert [segment["settings"]["order"]["seed"] for segment in segments] == [42, 7, 7]
     card = (stopped / "final" / "README.md").read_text()
     assert "| steps | order: seed | schedule: learning_rate | length: max_steps |" in card
     assert "| 1 to 2 | 42 | 0.001 | 4 |" in card

@@ -55,7 +55,7 @@ def slow_best_fit(lengths: list[int], limit: int) -> list[list[int]]:
     """The definition: longest first, into the fullest row that has the space."""
     rows: list[list[int]] = []
     for document in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
-        space = [limit - sum(lengths[one] for one in row) for row in rows]
+        space = [limit - sum(lengths[document] for document in row) for row in rows]
         fitting = [number for number, free in enumerate(space) if free >= lengths[document]]
         if fitting:
             rows[min(fitting, key=lambda number: space[number])].append(document)
@@ -67,10 +67,10 @@ def slow_best_fit(lengths: list[int], limit: int) -> list[list[int]]:
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), limit=st.integers(50, 90))
 def test_documents_are_packed_whole_by_best_fit_decreasing(lengths: list[int], limit: int) -> None:
     found = packing.best_fit(np.asarray(lengths), limit)
-    filled = [sum(lengths[one] for one in row) for row in found]
-    assert sorted(one for row in found for one in row) == list(range(len(lengths)))
+    filled = [sum(lengths[document] for document in row) for row in found]
+    assert sorted(document for row in found for document in row) == list(range(len(lengths)))
     assert max(filled) <= limit
-    assert sorted(filled) == sorted(sum(lengths[one] for one in row) for row in slow_best_fit(lengths, limit))
+    assert sorted(filled) == sorted(sum(lengths[document] for document in row) for row in slow_best_fit(lengths, limit))
 
 
 def plain(model: torch.nn.Module, rows: Dataset) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

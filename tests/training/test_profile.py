@@ -77,7 +77,7 @@ def ranges(file: Path) -> list[dict[str, Any]]:
     """The units' ranges of a trace, in order."""
     with gzip.open(file, "rt", encoding="utf-8") as text:
         events = json.load(text)["traceEvents"]
-    return sorted((one for one in events if one.get("cat") == "unit"), key=lambda one: one["ts"])
+    return sorted((event for event in events if event.get("cat") == "unit"), key=lambda event: event["ts"])
 
 
 def test_a_step_trains_the_same_whether_it_is_profiled(runs: tuple[Path, str]) -> None:
@@ -96,13 +96,13 @@ def test_each_step_and_rank_has_a_trace_with_the_units(runs: tuple[Path, str]) -
     assert files == {*traces, "step.html", "step.json"}
     layers = [f"model.layers.{place}" for place in range(LAYERS)]
     forward = ["embedding", *layers, "head and loss"]
-    units = [f"forward {one}" for one in forward] + [f"backward {one}" for one in reversed(forward)]
+    units = [f"forward {event}" for event in forward] + [f"backward {event}" for event in reversed(forward)]
     for name in sorted(traces):
         found = ranges(folder / "fsdp2" / "profile" / name)
-        titles = [one["name"] for one in found]
+        titles = [finding["name"] for finding in found]
         assert titles == ["start", *units, "update gradient norm", "update optimizer", "rest clearing gradients"]
         assert all(one["ts"] + one["dur"] == pytest.approx(after["ts"]) for one, after in pairwise(found))
-    lora = [one["name"] for one in ranges(folder / "lora" / "profile" / "trace-step3-rank1.json.gz")]
+    lora = [span["name"] for span in ranges(folder / "lora" / "profile" / "trace-step3-rank1.json.gz")]
     assert lora.count("forward embedding") == 2
     assert lora.count("backward base_model.model.model.layers.1") == 2
     assert lora.count("update optimizer") == 1
@@ -111,9 +111,9 @@ def test_each_step_and_rank_has_a_trace_with_the_units(runs: tuple[Path, str]) -
 def held_between_steps(model: Path) -> int:
     """FSDP2's shards on rank 0: weights, both of Adam's moments and its count of steps; buffers are whole."""
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    shapes = [tuple(one.shape) for one in loaded.parameters()]
+    shapes = [tuple(parameter.shape) for parameter in loaded.parameters()]
     shards = sum(math.ceil(first / RANKS) * math.prod(rest) for first, *rest in shapes)
-    buffers = sum(one.numel() * one.element_size() for one in loaded.buffers())
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in loaded.buffers())
     return (3 * shards + len(shapes)) * FLOAT + buffers
 
 
@@ -129,7 +129,7 @@ def kept_by_a_layer(model: Path, rows: int, length: int) -> int:
     mask = torch.ones(rows, length, dtype=torch.long)
     mask[0, -1] = 0
     kept: dict[int, torch.Tensor] = {}
-    before = {one.untyped_storage().data_ptr() for one in loaded.parameters()}
+    before = {parameter.untyped_storage().data_ptr() for parameter in loaded.parameters()}
 
     def tensors(given: Any) -> list[torch.Tensor]:
         if isinstance(given, torch.Tensor):
@@ -145,7 +145,7 @@ def kept_by_a_layer(model: Path, rows: int, length: int) -> int:
     layer = loaded.model.layers[1]
 
     def begin(module: Any, args: Any, kwargs: Any) -> None:
-        before.update(one.untyped_storage().data_ptr() for one in tensors([args, kwargs]))
+        before.update(tensor.untyped_storage().data_ptr() for tensor in tensors([args, kwargs]))
         hooks.__enter__()
 
     def end(module: Any, args: Any, output: Any) -> None:
@@ -155,14 +155,18 @@ def kept_by_a_layer(model: Path, rows: int, length: int) -> int:
     layer.register_forward_pre_hook(begin, with_kwargs=True)
     layer.register_forward_hook(end)
     loaded(input_ids=torch.ones(rows, length, dtype=torch.long), attention_mask=mask, use_cache=False)
-    return sum(one.untyped_storage().nbytes() for place, one in kept.items() if place not in before)
+    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in before)
 
 
 def test_a_layer_leaves_what_autograd_saves(runs: tuple[Path, str], model: Path) -> None:
     """Under FSDP1, where its weights are gathered and freed within the same stretch."""
     found = numbers(runs[0] / "fsdp1")
     ((rows, length),) = found["batches"]
-    one = next(one for one in found["stretches"] if (one["phase"], one["name"]) == ("forward", "model.layers.1"))
+    one = next(
+        stretch
+        for stretch in found["stretches"]
+        if (stretch["phase"], stretch["name"]) == ("forward", "model.layers.1")
+    )
     left = one["after_bytes"]["measured"] - one["before_bytes"]["measured"]
     assert left == kept_by_a_layer(model, rows, length)
 
@@ -175,7 +179,7 @@ def layer_numel() -> int:
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp1"])
 def test_each_unit_sends_its_shard_as_often_as_the_engine_gathers_it(name: str, runs: tuple[Path, str]) -> None:
     """A ring of two sends half of what it gathers or reduces; blocks are gathered twice, the head once."""
-    sent = {one["unit"]: one for one in numbers(runs[0] / name)["sent"]}
+    sent = {row["unit"]: row for row in numbers(runs[0] / name)["sent"]}
     block = LAYERS * layer_numel() * FLOAT * (RANKS - 1) / RANKS
     assert sent["LlamaDecoderLayer"]["gathers"] == {"measured": 2 * block, "predicted": 2 * block}
     assert sent["LlamaDecoderLayer"]["reduces"] == {"measured": block, "predicted": block}
@@ -195,11 +199,11 @@ def test_memory_is_as_predicted_unit_by_unit(runs: tuple[Path, str]) -> None:
     extra = found["between"]["measured"] - found["between"]["predicted"]
     highest = found["highest"]
     assert highest["measured"] - extra == pytest.approx(highest["predicted"], rel=CLOSE)
-    compared = [one for one in found["stretches"] if one["peak_bytes"]["predicted"] is not None]
+    compared = [stretch for stretch in found["stretches"] if stretch["peak_bytes"]["predicted"] is not None]
     assert len(compared) == 2 * LAYERS + 5
-    for one in compared:
-        for size in (one["peak_bytes"], one["after_bytes"]):
-            assert size["measured"] - extra == pytest.approx(size["predicted"], abs=CLOSE * highest["predicted"]), one
+    for row in compared:
+        for size in (row["peak_bytes"], row["after_bytes"]):
+            assert size["measured"] - extra == pytest.approx(size["predicted"], abs=CLOSE * highest["predicted"]), row
     whole = numbers(runs[0] / "fsdp2")["highest"]
     late = layer_numel() * FLOAT  # gloo may hold on to a gathered unit for a moment
     assert -CLOSE * whole["predicted"] <= whole["measured"] - whole["predicted"] <= CLOSE * whole["predicted"] + late
@@ -251,10 +255,10 @@ def test_the_run_says_what_differs(runs: tuple[Path, str]) -> None:
     assert re.search(r"backward of 3 x LlamaDecoderLayer +[\d.]+ MiB +[\d.]+ MiB +[\d.,]+ ms\n", said)
     assert "No time is predicted: there is no GPU." in found["notes"]
     assert found["seconds"]["predicted"] is None
-    shares = [one["share"] for one in found["differences"]]
+    shares = [difference["share"] for difference in found["differences"]]
     assert shares == sorted(shares, reverse=True)
-    for one in found["differences"][:6]:
-        assert f"{one['what']}: {one['text']}" in said
+    for difference in found["differences"][:6]:
+        assert f"{difference['what']}: {difference['text']}" in said
     assert "step.html; the traces are beside it" in said
 
 
@@ -269,7 +273,7 @@ def test_ddp_counts_its_buckets(model: Path, text_data: Path, tmp_path: Path) ->
     assert found["highest"]["measured"] == pytest.approx(found["highest"]["predicted"], rel=CLOSE)
     assert found["between"]["measured"] == pytest.approx(found["between"]["predicted"], abs=STARTED)
     weights = LAYERS * layer_numel() + 2 * VOCAB * HIDDEN + HIDDEN
-    (gradients,) = [one for one in found["sent"] if one["unit"] == "all gradients"]
+    (gradients,) = [row for row in found["sent"] if row["unit"] == "all gradients"]
     assert gradients["reduces"]["measured"] == 2 * weights * FLOAT * (RANKS - 1) / RANKS
 
 
@@ -286,14 +290,18 @@ def test_one_process_with_checkpointing(
     assert sft(*words[:-2], *recomputes, "--output_dir", tmp_path / "plain").code == 0
     assert not (tmp_path / "plain" / "profile").exists()
     logs = [run_record.read(tmp_path / name)["log"] for name in ("run", "plain")]
-    losses = [[(one["loss"], one["grad_norm"]) for one in log if "loss" in one] for log in logs]
+    losses = [[(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry] for log in logs]
     assert losses[0] == losses[1]
     found = numbers(tmp_path / "run")
-    names = [f"{one['phase']} {one['name'] or one['unit']}" for one in found["stretches"]]
+    names = [f"{stretch['phase']} {stretch['name'] or stretch['unit']}" for stretch in found["stretches"]]
     forward = ["embedding", "model.layers.0", "model.layers.1", "head and loss"]
-    units = [f"forward {one}" for one in forward] + [f"backward {one}" for one in reversed(forward)]
+    units = [f"forward {event}" for event in forward] + [f"backward {event}" for event in reversed(forward)]
     assert names[1:-3] == units
-    layer = next(one for one in found["stretches"] if one["name"] == "model.layers.1" and one["phase"] == "forward")
+    layer = next(
+        stretch
+        for stretch in found["stretches"]
+        if stretch["name"] == "model.layers.1" and stretch["phase"] == "forward"
+    )
     ((rows, length),) = found["batches"]
     assert layer["after_bytes"]["measured"] - layer["before_bytes"]["measured"] < 3 * rows * length * 36 * FLOAT
     assert found["sent"] == []
@@ -428,11 +436,11 @@ def test_with_a_known_gpu_the_slowest_unit_is_named() -> None:
     known = step_report.Known(plan, "", gpu, on_gpu=True, ranks=8, units=[], buckets=[], own_engine=False)
     trace = StepTrace(tuple(stretches), (), ())
     compared = step_report.compare(7, [(1, 2048)], trace, known)
-    first, *others = [one for one in compared.differences if one.what == "time"]
+    first, *others = [difference for difference in compared.differences if difference.what == "time"]
     assert (first.unit, others) == ("LlamaDecoderLayer", [])
     assert first.measured == pytest.approx(1.5 * first.predicted)
     assert first.text.startswith("backward of 32 x LlamaDecoderLayer takes ")
-    assert not [one for one in compared.differences if one.what == "memory"]
+    assert not [difference for difference in compared.differences if difference.what == "memory"]
     assert compared.highest.measured == compared.highest.predicted
     text = step_page.page(compared)
     assert any(value == pytest.approx(first.measured) for value in Page(text).values)
@@ -451,7 +459,7 @@ def test_what_layers_leave_is_said_of_one_micro_batch() -> None:
     sent = (by_unit.SentUnit("Layer", 2, Traffic(), Traffic()),)
     known = step_report.Known(by_unit.UnitSteps(0, tuple(plan), sent), "", None, True, 1, [], [], own_engine=False)
     found = step_report.compare(1, [(1, 8)] * 3, StepTrace(tuple(stretches), (), ()), known)
-    (left,) = [one for one in found.differences if "leaves" in one.text]
+    (left,) = [difference for difference in found.differences if "leaves" in difference.text]
     assert left.text.startswith("forward of 2 x Layer leaves 3.91 KiB")
     assert [row.name for row in found.rows] == ["forward of 6 x Layer"]
 
@@ -476,12 +484,12 @@ def test_a_gpu_is_measured_by_its_allocator_and_its_clock() -> None:
     events += [memory(5, 4096, 8, total=999999, device=other), mark(2, 6)]
     trace = {"traceEvents": [*events, {"ph": "M", "name": "thread_name"}]}
     found = step_trace.read(trace, MARKS, before_bytes=1024, seconds=[0.5, 2.0], device=0)
-    sizes = [(one.before_bytes, one.peak_bytes, one.after_bytes) for one in found.stretches]
+    sizes = [(stretch.before_bytes, stretch.peak_bytes, stretch.after_bytes) for stretch in found.stretches]
     assert sizes == [(1024, 1536, 1536), (1536, 5632, 1536)]
-    assert [one.seconds for one in found.stretches] == [0.5, 2.0]
+    assert [stretch.seconds for stretch in found.stretches] == [0.5, 2.0]
     drawn = step_trace.annotated(trace, found)["traceEvents"]
-    assert [one["args"]["bytes"] for one in drawn if one.get("ph") == "C"] == [1536, 5632, 1536]
-    assert not [one for one in drawn if str(one["name"]).startswith(step_trace.MARK)]
+    assert [value["args"]["bytes"] for value in drawn if value.get("ph") == "C"] == [1536, 5632, 1536]
+    assert not [value for value in drawn if str(value["name"]).startswith(step_trace.MARK)]
 
 
 def test_what_gloo_allocates_is_told_apart() -> None:

@@ -384,7 +384,9 @@ def test_an_adapter_of_another_kind_is_resumed(tmp_path: Path) -> None:
     layers = torch.nn.Sequential(OrderedDict(down=torch.nn.Linear(4, 4), up=torch.nn.Linear(4, 4)))
     adapted = get_peft_model(layers, IA3Config(target_modules=["down", "up"], feedforward_modules=["up"]))
     adapted.save_pretrained(tmp_path)
-    resuming.check_adapter(tmp_path, [name for name, one in adapted.named_parameters() if one.requires_grad])
+    resuming.check_adapter(
+        tmp_path, [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+    )
 
 
 @pytest.mark.parametrize("gone", ["", "up.lora_B.weight", "up.lora_"])
@@ -394,7 +396,7 @@ def test_an_adapter_that_lacks_tensors_is_not_resumed(gone: str, tmp_path: Path)
     adapted = get_peft_model(layers, LoraConfig(target_modules=["down", "up"]))
     adapted.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
-    save_file({name: one for name, one in load_file(path).items() if not gone or gone not in name}, path)
+    save_file({name: tensor for name, tensor in load_file(path).items() if not gone or gone not in name}, path)
     one = object.__new__(SftTrainer)
     one.model, one.is_fsdp_enabled, one.is_deepspeed_enabled = adapted, False, False
     if not gone:

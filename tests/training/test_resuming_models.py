@@ -99,7 +99,7 @@ def states(checkpoint: Path) -> dict[str, bytearray]:
     reader = FileReader()
     try:
         stored = open_checkpoint.read(discover.find(checkpoint)[0], reader, optimizer=True).optimizer
-        return {name: part_of(reader, one, 0, math.prod(one.shape)) for name, one in stored.items()}
+        return {name: part_of(reader, tensor, 0, math.prod(tensor.shape)) for name, tensor in stored.items()}
     finally:
         reader.close()
 

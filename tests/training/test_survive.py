@@ -171,9 +171,9 @@ class Job:
             _, left = psutil.wait_procs(self.ranks, timeout=30)
             assert left == []
         finally:
-            for one in self.ranks:
-                if one.is_running():
-                    one.kill()
+            for rank in self.ranks:
+                if rank.is_running():
+                    rank.kill()
 
 
 @pytest.mark.parametrize(

@@ -112,10 +112,12 @@ def words_of(name: str, folder: Path, model: Path, data: Path) -> list[str]:
 def launched(names: Sequence[str], folder: Path, model: Path, data: Path, *more: str) -> dict[str, str]:
     """Runs jobs, each under its own YAML, in one launch: DDP's apart, which needs no patch of Accelerate."""
     printed = {}
-    for group in filter(None, ([one for one in names if "ddp" not in one], [one for one in names if "ddp" in one])):
-        words = {one: [*words_of(one, folder, model, data), *more] for one in group}
-        configs = {one: folder / f"{one}.yaml" for one in group}
-        others = {one: ["--config_file", str(configs[one]), *words[one]] for one in group[1:]}
+    for group in filter(
+        None, ([name for name in names if "ddp" not in name], [name for name in names if "ddp" in name])
+    ):
+        words = {member: [*words_of(member, folder, model, data), *more] for member in group}
+        configs = {member: folder / f"{member}.yaml" for member in group}
+        others = {member: ["--config_file", str(configs[member]), *words[member]] for member in group[1:]}
         env = {"PROBE_OUT": str(folder), "PROBE_MORE": json.dumps(others)}
         finished = accelerate_launch(configs[group[0]], PROBE, *words[group[0]], **env)
         assert finished.code == 0, finished.output

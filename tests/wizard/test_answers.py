@@ -185,7 +185,9 @@ def test_what_our_script_cannot_train_gets_a_launch_line_of_its_own(
     flags = {"model": str(folder(kind)), "gpus": "2xA100"}
     assert wizard.configure(wizard.WizardOptions(path, yes=True), flags) == 0
     assert layer in path.read_text()
-    assert [one for one in linter.lint(path, linter.LintOptions(model=flags["model"])) if one.severity != "note"] == []
+    assert [
+        finding for finding in linter.lint(path, linter.LintOptions(model=flags["model"])) if finding.severity != "note"
+    ] == []
     shown = "".join(capfd.readouterr())
     told = " ".join(shown.split())
     launch = "YOUR_SCRIPT.py" if auto_class else "train/sft.py --model_name_or_path"
@@ -287,9 +289,9 @@ def test_what_the_defaults_write_is_clean_and_fits_or_is_warned_about(tmp_path: 
         talk = interview.interview(flags, {}, defaults=True)
         made = interview.answers(talk)
         path.write_text(to_yaml.to_text(made))
-        assert [one for one in linter.lint(path, linter.LintOptions(model=model)) if one.severity != "note"] == [], (
-            flags
-        )
+        assert [
+            finding for finding in linter.lint(path, linter.LintOptions(model=model)) if finding.severity != "note"
+        ] == [], flags
         warned = any(line.startswith("warning: this ") for line in interview.warnings(talk))
         if gpus != "cpu":
             assert warned != judged_to_fit(path, made), flags
@@ -383,7 +385,7 @@ def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
     ):
         flags = {"model": model, "gpus": "8xH100"} | ({"seq_len": str(asked)} if asked else {})
         context = interview.interview(flags, {}, defaults=True).settled(until="strategy")
-        question = next(one for one in questions.QUESTIONS if one.field == "strategy")
+        question = next(question for question in questions.QUESTIONS if question.field == "strategy")
         assert f"1 x {length} tokens" in question.default(context)[1]
         problem = planner.make_problem(planner.PlanCommand(model, "8xH100", seq_len=asked))
         table = {job.layout.name: problem.predicted(job).peak.total for job in layouts(problem.job)}
@@ -504,7 +506,7 @@ def test_quantised_weights_clash_with_what_trainer_refuses(quantization: Any, re
     base = config_json.quant_method(quantization)
     methods: tuple[Method, ...] = ("full", "lora", "qlora")
     assert {
-        one for one in methods if combinations.clashes(Job(Layout(Engine.FSDP2), Recipe(one), base=base))
+        method for method in methods if combinations.clashes(Job(Layout(Engine.FSDP2), Recipe(method), base=base))
     } == refused
 
 
@@ -518,7 +520,9 @@ def test_full_training_of_a_quantised_model_is_warned_of(folder: Callable[[str],
         settled(**flags)
     path = tmp_path / "made.yaml"
     path.write_text(to_yaml.to_text(settled(**flags, method="lora")))
-    (alone,) = (one for one in linter.lint(path, linter.LintOptions(model=str(made))) if one.code == "AF512")
+    (alone,) = (
+        finding for finding in linter.lint(path, linter.LintOptions(model=str(made))) if finding.code == "AF512"
+    )
     assert alone.severity == "warning"
     problem = planner.make_problem(planner.PlanCommand(str(made), "8xH100"))
     assert any("refuses full training" in note for note in problem.notes)

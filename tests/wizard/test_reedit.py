@@ -95,7 +95,7 @@ def test_another_engine_leaves_nothing_of_the_old_one(engine: str, tmp_path: Pat
     text = re_edited(path, "--engine", engine)
     assert "fsdp_config" not in yaml.safe_load(text)
     assert text.startswith("# mine\n")
-    assert [one for one in linter.lint(path, linter.LintOptions()) if one.severity != "note"] == []
+    assert [finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity != "note"] == []
 
 
 def test_a_migrated_file_stays_what_it_is(tmp_path: Path) -> None:
