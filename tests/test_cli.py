@@ -316,7 +316,7 @@ def test_version_and_a_closed_pipe() -> None:
         (["plan", "-o", "None"], "--output takes a path, not None"),
         (["check", "--model", "None", "FILE"], "--model takes a name, not None"),
         (["plan", "--precision", "bf17"], "--precision takes one of bf16, fp16, no, not bf17. Did you mean bf16?"),
-        (["check", "FILE", "--fix=false"], "--fix takes no value, and false is one"),
+        (["check", "FILE", "--fix=false"], "--fix takes no value, but false was given"),
         (["migrate", "FILE", "--to", "fsdp3"], "--to takes one of fsdp1, fsdp2, zero1, zero2, zero3, native, not"),
         (["chekc", "x.yaml"], "unknown command: chekc. Did you mean check?"),
         (["--chek"], "unknown command: --chek. Did you mean check?"),

@@ -55,7 +55,7 @@ def _gradient(content: Mapping[str, Any]) -> Failure:
     name, ratio = content["name"], content["ratio"]
     if ratio == 0:
         name = name if content["all"] else "any weight"
-        what = f"{name} gets no gradient, but does in one process"
+        what = f"no gradient reaches {name}, unlike in one process"
     elif meaning := _meaning(ratio, content):
         what = f"the gradient of {name} is {ratio:.4g} times that of one process: {meaning}"
     else:

@@ -111,7 +111,7 @@ def test_a_host_switched_off_in_a_step(job: Job) -> None:
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
     job.machines[1].cut_power()
     first, _ = hosts.all_ended(launchers, ENDED_SECONDS)
-    assert_says(first, rf"no sign of n2 \(ranks 2, 3\) for \d+ s; the machine doesn't answer either: {OFF}")
+    assert_says(first, rf"no heartbeat of n2 \(ranks 2, 3\) for \d+ s; the machine doesn't answer either: {OFF}")
 
 
 def test_the_host_with_the_store_switched_off_in_a_save(job: Job, reference: Reference) -> None:
@@ -128,7 +128,9 @@ def test_all_processes_of_a_host_are_killed(job: Job) -> None:
     for process in hosts.processes_of(job.machines[1]):
         process.kill()
     first, _ = hosts.all_ended(launchers, ENDED_SECONDS)
-    assert_says(first, r"no sign of n2 \(ranks 2, 3\) for \d+ s; the machine itself answers: its processes have ended")
+    assert_says(
+        first, r"no heartbeat of n2 \(ranks 2, 3\) for \d+ s; the machine itself answers: its processes have ended"
+    )
     assert OFF not in first.output
 
 
@@ -137,9 +139,10 @@ def test_a_link_is_cut(job: Job) -> None:
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
     job.machines[1].cut_link()
     first, second = hosts.all_ended(launchers, ENDED_SECONDS)
-    assert_says(first, rf"no sign of n2 \(ranks 2, 3\) for \d+ s; the machine doesn't answer either: {OFF}")
+    assert_says(first, rf"no heartbeat of n2 \(ranks 2, 3\) for \d+ s; the machine doesn't answer either: {OFF}")
     assert_says(
-        second, rf"no sign of n1 \(ranks 0, 1\), where the job's store is, for \d+ s; the machine doesn't .*: {OFF}"
+        second,
+        rf"no heartbeat of n1 \(ranks 0, 1\), where the job's store is, for \d+ s; the machine doesn't .*: {OFF}",
     )
 
 

@@ -115,7 +115,7 @@ def all_first(machines: list[Host], folder: Path) -> list[Finished]:
 def test_machines_that_were_all_told_to_be_the_first(ended: Ended) -> None:
     found = ended("all_first")
     assert all(finding.code == 1 for finding in found)
-    assert any("another one is so already at n1" in finding.output for finding in found)
+    assert any("another machine 0 already runs at n1" in finding.output for finding in found)
 
 
 @case

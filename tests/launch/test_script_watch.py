@@ -150,7 +150,9 @@ def test_what_hangs() -> None:
     ended = "rank 1 of n1 (process 8) has ended its script; 1 rank of 2 waits in a collective"
     assert verdict(waits, replace(asleep, still=0, quiet=0, doing=AFTER), silent=600) == ended
     assert verdict(waits, replace(asleep, still=0, quiet=0, doing=AFTER), silent=500) == ""
-    assert verdict(replace(waits, still=200), asleep, silent=301) == "no sign of rank 1 of n1 (process 8) for 301 s"
+    assert (
+        verdict(replace(waits, still=200), asleep, silent=301) == "no heartbeat of rank 1 of n1 (process 8) for 301 s"
+    )
     assert verdict(replace(still, still=200, quiet=200), asleep, silent=301) == ""  # it doesn't wait for rank 1
     for alive in (COMPUTES, DEBUGGED):
         seen = replace(waits, still=400, mates={"1": alive})

@@ -93,13 +93,13 @@ def test_what_is_no_hang() -> None:
     assert hangs.verdict(seen(), Patience()) == "no rank has finished a step for 700 s"
     assert hangs.verdict(seen(moves=True), Patience()) == ""
     assert hangs.verdict(seen(), Patience(800)) == ""
-    assert hangs.verdict(seen(silent=50), Patience(800)) == "no sign of rank 1 of n1 (process 8) for 50 s"
+    assert hangs.verdict(seen(silent=50), Patience(800)) == "no heartbeat of rank 1 of n1 (process 8) for 50 s"
     assert hangs.verdict(seen(silent=50, moves=True), Patience(800)) == ""
     assert hangs.verdict(seen(silent=30), Patience(800)) == ""
     assert hangs.verdict(seen(silent=50, mates={"1": COMPUTES}), Patience(800)) == ""
     two = {rank: Seen(Beat(rank, f"n{rank // 2}", f"n{rank // 2}", 7, idle=60, still=60), 0.0) for rank in range(4)}
     two |= {rank: dataclasses.replace(two[rank], silent=silent) for rank, silent in {2: 41.0, 3: 39.5}.items()}
-    vanished = "no sign of n1 (ranks 2, 3) for 41 s"
+    vanished = "no heartbeat of n1 (ranks 2, 3) for 41 s"
     assert hangs.verdict(two, Patience()) == vanished
     off = hangs.verdict(two, Patience(), lambda beat: False)
     on = hangs.verdict(two, Patience(), lambda beat: True)

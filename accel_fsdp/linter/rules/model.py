@@ -86,7 +86,7 @@ def declared_classes(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF513")
 def embeddings_under_fsdp2(subject: Subject) -> Iterator[Finding]:
-    """FSDP2 and a model (`--model`) whose input embedding and head Accelerate 1.14 or later can't make units.
+    """FSDP2 and a model (`--model`) for whose input embedding and head Accelerate 1.14 or later can't make units.
 
     The model names no input embedding, such as CLIP and Wav2Vec2, or the weights are also in other modules, as in T5,
     BART and BERT's masked language model. PyTorch before 2.13 accepts the second case.
