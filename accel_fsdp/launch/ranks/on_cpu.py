@@ -4,10 +4,12 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.ranks import events, gpu_as_cpu, hang, recording, replay, script, watch, zero
+from accel_fsdp.launch.ranks.observing import before
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 
@@ -18,6 +20,7 @@ def run() -> None:
     cpu.begin_rank()
     if cpu.is_needed():
         gpu_as_cpu.install()
+        keep_closed_groups()
     kind = zero.ZeroRecorder if LaunchEnvironment.now().uses_deepspeed else recording.Recorder
     recorder = recording.begin(kind)  # before the watch, which asks whether the script itself is the caller
     report_end = watch.begin()
@@ -29,6 +32,19 @@ def run() -> None:
     if LaunchEnvironment.now().is_rank and cpu.is_needed():
         cpu.leave(code)  # the script has closed its process group: torch's threads may still abort the teardown
     sys.exit(code)
+
+
+def keep_closed_groups() -> None:
+    """Keeps a process group that the script closes, until the script opens another one or the process ends.
+
+    Otherwise a DDP model that outlives the group would delete it. There torch 2.13 waits for gloo's threads with
+    Python's lock, for which such a thread may wait itself, to release a collective that has just ended: a hang.
+    """
+    import torch.distributed as dist
+
+    kept: list[Any] = []
+    before(dist, "destroy_process_group", lambda *_, **__: kept.append(dist.group.WORLD))
+    before(dist, "init_process_group", lambda *_, **__: kept.clear())
 
 
 def _code_of_script(report_end: Callable[[], None]) -> int:
