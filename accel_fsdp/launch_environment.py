@@ -1,7 +1,7 @@
 """The variables of torchrun and `accelerate launch` for this rank; only this module reads them."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Generic, TypeVar
@@ -170,7 +170,6 @@ class LaunchEnvironment:
         sizes = {name.lower(): int(self.variables.get(f"PARALLELISM_CONFIG_{name}_SIZE", "1")) for name in names}
         return {name: size for name, size in sizes.items() if size > 1}
 
-    @property
-    def ranks_per_row(self) -> int:
-        """Ranks that share the rows they train on: tensor, context and sequence parallel."""
-        return prod(size for name, size in self.mesh.items() if name in ("tp", "cp", "sp"))
+    def with_rows(self, of_ranks: Sequence[T]) -> Sequence[T]:
+        """Those of ranks that have rows of their own: one of each tensor, context or sequence parallel group."""
+        return of_ranks[:: prod(size for name, size in self.mesh.items() if name in ("tp", "cp", "sp"))]

@@ -14,6 +14,7 @@ from transformers import (
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
+    Olmo2Config,
     Phi3Config,
     Qwen3MoeConfig,
 )
@@ -32,6 +33,11 @@ CASES: dict[str, tuple[Any, dict[str, int], dict[str, Any]]] = {
     "heads": (LlamaConfig(**{**SIZES, "num_attention_heads": 3, "num_key_value_heads": 3}), TENSOR, {}),
     "key/value heads": (LlamaConfig(**{**SIZES, "num_key_value_heads": 3}), TENSOR, {}),
     "whole attention": (Phi3Config(**{**SIZES, "num_attention_heads": 3, "num_key_value_heads": 1}), TENSOR, {}),
+    "whole attention, others divided": (
+        Olmo2Config(**{**SIZES, "num_attention_heads": 3, "num_key_value_heads": 1}),
+        TENSOR,
+        {},
+    ),
     "experts": (Qwen3MoeConfig(**{**SIZES, **MIXED}), EXPERTS, {}),
     "no tensor plan": (GPT2Config(n_embd=48, n_layer=1, n_head=6, vocab_size=64), TENSOR, {}),
     "no expert plan": (LlamaConfig(**SIZES), EXPERTS, {}),

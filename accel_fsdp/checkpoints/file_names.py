@@ -65,6 +65,8 @@ SHARDED_MODEL, SHARDED_OPTIMIZER = f"{FSDP_MODEL}_0", f"{OPTIMIZER}_0"
 """Accelerate: the folders of SHARDED_STATE_DICT."""
 FULL_MODEL, FULL_OPTIMIZER = f"{FSDP_MODEL}.bin", f"{OPTIMIZER}.bin"
 """Accelerate: the files of FULL_STATE_DICT."""
+SHARDED = {"model": SHARDED_MODEL, OPTIMIZER: SHARDED_OPTIMIZER}
+FULL = {"model": FULL_MODEL, OPTIMIZER: FULL_OPTIMIZER}
 LOCAL_MODELS = f"{FSDP_MODEL}_rank*.bin"
 """Accelerate: the ranks' files of LOCAL_STATE_DICT."""
 RANDOM_STATES = "random_states"

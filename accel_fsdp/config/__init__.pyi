@@ -20,8 +20,10 @@ from .native import EXPERT_FLAG as EXPERT_FLAG
 from .native import NATIVE_AXES as NATIVE_AXES
 from .native import NATIVE_DEFAULTS as NATIVE_DEFAULTS
 from .native import NATIVE_SIZES as NATIVE_SIZES
+from .native import ROW_AXES as ROW_AXES
 from .native import expert_refusal as expert_refusal
 from .native import is_native as is_native
+from .native import mesh_fits as mesh_fits
 from .read import ReadConfig as ReadConfig
 from .read import read_config as read_config
 from .read import unreadable as unreadable

@@ -1,12 +1,17 @@
 """transformers' own settings of a mesh, `DistributedConfig` (5.23), which no Accelerate YAML holds. Pure."""
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
+
+from accel_fsdp.config.schema import OTHER_AXES
 
 NATIVE_AXES: Mapping[str, str] = {"dp_replicate_size": "dp_replicate", "fsdp_size": "dp_shard", "tp_size": "tp"}
 """The sizes of its mesh, in order, each with the axis of `parallelism_config` that means the same."""
 NATIVE_SIZES = (*NATIVE_AXES, "ep_size")
 """All sizes that training takes; experts are spread over the ranks of fsdp and tp."""
+ROW_AXES = tuple(axis for axis in OTHER_AXES if axis not in NATIVE_AXES.values())
+"""The axes that it lacks, whose ranks share out the tokens of a row."""
 NATIVE_DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys((*NATIVE_SIZES, "pp_size", "tp_plan", "ep_plan", "fsdp_plan")),
     **dict.fromkeys(("fsdp_cpu_offload", "fsdp_mixed_precision", "enable_sequence_parallel"), False),
@@ -20,6 +25,15 @@ EXPERT_FLAG = "--expert_parallel_size"
 def is_native(values: Mapping[str, Any]) -> bool:
     """Whether a mapping holds the fields of a `DistributedConfig`."""
     return bool(values.keys() & {*NATIVE_SIZES, "fsdp_mixed_precision", "fsdp_cpu_offload", "tp_plan"})
+
+
+def mesh_fits(sizes: Mapping[str, int], ranks: int) -> bool:
+    """Whether each rank has one place in the mesh that transformers makes: what is left of them shards (`dp_shard` 1).
+
+    `sizes` has those of all axes of `parallelism_config`.
+    """
+    total = prod(sizes.values())
+    return total == ranks or (sizes["dp_shard"] == 1 and total > 0 and ranks % total == 0)
 
 
 def expert_refusal(sizes: Mapping[str, int]) -> str:

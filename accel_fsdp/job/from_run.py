@@ -3,7 +3,7 @@
 import gc
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.config import AXES, DDP_TYPES, FSDP_VERSIONS, Engine, deepspeed_name
+from accel_fsdp.config import AXES, DDP_TYPES, FSDP_VERSIONS, OTHER_AXES, Engine, deepspeed_name
 from accel_fsdp.job import from_arguments, from_yaml
 from accel_fsdp.job.job import Job
 from accel_fsdp.job.layout import Layout
@@ -14,7 +14,7 @@ from accel_fsdp.models import optimizers, state_bytes
 if TYPE_CHECKING:
     from torch import nn
 
-OF_ONE_ROW = {*AXES, "pp", "tensor", "context", "sequence", "pipeline", "model"} - {"dp_replicate", "dp_shard"}
+OF_ONE_ROW = {*OTHER_AXES, "pp", "tensor", "context", "sequence", "pipeline", "model"}
 """Names that scripts give the dimensions of a mesh whose ranks train on the same rows."""
 
 
@@ -107,7 +107,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
     optimizer_name = str(getattr(args.optim, "value", args.optim))
     optimizer = optimizers.BY_TRAINERS_NAME.get(optimizer_name)
-    if layout is None or layout.ranks_per_row > 1 or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
+    if layout is None or layout.shares_rows or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
         return None
     adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
     quantized = bool(getattr(model, "is_loaded_in_4bit", False))

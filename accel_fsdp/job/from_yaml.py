@@ -5,7 +5,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from accel_fsdp.config import DATA_AXES, DEFAULT_ZERO_STAGE, OTHER_AXES, Engine, JobConfig, Precision, made_with
+from accel_fsdp.config import (
+    DEFAULT_ZERO_STAGE,
+    NATIVE_AXES,
+    ROW_AXES,
+    Engine,
+    JobConfig,
+    Precision,
+    made_with,
+    mesh_fits,
+)
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import machines
 from accel_fsdp.job import from_arguments
@@ -16,7 +25,6 @@ from accel_fsdp.job.layout import SHARDING_KINDS, Layout
 from accel_fsdp.job.recipe import Recipe
 from accel_fsdp.units import counted
 
-TENSOR_AXIS, *UNKNOWN_AXES = OTHER_AXES
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}
 STAGES = (0, 1, 2, 3)
 
@@ -114,11 +122,13 @@ def check_sharding(config: JobConfig, ranks: int) -> None:
         _refuse(stage not in STAGES, f"zero_stage: {stage}", "DeepSpeed has the stages 0 to 3")
     if config.engine is not Engine.FSDP2:
         return
-    for axis in UNKNOWN_AXES:
+    for axis in ROW_AXES:
         size = config.mesh[axis]
         _refuse(size != 1, f"{axis}_size: {size}", "it has never run here")
-    sizes = [config.mesh[axis] for axis in (*DATA_AXES, TENSOR_AXIS)]
-    fits = all(isinstance(size, int) for size in sizes) and math.prod(sizes) == ranks
+    sizes = [config.mesh[axis] for axis in NATIVE_AXES.values()]
+    fits = all(isinstance(size, int) for size in sizes) and (
+        mesh_fits(config.mesh, ranks) if sizes[-1] > 1 else math.prod(sizes) == ranks
+    )
     misfits = bool(config.section("parallelism_config")) and not fits
     shown = " x ".join(map(str, sizes if sizes[-1] != 1 else sizes[:-1]))
     _refuse(misfits, f"a mesh of {shown} on {ranks} processes", "they must multiply to that")

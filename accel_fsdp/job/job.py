@@ -59,7 +59,7 @@ class Job:
     @property
     def rows_per_step(self) -> int:
         """The rows of one optimizer step on all ranks."""
-        return self.layout.data_ranks * self.recipe.rows * self.recipe.accumulation
+        return self.layout.rows_of_all(self.recipe.rows * self.recipe.accumulation)
 
     def with_recipe(self, **changed: Any) -> "Job":
         return replace(self, recipe=replace(self.recipe, **changed))

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import NATIVE_SIZES, STRATEGIES, Engine, expert_refusal, zero_name
+from accel_fsdp.config import EXPERT_FLAG, NATIVE_SIZES, STRATEGIES, Engine, expert_refusal, zero_name
+from accel_fsdp.errors import UsageError
 
 FSDP_KINDS = frozenset({Engine.FSDP1, Engine.FSDP2})
 SHARDING_KINDS = FSDP_KINDS | {Engine.DEEPSPEED}
@@ -58,8 +59,7 @@ class Layout:
         """The layout on a device mesh. With replicas under FSDP2, the ranks of one replica count as one machine."""
         layout = replace(self, tensor=sizes["tp"], context=sizes["cp"] * sizes["sp"])
         if self.engine is Engine.FSDP2 and sizes["dp_replicate"] > 1:
-            together = sizes["dp_shard"] * layout.ranks_per_row
-            return replace(layout, strategy=self.strategy + 3, ranks_per_node=together)
+            return replace(layout, strategy=self.strategy + 3, ranks_per_node=self.ranks // sizes["dp_replicate"])
         return layout
 
     @property
@@ -73,6 +73,16 @@ class Layout:
         if self.wrapper is not Engine.NONE:
             axes.insert(0, sharded + (" offload" if self.offload else ""))
         return ", ".join(axes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the mesh by axis, for people and for `Divisible.misfits`."""
+        return {"replicas": self.replicas, "fsdp": self.shard_ranks, "tp": self.tensor, "ep": self.experts}
+
+    @property
+    def mesh(self) -> str:
+        """The mesh in words, without unused axes."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
 
     @property
     def is_fsdp(self) -> bool:
@@ -99,6 +109,14 @@ class Layout:
         return self.tensor * self.context
 
     @property
+    def shares_rows(self) -> bool:
+        return self.ranks_per_row > 1
+
+    def row_part(self, amount: float) -> float:
+        """One rank's part of what a row takes, such as its FLOPs."""
+        return amount / self.ranks_per_row
+
+    @property
     def machine_share(self) -> int:
         """The ranks of one machine that hold different rows: tensor-parallel groups are neighbours."""
         return max(self.ranks_per_node // self.tensor, 1)
@@ -108,6 +126,17 @@ class Layout:
         """The groups of ranks that train on different rows."""
         return self.ranks // self.ranks_per_row
 
+    def rows_of_all(self, each: int) -> int:
+        """The rows of all ranks, if those that share rows have `each`."""
+        return self.data_ranks * each
+
+    def rows_of_each(self, total: int) -> int:
+        return total // self.data_ranks
+
+    def batches(self, rows: int, each: int) -> int:
+        """The batches that so many rows make, if ranks that share rows take `each` at a time; the last may be short."""
+        return -(-rows // self.rows_of_all(each))
+
     @property
     def is_sharded(self) -> bool:
         """Whether a rank holds only a part of the parameters."""
@@ -116,7 +145,7 @@ class Layout:
     @property
     def replicas(self) -> int:
         """The copies of the parameters in the job."""
-        return self.ranks // (self.shard_ranks * self.tensor)
+        return self.ranks // max(self.shard_ranks * self.tensor, 1)
 
     def shard_of(self, amount: float) -> float:
         """One rank's part of an amount that is sharded like the parameters."""
@@ -138,6 +167,20 @@ class Layout:
         hybrid = self.engine is not Engine.DEEPSPEED and self.strategy in (4, 5)
         return (self.ranks_per_node if hybrid else self.ranks) // self.tensor
 
+    def check_experts(self) -> None:
+        """Refuses ranks that can't divide the experts as asked.
+
+        Raises:
+            UsageError: names the sizes.
+        """
+        if self.experts_misfit:
+            whole = self.shard_ranks * self.tensor
+            raise UsageError(
+                f"{EXPERT_FLAG} {self.experts} on a mesh of {self.mesh}",
+                why=f"transformers refuses it: {self.experts_misfit}",
+                fix=f"{EXPERT_FLAG} {whole}, or another multiple of {self.tensor} that divides it",
+            )
+
     @property
     def experts_misfit(self) -> str:
         """Why the ranks can't divide the experts as asked; empty if they can (`DistributedConfig`, transformers)."""
@@ -145,6 +188,10 @@ class Layout:
             return f"it needs FSDP2, not {self.engine.label}"
         sizes = (1, self.shard_ranks, self.tensor, self.experts)  # replicas don't matter
         return expert_refusal(dict(zip(NATIVE_SIZES, sizes, strict=True)))
+
+    def sharers(self, of_experts: bool) -> int:
+        """The ranks that share a parameter, which is one of a layer's experts or another."""
+        return self.expert_shard_ranks if of_experts else self.shard_ranks
 
     @property
     def expert_shard_ranks(self) -> int:

@@ -14,6 +14,7 @@ from accel_fsdp.config import (
     NATIVE_AXES,
     NATIVE_DEFAULTS,
     NATIVE_SIZES,
+    ROW_AXES,
     TARGETS,
     Engine,
     JobConfig,
@@ -74,7 +75,7 @@ def _sizes(draft: Draft) -> dict[str, int]:
         raise UsageError(
             "num_processes is not known", why="fsdp_size is a number of ranks", fix="num_processes: N in the file"
         )
-    others = [f"{axis}_size" for axis in mesh if axis not in NATIVE_AXES.values() and mesh[axis] > 1]
+    others = [f"{axis}_size" for axis in ROW_AXES if mesh[axis] > 1]
     if "parallelism_config" in draft.job.values:
         why = f"no {', '.join(others)} there" if others else ", ".join(NATIVE_AXES)
         draft.top("parallelism_config", "lost" if others else "renamed", why, breaks=bool(others))

@@ -28,6 +28,7 @@ from .layers import kept_in_float32 as kept_in_float32
 from .layers import language_parameters as language_parameters
 from .layers import persistent_buffers as persistent_buffers
 from .layers import wrap_classes as wrap_classes
+from .parallel_plans import Divisible as Divisible
 from .reading import check_local_path as check_local_path
 from .reading import read_config as read_config
 from .reading import read_tokenizer as read_tokenizer

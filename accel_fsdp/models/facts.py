@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from accel_fsdp.config import Embeddings
 from accel_fsdp.errors import UserError, did_you_mean
+from accel_fsdp.models.parallel_plans import Divisible
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class LayerClass:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelFacts(Divisible):
     """The facts of a model that was built on the meta device (no weights are loaded).
 
     `wrap_classes` are the transformer layer classes to give FSDP; empty when none was found. `classes` are all module
@@ -39,11 +40,7 @@ class ModelFacts:
     problem. `embedding_parents` are the classes that hold the input embedding and no layer, such as BertEmbeddings.
     `scalars` says that a parameter has no dimension.
 
-    `heads` and `kv_heads` are those that tensor parallelism divides, 0 if the model's plan leaves attention whole.
-    `experts` is the number in a layer, and `fused_experts` the number of parameters in tensors of several experts,
-    which bitsandbytes leaves in 16 bits. `tensor_plan` and `expert_plan` say whether transformers knows how to divide
-    its layers and experts, None if unknown. `replicated_norms`: norms inside the divided attention, whose gradients its
-    plan sums over the ranks. `tied_rows` are the rows of an embedding that is also the head.
+    `fused_experts` is the number of parameters in tensors of several experts, which bitsandbytes leaves in 16 bits.
     """
 
     name: str
@@ -70,14 +67,7 @@ class ModelFacts:
     embeddings: Embeddings = ""
     scalars: bool = False
     embedding_parents: frozenset[str] = frozenset()
-    heads: int = 0
-    kv_heads: int = 0
-    experts: int = 0
     fused_experts: int = 0
-    tensor_plan: bool | None = None
-    expert_plan: bool | None = None
-    replicated_norms: bool = False
-    tied_rows: int = 0
 
 
 def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: tuple[str, ...] = ()) -> None:

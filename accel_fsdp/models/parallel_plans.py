@@ -1,8 +1,12 @@
 """The parameters that tensor and expert parallelism divide, by transformers' plans for a model."""
 
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+from accel_fsdp.config import EXPERT_FLAG, Method, size_key
+from accel_fsdp.models.config_json import EXPERTS
 
 ROWS = frozenset(
     {"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise", "embedding_rowwise"}
@@ -15,6 +19,92 @@ REPLICATED = "replicated_with_grad_allreduce"
 FUSED = frozenset({"qkv_proj", "query_key_value"})
 QUERIES, KEYS = FUSED | {"q_proj", "q_b_proj"}, FUSED | {"k_proj"}
 """Layers whose outputs are whole heads, which the ranks of an axis share evenly or not at all."""
+SETTINGS: Mapping[str, str] = {"tp": size_key("tp"), "ep": EXPERT_FLAG}
+"""What a YAML and the arguments of `train/sft.py` call the axes."""
+
+
+def divisors(sizes: Mapping[str, int]) -> dict[str, int]:
+    """What the counts of a model are divided by on a mesh: heads, experts, and the rows of a tied embedding."""
+    return {"heads": sizes["tp"], "experts": sizes["ep"], "rows": sizes["fsdp"] * sizes["tp"]}
+
+
+class Misfit(NamedTuple):
+    """Why the ranks of an axis, tp or ep, can't divide a model: its weights, no plan, a count, or a tie."""
+
+    kind: Literal["weights", "plan", "count", "tie"]
+    axis: str
+    what: str
+    why: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divisible:
+    """The facts that decide whether tensor and expert parallelism can divide a model.
+
+    `heads` and `kv_heads` are those that tensor parallelism divides, 0 where the model's plan leaves attention whole.
+    `experts` is the number in a layer. `tensor_plan` and `expert_plan` say whether transformers knows how to divide its
+    layers and experts, None if unknown. `replicated_norms`: norms inside the divided attention, whose gradients its
+    plan sums over the ranks. `tied_rows` are the rows of an embedding that is also the head.
+    """
+
+    heads: int = 0
+    kv_heads: int = 0
+    experts: int = 0
+    tensor_plan: bool | None = None
+    expert_plan: bool | None = None
+    replicated_norms: bool = False
+    tied_rows: int = 0
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "Divisible":
+        """These facts among others."""
+        return cls(**{field.name: facts[field.name] for field in fields(cls) if field.name in facts})
+
+    def misfits(
+        self, sizes: Mapping[str, int], method: Method = "full", settings: Mapping[str, str] = SETTINGS
+    ) -> Iterator[Misfit]:
+        """Why a mesh of these sizes can't divide the model. `sizes` has those of "fsdp", "tp" and "ep".
+
+        `settings` are the names of what the user sets, by axis.
+        """
+        for misfit in (*_of_weights(sizes, method), *self._of_plans(sizes), *self._of_ties(sizes)):
+            yield misfit._replace(fix=misfit.fix.format(**settings))
+
+    def _of_plans(self, sizes: Mapping[str, int]) -> Iterator[Misfit]:
+        plans = {"tp": (self.tensor_plan, "layers"), "ep": (self.expert_plan, "experts")}
+        for axis, (plan, parts) in plans.items():
+            if plan is False and sizes[axis] > 1:
+                what = f"{axis} {sizes[axis]}: transformers has no plan to divide the {parts} of this model"
+                yield Misfit("plan", axis, what, "it doesn't know how to split them", f"leave out {{{axis}}}")
+        counts = {"attention heads": ("tp", self.heads), "key/value heads": ("tp", self.kv_heads)}
+        for noun, (axis, count) in {**counts, "experts": ("ep", self.experts)}.items():
+            if count % sizes[axis] and plans[axis][0] is not False:
+                what = f"{axis} {sizes[axis]} doesn't divide the model's {count} {noun}"
+                fix = f"{{{axis}}} of a size that divides {count}"
+                yield Misfit("count", axis, what, "each rank holds a whole number of them", fix)
+
+    def _of_ties(self, sizes: Mapping[str, int]) -> Iterator[Misfit]:
+        """transformers 5.23 gives FSDP a tied weight twice, and torch copies it for one of the two where it pads."""
+        axis, ranks = "tp" if sizes["tp"] > 1 else "ep", divisors(sizes)["rows"]
+        if sizes[axis] > 1 and sizes["fsdp"] > 1 and self.tied_rows % ranks:
+            yield Misfit(
+                *("tie", axis),
+                f"a vocabulary of {self.tied_rows:,} in an embedding that is also the head, over {ranks} ranks",
+                "the head would keep its first weights while the embedding is trained, without an error",
+                f"ranks whose number divides {self.tied_rows:,}; or leave out {{tp}} and {{ep}}",
+            )
+
+
+def _of_weights(sizes: Mapping[str, int], method: Method) -> Iterator[Misfit]:
+    axis = "tp" if sizes["tp"] > 1 else "ep"
+    if method == "qlora" and sizes[axis] > 1:
+        what, why = "packed weights, of 4-bit or 8-bit values,", "they have another shape than the plan divides"
+        yield Misfit("weights", axis, f"{what} with {axis} {sizes[axis]}", why, "weights in 16 bits")
+    elif method == "lora" and axis == "tp":
+        why = "PEFT 0.21 stops in the first step of an adapter on split layers"
+        fix = "leave out {tp}; experts may be divided ({ep})"
+        yield Misfit("weights", axis, f"an adapter with {axis} {sizes[axis]}", why, fix)
 
 
 def cuts(model: Any) -> dict[str, int]:
@@ -36,30 +126,24 @@ def dispatched(model: Any) -> frozenset[str]:
     return frozenset(name for name, _ in model.named_parameters() if style_of(name, plan) == DISPATCHED)
 
 
-def divisible(model: Any) -> dict[str, Any]:
-    """The facts of a model that decide whether an axis can divide it: fields of `ModelFacts`."""
-    fused = [p for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name]
-    return {
-        **divisible_by_config(model.config),
-        "experts": max((p.shape[0] for p in fused), default=0),
-        "fused_experts": sum(p.numel() for p in fused),
-    }
-
-
-def divisible_by_config(config: Any) -> dict[str, Any]:
+def divisible_by_config(config: Any) -> Divisible:
     """The facts that a model's config gives; heads are 0 if the plan doesn't divide them."""
     text = config.get_text_config()
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     divided = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
-    tied = bool(getattr(config, "tie_word_embeddings", False))
-    return {
-        "heads": int(getattr(text, "num_attention_heads", None) or 0) if divided & QUERIES else 0,
-        "kv_heads": int(getattr(text, "num_key_value_heads", None) or 0) if divided & KEYS else 0,
-        "tensor_plan": bool(plan),
-        "expert_plan": bool(getattr(text, "base_model_ep_plan", None)),
-        "replicated_norms": REPLICATED in plan.values(),
-        "tied_rows": int(getattr(text, "vocab_size", None) or 0) if tied else 0,
-    }
+
+    def count(*names: str) -> int:
+        return next((int(number) for name in names if (number := getattr(text, name, None))), 0)
+
+    return Divisible(
+        heads=count("num_attention_heads") if divided & QUERIES else 0,
+        kv_heads=count("num_key_value_heads") if divided & KEYS else 0,
+        experts=count(*EXPERTS),
+        tensor_plan=bool(plan),
+        expert_plan=bool(getattr(text, "base_model_ep_plan", None)),
+        replicated_norms=REPLICATED in plan.values(),
+        tied_rows=count("vocab_size") if getattr(config, "tie_word_embeddings", False) else 0,
+    )
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str:

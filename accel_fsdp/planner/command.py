@@ -242,12 +242,8 @@ def make_problem(
     shape, tapes = read_shape(flags.model, recipe)
     ranks = machine.count * nodes
     job = written or Job(Layout.ddp(ranks, machine.count) if ranks > 1 else Layout.alone(), recipe)
-    if misfit := shape.misfit(job.layout.tensor, job.layout.experts):
-        raise UsageError(
-            f"{misfit}: {shape.name}",
-            why="transformers gives each rank whole heads and whole experts",
-            fix="sizes of tensor and expert parallelism that divide them",
-        )
+    for misfit in shape.division.misfits(job.layout.sizes):
+        raise UsageError(misfit.what, why=misfit.why, fix=misfit.fix)
     if written:
         _check_layout(flags, machine, nodes, written.layout, machines_there)
     job = job.with_recipe(

@@ -69,7 +69,7 @@ def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
 
 def _pieces(unit: Unit, layout: Layout) -> int:
     """The ranks that share a unit's parameters."""
-    return layout.expert_shard_ranks if unit.nested else layout.shard_ranks
+    return layout.sharers(of_experts=unit.nested)
 
 
 def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[int, Traffic, Traffic]]:

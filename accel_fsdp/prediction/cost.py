@@ -40,7 +40,7 @@ class Work:
 
 def steps_per_epoch(rows: int, job: Job) -> int:
     """The steps of an epoch as Trainer counts them: each rank has as many micro-batches; the last step may be short."""
-    batches = -(-rows // (job.recipe.rows * job.layout.data_ranks))
+    batches = job.layout.batches(rows, job.recipe.rows)
     return -(-batches // job.recipe.accumulation)
 
 
@@ -183,7 +183,7 @@ def _evaluation_seconds(rows: int, job: Job, forward_seconds: float) -> Span | N
     """The seconds of one evaluation, where a batch takes `forward_seconds`; None if unknown."""
     if not rows or not job.recipe.eval_batch:
         return None
-    batches = -(-rows // (job.recipe.eval_batch * job.layout.data_ranks))
+    batches = job.layout.batches(rows, job.recipe.eval_batch)
     return Span(1, *RANGE).times(batches * forward_seconds)
 
 

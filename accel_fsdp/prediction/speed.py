@@ -104,8 +104,8 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
     for bound, seconds in (*_update(shape, recipe, layout, gpu), *_exchanged(shape, recipe, layout, gpu)):
         spent[bound] += seconds
     total = sum(spent.values())
-    tokens = recipe.rows * recipe.length * recipe.accumulation / layout.ranks_per_row
-    useful = useful_flops(shape, recipe) * recipe.accumulation / layout.ranks_per_row
+    tokens = layout.row_part(recipe.rows * recipe.length * recipe.accumulation)
+    useful = layout.row_part(useful_flops(shape, recipe) * recipe.accumulation)
     return Step(
         step_seconds=total,
         range_seconds=(total * RANGE[0], total * RANGE[1]),

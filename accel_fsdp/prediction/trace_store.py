@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 from accel_fsdp.atomic_files import write_text
 from accel_fsdp.errors import UserError, require
-from accel_fsdp.models import catalogue
+from accel_fsdp.models import Divisible, catalogue
 from accel_fsdp.prediction.memory import SHIPPED, Block, Event, ModelShape, Parameter, Size, Tape, Tapes, Variant
 
 RECORDING = 5
@@ -31,7 +31,8 @@ def find(name: str) -> TraceRecord | None:
     if catalogue_name is None or not shipped(catalogue_name):
         return None
     shape, tapes = _bundled(first_alike(catalogue_name))
-    return replace(shape, name=catalogue_name, positions=catalogue.entries()[catalogue_name]["positions"]), tapes
+    positions = catalogue.entries()[catalogue_name]["positions"]
+    return replace(shape, name=catalogue_name, positions=positions), tapes
 
 
 def shipped(name: str) -> tuple[str, ...]:
@@ -42,7 +43,9 @@ def shipped(name: str) -> tuple[str, ...]:
 
 @cache
 def _bundled(name: str) -> TraceRecord:
-    return from_text(files("accel_fsdp.prediction").joinpath(FOLDER, file_name(name)).read_text(encoding="utf-8"))
+    text = files("accel_fsdp.prediction").joinpath(FOLDER, file_name(name)).read_text(encoding="utf-8")
+    facts = catalogue.entries()[name]["facts"]
+    return from_text(text, Divisible.of({"tensor_plan": False, "expert_plan": False, **facts}))
 
 
 def first_alike(name: str) -> str:
@@ -148,8 +151,8 @@ def _short(size: Size) -> list[float]:
     return numbers
 
 
-def from_text(text: str) -> TraceRecord:
-    """The shape and tapes of a file."""
+def from_text(text: str, division: Divisible | None = None) -> TraceRecord:
+    """The shape and tapes of a file; `division` replaces the one in it, which bundled files lack."""
     content = json.loads(text)
     events = [Event(sign, Size(*size)) for size in content["sizes"] for sign in (-1, 0, 1)]
     tapes: list[Tape] = []
@@ -167,15 +170,16 @@ def from_text(text: str) -> TraceRecord:
         )
         for name, (blocks, masked, embedding, head, chunked) in content["variants"].items()
     }
-    return _shape(content["shape"]), by_variant
+    return _shape(content["shape"], division), by_variant
 
 
-def _shape(content: dict[str, Any]) -> ModelShape:
+def _shape(content: dict[str, Any], division: Divisible | None) -> ModelShape:
     blocks = tuple(
         Block(block["name"], tuple(block["layers"]), _parameters(block["parameters"])) for block in content["blocks"]
     )
     outer = {"outer": _parameters(content["outer"]), "untraced": tuple(content.get("untraced", ()))}
-    return ModelShape(**{**content, **outer, "blocks": blocks})
+    known = division or Divisible.of(content["division"])
+    return ModelShape(**{**content, **outer, "blocks": blocks, "division": known})
 
 
 def _parameters(content: list[dict[str, Any]]) -> tuple[Parameter, ...]:

@@ -12,7 +12,7 @@ from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.job import Layout
-from accel_fsdp.models import catalogue, read_config
+from accel_fsdp.models import catalogue, parallel_plans, read_config
 from accel_fsdp.models.shrink import SmallModel, shrink
 from accel_fsdp.rehearsal import hub_rows, rows
 from accel_fsdp.rehearsal.job import Rehearsed
@@ -57,7 +57,8 @@ def prepare(
     folder = launcher.folder
     source, origin = _source(job, model, folder)
     _check_mesh(real, source, words)
-    small = shrink(source, folder / "model")
+    divisors = parallel_plans.divisors(layout.sizes) if layout.is_by_transformers else {}
+    small = shrink(source, folder / "model", divisors)
     _check_mesh(layout, str(small.folder), words)
     small_rows, why = _rows(flag_words.parse_command_line(words), launcher, _has_chat_template(small.folder))
     _without_dropout(small.folder)
@@ -71,7 +72,7 @@ def prepare(
 def _check_mesh(layout: Layout, model: str, words: tuple[str, ...]) -> None:
     """Refuses a mesh that doesn't divide a model's heads, experts or vocabulary, with their numbers."""
     if layout.is_by_transformers:
-        mesh.check_on(mesh.Mesh.of_layout(layout), read_config(model), "--use_peft" in words, "--load_in_4bit" in words)
+        mesh.check_on(layout, read_config(model), "--use_peft" in words, "--load_in_4bit" in words)
 
 
 def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tuple[rows.Rows, str]:

@@ -7,7 +7,7 @@ from accel_fsdp.config import (
     EXPERT_FLAG,
     HYBRID,
     NATIVE_AXES,
-    OTHER_AXES,
+    ROW_AXES,
     Engine,
     JobConfig,
     hybrid_mesh,
@@ -45,7 +45,7 @@ def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tup
     _refuse_unknown(job)
     copies, shards, tensor = (from_yaml.mesh_of(job)[axis] for axis in NATIVE_AXES.values())
     real, split = layout_of(job, experts), SPLIT if tensor > 1 else 1
-    if tensor > 1 and copies == 1:  # train/sft.py shards over what is left of the ranks
+    if tensor > 1:  # train/sft.py shards over what is left of the ranks
         shards = max(shards, real.shard_ranks)
     hybrid = copies > 1 and shards > 1
     is_split_alone = split > 1 and copies == shards == 1
@@ -88,12 +88,8 @@ def with_experts(words: Sequence[str], experts: int) -> tuple[str, ...]:
 def layout_of(job: JobConfig, experts: int) -> Layout:
     """The real job's mesh. Raises: UsageError: it doesn't fit the expert-parallel size."""
     layout = replace(from_yaml.layout_of(job), experts=experts)
-    if layout.ranks and layout.experts_misfit:
-        raise UsageError(
-            f"{EXPERT_FLAG} {experts} on a mesh of fsdp {layout.shard_ranks}, tp {layout.tensor}",
-            why=layout.experts_misfit,
-            fix=f"{EXPERT_FLAG} {layout.shard_ranks * layout.tensor}",
-        )
+    if layout.ranks:
+        layout.check_experts()
     return layout
 
 
@@ -105,11 +101,6 @@ def small_layout(job: JobConfig, small: JobConfig, experts: int) -> Layout:
         return replace(layout, experts=min(experts, layout.tensor))
     is_whole = experts >= real.shard_ranks * real.tensor
     return replace(layout, experts=whole if is_whole else min(whole, SPLIT * layout.tensor))
-
-
-def ranks_with_rows(layout: Layout) -> int:
-    """The number of ranks with different rows: a tensor-parallel group shares its rows."""
-    return layout.data_ranks
 
 
 def check_own(job: JobConfig, script: str) -> None:
@@ -149,7 +140,7 @@ def check_processes(processes: int, least: int = PROCESSES, most: int | None = N
 
 def _refuse_unknown(job: JobConfig) -> None:
     mesh = from_yaml.mesh_of(job)
-    if others := [f"{axis}_size" for axis in OTHER_AXES if mesh[axis] > 1 and axis not in NATIVE_AXES.values()]:
+    if others := [f"{axis}_size" for axis in ROW_AXES if mesh[axis] > 1]:
         raise CannotRehearse(
             f"{others[0]} can't be rehearsed",
             why="rows are divided by kernels that CPUs lack",

@@ -61,10 +61,10 @@ class SmallRun:
     left_out: tuple[str, ...]
     keep_end: bool = False
 
-    def words(self, places: Mapping[str, str], ranks: int, of_ranks: int, **more: str) -> list[str]:
-        """The arguments for `ranks` processes, which together take as many rows as `of_ranks`."""
+    def words(self, places: Mapping[str, str], rows: int, **more: str) -> list[str]:
+        """The arguments for processes that take so many rows each."""
         sizes = {
-            "per_device_train_batch_size": str(self.rows * of_ranks // ranks),
+            "per_device_train_batch_size": str(rows),
             "gradient_accumulation_steps": str(self.accumulation),
             "max_length": str(self.max_length),
         }

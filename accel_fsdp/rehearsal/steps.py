@@ -70,9 +70,9 @@ class SftRehearsal:
     def ranks(self) -> int:
         return self.job.number("num_processes")
 
-    def with_rows(self, ranks: int) -> int:
-        """The number of `ranks` with different rows, on the mesh if they are all of its ranks."""
-        return scaled.ranks_with_rows(self.small.layout) if ranks == self.ranks else ranks
+    def rows_for(self, ranks: int, each: int) -> int:
+        """The rows for each of `ranks`, which take as many together as those of the mesh with `each`."""
+        return each if ranks == self.ranks else self.small.layout.rows_of_all(each) // ranks
 
     @property
     def precision(self) -> str:
@@ -182,12 +182,11 @@ class SftRehearsal:
     def _words(self, name: str, ranks: int, exact: bool = True, **more: str) -> list[str]:
         if ranks == self.ranks and self.small.layout.experts > 1:
             more[EXPERTS] = str(self.small.layout.experts)
-        words = self.run.words(self._places(name), self.with_rows(ranks), self.with_rows(self.ranks), **more)
+        words = self.run.words(self._places(name), self.rows_for(ranks, self.run.rows), **more)
         return self.run.exact(words) if exact else words
 
     def _written(self, name: str, ranks: int) -> list[str]:
-        together = WRITTEN_ROWS * self.with_rows(self.ranks)
-        rows = {"per_device_train_batch_size": str(together // self.with_rows(ranks))}
+        rows = {"per_device_train_batch_size": str(self.rows_for(ranks, WRITTEN_ROWS))}
         steady = {"lora_dropout": "0"} if self.run.adapter else {}
         return self._words(name, ranks, exact=False, **{**WRITTEN, **rows, **steady})
 

@@ -62,7 +62,7 @@ def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
 
 def _of_units(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
     for unit in holding.units:
-        ranks = job.layout.expert_shard_ranks if unit.is_of_experts else job.layout.shard_ranks
+        ranks = job.layout.sharers(unit.is_of_experts)
         if unit.ranks != ranks:
             shared = f"shared by {counted(unit.ranks, 'rank')}, not {ranks}"
             yield Wrong(f"unit {_name(unit)} of rank {rank} is {shared}", "fsdp_sharding_strategy")

@@ -15,12 +15,13 @@ from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
 
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
+from accel_fsdp.launch.ranks import parts
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
@@ -31,6 +32,9 @@ RELIES_ON = (
 )
 OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas")
 """What torch's schedules store of each group of parameters."""
+GROUPS = "param_groups"
+ADAPTER_NAME = re.compile(r"\.default(?=\.|$)")
+"""Accelerate's whole files name the adapter, in names that PEFT gives and takes without it."""
 
 
 def save_weights(model: Any, checkpoint: Path) -> None:
@@ -42,15 +46,7 @@ def load_weights(model: Any, checkpoint: Path) -> None:
     """Reads the weights that `save_weights` or Accelerate has written. Collective."""
     from accelerate.utils.fsdp_utils import _set_model_state_dict
 
-    if not (checkpoint / file_names.SHARDED_MODEL).is_dir():
-        raise UserError(
-            f"{checkpoint} holds the whole model in one file",
-            why="a mesh of tensor or expert parallelism reads sharded checkpoints only",
-            fix="resume it once without tensor and expert parallelism, with fsdp_state_dict_type: "
-            "SHARDED_STATE_DICT and one more --max_steps; then go on from the checkpoint that it writes",
-        )
-    own = _weights(model)
-    loaded = _read("model", own, checkpoint / file_names.SHARDED_MODEL)
+    loaded = _read("model", _weights(model), checkpoint)
     _set_model_state_dict(model, loaded, adapter_only=True, sd_options=states.StateDictOptions())
 
 
@@ -62,10 +58,10 @@ def save_optimizer(trainer: Any, checkpoint: Path) -> None:
     """
     content: dict[str, Any] = dict(states.get_optimizer_state_dict(trainer.model, trainer.optimizer))
     decaying = set(trainer.get_decay_parameter_names(trainer.model))
-    groups = [{**content["param_groups"][place], "params": list[str]()} for place in (0, -1)]
-    for group in content["param_groups"]:
+    groups = [{**content[GROUPS][place], "params": list[str]()} for place in (0, -1)]
+    for group in content[GROUPS]:
         groups[not decaying.issuperset(group["params"][:1])]["params"] += group["params"]  # one of them may have none
-    stored = {"state": _contiguous(content["state"]), "param_groups": groups}
+    stored = {"state": _contiguous(content["state"]), GROUPS: groups}
     _write({"optimizer": stored}, checkpoint / file_names.SHARDED_OPTIMIZER)
     if trainer.args.should_save:
         schedule = trainer.lr_scheduler.state_dict()
@@ -76,11 +72,11 @@ def save_optimizer(trainer: Any, checkpoint: Path) -> None:
 def load_optimizer(trainer: Any, checkpoint: Path) -> None:
     """Reads the states that `save_optimizer` or Accelerate has written. Collective."""
     own: dict[str, Any] = dict(states.get_optimizer_state_dict(trainer.model, trainer.optimizer))
-    loaded = _read("optimizer", own, checkpoint / file_names.SHARDED_OPTIMIZER)
-    settings = {name: group for group in loaded["param_groups"] for name in group["params"]}
-    given = own["param_groups"]
+    loaded = _read("optimizer", own, checkpoint)
+    settings = {name: group for group in loaded[GROUPS] for name in group["params"]}
+    given = own[GROUPS]
     groups = [{**settings.get((*group["params"], "")[0], group), "params": group["params"]} for group in given]
-    filled = {"state": loaded["state"], "param_groups": groups}
+    filled = {"state": loaded["state"], GROUPS: groups}
     states.set_optimizer_state_dict(trainer.model, trainer.optimizer, filled)
     schedule = torch.load(checkpoint / file_names.SCHEDULER, weights_only=True)
     of_groups = {name: schedule[name][:1] * len(groups) for name in OF_GROUPS if name in schedule}  # all are equal
@@ -138,15 +134,39 @@ def _write(content: dict[str, Any], folder: Path) -> None:
     save(content, storage_writer=FileSystemWriter(folder))
 
 
-def _read(name: str, own: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The content of a folder for the tensors of `own`, with their placements, and the stored groups of parameters."""
+def _read(name: str, own: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint holds for the tensors of `own`, with their placements, and its own groups of parameters."""
+    folder = checkpoint / file_names.SHARDED[name]
+    tensors = {part: value for part, value in own.items() if part != GROUPS}
+    if not folder.is_dir():
+        whole = _whole(checkpoint / file_names.FULL[name])
+        return {**_own_parts(tensors, whole), **({GROUPS: whole[GROUPS]} if GROUPS in own else {})}
     reader = FileSystemReader(folder)
-    tensors = {part: value for part, value in own.items() if part != "param_groups"}
     content = _contiguous(tensors)
-    if "param_groups" in own:
-        content["param_groups"] = _stored_groups(reader)
+    if GROUPS in own:
+        content[GROUPS] = _stored_groups(reader)
     load({name: content}, storage_reader=reader)
-    return {**content, **_placed_as({part: content[part] for part in tensors}, tensors)}
+    return {**content, **tree_map(parts.placed_as, {part: content[part] for part in tensors}, tensors)}
+
+
+def _whole(file: Path) -> dict[str, Any]:
+    """A file of FULL_STATE_DICT, of which each rank reads from the disk what it uses."""
+    if not file.is_file():
+        raise UserError(
+            f"{file.parent} has neither shards nor {file.name}",
+            why="a mesh of tensor or expert parallelism resumes from checkpoints of FSDP",
+            fix=f"accel-fsdp export {file.parent} OUT, then a new run with --model_name_or_path OUT",
+        )
+    return {ADAPTER_NAME.sub("", name): value for name, value in torch.load(file, weights_only=True, mmap=True).items()}
+
+
+def _own_parts(own: Any, whole: Any) -> Any:
+    """This rank's parts of whole values, placed as `own`."""
+    if isinstance(own, dict):
+        return {name: _own_parts(value, whole[name]) for name, value in own.items()}
+    if not isinstance(own, DTensor):
+        return whole
+    return distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None).clone()
 
 
 def _stored_groups(reader: FileSystemReader) -> list[dict[str, Any]]:
@@ -172,13 +192,3 @@ def _contiguous(content: dict[str, Any]) -> dict[str, Any]:
 
     contiguous: dict[str, Any] = tree_map(placed, content)
     return contiguous
-
-
-def _placed_as(content: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Undoes `_contiguous`: the tensors with the placements of `own`."""
-
-    def placed(value: Any, like: Any) -> Any:
-        return value.redistribute(placements=like.placements) if isinstance(value, DTensor) else value
-
-    restored: dict[str, Any] = tree_map(placed, content, own)
-    return restored

@@ -111,8 +111,8 @@ def _named(checkpoint: Path, training: "TrainingArguments") -> Path:
 
 def _rows_per_step(training: "TrainingArguments") -> int:
     """The rows of all ranks; ranks that share rows count once."""
-    sharing = LaunchEnvironment.now().ranks_per_row
-    return int(training.train_batch_size * training.gradient_accumulation_steps * training.world_size // sharing)
+    ranks = LaunchEnvironment.now().with_rows(range(training.world_size))
+    return int(training.train_batch_size * training.gradient_accumulation_steps * len(ranks))
 
 
 def _check_rows(checkpoint: Path, origin: Origin | None, rows_per_step: int, ignores_place: bool) -> None:

@@ -8,7 +8,7 @@ from accel_fsdp.config import DEFAULT_PORT, Engine
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, nearest
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes
-from accel_fsdp.models import CAUSAL, catalogue, check_layer_classes
+from accel_fsdp.models import CAUSAL, Divisible, catalogue, check_layer_classes
 from accel_fsdp.units import GIB, about_gib
 from accel_fsdp.wizard.question import Context, engine_of
 
@@ -243,20 +243,25 @@ def check_tensor(context: Context, value: Any) -> int:
         "--tp", value, here, f"every layer waits for all ranks of a group, so it stays in one machine: {here}"
     )
     if size > 1:
-        _refuse_axis(context, "--tp", size, "tensor_plan", ("heads", "kv_heads"))
+        _refuse_axis(context, "--tp", size, {"tp": size, "ep": 1})
     return size
 
 
 def check_experts(context: Context, value: Any) -> int:
     """Refuses what transformers' mesh or the model's experts don't allow."""
-    replicas = context["dp_replicate"] if context["strategy"] in (4, 5) else 1
-    whole = context["num_processes"] // max(replicas, 1)
+    whole = _whole(context)
     size = _divisor("--ep", value, whole, f"experts are divided over the {whole} ranks of one copy")
     if size > 1 and size % context["tp"]:
         raise UserError(f"--ep {size}", why=f"it holds whole groups of --tp {context['tp']}", fix=f"--ep {whole}")
     if size > 1:
-        _refuse_axis(context, "--ep", size, "expert_plan", ("experts",))
+        _refuse_axis(context, "--ep", size, {"tp": context["tp"], "ep": size})
     return size
+
+
+def _whole(context: Context) -> int:
+    """The ranks that share one copy of the model."""
+    replicas = context["dp_replicate"] if context["strategy"] in (4, 5) else 1
+    return int(context["num_processes"] // max(replicas, 1))
 
 
 def _divisor(flag: str, value: Any, whole: int, why: str) -> int:
@@ -266,27 +271,14 @@ def _divisor(flag: str, value: Any, whole: int, why: str) -> int:
     return size
 
 
-def _refuse_axis(context: Context, flag: str, size: int, plan: str, counts: tuple[str, ...]) -> None:
-    if context["method"] == "qlora":
-        raise UserError(f"{flag} {size} with 4-bit weights", why="they can't be divided", fix="--method lora")
-    if (model := context.model) is None:
-        return
-    if model.auto_class != CAUSAL:
+def _refuse_axis(context: Context, flag: str, size: int, axes: dict[str, int]) -> None:
+    model = context.model
+    if model and model.auto_class != CAUSAL:
         raise UserError(f"{flag} {size} for {model.auto_class}", why="train/sft.py alone divides", fix=f"{flag} 1")
-    if getattr(model, plan) is False:
-        what = f"transformers has no plan to divide {model.name} with {flag}"
-        raise UserError(what, why="loading stops", fix=f"{flag} 1")
-    for name in counts:
-        if getattr(model, name) % size:
-            number, words = getattr(model, name), COUNTED[name]
-            raise UserError(
-                f"{flag} {size} does not divide the {number} {words} of {model.name}",
-                why="each rank holds a whole number of them",
-                fix=f"{flag} that divides {number}",
-            )
-
-
-COUNTED = {"heads": "attention heads", "kv_heads": "key/value heads", "experts": "experts"}
+    sizes = {**axes, "fsdp": _whole(context) // axes["tp"]}
+    flags = {axis: f"--{axis}" for axis in axes}
+    for misfit in (model or Divisible()).misfits(sizes, context["method"], flags):
+        raise UserError(f"{model.name}: {misfit.what}" if model else misfit.what, why=misfit.why, fix=misfit.fix)
 
 
 def _two_on_each(context: Context) -> str:

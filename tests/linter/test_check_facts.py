@@ -225,6 +225,7 @@ def test_rule_on_facts(code: str) -> None:
         ("AF516", subject(V2 + TP, model=replace(HEADS, heads=9))),
         ("AF517", ours(V2, f"{EXPERTS} 2", model=replace(HEADS, expert_plan=False))),
         ("AF519", ours(V2, f"{EXPERTS} 2 --load_in_4bit")),
+        ("AF519", ours(V2 + TP, "train/sft.py --use_peft")),
         ("AF637", subject(V2 + CP, "--attn_implementation flash_attention_2")),
         ("AF637", subject(V2 + CP, "--max_length 1022")),
         ("AF619", subject(V2, "--fsdp_config f.json")),

@@ -36,6 +36,7 @@ def test_what_a_rule_says_stops(name: str, seen: dict[str, str]) -> None:
 
 def test_what_no_rule_says_runs(seen: dict[str, str]) -> None:
     assert (seen["even"], seen["whole attention"]) == ("DTensor", "")
+    assert seen["whole attention, others divided"] == "DTensor"
 
 
 def test_a_model_without_a_plan_of_its_own_is_not_divided(seen: dict[str, str]) -> None:

@@ -110,11 +110,11 @@ def test_a_mesh_that_does_not_fit_is_refused(config: JobConfig, experts: int, wh
 @pytest.mark.parametrize(
     ("model", "tensor", "experts", "what"),
     [
-        ("HuggingFaceTB/SmolLM2-135M", 2, 1, "9 heads can't be divided among 2 ranks"),
-        ("Qwen/Qwen3-30B-A3B", 8, 1, "4 heads of keys and values can't be divided among 8 ranks"),
-        ("mistralai/Mixtral-8x7B-Instruct-v0.1", 1, 16, "8 experts can't be divided among 16 ranks"),
-        ("openai-community/gpt2", 2, 1, "transformers has no tensor-parallel plan for gpt2"),
-        ("Qwen/Qwen3-8B", 1, 2, "transformers has no expert-parallel plan for qwen3"),
+        ("HuggingFaceTB/SmolLM2-135M", 2, 1, "tp 2 doesn't divide the model's 9 attention heads"),
+        ("Qwen/Qwen3-30B-A3B", 8, 1, "tp 8 doesn't divide the model's 4 key/value heads"),
+        ("mistralai/Mixtral-8x7B-Instruct-v0.1", 1, 16, "ep 16 doesn't divide the model's 8 experts"),
+        ("openai-community/gpt2", 2, 1, "tp 2: transformers has no plan to divide the layers of this model"),
+        ("Qwen/Qwen3-8B", 1, 2, "ep 2: transformers has no plan to divide the experts of this model"),
         ("Qwen/Qwen3-30B-A3B", 4, 8, ""),
     ],
 )
@@ -122,7 +122,14 @@ def test_what_ranks_can_not_divide_is_refused_with_the_numbers(
     model: str, tensor: int, experts: int, what: str
 ) -> None:
     shape, _ = trace_store.find(model) or pytest.fail("not bundled")
-    assert shape.misfit(tensor, experts) == what
+    misfits = shape.division.misfits({"fsdp": 1, "tp": tensor, "ep": experts})
+    assert [misfit.what for misfit in misfits] == [what] * bool(what)
+
+
+@pytest.mark.parametrize(("model", "heads"), [("Qwen/Qwen3-8B", 16), ("microsoft/Phi-4-mini-instruct", 24)])
+def test_a_rank_computes_all_heads_where_projections_are_gathered(model: str, heads: int) -> None:
+    shape, _ = trace_store.find(model) or pytest.fail("not bundled")
+    assert shape.part(2, 1).heads == heads
 
 
 def test_a_plan_refuses_them_and_predicts_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +137,7 @@ def test_a_plan_refuses_them_and_predicts_the_others(tmp_path: Path, capsys: pyt
     config.write_text(yaml.safe_dump({**mesh_of(4, 2).values, "num_machines": 1}))
     arguments.write_text("bf16: true\nmax_length: 512\nper_device_train_batch_size: 1\npacking: true\n")
     words = ["plan", "--config", str(config), "--args", str(arguments), "--gpus", "8xH100-80GB", "--json", "--model"]
-    with pytest.raises(UsageError, match="9 heads can't be divided among 2 ranks"):
+    with pytest.raises(UsageError, match="tp 2 doesn't divide the model's 9 attention heads"):
         cli.call([*words, "HuggingFaceTB/SmolLM2-135M"])
     assert cli.call([*words, "Qwen/Qwen3-0.6B"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -155,7 +155,7 @@ def test_a_mesh_is_scaled(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[JobConfig, int, int | None]] = {
-    "--expert_parallel_size 3 on a mesh of fsdp 8, tp 1": (job(8), 3, None),
+    "--expert_parallel_size 3 on a mesh of fsdp 8 x ep 3": (job(8), 3, None),
     "tp_size alone becomes 2": (job(8, tp=8), 1, 4),
     "cp_size can't be rehearsed": (job(8, cp=2, dp_shard=4), 1, None),
     "an even number of processes": (job(8, dp_shard=4, tp=2), 1, 3),

@@ -43,6 +43,7 @@ KINDS = {
 }
 MESHES = {
     "fsdp4": {},
+    "fsdp4 in whole files": {},
     "fsdp2 x tp2": {"dp_shard": 2, "tp": 2},
     "replicas2 x tp2": {"dp_replicate": 2, "tp": 2},
     "tp4": {"tp": 4},
@@ -57,8 +58,12 @@ JOBS = {
 PLAIN_SGD = ["--optim", "sgd", "--learning_rate", "1.0", "--max_grad_norm", "0"]
 PLAIN_SGD += ["--export_dtype", "float32", "--max_steps", str(STEPS)]
 """Neither Adam nor clipping: they would hide a wrong scale of the gradients."""
-LEGS = ("fsdp4", "fsdp2 x tp2, ep4", "fsdp4, ep2", "fsdp4")
-"""The meshes of one run, a step on each; on the first and last Accelerate shards, on the others transformers."""
+LEGS = {
+    "leg": ("fsdp4", "fsdp2 x tp2, ep4", "fsdp4, ep2", "fsdp4"),
+    "whole": ("fsdp4 in whole files", "fsdp2 x tp2"),
+}
+"""The meshes of runs, a step on each; on the first and last of "leg" Accelerate shards, on the others transformers."""
+STEPS_OF_LEGS = 4
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +90,7 @@ def yamls(tmp_path_factory: pytest.TempPathFactory) -> Path:
             **{"num_machines": 1, "num_processes": 4},
             "fsdp_config": {
                 **{"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+                "fsdp_state_dict_type": f"{'FULL' if 'whole' in name else 'SHARDED'}_STATE_DICT",
             },
             **({"parallelism_config": keys_of_mesh} if sizes else {}),
         }
@@ -110,19 +115,20 @@ def words(models: Path, yamls: Path, kind: str, layout: str, experts: int, *more
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, models: Path, yamls: Path, text_data: Path) -> Path:
-    """The folder of all jobs' runs: those of JOBS, then one run over LEGS and the same unbroken."""
+    """The folder of all jobs' runs: those of JOBS, then those over LEGS and the same unbroken."""
     runs = tmp_path_factory.mktemp("runs")
     more = {name: [*PLAIN_SGD, *words(models, yamls, *job)] for name, job in JOBS.items()}
     saved = ["--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
     saved += ["--dataset_test_split", "train"]
-    for number, leg in enumerate(LEGS):
+    for name, number, leg in ((name, *leg) for name, legs in LEGS.items() for leg in enumerate(legs)):
         layout, _, experts = leg.partition(", ep")
-        resumed = ["--resume_from_checkpoint", str(runs / f"leg {number - 1}" / f"checkpoint-{number}")] * (number > 0)
+        last = str(runs / f"{name} {number - 1}" / f"checkpoint-{number}")
+        resumed = ["--resume_from_checkpoint", last] * (number > 0)
         steps = ["--max_steps", str(number + 1), "--export_dtype", "float32"]
         job = words(models, yamls, "qwen3_moe", layout, int(experts or 1), *saved, *steps, *resumed)
-        more[f"leg {number}"] = [*job, "--resume_with_changes", "true"]
-    unbroken = ["--max_steps", str(len(LEGS)), "--export_dtype", "float32", *saved]
-    common = job_words(models / "llama", text_data, runs / "unbroken", len(LEGS), 1)
+        more[f"{name} {number}"] = [*job, "--resume_with_changes", "true"]
+    unbroken = ["--max_steps", str(STEPS_OF_LEGS), "--export_dtype", "float32", *saved]
+    common = job_words(models / "llama", text_data, runs / "unbroken", STEPS_OF_LEGS, 1)
     job = words(models, yamls, "qwen3_moe", "fsdp4", 1, *unbroken)
     launched = accelerate_launch(
         yamls / "fsdp4.yaml", PROBE, *common, *job[2:], PROBE_OUT=str(runs), PROBE_MORE=json.dumps(more)
@@ -157,15 +163,21 @@ def test_each_rank_holds_its_part(trained: Path) -> None:
     assert "sharding: transformers, fsdp 2 x tp 2 x ep 4: each rank holds" in output
 
 
-def test_a_run_goes_on_over_other_meshes(trained: Path) -> None:
+@pytest.mark.parametrize("run", LEGS)
+def test_a_run_goes_on_over_other_meshes(run: str, trained: Path) -> None:
     """From Accelerate's FSDP2 to tensor and expert parallelism and back, each step resumed from the last."""
-    log = json.loads((trained / "unbroken" / f"checkpoint-{len(LEGS)}" / "trainer_state.json").read_text())
-    last = json.loads((trained / f"leg {len(LEGS) - 1}" / f"checkpoint-{len(LEGS)}" / "trainer_state.json").read_text())
+    steps = len(LEGS[run])
+    of_leg = trained / f"{run} {steps - 1}" / f"checkpoint-{steps}" / "trainer_state.json"
+    of_unbroken = trained / "unbroken" / f"checkpoint-{steps}" / "trainer_state.json"
+    log, last = (json.loads(file.read_text())["log_history"] for file in (of_unbroken, of_leg))
     for key in ("loss", "eval_loss", "grad_norm", "mean_token_accuracy"):
-        noted = [[row[key] for row in state["log_history"] if key in row] for state in (log, last)]
+        noted = [[row[key] for row in rows if key in row] for rows in (log, last)]
         assert noted[1] == pytest.approx(noted[0], rel=1e-6), key
+
+
+def test_the_last_weights_are_those_of_an_unbroken_run(trained: Path) -> None:
     unbroken = weights(trained / "unbroken")
-    for tensor, value in weights(trained / f"leg {len(LEGS) - 1}").items():
+    for tensor, value in weights(trained / f"leg {STEPS_OF_LEGS - 1}").items():
         torch.testing.assert_close(value, unbroken[tensor], rtol=0, atol=2e-6, msg=tensor)
 
 
@@ -177,10 +189,10 @@ REFUSED = {
         False,
         False,
     ),
-    "ep 2: transformers has no plan to divide a llama": ("fsdp4", 2, {}, False, False),
+    "ep 2: transformers has no plan to divide the experts": ("fsdp4", 2, {}, False, False),
     "--expert_parallel_size 3 on a mesh of fsdp 4": ("fsdp4", 3, {}, False, False),
-    "--use_peft with tp_size: 4": ("tp4", 1, {}, True, False),
-    "--load_in_4bit on a mesh of fsdp 4 x ep 2": ("fsdp4", 2, {}, True, True),
+    "an adapter with tp 4": ("tp4", 1, {}, True, False),
+    "packed weights, of 4-bit or 8-bit values, with ep 2": ("fsdp4", 2, {}, True, True),
     "a vocabulary of 510 in an embedding that is also the head": (
         *("fsdp2 x tp2", 1, {"vocab_size": 510, "tie_word_embeddings": True}),
         *(False, False),

@@ -63,6 +63,7 @@ def test_experts_are_in_the_launch_line(tmp_path: Path) -> None:
         (("--model", LLAMA, "--ep", "2"), "no plan to divide"),
         (("--model", MIXTURE, "--tp", "4", "--ep", "2"), "whole groups"),
         (("--model", LLAMA, "--tp", "2", "--method", "qlora"), "4-bit"),
+        (("--model", LLAMA, "--tp", "2", "--method", "lora"), "PEFT 0.21 stops"),
         (("--model", LLAMA, "--tp", "2", "--engine", "ddp"), "no effect"),
         (("--model", LLAMA, "--strategy", "4", "--dp-replicate", "8"), "nothing to share"),
     ],

@@ -1,6 +1,7 @@
 from . import flight_records as flight_records
 from . import hang as hang
 from . import holding as holding
+from . import parts as parts
 from . import script as script
 from .collectives import Call as Call
 from .collectives import aborted as aborted

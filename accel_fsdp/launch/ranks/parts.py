@@ -49,17 +49,17 @@ class Place:
 
     def part(self, values: Any) -> "torch.Tensor":
         """A copy of the part, from a tensor laid out as `parameter` is, such as its gradient."""
-        own: torch.Tensor = local(_placed_as(values.detach(), self.parameter))
+        own: torch.Tensor = local(placed_as(values.detach(), self.parameter))
         own = own.reshape(-1) if isinstance(self.start, int) else own
         return (own if self.within is None else own[self.within]).cpu().clone()
 
 
-def _placed_as(values: Any, parameter: Any) -> Any:
-    """A gradient with the placements of its weight: that of a split embedding is a pending sum over ranks.
+def placed_as(values: Any, like: Any) -> Any:
+    """A DTensor with the placements of another, such as a gradient with its weight's; other values unchanged.
 
-    Collective.
+    The gradient of a split embedding is a pending sum over ranks. Collective.
     """
-    placements = getattr(parameter, "placements", None)
+    placements = getattr(like, "placements", None)
     if placements is None or getattr(values, "placements", placements) == placements:
         return values
     return values.redistribute(placements=placements)

@@ -102,7 +102,7 @@ class _Repeated:
     def __init__(self, recorder: Recorder, number: int, updates: Sequence[dict[str, Any]]) -> None:
         self.number = number
         self.updates = updates
-        self.with_rows = updates[:: LaunchEnvironment.now().ranks_per_row]
+        self.with_rows = LaunchEnvironment.now().with_rows(updates)
         self.first = updates[0]
         if why := next((update["why"] for update in updates if update["why"]), ""):
             shares = loss_shares.of_batches(self.first["forwards"])

@@ -113,7 +113,7 @@ class Subject(JobConfig):
     @property
     def by_transformers(self) -> bool:
         """Whether train/sft.py has transformers shard the model: Accelerate has no tensor or expert parallelism."""
-        return self.launches_ours and (self.axes["tp"] > 1 or self.experts > 1)
+        return self.launches_ours and self.job.layout.is_by_transformers
 
     @property
     def lacks_processes(self) -> bool:
@@ -191,7 +191,8 @@ class Subject(JobConfig):
         job = from_yaml.job_of(self, self.args)
         base = self.model.quant_method if self.model else ""
         flags = job.flags | ({"load_in_8bit"} if self.model and self.model.quantized == 8 else set())
-        job = replace(job, recipe=replace(job.recipe, method=method), base=base, flags=flags)
+        layout = replace(job.layout, experts=self.experts)
+        job = replace(job, layout=layout, recipe=replace(job.recipe, method=method), base=base, flags=flags)
         return replace(job, embeddings=self.model.embeddings, scalars=self.model.scalars) if self.model else job
 
 

@@ -4,10 +4,11 @@ import ast
 import math
 from collections.abc import Iterator
 
-from accel_fsdp.config import BY_NAME, EXPERT_FLAG, NATIVE_SIZES, Engine, expert_refusal, size_key
+from accel_fsdp.config import BY_NAME, EXPERT_FLAG, ROW_AXES, Engine, mesh_fits, size_key
 from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.linter.rules.script import at, calls, keyword
+from accel_fsdp.models import Divisible
 from accel_fsdp.units import counted
 
 TENSOR = f"parallelism_config.{size_key('tp')}"
@@ -67,8 +68,8 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
     if what:
         yield Finding("parallelism_config", what, "Accelerate stops: ValueError", fix)
     total, processes = math.prod(sizes.values()), subject.number("num_processes")
-    if subject.by_transformers and sizes["dp_shard"] == 1 and total and processes % total == 0:
-        return  # what is left of the ranks shards
+    if subject.by_transformers and mesh_fits(sizes, processes):
+        return
     if processes and total not in (1, processes):
         largest = max((name for name in sizes if sizes[name] != 1), key=lambda name: sizes[name])
         product = " x ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
@@ -111,7 +112,7 @@ def axes_of_another_engine(subject: Subject) -> Iterator[Finding]:
     """
     if not subject.by_transformers:
         return
-    others = [axis for axis in ("cp", "sp") if subject.axes[axis] > 1]
+    others = [axis for axis in ROW_AXES if subject.axes[axis] > 1]
     if subject.engine is not Engine.FSDP2:
         what = f"{_asked(subject)} with {subject.engine.label}"
         yield Finding("distributed_type", what, "train/sft.py stops: it needs FSDP2", "fsdp_version: 2")
@@ -132,13 +133,11 @@ def experts_do_not_fit_the_mesh(subject: Subject) -> Iterator[Finding]:
 
     transformers' `DistributedConfig` refuses it.
     """
-    ranks, axes = subject.processes, subject.axes
-    if not subject.by_transformers or not ranks:
-        return
-    shards = ranks // (axes["dp_replicate"] * axes["tp"])
-    if refused := expert_refusal(dict(zip(NATIVE_SIZES, (1, shards, axes["tp"], axes["ep"]), strict=True))):
-        fix = f"{EXPERT_FLAG} {shards * axes['tp']}, or another multiple of {axes['tp']} that divides it"
-        yield Finding("num_processes", refused, "train/sft.py stops, as transformers refuses it", fix)
+    layout = subject.job.layout
+    if subject.by_transformers and subject.engine is Engine.FSDP2 and layout.ranks and layout.experts_misfit:
+        whole = layout.shard_ranks * layout.tensor
+        fix = f"{EXPERT_FLAG} {whole}, or another multiple of {layout.tensor} that divides it"
+        yield Finding("num_processes", layout.experts_misfit, "train/sft.py stops, as transformers refuses it", fix)
 
 
 @rule("AF331", "warning")
@@ -184,33 +183,14 @@ def sizes_that_do_not_divide(subject: Subject) -> Iterator[Finding]:
 
     Attention stops in its first forward: "shape is invalid". transformers refuses experts: "Cannot evenly shard".
     """
-    model, axes = subject.model, subject.axes
-    if model is None:
-        return
-    counts = [(axes["tp"], model.heads, "attention heads"), (axes["tp"], model.kv_heads, "key/value heads")]
-    for size, number, name in (*counts, (axes["ep"], model.experts, "experts")):
-        if number % size:
-            key, axis = (TENSOR, size_key("tp")) if name != "experts" else ("num_processes", EXPERT_FLAG)
-            yield Finding(
-                key,
-                f"{model.name} has {number} {name}, which {size} ranks can't share",
-                "loading or the first step stops",
-                f"{axis} that divides {number}",
-            )
+    yield from _misfits(subject, "count", "loading or the first step stops")
 
 
 @rule("AF517")
 def model_without_a_plan(subject: Subject) -> Iterator[Finding]:
     """`tp`, or `--expert_parallel_size`, and a model (`--model`) whose layers or experts transformers can't divide."""
-    model = subject.model
-    if model is None or not subject.by_transformers:
-        return
-    tensor, experts = subject.axes["tp"] > 1, subject.experts > 1
-    for asked, plan, what in ((tensor, model.tensor_plan, "layers"), (experts, model.expert_plan, "experts")):
-        if asked and plan is False:
-            fix = f"{size_key('tp')}: 1" if what == "layers" else f"drop {EXPERT_FLAG}"
-            what = f"transformers has no plan to divide the {what} of {model.model_type}"
-            yield Finding(TENSOR if fix.startswith("p") else "num_processes", what, "train/sft.py stops", fix)
+    if subject.by_transformers:
+        yield from _misfits(subject, "plan", "train/sft.py stops")
 
 
 @rule("AF518")
@@ -220,29 +200,26 @@ def tied_rows_are_padded(subject: Subject) -> Iterator[Finding]:
     torch pads the shards of the embedding, and with transformers 5.23 the head then keeps its initial weights.
     train/sft.py refuses it.
     """
-    rows = subject.model.tied_rows if subject.model else 0
-    ranks = subject.processes // subject.axes["dp_replicate"]
-    if subject.by_transformers and ranks > subject.axes["tp"] and rows % ranks:
-        yield Finding(
-            TENSOR if subject.axes["tp"] > 1 else "num_processes",
-            f"the tied embedding has {rows:,} rows, which {ranks} ranks can't share",
-            "train/sft.py stops, as the head would keep its first weights",
-            f"a number of ranks that divides {rows:,}, or {size_key('tp')}: 1 without {EXPERT_FLAG}",
-        )
+    if subject.by_transformers:
+        yield from _misfits(subject, "tie", "train/sft.py stops, as the head would keep its first weights")
 
 
 @rule("AF519")
-def four_bits_are_not_divided(subject: Subject) -> Iterator[Finding]:
-    """`--load_in_4bit` with `tp` or `--expert_parallel_size` in train/sft.py.
+def weights_that_are_not_divided(subject: Subject) -> Iterator[Finding]:
+    """`--load_in_4bit` with `tp` or `--expert_parallel_size`, or `--use_peft` with `tp`, in train/sft.py.
 
     bitsandbytes' packed weights don't have the shape that the plan divides: its layer raises an AssertionError with
-    `tp`, FSDP a RuntimeError with experts.
+    `tp`, FSDP a RuntimeError with experts. PEFT 0.21 stops in the first step of an adapter on split layers.
     """
-    if subject.by_transformers and subject.arg_on("load_in_4bit", "load_in_8bit"):
-        what = f"quantised weights with {_asked(subject)}"
-        yield Finding(
-            TENSOR if subject.axes["tp"] > 1 else "num_processes", what, "train/sft.py stops", "--use_peft alone"
-        )
+    if subject.by_transformers:
+        yield from _misfits(subject, "weights", "train/sft.py stops")
+
+
+def _misfits(subject: Subject, kind: str, why: str) -> Iterator[Finding]:
+    method = "qlora" if subject.arg_on("load_in_4bit", "load_in_8bit") else subject.job.method
+    for misfit in (subject.model or Divisible()).misfits(subject.job.layout.sizes, method):
+        if misfit.kind == kind:
+            yield Finding(TENSOR if misfit.axis == "tp" else "num_processes", misfit.what, why, misfit.fix)
 
 
 @rule("AF637")

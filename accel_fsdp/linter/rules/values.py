@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from accel_fsdp.config import DEFAULT_PORT, FALSE_WORDS, TRUE_WORDS, Edit, Engine, full_name, size_key
+from accel_fsdp.config import DEFAULT_PORT, FALSE_WORDS, ROW_AXES, TRUE_WORDS, Edit, Engine, full_name, size_key
 from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.linter.rules.keys import SECTIONS, written
@@ -122,7 +122,7 @@ def number_in_quotes(subject: Subject) -> Iterator[Finding]:
     if subject.engine is Engine.NONE or subject.values.get("num_machines") not in (None, 1, "1"):
         counted.append(("", "num_processes"))
     if subject.engine in (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED):
-        counted += [("parallelism_config", size_key(name)) for name in ("cp", "sp")]
+        counted += [("parallelism_config", size_key(axis)) for axis in ROW_AXES]
     for section, key in counted:
         value = subject.section(section).get(key)
         if isinstance(value, str) and value.isdecimal():

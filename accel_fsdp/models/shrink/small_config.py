@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.models.shrink import fewer_layers, narrower
-from accel_fsdp.models.shrink.config_parts import TOKENS, Part, parts_of
+from accel_fsdp.models.shrink.config_parts import EXPERT_COUNTS, GROUP_COUNTS, HEAD_COUNTS, TOKENS, Part, parts_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -70,10 +70,13 @@ class Words:
     ids: Mapping[int, int] = field(default_factory=dict)
 
 
-def smaller(config: Any, model: "nn.Module", attempt: Attempt, words: Words, in_a_row: bool) -> Any:
+def smaller(
+    config: Any, model: "nn.Module", attempt: Attempt, words: Words, divisors: Mapping[str, int], in_a_row: bool
+) -> Any:
     """The config with layers of each kind, at least two.
 
     `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
+    `divisors` are those of `parallel_plans` on the mesh that trains the small model; empty without one.
 
     Raises: ValueError, and any error of transformers: the resulting sizes are invalid.
     """
@@ -87,6 +90,8 @@ def smaller(config: Any, model: "nn.Module", attempt: Attempt, words: Words, in_
     fewer_layers.keep_features(parts)
     if attempt.widths:
         narrower.narrow(parts, attempt.heads, attempt.parts)
+    for part in parts if divisors else ():
+        _for_mesh(part, divisors)
     return type(config).from_dict(parts[0].values)
 
 
@@ -129,6 +134,17 @@ def _small_windows(part: Part) -> None:
 def _small_vocabulary(part: Part, words: Words) -> None:
     for key in part.keys(VOCABULARIES):
         part.values[key] = min(part.real[key], words.count)
+
+
+def _for_mesh(part: Part, divisors: Mapping[str, int]) -> None:
+    """Raises counts to multiples of what divides them, as the real ones are on the real mesh, which may be another."""
+    counts = {EXPERT_COUNTS: divisors["experts"], VOCABULARIES: divisors["rows"]}
+    if any(narrower.HEAD_WIDTHS.search(key) for key in part.real):  # else heads share a width that stays
+        counts |= {HEAD_COUNTS: divisors["heads"], GROUP_COUNTS: divisors["heads"]}
+    for pattern, divisor in counts.items():
+        for key in part.keys(pattern):
+            if (count := part.values[key]) > 1:
+                part.values[key] = -(-count // divisor) * divisor
 
 
 def _renumber(part: Part, words: Words) -> None:

@@ -4,10 +4,11 @@ The real one is built on the meta device from its config. Everything that FSDP s
 and its layers, each kind of layer, tied weights, dtypes, parameter names.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_fsdp import atomic_files, models
@@ -59,8 +60,10 @@ class _Made:
     tried: str
 
 
-def shrink(model: str, target: Path) -> SmallModel:
+def shrink(model: str, target: Path, divisors: Mapping[str, int] = MappingProxyType({})) -> SmallModel:
     """Writes a small model of the architecture of `model`, a hub id or a folder, to the folder `target`.
+
+    A mesh with these `divisors` (of `parallel_plans`) divides it.
 
     It has two layers in each stack, and as many more as show each kind of layer. An existing `target` is replaced. The
     weights are the same each time.
@@ -73,7 +76,7 @@ def shrink(model: str, target: Path) -> SmallModel:
     if tokenizer:
         words = Words(_rows(tokenizer, token_ids))
     tokenizer_kind: Literal["real", "made up"] = "real" if tokenizer else "made up"
-    small = _first_that_works(model, config, real, words)
+    small = _first_that_works(model, config, real, words, divisors)
     _store(small.model, models.stored_dtype(model))
     with atomic_files.replaced_folder(target) as folder:
         _write(model, small.model, folder, words)
@@ -113,13 +116,13 @@ def _rows(tokenizer: Any, token_ids: dict[int, str]) -> int:
     return -(-most // small_config.VOCABULARY_ROUNDED_TO) * small_config.VOCABULARY_ROUNDED_TO
 
 
-def _first_that_works(name: str, config: Any, real: "nn.Module", words: Words) -> _Made:
+def _first_that_works(name: str, config: Any, real: "nn.Module", words: Words, divisors: Mapping[str, int]) -> _Made:
     """The small model of the first attempt that runs; if none can be tried, of the first that can be built."""
     built: list[_Made] = []
     failed: list[str] = []
     for attempt in ATTEMPTS:
         try:
-            attempted = _make(name, config, real, words, attempt)
+            attempted = _make(name, config, real, words, divisors, attempt)
         except Exception as error:  # any error of a config of unknown kind: the next attempt changes less of it
             failed.append(f"{attempt.words}: {first_line(error)}")
             continue
@@ -135,11 +138,13 @@ def _first_that_works(name: str, config: Any, real: "nn.Module", words: Words) -
     )
 
 
-def _make(name: str, config: Any, real: "nn.Module", words: Words, attempt: Attempt) -> _Made:
+def _make(
+    name: str, config: Any, real: "nn.Module", words: Words, divisors: Mapping[str, int], attempt: Attempt
+) -> _Made:
     real_kinds = layer_kinds.all_kinds(real)
     for in_a_row in (False, True):
         with config_json.believed(name):
-            small = small_config.smaller(config, real, attempt, words, in_a_row)
+            small = small_config.smaller(config, real, attempt, words, divisors, in_a_row)
         shape = _on_meta(name, small)
         if real_kinds <= layer_kinds.all_kinds(shape):
             break

@@ -248,7 +248,7 @@ class Fsdp2(Fsdp):
         self.kept_output = 0
 
     def _output(self, unit: int) -> int:
-        sharded = self.layout.expert_shard_ranks > 1 if self.unit(unit).nested else self.layout.is_sharded
+        sharded = self.layout.sharers(of_experts=self.unit(unit).nested) > 1
         return self._size(unit) if sharded else 0
 
     def _all_gather(self, unit: int) -> None:

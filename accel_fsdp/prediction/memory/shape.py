@@ -6,8 +6,10 @@ from functools import lru_cache
 from typing import Literal
 
 from accel_fsdp.job import ATTENTION_LINEAR, LoraTargets
+from accel_fsdp.models import Divisible
 
 ParameterKind = Literal["linear", "experts", "embedding", "head", "norm", "other"]
+UNKNOWN_DIVISION = Divisible()
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class ModelShape:
     and those a token goes through, 0 without. `window` is the sliding window of the layers that have one, 0 without;
     `positions` the longest sequence, 0 if unlimited. `untraced` are the indices of the blocks that images go through,
     whose activations aren't known. `eager_only`: transformers has only eager attention for the model. `language` counts
-    the parameters of the part that text goes through, 0 if that is the whole model.
+    the parameters of the part that text goes through, 0 if that is the whole model. `division`: what a mesh divides.
     """
 
     name: str
@@ -88,6 +90,7 @@ class ModelShape:
     untraced: tuple[int, ...] = ()
     eager_only: bool = False
     language: int = 0
+    division: Divisible = UNKNOWN_DIVISION
 
     def __hash__(self) -> int:
         """The hash of a part: shapes have hundreds of parameters, and are keys of caches."""
@@ -99,12 +102,6 @@ class ModelShape:
         inside = sum(len(block.layers) * parameter.numel for block in self.blocks for parameter in block.parameters)
         return inside + sum(parameter.numel for parameter in self.outer)
 
-    @property
-    def key_heads(self) -> int:
-        """The heads of keys and values where the plan cuts their projection; 0 if unknown."""
-        keys = (p for block in self.blocks for p in block.parameters if p.name.endswith("k_proj.weight"))
-        return next((p.shape[0] // self.head_dim for p in keys if p.cut == 0), 0)
-
     @lru_cache(256)  # noqa: B019 - shapes live as long as the process
     def part(self, tensor: int, experts: int) -> "ModelShape":
         """One rank's part of the model: its part of each parameter, its heads, and its tokens' share of the experts."""
@@ -112,7 +109,7 @@ class ModelShape:
             return self
         return replace(
             self,
-            heads=-(-self.heads // tensor) if self.cuts_heads else self.heads,
+            heads=-(-self.heads // tensor) if self.division.heads else self.heads,
             blocks=tuple(
                 replace(block, parameters=tuple(p.part(tensor, experts) for p in block.parameters))
                 for block in self.blocks
@@ -127,20 +124,3 @@ class ModelShape:
         """The tokens whose logits a rank computes before it gathers them."""
         tables = (p for p in self.outer if p.kind == ("embedding" if self.tied else "head") and p.cut == 0)
         return next((p.shape[0] for p in tables), self.vocab)
-
-    def misfit(self, tensor: int, experts: int) -> str:
-        """Why these sizes don't divide the model, with the numbers; empty if they do."""
-        divided = [p for block in self.blocks for p in block.parameters]
-        if tensor > 1 and not any(p.cut is not None for p in divided):
-            return f"transformers has no tensor-parallel plan for {self.model_type}"
-        if experts > 1 and not any(p.dispatched for p in divided):
-            return f"transformers has no expert-parallel plan for {self.model_type}"
-        counts = {"heads": self.heads, "heads of keys and values": self.key_heads} if self.cuts_heads else {}
-        uneven = [(count, what, tensor) for what, count in counts.items() if count % tensor]
-        uneven += [(self.experts, "experts", experts)] if self.experts % experts else []
-        return next((f"{count} {what} can't be divided among {ranks} ranks" for count, what, ranks in uneven), "")
-
-    @property
-    def cuts_heads(self) -> bool:
-        """Whether tensor parallelism divides attention."""
-        return any(p.cut is not None and "attn" in p.name for block in self.blocks for p in block.parameters)

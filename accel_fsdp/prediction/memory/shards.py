@@ -188,7 +188,7 @@ def pieces_of(param: Held, layout: Layout) -> int:
     """
     if param.adapter and layout.is_by_transformers:
         return 1
-    return layout.expert_shard_ranks if param.dispatched else layout.shard_ranks
+    return layout.sharers(of_experts=param.dispatched)
 
 
 def shard_shape(param: Held, layout: Layout) -> tuple[int, ...]:

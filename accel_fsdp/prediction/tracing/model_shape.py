@@ -23,7 +23,7 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
     modules = list(layers.values())
     heads = int(_first(text, "num_attention_heads", "n_head"))
     divided = Divided(parallel_plans.cuts(model), parallel_plans.dispatched(model))
-    names = list(layers)
+    names, division = list(layers), parallel_plans.divisible_by_config(config)
     return ModelShape(
         name=name,
         model_type=str(config.model_type),
@@ -38,13 +38,14 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         outer=_outer(model, layers, divided),
         tied=_tied(model),
         buffers_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-        experts=int(_first(text, "num_local_experts", "num_experts", "n_routed_experts")),
+        experts=division.experts,
         experts_used=int(_first(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")),
         window=_window(text, modules),
         positions=int(_first(text, "max_position_embeddings", "n_positions")),
         untraced=tuple(place for place, group in enumerate(groups.values()) if not traced.intersection(group)),
         eager_only=not getattr(model, "_supports_sdpa", True),
         language=language_parameters(model),
+        division=division,
     )
 
 

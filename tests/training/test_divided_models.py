@@ -1,0 +1,118 @@
+"""Whether a mesh divides a model: `check`, `plan`, `config` and `train/sft.py` say the same of each family.
+
+What real ranks do with such meshes is in `linter/test_upstream_mesh.py` and `test_trained_meshes.py`.
+"""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_trained_meshes import KINDS, SMALL
+from transformers import AutoConfig
+
+from accel_fsdp.config import JobConfig
+from accel_fsdp.errors import UserError
+from accel_fsdp.job import from_yaml
+from accel_fsdp.linter import rules
+from accel_fsdp.models import build, model_facts
+from accel_fsdp.planner import PlanCommand, command
+from accel_fsdp.prediction.tracing.model_shape import shape_of
+from accel_fsdp.training import mesh
+from accel_fsdp.wizard import validation
+from accel_fsdp.wizard.question import Context
+
+OLMO = {"olmo2": {}}
+"""A family whose plan gathers what its attention computes with, and divides its other layers."""
+ODD: dict[str, Any] = {"vocab_size": 510, "tie_word_embeddings": True}
+MESHES: dict[str, tuple[dict[str, int], int]] = {
+    "tp 2": ({"dp_shard": 1, "tp": 2}, 1),
+    "tp 8": ({"dp_shard": 1, "tp": 8}, 1),
+    "fsdp 4 x tp 2": ({"dp_shard": 4, "tp": 2}, 1),
+    "copies 2 x tp 2": ({"dp_replicate": 2, "dp_shard": 1, "tp": 2}, 1),
+    "fsdp 8 x ep 2": ({}, 2),
+    "fsdp 8 x ep 8": ({}, 8),
+    "fsdp 4 x tp 2 x ep 4": ({"dp_shard": 4, "tp": 2}, 4),
+}
+REFUSED = {
+    "llama": {"tp 8": "4 key/value heads", "ep": "no plan to divide the experts"},
+    "qwen3": {"tp 8": "4 key/value heads", "ep": "no plan to divide the experts"},
+    "gemma3_text": {"tp 8": "4 key/value heads", "ep": "no plan to divide the experts"},
+    "phi3": {"ep": "no plan to divide the experts"},
+    "olmo2": {"ep": "no plan to divide the experts"},
+    "qwen3_moe": {"tp 8": "4 key/value heads", "ep 8": "4 experts"},
+    "gpt_oss": {"tp": "no plan to divide the layers", "ep 8": "4 experts"},
+}
+"""What is said of a family on each mesh with such an axis."""
+
+
+def file_for(sizes: dict[str, int]) -> JobConfig:
+    ranks = 8 if not sizes else 2 * sizes.get("dp_shard", 1) * sizes.get("dp_replicate", 1)
+    ranks = max(ranks, sizes.get("tp", 1))
+    section = {f"parallelism_config_{axis}_size": size for axis, size in sizes.items()}
+    fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    content = {"distributed_type": "FSDP", "num_processes": ranks, "mixed_precision": "bf16", "fsdp_config": fsdp}
+    return JobConfig({**content, **({"parallelism_config": section} if sizes else {})})
+
+
+def said_by_check(file: JobConfig, experts: int, config: Any) -> list[str]:
+    arguments = {"expert_parallel_size": experts}
+    subject = rules.Subject(file.values, args=arguments, model=model_facts("a", config), ours=True)
+    asked = {code: rules.engine.RULES[code] for code in ("AF516", "AF517", "AF518")}
+    return [finding.what for finding in rules.engine.run(subject, asked)]
+
+
+def said_by_plan(file: JobConfig, experts: int, config: Any) -> str:
+    shape = shape_of("a", config, build("a", config))
+    job = from_yaml.predictable(file, {"expert_parallel_size": experts})
+    flags = PlanCommand(model="a", gpus=f"{job.layout.ranks}xH100-80GB")
+    try:
+        command.make_problem(flags, job, 1, lambda name, recipe: (shape, SimpleNamespace(config={})))
+    except UserError as error:
+        return error.what
+    return ""
+
+
+def said_by_config(file: JobConfig, experts: int, config: Any) -> str:
+    layout = from_yaml.layout_of(file)
+    given = {"num_processes": layout.ranks, "num_machines": 1, "strategy": 4 if layout.replicas > 1 else 1}
+    given |= {"dp_replicate": layout.replicas, "method": "full", "tp": layout.tensor}
+    context = Context(given, model=model_facts("a", config))
+    try:
+        validation.check_tensor(context, layout.tensor)
+        validation.check_experts(context, experts)
+    except UserError as error:
+        return error.what.removeprefix("a: ")
+    return ""
+
+
+def said_by_training(file: JobConfig, experts: int, config: Any) -> str:
+    try:
+        mesh.check_on(replace(from_yaml.layout_of(file), experts=experts), config, adapted=False, quantized=False)
+    except UserError as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("kind", [*KINDS, *OLMO])
+def test_all_say_the_same(kind: str, name: str) -> None:
+    config = AutoConfig.for_model(kind, **SMALL, **{**KINDS, **OLMO}[kind])
+    expected = next((what for axis, what in REFUSED[kind].items() if axis in name), "")
+    check_all(*MESHES[name], config, expected)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_all_say_the_same_of_padded_ties(name: str) -> None:
+    config = AutoConfig.for_model("qwen3_moe", **{**SMALL, **ODD}, **KINDS["qwen3_moe"])
+    expected = next((what for axis, what in REFUSED["qwen3_moe"].items() if axis in name), "")
+    check_all(*MESHES[name], config, expected or ("a vocabulary of 510" if "fsdp" in name else ""))
+
+
+def check_all(sizes: dict[str, int], experts: int, config: Any, expected: str) -> None:
+    file = file_for(sizes)
+    said = said_by_training(file, experts, config)
+    assert (expected in said, bool(said)) == (True, bool(expected))
+    assert said_by_check(file, experts, config)[:1] == [said] * bool(said)
+    assert said_by_plan(file, experts, config) == said
+    assert said_by_config(file, experts, config) == said
