@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError
+from accel_fsdp.models import parallel_plans, read_config
+from accel_fsdp.models.shrink import shrink
 from accel_fsdp.rehearsal import scaled
 
 SIZES = {
@@ -178,6 +180,16 @@ def test_real_numbers_that_a_mesh_does_not_divide_are_named(models: Path, tmp_pa
     finished = accel_fsdp("rehearse", file, "--model", tmp_path / "model")
     assert finished.code == 1
     assert "2 key/value heads" in " ".join(finished.output.split())
+
+
+def test_a_mesh_divides_the_small_model(tmp_path: Path) -> None:
+    """The rehearsal's mesh is another one than the real mesh, of which these counts are multiples."""
+    odd = {"num_attention_heads": 6, "num_key_value_heads": 3, "num_experts": 6, "vocab_size": 510}
+    settings = {**SIZES, **EXPERTS, "hidden_size": 32, **odd, "tie_word_embeddings": True}
+    AutoConfig.for_model("qwen3_moe", **settings).save_pretrained(tmp_path / "real")
+    sizes = {"fsdp": 2, "tp": 2, "ep": 4}
+    small = shrink(str(tmp_path / "real"), tmp_path / "small", parallel_plans.divisors(sizes))
+    assert list(parallel_plans.divisible_by_config(read_config(str(small.folder))).misfits(sizes)) == []
 
 
 def test_another_script_has_only_what_splits_nothing(tmp_path: Path) -> None:

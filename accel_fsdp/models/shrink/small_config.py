@@ -1,5 +1,6 @@
 """Makes a model's config small, by rules on key names; no rule is for a single model."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -138,13 +139,18 @@ def _small_vocabulary(part: Part, words: Words) -> None:
 
 def _for_mesh(part: Part, divisors: Mapping[str, int]) -> None:
     """Raises counts to multiples of what divides them, as the real ones are on the real mesh, which may be another."""
-    counts = {EXPERT_COUNTS: divisors["experts"], VOCABULARIES: divisors["rows"]}
+    _raise(part, EXPERT_COUNTS, divisors["experts"])
+    _raise(part, VOCABULARIES, divisors["rows"])
     if any(narrower.HEAD_WIDTHS.search(key) for key in part.real):  # else heads share a width that stays
-        counts |= {HEAD_COUNTS: divisors["heads"], GROUP_COUNTS: divisors["heads"]}
-    for pattern, divisor in counts.items():
-        for key in part.keys(pattern):
-            if (count := part.values[key]) > 1:
-                part.values[key] = -(-count // divisor) * divisor
+        groups = _raise(part, GROUP_COUNTS, divisors["heads"])
+        _raise(part, HEAD_COUNTS, math.lcm(groups, divisors["heads"]))
+
+
+def _raise(part: Part, pattern: re.Pattern[str], divisor: int) -> int:
+    """Raises counts over 1 to multiples of `divisor`; returns the largest."""
+    keys = [key for key in part.keys(pattern) if part.values[key] > 1]
+    part.values |= {key: -(-part.values[key] // divisor) * divisor for key in keys}
+    return max((part.values[key] for key in keys), default=1)
 
 
 def _renumber(part: Part, words: Words) -> None:
