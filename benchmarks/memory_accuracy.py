@@ -32,6 +32,8 @@ from accel_fsdp.units import GIB
 DATA = Path(__file__).parent / "data" / "memory.json"
 THROUGHPUT = DATA.with_name("throughput.json")
 VERDICTS = DATA.with_name("verdicts.json")
+REPORTED_GIB = {(gpu.name, gpu.memory_gib): gpu.reported_gib for gpu in gpus.GPUS if gpu.reported_gib}
+"""The memory of cards of which a report is known, by their names and the memory that they are sold with."""
 One = TypeVar("One")
 
 
@@ -141,7 +143,7 @@ def run_of(row: Mapping[str, Any]) -> Run:
     if "loss" in known:
         known["loss"] = _loss(known["loss"])
     recipe = replace(older_libraries.with_versions(recipe, row["versions"], shape.model_type), **known)
-    card = gpus.REPORTED_GIB.get((row["gpu"], row["card_gib"]), row["card_gib"])
+    card = REPORTED_GIB.get((row["gpu"], row["card_gib"]), row["card_gib"])
     expandable = row.get("expandable_segments", False)
     return Run(shape, tapes, recipe, layout, expandable, round(card * GIB), _gpu(row["gpu"]))
 

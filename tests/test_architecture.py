@@ -356,7 +356,6 @@ def test_few_files_name_an_axis_of_the_mesh() -> None:
 
 def test_a_gpu_is_added_in_one_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(gpus, "GPUS", (*gpus.GPUS, replace(gpus.find("H100"), name="X9")))
-    monkeypatch.setitem(gpus.BOARD_WATTS, "X9", 500)
     model = ("--model", "Qwen/Qwen3-0.6B", "--gpus", "8xX9-80GB")
     assert cli.call(["plan", *model, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["gpu"] == "X9"

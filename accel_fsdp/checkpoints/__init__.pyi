@@ -3,7 +3,6 @@ from . import dcp as dcp
 from . import deepspeed as deepspeed
 from . import discover as discover
 from . import file_names as file_names
-from . import finite as finite
 from . import marker as marker
 from . import open_checkpoint as open_checkpoint
 from . import optimizer_names as optimizer_names
@@ -17,17 +16,15 @@ from .discover import CheckpointLocation as CheckpointLocation
 from .marker import Origin as Origin
 from .open_checkpoint import MODEL_KEYS as MODEL_KEYS
 from .open_checkpoint import Weights as Weights
-from .pickle_opcodes import Inert as Inert
 from .safe_unpickle import ERRORS as ERRORS
+from .safe_unpickle import Inert as Inert
 from .safe_unpickle import unpickle as unpickle
 from .summary import TIED as TIED
 from .summary import CheckpointFacts as CheckpointFacts
 from .summary import read_checkpoint as read_checkpoint
 from .tensor_names import LORA as LORA
 from .tensor_names import TOKENS as TOKENS
-from .tensor_names import check_patterns as check_patterns
 from .tensor_names import clean_name as clean_name
-from .tensor_names import pattern_of as pattern_of
 from .tensor_names import plain as plain
 from .tensor_storage import FLOATS as FLOATS
 from .tensor_storage import GAP_BYTES as GAP_BYTES

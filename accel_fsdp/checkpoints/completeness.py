@@ -91,9 +91,6 @@ def seal(checkpoint: Path, origin: marker.Origin, hashes: Mapping[str, str] | No
     """Declares the checkpoint complete, once all its files are on disk; call when every rank has written its own.
 
     `hashes`: those of all files, if the ranks have taken them; otherwise they are taken now.
-
-    Raises:
-        UserError: the marker can't be written. The checkpoint then counts as half-written.
     """
     atomic_files.sync_folder(checkpoint)
     sizes = marker.sizes_of(checkpoint)

@@ -13,8 +13,7 @@ from typing import Any
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names, torch_zip
-from accel_fsdp.checkpoints.pickle_opcodes import Inert
-from accel_fsdp.checkpoints.safe_unpickle import ERRORS, SPARE_FOR_ONE_TENSOR, unpickle
+from accel_fsdp.checkpoints.safe_unpickle import ERRORS, SPARE_FOR_ONE_TENSOR, Inert, unpickle
 from accel_fsdp.checkpoints.tensor_storage import FileReader, FileRecord, Stored, damaged, tensor
 from accel_fsdp.checkpoints.torch_zip import DTYPES, TENSORS, Archive, Storage, View
 from accel_fsdp.errors import UserError
@@ -105,11 +104,9 @@ def listed(folder: Path, reader: FileReader, needed: Callable[[tuple[str, ...]],
     with _listing(folder) as metadata:
         items, nested = _items(folder, reader, metadata["storage_data"]), metadata.get("planner_data") or {}
         paths = {_text(name): _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
-        return {path: _value(reader, items[name, None]) if needed(path) else None for name, path in paths.items()}
-
-
-def _value(reader: FileReader, item: _Item) -> Any:
-    return Archive(reader, item.path, item.start, item.length).load(TENSORS)
+        places = {path: items[name, None] for name, path in paths.items() if needed(path)}
+        values = {path: Archive(reader, at.path, at.start, at.length).load(TENSORS) for path, at in places.items()}
+        return {path: values.get(path) for path in paths.values()}
 
 
 def read_bytes(path: Path) -> bytes:
@@ -120,11 +117,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def unpickled(content: bytes, path: Path) -> Any:
-    """The content of a `.metadata` file, as inert values.
-
-    Raises:
-        UserError: it is damaged, or names something else than the types of DCP's metadata.
-    """
+    """The content of a `.metadata` file, as inert values; raises UserError if it names other types than DCP's."""
     metadata = unpickle(content, ADMITTED, path)
     if not isinstance(metadata, Inert) or not isinstance(metadata.state, dict):
         raise damaged(path, "is damaged: it lists no tensors")

@@ -15,8 +15,7 @@ from typing import Any
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names, torch_zip
-from accel_fsdp.checkpoints.pickle_opcodes import Inert
-from accel_fsdp.checkpoints.safe_unpickle import ERRORS
+from accel_fsdp.checkpoints.safe_unpickle import ERRORS, Inert
 from accel_fsdp.checkpoints.tensor_storage import ITEM_BYTES, FileReader, Piece, Stored, damaged
 from accel_fsdp.checkpoints.torch_zip import View
 from accel_fsdp.errors import UserError

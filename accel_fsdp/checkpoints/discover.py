@@ -44,13 +44,6 @@ class CheckpointLocation:
         return int(match[1]) if match else -1
 
     @property
-    def description(self) -> str:
-        """The name of the file that describes it, without its numbers."""
-        if self.kind == "adapter":
-            return file_names.ADAPTER_CONFIG
-        return file_names.DCP_METADATA if self.kind == "sharded (DCP)" else file_names.CONFIG
-
-    @property
     def size_bytes(self) -> int:
         paths = self.weights.iterdir() if self.weights.is_dir() else [self.weights]
         return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in file_names.READABLE)
@@ -65,16 +58,12 @@ def look(folder: Path) -> CheckpointLocation | None:
     for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
         checkpoint = read(folder)
         if checkpoint is not None:
-            lacks = (*checkpoint.missing, *([completeness.ITS_END] if _is_temporary(folder) else []))
-            return replace(
-                checkpoint, missing=tuple({lack.split(" (")[0]: lack for lack in lacks}.values())
-            )  # each once
+            # How `atomic_files.replaced_folder` leaves a folder if its process is killed
+            is_temporary = folder.name.startswith(".") and folder.name.endswith(".tmp")
+            lacks = (*checkpoint.missing, *([completeness.ITS_END] if is_temporary else []))
+            each_once = {lack.split(" (")[0]: lack for lack in lacks}
+            return replace(checkpoint, missing=tuple(each_once.values()))
     return None
-
-
-def _is_temporary(folder: Path) -> bool:
-    """Whether `atomic_files.replaced_folder` was writing the folder when its process was killed."""
-    return folder.name.startswith(".") and folder.name.endswith(".tmp")
 
 
 def _sharded(folder: Path) -> CheckpointLocation | None:

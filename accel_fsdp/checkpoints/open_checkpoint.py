@@ -182,7 +182,12 @@ def split(paths: Paths, adapter: str | None = None) -> Weights:
     optimizer = {_optimizer_name(path): stored for path, stored in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
     tensors = _named({**model, **_second_model(paths, model)})
     if not tensor_names.is_adapted(tensors):
-        _check_unadapted(tensors)
+        if tensor_names.is_wrapped(tensors):
+            raise UserError(
+                f"the checkpoint is of a PEFT model, and its adapter is not LoRA: {next(iter(tensors))}",
+                why="only LoRA and DoRA adapters can be separated from their base",
+                fix="load it with PEFT, and save_pretrained it",
+            )
         return Weights(tensors, optimizer=optimizer)
     base, adapters = tensor_names.divided(tensors)
     return Weights(base, _chosen(adapters, adapter), optimizer)
@@ -205,15 +210,6 @@ def _chosen(adapters: Mapping[str, dict[str, Stored]], name: str | None) -> dict
     return adapters.get(name or "") or next(iter(adapters.values()))
 
 
-def _check_unadapted(names: Mapping[str, Stored]) -> None:
-    if tensor_names.is_wrapped(names):
-        raise UserError(
-            f"the checkpoint is of a PEFT model, and its adapter is not LoRA: {next(iter(names))}",
-            why="only LoRA and DoRA adapters can be separated from their base",
-            fix="load it with PEFT, and save_pretrained it",
-        )
-
-
 def _second_model(paths: Paths, model: Paths) -> Paths:
     """Copies of the model under further keys, such as an average of weights: most names and shapes match."""
     shapes = {_plain(path[-1]): stored.shape for path, stored in model.items()}
@@ -229,23 +225,13 @@ def _second_model(paths: Paths, model: Paths) -> Paths:
     return second
 
 
-def _content(stored: Stored) -> tuple[Any, ...]:
-    """A key that is equal for equal tensors: their location in a file, or the length and checksum of their bytes."""
-    pieces = []
-    for piece in stored.pieces:
-        record = piece.record
-        content = record if record.crc is None else (record.length, record.crc)
-        pieces.append((content, piece.offsets, piece.sizes, piece.skip, piece.strides))
-    return stored.dtype, stored.shape, pieces
-
-
 def _named(paths: Paths) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     origins: dict[str, tuple[str, ...]] = {}
     for path, stored in paths.items():
         name = _plain(path[-1])
         first = tensors.setdefault(name, stored)
-        if first is not stored and _content(first) != _content(stored):
+        if first is not stored and first.content != stored.content:
             raise UserError(
                 f"the checkpoint holds two tensors named {name}: {'.'.join(origins[name])} and {'.'.join(path)}",
                 why="it is unclear which of them belongs to the model",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import dcp, deepspeed, file_names, torch_zip
-from accel_fsdp.checkpoints.pickle_opcodes import Inert
+from accel_fsdp.checkpoints.safe_unpickle import Inert
 from accel_fsdp.checkpoints.tensor_storage import FileReader
 from accel_fsdp.errors import UserError
 

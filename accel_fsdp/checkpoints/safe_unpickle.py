@@ -1,14 +1,35 @@
-"""Untrusted pickles as plain data, in time and memory in proportion to their length; nothing is executed."""
+"""Reads untrusted pickles as plain data, in time and memory in proportion to their length, without running code.
 
+A pickle is a program: it names code, calls it, and sets attributes on what it got. This is Python's own reader with
+other steps for these opcodes: a name gives what the caller admits under it, which is a value, a function written for
+this purpose, or a subclass of `Inert`. Only these are called, and only `Inert` things take a state.
+
+Time and memory are bounded by the length of the pickle: each step is charged for what it makes, and a call for
+everything in its arguments, repeated parts included, because no function needs more than that.
+"""
+
+import io
 import pickle
 import struct
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
-from accel_fsdp.checkpoints.pickle_opcodes import ROOM_PER_BYTE, Admitted, Inert, Machine
 from accel_fsdp.checkpoints.tensor_storage import damaged
+from accel_fsdp.errors import UserError
 
+PYTHONS: Any = pickle._Unpickler  # the one in Python, whose steps can be replaced
+LONGEST_NUMBER = 64
+"""Bytes."""
+ROOM_PER_BYTE, MOST_ROOM = 36, 1 << 32
+"""Bytes of memory that a pickle may take per byte of its length, and at most; honest ones take 30 per byte."""
+SLOT, NUMBER, CONTAINER = 8, 40, 100
+"""The approximate bytes of a value."""
+MOST_IN_KEY = 16
+LARGEST_KEY = 1 << 53
+"""Larger numbers can be chosen so that their hashes are alike, and looking them up takes forever."""
 ERRORS = (
     *(EOFError, ValueError, TypeError, LookupError, AttributeError, struct.error, OverflowError, RecursionError),
     *(MemoryError, pickle.UnpicklingError),
@@ -20,7 +41,228 @@ SPARE_ROOM, SPARE_FOR_ONE_TENSOR = 1 << 22, 1 << 16
 SPARE_LEAVES, LEAVES_PER_BYTE = 100_000, 4
 """The most values in a pickle, each counted as often as it is referred to; honest pickles share a few."""
 INDEX_LETTERS = 8
+
+
+class Inert:
+    """Stands for a class of another library: takes any arguments and any state, and does nothing with them."""
+
+    __slots__ = ("args", "state")
+
+    def __init__(self, *args: Any) -> None:
+        self.args, self.state = args, None  # type: tuple[Any, ...], Any
+
+
+Admitted = Mapping[tuple[str, str], Any]
 HOLDERS = (dict, list, tuple, set, Inert)
+
+
+def _key(value: Any) -> Any:
+    """A key of a mapping or member of a set: plain values, and short tuples of them."""
+    if isinstance(value, str):
+        return value
+    left = [value]
+    for _ in range(MOST_IN_KEY):
+        part = left.pop()
+        if isinstance(part, tuple):
+            left += part[: MOST_IN_KEY + 1]
+        elif isinstance(part, (int, float)) and (
+            part is not value or abs(part) > LARGEST_KEY
+        ):  # tuples' hashes collide
+            raise ValueError("an impossible key")
+        elif not isinstance(part, (str, bytes, int, float, Inert, type(None))):
+            raise TypeError(f"a key of type {type(part).__name__}")
+        if not left:
+            return value
+    raise ValueError("a key of many parts")
+
+
+def _ordered(pairs: Any = ()) -> "OrderedDict[Any, Any]":
+    return OrderedDict((_key(name), value) for name, value in pairs)
+
+
+def _set(members: Any = ()) -> set[Any]:
+    return set(map(_key, members))
+
+
+def _latin1(text: str, encoding: str = "latin1") -> bytes:
+    """Bytes as old protocols write them: as text, with a call that converts it back."""
+    if encoding != "latin1":
+        raise ValueError("text in another encoding")
+    return text.encode("latin1")
+
+
+def _no_bytes() -> bytes:
+    return b""
+
+
+def _empty(*factory: Any) -> dict[Any, Any]:
+    """A mapping of a special class, whose items follow in the pickle."""
+    return {}
+
+
+PLAIN: Admitted = {
+    ("collections", "OrderedDict"): _ordered,
+    ("builtins", "set"): _set,
+    ("builtins", "frozenset"): _set,
+    ("_codecs", "encode"): _latin1,
+    ("builtins", "bytes"): _no_bytes,
+    ("collections", "defaultdict"): _empty,
+    ("lightning_fabric.utilities.data", "AttributeDict"): _empty,
+    ("lightning.fabric.utilities.data", "AttributeDict"): _empty,
+    **{("builtins", name): name for name in ("int", "long", "float", "bool", "str", "list", "dict")},
+    **{(f"numpy.{core}.multiarray", "scalar"): Inert for core in ("core", "_core")},
+    ("numpy", "dtype"): Inert,
+    ("argparse", "Namespace"): Inert,
+    ("types", "SimpleNamespace"): Inert,
+    **{("datetime", name): Inert for name in ("date", "datetime", "timedelta")},
+}
+"""Opcodes of plain data in all protocols, and of settings that people save beside weights."""
+
+
+class Machine(PYTHONS):  # type: ignore[misc]
+    """Reads one pickle."""
+
+    def __init__(
+        self, content: bytes, admitted: Admitted, path: Path, load: Callable[[Any], Any] | None, spare_room: int
+    ) -> None:
+        super().__init__(io.BytesIO(content))
+        self.admitted, self.path, self.load_storage = admitted, path, load
+        self.stack: list[Any] = []
+        self.room = min(spare_room + ROOM_PER_BYTE * len(content), MOST_ROOM)
+
+    def pay(self, size: int) -> None:
+        """Subtracts these bytes from the limit of what the pickle may make."""
+        self.room -= size
+        if self.room < 0:
+            raise ValueError("it takes much more memory than it is long")
+
+    def pay_for(self, value: Any) -> None:
+        """Charges a call for everything in its argument, repeated parts included."""
+        left = [value]
+        while left:
+            part = left.pop()
+            if isinstance(part, (str, bytes)):
+                self.pay(len(part))
+            elif isinstance(part, (tuple, list, set, dict)):
+                self.pay(4 * SLOT * len(part))
+                left += part
+                if isinstance(part, dict):
+                    left += part.values()
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Returns the object of an admitted name."""
+        key = ("builtins" if module == "__builtin__" else module, name)
+        for names in (self.admitted, PLAIN):
+            if key in names:
+                return names[key]
+        raise UserError(
+            f"{self.path} names {module}.{name}, which no checkpoint needs",
+            why="reading it the usual way could run the code of the file's author; nothing was executed",
+            fix="if the file is yours, save only the weights: torch.save(model.state_dict(), FILE); "
+            "else don't load it, and get the checkpoint again from where it was written",
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self.load_storage is None:
+            raise ValueError("a storage where none belongs")
+        self.pay_for(pid)
+        return self.load_storage(pid)
+
+    def top(self, kind: type[Any]) -> Any:
+        """The top of the stack, which must be a container of this kind."""
+        if not isinstance(self.stack[-1], kind):
+            raise TypeError(f"no {kind.__name__} to put something into")
+        return self.stack[-1]
+
+
+def _call(machine: Machine) -> None:
+    args, made_by = machine.stack.pop(), machine.stack[-1]
+    admitted = isinstance(made_by, FunctionType) or (isinstance(made_by, type) and issubclass(made_by, Inert))
+    if not admitted or not isinstance(args, tuple):
+        raise TypeError("a call of something that can't be called")
+    machine.pay_for(args)
+    machine.stack[-1] = made_by(*args)
+
+
+def _build(machine: Machine) -> None:
+    """Sets the state of an `Inert` object only. torch's `_metadata` on ordered mappings is dropped."""
+    state = machine.stack.pop()
+    if not isinstance(machine.stack[-1], (Inert, OrderedDict)):
+        raise TypeError("a state for something that has none")
+    if isinstance(machine.stack[-1], Inert):
+        machine.stack[-1].state = state
+
+
+def _dict_of(items: list[Any]) -> dict[Any, Any]:
+    return {_key(name): value for name, value in zip(items[::2], items[1::2], strict=True)}
+
+
+def _set_item(machine: Machine) -> None:
+    value, name = machine.stack.pop(), _key(machine.stack.pop())
+    machine.top(dict)[name] = value
+
+
+def _set_items(machine: Machine) -> None:
+    items = machine.pop_mark()
+    machine.top(dict).update(_dict_of(items))
+
+
+def _add_items(machine: Machine) -> None:
+    members = machine.pop_mark()
+    machine.top(set).update(_set(members))
+
+
+def _push_dict(machine: Machine) -> None:
+    mapping = _dict_of(machine.pop_mark())
+    machine.stack.append(mapping)
+
+
+def _push_set(machine: Machine) -> None:
+    members = _set(machine.pop_mark())
+    machine.stack.append(members)
+
+
+COSTS = {
+    **dict.fromkeys(b"01.\x80\x95", 0),
+    **dict.fromkeys(b"N\x88\x89)K2hjgae\x90c\x93b", SLOT),
+    **dict.fromkeys(b"MJ\x8a\x8bGILF", NUMBER),
+    **dict.fromkeys(b"]}\x8cX\x8dCB\x8e\x96V(qrp\x94\x85\x86\x87tldsuR\x81Q", CONTAINER),
+    **dict.fromkeys(b"\x8f\x91", 2 * CONTAINER),
+}
+"""The bytes of memory that each opcode takes. Others are refused: those that make instances of old classes, names by
+number from a registry, buffers from elsewhere, and text of Python 2."""
+CHECKED = b"IL\x8a\x8bVX\x8c\x8d"
+"""Opcodes whose numbers may be too long, and whose text may hold half a character."""
+OWN: dict[int, Callable[[Machine], None]] = {
+    **{ord("R"): _call, 0x81: _call, ord("b"): _build, ord("d"): _push_dict, 0x91: _push_set},
+    **{ord("s"): _set_item, ord("u"): _set_items, 0x90: _add_items},
+    0x96: PYTHONS.load_binbytes8,  # Python makes a bytearray of the size that is said, before it reads
+}
+"""The steps that are not Python's."""
+
+
+def _checked(value: Any) -> None:
+    if isinstance(value, str):
+        value.encode()
+    elif value.bit_length() > 8 * LONGEST_NUMBER:
+        raise ValueError("a number of many digits")
+
+
+def _paid(code: int, cost: int) -> Callable[[Machine], None]:
+    step, is_checked = OWN.get(code) or PYTHONS.dispatch[code], code in CHECKED
+
+    def pay_and_do(machine: Machine) -> None:
+        machine.room -= cost
+        if machine.room < 0:
+            machine.pay(0)
+        step(machine)
+        if is_checked:
+            _checked(machine.stack[-1])
+
+    return pay_and_do
+
+
+Machine.dispatch = {code: _paid(code, cost) for code, cost in COSTS.items()}
 
 
 def unpickle(

@@ -53,7 +53,8 @@ def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]
         raise untrusted_files.unreadable(path, error.strerror or str(error)) from error
     notes = header.pop(METADATA, None)
     notes = {} if notes is None else notes
-    _check_notes(path, notes)
+    if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
+        raise _damaged(path, f"its {METADATA} is not a mapping of text")
     begin = LENGTH_BYTES + length
     tensors = {name: _tensor(path, name, entry, begin) for name, entry in header.items()}
     _check_filled(path, tensors, begin, size)
@@ -79,11 +80,6 @@ def _damaged(path: Path, what: str) -> UserError:
         why="its tensors would differ from the written ones",
         fix="copy that file again from where it was written",
     )
-
-
-def _check_notes(path: Path, notes: Any) -> None:
-    if not (isinstance(notes, dict) and all(isinstance(note, str) for note in notes.values())):
-        raise _damaged(path, f"its {METADATA} is not a mapping of text")
 
 
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> Tensor:

@@ -139,13 +139,15 @@ def facts_of(folder: Path) -> CheckpointFacts:
                 read[path] = {}
                 read[path] = safetensors_header.read(path)
             elif path.name.endswith(file_names.INDEX_END):
-                _check_index(path)
+                for name in sorted(set(weight_map(path).values())):
+                    if not os.path.lexists(untrusted_files.inside(path.parent, name, path.name)):
+                        raise untrusted_files.broken(path, f"lists {name}, which is missing")
         except UserError as error:
             broken.append(error)
     adapter = read.get(folder / file_names.ADAPTER)
     everything = {name: tensor for tensors in read.values() for name, tensor in tensors.items()}
     config = read_json(folder / file_names.CONFIG)
-    pair = tied_pair(everything)
+    pair, listed = tied_pair(everything), config.get("architectures")
     return CheckpointFacts(
         name=str(folder),
         sharded=any(path.name.startswith(file_names.TORCH_STEM) for path in sharded),
@@ -164,16 +166,10 @@ def facts_of(folder: Path) -> CheckpointFacts:
         empty_tensor=next((name for name, stored in everything.items() if 0 in stored.shape), ""),
         tied_twice=bool(config.get("tie_word_embeddings")) and pair is not None and equal(*pair),
         cache_off=config.get("use_cache") is False,
-        architecture=_architecture(config),
+        architecture=listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else "",
         has_config=bool(names & {file_names.CONFIG, file_names.TOKENIZER, file_names.TOKENIZER_CONFIG}),
         private=next((path.name for path in read if not path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH)), ""),
     )
-
-
-def _check_index(path: Path) -> None:
-    for name in sorted(set(weight_map(path).values())):
-        if not os.path.lexists(untrusted_files.inside(path.parent, name, path.name)):
-            raise untrusted_files.broken(path, f"lists {name}, which is missing")
 
 
 def _refusal(path: Path) -> UserError | None:
@@ -188,8 +184,3 @@ def _refusal(path: Path) -> UserError | None:
     except UserError as error:
         return error
     return None
-
-
-def _architecture(config: dict[str, Any]) -> str:
-    listed = config.get("architectures")
-    return listed[0] if isinstance(listed, list) and listed and isinstance(listed[0], str) else ""

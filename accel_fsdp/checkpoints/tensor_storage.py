@@ -104,6 +104,15 @@ class Stored:
         row = prod(self.shape[1:])
         return 1 if self.flat or row > LONGEST_ROW else row
 
+    @property
+    def content(self) -> tuple[Any, ...]:
+        """The same for two tensors of the same bytes, or of bytes of the same lengths and checksums."""
+        pieces = []
+        for piece in self.pieces:
+            record = piece.record if piece.record.crc is None else (piece.record.length, piece.record.crc)
+            pieces.append((record, piece.offsets, piece.sizes, piece.skip, piece.strides))
+        return self.dtype, self.shape, pieces
+
     def read(self, reader: "FileReader", start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with elements `start` to `stop`, multiples of `unit`."""
         if self.flat:

@@ -14,8 +14,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_fsdp.checkpoints.pickle_opcodes import Admitted
-from accel_fsdp.checkpoints.safe_unpickle import SPARE_ROOM, unpickle
+from accel_fsdp.checkpoints.safe_unpickle import SPARE_ROOM, Admitted, unpickle
 from accel_fsdp.checkpoints.tensor_storage import (
     ITEM_BYTES,
     TORCH_NAMES,
@@ -23,6 +22,7 @@ from accel_fsdp.checkpoints.tensor_storage import (
     FileRecord,
     Piece,
     Stored,
+    c_order,
     damaged,
     tensor,
 )
@@ -94,7 +94,8 @@ class View:
         needed = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
         if prod(self.shape) and (self.offset + needed) * item > self.storage.record.length:
             raise damaged(self.storage.record.path, "has a tensor that is larger than its storage")
-        plain = prod(self.shape) == 0 or self.strides == contiguous(self.shape, self.strides)
+        in_order = zip(self.shape, self.strides, c_order(self.shape), strict=True)
+        plain = prod(self.shape) == 0 or all(size == 1 or stride == usual for size, stride, usual in in_order)
         skip = self.offset * item
         return Piece(self.storage.record, offsets, self.shape, skip, None if plain else self.strides)
 
@@ -102,21 +103,8 @@ class View:
         return tensor(name, self.dtype, self.shape, [self.piece((0,) * len(self.shape))])
 
 
-def contiguous(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of C order; those of dimensions of size 1 have no meaning and are kept."""
-    expected, step = [], 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        expected.append(stride if size == 1 else step)
-        step *= size
-    return tuple(reversed(expected))
-
-
 def size(numbers: Any) -> tuple[int, ...]:
-    """Sizes of a tensor, or its strides.
-
-    Raises:
-        ValueError: no tensor can have them.
-    """
+    """Sizes of a tensor, or its strides; raises ValueError for impossible ones."""
     dimensions = tuple(numbers)
     if len(dimensions) > MOST_DIMENSIONS or not all(type(n) is int and 0 <= n < LARGEST_SIZE for n in dimensions):
         raise ValueError("a tensor of impossible shape")
@@ -128,15 +116,6 @@ def _nameless(path: Path, dtype: str) -> UserError:
         f"{path} holds a tensor of {dtype}",
         why="safetensors has no such numbers",
         fix="convert it with torch, save the checkpoint again, and export that",
-    )
-
-
-def _marked(path: Path, metadata: Any) -> UserError:
-    marks = ", ".join(map(str, metadata)) if isinstance(metadata, dict) else "unknown ones"
-    return UserError(
-        f"{path} holds a tensor with marks beside its numbers: {marks}",
-        why="with them torch reads other numbers than the stored ones, such as their negatives",
-        fix="in torch: tensor.resolve_conj().resolve_neg(), save the checkpoint again, and export that",
     )
 
 
@@ -158,7 +137,12 @@ def _view(
     if not isinstance(storage, Storage) or kind not in ITEM_BYTES or len(sizes) != len(steps):
         raise ValueError("no tensor")
     if metadata:
-        raise _marked(storage.record.path, metadata)
+        marks = ", ".join(map(str, metadata)) if isinstance(metadata, dict) else "unknown ones"
+        raise UserError(
+            f"{storage.record.path} holds a tensor with marks beside its numbers: {marks}",
+            why="with them torch reads other numbers than the stored ones, such as their negatives",
+            fix="in torch: tensor.resolve_conj().resolve_neg(), save the checkpoint again, and export that",
+        )
     return View(storage, kind, first, sizes, steps)
 
 

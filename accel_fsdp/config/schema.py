@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from accel_fsdp.config.vocabulary import DDP_TYPES, STRATEGIES, TORCH_STRATEGIES, ZERO_TWINS, Engine
@@ -65,9 +65,9 @@ class Field:
     default: Any
     engines: frozenset[Engine]
     help: str
-    section: str = ""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     question: str = ""
+    section: str = ""
 
     def takes(self, text: str) -> bool:
         """Whether text is one of the choices, ignoring case where Accelerate does."""
@@ -94,47 +94,38 @@ def _any_of(*choices: str) -> Mapping[str, str]:
     return dict.fromkeys(choices, "")
 
 
-def _fsdp(
-    key: str,
-    kind: Kind,
-    default: Any,
-    engines: frozenset[Engine],
-    help: str,
-    meanings: Mapping[str, str] = _any_of(),
-    question: str = "",
-) -> Field:
-    return Field(key, kind, default, engines, help, "fsdp_config", meanings, question)
+_fsdp = partial(Field, section="fsdp_config")
 
 
 def _mesh(name: str, kind: Kind, default: Any, help: str, *choices: str, engines: frozenset[Engine] = ONLY2) -> Field:
-    return Field(f"parallelism_config_{name}", kind, default, engines, help, "parallelism_config", _any_of(*choices))
+    section = "parallelism_config"
+    return Field(f"{section}_{name}", kind, default, engines, help, _any_of(*choices), section=section)
 
 
 def _deepspeed(key: str, kind: Kind, help: str, meanings: Mapping[str, str] = _any_of(), question: str = "") -> Field:
-    return Field(key, kind, None, DS, help, "deepspeed_config", meanings, question)
+    return Field(key, kind, None, DS, help, meanings, question, "deepspeed_config")
 
 
 def _xla(name: str, kind: Kind, help: str) -> Field:
     """Nothing in Accelerate reads these: `TrainingArguments.fsdp_config` does, under the same names."""
     help += " Accelerate passes it on to nothing; train/sft.py --accelerate_config FILE gives it to Trainer."
-    return Field(f"fsdp_{name}", kind, False, XLA, help, "fsdp_config")
+    return _fsdp(f"fsdp_{name}", kind, False, XLA, help)
 
 
 def _extra(key: str, kind: Kind, default: Any, help: str, *choices: str) -> Field:
-    section = key.partition("_")[0]
-    return Field(key, kind, default, ALL, help, f"{section}_config", _any_of(*choices))
+    return Field(key, kind, default, ALL, help, _any_of(*choices), section=f"{key.partition('_')[0]}_config")
 
 
 STRATEGY_CHOICES = _any_of(*STRATEGIES.values(), *(str(number) for number in STRATEGIES))
 DEVICES = _any_of("none", "cpu", "nvme")
 
 TOP: tuple[Field, ...] = (
-    Field("compute_environment", Kind.CHOICE, "LOCAL_MACHINE", ALL, "Where it runs.", "",
+    Field("compute_environment", Kind.CHOICE, "LOCAL_MACHINE", ALL, "Where it runs.",
           _any_of("LOCAL_MACHINE", "AMAZON_SAGEMAKER")),
-    Field("distributed_type", Kind.CHOICE, None, ALL, "The engine. FSDP covers both versions, DDP is MULTI_GPU.", "",
+    Field("distributed_type", Kind.CHOICE, None, ALL, "The engine. FSDP covers both versions, DDP is MULTI_GPU.",
           _any_of("NO", *DDP_TYPES, "DEEPSPEED", "FSDP", "XLA", "MEGATRON_LM")),
     Field("mixed_precision", Kind.CHOICE, "no", ALL, "Compute precision over float32 master weights. bf16 halves the "
-          "memory of gathered parameters and activations; no trains in the dtype the model was loaded in.", "",
+          "memory of gathered parameters and activations; no trains in the dtype the model was loaded in.",
           {"bf16": "Ampere and newer, TPU", "fp16": "older GPUs, with loss scaling", "no": "fp32 throughout",
            "fp8": "Hopper and newer, with an fp8_config"},
           "Which precision?"),
@@ -269,11 +260,11 @@ DEEPSPEED_FIELDS: tuple[Field, ...] = (
     _deepspeed("offload_optimizer_device", Kind.CHOICE, "Where the optimizer state lives.", DEVICES),
     _deepspeed("offload_param_device", Kind.CHOICE, "Where parameters live (stage 3).", DEVICES),
     Field("offload_optimizer_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
-          "deepspeed_config_file.", "deepspeed_config"),
+          "deepspeed_config_file.", section="deepspeed_config"),
     Field("offload_param_nvme_path", Kind.TEXT, None, frozenset(), "Dropped by the launcher: give it in a "
-          "deepspeed_config_file.", "deepspeed_config"),
+          "deepspeed_config_file.", section="deepspeed_config"),
     Field("seq_parallel_communication_data_type", Kind.TEXT, None, frozenset(), "A key of DeepSpeed's own file, which "
-          "the launcher drops.", "deepspeed_config"),
+          "the launcher drops.", section="deepspeed_config"),
     _deepspeed("gradient_accumulation_steps", Kind.TEXT, "Micro-batches per step, or auto."),
     _deepspeed("gradient_clipping", Kind.TEXT, "Largest gradient norm, or auto."),
     _deepspeed("zero3_init_flag", Kind.BOOL, "Builds the model sharded (stage 3)."),

@@ -4,10 +4,11 @@ import errno
 import json
 import re
 import time
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from accel_fsdp import atomic_files, console, untrusted_files
 from accel_fsdp.checkpoints import (
@@ -224,7 +225,7 @@ class _Export:
             if unknown:
                 console.say(f"names and ties are taken from the checkpoint: {unknown}", style="yellow")
             report.save(folder)
-        return report.timed(time.monotonic() - started)
+        return replace(report, seconds=round(time.monotonic() - started, 3))
 
     def _check_adapter(self, weights: Weights, papers: Papers) -> None:
         assert papers.adapter  # else `check_weights` raised
@@ -245,9 +246,10 @@ class _Export:
         papers, options = planner.papers, self.options
         placed = self._place(folder, outputs, planner.weights, adapter)
         copied_files = papers.copy_adapter(folder) if adapter else papers.copy(folder, planner.dtype)
-        loading = None
+        loading: Future[Any] | None = None
         if options.verify != "bytes" and options.format == "safetensors":
-            loading = verification.ask(folder, self.pool, papers.folder if adapter else None)
+            describe, load = transformers_probe.describe_adapter, transformers_probe.loads
+            loading = self.pool.submit(describe, folder, papers.folder) if adapter else self.pool.submit(load, folder)
         with console.progress("exporting", sum(placement.output.size_bytes for placement in placed)) as progress:
             hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, sync=not options.no_sync)
         if options.format == "pth":
@@ -258,8 +260,11 @@ class _Export:
         report = report if options.allow_non_finite else verification.check_finite(report)
         if copied_files:
             console.say(f"taken from {papers.run}: {', '.join(copied_files)}", style="cyan")
-        if loading is not None:
-            report = verification.loaded(report, loading)
+        if loading is not None and adapter:
+            report = verification.same_as_peft(report, *loading.result())
+        elif loading is not None:
+            loading.result()
+            report = report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
         if options.verify == "logits":
             report = verification.same_logits(folder, report, self.pool, self.checkpoint, papers)
         return report

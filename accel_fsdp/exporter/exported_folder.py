@@ -166,15 +166,10 @@ def _spec(tensor: "torch.Tensor") -> Spec:
     return Spec(tuple(tensor.shape), DTYPES[str(tensor.dtype).removeprefix("torch.")])
 
 
-def read_specs(folder: Path) -> dict[str, Spec]:
-    """Reads the header of every safetensors file in `folder`; no tensor is loaded."""
-    headers = [safetensors_header.read(path) for path in sorted(folder.glob(file_names.ALL_SAFETENSORS))]
-    return {name: Spec(tensor.shape, tensor.dtype) for header in headers for name, tensor in header.items()}
-
-
 def verify(folder: Path, expected: Expected) -> int:
     """Compares the files in `folder` with the expected tensors; returns their number."""
-    specs = read_specs(folder)
+    headers = [safetensors_header.read(path) for path in sorted(folder.glob(file_names.ALL_SAFETENSORS))]
+    specs = {name: Spec(tensor.shape, tensor.dtype) for header in headers for name, tensor in header.items()}
     problems = [f"{name} is missing" for name in expected.tensors if name not in specs]
     problems += [f"{name} is unexpected" for name in specs if name not in expected.tensors]
     problems += [

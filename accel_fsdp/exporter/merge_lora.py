@@ -18,10 +18,8 @@ from accel_fsdp.checkpoints import (
     FileReader,
     Source,
     Stored,
-    check_patterns,
     file_names,
     part_of,
-    pattern_of,
     plain,
     tensor_names,
 )
@@ -171,7 +169,8 @@ class Merger:
         base, name = self.tensors[target], plain(f"{module}.").rstrip(".")
         if base.dtype not in FLOATS:
             raise _mismatch(f"{target} has no floating-point dtype but {base.dtype}")
-        turned = embedding or self._is_turned(f"{name}.weight")
+        by_settings = bool(self.settings.get("fan_in_fan_out"))
+        turned = embedding or (by_settings if self.turned is None else f"{name}.weight" in self.turned)
         shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
         if len(base.shape) != 2 or base.shape != shape:
             raise _mismatch(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")
@@ -200,9 +199,6 @@ class Merger:
             raise _mismatch(f"{name} is {list(rows.shape)}, its settings list {len(tokens)} tokens of {base.shape[0]}")
         self.tensors[target] = Replaced(target, self._dtype(base), base, rows, tokens)
 
-    def _is_turned(self, weight: str) -> bool:
-        return bool(self.settings.get("fan_in_fan_out")) if self.turned is None else weight in self.turned
-
     def _target(self, module: str) -> str:
         return self.named(f"{plain(f'{module}.')}weight")
 
@@ -213,7 +209,9 @@ class Merger:
             raise _unmergeable("with target_parameters")
         if self.filed_as is not None and name not in self.filed_as and filed in self.tensors:
             raise _unmergeable(f"on {name}, which the model's files hold in another layout,")
-        return _checked_name(self.tensors, filed)
+        if filed not in self.tensors:
+            raise _mismatch(f"{filed} is not in the base")
+        return filed
 
     def _dtype(self, base: Source) -> str:
         """The dtype of the merge: float32 unless the base's is asked for, so that another dtype is rounded to once."""
@@ -238,7 +236,6 @@ def merged(
         if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding stored with its adapter
             merger.tensors[merger.named(plain(name))] = tensor
     modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
-    check_patterns(settings, map(tensor_names.module_of, modules))
     for module in modules:
         merger.lora(module)
     for name in adapter:
@@ -248,11 +245,7 @@ def merged(
 
 
 def check_saved(adapter: Collection[str], needed: Iterable[str], possible: Collection[str]) -> None:
-    """Compares an adapter's tensors with those that PEFT creates for its settings.
-
-    Raises:
-        UserError: some are missing, or are LoRA matrices of modules that the settings don't choose.
-    """
+    """Refuses an adapter that lacks tensors that PEFT creates for its settings, or has matrices of other modules."""
     if lacks := tensor_names.lacking(adapter, needed):
         raise _contradicted(f"lacks {lacks}, which {file_names.ADAPTER_CONFIG} asks for")
     if unchosen := next((name for name in adapter if LORA.search(name) and name not in possible), None):
@@ -291,13 +284,7 @@ def tied_once(
 def _setting_of(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
     """A setting of one module: by the first pattern that its name ends in, as PEFT matches them."""
     by_pattern = patterns if isinstance(patterns, dict) else {}
-    return next((value for key, value in by_pattern.items() if re.fullmatch(pattern_of(key), module)), default)
-
-
-def _checked_name(base: Mapping[str, Source], name: str) -> str:
-    if name not in base:
-        raise _mismatch(f"{name} is not in the base")
-    return name
+    return next((value for key, value in by_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", module)), default)
 
 
 def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:

@@ -48,7 +48,9 @@ def check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:
         )
     if out.exists() and not force:
         raise UserError(f"{out} exists", why="it may be another model", fix="add --force, or choose another OUT")
-    if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or _is_model(out))):
+    descriptions = (file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT)
+    is_model = any((out / name).is_file() for name in descriptions)
+    if out.exists() and not (out.is_dir() and (is_model or not any(out.iterdir()))):
         raise UserError(
             f"{out} is not a folder of a model",
             why="--force replaces only exported models, not other files",
@@ -61,10 +63,6 @@ def check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:
             why="--force replaces the whole folder, and that would be lost",
             fix="move it away, or choose another OUT",
         )
-
-
-def _is_model(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (file_names.CONFIG, file_names.ADAPTER_CONFIG, file_names.REPORT))
 
 
 def _is_of_model(path: Path) -> bool:

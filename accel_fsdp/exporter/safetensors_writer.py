@@ -16,8 +16,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import FLOATS, ITEM_BYTES, TORCH_NAMES, FileReader, Source, file_names, finite, part_of
-from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.checkpoints import FLOATS, ITEM_BYTES, TORCH_NAMES, FileReader, Source, file_names, part_of
+from accel_fsdp.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +27,11 @@ QUEUED = 1 << 12
 """Blocks that wait for a thread: each takes a kilobyte or two, and the largest models have a hundred thousand."""
 THREADS = min(4, (os.cpu_count() or 1) + 1)
 CACHED_ELEMENTS = 1 << 15
+NOT_FINITE = {
+    **{"F64": ("<u8", 0x7FF0000000000000), "F32": ("<u4", 0x7F800000), "C64": ("<u4", 0x7F800000)},
+    **{"F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80), "F8_E5M2": ("u1", 0x7C), "F8_E4M3": ("u1", 0x7F)},
+}
+"""The bits of a number of each dtype, and those that are all set in NaN and infinity."""
 INFINITY, QUIET = 0x7F800000, 0x40
 """float32's infinity, and the bit that keeps the upper half of a NaN a NaN."""
 SYNC_SECONDS = 0.2
@@ -96,22 +101,16 @@ def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: st
     """Divides tensors into files as `save_pretrained` does, writes headers and index, and returns the offsets.
 
     Raises:
-        UsageError: `max_shard_size` isn't a size.
         OSError: the folder can't be written.
     """
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    try:
-        split = split_state_dict_into_shards_factory(
-            {output.name: output for output in outputs},
-            get_storage_size=lambda output: output.size_bytes,
-            filename_pattern=f"{stem}{{suffix}}{file_names.SAFETENSORS}",
-            max_shard_size=max_shard_size,
-        )
-    except ValueError as error:
-        raise UsageError(
-            f"--max-shard-size {max_shard_size} is not a size", why="it is how large a file may get", fix="such as 5GB"
-        ) from error
+    split = split_state_dict_into_shards_factory(
+        {output.name: output for output in outputs},
+        get_storage_size=lambda output: output.size_bytes,
+        filename_pattern=f"{stem}{{suffix}}{file_names.SAFETENSORS}",
+        max_shard_size=max_shard_size,
+    )
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{stem}{file_names.INDEX_END}").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
@@ -194,9 +193,28 @@ def _block(output: Output, reader: FileReader, buffers: Buffers, start: int, sto
         return raw
     narrowed_block = cast(raw, source.dtype, output.dtype)
     narrowed = source.dtype in NARROWER.get(output.dtype, ())
-    if narrowed and (odd := finite.count(narrowed_block, output.dtype)) and odd > finite.count(raw, source.dtype):
+    if (
+        narrowed
+        and (odd := count_non_finite(narrowed_block, output.dtype))
+        and odd > count_non_finite(raw, source.dtype)
+    ):
         raise _beyond(output.name, output.dtype)
     return narrowed_block
+
+
+def count_non_finite(content: memoryview, dtype: str) -> int:
+    """The count of NaN and infinite numbers: a run that has diverged leaves such weights."""
+    import numpy as np
+
+    if dtype not in NOT_FINITE:
+        return 0
+    kind, mask = NOT_FINITE[dtype]
+    bits, odd = np.frombuffer(content, kind), 0
+    for start in range(0, bits.size, CACHED_ELEMENTS):
+        exponents = bits[start : start + CACHED_ELEMENTS] & bits.dtype.type(mask)
+        if exponents.max() == mask:
+            odd += int((exponents == mask).sum())
+    return odd
 
 
 def check_range(name: str, dtype: str, before: "torch.Tensor", after: "torch.Tensor") -> None:
@@ -304,16 +322,10 @@ def _flushing(descriptors: list[int]) -> Iterator[None]:
         os.fsync(descriptor)
 
 
-@dataclass(frozen=True)
-class Reread:
-    """The result of reading files again: the hash of each tensor, and its count of NaN or infinite numbers."""
-
-    hashes: dict[str, str]
-    non_finite: dict[str, int]
-
-
-def reread(placed: Sequence[TensorPlacement], threads: int, progress: Progress) -> Reread:
-    """Reads all tensors back from their files."""
+def reread(
+    placed: Sequence[TensorPlacement], threads: int, progress: Progress
+) -> tuple[dict[str, str], dict[str, int]]:
+    """Reads all tensors back from their files; returns the hash of each, and its count of NaN or infinite numbers."""
     reader, buffers, odd, lock = FileReader(), Buffers(), Counter[str](), threading.Lock()
 
     def block(placement: TensorPlacement, start: int, stop: int) -> bytes:
@@ -321,12 +333,12 @@ def reread(placed: Sequence[TensorPlacement], threads: int, progress: Progress) 
         content = buffers.take((stop - start) * item)
         reader.read_bytes(placement.path, placement.start + start * item, content)
         progress(len(content))
-        if count := finite.count(content, placement.output.dtype):
+        if count := count_non_finite(content, placement.output.dtype):
             with lock:
                 odd[placement.output.name] += count
         return _hash(content)
 
     try:
-        return Reread(_hashes(placed, block, threads), dict(odd))
+        return _hashes(placed, block, threads), dict(odd)
     finally:
         reader.close()

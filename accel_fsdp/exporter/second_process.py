@@ -4,7 +4,6 @@ multiprocessing would run the caller's `__main__` again, and with it the whole o
 "__main__":`.
 """
 
-import contextlib
 import gc
 import os
 import pickle
@@ -12,27 +11,32 @@ import signal
 import subprocess
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import IO, Any
+from typing import Any
 
 from accel_fsdp import python_child
 from accel_fsdp.errors import UserError, in_a_line
 
-SERVING = "from accel_fsdp.exporter import second_process; second_process.serve()"
+SERVING = "from accel_fsdp.exporter import second_process; second_process.serve({})"
 
 
 class SecondProcess(Executor):
-    """Runs functions of this package one after the other and returns their results; their output is discarded.
-
-    Requests go to the standard input of the process, answers come from its standard output, both pickled.
-    """
+    """Runs functions of this package one after the other and returns their results; their output is discarded."""
 
     def __init__(self) -> None:
-        with _undisturbed():
+        self._pipe, its_end = Pipe()
+        with its_end:
             self._process = subprocess.Popen(
-                python_child.command(SERVING), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+                python_child.command(SERVING.format(its_end.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(its_end.fileno(),),
+                start_new_session=True,  # Ctrl-C reaches this process alone, which reports it
             )
         self._asking = ThreadPoolExecutor(1)
 
@@ -44,16 +48,14 @@ class SecondProcess(Executor):
         """Ends the process at once, without waiting for pending answers, which may take seconds."""
         self._process.kill()
         self._asking.shutdown(cancel_futures=True)
-        self._process.communicate()
+        self._process.wait()
+        self._pipe.close()
 
     def _ask(self, request: bytes) -> Any:
-        assert self._process.stdin
-        assert self._process.stdout
         try:
-            pickle.dump(request, self._process.stdin)
-            self._process.stdin.flush()
-            answer, error, stack = pickle.load(self._process.stdout)
-        except (OSError, EOFError, pickle.UnpicklingError) as gone:
+            self._pipe.send_bytes(request)
+            answer, error, stack = self._pipe.recv()
+        except (OSError, EOFError) as gone:
             raise _ended(self._process.wait()) from gone
         if error is not None:
             raise error from _RaisedThere(stack)
@@ -75,36 +77,19 @@ def _ended(code: int) -> UserError:
     )
 
 
-@contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Blocks Ctrl-C, also in a process that is started meanwhile: this process reports it."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if hasattr(signal, "pthread_sigmask") else None
-    try:
-        yield
-    finally:
-        if before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def serve(descriptor: int) -> None:
     gc.disable()  # importing transformers makes a million objects that stay: a quarter of its time goes on looking
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    silent = os.open(os.devnull, os.O_RDWR)  # libraries talk while they load; what matters comes back as a value
-    for number in range(3):
-        os.dup2(silent, number)
-    waiting: SimpleQueue[bytes] = SimpleQueue()
-    threading.Thread(target=_take, args=(requests, waiting), daemon=True).start()
+    pipe, waiting = Connection(descriptor), SimpleQueue[bytes]()
+    threading.Thread(target=_take, args=(pipe, waiting), daemon=True).start()
     while True:
-        answers.write(_answer(waiting.get()))
-        answers.flush()
+        pipe.send_bytes(_answer(waiting.get()))
 
 
-def _take(requests: IO[bytes], waiting: "SimpleQueue[bytes]") -> None:
+def _take(pipe: Connection, waiting: "SimpleQueue[bytes]") -> None:
     """Reads requests in a thread, so that the process ends with the first one even while it works."""
     try:
         while True:
-            waiting.put(pickle.load(requests))
+            waiting.put(pipe.recv_bytes())
     finally:
         os._exit(0)
 

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
@@ -33,6 +33,7 @@ from accel_fsdp.units import MIB, counted, gb_or_mb
 READ_BYTES = MIB
 CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
+Shapes = Mapping[str, tuple[int, ...]]
 MERGED = 1e-4
 """The largest difference of a merge in float32 from PEFT's, relative to the largest logit."""
 
@@ -86,9 +87,6 @@ class ExportReport:
 
     def proven(self, what: str) -> "ExportReport":
         return replace(self, checks=(*self.checks, what))
-
-    def timed(self, seconds: float) -> "ExportReport":
-        return replace(self, seconds=round(seconds, 3))
 
     def content(self) -> dict[str, Any]:
         parameters = sum(prod(written.shape) for written in self.tensors.values())
@@ -204,19 +202,18 @@ def verify(folder: Path, report: ExportReport, threads: int, progress: Progress)
         header = in_files.get(written.file, {}).pop(name, None)
         if header is None or (header.dtype, header.shape) != (written.dtype, written.shape):
             raise damaged(folder / written.file, f"doesn't hold {name} as {written.dtype} {list(written.shape)}")
-        output = Output(name, written.dtype, _Blocks(written))
+        output = Output(name, written.dtype, _Blocks(written.dtype, written.shape, max(1, written.block)))
         placed.append(TensorPlacement(output, folder / written.file, header.start))
     extra = [name for tensors in in_files.values() for name in tensors]
     if extra:
         raise damaged(folder, f"holds {extra[0]}, which was not exported")
-    read = reread(placed, threads, progress)
-    for name, hashed in read.hashes.items():
+    hashes, non_finite = reread(placed, threads, progress)
+    for name, hashed in hashes.items():
         if report.tensors[name].hash not in ("", hashed):
             raise damaged(folder / report.tensors[name].file, f"is damaged: {name} was changed after the export")
-    hashed_too = any(written.hash for written in report.tensors.values())
-    report = replace(report, non_finite=dict(sorted(read.non_finite.items())))
-    hashes = ", and the hash of each tensor" if hashed_too else ""
-    return report.proven(f"files reopened: names, shapes, dtypes{hashes}")
+    hashed_too = ", and the hash of each tensor" if any(written.hash for written in report.tensors.values()) else ""
+    report = replace(report, non_finite=dict(sorted(non_finite.items())))
+    return report.proven(f"files reopened: names, shapes, dtypes{hashed_too}")
 
 
 def check_finite(report: ExportReport) -> ExportReport:
@@ -248,47 +245,21 @@ def _tensors(path: Path) -> dict[str, safetensors_header.Tensor]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The block size of a tensor that is only read again."""
+    """The shape and block size of a tensor that is only read again."""
 
-    written: Written
-
-    @property
-    def dtype(self) -> str:
-        return self.written.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.written.shape
-
-    @property
-    def unit(self) -> int:
-        return max(1, self.written.block)
+    dtype: str
+    shape: tuple[int, ...]
+    unit: int
 
     def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
         raise NotImplementedError
 
 
-def ask(folder: Path, pool: Executor, base: Path | None) -> "Future[Any]":
-    """Starts to load an export as its users will, on the meta device, from headers and companion files alone.
-
-    With `base`, the export is an adapter on that model.
-    """
-    return (
-        pool.submit(transformers_probe.describe_adapter, folder, base)
-        if base
-        else pool.submit(transformers_probe.loads, folder)
-    )
-
-
-def loaded(report: ExportReport, loading: "Future[Any]") -> ExportReport:
-    """Waits for the load that `ask` has started."""
-    expected = loading.result()
-    if expected is None:
-        return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
-    needed, more = expected
+def same_as_peft(report: ExportReport, needed: Shapes, possible: Shapes) -> ExportReport:
+    """Compares an exported adapter with the tensors that PEFT creates for its settings: needed and possible ones."""
     stem = file_names.ADAPTER_STEM
     shapes = {name: written.shape for name, written in report.tensors.items() if written.file.startswith(stem)}
-    unexpected = {(name, shape) for name, shape in shapes.items() if more.get(name) != shape}
+    unexpected = {(name, shape) for name, shape in shapes.items() if possible.get(name) != shape}
     differing = (needed.items() - shapes.items()) | unexpected
     if differing:
         name = min(name for name, _ in differing)
@@ -343,12 +314,8 @@ def _found(folder: Path) -> ExportReport:
         opened = open_checkpoint.read(checkpoint, reader)
     stored = {**opened.tensors, **opened.adapter}
     tensors = {name: Written(t.dtype, t.shape, t.pieces[0].record.path.name, 0, "") for name, t in stored.items()}
-    return ExportReport(
-        folder.name,
-        checkpoint.kind,
-        tensors,
-        ("all files there and whole; no report to compare hashes with",),
-    )
+    checks = ("all files there and whole; no report to compare hashes with",)
+    return ExportReport(folder.name, checkpoint.kind, tensors, checks)
 
 
 def same_logits(
@@ -361,6 +328,6 @@ def same_logits(
         raise UserError(
             f"the export's logits differ from the checkpoint's by {difference:g} (the largest is {largest:g})",
             why="it differs from the trained model",
-            fix=f"please report this with the checkpoint's {checkpoint.description}",
+            fix="please report this with the checkpoint's config.json, adapter_config.json or .metadata",
         )
     return report.proven(f"logits as of the checkpoint loaded by its own library, largest difference {difference:g}")

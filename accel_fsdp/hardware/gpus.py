@@ -5,9 +5,8 @@ All rates are per GPU as torch counts devices; FLOP/s are dense (without structu
 
 import dataclasses
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.hardware.machines import MachineFacts, has_bf16
@@ -19,52 +18,12 @@ INLINE_ECC = frozenset({"T4", "A10", "A10G", "L4", "A40", "L40", "L40S"})
 """Data-centre cards with GDDR memory, sold with error correction on, which takes a sixteenth of it."""
 
 REPORTED_SHARE = 0.985
-"""Share of the memory sold (less error correction) that CUDA reports as a card's total, where `REPORTED_GIB` has none:
-the reports below are 0.98 to 0.992 of it."""
-REPORTED_GIB: dict[tuple[str, float], float] = {
-    ("H100", 80): 79.1,
-    ("H100 PCIe", 80): 79.1,
-    ("A100", 80): 79.25,
-    ("A100 PCIe", 80): 79.25,
-    ("A100", 40): 39.39,
-    ("A100 PCIe", 40): 39.39,
-    ("H200", 141): 139.8,
-    ("B200", 180): 178.3,
-    ("T4", 16): 14.75,
-    ("L4", 24): 22.03,
-    ("A10", 24): 22.02,
-    ("A10G", 24): 21.99,
-    ("L40", 48): 44.40,
-    ("L40S", 48): 44.40,
-    ("A40", 48): 44.34,
-    ("A30", 24): 23.5,
-    ("RTX 3090", 24): 23.68,
-    ("RTX 4090", 24): 23.64,
-    ("RTX 5090", 32): 31.36,
-    ("A6000", 48): 47.5,
-    ("RTX 6000 Ada", 48): 47.4,
-    ("V100", 16): 15.77,
-    ("V100", 32): 31.73,
-}
-"""Total memory in GiB as CUDA reports it (`torch.cuda.mem_get_info`, "GPU 0 has a total capacity of ..." of an
-out-of-memory error). Looked up in GitHub issues: Open-Sora 697 (T4), DenseCLIP 52 (A100-40: 39.59), OOTDiffusion 235
-(A100-80), RB-Modulation 5 (A30), Phidias-Diffusion 8 (RTX 4090), GLM-4 730 (24 GB cards), NVlabs/Eagle 68 (L40),
-Step-Video-T2V 8 (L40S). The others are the usual totals of such messages, not looked up one by one. Drivers differ by
-0.1 to 0.2 GiB: the lower number is used."""
+"""Share of the memory sold (less error correction) that CUDA reports as a card's total, where no report is known: those
+in the table are 0.98 to 0.992 of it."""
 
-BOARD_WATTS: dict[str, float] = {
-    **{"V100": 300, "T4": 70, "A10": 150, "A10G": 300, "A30": 165, "A40": 300, "A6000": 300},
-    **{"A100": 400, "A100 PCIe": 300, "A100 PCIe 40": 250, "L4": 72, "L40": 300, "L40S": 350},
-    **{"RTX 3090": 350, "RTX 4090": 450, "RTX 5090": 575, "RTX 6000 Ada": 300},
-    **{"H100": 700, "H100 PCIe": 350, "H100 NVL": 400, "H200": 700, "GH200": 1000},
-    **{"A800": 400, "H800": 700, "H20": 400, "RTX PRO 6000": 600, "B300": 1100},
-    **{"B200": 1000, "GB200": 1200, "MI250X": 280, "MI300X": 750, "MI325X": 1000, "MI355X": 1400},
-}
-"""Maximum power of the board (TDP) in watts, from the `source` in the row of `GPUS`; the highest of several.
-
-GH200 with its CPU and memory, B200 and GB200 per GPU. A10G: the limit that nvidia-smi shows on AWS G5, because NVIDIA
-publishes none. MI250X: half of a card's 560 W, because torch sees half a card.
-"""
+CALIBRATED = frozenset({"A100", "H100", "RTX 3090", "RTX 4090"})
+"""GPUs whose efficiency was found from public runs; where another row has one, the chip is one of these in another
+form."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +31,19 @@ class Gpu:
     """One GPU.
 
     `memory_gib` is the size that the vendor sells, or that the caller gave to `find`; `usable_gib` the size that CUDA
-    reports.
+    reports, estimated where no report is known (`reported_gib`).
 
     `half_flops` are bf16 or fp16 with float32 sums, `fp32_flops` plain float32: torch leaves TF32 off by default.
     `link_bytes_per_s` joins GPUs of one machine (NVLink, or PCIe where a bridge is optional), `pcie_bytes_per_s` leads
     to the host. `network_bytes_per_s` is one GPU's share of a usual cluster's network: an assumption, never measured
-    here. `efficiency` is the share of the peak that matrix products reach in training, `calibrated` says that public
-    runs gave it. `source` names the vendor's document.
+    here. `efficiency` is the share of the peak that matrix products reach in training. `board_watts` is the board's
+    maximum power. `source` names the vendor's document.
     """
 
     name: str
     memory_gib: float
+    reported_gib: float | None
+    board_watts: float
     half_flops: float
     fp32_flops: float
     hbm_bytes_per_s: float
@@ -90,33 +51,28 @@ class Gpu:
     pcie_bytes_per_s: float
     network_bytes_per_s: float
     efficiency: float
-    calibrated: bool
     source: str
-    usable_gib: float
 
-    @property
+    @cached_property
     def has_bf16(self) -> bool:
-        return _has_bf16(self.name)
+        """Whether it is of the Ampere generation or newer (compute capability 8.0)."""
+        return has_bf16(MachineFacts(self.name, 1))
 
     @property
-    def board_watts(self) -> float:
-        """The board's maximum power in the vendor's document: `BOARD_WATTS`."""
-        return BOARD_WATTS.get(f"{self.name} {self.memory_gib:g}", BOARD_WATTS[self.name])
+    def usable_gib(self) -> float:
+        estimated = self.memory_gib * (15 / 16 if self.name in INLINE_ECC else 1) * REPORTED_SHARE
+        return self.reported_gib or estimated
 
     @property
-    def has_flash(self) -> bool:
-        """Whether flash_attention_2 runs on it: from Ampere on, as bf16 (compute capability 8.0)."""
-        return self.has_bf16
-
-
-@cache
-def _has_bf16(name: str) -> bool:
-    return has_bf16(MachineFacts(name, 1))
+    def calibrated(self) -> bool:
+        return self.name in CALIBRATED
 
 
 def _gpu(
     name: str,
     memory: float,
+    reported: float | None,
+    watts: float,
     half: float,
     fp32: float,
     hbm: float,
@@ -124,80 +80,83 @@ def _gpu(
     pcie: float,
     network: float,
     efficiency: float | None,
-    calibrated: bool,
     source: str,
 ) -> Gpu:
     rates = (half * 1e12, fp32 * 1e12, hbm * 1e9, link * 1e9, pcie * 1e9, network * 1e9)
-    return Gpu(
-        name, memory, *rates, efficiency or ASSUMED_EFFICIENCY, calibrated, source, usable_gib=_usable(name, memory)
-    )
+    return Gpu(name, memory, reported, watts, *rates, efficiency or ASSUMED_EFFICIENCY, source)
 
 
-def _usable(name: str, memory_gib: float) -> float:
-    """The memory that CUDA reports for a card sold with this much."""
-    after_ecc = memory_gib * (15 / 16 if name in INLINE_ECC else 1)
-    return REPORTED_GIB.get((name, memory_gib), after_ecc * REPORTED_SHARE)
-
-
-# In the units of datasheets: GiB, TFLOP/s in half and float32, GB/s of memory, of the link to its neighbours, of PCIe
-# (16 lanes of generation 3, 4 and 5 are 16, 32 and 64 one way) and of the network: 50 is 400 Gb/s InfiniBand per GPU
-# (DGX H100), 25 is 200 Gb/s (DGX A100), 12.5 is 100 Gb/s. Those are assumptions, as clusters differ.
+# In the units of datasheets: GiB sold, GiB reported, watts, TFLOP/s in half and float32, GB/s of memory, of the link to
+# its neighbours, of PCIe (16 lanes of generation 3, 4 and 5 are 16, 32 and 64 one way) and of the network: 50 is
+# 400 Gb/s InfiniBand per GPU (DGX H100), 25 is 200 Gb/s (DGX A100), 12.5 is 100 Gb/s. Those are assumptions, as
+# clusters differ.
+#
+# GiB reported is the total as CUDA reports it (`torch.cuda.mem_get_info`, "GPU 0 has a total capacity of ..." of an
+# out-of-memory error). Looked up in GitHub issues: Open-Sora 697 (T4), DenseCLIP 52 (A100-40: 39.59), OOTDiffusion 235
+# (A100-80), RB-Modulation 5 (A30), Phidias-Diffusion 8 (RTX 4090), GLM-4 730 (24 GB cards), NVlabs/Eagle 68 (L40),
+# Step-Video-T2V 8 (L40S). The others are the usual totals of such messages, not looked up one by one. Drivers differ by
+# 0.1 to 0.2 GiB: the lower number is used.
+#
+# Watts are the board's maximum power (TDP) of the vendor's document. Where one may be set to several, the highest:
+# GH200 with its CPU and memory, B200 and GB200 per GPU. A10G: the limit that nvidia-smi shows on AWS G5, as NVIDIA
+# publishes none. MI250X: half of a card's 560 W, as torch sees half a card.
+#
 # The efficiencies were found together with the constants of `speed.py`, from published runs alone: A100 from
 # llm-foundry's tables and fms-acceleration, H100 from llm-foundry, torchtitan, NeMo AutoModel and Accelerate, RTX 3090
-# and 4090 from Answer.AI's fsdp_qlora (an RTX 4090 runs at 2.7 GHz where its
-# whitepaper counts with 2.52). Where the column
-# after says False and the one before isn't None, the chip is one of these in another form.
+# and 4090 from Answer.AI's fsdp_qlora (an RTX 4090 runs at 2.7 GHz where its whitepaper counts with 2.52).
 # benchmarks/throughput_accuracy.py prints how far off they are.
 # fmt: off
 GPUS: tuple[Gpu, ...] = (
-    _gpu("V100",          16,    125,  15.7,  900, 150,  16, 12.5, None, False, "V100 datasheet (SXM2)"),
-    _gpu("V100",          32,    125,  15.7,  900, 150,  16, 12.5, None, False, "V100 datasheet (SXM2)"),
-    _gpu("T4",            16,     65,   8.1,  320,  16,  16, 12.5, None, False, "T4 datasheet"),
-    _gpu("A10",           24,    125,  31.2,  600,  32,  32, 12.5, None, False, "A10 datasheet"),
-    _gpu("A10G",          24,     70,    35,  600,  32,  32, 12.5, None, False, "A10G datasheet (AWS G5)"),
-    _gpu("A30",           24,    165,  10.3,  933,  32,  32, 12.5, None, False, "A30 datasheet"),
-    _gpu("A40",           48,  149.7,  37.4,  696,  32,  32, 12.5, None, False, "A40 datasheet"),
-    _gpu("A100",          80,    312,  19.5, 2039, 300,  32,   25, 0.75, True,  "A100 datasheet (80GB SXM)"),
-    _gpu("A100",          40,    312,  19.5, 1555, 300,  32,   25, 0.75, True,  "A100 datasheet (40GB SXM)"),
-    _gpu("A100 PCIe",     80,    312,  19.5, 1935,  32,  32, 12.5, 0.75, False, "A100 datasheet (80GB PCIe)"),
-    _gpu("A100 PCIe",     40,    312,  19.5, 1555,  32,  32, 12.5, 0.75, False, "A100 datasheet (40GB PCIe)"),
+    _gpu("V100",          16, 15.77,  300,    125,  15.7,  900, 150,  16, 12.5, None, "V100 datasheet (SXM2)"),
+    _gpu("V100",          32, 31.73,  300,    125,  15.7,  900, 150,  16, 12.5, None, "V100 datasheet (SXM2)"),
+    _gpu("T4",            16, 14.75,   70,     65,   8.1,  320,  16,  16, 12.5, None, "T4 datasheet"),
+    _gpu("A10",           24, 22.02,  150,    125,  31.2,  600,  32,  32, 12.5, None, "A10 datasheet"),
+    _gpu("A10G",          24, 21.99,  300,     70,    35,  600,  32,  32, 12.5, None, "A10G datasheet (AWS G5)"),
+    _gpu("A30",           24,  23.5,  165,    165,  10.3,  933,  32,  32, 12.5, None, "A30 datasheet"),
+    _gpu("A40",           48, 44.34,  300,  149.7,  37.4,  696,  32,  32, 12.5, None, "A40 datasheet"),
+    _gpu("A100",          80, 79.25,  400,    312,  19.5, 2039, 300,  32,   25, 0.75, "A100 datasheet (80GB SXM)"),
+    _gpu("A100",          40, 39.39,  400,    312,  19.5, 1555, 300,  32,   25, 0.75, "A100 datasheet (40GB SXM)"),
+    _gpu("A100 PCIe",     80, 79.25,  300,    312,  19.5, 1935,  32,  32, 12.5, 0.75, "A100 datasheet (80GB PCIe)"),
+    _gpu("A100 PCIe",     40, 39.39,  250,    312,  19.5, 1555,  32,  32, 12.5, 0.75, "A100 datasheet (40GB PCIe)"),
     # An A100, and further below an H100, with NVLink cut to 400 GB/s for both directions together: NVIDIA's statement
     # of 2022-11-07 on the A800, and "Insights into DeepSeek-V3" (2025) on the H800.
-    _gpu("A800",          80,    312,  19.5, 2039, 200,  32,   25, 0.75, False, "A100 datasheet, link: NVIDIA, 2022"),
-    _gpu("A6000",         48,  154.8,  38.7,  768,  32,  32, 12.5, None, False, "RTX A6000 datasheet"),
-    _gpu("L4",            24,    121,  30.3,  300,  32,  32, 12.5, None, False, "L4 datasheet"),
-    _gpu("L40",           48,    181,  90.5,  864,  32,  32, 12.5, None, False, "L40 datasheet"),
-    _gpu("L40S",          48,    362,  91.6,  864,  32,  32, 12.5, None, False, "L40S datasheet"),
+    _gpu("A800",          80,  None,  400,    312,  19.5, 2039, 200,  32,   25, 0.75,
+         "A100 datasheet, link: NVIDIA, 2022"),
+    _gpu("A6000",         48,  47.5,  300,  154.8,  38.7,  768,  32,  32, 12.5, None, "RTX A6000 datasheet"),
+    _gpu("L4",            24, 22.03,   72,    121,  30.3,  300,  32,  32, 12.5, None, "L4 datasheet"),
+    _gpu("L40",           48,  44.4,  300,    181,  90.5,  864,  32,  32, 12.5, None, "L40 datasheet"),
+    _gpu("L40S",          48,  44.4,  350,    362,  91.6,  864,  32,  32, 12.5, None, "L40S datasheet"),
     # GeForce cards can't reach each other's memory: what they send goes up to the host and down to the other, both at
     # once, as PCIe has a lane for each way. Between two RTX 4090 24 GB/s were left of it (Answer.AI, with and without
     # sharding).
-    _gpu("RTX 3090",      24,     71,  35.6,  936,  32,  32, 12.5, 0.95, True,  "GA102 whitepaper"),
-    _gpu("RTX 4090",      24,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, True,  "Ada Lovelace whitepaper"),
-    _gpu("RTX 5090",      32,  209.5, 104.8, 1792,  64,  64, 12.5, None, False, "RTX Blackwell whitepaper"),
-    _gpu("RTX 6000 Ada",  48,  364.2,  91.1,  960,  32,  32, 12.5, None, False, "RTX 6000 Ada datasheet"),
-    _gpu("RTX PRO 6000",  96,  503.8,   126, 1792,  64,  64, 12.5, None, False, "RTX PRO 6000 Workstation datasheet"),
-    _gpu("H100",          80,  989.4,    67, 3350, 450,  64,   50, 0.56, True,  "H100 datasheet (SXM)"),
+    _gpu("RTX 3090",      24, 23.68,  350,     71,  35.6,  936,  32,  32, 12.5, 0.95, "GA102 whitepaper"),
+    _gpu("RTX 4090",      24, 23.64,  450,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, "Ada Lovelace whitepaper"),
+    _gpu("RTX 5090",      32, 31.36,  575,  209.5, 104.8, 1792,  64,  64, 12.5, None, "RTX Blackwell whitepaper"),
+    _gpu("RTX 6000 Ada",  48,  47.4,  300,  364.2,  91.1,  960,  32,  32, 12.5, None, "RTX 6000 Ada datasheet"),
+    _gpu("RTX PRO 6000",  96,  None,  600,  503.8,   126, 1792,  64,  64, 12.5, None,
+         "RTX PRO 6000 Workstation datasheet"),
+    _gpu("H100",          80,  79.1,  700,  989.4,    67, 3350, 450,  64,   50, 0.56, "H100 datasheet (SXM)"),
     # Meta's Grand Teton, of which torchtitan's figures are: HBM2e, 500 W. Its peak lies between those of the forms with
     # 400 W (H100 NVL, 835) and 700 W (989.4), by power; torchtitan's benchmarks say as much.
-    _gpu("H100",          96,    886,    62, 2400, 450,  64,   50, 0.56, True,  "torchtitan benchmarks, 2024-12"),
-    _gpu("H800",          80,  989.4,    67, 3350, 200,  64,   50, 0.56, False, "H100 datasheet, link: DeepSeek"),
+    _gpu("H100",          96,  None,  700,    886,    62, 2400, 450,  64,   50, 0.56, "torchtitan benchmarks, 2024-12"),
+    _gpu("H800",          80,  None,  700,  989.4,    67, 3350, 200,  64,   50, 0.56, "H100 datasheet, link: DeepSeek"),
     # An H100 with 78 of its 132 processors, and all of its NVLink.
-    _gpu("H20",           96,    148,    44, 4000, 450,  64,   50, None, False, "H20 product brief"),
-    _gpu("H100 PCIe",     80,    756,    51, 2039,  64,  64, 12.5, 0.56, False, "H100 datasheet (PCIe)"),
-    _gpu("H100 NVL",      94,    835,    60, 3938,  64,  64, 12.5, 0.56, False, "H100 NVL datasheet"),
-    _gpu("H200",         141,  989.4,    67, 4800, 450,  64,   50, 0.56, False, "H200 datasheet (SXM)"),
+    _gpu("H20",           96,  None,  400,    148,    44, 4000, 450,  64,   50, None, "H20 product brief"),
+    _gpu("H100 PCIe",     80,  79.1,  350,    756,    51, 2039,  64,  64, 12.5, 0.56, "H100 datasheet (PCIe)"),
+    _gpu("H100 NVL",      94,  None,  400,    835,    60, 3938,  64,  64, 12.5, 0.56, "H100 NVL datasheet"),
+    _gpu("H200",         141, 139.8,  700,  989.4,    67, 4800, 450,  64,   50, 0.56, "H200 datasheet (SXM)"),
     # NVLink-C2C joins it to its host.
-    _gpu("GH200",         96,  989.4,    67, 4000, 450, 450,   50, 0.56, False, "GH200 datasheet (96GB)"),
-    _gpu("GH200",        144,  989.4,    67, 4900, 450, 450,   50, 0.56, False, "GH200 datasheet (144GB)"),
-    _gpu("B200",         180,   2250,    75, 7700, 900,  64,   50, None, False, "HGX B200 datasheet"),
-    _gpu("B300",         270,   2250,    75, 7700, 900,  64,  100, None, False, "HGX B300 datasheet"),
-    _gpu("GB200",        186,   2500,    80, 8000, 900, 450,   50, None, False, "GB200 NVL72 datasheet"),
+    _gpu("GH200",         96,  None, 1000,  989.4,    67, 4000, 450, 450,   50, 0.56, "GH200 datasheet (96GB)"),
+    _gpu("GH200",        144,  None, 1000,  989.4,    67, 4900, 450, 450,   50, 0.56, "GH200 datasheet (144GB)"),
+    _gpu("B200",         180, 178.3, 1000,   2250,    75, 7700, 900,  64,   50, None, "HGX B200 datasheet"),
+    _gpu("B300",         270,  None, 1100,   2250,    75, 7700, 900,  64,  100, None, "HGX B300 datasheet"),
+    _gpu("GB200",        186,  None, 1200,   2500,    80, 8000, 900, 450,   50, None, "GB200 NVL72 datasheet"),
     # torch sees each of the two dies of a card as a device: its row is half a card.
-    _gpu("MI250X",        64,  191.5, 23.95, 1638, 100,  32,   25, None, False, "MI250X datasheet, halved"),
-    _gpu("MI300X",       192, 1307.4, 163.4, 5300, 448,  64,   50, None, False, "MI300X datasheet"),
-    _gpu("MI325X",       256, 1307.4, 163.4, 6000, 448,  64,   50, None, False, "MI325X datasheet"),
+    _gpu("MI250X",        64,  None,  280,  191.5, 23.95, 1638, 100,  32,   25, None, "MI250X datasheet, halved"),
+    _gpu("MI300X",       192,  None,  750, 1307.4, 163.4, 5300, 448,  64,   50, None, "MI300X datasheet"),
+    _gpu("MI325X",       256,  None, 1000, 1307.4, 163.4, 6000, 448,  64,   50, None, "MI325X datasheet"),
     # Seven links of 153.6 GB/s both ways.
-    _gpu("MI355X",       288, 2516.6, 157.3, 8000, 538,  64,   50, None, False, "MI355X datasheet"),
+    _gpu("MI355X",       288,  None, 1400, 2516.6, 157.3, 8000, 538,  64,   50, None, "MI355X datasheet"),
 )
 # fmt: on
 
@@ -214,9 +173,10 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     plain_name = _plain(name)
     rows = [gpu for gpu in GPUS if _plain(gpu.name) == plain_name]
     if not rows:
-        names = {_plain(gpu.name): gpu.name for gpu in GPUS}
+        names, sized = {_plain(gpu.name): gpu.name for gpu in GPUS}, with_size(name)
+        suggestion = f" Did you mean {sized}?" if sized else ""
         raise UsageError(
-            f"{name} is an unknown GPU.{_suggestion(name, names.values())}",
+            f"{name} is an unknown GPU.{suggestion or did_you_mean(name, names.values())}",
             why="the step time depends on its peak, memory and links",
             fix=f"one of {', '.join(dict.fromkeys(names.values()))}",
         )
@@ -226,13 +186,7 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     if memory_gib is None or memory_gib == nearest.memory_gib:
         return nearest
     reported = nearest.usable_gib * REPORTED_SHARE <= memory_gib < nearest.memory_gib  # a driver said it, no vendor
-    usable = memory_gib if reported else _usable(nearest.name, memory_gib)
-    return dataclasses.replace(nearest, memory_gib=memory_gib, usable_gib=usable)
-
-
-def _suggestion(name: str, known: Iterable[str]) -> str:
-    sized = with_size(name)
-    return f" Did you mean {sized}?" if sized else did_you_mean(name, known)
+    return dataclasses.replace(nearest, memory_gib=memory_gib, reported_gib=memory_gib if reported else None)
 
 
 def with_size(name: str) -> str:

@@ -58,14 +58,16 @@ class HereFacts:
 def read_here(port: int, output: str | None) -> HereFacts:
     """Looks at GPUs, memory, disk, port and environment. `output` is the folder that the run will write to."""
     folder = None if output is None else atomic_files.existing_part(Path(output))
+    xla_enabled = os.environ.get("USE_TORCH_XLA", "true").lower() not in ("false", "0", "no", "off", "n", "f")
+    configs = [atomic_files.default_config().with_suffix(suffix) for suffix in (".yaml", ".json")]
     return HereFacts(
         gpus=count_gpus(),
         visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
         memory=memory_limit(),
         free_disk=None if folder is None else shutil.disk_usage(folder).free,
         filesystem="" if folder is None else filesystem(folder),
-        torch_xla=_torch_xla(),
-        default_config=_default_config(),
+        torch_xla=xla_enabled and importlib.util.find_spec("torch_xla") is not None,
+        default_config=next((str(path) for path in configs if path.is_file()), ""),
         port_in_use=port > 0 and port_in_use(port),
         others_may_read=bool(atomic_files.file_mode() & 0o044),
     )
@@ -205,14 +207,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
-
-
-def _torch_xla() -> bool:
-    enabled = os.environ.get("USE_TORCH_XLA", "true").lower() not in ("false", "0", "no", "off", "n", "f")
-    return enabled and importlib.util.find_spec("torch_xla") is not None
-
-
-def _default_config() -> str:
-    """The file that `accelerate launch` reads without `--config_file`, if it exists."""
-    paths = (atomic_files.default_config().with_suffix(suffix) for suffix in (".yaml", ".json"))
-    return next((str(path) for path in paths if path.is_file()), "")

@@ -35,7 +35,8 @@ def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:
     by_file, unread = _lint_each(paths, options)
     if options.json:
         rows = [{"file": str(path), **_as_json(finding)} for path, findings in by_file.items() for finding in findings]
-        rows += [{"file": name, **_as_json(_unreadable(error))} for name, error in unread.items()]
+        unreadable = {name: Finding("", e.what, e.why, e.fix, code="unreadable") for name, e in unread.items()}
+        rows += [{"file": name, **_as_json(finding)} for name, finding in unreadable.items()]
         console.put(json.dumps(rows, indent=2), lines=True)
     else:
         for path, findings in by_file.items():
@@ -62,10 +63,6 @@ def _lint_each(paths: tuple[Path, ...], options: LintOptions) -> tuple[dict[Path
         except UserError as error:
             unread[str(path)] = error
     return by_file, unread
-
-
-def _unreadable(error: UserError) -> Finding:
-    return Finding("", error.what, error.why, error.fix, code="unreadable")
 
 
 def lint(

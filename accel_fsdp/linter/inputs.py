@@ -28,6 +28,7 @@ GIVE_ARGUMENTS = (
 )
 LARGEST_PORT = 65535
 OURS = re.compile(r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp import .*\btraining\b", re.MULTILINE)
+"""How train/sft.py, and scripts like it, import the parts that fix bugs of Trainer and PEFT."""
 
 
 def read_launch(script: Path, words: tuple[str, ...]) -> Subject:
@@ -46,22 +47,14 @@ def read_launch(script: Path, words: tuple[str, ...]) -> Subject:
 def _is_ours(script: Path) -> bool:
     """Whether a script is train/sft.py: by its imports, or by its name if it can't be read."""
     try:
-        return _imports_ours(_script_text(script))
+        return OURS.search(_script_text(script)) is not None
     except UserError:
         return script.parts[-2:] == ("train", "sft.py")
 
 
-def _imports_ours(text: str) -> bool:
-    """Whether a script is train/sft.py or imports the same parts, which fix bugs of Trainer and PEFT.
-
-    `accel_fsdp.cpu` is not one of these parts: it lets any script run without GPUs.
-    """
-    return OURS.search(text) is not None
-
-
 def read_given(sources: Sources) -> Subject:
     """Reads model, arguments, checkpoint and script once for all YAMLs of a command, because each may be a pipe."""
-    arguments = "" if sources.args is None else _arguments_text(sources.args)
+    arguments = "" if sources.args is None else yaml_file.read_text(sources.args, NO_ARGUMENTS, GIVE_ARGUMENTS)
     words = command_words(arguments)
     script = None if sources.script is None else _script_text(sources.script)
     checkpoint = None
@@ -77,7 +70,7 @@ def read_given(sources: Sources) -> Subject:
         launcher=launcher_flags(words),
         checkpoint=checkpoint,
         script=None if sources.script is None or script is None else _parsed(sources.script, script),
-        ours=_is_ours(Path(_script_in(words))) if script is None else _imports_ours(script),
+        ours=_is_ours(Path(_script_in(words))) if script is None else OURS.search(script) is not None,
     )
 
 
@@ -173,10 +166,6 @@ def launcher_flags(words: list[str]) -> dict[str, Any]:
 def _script_in(words: list[str]) -> str:
     """The script of a command line; empty if there is none."""
     return next((word for word in words if word.endswith(".py")), "")
-
-
-def _arguments_text(path: Path) -> str:
-    return yaml_file.read_text(path, why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS)
 
 
 def _arguments(path: Path, text: str) -> dict[str, Any]:

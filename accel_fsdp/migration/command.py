@@ -10,6 +10,7 @@ from accel_fsdp.config import (
     EXPERT_FLAG,
     SCRIPT,
     THIS_FILE,
+    Engine,
     JobConfig,
     MigrationTarget,
     header,
@@ -79,7 +80,9 @@ def _to_native(job: JobConfig, experts: int | None) -> tuple[Migration, str]:
     """The JSON of transformers' `DistributedConfig`; the expert-parallel size is that of the launch line by default."""
     if is_native(job.values):
         return Migration(native.NATIVE, native.NATIVE, note=f"is {native.NATIVE} already"), job.source
-    native.native_job(job)
+    if job.engine is not Engine.FSDP2:
+        what, why = f"{job.engine.label} has no native form", "transformers shards with FSDP2 only"
+        raise UsageError(what, why=why, fix="accel-fsdp migrate FILE --to fsdp2 first")
     launched = parse_command_line(header.script_arguments(job.source)).get(EXPERT_FLAG.lstrip("-"))
     migration, content = native.to_native(new_draft(job, "fsdp_config"), experts or as_int(launched) or 1)
     return migration, json.dumps(content, indent=2) + "\n"
@@ -110,7 +113,11 @@ def _report(path: Path, migration: Migration, after: str, options: MigrateComman
         console.put(json.dumps({"file": str(path), **content, "changes": changes, **text}, indent=2), lines=True)
         return
     rows = [
-        (change.kind + ("!" if change.breaks else ""), _becomes(change), _because(change))
+        (
+            change.kind + ("!" if change.breaks else ""),
+            _becomes(change),
+            f"{change.why}: {change.fix}" if change.fix else change.why,
+        )
         for change in migration.changes
     ]
     if rows:
@@ -124,10 +131,6 @@ def _becomes(change: Change) -> str:
     before = f"{key}: {change.old}" if change.old else key
     after = f"{change.new_key}: {change.new}" if change.new_key else change.new
     return f"{before} → {after}" if after and after != change.old else before
-
-
-def _because(change: Change) -> str:
-    return f"{change.why}: {change.fix}" if change.fix else change.why
 
 
 def _broken(path: Path, migration: Migration) -> UserError:

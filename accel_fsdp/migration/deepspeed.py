@@ -133,34 +133,23 @@ def zero_to_fsdp(draft: Draft, version: int) -> None:
         casts_buffers(draft, "FSDP1 casts buffers too")
 
 
-def ddp_to_fsdp1(draft: Draft) -> None:
-    draft.lose_mesh("FSDP1 has no mesh")
-    draft.top("distributed_type", "changed", "the new engine", value=DISTRIBUTED_TYPES[Engine.FSDP1])
+def ddp_to_fsdp(draft: Draft, version: int) -> None:
+    """DDP becomes FSDP1's NO_SHARD, or FSDP2, which has no mode that shards nothing."""
+    is_first = version == 1
+    draft.lose_mesh("FSDP1 has no mesh" if is_first else "DDP reads none")
+    why = "the new engine" if is_first else "FSDP2 shards parameters, gradients and optimizer state"
+    draft.top("distributed_type", "changed", why, value=DISTRIBUTED_TYPES[Engine.FSDP1])
     drop_use_cpu(draft)
-    draft.add("fsdp_version", 1, "the new engine")
-    draft.add("fsdp_sharding_strategy", "NO_SHARD", "DDP in FSDP1's words; FULL_SHARD shards")
+    draft.add("fsdp_version", version, "the new engine")
+    if is_first:
+        draft.add("fsdp_sharding_strategy", "NO_SHARD", "DDP in FSDP1's words; FULL_SHARD shards")
+    else:
+        why = "FULL_SHARD; false keeps gathered parameters until the backward pass"
+        draft.add("fsdp_reshard_after_forward", True, why)
     add_wrapping(draft)
     draft.add("fsdp_state_dict_type", "FULL_STATE_DICT", "DDP saves whole models")
     draft.add("fsdp_cpu_ram_efficient_loading", False, "every rank loads the model, as before")
-    casts_buffers(draft, "16-bit weights and buffers in place of autocast")
-
-
-def ddp_to_fsdp2(draft: Draft) -> None:
-    """DDP becomes FSDP2, which has no mode that shards nothing."""
-    draft.lose_mesh("DDP reads none")
-    draft.top(
-        "distributed_type",
-        "changed",
-        "FSDP2 shards parameters, gradients and optimizer state",
-        value=DISTRIBUTED_TYPES[Engine.FSDP2],
-    )
-    drop_use_cpu(draft)
-    draft.add("fsdp_version", 2, "the new engine")
-    draft.add("fsdp_reshard_after_forward", True, "FULL_SHARD; false keeps gathered parameters until the backward pass")
-    add_wrapping(draft)
-    draft.add("fsdp_state_dict_type", "FULL_STATE_DICT", "DDP saves whole models")
-    draft.add("fsdp_cpu_ram_efficient_loading", False, "every rank loads the model, as before")
-    casts_buffers(draft, "16-bit weights in place of autocast")
+    casts_buffers(draft, f"16-bit weights {'and buffers ' if is_first else ''}in place of autocast")
 
 
 def restage(draft: Draft, stage: int) -> None:
@@ -238,9 +227,8 @@ def _loading_to_fsdp(draft: Draft, loads: bool) -> None:
 
 def add_wrapping(draft: Draft) -> None:
     draft.add("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "a unit per layer")
-    key, name = "fsdp_transformer_layer_cls_to_wrap", draft.layer_class
-    if name:
-        draft.add(key, name, "--layer-class")
+    if draft.layer_class:
+        draft.add("fsdp_transformer_layer_cls_to_wrap", draft.layer_class, "--layer-class")
 
 
 def drop_use_cpu(draft: Draft) -> None:

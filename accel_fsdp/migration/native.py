@@ -17,7 +17,6 @@ from accel_fsdp.config import (
     ROW_AXES,
     TARGETS,
     Engine,
-    JobConfig,
     expert_refusal,
     size_key,
 )
@@ -200,13 +199,3 @@ def _field(name: str, value: Any, experts: int) -> Change:
 
 def _refused(what: str, why: str) -> UsageError:
     return UsageError(what, why=why, fix="correct the JSON")
-
-
-def native_job(job: JobConfig) -> None:
-    """Raises UsageError unless the file is FSDP2's, which transformers' settings are about."""
-    if job.engine is not Engine.FSDP2:
-        raise UsageError(
-            f"{job.engine.label} has no native form",
-            why="transformers shards with FSDP2 only",
-            fix="accel-fsdp migrate FILE --to fsdp2 first",
-        )

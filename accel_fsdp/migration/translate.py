@@ -29,11 +29,7 @@ def plan(job: JobConfig, target: MigrationTarget, layer_class: str = "") -> Migr
 
 
 def new_draft(job: JobConfig, place: str, layer_class: str = "") -> Draft:
-    """A draft whose new section is `place`.
-
-    Raises:
-        UsageError: the file has no counterpart, or no meaning to keep.
-    """
+    """A draft whose new section is `place`."""
     _check(job)
     return Draft(job, SECTIONS.get(job.engine, ""), place, layer_class)
 
@@ -46,7 +42,7 @@ def _draw(draft: Draft, target: MigrationTarget) -> None:
     elif engine is Engine.DEEPSPEED:
         deepspeed.zero_to_fsdp(draft, number)
     elif engine is Engine.DDP:
-        (deepspeed.ddp_to_fsdp1 if number == 1 else deepspeed.ddp_to_fsdp2)(draft)
+        deepspeed.ddp_to_fsdp(draft, number)
     elif engine is Engine.FSDP1:
         fsdp.to_fsdp2(draft)
     else:

@@ -295,7 +295,7 @@ def gpu_of(machine: MachineFacts, flag: str = "--gpus") -> Gpu:
 
 def _check_attention(recipe: Recipe, gpu: Gpu) -> None:
     """Refuses a kernel that the GPU doesn't run."""
-    if recipe.attention == "flash" and not gpu.has_flash:
+    if recipe.attention == "flash" and not gpu.has_bf16:
         raise UsageError(
             f"--attention flash doesn't run on {gpu.name}",
             why="flash_attention_2 needs compute capability 8.0, which GPUs have from Ampere (A100) on",

@@ -82,9 +82,6 @@ class Ranks:
         """`config_file`: an Accelerate YAML, which `Accelerator()` on the ranks follows.
 
         Without `processes` there are two ranks, or four if the YAML shards copies of the model.
-
-        Raises:
-            UserError: the YAML can't be read, or can't run on CPU processes, or on this number of them.
         """
         self._job = _scaled(processes, config_file)
         self.processes, self.timeout_seconds = self._job.number("num_processes"), timeout_seconds

@@ -18,11 +18,7 @@ GREETING = (
 
 
 def interview(flags: Mapping[str, str], given: Mapping[str, str]) -> Interview:
-    """Settles every question: by a flag, a preset or a file, else by asking.
-
-    Raises:
-        UserError: a flag's value is refused, or a default can't be found. KeyboardInterrupt: Ctrl-C.
-    """
+    """Settles every question: by a flag, a preset or a file, else by asking; Ctrl-C raises KeyboardInterrupt."""
     talk = Interview(flags, {**given, **flags})
     talk.fixed = frozenset(talk.given)
     console.say(GREETING, style="dim", wrap=True)

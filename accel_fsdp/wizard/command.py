@@ -54,13 +54,12 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     original = _original(options.from_file, job, written, talk) if options.from_file else None
     if interactive:
         return _review(talk, options, original)
-    _warn(talk)
+    _warn(interview.warnings(talk))  # the file is written nevertheless, as requested
     return _write(talk, options, original)
 
 
-def _warn(talk: interview.Interview) -> None:
-    """Shows the plan's objections before writing; the file is written nevertheless, as requested."""
-    for line in interview.warnings(talk):
+def _warn(lines: tuple[str, ...]) -> None:
+    for line in lines:
         console.say(line, style="yellow", wrap=True)
 
 
@@ -114,7 +113,7 @@ def _review(talk: interview.Interview, options: WizardOptions, original: Origina
     while True:
         answers = interview.answers(talk)
         if shown_lines != (shown_lines := interview.warnings(talk)):
-            _warn(talk)
+            _warn(shown_lines)
         text = _text(talk, answers, original)
         chosen = prompts.pick(
             f"Write {place}?",
@@ -124,7 +123,9 @@ def _review(talk: interview.Interview, options: WizardOptions, original: Origina
         if chosen == WRITE and _may_write(output, options, original, text):
             return _write(talk, options, original)
         if chosen == SHOW:
-            _show(text, original, place)
+            console.show_yaml(text, place)
+            if original is not None:
+                _diff(original, text, place)
             prompts.pause()
         elif chosen == QUIT:
             console.say("nothing written")
@@ -138,12 +139,6 @@ def _review(talk: interview.Interview, options: WizardOptions, original: Origina
 def _rows(answers: Answers) -> list[tuple[str, str]]:
     texts = [(question.field, to_yaml.flag_text(getattr(answers, question.field))) for question in applying(answers)]
     return [(field, f"{field.replace('_', ' '):25} {value}") for field, value in texts]
-
-
-def _show(text: str, original: Original | None, title: str) -> None:
-    console.show_yaml(text, title)
-    if original is not None:
-        _diff(original, text, title)
 
 
 def _diff(original: Original, text: str, place: str) -> None:

@@ -94,10 +94,6 @@ class Interview:
         has_layer_class = "layer_class" in self.flags and "model" not in self.given
         return "model" not in self.flags and (has_layer_class or self.given.get("model") == WITHOUT_MODEL)
 
-    def _is_unread(self) -> bool:
-        """Whether a given layer class belongs to no language model of the catalogue."""
-        return not catalogue.language_layers().issuperset(str(self.given.get("layer_class", "")).split(","))
-
     def _with_model(self, context: Context) -> Context:
         if self.is_without_model:
             return replace(context, unread=True)
@@ -109,8 +105,11 @@ class Interview:
         except UserError as error:
             if "layer_class" not in self.given:
                 raise type(error)(error.what, why=error.why, fix=f"{error.fix}; or --layer-class NAME") from error
-            _go_on_unchecked(error)
-            return replace(context, unread=not isinstance(error, remote_code.NeedsCode) and self._is_unread())
+            _say_once(f"note: {joined(error.what, 'going on with the given layer class, unchecked')}")
+            if isinstance(error, remote_code.NeedsCode):
+                _say_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")
+            of_catalogue = catalogue.language_layers().issuperset(str(self.given["layer_class"]).split(","))
+            return replace(context, unread=not isinstance(error, remote_code.NeedsCode) and not of_catalogue)
 
 
 def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool) -> Interview:
@@ -181,21 +180,10 @@ def _say_once(line: str) -> None:
     console.say(line, style="yellow", wrap=True)
 
 
-def _go_on_unchecked(error: UserError) -> None:
-    """Warns that the layer class is unchecked, and what a model with its own code needs."""
-    _say_once(f"note: {joined(error.what, 'going on with the given layer class, unchecked')}")
-    if isinstance(error, remote_code.NeedsCode):
-        _say_once("note: train/sft.py takes such a model with --trust_remote_code alone; read its code first")
-
-
 @cache
 def _introduce(name: str) -> None:
     model = read_model(name)
     layers = ", ".join(f"{layer.count} x {layer.name}" for layer in model.wrap_classes) or "no repeated layer"
     origin = f" ({model.origin})" if model.origin else ""
     size = parameters(model.parameters, model.language_parameters)
-    console.say(
-        f"{model.name}: {model.model_type}, {size}, {layers}{origin}",
-        style="cyan",
-        wrap=True,
-    )
+    console.say(f"{model.name}: {model.model_type}, {size}, {layers}{origin}", style="cyan", wrap=True)

@@ -185,12 +185,8 @@ def warnings(context: Context) -> tuple[str, ...]:
     gpus = context.machine.count * context["num_machines"]
     if context["num_processes"] < gpus:
         lines += (f"note: {context['num_processes']} of {gpus} GPUs will be used, one per process",)
-    return lines + _of_the_plan(context)
-
-
-def _of_the_plan(context: Context) -> tuple[str, ...]:
-    lines, host = misfit(context), host_words(context)
-    return lines if not host or any(host in line for line in lines) else (*lines, f"note: {host}")
+    misfits, host = misfit(context), host_words(context)
+    return (*lines, *misfits, *([f"note: {host}"] if host and not any(host in line for line in misfits) else []))
 
 
 def judgement(context: Context) -> "Candidate | None":
@@ -222,19 +218,16 @@ def misfit(context: Context) -> tuple[str, ...]:
 
 def host_words(context: Context) -> str:
     """The host memory that offload needs per machine; empty without offload."""
-    problem = _offloading(context)
-    return f"CPU offload needs {problem.host_need(problem.host(problem.job).training)}" if problem else ""
+    problem = _problem(context)
+    if problem is None or not problem.job.layout.offload:
+        return ""
+    return f"CPU offload needs {problem.host_need(problem.host(problem.job).training)}"
 
 
 def _is_hosted(context: Context) -> bool:
     """Whether each machine has the memory to load the model, and for the offload, as far as it is known."""
     problem = _problem(context)
     return problem is None or problem.is_hosted(problem.job)
-
-
-def _offloading(context: Context) -> "Problem | None":
-    problem = _problem(context)
-    return problem if problem and problem.job.layout.offload else None
 
 
 def _misfit_of_state(context: Context) -> tuple[str, ...]:

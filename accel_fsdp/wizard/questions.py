@@ -9,6 +9,7 @@ Pure: no terminal, no files, no torch. `asking.py` asks them. Prompts, choices a
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from accel_fsdp.config import (
@@ -29,22 +30,11 @@ from accel_fsdp.wizard.question import Context, Option, Question
 
 METAVARS = {Kind.BOOL: "true|false", Kind.INT: "N", Kind.NAMES: "NAME[,NAME]", Kind.TEXT: "TEXT"}
 Default = Callable[[Context], tuple[Any, str]]
-
-
-def _is_fsdp(context: Context) -> bool:
-    return context.is_fsdp
+IS_FSDP = attrgetter("is_fsdp")
 
 
 def _wraps(policy: WrapPolicy) -> Callable[[Context], bool]:
     return lambda context: context.is_fsdp and bool(context["wrap_policy"] == policy)
-
-
-def _names_layers(context: Context) -> bool:
-    return context.engine is Engine.TPU or _wraps("TRANSFORMER_BASED_WRAP")(context)
-
-
-def _can_offload(context: Context) -> bool:
-    return context.is_fsdp or (context.engine is Engine.DEEPSPEED and bool(context["zero_stage"] > 0))
 
 
 def _several_machines(context: Context) -> bool:
@@ -84,7 +74,10 @@ def _asks(name: str, key: str, default: Default, *, section: str = "fsdp_config"
 
 def _options(name: str, meanings: dict[Any, str], hidden: tuple[str, ...] = ()) -> Callable[[Context], list[Option]]:
     def text(value: Any, context: Context) -> str:
-        return _label(value, meanings[value]) + notes.note(name, value, context) + _condition(name, value, context)
+        word = {False: "no", True: "yes"}[value] if isinstance(value, bool) else str(value)
+        label = f"{word}: {meanings[value]}" if meanings[value] else word
+        condition = validation.caution(name, value, context)
+        return label + notes.note(name, value, context) + (f" ({condition})" if condition else "")
 
     def options(context: Context) -> list[Option]:
         return [
@@ -93,16 +86,6 @@ def _options(name: str, meanings: dict[Any, str], hidden: tuple[str, ...] = ()) 
         ]
 
     return options
-
-
-def _condition(name: str, value: Any, context: Context) -> str:
-    condition = validation.caution(name, value, context)
-    return f" ({condition})" if condition else ""
-
-
-def _label(value: Any, meaning: str) -> str:
-    text = {False: "no", True: "yes"}[value] if isinstance(value, bool) else str(value)
-    return f"{text}: {meaning}" if meaning else text
 
 
 def _as_zero(number: int) -> str:
@@ -215,13 +198,13 @@ QUESTIONS: tuple[Question, ...] = (
         "wrap_policy",
         "fsdp_auto_wrap_policy",
         defaults.always("TRANSFORMER_BASED_WRAP", "gathers one layer at a time"),
-        applies=_is_fsdp,
+        applies=IS_FSDP,
     ),
     _asks(
         "layer_class",
         "fsdp_transformer_layer_cls_to_wrap",
         defaults.layer_class,
-        applies=_names_layers,
+        applies=lambda context: context.engine is Engine.TPU or _wraps("TRANSFORMER_BASED_WRAP")(context),
         check=validation.check_layer_class,
     ),
     _asks(
@@ -231,7 +214,12 @@ QUESTIONS: tuple[Question, ...] = (
         applies=_wraps("SIZE_BASED_WRAP"),
         check=validation.check_size,
     ),
-    _asks("cpu_offload", "fsdp_offload_params", defaults.cpu_offload, applies=_can_offload),
+    _asks(
+        "cpu_offload",
+        "fsdp_offload_params",
+        defaults.cpu_offload,
+        applies=lambda context: context.is_fsdp or (context.engine is Engine.DEEPSPEED and context["zero_stage"] > 0),
+    ),
     _asks(
         "activation_checkpointing",
         "fsdp_activation_checkpointing",
@@ -243,9 +231,9 @@ QUESTIONS: tuple[Question, ...] = (
         "fsdp_state_dict_type",
         defaults.always("SHARDED_STATE_DICT", "each rank writes its part; resumes on another number of GPUs"),
         hidden=("LOCAL_STATE_DICT",),
-        applies=_is_fsdp,
+        applies=IS_FSDP,
     ),
-    _asks("ram_efficient_loading", "fsdp_cpu_ram_efficient_loading", defaults.ram_efficient_loading, applies=_is_fsdp),
+    _asks("ram_efficient_loading", "fsdp_cpu_ram_efficient_loading", defaults.ram_efficient_loading, applies=IS_FSDP),
     _asks(
         "main_process_ip",
         "main_process_ip",

@@ -49,10 +49,6 @@ def to_mapping(answers: Answers) -> dict[str, Any]:
     return content
 
 
-def _nothing(answers: Answers) -> dict[tuple[str, str], Any]:
-    return {}
-
-
 def _fsdp1(answers: Answers) -> dict[tuple[str, str], Any]:
     settings = {
         "fsdp_backward_prefetch": "BACKWARD_PRE",
@@ -88,7 +84,7 @@ def _tpu(answers: Answers) -> dict[tuple[str, str], Any]:
 
 
 _DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
-    Engine.DDP: _nothing,
+    Engine.DDP: lambda answers: {},
     Engine.FSDP1: _fsdp1,
     Engine.FSDP2: _fsdp2,
     Engine.DEEPSPEED: _deepspeed,
@@ -97,10 +93,7 @@ _DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
 
 
 def to_text(answers: Answers, launch: str = "") -> str:
-    """The whole file: a header that says how it was made and how to launch it, then the YAML. Deterministic.
-
-    `launch` replaces the launch command if more of the job is known than the answers.
-    """
+    """The whole file: header and YAML. `launch` replaces the launch command if more is known than the answers."""
     return "\n".join([*header(answers, launch), yaml_file.dump(_quoted(to_mapping(answers)))])
 
 

@@ -13,8 +13,8 @@ from conftest import accel_fsdp
 from safetensors.torch import load_file, save_file
 
 from accel_fsdp import exporter
-from accel_fsdp.checkpoints import finite
 from accel_fsdp.errors import UserError
+from accel_fsdp.exporter import safetensors_writer
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 
@@ -157,4 +157,4 @@ def test_every_dtype_is_counted_as_torch_counts(dtype: str) -> None:
     short = next(short for short, name in TORCH_NAMES.items() if name == dtype)
     parts = torch.view_as_real(values) if values.is_complex() else values
     numbers = parts if not parts.is_floating_point() else parts.double()
-    assert finite.count(memoryview(bits.numpy().data), short) == int((~numbers.isfinite()).sum())
+    assert safetensors_writer.count_non_finite(memoryview(bits.numpy().data), short) == int((~numbers.isfinite()).sum())

@@ -357,7 +357,7 @@ def test_flash_attention_is_refused_on_a_gpu_that_does_not_run_it(name: str) -> 
     refused = accel_fsdp("plan", "--model", "gpt2", "--gpus", name, "--attention", "flash")
     assert refused.code == 2
     assert "flash_attention_2 needs compute capability 8.0" in " ".join(refused.output.split())
-    older = {gpu.name for gpu in gpus.GPUS if not gpu.has_flash}
+    older = {gpu.name for gpu in gpus.GPUS if not gpu.has_bf16}
     assert older == {"T4", "V100"}
 
 

@@ -110,7 +110,8 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
         sure = "" if inside else typo_of(key, fields)
         near = sure or near_key(key, fields)
         hint = f" It belongs into {inside}." if inside else f" Did you mean {near}?" if near else ""
-        fits = bool(sure) and sure not in subject.values and _is_read(subject, fields[sure])
+        ignored = bool(sure) and fields[sure].kind is Kind.SECTION and subject.engine not in fields[sure].engines
+        fits = bool(sure) and sure not in subject.values and not (ignored and subject.has_engine)
         yield Finding(
             key,
             f"unknown key {key}.{hint}",
@@ -118,11 +119,6 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
             f"rename it to {sure}" if fits else f"correct or remove {key}",
             (Edit("", key, new_key=sure),) if fits else (),
         )
-
-
-def _is_read(subject: Subject, field: Field) -> bool:
-    """Whether the engine of the file reads a section; also if the file names no engine that Accelerate knows."""
-    return field.kind is not Kind.SECTION or not subject.has_engine or subject.engine in field.engines
 
 
 @rule("AF103", pains=("P05", "P84"))

@@ -130,14 +130,6 @@ def is_wrapped(subject: Subject, call: ast.Call) -> bool:
     return unwrapped or receiver(call) in wrapped_names(subject)
 
 
-def _has_config(subject: Subject, names: tuple[str, ...], *keywords: str) -> ast.Call | None:
-    """The first call of one of these classes that sets none of the keywords and unpacks nothing."""
-    for call in calls(subject, *names):
-        if all(argument.arg is not None and argument.arg not in keywords for argument in call.keywords):
-            return call
-    return None
-
-
 @rule("AF901", "warning", pains=("P03",))
 def save_model_does_nothing(subject: Subject) -> Iterator[Finding]:
     """`trainer.save_model()` with SHARDED_STATE_DICT in a script that gathers nowhere: it writes no model."""
@@ -347,9 +339,11 @@ def merging_sharded_weights(subject: Subject) -> Iterator[Finding]:
 
 
 def _silent_config(subject: Subject, *names: str) -> ast.Call | None:
-    """The TRL config without these arguments, if the command line lacks them too."""
-    is_set = any(subject.arg(name) is not None for name in names)
-    return None if is_set else _has_config(subject, TRL, *names)
+    """The first TRL config without these arguments, which unpacks nothing, if the command line lacks them too."""
+    if any(subject.arg(name) is not None for name in names):
+        return None
+    silent = (call for call in calls(subject, *TRL) if not {None, *names} & {word.arg for word in call.keywords})
+    return next(silent, None)
 
 
 @rule("AF912", "warning", pains=("P25",))
