@@ -2,8 +2,8 @@
 
 Accelerate's `PartialState` has no branch for "FSDP, but no GPU": it trains every rank unsharded and exits 0. `enable()`
 closes that gap for tests, rehearsals and laptops. It acts only if torch sees no device that Accelerate can shard on,
-reports that on stderr, and changes nothing on a machine with a GPU, NPU or TPU. Only this module, `peft_patches.py`,
-`dcp_patches.py` and, for scripts on CPU ranks, `gpu_as_cpu.py` patch libraries.
+reports that on stderr, and changes nothing on a machine with a GPU, NPU or TPU. Only this module,
+`training/patches.py` and, for scripts on CPU ranks, `gpu_as_cpu.py` patch libraries.
 """
 
 import atexit

@@ -59,9 +59,7 @@ PATCHING = {
     "launch.ranks.watch",
     "launch.ranks.weights",
     "prediction.tracing.axes",
-    "training.dcp_patches",
-    "training.peft_patches",
-    "training.tensor_parallel_patches",
+    "training.patches",
 }
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from accel_fsdp import cpu
-from accel_fsdp.training import dcp_patches, peft_patches, tensor_parallel_patches
+from accel_fsdp.training import patches
 
 os.environ.update(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
 os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="1", CUDA_VISIBLE_DEVICES="")
@@ -42,7 +42,7 @@ def group(backend, ranks):
     dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
 
 def mend():
-    for module in (cpu, dcp_patches, peft_patches, tensor_parallel_patches):
+    for module in (cpu, patches):
         for name, patch in vars(module).items():
             if type(patch).__name__ == "Patch" and name != NAME:
                 patch()

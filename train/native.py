@@ -37,7 +37,7 @@ from accel_fsdp.errors import UserError, guard
 from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.training import dcp_patches, peft_patches
+from accel_fsdp.training import patches
 from accel_fsdp.training.data import DataArguments, load, tokenizing
 from accel_fsdp.units import counted, gib_or_mib
 
@@ -129,7 +129,7 @@ def load_model(job: Job) -> Any:
         model.tie_weights()
     if job.lora_r == 0:
         return model
-    peft_patches.enable()  # PEFT doesn't find its tensors inside FSDP's wrappers by itself
+    patches.fix_adapters()  # PEFT doesn't find its tensors inside FSDP's wrappers by itself
     return get_peft_model(model, LoraConfig(r=job.lora_r, lora_alpha=2 * job.lora_r, target_modules="all-linear"))
 
 
@@ -290,7 +290,7 @@ def main() -> None:
     scheduler = LambdaLR(optimizer, lambda step: 1 - step / steps if job.lr_scheduler_type == "linear" else 1.0)
     state = State(model, optimizer, scheduler, {"step": 0, "epoch": 0, "row": 0})
     if checkpoint:
-        dcp_patches.enable()  # torch unpickles parts of a checkpoint, which would run code of whoever wrote it
+        patches.read_checkpoints_as_data()  # torch unpickles parts of it, which would run code of whoever wrote it
         dcp.load({"job": state}, checkpoint_id=checkpoint)
     losses, groups = [], global_batches(loader, job, state.place)
     model.train()

@@ -61,21 +61,13 @@ SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
-    """Accelerate's parsed launch arguments for this YAML and script, on as many machines as the YAML says.
-
-    Raises:
-        UserError: the YAML can't be read, Accelerate's parser refuses it, or the script or Accelerate is missing.
-    """
+    """Accelerate's parsed launch arguments for this YAML and script, on as many machines as the YAML says."""
     yaml_file.load(config_file)  # for errors that say where they are
     return parse(config_file, launcher_words(config_file, script, script_args))
 
 
 def parse(config_file: Path, words: list[str], place: Place = NOWHERE) -> Any:
-    """Parses the words of an `accelerate launch` command with Accelerate's parser.
-
-    Raises:
-        UserError: Accelerate's parser refuses the YAML, or Accelerate is missing.
-    """
+    """Parses the words of an `accelerate launch` command with Accelerate's parser."""
     require("starting a job", "accelerate", "torch")
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
@@ -183,11 +175,7 @@ def _has_torchruns_ranks(args: Any) -> bool:
 
 
 def check_shards(config_file: Path, script: Path, script_args: tuple[str, ...]) -> None:
-    """Checks that a rank started by Ray will shard.
-
-    Raises:
-        UserError: the YAML can't be read, Accelerate refuses it, or the script would train unsharded.
-    """
+    """Raises a UserError if a rank started by Ray would not shard."""
     if distributed(args := launcher_args(config_file, script, script_args)):
         _refuse_unsharded(args)
 
@@ -202,10 +190,9 @@ def rank_environment(config_file: Path, script: Path) -> dict[str, str]:
 
 
 def _refuse_unsharded(args: Any) -> None:
-    """Stops if every rank would train the whole model alone: without an accelerator, Accelerate runs no FSDP or DDP.
+    """Raises a UserError if every rank would train the whole model alone.
 
-    Raises:
-        UserError: there is no accelerator, and the script doesn't ask for `cpu.enable`.
+    Without an accelerator Accelerate runs no FSDP or DDP, unless the script asks for `cpu.enable`.
     """
     if args.training_script == ON_CPU or not cpu.is_needed():
         return
@@ -228,7 +215,8 @@ def _check_ranks(args: Any) -> str:
     meeting = str(args.place.value("main_process_ip", "")) if args.place.machines > 1 else ""
     if meeting:
         port = int(args.place.value("main_process_port", DEFAULT_PORT))
-        rendezvous.check(meeting, port, int(args.place.value("machine_rank", 0)))
+        rendezvous.check_interfaces(os.environ, [name for _, name in socket.if_nameindex()])
+        rendezvous.check_place(meeting, port, int(args.place.value("machine_rank", 0)))
     with warnings.catch_warnings():  # the launcher repeats them
         warnings.simplefilter("ignore")
         environment(copy.copy(args))

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from accel_fsdp import flag_words
@@ -61,11 +62,7 @@ NOWHERE = Place()
 
 
 def find(variables: Mapping[str, str]) -> Place:
-    """The place according to the engine that started this process.
-
-    Raises:
-        UserError: a variable isn't a number, or this process was started in a way that omits machines.
-    """
+    """The place according to the engine that started this process."""
     for engine, reader in ENGINES.items():
         if values := reader(Variables(engine, variables)):
             return Place(engine, values)
@@ -201,27 +198,16 @@ def _times(per_node: Said | None, machines: Said | None, at_most: bool = True) -
     return Said(per_node.value * machines.value, f"{per_node.source} x {machines.source}", at_most)
 
 
-def _of_skypilot(variables: Variables) -> dict[str, Said]:
-    machines, addresses = variables.number("SKYPILOT_NUM_NODES"), variables.text("SKYPILOT_NODE_IPS")
-    if machines is None:
+def _of_cloud(machines: str, gpus: str, rank: str, addresses: str, variables: Variables) -> dict[str, Said]:
+    """SkyPilot and dstack, by the names of their variables; the first of the `addresses` is machine 0's."""
+    count, hosts = variables.number(machines), variables.text(addresses)
+    if count is None:
         return {}
     return _known(
-        num_machines=machines,
-        num_processes=_times(variables.number("SKYPILOT_NUM_GPUS_PER_NODE"), machines),
-        machine_rank=variables.number("SKYPILOT_NODE_RANK"),
-        main_process_ip=Said(addresses.value.split()[0], addresses.source) if addresses else None,
-    )
-
-
-def _of_dstack(variables: Variables) -> dict[str, Said]:
-    machines = variables.number("DSTACK_NODES_NUM")
-    if machines is None:
-        return {}
-    return _known(
-        num_machines=machines,
-        num_processes=_times(variables.number("DSTACK_GPUS_PER_NODE"), machines),
-        machine_rank=variables.number("DSTACK_NODE_RANK"),
-        main_process_ip=variables.text("DSTACK_MASTER_NODE_IP"),
+        num_machines=count,
+        num_processes=_times(variables.number(gpus), count),
+        machine_rank=variables.number(rank),
+        main_process_ip=Said(hosts.value.split()[0], hosts.source) if hosts else None,
     )
 
 
@@ -307,8 +293,12 @@ def _first_of(hosts: str) -> str:
 
 
 ENGINES: Mapping[str, Callable[[Variables], dict[str, Said]]] = {
-    "SkyPilot": _of_skypilot,
-    "dstack": _of_dstack,
+    "SkyPilot": partial(
+        _of_cloud, "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
+    ),
+    "dstack": partial(
+        _of_cloud, "DSTACK_NODES_NUM", "DSTACK_GPUS_PER_NODE", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP"
+    ),
     "Kubeflow": _of_kubeflow,
     "PyTorchJob": _of_pytorchjob,
     "SLURM": _of_slurm,

@@ -1,6 +1,5 @@
 """Checks the rendezvous address of a job's machines: names, ports and interfaces, before ranks wait for each other."""
 
-import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,23 +15,13 @@ ANSWER_SECONDS, AGAIN_SECONDS = 3.0, 0.2
 INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
-def check(address: str, port: int, rank: int) -> None:
-    """Checks from this machine what the launch of a job needs.
-
-    Raises:
-        UserError: a variable names a network interface that doesn't exist; and as `check_place`.
-    """
-    check_interfaces(os.environ, [name for _, name in socket.if_nameindex()])
-    check_place(address, port, rank)
-
-
 def check_place(address: str, port: int, rank: int) -> None:
-    """Checks from this machine the address and port of machine 0, the rendezvous of all machines.
-
-    Raises:
-        UserError: the name can't be resolved, or is a loopback address; the port is taken.
-    """
-    resolved = _resolved(address)
+    """Raises a UserError if the machines can't meet at this address and port of machine 0, seen from this machine."""
+    try:
+        resolved = addresses_of(address)
+    except (OSError, UnicodeError) as error:  # a part of a name that is too long is no IDNA
+        why = getattr(error, "strerror", None) or "it is not the name of a host"
+        raise UserError(f"the name {address} is unknown on this machine: {why}", why=WAIT, fix=FIX_ADDRESS) from error
     if all(ip_address(ip).is_loopback for ip in resolved):
         raise UserError(
             f"{address} is {resolved[0]} on this machine, which no other machine reaches",
@@ -110,28 +99,12 @@ def _look_up(address: str) -> list[tuple[socket.AddressFamily, socket.SocketKind
 
 
 def addresses_of(name: str) -> list[str]:
-    """The addresses to which this machine resolves a name.
-
-    Raises:
-        OSError: the name is unknown. UnicodeError: it isn't a valid host name.
-    """
+    """The addresses to which this machine resolves a name; raises OSError, or UnicodeError for an invalid one."""
     return list(dict.fromkeys(str(info[4][0]).partition("%")[0] for info in _look_up(name)))
 
 
-def _resolved(address: str) -> list[str]:
-    try:
-        return addresses_of(address)
-    except (OSError, UnicodeError) as error:  # a part of a name that is too long is no IDNA
-        why = getattr(error, "strerror", None) or "it is not the name of a host"
-        raise UserError(f"the name {address} is unknown on this machine: {why}", why=WAIT, fix=FIX_ADDRESS) from error
-
-
 def check_interfaces(variables: Mapping[str, str], existing: Sequence[str]) -> None:
-    """Compares the names in variables with the network interfaces of this machine.
-
-    Raises:
-        UserError: a variable names an interface that doesn't exist.
-    """
+    """Raises a UserError if a variable names a network interface that this machine doesn't have."""
     for variable, name, interfaces in named_interfaces(variables, existing):
         if not interfaces:
             raise UserError(

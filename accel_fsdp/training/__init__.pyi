@@ -1,13 +1,12 @@
 from . import arguments as arguments
-from . import dcp_patches as dcp_patches
 from . import disk_room as disk_room
 from . import divergence as divergence
+from . import export as export
 from . import flag_hints as flag_hints
-from . import gather as gather
 from . import load_model as load_model
 from . import losses as losses
 from . import mesh as mesh
-from . import peft_patches as peft_patches
+from . import patches as patches
 from . import preflight as preflight
 from . import resuming as resuming
 from . import together as together

@@ -81,6 +81,11 @@ class ModelArguments:
         default=None, help="Token that fills short rows, where the tokenizer has none of its own."
     )
 
+    @property
+    def source(self) -> tuple[str, str, bool]:
+        """Where config, tokenizer and weights are read from."""
+        return self.model_name_or_path, self.model_revision, self.trust_remote_code
+
 
 @dataclass
 class SftArguments(TrainingArguments):  # type: ignore[misc]

@@ -61,11 +61,7 @@ def _optimizer_bytes(trainer: Any, element_bytes: Mapping[torch.nn.Parameter, in
 
 
 def check_shared(trainer: Any, resume_from: str | None) -> None:
-    """Checks that all ranks write to one folder, so that shards fit together, and resume from the same step.
-
-    Raises:
-        UserError: a rank of another machine sees another disk. On all ranks.
-    """
+    """Raises a UserError, on all ranks, if one sees another disk: shards would not fit together, nor resumed steps."""
     if trainer.on_tpu or not (trainer.is_sharded or trainer.is_deepspeed_enabled):
         return
     folder = Path(trainer.args.output_dir)

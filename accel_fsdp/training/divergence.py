@@ -43,11 +43,7 @@ class FiniteCheck:
             )
 
     def check_loaded(self, checkpoint: str | None) -> None:
-        """Checks the weights before training, so that a broken checkpoint isn't blamed on the learning rate.
-
-        Raises:
-            UserError: some weights are NaN or infinite.
-        """
+        """Refuses NaN and infinite weights before training, so that they aren't blamed on the learning rate."""
         if odd := self._odd_weights():
             weights = checkpoint or self.trainer.model.config.get_text_config()._name_or_path or "this one"
             raise UserError(

@@ -1,17 +1,27 @@
 """Exports a model at the end of a run: all ranks gather it, the first one writes and verifies it."""
 
 import contextlib
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from accel_fsdp import atomic_files, disks, models
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder
-from accel_fsdp.training import gather, load_model, mesh_checkpoints
-from accel_fsdp.units import counted
+from accel_fsdp.hardware import host
+from accel_fsdp.library_internals import Internal
+from accel_fsdp.models import state_bytes
+from accel_fsdp.training import load_model, mesh_checkpoints
+from accel_fsdp.units import counted, gib_or_mib, told_apart
+
+RELIES_ON = (Internal("torch.distributed.distributed_c10d:_world.pg_map"),)
+SLOWEST_BYTES_PER_S = 50e6
+"""The rate of a busy network file system; a local disk is 10 to 60 times as fast."""
 
 
 class Export:
@@ -52,11 +62,11 @@ class Export:
         writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if trainer.is_sharded or trainer.is_deepspeed_enabled:
-            gather.check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
+            check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
         least = max(self.args.ddp_timeout, watch.patience.collectives)
-        watch.patience.collectives = gather.lengthen_timeouts(self.expected.gathered_bytes, least)
+        watch.patience.collectives = lengthen_timeouts(self.expected.gathered_bytes, least)
         if trainer.use_cache is not None:  # Trainer turned it off; the export is for inference
             trainer.model.config.use_cache = trainer.use_cache
         self.is_writing = True
@@ -114,3 +124,43 @@ def exported(target: Path, tensors: int, rounding: exported_folder.Rounding | No
     """The line that names the export, and reports if its weights were rounded."""
     rounded = f", {rounding}; --export_dtype {rounding.trained} keeps them" if rounding else ""
     return f"exported and verified: {target} ({counted(tensors, 'tensor')}{rounded})"
+
+
+def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, checkpoint: Callable[[], Path]) -> None:
+    """Stops all ranks before a gather if one of them lacks memory, because the kernel would kill it. Collective.
+
+    `gathers_here` says that this rank will hold the whole model. `checkpoint` makes sure that a checkpoint is on disk,
+    on all ranks.
+    """
+    free = host.free_memory() if gathers_here else None
+    needed = state_bytes.gathering_bytes(gathered_bytes)
+    short = free is not None and needed > free
+    frees: list[int | None] = [free if short else None]
+    if dist.is_initialized():
+        frees = [None] * dist.get_world_size()
+        dist.all_gather_object(frees, free if short else None)
+    least = min((free for free in frees if free is not None), default=None)
+    if least is None:
+        return
+    saved, (takes, there) = checkpoint(), told_apart(gib_or_mib, needed, least)
+    raise UserError(
+        f"the whole model takes {takes} of host memory, {there} are free",
+        why=f"the system would end the process that gathers it; nothing is lost, {saved.name} holds what was trained",
+        fix=f"accel-fsdp export {saved} {target}, which needs memory for one tensor at a time",
+    )
+
+
+def lengthen_timeouts(model_bytes: int, least_seconds: float) -> float:
+    """Gives the collectives of all groups the time that writing the model may take; returns it in seconds.
+
+    The other ranks wait in a collective while the first rank writes, and the watchdog's default of 10 or 30 minutes
+    would end them. Never shorter than `least_seconds`, the job's own. Call on all ranks.
+    """
+    seconds = max(least_seconds, model_bytes / SLOWEST_BYTES_PER_S)
+    if dist.is_initialized():
+        from torch.distributed.distributed_c10d import _world
+
+        dist.barrier()  # what is still under way keeps its own timeout
+        for group in list(_world.pg_map):
+            group.set_timeout(timedelta(seconds=seconds))
+    return seconds

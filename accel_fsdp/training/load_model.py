@@ -14,7 +14,7 @@ from accel_fsdp.errors import UserError, did_you_mean
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import causal, counting
-from accel_fsdp.training import mesh, peft_patches
+from accel_fsdp.training import mesh, patches
 from accel_fsdp.training.arguments import ModelArguments
 from accel_fsdp.training.data import chat_template
 from accel_fsdp.units import counted, millions
@@ -35,12 +35,11 @@ COMPUTED = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def load_tokenizer(options: ModelArguments, chat_template_path: str | None = None) -> PreTrainedTokenizerBase:
     """Loads the model's tokenizer; one without a padding token pads with its end-of-sequence token."""
-    source = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
-    config = models.read_config(*source)
+    config = models.read_config(*options.source)
     if _first_rank():
         causal.check_config(config, options.model_name_or_path, options.trust_remote_code)
     mesh.check(config, options.use_peft, options.load_in_4bit)
-    tokenizer: PreTrainedTokenizerBase = models.read_tokenizer(*source)
+    tokenizer: PreTrainedTokenizerBase = models.read_tokenizer(*options.source)
     vocabulary = tokenizer.get_vocab()
     for name in ("eos_token", "pad_token"):
         value = getattr(options, name)
@@ -114,7 +113,7 @@ def _without_weights(options: ModelArguments) -> Any:
     Not on the meta device: Accelerate's FSDP2 path tells parameters apart by their addresses (1.15). A model that keeps
     some weights in another dtype, or is quantised, is known only once it is loaded.
     """
-    config = models.read_config(options.model_name_or_path, options.model_revision, options.trust_remote_code)
+    config = models.read_config(*options.source)
     dtype, _ = weight_dtype(options)
     with no_init_weights():
         model = models.text_class(config).from_config(
@@ -131,8 +130,7 @@ def _without_weights(options: ModelArguments) -> Any:
 
 
 def _with_weights(options: ModelArguments) -> Any:
-    source = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
-    model, loading = models.text_class(models.read_config(*source)).from_pretrained(
+    model, loading = models.text_class(models.read_config(*options.source)).from_pretrained(
         options.model_name_or_path,
         revision=options.model_revision,
         trust_remote_code=options.trust_remote_code,
@@ -173,8 +171,7 @@ def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
         return chosen, "--dtype; no float32 master weights: small updates are lost"
     if not options.use_peft:
         return torch.float32, "master weights of full training"
-    source = (options.model_name_or_path, options.model_revision, options.trust_remote_code)
-    stored = models.read_config(*source).dtype
+    stored = models.read_config(*options.source).dtype
     return (stored, "the checkpoint's own, frozen under the adapter") if stored else (torch.float32, "none is named")
 
 
@@ -238,7 +235,7 @@ def _vocabulary_rows(model: Any) -> int:
 def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
     from peft import LoraConfig, get_peft_model
 
-    peft_patches.enable()
+    patches.fix_adapters()
     targets = options.lora_target_modules
     config = LoraConfig(
         r=options.lora_r,

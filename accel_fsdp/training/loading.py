@@ -25,7 +25,7 @@ from accel_fsdp import console, models
 from accel_fsdp.checkpoints import ERRORS, clean_name, file_names, optimizer_names, summary
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.training import mesh_checkpoints, resuming
+from accel_fsdp.training import mesh_checkpoints
 
 RELIES_ON = (
     Internal("torch.distributed.checkpoint.state_dict:_init_optim_state", "optim"),
@@ -53,17 +53,6 @@ def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> N
             _load_converted(trainer.model, checkpoint)
         else:
             load()
-
-
-def check_adapter(trainer: Any, checkpoint: str) -> None:
-    """Compares an adapter's tensors with the checkpoint's, as FSDP and PEFT would load only the matching ones.
-
-    Raises:
-        UserError: they differ.
-    """
-    if _has_adapter(trainer) and not trainer.is_deepspeed_enabled:
-        trained = [name for name, parameter in trainer.model.named_parameters() if parameter.requires_grad]
-        resuming.check_adapter(Path(checkpoint), trained)
 
 
 def optimizer_and_schedule(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> None:

@@ -16,7 +16,7 @@ from accel_fsdp.config import AXES, EXPERT_FLAG, NATIVE_SIZES, ROW_AXES, Engine,
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.job import Layout
 from accel_fsdp.launch_environment import EXPERT_AXIS, MESH, LaunchEnvironment
-from accel_fsdp.training import tensor_parallel_patches
+from accel_fsdp.training import patches
 from accel_fsdp.units import counted, millions
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def choose(experts: int) -> None:
     for name in [name for name in os.environ if name in HIDDEN or name.startswith("PARALLELISM_CONFIG_")]:
         del os.environ[name]
     layout_here().check_experts()
-    tensor_parallel_patches.enable()
+    patches.fix_tensor_parallelism()
 
 
 def check(config: Any, adapted: bool, quantized: bool) -> None:

@@ -14,11 +14,7 @@ from accel_fsdp.models import check_layer_classes
 
 
 def before_trainer(model: nn.Module, args: TrainingArguments) -> None:
-    """Checks the model against the YAML, and settles which kind of checkpointing runs.
-
-    Raises:
-        UserError: a combination that would stop later, or train something else than was asked for.
-    """
+    """Refuses what would stop later or train something else, and settles which kind of checkpointing runs."""
     check_wrap_classes(model)
     check_buffers(model)
     check_weight_decay(args)

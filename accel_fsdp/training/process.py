@@ -4,6 +4,7 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import TrainingArguments, set_seed
 
 from accel_fsdp import atomic_files, cpu
-from accel_fsdp.training import dcp_patches
+from accel_fsdp.training import patches
 from accel_fsdp.training.divergence import Diverged
 from accel_fsdp.training.reporting import run_record
 from accel_fsdp.training.trainer import SftTrainer, check_libraries
@@ -31,13 +32,10 @@ def begin(model: Any, data: Any, training: TrainingArguments) -> run_record.RunR
     """Sets the seed, and starts the record of a run with these arguments.
 
     Turns off the progress bars of other ranks, and the libraries' advice on their APIs.
-
-    Raises:
-        UserError: a library's internals have changed, or the output folder can't be written.
     """
     atomic_files.check_writable(Path(training.output_dir))
     check_libraries()
-    dcp_patches.enable()
+    patches.read_checkpoints_as_data()
     set_seed(training.seed)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.|transformers\.|accel_fsdp\.cpu")
     warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
@@ -52,7 +50,7 @@ def begin(model: Any, data: Any, training: TrainingArguments) -> run_record.RunR
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         disable_progress_bar()
         datasets.disable_progress_bars()
-    arguments = run_record.arguments_of(model, data, training)
+    arguments = {"model": asdict(model), "data": asdict(data), "training": training.to_dict()}  # which hides tokens
     return run_record.RunRecord(Path(training.output_dir), arguments, first_rank=training.process_index == 0)
 
 
@@ -62,8 +60,8 @@ def recorded(record: run_record.RunRecord, trainer: SftTrainer) -> Iterator[None
     try:
         yield
     except Diverged:
-        record.trained(trainer.checkpoints.history.account(trainer.state.global_step))
+        record.content.update(trainer.checkpoints.history.account(trainer.state.global_step))
         record.finish(trainer.state.log_history, trainer.report.totals(), status="diverged")
         raise
     record.lap("training")
-    record.trained(trainer.checkpoints.history.account(trainer.state.global_step))
+    record.content.update(trainer.checkpoints.history.account(trainer.state.global_step))

@@ -203,12 +203,10 @@ def _restrict_deepspeed() -> None:
 
 
 def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
-    """Compares an adapter's file with the model's adapter: FSDP2 and PEFT load only the matching tensors.
+    """Raises a UserError if an adapter's file differs from the model's adapter: FSDP2 and PEFT load what matches.
 
-    `names` are those of the trained parameters. torch itself compares sharded checkpoints.
-
-    Raises:
-        UserError: they differ; without patches, PEFT writes empty files under FSDP1 and activation checkpointing.
+    `names` are those of the trained parameters. torch itself compares sharded checkpoints. Without patches, PEFT writes
+    empty files under FSDP1 and activation checkpointing.
     """
     full, alone = checkpoint / file_names.FULL_MODEL, checkpoint / file_names.ADAPTER
     if full.is_file():

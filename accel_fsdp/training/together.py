@@ -75,11 +75,7 @@ class Peers:
         self._over.set()
 
     def compare(self, name: str, settings: agreement.Settings) -> None:
-        """Compares the settings of all ranks. Call on all of them.
-
-        Raises:
-            UserError: the settings differ.
-        """
+        """Raises a UserError if the settings of the ranks differ. Call on all of them."""
         if self.several:
             wait = "; --ddp_timeout SECONDS waits longer"
             agreement.compare(self.store, name, self.own, dist.get_world_size(), settings, self.seconds, wait)

@@ -22,7 +22,7 @@ from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting
 from accel_fsdp.training import (
     disk_room,
-    gather,
+    export,
     load_model,
     loading,
     losses,
@@ -37,7 +37,6 @@ from accel_fsdp.training import (
 from accel_fsdp.training.arguments import SEE_HELP
 from accel_fsdp.training.data import batching
 from accel_fsdp.training.divergence import FiniteCheck
-from accel_fsdp.training.export import Export
 from accel_fsdp.training.hang_watch import HangWatch
 from accel_fsdp.training.losses import Losses
 from accel_fsdp.training.preemption import Stop
@@ -81,12 +80,11 @@ GROUPING = ("group_by_length", "batch_rebalance")
 
 
 def check_libraries() -> None:
-    """Checks that the internals that this Trainer overrides or calls exist: an uncalled override fails silently.
+    """Raises a UserError unless the internals that this Trainer overrides or calls exist.
 
-    Raises:
-        UserError: the internals of transformers, torch or accelerate have changed.
+    An override that is never called fails silently.
     """
-    modules = (load_model, loading, preemption, beats, gather, holdings, profiling)
+    modules = (load_model, loading, preemption, beats, export, holdings, profiling)
     used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the sharding check depend on it")
 
@@ -129,7 +127,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             during = self.watch.doing
             self.profiler = profiling.StepProfiler(training, model, lambda: run.model_wrapped, during, self.report)
         self._add_callbacks()
-        self.exporter = Export(run)
+        self.exporter = export.Export(run)
 
     def _add_callbacks(self) -> None:
         self.add_callback(self.stop)
@@ -343,7 +341,9 @@ class SftTrainer(Trainer):  # type: ignore[misc]
     # Checkpoints
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        loading.check_adapter(self, resume_from_checkpoint)
+        if hasattr(self.model, "peft_config") and not self.is_deepspeed_enabled:
+            trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+            resuming.check_adapter(Path(resume_from_checkpoint), trained)
         load = super()._load_from_checkpoint
         loading.weights(self, resume_from_checkpoint, lambda: load(resume_from_checkpoint, model=model))
 
@@ -392,8 +392,5 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         """Gathers the full model (or adapter) and writes it to `target`; returns the number of tensors written.
 
         Call on all ranks. `target` appears complete and verified, with `card` as its README.md, or not at all.
-
-        Raises:
-            UserError: the host lacks memory to gather the model, or the written model isn't the trained one.
         """
         return self.exporter.write(target, card)

@@ -1,5 +1,6 @@
 """Where a launch runs: what engines say of it, what flags and the YAML say, and contradictions."""
 
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -198,15 +199,11 @@ def test_the_first_host_of_slurms_short_lists(name: str, numbers: list[int], wid
     ],
 )
 def test_where_machines_cannot_meet_is_said_before_ranks_start(
-    address: str, rank: int, variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch
+    address: str, rank: int, variables: dict[str, str], said: str
 ) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    if not said:
-        rendezvous.check(address, 29500, rank)
-        return
-    with pytest.raises(UserError, match=said):
-        rendezvous.check(address, 29500, rank)
+    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+        rendezvous.check_interfaces(variables, [name for _, name in socket.if_nameindex()])
+        rendezvous.check_place(address, 29500, rank)
 
 
 def test_a_port_that_is_taken_is_said_with_one_that_is_free() -> None:
@@ -215,6 +212,6 @@ def test_a_port_that_is_taken_is_said_with_one_that_is_free() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(UserError, match=f"port {port} is taken") as found:
-            rendezvous.check("10.77.0.1", port, 0)
+            rendezvous.check_place("10.77.0.1", port, 0)
         assert "--main-process-port" in found.value.fix
-        rendezvous.check("10.77.0.1", port, 1)
+        rendezvous.check_place("10.77.0.1", port, 1)

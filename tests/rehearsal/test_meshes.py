@@ -26,9 +26,9 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 KINDS = {"qwen3": {}, "qwen3_moe": EXPERTS}
 UNPATCHED = """
 import runpy
-from accel_fsdp.training import tensor_parallel_patches
+from accel_fsdp.training import patches
 
-tensor_parallel_patches.enable = lambda: None
+patches.fix_tensor_parallelism = lambda: None
 runpy.run_path({!r}, run_name="__main__")
 """
 

@@ -33,7 +33,7 @@ from accel_fsdp.job import Job, Layout, Recipe, from_run, from_yaml
 from accel_fsdp.linter import read_subject
 from accel_fsdp.prediction import smaller, trace_store
 from accel_fsdp.svg import Curve, Words
-from accel_fsdp.training import arguments, gather
+from accel_fsdp.training import arguments, export
 from accel_fsdp.training.reporting import Tally, beginning, line, model_card, progress, run_plan, run_record
 
 SCARCE = ROOT / "tests" / "scarce.py"
@@ -352,10 +352,10 @@ def current_umask() -> int:
 def test_collectives_get_the_time_that_writing_takes(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        assert gather.lengthen_timeouts(10**9, least_seconds=1800) == 1800
+        assert export.lengthen_timeouts(10**9, least_seconds=1800) == 1800
         backend = dist.group.WORLD._get_backend(torch.device("cpu"))  # type: ignore[union-attr]
         assert backend.options._timeout.total_seconds() == 1800
-        gather.lengthen_timeouts(280 * 10**9, least_seconds=1800)  # 70 B parameters in float32, at 50 MB/s
+        export.lengthen_timeouts(280 * 10**9, least_seconds=1800)  # 70 B parameters in float32, at 50 MB/s
         assert backend.options._timeout.total_seconds() == 5600
     finally:
         dist.destroy_process_group()

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.launch import Address, Board
+from accel_fsdp.launch.ranks import hang
 from accel_fsdp.units import MIB
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ SMALL_BYTES = 1024
 """Fits into one packet on any network."""
 SWEEP = (SMALL_BYTES, 64 * 1024, 512 * 1024, 4 * MIB, 32 * MIB, 64 * MIB)
 """Bytes of messages, which grow until one takes long enough to be measured."""
-SCHEDULED = Path("/proc/self/task")
 TCP_COUNTERS = Path("/proc/net/snmp")
 SIZES_ON_CPU = (4 * 1024, MIB, 16 * MIB)
 SIZES_ON_GPU = (4 * 1024, MIB, 256 * MIB)
@@ -126,16 +126,22 @@ def sizes(on_gpus: bool, bytes_per_second: float) -> list[int]:
     return [least, *(size for size in larger if not bytes_per_second or size < bytes_per_second * LONG_SECONDS)]
 
 
+def _started(task: Task, board: Board) -> set[int]:
+    """Waits until the processes of all members have started, and returns the numbers of those that have."""
+    board.put(f"{task.task}/{task.number}/started", True)
+    keys = {f"{task.task}/{number}/started": number for number in task.members}
+    return {keys[key] for key in board.wait(keys, START_SECONDS)}
+
+
 def _pairs(task: Task, board: Board) -> None:
-    board.put(_pairs_key(task.number), True)
-    present = board.wait(map(_pairs_key, task.members), START_SECONDS)
+    present = _started(task, board)
     deadline = time.monotonic()
     for pairs in rounds(task.members):
         deadline += 2 * PAIR_SECONDS
         for low, high in (pair for pair in pairs if task.number in pair):
             side, partner = (1, low) if task.number == high else (0, high)
             board.put(f"{pair_key(low, high, side)}/comes", True)
-            seconds = deadline - time.monotonic() if _pairs_key(partner) in present else 0.0
+            seconds = deadline - time.monotonic() if partner in present else 0.0
             if board.wait([f"{pair_key(low, high, 1 - side)}/comes"], seconds):
                 result = _pair(task, board, low, high)
             else:
@@ -143,16 +149,11 @@ def _pairs(task: Task, board: Board) -> None:
             board.put(pair_key(low, high, side), asdict(result))
 
 
-def _pairs_key(machine: int) -> str:
-    """The store's key under which a machine says that its process of the pairs has started."""
-    return f"pairs/{machine}/started"
-
-
 def _pair(task: Task, board: Board, first: int, second: int) -> PairResult:
     import torch.distributed as dist
 
     result, began = PairResult(first, second), time.monotonic()
-    waited, (segments, resent) = _waited_seconds(), _tcp_segments()
+    waited, (segments, resent) = hang.delayed_seconds(), _tcp_segments()
     try:
         _join(task, board, f"group/{first}-{second}", int(task.number == second), 2, PAIR_SECONDS)
         try:
@@ -161,19 +162,10 @@ def _pair(task: Task, board: Board, first: int, second: int) -> PairResult:
             dist.destroy_process_group()
     except Exception as error:  # any error of the network is the result
         result.error = str(error) or type(error).__name__
-    result.waited = (_waited_seconds() - waited) / (time.monotonic() - began)
+    result.waited = (hang.delayed_seconds() - waited) / (time.monotonic() - began)
     now = _tcp_segments()
     result.segments, result.resent = now[0] - segments, now[1] - resent
     return result
-
-
-def _waited_seconds() -> float:
-    """Seconds that the threads of this process were ready but had no CPU; 0 where the system doesn't report it."""
-    seconds = 0.0
-    for thread in SCHEDULED.glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            seconds += int(thread.read_text().split()[1]) / 1e9
-    return seconds
 
 
 def _tcp_segments() -> tuple[int, int]:
@@ -282,8 +274,7 @@ def _collectives(task: Task, board: Board) -> None:
     import torch.distributed as dist
 
     name = "the start"
-    board.put(_started_key(task.number), True)
-    board.wait([_started_key(number) for number in task.members], START_SECONDS)
+    _started(task, board)
     try:
         _join(task, board, "collectives/group", task.number, len(task.members), COLLECTIVE_SECONDS)
         for name in COLLECTIVES:
@@ -296,10 +287,6 @@ def _collectives(task: Task, board: Board) -> None:
         dist.destroy_process_group()
     except Exception as error:  # any error of the network is the result
         board.put(done_key(task.number), f"{name}: {error or type(error).__name__}")
-
-
-def _started_key(rank: int) -> str:
-    return f"collectives/{rank}/started"
 
 
 def at_key(rank: int) -> str:

@@ -19,11 +19,7 @@ RAYS = frozenset({"CUDA_VISIBLE_DEVICES"})
 
 
 def main() -> None:
-    """Replaces this process by the script.
-
-    Raises:
-        UserError: the YAML can't be read, Accelerate refuses it, or the script would train unsharded.
-    """
+    """Replaces this process by the script, unless it would train unsharded."""
     worker, file, script, *words = sys.argv[1:]
     end_with(int(worker))
     launcher.check_shards(Path(file), Path(script), tuple(words))

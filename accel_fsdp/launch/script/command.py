@@ -43,9 +43,9 @@ IMAGE = re.compile(r"[a-zA-Z0-9](?:[\w./:@+-]*\w)?", re.ASCII)
 
 @dataclass(frozen=True)
 class EngineKind:
-    """`text` writes the job file; `submit` is the command to type next, with FILE for the job file's name."""
+    """`text` returns the job file's lines; `submit` is the command to type next, with FILE for the job file's name."""
 
-    text: Callable[[JobFile], str]
+    text: Callable[[JobFile], list[str]]
     submit: str
     each: str = ""
     """The text after it where each of several machines is started by hand."""
@@ -86,11 +86,11 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     nothing = "no job file was written; --no-check writes it as it is"
     if stops(options.file, read, options.script, job_file.words, options.no_check, nothing):
         return 1
-    text = kind.text(job_file)
+    text = "\n".join(kind.text(job_file))
     if options.output is None:
-        console.put(text.removesuffix("\n"), lines=True)
+        console.put(text, lines=True)
         return 0
-    atomic_files.write_text(options.output, text)
+    atomic_files.write_text(options.output, f"{text}\n")
     console.say(f"written: {options.output}", style="green")
     each = kind.each if job_file.machines > 1 else ""
     console.say(f"next: {kind.submit.replace('FILE', shlex.quote(str(options.output)))}{each}")

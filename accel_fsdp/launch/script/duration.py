@@ -60,13 +60,9 @@ UNKNOWN = (UserError, RuntimeError, KeyError, ImportError)
 
 
 def _planned(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Problem:
-    """The job as a problem for the planner.
+    """The job as a problem for the planner; raises one of UNKNOWN if it can't be planned.
 
     The model must be bundled or on this machine, because a job file is written without network access.
-
-    Raises:
-        UserError: the job can't be planned. KeyError: model or GPU aren't known. RuntimeError, ImportError: the model
-            can't be built.
     """
     model = str(arguments.get("model_name_or_path", ""))
     here = catalogue.find(model) or Path(model).is_dir()

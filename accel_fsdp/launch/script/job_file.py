@@ -16,6 +16,8 @@ SHARED = "/shared"
 LAUNCHER_SECONDS = 10
 """Seconds of the grace period that the launcher needs after the ranks have ended."""
 RESUMES = "resume_from_checkpoint"
+RESTARTS = 3
+"""How many times an engine starts a failed job again."""
 INSTALL = "pip install --quiet 'accel-fsdp[train]'"
 STOPPED = (75, 138)
 """Exit codes of `accel-fsdp launch` after a saved checkpoint: its ranks got the signal, or it got SIGUSR1 itself."""
@@ -60,14 +62,12 @@ class JobFile:
         """Seconds that torch's launcher gives the ranks between the signal and SIGKILL."""
         return self.flags.grace - LAUNCHER_SECONDS
 
-    @property
-    def title(self) -> str:
+    def heading(self, *notes: str) -> list[str]:
+        """The comments at the top of a job file."""
         machines = f"{counted(self.machines, 'machine')} of {counted(self.gpus, 'GPU')}"
-        return f"{self.flags.script} with {self.flags.file} on {machines}."
-
-    @property
-    def made_by(self) -> str:
-        return f"Made by accel-fsdp {__version__}. Lines with <- are yours to edit."
+        title = f"{self.flags.script} with {self.flags.file} on {machines}."
+        made_by = f"Made by accel-fsdp {__version__}. Lines with <- are yours to edit."
+        return [f"# {line}" for line in (title, made_by, *notes)]
 
     def command(self, indent: str = "") -> str:
         unchecked = ["--no-check"] if self.flags.no_check else []
@@ -106,11 +106,7 @@ def indented(text: str, indent: str) -> str:
 
 
 def refuse_own_disk(job: JobFile, disks: str) -> None:
-    """Refuses an output folder that other machines, or a later start, won't find; `disks` describes the shared disks.
-
-    Raises:
-        UsageError: the folder is among the files of which each machine has a copy.
-    """
+    """Refuses an output folder that other machines, or a later start, won't find; `disks` describes these disks."""
     output = flag_words.parse_command_line(job.words).get("output_dir", "")
     if job.ours and isinstance(output, str) and not f"{output}/".startswith(f"{job.folder}/"):
         raise UsageError(

@@ -1,102 +1,92 @@
 """A job file for kubectl: a TrainJob of Kubeflow's Trainer, or a PyTorchJob of its older operator."""
 
-from accel_fsdp.launch.script.job_file import INSTALL, NCCL_DEBUG, TOKENS, JobFile, indented
+from accel_fsdp.launch.script.job_file import INSTALL, NCCL_DEBUG, RESTARTS, TOKENS, JobFile, indented
 
 RUNTIME, REPLICATED_JOB, CONTAINER = "torch-distributed", "node", "node"
 """The runtime that comes with Kubeflow's Trainer, and what it calls its parts."""
 PYTORCHJOB_CONTAINER = "pytorch"
 """The operator looks for a container of that name."""
 CLAIM = "shared"
-RESTARTS = 3
 
 
-def text(job: JobFile) -> str:
+def text(job: JobFile) -> list[str]:
     return pytorch_job(job) if job.flags.api == "pytorchjob" else train_job(job)
 
 
-def train_job(job: JobFile) -> str:
+def train_job(job: JobFile) -> list[str]:
     """A TrainJob; runtime patches set what its trainer has no field for: /dev/shm, the shared folder, the signal."""
-    return "\n".join(
-        [
-            *_title(job),
-            "apiVersion: trainer.kubeflow.org/v1alpha1",
-            "kind: TrainJob",
-            "metadata:",
-            f'  name: "{job.name}"',
-            "spec:",
-            "  runtimeRef:",
-            f"    name: {RUNTIME}",
-            *_deadline(job, "  "),
-            "  trainer:",
-            *_image(job, "    ", f"the runtime's: kubectl get clustertrainingruntime {RUNTIME}"),
-            f"    numNodes: {job.machines}",
-            f"    numProcPerNode: {job.gpus}",
-            "    resourcesPerNode:",
-            *_resources(job, "      "),
-            *_container(job, "    "),
-            "  runtimePatches:",
-            "    - manager: accel-fsdp",
-            "      trainingRuntimeSpec:",
-            "        template:",
-            "          spec:",
-            "            replicatedJobs:",
-            f"              - name: {REPLICATED_JOB}",
-            "                template:",
-            "                  spec:",
-            "                    template:",
-            "                      spec:",
-            *_pod(job, "                        "),
-            "                        containers:",
-            f"                          - name: {CONTAINER}",
-            *_mounts(job, "                            "),
-            "",
-        ]
-    )
+    return [
+        *_heading(job),
+        "apiVersion: trainer.kubeflow.org/v1alpha1",
+        "kind: TrainJob",
+        "metadata:",
+        f'  name: "{job.name}"',
+        "spec:",
+        "  runtimeRef:",
+        f"    name: {RUNTIME}",
+        *_deadline(job, "  "),
+        "  trainer:",
+        *_image(job, "    ", f"the runtime's: kubectl get clustertrainingruntime {RUNTIME}"),
+        f"    numNodes: {job.machines}",
+        f"    numProcPerNode: {job.gpus}",
+        "    resourcesPerNode:",
+        *_resources(job, "      "),
+        *_container(job, "    "),
+        "  runtimePatches:",
+        "    - manager: accel-fsdp",
+        "      trainingRuntimeSpec:",
+        "        template:",
+        "          spec:",
+        "            replicatedJobs:",
+        f"              - name: {REPLICATED_JOB}",
+        "                template:",
+        "                  spec:",
+        "                    template:",
+        "                      spec:",
+        *_pod(job, "                        "),
+        "                        containers:",
+        f"                          - name: {CONTAINER}",
+        *_mounts(job, "                            "),
+    ]
 
 
-def pytorch_job(job: JobFile) -> str:
+def pytorch_job(job: JobFile) -> list[str]:
     """A PyTorchJob: a master, and the other machines as its workers."""
     several = job.machines > 1
     workers = ["    Worker:", f"      replicas: {job.machines - 1}", *_restarts(job), "      template: *machine"]
-    return "\n".join(
-        [
-            *_title(job),
-            "apiVersion: kubeflow.org/v1",
-            "kind: PyTorchJob",
-            "metadata:",
-            f'  name: "{job.name}"',
-            "spec:",
-            f'  nprocPerNode: "{job.gpus}"',
-            "  runPolicy:",
-            "    cleanPodPolicy: Running",
-            f"    backoffLimit: {RESTARTS if job.resumes else 0}",
-            *_deadline(job, "    "),
-            "  pytorchReplicaSpecs:",
-            "    Master:",
-            "      replicas: 1",
-            *_restarts(job),
-            f"      template:{' &machine' if several else ''}",
-            "        spec:",
-            *_pod(job, "          "),
-            "          containers:",
-            f"            - name: {PYTORCHJOB_CONTAINER}",
-            *_image(job, "              "),
-            "              resources:",
-            *_resources(job, "                "),
-            *_container(job, "              "),
-            *_mounts(job, "              "),
-            *(workers if several else []),
-            "",
-        ]
-    )
-
-
-def _title(job: JobFile) -> list[str]:
     return [
-        f"# {job.title}",
-        f"# {job.made_by}",
-        f"# It runs in {job.folder}, which each machine sees, with both files in it. Submit it: kubectl create -f FILE",
+        *_heading(job),
+        "apiVersion: kubeflow.org/v1",
+        "kind: PyTorchJob",
+        "metadata:",
+        f'  name: "{job.name}"',
+        "spec:",
+        f'  nprocPerNode: "{job.gpus}"',
+        "  runPolicy:",
+        "    cleanPodPolicy: Running",
+        f"    backoffLimit: {RESTARTS if job.resumes else 0}",
+        *_deadline(job, "    "),
+        "  pytorchReplicaSpecs:",
+        "    Master:",
+        "      replicas: 1",
+        *_restarts(job),
+        f"      template:{' &machine' if several else ''}",
+        "        spec:",
+        *_pod(job, "          "),
+        "          containers:",
+        f"            - name: {PYTORCHJOB_CONTAINER}",
+        *_image(job, "              "),
+        "              resources:",
+        *_resources(job, "                "),
+        *_container(job, "              "),
+        *_mounts(job, "              "),
+        *(workers if several else []),
     ]
+
+
+def _heading(job: JobFile) -> list[str]:
+    note = f"It runs in {job.folder}, which each machine sees, with both files in it. Submit it: kubectl create -f FILE"
+    return job.heading(note)
 
 
 def _deadline(job: JobFile, indent: str) -> list[str]:

@@ -2,53 +2,50 @@
 
 import json
 
-from accel_fsdp.launch.script.job_file import NCCL_DEBUG, TOKENS, JobFile, refuse_own_disk
+from accel_fsdp.launch.script.job_file import NCCL_DEBUG, RESTARTS, TOKENS, JobFile, refuse_own_disk
 
-RESTARTS = 3
 RESULTS = "ray"
 """The part of the shared folder in which Ray keeps its notes about a run."""
 
 
-def text(job: JobFile) -> str:
+def text(job: JobFile) -> list[str]:
     """The driver, a file for users to edit. `launch.on_ray` runs the workers and ends the job."""
     limit = f", minutes={job.minutes}" if job.minutes else ""
+    restarts = f"{RESTARTS}),  # <- starts again, from the newest complete checkpoint" if job.resumes else "0),"
     refuse_own_disk(job, "Ray starts the workers again on any of its machines")
-    return "\n".join(
-        [
-            f"# {job.title}",
-            f"# {job.made_by}",
-            "# Start it on a machine of Ray's cluster, in a folder that all machines see, with both files: python FILE",
-            "# Or let Ray copy such a folder to each machine: ray job submit --working-dir . -- python FILE",
-            "import os",
-            "import sys",
-            "",
-            "from ray.train import FailureConfig, RunConfig, ScalingConfig",
-            "from ray.train.torch import TorchTrainer",
-            "",
-            "from accel_fsdp.launch import on_ray",
-            "",
-            "trainer = TorchTrainer(",
-            "    on_ray.run_rank,",
-            "    train_loop_config={",
-            *_loop(job),
-            "    },",
-            "    torch_config=on_ray.shared_devices(),",
-            "    scaling_config=ScalingConfig(",
-            f"        num_workers={job.machines * job.gpus},",
-            "        use_gpu=True,",
-            f"        resources_per_worker={_resources(job)},",
-            '        # accelerator_type="H100",    # <- which GPU',
-            "    ),",
-            "    run_config=RunConfig(",
-            f"        name={_quoted(job.name)},",
-            f"        storage_path={_path(job, RESULTS)},",
-            f"        failure_config=FailureConfig(max_failures={RESTARTS if job.resumes else 0}),{_again(job)}",
-            "    ),",
-            ")",
-            f"sys.exit(on_ray.fit(trainer, grace={job.flags.grace}{limit}))",
-            "",
-        ]
-    )
+    return [
+        *job.heading(
+            "Start it on a machine of Ray's cluster, in a folder that all machines see, with both files: python FILE",
+            "Or let Ray copy such a folder to each machine: ray job submit --working-dir . -- python FILE",
+        ),
+        "import os",
+        "import sys",
+        "",
+        "from ray.train import FailureConfig, RunConfig, ScalingConfig",
+        "from ray.train.torch import TorchTrainer",
+        "",
+        "from accel_fsdp.launch import on_ray",
+        "",
+        "trainer = TorchTrainer(",
+        "    on_ray.run_rank,",
+        "    train_loop_config={",
+        *_loop(job),
+        "    },",
+        "    torch_config=on_ray.shared_devices(),",
+        "    scaling_config=ScalingConfig(",
+        f"        num_workers={job.machines * job.gpus},",
+        "        use_gpu=True,",
+        f"        resources_per_worker={_resources(job)},",
+        '        # accelerator_type="H100",    # <- which GPU',
+        "    ),",
+        "    run_config=RunConfig(",
+        f"        name={_quoted(job.name)},",
+        f"        storage_path={_path(job, RESULTS)},",
+        f"        failure_config=FailureConfig(max_failures={restarts}",
+        "    ),",
+        ")",
+        f"sys.exit(on_ray.fit(trainer, grace={job.flags.grace}{limit}))",
+    ]
 
 
 def _loop(job: JobFile) -> list[str]:
@@ -99,7 +96,3 @@ def _path(job: JobFile, name: str) -> str:
 
 def _quoted(word: str) -> str:
     return json.dumps(word, ensure_ascii=False)
-
-
-def _again(job: JobFile) -> str:
-    return "  # <- starts again, from the newest complete checkpoint" if job.resumes else ""

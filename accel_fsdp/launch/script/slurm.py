@@ -7,9 +7,9 @@ OTHERS_SECONDS = 60
 """Seconds that a machine may go on after another has ended."""
 
 
-def text(job: JobFile) -> str:
+def text(job: JobFile) -> list[str]:
     """The batch script: `srun` starts the launcher once on each machine; a stopped job goes back into the queue."""
-    return "\n".join([*_directives(job), "", *_prepared(job), "", *_run(job), ""])
+    return [*_directives(job), "", *_prepared(job), "", *_run(job)]
 
 
 def _directives(job: JobFile) -> list[str]:
@@ -18,9 +18,7 @@ def _directives(job: JobFile) -> list[str]:
     memory_comment = [] if job.flags.host_memory else ["# All of each machine's memory:"]
     return [
         "#!/bin/bash",
-        f"# {job.title}",
-        f"# {job.made_by}",
-        "# Submit it from a folder that all machines see: sbatch FILE",
+        *job.heading("Submit it from a folder that all machines see: sbatch FILE"),
         f"#SBATCH --job-name={job.name}",
         f"#SBATCH --nodes={job.machines}",
         "#SBATCH --ntasks-per-node=1",
@@ -51,6 +49,10 @@ def _limit(job: JobFile) -> tuple[list[str], int]:
 
 
 def _prepared(job: JobFile) -> list[str]:
+    network = [
+        "# export NCCL_SOCKET_IFNAME=ib0          # <- InfiniBand, if NCCL takes another interface",
+        "# export FI_PROVIDER=efa                 # <- AWS with EFA",
+    ]
     return [
         "set -euo pipefail",
         "# source .venv/bin/activate              # <- where accel-fsdp is installed",
@@ -58,14 +60,7 @@ def _prepared(job: JobFile) -> list[str]:
         *shell_variables(job),
         'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
         *([f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.ours else []),
-        *([] if job.machines == 1 else _network()),
-    ]
-
-
-def _network() -> list[str]:
-    return [
-        "# export NCCL_SOCKET_IFNAME=ib0          # <- InfiniBand, if NCCL takes another interface",
-        "# export FI_PROVIDER=efa                 # <- AWS with EFA",
+        *([] if job.machines == 1 else network),
     ]
 
 

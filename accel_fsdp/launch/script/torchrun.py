@@ -8,12 +8,8 @@ from accel_fsdp.launch import launcher
 from accel_fsdp.launch.script.job_file import JobFile, in_lines, shell_variables
 
 
-def text(job: JobFile) -> str:
-    """A bash script that is started on each machine with its number and the address of machine 0.
-
-    Raises:
-        UsageError: the script isn't ours, and would not read the YAML under torchrun.
-    """
+def text(job: JobFile) -> list[str]:
+    """A bash script that is started on each machine with its number and the address of machine 0."""
     if not job.ours:
         raise UsageError(
             f"torchrun reads no Accelerate YAML, and {job.flags.script} doesn't either",
@@ -22,24 +18,19 @@ def text(job: JobFile) -> str:
         )
     several = job.machines > 1
     usage = "bash FILE NUMBER ADDRESS, with NUMBER 0, 1, ... and ADDRESS machine 0's" if several else "bash FILE"
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            f"# {job.title}",
-            f"# {job.made_by}",
-            f"# Start it {'on each machine ' if several else ''}from a folder that all machines see: {usage}",
-            "set -euo pipefail",
-            *([f"cd {job.flags.shared}"] if job.flags.shared else []),
-            "# source .venv/bin/activate    # <- where accel-fsdp is installed",
-            'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
-            *shell_variables(job),
-            f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}",
-            *(_meeting() if several else []),
-            f"mkdir -p logs/{job.name}",
-            f"exec {job.under_timeout(_command(job))}",
-            "",
-        ]
-    )
+    return [
+        "#!/bin/bash",
+        *job.heading(f"Start it {'on each machine ' if several else ''}from a folder that all machines see: {usage}"),
+        "set -euo pipefail",
+        *([f"cd {job.flags.shared}"] if job.flags.shared else []),
+        "# source .venv/bin/activate    # <- where accel-fsdp is installed",
+        'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
+        *shell_variables(job),
+        f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}",
+        *(_meeting() if several else []),
+        f"mkdir -p logs/{job.name}",
+        f"exec {job.under_timeout(_command(job))}",
+    ]
 
 
 def _meeting() -> list[str]:
@@ -54,12 +45,8 @@ def _meeting() -> list[str]:
 
 def _command(job: JobFile) -> str:
     """torchrun, with a log for each rank; shell variables stay unquoted, so that the shell expands them."""
-    port = DEFAULT_PORT
-    meeting = (
-        f'--rdzv-backend=c10d --rdzv-endpoint="$address:{port}" --rdzv-conf="is_host=$is_host" --rdzv-id={job.name}'
-        if job.machines > 1
-        else "--standalone"
-    )
+    meeting = f'--rdzv-backend=c10d --rdzv-endpoint="$address:{DEFAULT_PORT}" --rdzv-conf="is_host=$is_host"'
+    meeting = f"{meeting} --rdzv-id={job.name}" if job.machines > 1 else "--standalone"
     words = ["--accelerate_config", str(job.flags.file)]
     script = in_lines([str(job.flags.script), *words], job.words, "    ")
     lines = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp import time_limits
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import read_tokenizer
-from accel_fsdp.training.data.columns import BadRow, Chat
+from accel_fsdp.training.data.columns import BadRow, Chat, or_bad_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -168,13 +168,9 @@ def written(
         if len(chats) == 1:
             return [BadRow(f"the chat template refuses it: {error}")]
         return [row for chat in chats for row in written(tokenizer, [chat], marks, masked)]
-    results: list[tuple[str, list[TextSpan]] | BadRow] = []
-    for chat, text, spans in zip(chats, texts, generated, strict=True):
-        try:
-            results.append((text, _spans(chat, text, spans, marks) if masked else []))
-        except BadRow as bad:
-            results.append(bad)
-    return results
+    if not masked:
+        return [(text, []) for text in texts]
+    return [or_bad_row(_with_spans, *row, marks) for row in zip(chats, texts, generated, strict=True)]
 
 
 def _written(
@@ -191,7 +187,7 @@ def _written(
     return texts, spans if generation else [[] for _ in texts]
 
 
-def _spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks | None) -> list[TextSpan]:
+def _with_spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks | None) -> tuple[str, list[TextSpan]]:
     spoken = [turn for turn in chat.messages if turn["role"] == "assistant"]
     spans = generated if marks is None else _between(text, marks)
     if marks is not None and len(spans) != len(spoken):
@@ -202,7 +198,7 @@ def _spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks | None
     answers = [_said(text[start:end], marks) for start, end in spans]
     places = _places(spoken, answers, exact=marks is not None)
     first = 0 if chat.answers is None else len(spoken) - chat.answers
-    return spans if first == 0 else spans[places[first] :] if first < len(places) else []
+    return text, spans if first == 0 else spans[places[first] :] if first < len(places) else []
 
 
 def _between(text: str, marks: Marks) -> list[TextSpan]:
@@ -230,9 +226,6 @@ def _places(spoken: list[dict[str, Any]], texts: list[str], exact: bool) -> list
 
     A span contains the turn's text, or with `exact` is that text. Templates rearrange thoughts, so for a turn with a
     thought only the text after it is searched.
-
-    Raises:
-        BadRow: a turn's text isn't in the span that the template marks.
     """
     places: list[int] = []
     for turn in spoken:

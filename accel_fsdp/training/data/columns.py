@@ -1,13 +1,14 @@
 """Converts rows of a data set to examples to tokenise: a chat, a prompt with its completion, or plain text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 
+T = TypeVar("T")
 ALIASES = {
     "messages": ("messages", "conversations", "conversation"),
     "prompt": ("prompt",),
@@ -34,6 +35,14 @@ class BadRow(ValueError):
 
 class Empty(BadRow):
     """A row without text, as scraped data have some: it is left out and counted."""
+
+
+def or_bad_row(make: Callable[..., T], *arguments: Any) -> T | BadRow:
+    """What `make` returns, or the BadRow that it raises: other rows of the batch go on."""
+    try:
+        return make(*arguments)
+    except BadRow as bad:
+        return bad
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from accel_fsdp.training.data import chat_template
-from accel_fsdp.training.data.columns import BadRow, Chat, Empty, Example, Pair, RowReader
+from accel_fsdp.training.data.columns import BadRow, Chat, Empty, Example, Pair, RowReader, or_bad_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +47,7 @@ class Encoder:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Encoded | BadRow]:
         """Encodes rows in their order, before anything is cut; the tokenizer is called once for all of them."""
-        read = [_read(self.reader, row) for row in rows]
+        read = [or_bad_row(self.reader, row) for row in rows]
         kind = next((type(example) for example in read if not isinstance(example, BadRow)), BadRow)
         other_kind = BadRow("it is of another kind than rows near it")
         read = [example if isinstance(example, kind | BadRow) else other_kind for example in read]
@@ -101,7 +101,9 @@ class Encoder:
             ids = iter(self._ids(texts, special=False))
             return [chat if isinstance(chat, BadRow) else Encoded(next(ids)) for chat in written]
         encodings = iter(self._encodings(texts, special=False))
-        encoded = [chat if isinstance(chat, BadRow) else _masked(next(encodings), *chat) for chat in written]
+        encoded = [
+            chat if isinstance(chat, BadRow) else or_bad_row(_masked, next(encodings), *chat) for chat in written
+        ]
         return self._proven(encoded, written)
 
     def _proven(
@@ -158,13 +160,6 @@ def batch_rows(batch: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 _NONE = np.empty(0, np.int32)
 
 
-def _read(reader: RowReader, row: Mapping[str, Any]) -> Example | BadRow:
-    try:
-        return reader(row)
-    except BadRow as bad:
-        return bad
-
-
 def _columns(rows: list[tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]]) -> dict[str, list[Any]]:
     """The columns of encoded rows. The first token of a row is never predicted, so it counts as untrained."""
     return {
@@ -176,11 +171,8 @@ def _columns(rows: list[tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", in
     }
 
 
-def _masked(encoding: Any, text: str, spans: list[chat_template.TextSpan]) -> Encoded | BadRow:
-    try:
-        return Encoded(encoding.ids, [_tokens(encoding, text, span) for span in spans])
-    except BadRow as bad:
-        return bad
+def _masked(encoding: Any, text: str, spans: list[chat_template.TextSpan]) -> Encoded:
+    return Encoded(encoding.ids, [_tokens(encoding, text, span) for span in spans])
 
 
 def _tokens(encoding: Any, text: str, span: chat_template.TextSpan) -> chat_template.TextSpan:

@@ -7,7 +7,6 @@ import platform
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -51,10 +50,6 @@ class RunRecord:
         now = time.perf_counter()
         self.content["timings_seconds"][phase], self._since = round(now - self._since, 3), now
 
-    def trained(self, account: Mapping[str, Any]) -> None:
-        """Records the steps of this session and their settings, from `History.account`."""
-        self.content.update(account)
-
     def finish(self, log_history: list[dict[str, float]], totals: Mapping[str, Any], status: str = "finished") -> None:
         """Records the end of the run: its log, its losses, its counts, and the loss curve where there is one."""
         self.content.update(status=status, results={**results(log_history), **totals}, log=log_history)
@@ -76,11 +71,6 @@ class RunRecord:
 def read(folder: Path) -> dict[str, Any]:
     """The record of a run; empty if there is no readable one."""
     return summary.read_json(folder / file_names.RUN)
-
-
-def arguments_of(model: Any, data: Any, training: Any) -> dict[str, Any]:
-    """All arguments by group; Trainer hides the values of tokens."""
-    return {"model": asdict(model), "data": asdict(data), "training": training.to_dict()}
 
 
 def _device() -> dict[str, Any]:
