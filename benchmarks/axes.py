@@ -1,15 +1,17 @@
-"""Peaks under tensor and expert parallelism, predicted against a rank's of the CPU: `python benchmarks/axes.py`.
+"""What a rank holds under tensor and expert parallelism, predicted against the CPU's: `python benchmarks/axes.py`.
 
-`--write` keeps the table in RESULTS.md. The models are small, so one layer's gathered experts are a large part of them.
+At rest against 2 and 4 real ranks, in forward and backward against one rank of a fake group. `--write` keeps the table
+in RESULTS.md. The models are small, so one layer's gathered experts are a large part of them.
 """
 
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,16 @@ from results import keep
 
 from accel_fsdp.config import Engine
 from accel_fsdp.hardware import gpus
-from accel_fsdp.job import Job, Layout, Recipe
+from accel_fsdp.job import Layout, Recipe
+from accel_fsdp.models import build
 from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.memory import GRADIENTS, OPTIMIZER, PARAMETERS, step, variant_for
+from accel_fsdp.prediction.memory import GRADIENTS, OPTIMIZER, PARAMETERS, ModelShape, Tapes, shards, step, variant_for
 from accel_fsdp.prediction.speed import step_time
 from accel_fsdp.prediction.tracing import by_name
+from accel_fsdp.prediction.tracing.model_shape import shape_of
 from accel_fsdp.units import GIB
 
-TRACKED = Path(__file__).parents[1] / "tests" / "tracked_axes.py"
+TESTS = Path(__file__).parents[1] / "tests"
 SIZES = {
     **{"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
     **{"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "tie_word_embeddings": False},
@@ -41,13 +45,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
 MESHES = {
     "tp 2": {"tp_size": 2},
     "tp 2 x fsdp 2": {"tp_size": 2, "fsdp_size": 2},
+    "tp 2 x fsdp 4": {"tp_size": 2, "fsdp_size": 4},
     "tp 2 x replicate 2": {"dp_replicate_size": 2, "tp_size": 2},
+    "tp 2 x fsdp 2 x replicate 2": {"dp_replicate_size": 2, "tp_size": 2, "fsdp_size": 2},
     "fsdp 2, ep 2": {"fsdp_size": 2, "ep_size": 2},
     "fsdp 4, ep 2": {"fsdp_size": 4, "ep_size": 2},
+    "fsdp 4, ep 4": {"fsdp_size": 4, "ep_size": 4},
+    "fsdp 2 x replicate 2, ep 2": {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
     "tp 2, ep 2": {"tp_size": 2, "ep_size": 2},
     "tp 2 x fsdp 2, ep 2": {"tp_size": 2, "fsdp_size": 2, "ep_size": 2},
     "tp 2 x fsdp 2, ep 4": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
 }
+AT_REST = {**MESHES, "fsdp 4": {"fsdp_size": 4}, "fsdp 2 x replicate 2": {"dp_replicate_size": 2, "fsdp_size": 2}}
+"""Meshes of transformers' own, also those that Accelerate makes without it."""
+ODD = {
+    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 72},
+    **{"hidden_size": 36, "intermediate_size": 48, "moe_intermediate_size": 24, "max_position_embeddings": 64},
+}
+FEW = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+PADDED: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", **ODD, "tie_word_embeddings": False},
+    "qwen3": {"model_type": "qwen3", **ODD, "tie_word_embeddings": True},
+    "qwen3_moe": {"model_type": "qwen3_moe", **ODD, **FEW, "tie_word_embeddings": False},
+    "mixtral": {"model_type": "mixtral", **ODD, **FEW, "tie_word_embeddings": False},
+}
+"""Models whose shards are padded."""
 
 
 def settings(
@@ -66,20 +88,54 @@ def settings(
 
 
 def layout_of(sizes: dict[str, int]) -> Layout:
-    copies, shards, tensor = (sizes.get(f"{axis}_size", 1) for axis in ("dp_replicate", "fsdp", "tp"))
-    ranks = math.prod((copies, shards, tensor))
-    mesh = {"dp_replicate": copies, "dp_shard": shards, "tp": tensor, "cp": 1, "sp": 1}
+    copies, divided, tensor = (sizes.get(f"{axis}_size", 1) for axis in ("dp_replicate", "fsdp", "tp"))
+    ranks, mesh = ranks_of(sizes), {"dp_replicate": copies, "dp_shard": divided, "tp": tensor, "cp": 1, "sp": 1}
     return Layout(**{**vars(Layout.fsdp2(True, ranks, ranks).on_mesh(mesh)), "experts": sizes.get("ep_size", 1)})
+
+
+def ranks_of(sizes: dict[str, int]) -> int:
+    return math.prod(sizes.get(f"{axis}_size", 1) for axis in ("dp_replicate", "fsdp", "tp"))
+
+
+def held(ranks: int, folder: Path) -> dict[str, dict[str, dict[str, int]]]:
+    """The bytes that one of so many real ranks holds after a step, by model and mesh."""
+    meshes = {name: sizes for name, sizes in AT_REST.items() if ranks_of(sizes) == ranks}
+    asked = {
+        kind: {
+            "config": config,
+            "meshes": {
+                name: sizes for name, sizes in meshes.items() if "ep_size" not in sizes or "num_experts" in config
+            },
+        }
+        for kind, config in PADDED.items()
+    }
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(TESTS / "held_axes.py")]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(TESTS.parent)}
+    return _told("HELD", [*words, json.dumps(asked), str(folder)], environment)
+
+
+def resting(kind: str, mesh: str) -> dict[str, int]:
+    """The same, as the planner has it."""
+    from transformers import AutoConfig
+
+    options, recipe, layout = dict(PADDED[kind]), Recipe(precision="no"), layout_of(AT_REST[mesh])
+    config = AutoConfig.for_model(options.pop("model_type"), **options)
+    stored, optimizer, _ = shards.resting_bytes(shape_of(kind, config, build(kind, config)), recipe, layout)
+    return {"parameters": stored, "optimizer": optimizer}
+
+
+def _told(word: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> Any:
+    """What a Python program prints as JSON after this word."""
+    finished = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=environment)
+    lines = [line for line in finished.stdout.splitlines() if f"{word} " in line]
+    if not lines:
+        raise RuntimeError(finished.stderr[-3000:])
+    return json.loads(lines[0].partition(f"{word} ")[2])
 
 
 def measured(asked: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, int]]:
     """What one rank held in each setting."""
-    words = [sys.executable, str(TRACKED), json.dumps(asked), str(folder)]
-    finished = subprocess.run(words, capture_output=True, text=True, check=False)
-    lines = [line for line in finished.stdout.splitlines() if line.startswith("TRACKED ")]
-    if not lines:
-        raise RuntimeError(finished.stderr[-3000:])
-    found: list[dict[str, int]] = json.loads(lines[0].removeprefix("TRACKED "))
+    found: list[dict[str, int]] = _told("TRACKED", [str(TESTS / "tracked_axes.py"), json.dumps(asked), str(folder)])
     return found
 
 
@@ -100,6 +156,17 @@ def predicted(setting: dict[str, Any]) -> dict[str, int]:
     }
 
 
+def compared_at_rest(folder: Path) -> Iterator[str]:
+    names, wrong = set[str](), list[str]()
+    for ranks in (2, 4):
+        for kind, by_mesh in held(ranks, folder).items():
+            names |= by_mesh.keys()
+            wrong += [f"{kind} on {mesh}" for mesh, seen in by_mesh.items() if resting(kind, mesh) != seen]
+    differ = f"differ: {', '.join(wrong)}" if wrong else "are equal to the byte"
+    yield f"At rest, parameters and Adam's state of a real rank of two and four, on {len(names)} meshes and for"
+    yield f"{', '.join(PADDED)} of odd sizes: predicted and held {differ}."
+
+
 def table(asked: Sequence[dict[str, Any]], real: Sequence[dict[str, int]]) -> Iterator[str]:
     yield "| model | mesh | without checkpointing | with |"
     yield "|---|---|---|---|"
@@ -114,49 +181,82 @@ def table(asked: Sequence[dict[str, Any]], real: Sequence[dict[str, int]]) -> It
 
 PEERS = (
     "Published runs of other frameworks, whose plans and kernels differ: torchtitan also divides the norms' inputs by",
-    "sequence and the loss by vocabulary, its second run compiles regions, and NeMo's adapters are fused. A step's",
-    "time under tensor parallelism is calibrated by none of them, and is as far off as this table shows.",
+    "sequence and the loss by vocabulary, that of a364b4b4f compiles regions, and NeMo's adapters are fused. A step's",
+    "time under tensor and expert parallelism is calibrated by none of them, and is as far off as this table shows.",
+    "The runs of 83c879f18 are the first ones, of March 2024; that of c4e229115 prints a tenth of the tokens/s that a",
+    "later run of the same model does. Runs with context parallelism are not compared.",
 )
+LLAMA_2 = {"model": "meta-llama/Llama-2-7b-chat-hf", "gpu": "H100", "mesh": (4, 2, 1)}
+MIXTURE = {
+    **{"model_type": "deepseek_v3", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944},
+    **{"moe_intermediate_size": 1408, "num_hidden_layers": 27, "first_k_dense_replace": 1, "n_routed_experts": 64},
+    **{"num_attention_heads": 16, "num_key_value_heads": 16, "n_shared_experts": 2, "num_experts_per_tok": 6},
+    **{"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
+    **{"n_group": 1, "topk_group": 1, "tie_word_embeddings": False},
+}
+"""torchtitan's "16B" of its deepseek_v3."""
 PUBLISHED: tuple[dict[str, Any], ...] = (
     {
-        **{"id": "torchtitan 6a74d747c", "model": "meta-llama/Llama-3.1-8B", "gpu": "B200", "mesh": (2, 2)},
+        **{"id": "torchtitan 83c879f18, full checkpointing", **LLAMA_2, "gib": 47.634},
+        "recipe": Recipe(rows=16, length=2048, checkpointing="full"),
+    },
+    {
+        **{"id": "torchtitan 83c879f18, selective", **LLAMA_2, "gib": 72.696},
+        "recipe": Recipe(rows=16, length=2048, checkpointing="selective"),
+    },
+    {
+        **{"id": "torchtitan c4e229115", "model": "deepseek_v3 16B", "config": MIXTURE, "gpu": "A100"},
+        **{"mesh": (8, 1, 4), "gib": 70.02, "tokens": 708},
+        "recipe": Recipe(rows=8, length=4096, checkpointing="selective"),
+    },
+    {
+        **{"id": "torchtitan 6a74d747c", "model": "meta-llama/Llama-3.1-8B", "gpu": "B200", "mesh": (2, 2, 1)},
         **{"recipe": Recipe(length=8192), "gib": 67.19, "tokens": 9569},
     },
     {
-        **{"id": "torchtitan a364b4b4f", "model": "meta-llama/Llama-3.1-8B", "gpu": "H100", "mesh": (4, 2)},
+        **{"id": "torchtitan a364b4b4f", "model": "meta-llama/Llama-3.1-8B", "gpu": "H100", "mesh": (4, 2, 1)},
         **{"recipe": Recipe(length=8192, checkpointing="selective"), "gib": 40.51, "tokens": 6876},
     },
     {
         **{"id": "NeMo AutoModel, 8 GPUs", "model": "deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "gpu": "H100"},
-        **{"mesh": (4, 2), "recipe": Recipe("lora", dtype="bfloat16", rows=2, length=4096, accumulation=4,
+        **{"mesh": (4, 2, 1), "recipe": Recipe("lora", dtype="bfloat16", rows=2, length=4096, accumulation=4,
                                             checkpointing="full"), "tokens": 1091.85},
     },
     {
         **{"id": "NeMo AutoModel, 16 GPUs", "model": "deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "gpu": "H100"},
-        **{"mesh": (8, 2), "recipe": Recipe("lora", dtype="bfloat16", rows=2, length=4096, accumulation=2,
+        **{"mesh": (8, 2, 1), "recipe": Recipe("lora", dtype="bfloat16", rows=2, length=4096, accumulation=2,
                                             checkpointing="full"), "tokens": 984.85},
     },
 )  # fmt: skip
-"""Runs with tensor parallelism whose batch is printed: shards, tensor-parallel ranks, reserved GiB, tokens/s per GPU.
+"""Runs whose batch is known: ranks of shards, tensor and experts; reserved GiB (of 83c879f18 active); tokens/s per GPU.
 
-Of the same sources, one prints no length, one has another model, and one keeps what its own graph compiler chooses.
+Of the same sources, two print no length, and one keeps what its own graph compiler chooses.
 """
 
 
 def published() -> Iterator[str]:
-    yield "| run | mesh | GiB, predicted of reserved | tokens/s per GPU, predicted of published |"
+    yield "| run | mesh | GiB, predicted of published | tokens/s per GPU, predicted of published |"
     yield "|---|---|---|---|"
     for row in PUBLISHED:
-        shards, tensor = row["mesh"]
-        gpu = gpus.find(row["gpu"])
-        layout = Layout(Engine.FSDP2, 1, shards * tensor, 8, tensor=tensor)
-        shape, tapes = by_name.read_shape(row["model"], row["recipe"])
-        job = Job(layout, row["recipe"])
-        made = capacity.predicted(shape, tapes, job, gpu).peak.total / GIB
-        speed = step_time(shape, job.recipe, layout, gpu).tokens_per_s_per_gpu
+        divided, tensor, experts = row["mesh"]
+        gpu, recipe = gpus.find(row["gpu"]), row["recipe"]
+        layout = Layout(Engine.FSDP2, 1, divided * tensor, 8, tensor=tensor, experts=experts)
+        shape, tapes = _recorded(row, variant_for(recipe, layout))
+        made = step.predict(shape, tapes, recipe, layout, capacity.workspace_bytes(gpu)).peak.total / GIB
+        speed = step_time(shape, recipe, layout, gpu).tokens_per_s_per_gpu
         memory = f"{made:.1f} of {row['gib']:.1f} ({made / row['gib'] - 1:+.0%})" if "gib" in row else "-"
-        pace = f"{speed:,.0f} of {row['tokens']:,.0f} ({speed / row['tokens'] - 1:+.0%})"
-        yield f"| {row['id']} | tp {tensor} x fsdp {shards} | {memory} | {pace} |"
+        pace = f"{speed:,.0f} of {row['tokens']:,.0f} ({speed / row['tokens'] - 1:+.0%})" if "tokens" in row else "-"
+        mesh = f"tp {tensor} x fsdp {divided}" if experts == 1 else f"fsdp {divided}, ep {experts}"
+        yield f"| {row['id']} | {mesh} | {memory} | {pace} |"
+
+
+def _recorded(row: Mapping[str, Any], variant: str) -> tuple[ModelShape, Tapes]:
+    from transformers import AutoConfig
+
+    if "config" not in row:
+        shape, tapes = by_name.read_shape(row["model"], row["recipe"])
+        return shape, tapes[variant]
+    return tapes_of(row["model"], AutoConfig.for_model(**row["config"]), variant)
 
 
 def main() -> None:
@@ -165,14 +265,13 @@ def main() -> None:
     options = parser.parse_args()
     asked = list(settings(list(CONFIGS), list(MESHES)))
     with tempfile.TemporaryDirectory() as folder:
-        lines = list(table(asked, measured(asked, Path(folder))))
+        lines = [*compared_at_rest(Path(folder) / "held"), "", *table(asked, measured(asked, Path(folder)))]
     print("\n".join(lines))
     if options.write:
         title = "## Peaks under tensor and expert parallelism"
         about = (
             "Highest point of forward and backward on one rank, predicted against torch's profiler on the CPU "
-            "(float32, eager attention, 2 x 64 tokens, four layers; `benchmarks/axes.py`). Parameters at rest are "
-            "exact. FSDP by transformers gathers and reduces a tied table twice, which isn't counted."
+            "(float32, eager attention, 2 x 64 tokens, four layers; `benchmarks/axes.py`)."
         )
         keep("axes", [title, "", about, "", *lines, "", *PEERS, "", *published()])
 

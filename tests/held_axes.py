@@ -1,10 +1,10 @@
-"""One rank of `test_axes.py`: trains a step on transformers' own meshes and prints the bytes that the rank then holds.
+"""One rank of `benchmarks/axes.py`: trains a step on transformers' own meshes, prints the bytes that it then holds.
 
-Reads torch's storages and nothing of the planner. Rank 0 prints `HELD {model: {mesh: {parameters, optimizer}}}`.
+`held_axes.py MODELS FOLDER`, with each model's config and meshes. Reads torch's storages and nothing of the planner.
+Rank 0 prints `HELD {model: {mesh: {parameters, optimizer}}}`.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,40 +16,6 @@ from transformers.distributed import DistributedConfig
 from upstream_probe import local, rank
 
 from accel_fsdp import cpu
-
-SIZES = {
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "vocab_size": 72},
-    **{"hidden_size": 36, "intermediate_size": 48, "moe_intermediate_size": 24, "max_position_embeddings": 64},
-}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {**SIZES, "tie_word_embeddings": False},
-    "qwen3": {**SIZES, "tie_word_embeddings": True},
-    "qwen3_moe": {**SIZES, **EXPERTS, "tie_word_embeddings": False},
-    "mixtral": {**SIZES, **EXPERTS, "tie_word_embeddings": False},
-}
-MESHES = {
-    "fsdp 4": {"fsdp_size": 4},
-    "tp 2": {"tp_size": 2},
-    "tp 2 x fsdp 2": {"tp_size": 2, "fsdp_size": 2},
-    "replicate 2 x fsdp 2": {"dp_replicate_size": 2, "fsdp_size": 2},
-    "replicate 2 x tp 2": {"dp_replicate_size": 2, "tp_size": 2},
-    "fsdp 2, ep 2": {"fsdp_size": 2, "ep_size": 2},
-    "fsdp 4, ep 2": {"fsdp_size": 4, "ep_size": 2},
-    "tp 2, ep 2": {"tp_size": 2, "ep_size": 2},
-    "tp 2 x fsdp 2, ep 4": {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
-    "tp 2 x fsdp 2, ep 2": {"tp_size": 2, "fsdp_size": 2, "ep_size": 2},
-}
-
-
-def meshes(ranks: int, experts: bool) -> dict[str, dict[str, int]]:
-    """Those of so many ranks that a model has plans for."""
-    return {
-        name: sizes
-        for name, sizes in MESHES.items()
-        if sizes.get("tp_size", 1) * sizes.get("fsdp_size", 1) * sizes.get("dp_replicate_size", 1) == ranks
-        and (experts or "ep_size" not in sizes)
-    }
 
 
 def held(folder: Path, sizes: dict[str, int]) -> dict[str, int]:
@@ -65,21 +31,20 @@ def held(folder: Path, sizes: dict[str, int]) -> dict[str, int]:
     return {"parameters": parameters, "optimizer": storages(state)}
 
 
-def main(folder: Path) -> None:
+def main(models: dict[str, dict[str, Any]], folder: Path) -> None:
     cpu.enable()
     cpu.init_process_group(60)
     seen: dict[str, dict[str, dict[str, int]]] = {}
-    for kind, options in MODELS.items():
+    for kind, asked in models.items():
         place = folder / kind
         if rank() == 0 and not place.exists():
             torch.manual_seed(0)
-            AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options)).save_pretrained(place)
+            AutoModelForCausalLM.from_config(AutoConfig.for_model(**asked["config"])).save_pretrained(place)
         torch.distributed.barrier()
-        chosen = meshes(int(os.environ["WORLD_SIZE"]), "num_experts" in options)
-        seen[kind] = {name: held(place, sizes) for name, sizes in chosen.items()}
+        seen[kind] = {name: held(place, sizes) for name, sizes in asked["meshes"].items()}
     if rank() == 0:
         print("HELD " + json.dumps(seen), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -69,7 +69,7 @@ class Layout:
         if self.engine is Engine.DDP:
             return self.engine.label
         sharded = f"{self.engine.label} {STRATEGIES[self.strategy]}" if self.is_fsdp else zero_name(self.strategy)
-        axes = [f"{axis} {size}" for axis, size in (("tp", self.tensor), ("ep", self.experts)) if size > 1]
+        axes = [f"{axis} {size}" for axis, size in self.axes.items() if size > 1]
         if self.wrapper is not Engine.NONE:
             axes.insert(0, sharded + (" offload" if self.offload else ""))
         return ", ".join(axes)
@@ -78,6 +78,11 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """The sizes of the mesh by axis, for people and for `Divisible.misfits`."""
         return {"replicas": self.replicas, "fsdp": self.shard_ranks, "tp": self.tensor, "ep": self.experts}
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The sizes of the axes that only transformers divides a model by, by the wizard's names."""
+        return {"tp": self.tensor, "ep": self.experts}
 
     @property
     def mesh(self) -> str:

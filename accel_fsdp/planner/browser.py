@@ -152,7 +152,7 @@ def _plan(report: PlanReport, words: list[str]) -> dict[str, Any]:
     """The results to copy: the YAML, empty if nothing fits, the numbers, and the command that prints them."""
     return {
         "title": html_report.title_of(report.problem),
-        "command": f"{COMMAND} {shlex.join(words)}",
+        "command": f"{COMMAND} {shlex.join(words)}{' --search plain' if report.plan.untried else ''}",
         "yaml": report.yaml(),
         "json": json.dumps(report.as_json(), indent=2),
     }

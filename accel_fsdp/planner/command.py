@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 from accel_fsdp import atomic_files, console, flag_words, linter
-from accel_fsdp.config import Method, made_with, read_config, yaml_file
+from accel_fsdp.config import EXPERT_FLAG, Method, made_with, read_config, yaml_file
 from accel_fsdp.errors import UsageError, is_installed
 from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, from_yaml
@@ -136,7 +136,8 @@ def _judged(flags: PlanCommand, path: Path, work: cost.CostInputs) -> PlanReport
     subject, _ = linter.read_subject(path, linter.Sources(model=flags.model, args=flags.args))
     notes = from_yaml.notes(subject)
     if flags.args is None:
-        written = from_yaml.predictable(subject, recipe=recipe_of(flags))
+        launched = {EXPERT_FLAG.lstrip("-"): subject.experts}
+        written = from_yaml.predictable(subject, launched, recipe_of(flags))
     else:
         arguments = dict(subject.args or {})
         _refuse_other_model(flags, arguments)
@@ -200,6 +201,8 @@ def _refuse_files(flags: PlanCommand) -> None:
         raise UsageError(
             f"-o and --html are both {flags.output}", why="one would replace the other", fix="another name for one"
         )
+    if flags.config and flags.search != PlanCommand.search:
+        raise UsageError("--search beside --config", why="the YAML says how it shards", fix="leave out one of them")
     if flags.output and flags.config:
         raise UsageError(
             "-o beside --config",
@@ -259,6 +262,7 @@ def make_problem(
         notes=text_report.model_notes(shape, recipe, quantised),
         global_rows=flags.global_batch or 0,
         host_gib=flags.host_memory or 0,
+        search=flags.search,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Optional
 
 import tyro
 
-from accel_fsdp.config import DTYPES, Method, Precision
+from accel_fsdp.config import DTYPES, Method, Precision, Search
 from accel_fsdp.job import Attention, Checkpointing, Kernels
 from accel_fsdp.models import optimizers
 from accel_fsdp.wizard import SeqLen
@@ -89,6 +89,13 @@ class PlanCommand:
     kernels: Annotated[
         Kernels, tyro.conf.arg(help="Fused kernels: Trainer's use_liger_kernel, or fms-acceleration's foak.")
     ] = "none"
+    search: Annotated[
+        Search,
+        tyro.conf.arg(
+            help="all: also divides layers and experts among GPUs, by default where FSDP alone doesn't fit or experts "
+            "are many; plain: never."
+        ),
+    ] = "auto"
     host_memory: Annotated[
         Optional[int],
         tyro.conf.arg(

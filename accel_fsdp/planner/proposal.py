@@ -9,7 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accel_fsdp import flag_words
-from accel_fsdp.config import ENGINE_NAMES, THIS_FILE, TORCH_DTYPES, Engine, as_scalar, header, yaml_file
+from accel_fsdp.config import (
+    ENGINE_NAMES,
+    EXPERT_FLAG,
+    THIS_FILE,
+    TORCH_DTYPES,
+    Engine,
+    as_scalar,
+    header,
+    yaml_file,
+)
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import Job, Recipe, combinations, of_plan, recompute_by
 from accel_fsdp.linter.rules import Finding, Subject, run
@@ -62,7 +71,7 @@ class Proposer:
             except UserError as error:
                 self._faults[key][""] = f"{error.what.rstrip('.')}: {error.why}"
             else:
-                findings = run(Subject(values, args=arguments(job)))
+                findings = run(Subject(values, args=arguments(job), ours=job.layout.is_by_transformers))
                 faults = (finding for finding in findings if finding.severity != "note")
                 self._faults[key] |= {fault.code: sentence(fault) for fault in faults}
         return self._faults[key]
@@ -70,19 +79,24 @@ class Proposer:
     def answers(self, job: Job) -> Answers:
         """The wizard's answers that write the YAML of a job.
 
-        A model outside of the catalogue isn't built, because that takes torch and seconds: its layer class is known.
+        A model outside of the catalogue isn't built, because that takes torch and seconds: its layer class is known,
+        and whether it can be divided.
 
         Raises:
             UserError: the wizard refuses one of them.
         """
         layout = job.layout
-        key = (layout.engine, layout.ranks, layout.ranks_per_node, job.method, job.recipe.precision)
+        ranks = layout.ranks, layout.ranks_per_node, layout.tensor, layout.experts
+        key = (layout.engine, *ranks, job.method, job.recipe.precision)
         if key not in self._answers:
             preset = self._given(job)
-            catalogue_name = catalogue.canonical(self.model)
-            settled = _settled({**preset, "model": catalogue_name or PRESET_MODEL})
-            answers = settled if catalogue_name else replace(settled, model=self.model, layer_class=self.layer_class)
-            self._answers[key] = answers
+            if catalogue_name := catalogue.canonical(self.model):
+                self._answers[key] = _settled({**preset, "model": catalogue_name})
+            else:
+                words = {name: value for name, value in preset.items() if name not in layout.axes}
+                settled = _settled({**words, "model": PRESET_MODEL})
+                own = {"model": self.model, "layer_class": self.layer_class, **layout.axes}
+                self._answers[key] = Answers(**{**vars(settled), **own})
         base, sharded = self._answers[key], layout.is_fsdp
         return replace(
             base,
@@ -144,7 +158,7 @@ class Proposer:
             words["engine"] = ENGINE_NAMES[layout.engine]
         if layout.engine is Engine.DEEPSPEED:
             words |= {"zero_stage": str(layout.strategy), "cpu_offload": "false"}
-        return words
+        return words | {axis: str(size) for axis, size in layout.axes.items() if size > 1}
 
 
 def _settled(flags: dict[str, str]) -> Answers:
@@ -164,6 +178,8 @@ def arguments(job: Job) -> dict[str, Any]:
         "gradient_accumulation_steps": recipe.accumulation,
         "max_length": recipe.length,
     }
+    if job.layout.experts > 1:
+        words[EXPERT_FLAG.lstrip("-")] = job.layout.experts
     if recipe.recomputes and not in_yaml(job):
         words["gradient_checkpointing"] = True
     if recipe.checkpointing == "reentrant":

@@ -233,21 +233,14 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     loaders = 1 if layout.is_fsdp and loads_once else layout.ranks_per_node
     master = shards.master_bytes(recipe, layout)
 
-    def total(layout: Layout) -> tuple[int, int, int]:
-        units = shards.all_units(shape, recipe, layout)
-        stored = sum(shards.shard_bytes(unit, layout) * unit.count for unit in units)
-        optimizer = sum(shards.optimizer_bytes(unit, recipe, layout) * unit.count for unit in units)
-        trained = sum(shards.trained_bytes(unit, layout, master, shard=True) * unit.count for unit in units)
-        return stored, optimizer, trained
-
     alone = replace(layout, ranks=1, ranks_per_node=1, tensor=1, experts=1)
-    stored, optimizer, trained = total(alone)
+    stored, optimizer, trained = shards.resting_bytes(shape, recipe, alone)
     weights = trained if recipe.method != "full" else stored
     forward = trained * shards.compute_bytes(recipe) // master
     stage = layout.strategy if layout.engine is Engine.DEEPSPEED else None
     return Host(
         loading=shape.numel * state_bytes.DTYPE_BYTES[recipe.dtype] * loaders,
-        offload=sum(total(layout)) * layout.ranks_per_node if layout.offload else 0,
+        offload=sum(shards.resting_bytes(shape, recipe, layout)) * layout.ranks_per_node if layout.offload else 0,
         gathering=stored if layout.is_fsdp else 0,
         checkpoint=state_bytes.checkpoint_bytes(weights, optimizer, zero_stage=stage, forward=forward),
         export=trained if recipe.method != "full" else shape.numel * shards.compute_bytes(recipe),

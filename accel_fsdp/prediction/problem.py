@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 
-from accel_fsdp.config import Engine
+from accel_fsdp.config import Engine, Search
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.job import Job, Layout, Recipe
@@ -13,6 +14,8 @@ from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes, variant_
 from accel_fsdp.prediction.speed import Step, step_time
 from accel_fsdp.units import GIB, about_gib, gib_of, told_apart
 
+MESH_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
+"""The optimizers that are compared with one process on transformers' meshes."""
 HOST_PER_GPU = 3
 """Assumed host memory of a machine, as a multiple of its GPUs': 3.2 in a DGX H100 (2 TB), 3.6 in AWS
 p4d.24xlarge (1,152 GiB), 3 in g4dn.metal (384 GiB), 4 in g5.48xlarge (768 GiB)."""
@@ -29,7 +32,7 @@ class Problem:
     `fixed_rows` keeps the job's micro-batch. `global_rows` are the sequences of one optimizer step on all GPUs, 0 for
     any number with the job's accumulation. `host_gib` is one machine's memory, 0 if unknown. `refuses` returns why a
     job doesn't work although it may fit. `ram_efficient`: one rank of a machine reads the weights. `notes` are
-    assumptions besides those of a step.
+    assumptions besides those of a step. `search` decides about `meshes`.
     """
 
     shape: ModelShape
@@ -42,6 +45,7 @@ class Problem:
     global_rows: int = 0
     host_gib: float = 0
     refuses: Callable[[Job], str] = _allowed
+    search: Search = "auto"
 
     def predicted(self, job: Job) -> Prediction:
         return capacity.predicted(self.shape, self.tapes, job, self.gpu)
@@ -174,9 +178,35 @@ def layouts(job: Job) -> Iterator[Job]:
             yield job.with_layout(engine=engine, strategy=strategy, offload=False)
 
 
+def meshes(problem: Problem) -> Iterator[Job]:
+    """The job with layers or experts divided too, in each way that transformers and train/sft.py train.
+
+    One machine's ranks divide layers, which adapters need whole; any ranks of one copy divide experts. Ranks that share
+    rows accumulate more micro-batches towards the global batch.
+    """
+    job, recipe = problem.job, problem.job.recipe
+    ranks, together = job.layout.ranks, job.layout.ranks_per_node
+    plain = recipe.kernels == "none" and not recipe.chunked_loss and recipe.optimizer in MESH_OPTIMIZERS
+    if not plain or recipe.precision == "fp16" or problem.shape.language:
+        return
+    strategies, experts = (1, 4) if ranks > together > 1 else (1,), min(ranks, problem.shape.experts or 1)
+    for strategy, tensor, divided in product(strategies, _divisors(together), _divisors(experts)):
+        sizes = {"strategy": strategy, "tensor": tensor, "experts": divided}
+        mesh = job.with_layout(engine=Engine.FSDP2, offload=False, **sizes)
+        misfits = [mesh.layout.experts_misfit, *problem.shape.division.misfits(mesh.layout.sizes, recipe.method)]
+        if tensor * divided > 1 and not any(misfits):
+            shared = tensor if problem.global_rows else 1
+            yield mesh.with_recipe(accumulation=recipe.accumulation * shared)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 def offloads(job: Job) -> tuple[Job, ...]:
-    """The job, and its variant with FSDP's offload."""
-    return (job, job.with_layout(offload=True)) if job.layout.is_fsdp else (job,)
+    """The job, and with FSDP's offload, which wasn't tried on transformers' meshes."""
+    plain = job.layout.is_fsdp and not job.layout.is_by_transformers
+    return (job, job.with_layout(offload=True)) if plain else (job,)
 
 
 def checkpointing_in(recipe: Recipe) -> str:

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from accel_fsdp.config import Engine
+from accel_fsdp.errors import NotInstalled, UserError
 from accel_fsdp.job import Job, Layout
 from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import Device
-from accel_fsdp.prediction.problem import Candidate, Problem, layouts, offloads, rows_in
+from accel_fsdp.prediction.memory import shards, variant_for
+from accel_fsdp.prediction.problem import Candidate, Problem, layouts, meshes, offloads, rows_in
 from accel_fsdp.prediction.speed import RANGE
 from accel_fsdp.units import gib_of
 
@@ -22,6 +24,10 @@ ENOUGH = 0.95
 """The share of a strategy's highest speed that a micro-batch must reach: a larger one fills memory and gains little."""
 FINE = 64
 """The inverse of the relative error of a limit that is found by replaying the allocator, which may take a second."""
+MANY_EXPERTS = 64
+"""Experts of a layer from which their gathering takes so much time and memory that dividing them is tried unasked."""
+MOST_MESHES = 4
+"""Meshes that are recorded unasked, the fastest first, once one of them fits: each takes seconds."""
 
 
 def largest(problem: Problem, job: Job, field: str, most: int, like: Candidate | None = None) -> int:
@@ -38,8 +44,8 @@ def largest(problem: Problem, job: Job, field: str, most: int, like: Candidate |
 
 def _room(problem: Problem, job: Job, like: Candidate | None) -> Device:
     """Memory and verdict of a job: with the usual fragmentation, or with `like` from a replay of the allocator."""
-    device = problem.device(job)
-    if like is None or device.verdict == "no":
+    device = problem.device(job, quick=like is None or job.layout.is_replayed)
+    if like is None or device.verdict == "no" or not job.layout.is_replayed:
         return device
     spared = capacity.spared_bytes(problem.capacity_bytes) - device.outside
     if device.allocated > spared:
@@ -79,7 +85,7 @@ class Plan:
     """The table, the choice, and its reason. `choice` is None if nothing fits.
 
     `ties` are the best candidates of other layouts that are as fast as the choice, within the prediction's error;
-    `runner_up` is the fastest slower one.
+    `runner_up` is the fastest slower one. `untried`: dividing layers and experts may help, and can't be recorded here.
     """
 
     problem: Problem = field(repr=False)
@@ -88,6 +94,7 @@ class Plan:
     runner_up: Candidate | None = None
     ties: tuple[Candidate, ...] = ()
     reason: str = ""
+    untried: bool = False
 
     @cached_property
     def longest(self) -> tuple[int, int]:
@@ -97,11 +104,15 @@ class Plan:
 
 def make_plan(problem: Problem) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; chooses the simplest of the fastest that fit."""
-    rows = tuple(_loadable(problem, problem.evaluate(job)) for job in layouts(problem.job))
-    candidates = list(_search(problem))
+    jobs, candidates = list(layouts(problem.job)), list(_search(problem, layouts(problem.job)))
+    divided, untried = _divided(problem, candidates)
+    candidates += divided
+    used = {candidate.layout for candidate in divided}
+    jobs += [job for job in meshes(problem) if job.layout in used]
+    rows = tuple(_loadable(problem, problem.evaluate(job)) for job in jobs)
     choice = _sure(problem, candidates)
     if choice is None:
-        return Plan(problem, rows)
+        return Plan(problem, rows, untried=untried)
     bests: dict[Layout, Candidate] = {choice.layout: choice}  # the fastest of each layout
     for candidate in sorted(candidates, key=lambda candidate: -candidate.tokens_per_s):
         bests.setdefault(candidate.layout, candidate)
@@ -109,12 +120,13 @@ def make_plan(problem: Problem) -> Plan:
     fastest = max(candidate.tokens_per_s for candidate in bests.values())
     ties = tuple(candidate for candidate in others if candidate.tokens_per_s >= TIE * fastest)
     second = next((candidate for candidate in others if candidate not in ties), None)
-    return Plan(problem, rows, choice, second, ties, _reason(problem, choice, alone=not ties))
+    return Plan(problem, rows, choice, second, ties, _reason(problem, choice, alone=not ties), untried)
 
 
 def best(problem: Problem) -> Candidate | None:
     """The choice of `make_plan` alone; None if nothing fits."""
-    return _sure(problem, list(_search(problem, all_ways=False)))
+    candidates = list(_search(problem, layouts(problem.job), all_ways=False))
+    return _sure(problem, candidates + _divided(problem, candidates)[0])
 
 
 def judge(problem: Problem) -> Plan:
@@ -172,13 +184,56 @@ def _loadable(problem: Problem, candidate: Candidate) -> Candidate:
     return replace(candidate, refused=problem.host_lack(candidate.job)) if candidate.fits else candidate
 
 
-def _search(problem: Problem, all_ways: bool = True) -> Iterator[Candidate]:
-    """Yields the best micro-batch of each strategy and checkpointing that works and fits.
+def _divided(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate], bool]:
+    """The best candidates that divide layers or experts too, if asked for or where that may help the `plain` ones.
 
-    Without `all_ways`, candidates that can't be as fast as an earlier one are skipped.
+    And whether they may help, but can't be recorded here.
     """
-    fastest = 0.0
-    for job in layouts(problem.job):
+    fits = any(candidate.layout.engine is not Engine.DEEPSPEED and not candidate.layout.offload for candidate in plain)
+    asked, helps = problem.search == "all", not fits or problem.shape.experts >= MANY_EXPERTS
+    if problem.search == "plain" or not (helps or asked):
+        return [], False
+    found: list[Candidate] = []
+    speeds = {job: _at_most(problem, job) for job in meshes(problem) if _may_rest(problem, job)}
+    variants: set[str] = set()
+    for job in sorted(speeds, key=lambda job: -speeds[job]):
+        fastest = max((candidate.tokens_per_s for candidate in (*plain, *found)), default=0)
+        variant = variant_for(job.recipe, job.layout)
+        enough = found and len(variants) == MOST_MESHES and variant not in variants
+        if not asked and (enough or speeds[job] < TIE * fastest):
+            break
+        try:
+            _ = problem.tapes[variant]
+        except NotInstalled:
+            if asked:
+                raise
+            return found, True
+        except UserError:  # a model whose divided parts can't be recorded
+            continue
+        variants.add(variant)
+        found += _search(problem, [job], all_ways=asked, fastest=fastest)
+    return found, False
+
+
+def _may_rest(problem: Problem, job: Job) -> bool:
+    """Whether a GPU holds what a rank has between steps, and its largest unit with that unit's gradients beside it.
+
+    And whether nothing else speaks against the job.
+    """
+    if problem.refuses(job) or not problem.is_hosted(job):
+        return False
+    shape, recipe, layout = problem.shape, job.recipe, job.layout
+    gathered = 0 if layout.wrapper is Engine.NONE else 2 if recipe.method == "full" else 1
+    largest_unit = max(shards.gathered_bytes(unit, layout) for unit in shards.all_units(shape, recipe, layout))
+    return sum(shards.resting_bytes(shape, recipe, layout)) + gathered * largest_unit < problem.capacity_bytes
+
+
+def _search(problem: Problem, jobs: Iterable[Job], all_ways: bool = True, fastest: float = 0) -> Iterator[Candidate]:
+    """Yields the best micro-batch of each of these layouts and checkpointing that works and fits.
+
+    Without `all_ways`, candidates are skipped that can't be as fast as an earlier one, or as the `fastest` before.
+    """
+    for job in jobs:
         for kind in dict.fromkeys((job.recipe.checkpointing, "full")):
             variant = job.with_recipe(checkpointing=kind)
             if not all_ways and _at_most(problem, variant) < TIE * fastest:
@@ -236,6 +291,7 @@ def _split(problem: Problem, job: Job) -> list[Job]:
 BURDENS = (
     "needs no offload",
     "resumes exactly and needs no other package",
+    "trains with any script, not with train/sft.py alone",
     "computes nothing twice",
     "needs no expandable segments",
     "leaves more memory free",
@@ -244,11 +300,11 @@ BURDENS = (
 OLDER = {Engine.FSDP1: 1, Engine.DEEPSPEED: 2}
 
 
-def _burden(candidate: Candidate) -> tuple[bool, int, bool, bool, int]:
+def _burden(candidate: Candidate) -> tuple[bool, int, bool, bool, bool, int]:
     """The candidate's value for each of `BURDENS`; lower is better."""
-    older = OLDER.get(candidate.layout.engine, 0)
+    layout, older = candidate.layout, OLDER.get(candidate.layout.engine, 0)
     checkpoints, gaps = candidate.recipe.checkpointing != "none", candidate.verdict == "expandable"
-    return candidate.layout.offload, older, checkpoints, gaps, candidate.device.needed
+    return layout.offload, older, layout.is_by_transformers, checkpoints, gaps, candidate.device.needed
 
 
 def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:

@@ -5,14 +5,14 @@ the weights. The prediction is imported on first use: `accel-fsdp --help` lists 
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accel_fsdp.config import TORCH_DTYPES, Engine, Precision
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import gpus, machines
-from accel_fsdp.job import Layout
+from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import ModelFacts, state_bytes
 from accel_fsdp.prediction.memory import ModelShape
 from accel_fsdp.units import GIB, gib_of, gib_or_mib
@@ -94,6 +94,20 @@ def legend(context: Context) -> str:
     return f"~GiB: predicted peak with 1 x {length:,} tokens, of {has} on a GPU"
 
 
+def of_each_size(axis: str, check: Callable[[Context, Any], Any], context: Context) -> str:
+    """The predicted peak and speed with each size of an axis, in words; records what a size allocates, in seconds."""
+    words = []
+    for size in range(1, context.machine.count + 1):
+        try:
+            check(context, size)
+            candidate = _evaluated(_problem(with_answers(context, **{axis: size}), records=True), False)
+        except UserError:  # it doesn't divide the model, or can't be recorded
+            continue
+        if candidate:
+            words.append(f"{size}: ~{gib_or_mib(candidate.device.allocated)}, {candidate.tokens_per_s:,.0f} tokens/s")
+    return "predicted for each GPU: " + "; ".join(words) if words else ""
+
+
 def advice(context: Context, **changed: Any) -> "Candidate | None":
     """The switches to turn on so that it fits; None if the model or the GPU is unknown."""
     from accel_fsdp.prediction import advise
@@ -114,16 +128,21 @@ def _evaluated(problem: "Problem | None", checkpointing: bool) -> "Candidate | N
         return None
 
 
-def _problem(context: Context) -> "Problem | None":
-    """The answers as a problem for the planner; None if the model, its allocations or the GPU are unknown."""
+def _problem(context: Context, records: bool = False) -> "Problem | None":
+    """The answers as a problem for the planner; None if the model, its allocations or the GPU are unknown.
+
+    With `records`, missing allocations of a bundled model are recorded.
+    """
     from accel_fsdp.prediction import problem_of
     from accel_fsdp.prediction.memory import variant_for
+    from accel_fsdp.prediction.tracing import by_name
 
     layout, precision = layout_of(context), _precision(context)
     if layout is None or _is_unknown(context):
         return None
     model, method, seq_len = context["model"], context["method"], context.given.get("seq_len")
-    problem = problem_of(model, context.machine, layout, method, precision, context.traced, seq_len)
+    traced = context.traced or (by_name.read_shape(model, Recipe()) if records else None)
+    problem = problem_of(model, context.machine, layout, method, precision, traced, seq_len)
     known = problem is None or variant_for(problem.job.recipe, problem.job.layout) in problem.tapes
     return problem if known or not layout.is_by_transformers else None
 

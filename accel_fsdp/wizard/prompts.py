@@ -28,6 +28,7 @@ def ask(question: Question, context: Context, before: Any) -> Any:
     The default is grey and disappears on typing; an earlier answer can be edited.
     """
     value, reason = question.default(context)
+    reason = "; ".join(filter(None, (reason, question.foresees(context))))
     if question.options is None:
         answer, shown = _ask_text(
             question.prompt, _as_text(value), reason, None if before is None else _as_text(before)

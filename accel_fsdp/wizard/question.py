@@ -84,6 +84,7 @@ class Question:
     spellings of its values, `aliases` of the flag. `applies` says whether to ask at all: if it is false the default is
     used. `helps` says whether it is asked without a flag, and written even with its default. `check` returns the value
     as stored, or raises `UserError`. `key` is the section and key of the YAML for the answer, if a single key takes it.
+    `foresees` says what the plan predicts of each answer; that may take seconds, so only asking calls it.
     """
 
     field: str
@@ -97,6 +98,7 @@ class Question:
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     aliases: tuple[str, ...] = ()
     key: tuple[str, str] | None = None
+    foresees: Callable[[Context], str] = lambda context: ""
 
     @property
     def flag(self) -> str:

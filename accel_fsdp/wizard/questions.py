@@ -183,6 +183,7 @@ QUESTIONS: tuple[Question, ...] = (
         applies=lambda context: context.engine is Engine.FSDP2,
         helps=notes.has_large_layers,
         check=validation.check_tensor,
+        foresees=partial(notes.of_each_size, "tp", validation.check_tensor),
         metavar="N",
     ),
     Question(
@@ -192,6 +193,7 @@ QUESTIONS: tuple[Question, ...] = (
         applies=lambda context: context.engine is Engine.FSDP2,
         helps=lambda context: bool(context.model and context.model.expert_plan),
         check=validation.check_experts,
+        foresees=partial(notes.of_each_size, "ep", validation.check_experts),
         metavar="N",
     ),
     _asks(

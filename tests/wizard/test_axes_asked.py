@@ -1,10 +1,14 @@
 """The wizard's axes: `--tp`, `--dp-replicate` and `--ep`, what refuses them, and the way from a file back to them."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 from conftest import accel_fsdp
+
+from accel_fsdp.wizard.interview import Interview
+from accel_fsdp.wizard.questions import QUESTIONS
 
 LLAMA, MIXTURE = "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B"
 EIGHT = ("--yes", "--gpus", "8xH100-80GB")
@@ -73,6 +77,16 @@ def test_what_can_not_be_divided_is_refused(words: tuple[str, ...], message: str
     assert finished.code in (1, 2)
     assert message in finished.output
     assert not (tmp_path / "a.yaml").exists()
+
+
+def test_each_size_is_asked_with_its_memory_and_speed() -> None:
+    flags = {"model": MIXTURE, "gpus": "2xH100-80GB", "method": "lora"}
+    context = Interview(flags, dict(flags), quiet=True).settled(until="ep")
+    question = next(question for question in QUESTIONS if question.field == "ep")
+    assert question.helps(context)
+    (words,) = re.findall("predicted for each GPU: (.*)", question.foresees(context))
+    sizes = [re.fullmatch(r"(\d): ~([\d.]+) GiB, ([\d,]+) tokens/s", word) for word in words.split("; ")]
+    assert [size and size[1] for size in sizes] == ["1", "2"]
 
 
 def test_experts_that_stay_in_16_bits_are_named(tmp_path: Path) -> None:

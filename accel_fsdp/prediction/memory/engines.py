@@ -50,7 +50,8 @@ class EngineMemory:
     `units` are in forward order; the first has the embedding, and the head as well unless the head has a unit. `counts`
     is the number of equal units that each represents. `head_unit` is the place of the head's unit, 0 for the first.
     `idle` units are held and never run. `syncs` means that this micro-batch's gradients are reduced. `nested` are the
-    experts inside a unit, by its index, if they are a separate unit.
+    experts inside a unit, by its index, if they are a separate unit; in the first unit it is the tied table that is
+    gathered again.
     """
 
     meter: Meter
@@ -78,7 +79,7 @@ class EngineMemory:
     @property
     def held(self) -> Sequence[tuple[Unit, int]]:
         """All units with their counts, including unused ones."""
-        inner = ((unit, self.counts[place]) for place, unit in self.nested.items())
+        inner = ((unit, self.counts[place]) for place, unit in self.nested.items() if place)
         return (*zip(self.units, self.counts, strict=True), *inner, *((unit, 1) for unit in self.idle))
 
     def total(self, size: Callable[[Unit], int]) -> int:
@@ -232,6 +233,12 @@ class Fsdp2(Fsdp):
     prefetched: int | None = None
     reducing: int = 0
 
+    def before_forward(self, unit: int) -> None:
+        """Gathers the unit, before the first one the tied table again, which stays too."""
+        if not unit and 0 in self.nested:
+            super().before_forward(self.experts_of(0))
+        super().before_forward(unit)
+
     def _gather(self, unit: int) -> None:
         if self.prefetched != unit:
             self._all_gather(unit)
@@ -287,12 +294,17 @@ class Fsdp2(Fsdp):
             self.prefetched = unit
 
     def after_backward(self, unit: int, born: int) -> None:
-        """Frees the unit and reduces its gradients."""
+        """Frees the unit and reduces its gradients, before the first one's those of the tied head."""
+        if not unit and 0 in self.nested:
+            again = self.experts_of(0)
+            self._free(again)
+            self._drop_input()
+            if born and self.syncs:
+                self._reduce(again, 0)
         self._free(unit)
         self._drop_input()
         if not born:
             return
-        unsharded, shard = self._reduced(unit)
         ready = self.waiting.pop(unit, 0) or born
         if not self.syncs:
             if unit not in self.waiting and (wide := shards.reduced_like(ready, self.recipe, self.layout)) != ready:
@@ -301,6 +313,11 @@ class Fsdp2(Fsdp):
                 ready = wide
             self.waiting[unit] = ready
             return
+        self._reduce(unit, ready)
+
+    def _reduce(self, unit: int, ready: int) -> None:
+        """The sum over ranks of a unit's gradients, of which it frees those that are `ready`."""
+        unsharded, shard = self._reduced(unit)
         self.meter.add(GRADIENTS, unsharded, "input")
         self.meter.add(GRADIENTS, -ready, ("born", unit))
         self.reducing = unsharded

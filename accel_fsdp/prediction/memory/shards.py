@@ -110,13 +110,15 @@ def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...
 class Units(NamedTuple):
     """One unit per distinct block, in the order of `ModelShape.blocks`, and the first and a last unit.
 
-    `experts` are those of each block, None where they aren't units of their own.
+    `experts` are those of each block, None where they aren't units of their own. `again` is a tied table, which the
+    root that transformers makes of the whole model gathers and reduces once more, for the head.
     """
 
     blocks: tuple[Unit, ...]
     first: Unit
     last: Unit | None
     experts: tuple[Unit | None, ...]
+    again: Unit | None = None
 
 
 def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
@@ -129,9 +131,17 @@ def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
 
 def all_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:
     """The distinct units in forward order, each of which the model has `count` times."""
-    blocks, first, last, experts = distinct_units(shape, recipe, layout)
+    blocks, first, last, experts, _ = distinct_units(shape, recipe, layout)
     inner = (unit for pair in zip(experts, blocks, strict=True) for unit in pair if unit)
     return (first, *inner, last) if last else (first, *inner)
+
+
+def resting_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[int, int, int]:
+    """The bytes of a rank's parameters, optimizer state and gradients after a step."""
+    units, master = all_units(shape, recipe, layout), master_bytes(recipe, layout)
+    stored = sum(shard_bytes(unit, layout) * unit.count for unit in units)
+    optimizer = sum(optimizer_bytes(unit, recipe, layout) * unit.count for unit in units)
+    return stored, optimizer, sum(trained_bytes(unit, layout, master, shard=True) * unit.count for unit in units)
 
 
 @lru_cache(CACHED)
@@ -151,7 +161,9 @@ def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
         for unit, params in zip(blocks, apart, strict=True)
     )
     units = outside("embedding" if last else "root", first), outside("head", last) if last else None
-    return Units(blocks, *units, experts)
+    tables = tuple(param for param in first if param.kind == "embedding")
+    again = outside("tied head", tables) if shape.tied and layout.is_by_transformers else None
+    return Units(blocks, *units, experts, again)
 
 
 def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Held]:

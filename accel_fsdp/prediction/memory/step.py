@@ -134,9 +134,10 @@ class Walk:
         walked = [*first, *(units[place + 1] for place in layers.places), *last]
         counts = [1, *layers.counts, *(1 for _ in last)]
         engine = ENGINES[layout.wrapper](meter, walked, counts, recipe, layout, idle_units(shape, recipe, layout))
-        apart = shards.distinct_units(shape, recipe, layout).experts
-        nested = {unit: apart[order[place]] for unit, place in enumerate(layers.places, start=1)}
-        engine.nested = {unit: experts for unit, experts in nested.items() if experts}
+        apart = shards.distinct_units(shape, recipe, layout)
+        nested = {unit: apart.experts[order[place]] for unit, place in enumerate(layers.places, start=1)}
+        nested[0] = apart.again if layout.wrapper is Engine.FSDP2 else None
+        engine.nested = {unit: inner for unit, inner in nested.items() if inner}
         played = play(shape, tapes, recipe, layout)
         return cls(
             *(meter, engine, recipe, [order[place] for place in layers.places], layers.middle),
@@ -145,7 +146,7 @@ class Walk:
             until_loss=played.until_loss,
             splits=played.splits,
             summed=_summed_bytes(shape, recipe, layout, played) if shape.tied else 0,
-            reduces_head=engine.head_unit > 0 or (shape.tied and layout.is_by_transformers),
+            reduces_head=engine.head_unit > 0,
         )
 
     def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
@@ -336,8 +337,8 @@ class Walk:
 def _summed_bytes(shape: ModelShape, recipe: Recipe, layout: Layout, played: ReplayedModel) -> int:
     """The bytes of a tied table's second gradient, which is added to the head's, in the dtype of the computation.
 
-    Without FSDP, tensor parallelism adds this rank's part of a gradient of all rows. FSDP by transformers, whose last
-    unit has the table and no root around it, reduces both gradients, one after the other.
+    Without FSDP, tensor parallelism adds this rank's part of a gradient of all rows. FSDP by transformers reduces both
+    gradients, one after the other.
     """
     if layout.is_by_transformers:
         return played.embedding.born if layout.wrapper is Engine.NONE else 0
@@ -354,7 +355,7 @@ def block_order(shape: ModelShape) -> list[int]:
 
 def units_of(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
     """The units in forward order, as Accelerate wraps them by the blocks' classes, without nested ones."""
-    blocks, first, last, _ = shards.distinct_units(shape, recipe, layout)
+    blocks, first, last, *_ = shards.distinct_units(shape, recipe, layout)
     inner = [blocks[index] for index in block_order(shape)]
     return [first, *inner, last] if last else [first, *inner]
 
