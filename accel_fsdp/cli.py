@@ -222,7 +222,7 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
         from accel_fsdp import rehearsal
 
         started = partial(launcher.launch, args, options.timeout, options.hang_timeout)
-        return rehearsal.measured(read[0], started, rehearsal.scaled.experts_in(script_args))
+        return rehearsal.measured(read[0], started, rehearsal.scaled.expert_parallel_size(script_args))
     if not options.dry_run:
         return launcher.launch(args, options.timeout, options.hang_timeout)
     if here.engine:

@@ -12,9 +12,9 @@ def listed(names: Iterable[str], conjunction: str) -> str:
     return f"{', '.join(others)} {conjunction} {last}" if others else last
 
 
-def counted(count: int, one: str, several: str = "") -> str:
+def counted(count: int, singular: str, plural: str = "") -> str:
     """A number of things as `1 tensor`, `2 tensors`."""
-    return f"{count:,} {one if count == 1 else several or one + 's'}"
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def first_few(words: Sequence[str], most: int, separator: str = ", ") -> str:
@@ -52,7 +52,7 @@ def any_time(seconds: float) -> str:
     return f"{seconds:,.2f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:,.1f} ms"
 
 
-def told_apart(write: Callable[[float], str], *counts: float) -> list[str]:
+def distinguishable(write: Callable[[float], str], *counts: float) -> list[str]:
     """Different sizes as texts that differ: formatted by `write`, or in bytes if `write` gives equal texts."""
     words = [write(count) for count in counts]
     return words if len(set(words)) == len(set(counts)) else [f"{count:,.0f} bytes" for count in counts]
@@ -60,7 +60,7 @@ def told_apart(write: Callable[[float], str], *counts: float) -> list[str]:
 
 def gib_of(used: float, has: float) -> str:
     """The used part of a total, as `63.7 of 79.2 GiB`."""
-    part, total = told_apart(lambda count: f"{count / GIB:,.1f} GiB", used, has)
+    part, total = distinguishable(lambda count: f"{count / GIB:,.1f} GiB", used, has)
     return f"{part.partition(' ')[0]} of {total}"
 
 

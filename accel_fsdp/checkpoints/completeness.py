@@ -55,7 +55,7 @@ class Parts:
         return self.is_checkpoint and not self.trainer_state and not self.by_accelerator
 
     @property
-    def new_state(self) -> tuple[str, ...]:
+    def missing_state(self) -> tuple[str, ...]:
         """The missing files besides the weights, whose state Trainer resets without a warning."""
         states = {file_names.OPTIMIZER: self.optimizer, file_names.SCHEDULER: self.scheduler}
         return tuple(name for name, is_there in states.items() if not is_there)
@@ -171,7 +171,7 @@ def lacking_to_resume(checkpoint: Path, parts: Parts) -> list[str]:
         return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
     words = {file_names.OPTIMIZER: "optimizer state", file_names.SCHEDULER: f"schedule ({file_names.SCHEDULER})"}
     weighed = parts.hub or by_fsdp(checkpoint, parts)
-    return ([] if weighed else ["model weights"]) + [words[name] for name in parts.new_state]
+    return ([] if weighed else ["model weights"]) + [words[name] for name in parts.missing_state]
 
 
 def by_deepspeed(checkpoint: Path) -> bool:

@@ -30,8 +30,8 @@ SHOWN = 3
 PARAMETERS = (".weight", ".bias", TOKENS)
 """Endings of the names of an adapter's parameters, besides those of LoRA."""
 FILED_AS_NAMED = frozenset({"llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3"})
-"""Model types whose files hold the tensors that the model's code names, all in one dtype, tied only if the config says
-so: that much an export has to know where transformers can't be asked."""
+"""Model types for which an export works without transformers: their files hold the tensors under the names of the
+model's code, all in one dtype, tied only if the config says so."""
 BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_bias")
 """Buffers that models used to save and now compute."""
 

@@ -10,7 +10,7 @@ from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import companion_files
 from accel_fsdp.exporter.companion_files import Papers
 from accel_fsdp.exporter.flags import ExportCommand
-from accel_fsdp.units import MIB, gb_or_mb, told_apart
+from accel_fsdp.units import MIB, distinguishable, gb_or_mb
 
 SPARE_BYTES = 64 * MIB
 WRITTEN = (
@@ -141,7 +141,7 @@ def _check_vocabulary(weights: Weights, papers: Papers) -> None:
 def check_space(out: Path, needed: int, wide: bool) -> None:
     free = shutil.disk_usage(atomic_files.existing_part(out.parent)).free
     if free < needed + SPARE_BYTES:
-        needs, has = told_apart(gb_or_mb, needed + SPARE_BYTES, free)
+        needs, has = distinguishable(gb_or_mb, needed + SPARE_BYTES, free)
         raise UserError(
             f"the export needs {needs}, the disk of {out} has {has} free",
             why=f"it would end half-way; {gb_or_mb(SPARE_BYTES)} of it are for config, tokenizer and the file system",

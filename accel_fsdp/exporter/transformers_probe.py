@@ -74,7 +74,7 @@ class Description:
     floating: frozenset[str] = frozenset()
 
 
-class Here(Executor):
+class InProcess(Executor):
     """An executor that runs each function at once, in this process."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
@@ -96,7 +96,7 @@ def aside() -> Iterator[Executor]:
     itself.
     """
     if "transformers" in sys.modules or not (is_installed("transformers") and is_installed("torch")):
-        yield Here()
+        yield InProcess()
         return
     with SecondProcess() as pool:
         yield pool

@@ -53,7 +53,7 @@ class Schedule:
 
 def sizes_of(arguments: Mapping[str, object]) -> dict[str, int]:
     """Rows of a rank's micro-batch, micro-batches of a step, tokens of a row; defaults for missing ones."""
-    return {name: whole(arguments.get(name)) or default for name, default in SIZES.items()}
+    return {name: positive_int(arguments.get(name)) or default for name, default in SIZES.items()}
 
 
 def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
@@ -79,14 +79,14 @@ def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
             )
 
 
-def whole(value: object) -> int:
+def positive_int(value: object) -> int:
     """The value as a positive integer; 0 if it isn't one."""
     return int(text) if (text := str(value)).isdecimal() else 0
 
 
-def experts_of(arguments: Mapping[str, Any]) -> int:
+def expert_parallel_size(arguments: Mapping[str, Any]) -> int:
     """The expert-parallel size in the arguments of `train/sft.py`; 1 without a valid number."""
-    return whole(arguments.get(EXPERT_FLAG.lstrip("-"))) or 1
+    return positive_int(arguments.get(EXPERT_FLAG.lstrip("-"))) or 1
 
 
 def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
@@ -118,7 +118,7 @@ def _eval_batch(arguments: Mapping[str, Any]) -> int:
     """One rank's rows in an evaluation; 0 without evaluation."""
     if _word(arguments, "eval_strategy", "no") in ("no", "none"):
         return 0
-    return whole(arguments.get("per_device_eval_batch_size")) or EVAL_BATCH
+    return positive_int(arguments.get("per_device_eval_batch_size")) or EVAL_BATCH
 
 
 def _adapter(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def _adapter(arguments: Mapping[str, Any]) -> dict[str, Any]:
         else ()
     )
     return {
-        "lora_rank": whole(arguments.get("lora_r")) or Recipe.lora_rank,
+        "lora_rank": positive_int(arguments.get("lora_r")) or Recipe.lora_rank,
         "lora_dropout": (number(arguments.get("lora_dropout"), LORA_DROPOUT) or 0) > 0,
         "lora_targets": targets_of(names if isinstance(names, list | tuple) else ()),
     }
@@ -177,11 +177,11 @@ def schedule_of(arguments: Mapping[str, Any]) -> Schedule:
     """
     steps = number(arguments.get("eval_steps", arguments.get("logging_steps")), None)
     return Schedule(
-        max_steps=whole(arguments.get("max_steps")),
+        max_steps=positive_int(arguments.get("max_steps")),
         epochs=number(arguments.get("num_train_epochs"), EPOCHS) or EPOCHS,
         saves=_event(arguments, "save_strategy", "steps"),
         save_steps=number(arguments.get("save_steps"), SAVE_STEPS) or SAVE_STEPS,
-        kept=whole(arguments.get("save_total_limit")),
+        kept=positive_int(arguments.get("save_total_limit")),
         evaluates=_event(arguments, "eval_strategy", "no"),
         eval_steps=steps or None,
         eval_on_start=is_on(arguments.get("eval_on_start")),

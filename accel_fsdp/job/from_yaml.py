@@ -43,7 +43,7 @@ def job_of(
     by_script = is_on(arguments.get("gradient_checkpointing")) or is_on(arguments.get("activation_checkpointing"))
     flags = {name for name in FLAGS if is_on(arguments.get(name))}
     smoothed = str(arguments.get("label_smoothing_factor") or 0) not in ("0", "0.0")
-    experts = from_arguments.experts_of(arguments)
+    experts = from_arguments.expert_parallel_size(arguments)
     return Job(
         replace(layout_of(config, ranks), experts=experts),
         replace(

@@ -284,7 +284,7 @@ class Watchdog:
         if self._over.is_set():
             sys.exit()  # ends this thread: the main one has noticed by itself
         board, states = self._board, dict[int, LastSeen]()
-        speaks = late = False
+        reports = late = False
         try:
             late = board.get("said") is not None
             cause = Cause(**board.agree("verdict", dataclasses.asdict(cause)))
@@ -294,13 +294,13 @@ class Watchdog:
             living = {rank for rank in self.seen if rank not in silent} | {self.rank}
             self._wait_for(lambda: living <= board.of_ranks("report").keys())
             states = self._collected()
-            speaks = self.rank == min(living) and not late
-            if not speaks:
+            reports = self.rank == min(living) and not late
+            if not reports:
                 self._wait_for(lambda: board.get("said") is not None)
         except (RuntimeError, OSError):
             pass
         self._wake_stopped()
-        self._leave(cause, states, speaks, silently=late)
+        self._leave(cause, states, reports, silently=late)
 
     def _wake_stopped(self) -> None:
         """Wakes ranks of this machine that a signal stopped, so that they end too: their launcher waits for them."""
@@ -333,17 +333,17 @@ class Watchdog:
             self._wait_for(lambda: beats.state_of(speaker.pid) == GONE)
             silently = beats.state_of(speaker.pid) == GONE
         states = {self.rank: LastSeen(*self._own(), _last_collective())}
-        self._leave(Cause(what), states, speaks=not silently, silently=silently)
+        self._leave(Cause(what), states, reports=not silently, silently=silently)
 
-    def _leave(self, cause: Cause, states: dict[int, LastSeen], speaks: bool, silently: bool) -> NoReturn:
+    def _leave(self, cause: Cause, states: dict[int, LastSeen], reports: bool, silently: bool) -> NoReturn:
         """Ends this process; the cause and its fix are printed last."""
         error = self._error(cause, states)
         errors.report_to_launcher(error)
         here = [peer.beat.rank for peer in self._peers_here() if peer.beat.rank in states]
         first_here = min((rank for rank in here if states[rank].ago is None), default=self.rank) == self.rank
-        if (speaks or first_here) and not silently:
-            console.say(f"{hangs.stacks(states)}\n{error}" if speaks else str(error), lines=True)
-        if speaks and self.board is not None and len(states) > 1:
+        if (reports or first_here) and not silently:
+            console.say(f"{hangs.stacks(states)}\n{error}" if reports else str(error), lines=True)
+        if reports and self.board is not None and len(states) > 1:
             with contextlib.suppress(RuntimeError, OSError):
                 self.board.agree("said", True)
         sys.stdout.flush()

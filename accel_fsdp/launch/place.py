@@ -25,7 +25,7 @@ FLAGS = ("num_machines", "num_processes", "machine_rank", "main_process_ip", "ma
 
 
 @dataclass(frozen=True)
-class Said:
+class SourcedValue:
     """A value with its source: a variable, a flag or a key. `at_most`: a flag may lower it."""
 
     value: Any
@@ -38,7 +38,7 @@ class Place:
     """The known parts of a machine's place, by the names of FLAGS; `engine` is empty if none has set variables."""
 
     engine: str = ""
-    said: Mapping[str, Said] = field(default_factory=dict)
+    said: Mapping[str, SourcedValue] = field(default_factory=dict)
 
     def value(self, name: str, default: Any = None) -> Any:
         return self.said[name].value if name in self.said else default
@@ -75,7 +75,9 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
     Raises:
         UserError: a flag or the YAML contradicts the engine, or the rank of this machine among several is unknown.
     """
-    by_flag = {name: Said(value, flag_words.flag_of(name)) for name, value in flags.items() if value is not None}
+    by_flag = {
+        name: SourcedValue(value, flag_words.flag_of(name)) for name, value in flags.items() if value is not None
+    }
     in_file = {name: said for name in FLAGS if (said := _in_file(name, values.get(name), file)) is not None}
     if JobConfig(values).is_alone:
         in_file.pop("num_processes", None)  # one process is started all the same
@@ -92,15 +94,15 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
     return settled
 
 
-def _in_file(name: str, value: Any, file: str) -> Said | None:
+def _in_file(name: str, value: Any, file: str) -> SourcedValue | None:
     """The YAML's value; None if it is missing or of a wrong type, which Accelerate's parser refuses."""
     if name == "main_process_ip":
-        return Said(value, file) if isinstance(value, str) and value else None
+        return SourcedValue(value, file) if isinstance(value, str) and value else None
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
-    return Said(number, file) if isinstance(number, int) and not isinstance(number, bool) else None
+    return SourcedValue(number, file) if isinstance(number, int) and not isinstance(number, bool) else None
 
 
-def _compare_with_file(place: Place, name: str, stated: Said, in_file: Said) -> None:
+def _compare_with_file(place: Place, name: str, stated: SourcedValue, in_file: SourcedValue) -> None:
     """A flag replaces the file's value, except for the machine's rank, where the file may be for another machine.
 
     An address in a file may be an older job's. `accelerate config` writes machine_rank: 0 into files for all machines.
@@ -120,7 +122,7 @@ def _compare_with_file(place: Place, name: str, stated: Said, in_file: Said) -> 
         )
 
 
-def _refuse_contradiction(place: Place, name: str, stated: Said, fix: str) -> None:
+def _refuse_contradiction(place: Place, name: str, stated: SourcedValue, fix: str) -> None:
     known_value = place.said.get(name)
     if known_value is None or known_value.value == stated.value:
         return
@@ -136,7 +138,9 @@ def _refuse_contradiction(place: Place, name: str, stated: Said, fix: str) -> No
     )
 
 
-def _check_rank(settled: Place, stated: Mapping[str, Said], in_file: Mapping[str, Said], file: str) -> None:
+def _check_rank(
+    settled: Place, stated: Mapping[str, SourcedValue], in_file: Mapping[str, SourcedValue], file: str
+) -> None:
     machines, rank = settled.machines, settled.value("machine_rank")
     fix = f"accel-fsdp launch --machine-rank N FILE SCRIPT, with N from 0 to {machines - 1}, another on each machine"
     if rank is None and machines > 1:
@@ -168,7 +172,7 @@ class Variables:
     def __init__(self, engine: str, variables: Mapping[str, str]) -> None:
         self.engine, self.all = engine, variables
 
-    def number(self, *names: str) -> Said | None:
+    def number(self, *names: str) -> SourcedValue | None:
         """The value of the first variable that is set."""
         text = self.text(*names)
         if text is None:
@@ -181,24 +185,26 @@ class Variables:
                     f"set {text.source} to a number, or use torchrun, which accepts other values: torchrun train/sft.py"
                 ),
             )
-        return Said(int(text.value), text.source)
+        return SourcedValue(int(text.value), text.source)
 
-    def text(self, *names: str) -> Said | None:
-        return next((Said(self.all[name].strip(), name) for name in names if self.all.get(name, "").strip()), None)
+    def text(self, *names: str) -> SourcedValue | None:
+        return next(
+            (SourcedValue(self.all[name].strip(), name) for name in names if self.all.get(name, "").strip()), None
+        )
 
 
-def _known(**values: Said | None) -> dict[str, Said]:
+def _known(**values: SourcedValue | None) -> dict[str, SourcedValue]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _times(per_node: Said | None, machines: Said | None, at_most: bool = True) -> Said | None:
+def _times(per_node: SourcedValue | None, machines: SourcedValue | None, at_most: bool = True) -> SourcedValue | None:
     """The number of processes on all machines, one per GPU."""
     if per_node is None or machines is None or not per_node.value:
         return None
-    return Said(per_node.value * machines.value, f"{per_node.source} x {machines.source}", at_most)
+    return SourcedValue(per_node.value * machines.value, f"{per_node.source} x {machines.source}", at_most)
 
 
-def _of_cloud(machines: str, gpus: str, rank: str, addresses: str, variables: Variables) -> dict[str, Said]:
+def _of_cloud(machines: str, gpus: str, rank: str, addresses: str, variables: Variables) -> dict[str, SourcedValue]:
     """SkyPilot and dstack, by the names of their variables; the first of the `addresses` is machine 0's."""
     count, hosts = variables.number(machines), variables.text(addresses)
     if count is None:
@@ -207,11 +213,11 @@ def _of_cloud(machines: str, gpus: str, rank: str, addresses: str, variables: Va
         num_machines=count,
         num_processes=_times(variables.number(gpus), count),
         machine_rank=variables.number(rank),
-        main_process_ip=Said(hosts.value.split()[0], hosts.source) if hosts else None,
+        main_process_ip=SourcedValue(hosts.value.split()[0], hosts.source) if hosts else None,
     )
 
 
-def _of_kubeflow(variables: Variables) -> dict[str, Said]:
+def _of_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
     """Kubeflow's Trainer and its newer PyTorchJobs, for torchrun, which reads these as defaults of its flags."""
     nodes = variables.text("PET_NNODES")
     if nodes is None:
@@ -234,7 +240,7 @@ def _of_kubeflow(variables: Variables) -> dict[str, Said]:
     )
 
 
-def _of_pytorchjob(variables: Variables) -> dict[str, Said]:
+def _of_pytorchjob(variables: Variables) -> dict[str, SourcedValue]:
     """PyTorchJobs of older operators, where WORLD_SIZE counts pods and RANK is the pod's, unlike torchrun's."""
     if "LOCAL_RANK" in variables.all or not {"WORLD_SIZE", "RANK", "MASTER_ADDR"} <= variables.all.keys():
         return {}
@@ -246,7 +252,7 @@ def _of_pytorchjob(variables: Variables) -> dict[str, Said]:
     )
 
 
-def _of_slurm(variables: Variables) -> dict[str, Said]:
+def _of_slurm(variables: Variables) -> dict[str, SourcedValue]:
     machines = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     job = variables.number("SLURM_JOB_ID")
     if machines is None or job is None:
@@ -269,11 +275,11 @@ def _of_slurm(variables: Variables) -> dict[str, Said]:
         num_processes=_times(variables.number("SLURM_GPUS_ON_NODE"), machines),
         machine_rank=variables.number("SLURM_NODEID"),
         main_process_ip=_first_host(variables) if machines.value > 1 else None,
-        main_process_port=Said(FIRST_PORT + job.value % PORTS, job.source) if machines.value > 1 else None,
+        main_process_port=SourcedValue(FIRST_PORT + job.value % PORTS, job.source) if machines.value > 1 else None,
     )
 
 
-def _first_host(variables: Variables) -> Said | None:
+def _first_host(variables: Variables) -> SourcedValue | None:
     """The step's first machine. SLURM shortens the list, as n[1-4,7]; scontrol expands every form of it."""
     hosts = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     if hosts is None or not re.search(r"[\[,]", hosts.value):
@@ -282,8 +288,8 @@ def _first_host(variables: Variables) -> Said | None:
         words = ["scontrol", "show", "hostnames", hosts.value]
         process = subprocess.run(words, capture_output=True, text=True, timeout=SCONTROL_SECONDS, check=False)
         if process.returncode == 0 and process.stdout.split():
-            return Said(process.stdout.split()[0], hosts.source)
-    return Said(_first_of(hosts.value), hosts.source)
+            return SourcedValue(process.stdout.split()[0], hosts.source)
+    return SourcedValue(_first_of(hosts.value), hosts.source)
 
 
 def _first_of(hosts: str) -> str:
@@ -292,7 +298,7 @@ def _first_of(hosts: str) -> str:
     return "".join(part or "" for part in match.group("before", "first", "behind")) if match else hosts
 
 
-ENGINES: Mapping[str, Callable[[Variables], dict[str, Said]]] = {
+ENGINES: Mapping[str, Callable[[Variables], dict[str, SourcedValue]]] = {
     "SkyPilot": partial(
         _of_cloud, "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
     ),

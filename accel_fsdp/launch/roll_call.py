@@ -18,16 +18,16 @@ from accel_fsdp.launch.agreement import Member, Settings
 from accel_fsdp.launch.store import Address, Board
 from accel_fsdp.units import counted, first_few
 
-SAY_SECONDS = 10.0
+REPORT_SECONDS = 10.0
 """Seconds between two lines about missing machines."""
-ASK_SECONDS = 0.2
+POLL_SECONDS = 0.2
 OPEN_SECONDS = 60.0
 """Timeout for opening a store, and for a connected machine to confirm that all have connected."""
 OWN_SECONDS = 60.0
 """Seconds that a machine with another rank waits for machine 0 at its own address."""
 OTHER_SECONDS = 30.0
 """The most seconds that machine 0 tries to reach itself at an address that none of its interfaces has."""
-HEARD_SECONDS = 2.0
+READ_SECONDS = 2.0
 """Seconds that machine 0 keeps the store open, so that the others can read its message."""
 REFUSED, NONE = "refused", list[str]()
 """The name of the value that ends the roll call, and its content if machine 0 lets ranks start."""
@@ -106,7 +106,7 @@ def _reach(machine: Attendee, meeting: Address, seconds: float) -> Board:
     note = f"; {meeting.host} is this machine, which was started as machine {machine.rank}" if here else ""
     while True:
         left = began + limit - time.monotonic()
-        problem = rendezvous.wait_for(meeting.host, meeting.port, max(min(SAY_SECONDS, left), 0.0))
+        problem = rendezvous.wait_for(meeting.host, meeting.port, max(min(REPORT_SECONDS, left), 0.0))
         if not problem:
             return meeting.open(OPEN_SECONDS)
         waited = time.monotonic() - began
@@ -141,7 +141,7 @@ def _wait_for_all(board: Board, attendee: Attendee, meeting: Address, seconds: f
     while True:
         if refusal := board.get(REFUSED):
             if attendee.rank == 0:
-                time.sleep(HEARD_SECONDS)
+                time.sleep(READ_SECONDS)
             raise _refusal(*refusal)
         machines = {rank: board.get(f"machine/{rank}") for rank in range(attendee.machines)}
         present = {rank: Attendee(**machine) for rank, machine in machines.items() if machine}
@@ -156,11 +156,11 @@ def _wait_for_all(board: Board, attendee: Attendee, meeting: Address, seconds: f
             if attendee.rank == 0:
                 _refuse(board, late, fix)
             raise _refusal(late, fix)
-        if now - last_report >= SAY_SECONDS:
+        if now - last_report >= REPORT_SECONDS:
             last_report = now
             place = f"; machine 0 waits at {meeting}" if attendee.rank == 0 else ""
             console.say(f"accel-fsdp: {_roll(present, attendee.machines)}, {now - began:.0f} s{place}")
-        time.sleep(ASK_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def _part(board: Board, machine: Attendee) -> None:
@@ -169,7 +169,7 @@ def _part(board: Board, machine: Attendee) -> None:
         board.put(f"complete/{machine.rank}", True)
         with contextlib.suppress(RuntimeError):
             while not (refusal := board.get(REFUSED)):
-                time.sleep(ASK_SECONDS / 4)
+                time.sleep(POLL_SECONDS / 4)
             raise _refusal(*refusal)
         return
     others = {f"complete/{rank}": rank for rank in range(1, machine.machines)}
@@ -178,7 +178,7 @@ def _part(board: Board, machine: Attendee) -> None:
         missing = Attendee(**board.get(f"machine/{quiet[0]}"))
         _refuse(board, f"{missing} has connected, and has not answered for {OPEN_SECONDS:.0f} s", "look at its log")
     if refusal := board.agree(REFUSED, NONE):  # one that came meanwhile; a later one ends its sender alone
-        time.sleep(HEARD_SECONDS)
+        time.sleep(READ_SECONDS)
         raise _refusal(*refusal)
 
 
@@ -203,7 +203,7 @@ def _difference(present: Collection[Attendee]) -> str:
 def _refuse(board: Board, what: str, fix: str = FIX_RANKS) -> NoReturn:
     """Ends the roll call for this machine and for all machines that still wait."""
     refusal = board.agree(REFUSED, [what, fix]) or [what, fix]
-    time.sleep(HEARD_SECONDS)
+    time.sleep(READ_SECONDS)
     raise _refusal(*refusal)
 
 

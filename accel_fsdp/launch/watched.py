@@ -17,7 +17,7 @@ from accel_fsdp.launch.ranks import hang, script  # noqa: F401
 if TYPE_CHECKING:
     from accel_fsdp.launch.script_watch import ScriptWatch
 
-ASK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 _watches: list["ScriptWatch"] = []
 _over = threading.Event()
 
@@ -49,7 +49,7 @@ def end() -> None:
 
 def _begin(main: int, seconds: float | None) -> None:
     """Waits until the script has joined the other ranks."""
-    while not _over.wait(ASK_SECONDS):
+    while not _over.wait(POLL_SECONDS):
         dist = sys.modules.get("torch.distributed")
         if dist is None or not getattr(dist, "is_initialized", bool)():
             continue

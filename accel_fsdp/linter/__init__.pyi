@@ -10,7 +10,7 @@ from .flags import CheckCommand as CheckCommand
 from .flags import LintOptions as LintOptions
 from .flags import Sources as Sources
 from .inputs import command_words as command_words
+from .inputs import launcher_of as launcher_of
 from .inputs import read_given as read_given
 from .inputs import read_launch as read_launch
 from .inputs import read_subject as read_subject
-from .inputs import starter_of as starter_of

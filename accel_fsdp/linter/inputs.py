@@ -66,7 +66,7 @@ def read_given(sources: Sources) -> Subject:
         {},
         model=None if sources.model is None else _read_model(sources.model),
         args=None if sources.args is None else _arguments(sources.args, arguments),
-        starter=starter_of(words),
+        starter=launcher_of(words),
         launcher=launcher_flags(words),
         checkpoint=checkpoint,
         script=None if sources.script is None or script is None else _parsed(sources.script, script),
@@ -143,7 +143,7 @@ def command_words(text: str) -> list[str]:
     return words[start:]
 
 
-def starter_of(words: list[str]) -> str:
+def launcher_of(words: list[str]) -> str:
     """The launcher of a command line: accelerate, torchrun or python; else empty.
 
     `python -m accelerate...` counts as accelerate and `python -m torch...` as torchrun.
@@ -157,7 +157,7 @@ def starter_of(words: list[str]) -> str:
 
 def launcher_flags(words: list[str]) -> dict[str, Any]:
     """The flags of `accelerate launch`, which come before the script; empty if no script is found."""
-    if starter_of(words) != "accelerate":
+    if launcher_of(words) != "accelerate":
         return {}
     script = _script_in(words)
     return flag_words.parse_command_line(words[: words.index(script)]) if script else {}
@@ -177,7 +177,7 @@ def _arguments(path: Path, text: str) -> dict[str, Any]:
     if isinstance(content, dict):
         return {str(key): value for key, value in content.items()}
     words = command_words(text)
-    if not any(word.startswith("--") or word.endswith((".py", ".sh")) for word in words) and not starter_of(words):
+    if not any(word.startswith("--") or word.endswith((".py", ".sh")) for word in words) and not launcher_of(words):
         raise UsageError(
             f"cannot read {path}: neither a mapping nor a command line", why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS
         )

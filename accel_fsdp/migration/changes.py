@@ -69,7 +69,7 @@ class Draft:
         self.reported: set[str] = set()
         self._prepare_place()
         for raw, value in self._content(section).items():
-            self._sort_in(str(raw), value)
+            self._record(str(raw), value)
         if job.values.get("mixed_precision") is False:
             self.top("mixed_precision", "changed", "without quotes it is the boolean false", value="no")
 
@@ -90,7 +90,7 @@ class Draft:
             self.first.append(Edit("", self.section, new_key=self.place))
             self.reported.add(self.section)
 
-    def _sort_in(self, raw: str, value: Any) -> None:
+    def _record(self, raw: str, value: Any) -> None:
         """Records a key as read, or drops it with the reason if it had no effect: it must get none in the new file."""
         key = full_name(self.section, raw)
         why, breaks = _without_effect(self.job.engine, self.section, key, value)

@@ -176,15 +176,15 @@ def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[N
         if error.name in LIBRARIES:
             raise
         raise UserError(
-            f"the class of {name} needs a package that is not installed: {_said(error)}",
+            f"the class of {name} needs a package that is not installed: {_message_of(error)}",
             why="the layer classes and sizes come from the built model",
             fix="install that package, and run the same command again",
         ) from error
     except Exception as error:
-        raise contradictory(name, _said(error)) from error
+        raise contradictory(name, _message_of(error)) from error
 
 
-def _said(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """The message of a transformers error; for a failed validation that is the second line."""
     lines = [line.strip() for line in str(error).strip().splitlines()]
     if not lines or len(lines[0].split()) == 1:  # a KeyError, whose text is the key

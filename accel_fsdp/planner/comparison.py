@@ -14,7 +14,7 @@ from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.prediction import Candidate, Problem, capacity, checkpointing_in, cost, rows_in, search
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.svg import Range
-from accel_fsdp.units import about_gib, gib_of, parameters, told_apart, two_digits
+from accel_fsdp.units import about_gib, distinguishable, gib_of, parameters, two_digits
 
 SCHEMA_VERSION = 1
 """The version of the `--json` output, raised whenever a key is removed or changes its meaning."""
@@ -257,11 +257,11 @@ def _why_not(problem: Problem) -> str:
     loading, hosted, has = problem.host(smallest.job).loading, problem.host(offloaded).training, problem.host_bytes
     if smallest.fits and loading > has:
         return "{}; loading needs {} of each machine's memory, and {} are there".format(
-            need, *told_apart(about_gib, loading, has)
+            need, *distinguishable(about_gib, loading, has)
         )
     if offloaded != smallest.job and hosted > has:
         need += "; offload needs {} of each machine's memory, and {} are there".format(
-            *told_apart(about_gib, hosted, has)
+            *distinguishable(about_gib, hosted, has)
         )
     return need
 

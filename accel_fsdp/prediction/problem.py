@@ -12,7 +12,7 @@ from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import Device, Host, Replay
 from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes, variant_for
 from accel_fsdp.prediction.speed import Step, step_time
-from accel_fsdp.units import GIB, about_gib, gib_of, told_apart
+from accel_fsdp.units import GIB, about_gib, distinguishable, gib_of
 
 MESH_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
 """The optimizers that are compared with one process on transformers' meshes."""
@@ -90,7 +90,7 @@ class Problem:
 
     def host_need(self, needed: int) -> str:
         """A need of host memory in words, with the available memory if that is less."""
-        need, has = told_apart(about_gib, needed, self.host_bytes)
+        need, has = distinguishable(about_gib, needed, self.host_bytes)
         less = f", where {has} {'are' if self.host_gib else 'are usual'}" if needed > self.host_bytes else ""
         return f"{need} of memory on each machine{less}"
 

@@ -92,14 +92,16 @@ def keep(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> None:
         return
 
 
-def remembered(config: Mapping[str, Any], variant: str, record: Callable[[], TraceRecord]) -> tuple[ModelShape, Tapes]:
+def cached_or_recorded(
+    config: Mapping[str, Any], variant: str, record: Callable[[], TraceRecord]
+) -> tuple[ModelShape, Tapes]:
     """The shape and tapes of a config's model in one variant, from the cache, or recorded and cached now."""
     key = key_of(config, (variant,))
-    record_found = cached(key)
-    if record_found is None:
-        record_found = record()
-        keep(key, *record_found)
-    return record_found[0], record_found[1][variant]
+    entry = cached(key)
+    if entry is None:
+        entry = record()
+        keep(key, *entry)
+    return entry[0], entry[1][variant]
 
 
 def key_in(text: str) -> str:

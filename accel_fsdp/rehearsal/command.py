@@ -97,7 +97,7 @@ def _steps(
     if not launcher.cold:
         warm.start_server(folder)
     yield "check", lambda: _check(options, launcher, words, model)
-    experts = scaled.experts_in(words) if (ours := read_launch(script, words).ours) else 1
+    experts = scaled.expert_parallel_size(words) if (ours := read_launch(script, words).ours) else 1
     small_job, report.changes = scaled.scale(job, options.processes, experts)
     if not ours:
         scaled.check_own(small_job, script.name)

@@ -24,7 +24,7 @@ SHARE_OF_PARTS = 1 / 5
 DISTRIBUTED = "a DistributedSampler"
 
 
-def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
+def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields the most serious mistake, of the first loader and epoch that has one."""
     row_events = [event for event in events if event.kind == "rows"]
     if any(event.content["may_share"] for event in row_events):

@@ -16,7 +16,7 @@ APART = 1e-3
 """The largest difference of a weight's sums on two ranks, relative to its norm; other random values differ by 1."""
 
 
-def found(events: Sequence[RankEvent]) -> Iterator[Failure]:
+def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields each mistake once, the most serious first."""
     by_rank = holdings(events)
     for look in LOOKS:
@@ -68,7 +68,7 @@ def _another_optimizer(events: Sequence[RankEvent], by_rank: dict[int, Holding])
 
 
 def _rows(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    return drawn_rows.found(events)
+    return drawn_rows.find(events)
 
 
 def _other_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
@@ -258,7 +258,7 @@ def _different(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tupl
     for ours, theirs in zip(first_groups, other_groups, strict=False):
         for name in ours.keys() & theirs.keys():
             pairs = list(zip(ours[name], theirs[name], strict=False))
-            if not all(math.isclose(one, other) for one, other in pairs):
+            if not all(math.isclose(left, right) for left, right in pairs):
                 texts = [", ".join(f"{number:g}" for number in numbers) for numbers in (ours[name], theirs[name])]
                 return name, texts[0], texts[1]
     return None

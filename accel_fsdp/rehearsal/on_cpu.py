@@ -41,7 +41,7 @@ def measured(job: JobConfig, launch: Callable[[], int], experts: int = 1) -> int
     differences = list(verdict.differences(expected, holdings))
     for difference in differences:
         console.say(f"not what the YAML asks for: {difference.what} ({difference.key})", style="red")
-    mistakes = list(drawn_rows.found(events))
+    mistakes = list(drawn_rows.find(events))
     for mistake in mistakes:
         console.say(f"{mistake.line}: {mistake.what}; {mistake.fix}", style="red")
     return code or int(bool(differences or mistakes))

@@ -28,7 +28,7 @@ class OwnRehearsal:
         """Runs the script to its end; then compares the ranks' shards with the YAML."""
         outcome = self.launcher.launch("script", self.job, self.words)
         self._judge(outcome)
-        for mistake in mistakes.found(outcome.events):  # first, as it may have caused the failure
+        for mistake in mistakes.find(outcome.events):  # first, as it may have caused the failure
             raise mistake
         if outcome.hang or outcome.code:
             raise self._failed(outcome)
@@ -41,7 +41,7 @@ class OwnRehearsal:
         for failure in saved.failures(outcome.events, outcome.holdings, self.job):
             raise failure
         off = "".join(f"; not watched: {event['what']} ({event['why']})" for event in unwatched)
-        same = repeated.said(outcome.events)
+        same = repeated.summary(outcome.events)
         of_gpus = f"; {taken}" if (taken := without_gpu.taken(outcome.events)) else ""
         return Proof(verdict.summary(outcome.holdings) + same + off + of_gpus, last_lines(outcome.printed))
 

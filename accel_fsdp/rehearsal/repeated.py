@@ -32,7 +32,7 @@ def _averages_weights(events: Sequence[RankEvent], difference: Mapping[str, Any]
     return is_apart and any(event.kind == "averaged" for event in events)
 
 
-def said(events: Sequence[RankEvent]) -> str:
+def summary(events: Sequence[RankEvent]) -> str:
     """The compared values, as the end of a sentence; empty if nothing was recorded."""
     if _averages_weights(events, _first_difference(events)):
         return "; not repeated in one process: the script averages the ranks' weights at intervals, not their gradients"
@@ -223,7 +223,7 @@ def _counted(content: Mapping[str, Any]) -> Failure:
 
 
 def _trainer_loss(content: Mapping[str, Any]) -> Failure:
-    what = "Trainer computes another loss of the sharded model than of the plain one: their gradients differ by "
+    what = "Trainer's loss differs between the sharded and the plain model: their gradients differ by "
     what += f"{content['apart']:.2f} of their norm"
     fix = (
         "no --label_smoothing_factor under FSDP2, which renames the model's class: Trainer then doesn't shift labels; "

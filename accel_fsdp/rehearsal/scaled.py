@@ -75,9 +75,9 @@ def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tup
     return small, changes
 
 
-def experts_in(words: Sequence[str]) -> int:
+def expert_parallel_size(words: Sequence[str]) -> int:
     """The expert-parallel size in the arguments of train/sft.py; 1 without."""
-    return from_arguments.experts_of(parse_command_line(words))
+    return from_arguments.expert_parallel_size(parse_command_line(words))
 
 
 def with_experts(words: Sequence[str], experts: int) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ class SftRehearsal:
         words = self._words("run", self.ranks, resume_from_checkpoint="true")
         outcome = self._ran("resumed", self.in_float32, words)
         losses = self._losses("run")
-        same = repeated.said(outcome.events)
+        same = repeated.summary(outcome.events)
         return f"steps {SAVED + 1} to {STEPS}, loss {losses[SAVED + 1]:.4f} -> {losses[STEPS]:.4f}{same}"
 
     def compare(self) -> str:
@@ -197,14 +197,14 @@ class SftRehearsal:
     def _ran(self, name: str, job: JobConfig, words: list[str], kill_after: Path | None = None) -> Outcome:
         outcome = self.launcher.launch(name, job, words, kill_after)
         if outcome.hang or outcome.code:
-            raise next(mistakes.found(outcome.events), of_outcome(outcome))
+            raise next(mistakes.find(outcome.events), of_outcome(outcome))
         for difference in repeated.differences(outcome.events):
             raise difference
         return outcome
 
     def _sharded(self, outcome: Outcome) -> str:
         judge(self.job, self.small.model.layer_classes, outcome, self.small.layout.experts)
-        return verdict.summary(outcome.holdings) + repeated.said(outcome.events)
+        return verdict.summary(outcome.holdings) + repeated.summary(outcome.events)
 
     def _losses(self, name: str) -> Mapping[int, float]:
         """The losses that Trainer logged, by step."""

@@ -11,7 +11,7 @@ from accel_fsdp.units import counted
 
 
 @dataclass(frozen=True)
-class Wrong:
+class Difference:
     """A difference between a rank and the YAML, and the `key` that causes it; or a `fix` if the script causes it."""
 
     what: str
@@ -26,7 +26,7 @@ WRAPPED = (
 WHOLE = "prepare the whole model, once it has all its modules; with fully_shard, shard the root after its layers"
 
 
-def differences(job: Job, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
+def differences(job: Job, ranks: Mapping[int, Holding]) -> Iterator[Difference]:
     """Yields the differences, the most serious first; equal ones on several ranks once."""
     keys = set()
     for rank, holding in sorted(ranks.items()):
@@ -36,45 +36,47 @@ def differences(job: Job, ranks: Mapping[int, Holding]) -> Iterator[Wrong]:
                 yield difference
 
 
-def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
+def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Difference]:
     if job.layout.wrapper is not Engine.NONE and holding.engine == Engine.NONE.label:
-        yield Wrong(f"rank {rank} trains {holding.model} alone, as one process", "", WRAPPED)
+        yield Difference(f"rank {rank} trains {holding.model} alone, as one process", "", WRAPPED)
         return
     if job.layout.tensor > 1 and not any(unit.is_split for unit in holding.units):
-        yield Wrong(f"rank {rank} holds whole layers: tensor parallelism splits none", "parallelism_config_tp_size")
+        yield Difference(
+            f"rank {rank} holds whole layers: tensor parallelism splits none", "parallelism_config_tp_size"
+        )
     if not job.layout.is_sharded:
         return
     if not holding.units:
         how = f"{holding.model} runs as {holding.engine}"
-        yield Wrong(f"rank {rank} holds all {holding.weights:,} weights: {how}", "distributed_type")
+        yield Difference(f"rank {rank} holds all {holding.weights:,} weights: {how}", "distributed_type")
         return
     may_be_whole = job.engine is Engine.DEEPSPEED or job.layout.is_by_transformers  # its adapters are
     if holding.whole and not may_be_whole and not job.ignores_modules:
-        yield Wrong(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "", WHOLE)
+        yield Difference(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "", WHOLE)
     yield from _of_units(job, rank, holding)
     for name in job.layer_classes:
         units = sum(unit.kind == name for unit in holding.units)
         modules = holding.kinds.get(name, 0)
         if units < modules or not modules:
             counts = f"{counted(modules, 'module')}, {counted(units, 'unit')}"
-            yield Wrong(f"{name} has {counts}", "fsdp_transformer_layer_cls_to_wrap")
+            yield Difference(f"{name} has {counts}", "fsdp_transformer_layer_cls_to_wrap")
 
 
-def _of_units(job: Job, rank: int, holding: Holding) -> Iterator[Wrong]:
+def _of_units(job: Job, rank: int, holding: Holding) -> Iterator[Difference]:
     for unit in holding.units:
         ranks = job.layout.sharers(unit.is_of_experts)
         if unit.ranks != ranks:
             shared = f"shared by {counted(unit.ranks, 'rank')}, not {ranks}"
-            yield Wrong(f"unit {_name(unit)} of rank {rank} is {shared}", "fsdp_sharding_strategy")
+            yield Difference(f"unit {_name(unit)} of rank {rank} is {shared}", "fsdp_sharding_strategy")
             return
         if unit.held > unit.share:
-            yield Wrong(f"unit {_name(unit)}: rank {rank} holds {unit.held:,} of {unit.weights:,}", "fsdp_config")
+            yield Difference(f"unit {_name(unit)}: rank {rank} holds {unit.held:,} of {unit.weights:,}", "fsdp_config")
             return
     inner = [unit for unit in holding.units if unit.kind in job.layer_classes]
     if any(unit.reshards != job.layout.reshards for unit in inner):
         expected_state = "gathered" if job.layout.reshards else "sharded"
         key = "fsdp_reshard_after_forward" if job.engine is Engine.FSDP2 else "fsdp_sharding_strategy"
-        yield Wrong(f"units stay {expected_state} between forward and backward", key)
+        yield Difference(f"units stay {expected_state} between forward and backward", key)
 
 
 def _name(unit: HeldUnit) -> str:

@@ -16,7 +16,7 @@ from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import counting, optimizers, state_bytes
 from accel_fsdp.prediction import cost
-from accel_fsdp.units import gib_or_mib, told_apart
+from accel_fsdp.units import distinguishable, gib_or_mib
 
 SHOWN_SECONDS = 30
 """Seconds that NFS may take to show another machine's new names, by its default acdirmin."""
@@ -102,7 +102,7 @@ def check(output_dir: Path, needed_bytes: int, text: str) -> None:
     output = atomic_files.existing_part(output_dir)
     free = shutil.disk_usage(output).free
     if needed_bytes > free:
-        needed, there = told_apart(gib_or_mib, needed_bytes, free)
+        needed, there = distinguishable(gib_or_mib, needed_bytes, free)
         raise UserError(
             f"{text} {needed}, {there} are free at {output}",
             why="the run would fill the disk",

@@ -17,7 +17,7 @@ from accel_fsdp.hardware import host
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.models import state_bytes
 from accel_fsdp.training import load_model, mesh_checkpoints
-from accel_fsdp.units import counted, gib_or_mib, told_apart
+from accel_fsdp.units import counted, distinguishable, gib_or_mib
 
 RELIES_ON = (Internal("torch.distributed.distributed_c10d:_world.pg_map"),)
 SLOWEST_BYTES_PER_S = 50e6
@@ -142,7 +142,7 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
     least = min((free for free in frees if free is not None), default=None)
     if least is None:
         return
-    saved, (takes, there) = checkpoint(), told_apart(gib_or_mib, needed, least)
+    saved, (takes, there) = checkpoint(), distinguishable(gib_or_mib, needed, least)
     raise UserError(
         f"the whole model takes {takes} of host memory, {there} are free",
         why=f"the system would end the process that gathers it; nothing is lost, {saved.name} holds what was trained",

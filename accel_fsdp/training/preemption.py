@@ -89,11 +89,11 @@ class Stop(TrainerCallback):  # type: ignore[misc]
             if not self.signal:
                 self.signal, self._noted_at = number[0], time.monotonic()
                 self._announce()
-            elif time.monotonic() - self._noted_at > self._one_wish(number[0]):
+            elif time.monotonic() - self._noted_at > self._same_request_seconds(number[0]):
                 os._exit(128 + number[0])
         os.close(reader)
 
-    def _one_wish(self, number: int) -> float:
+    def _same_request_seconds(self, number: int) -> float:
         """Seconds within which a further signal counts as the same request."""
         twice = self.signal == number == signal.SIGINT
         return SAME_KEY_SECONDS if twice else SAME_SIGNAL_SECONDS

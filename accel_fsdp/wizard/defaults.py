@@ -5,7 +5,7 @@ from typing import Any
 
 from accel_fsdp.hardware import machines
 from accel_fsdp.models import state_bytes
-from accel_fsdp.units import about_gib, told_apart
+from accel_fsdp.units import about_gib, distinguishable
 from accel_fsdp.wizard import notes, validation
 from accel_fsdp.wizard.question import Context
 
@@ -71,7 +71,7 @@ def cpu_offload(context: Context) -> tuple[bool, str]:
     if state is None:
         return False, "several times slower; only when nothing else fits"
     too_much = state[0] > state[1] * notes.ROOM_FOR_STATE
-    needed, has = told_apart(about_gib, *state)
+    needed, has = distinguishable(about_gib, *state)
     verb = "don't fit" if too_much else "fit"
     return too_much, f"{needed} of weights and training state per GPU {verb} into {has}"
 

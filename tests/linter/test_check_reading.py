@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from accel_fsdp.checkpoints import Origin, completeness, discover, summary
 from accel_fsdp.hardware import host
-from accel_fsdp.linter import command_words, starter_of
+from accel_fsdp.linter import command_words, launcher_of
 from accel_fsdp.linter.rules import RULES
 
 IDS = {f"P{number:02}" for number in range(1, 107)}
@@ -263,7 +263,7 @@ def test_the_machine_is_measured(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_command_line_starts_with(line: str, starter: str) -> None:
-    assert starter_of(command_words(line)) == starter
+    assert launcher_of(command_words(line)) == starter
 
 
 @pytest.mark.parametrize(

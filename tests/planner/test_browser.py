@@ -49,7 +49,7 @@ def test_each_card_of_the_form_is_one_of_the_table(card: str) -> None:
 @pytest.fixture
 def without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a browser: nothing can be recorded."""
-    monkeypatch.setattr(trace_store, "remembered", refuse)
+    monkeypatch.setattr(trace_store, "cached_or_recorded", refuse)
 
 
 def refuse(*_: object) -> None:

@@ -183,7 +183,7 @@ def judged(folder: Path, monkeypatch: pytest.MonkeyPatch, epochs: Callable[[int]
                 for _ in epoch:
                     observed.ran_backward()
             observed.report_end([], "")
-    return "; ".join(failure.what for failure in drawn_rows.found(read(folder)))
+    return "; ".join(failure.what for failure in drawn_rows.find(read(folder)))
 
 
 @pytest.mark.parametrize("way", RIGHT)
@@ -206,7 +206,7 @@ def by_hand(*orders: list[int]) -> str:
         ]
         rows = DrawnRows("", "", epoch=1, places=None, hashes=batches)
         events.append(RankEvent(rank, 0.0, "drawn", asdict(rows)))
-    return "; ".join(failure.what for failure in drawn_rows.found(events))
+    return "; ".join(failure.what for failure in drawn_rows.find(events))
 
 
 def test_loops_without_a_loader_are_judged_by_content() -> None:
@@ -221,7 +221,7 @@ def test_loops_without_a_loader_are_judged_by_content() -> None:
 def test_rows_that_are_alike_may_be_so_in_the_data() -> None:
     def said(may_share: bool, *others: RankEvent) -> bool:
         rows = {"hashes": [[7]], "line": "", "may_share": may_share}
-        return bool(list(drawn_rows.found([*others, *(RankEvent(rank, 1.0, "rows", rows) for rank in (0, 1))])))
+        return bool(list(drawn_rows.find([*others, *(RankEvent(rank, 1.0, "rows", rows) for rank in (0, 1))])))
 
     assert said(False)
     assert not said(False, RankEvent(0, 0.0, "prepared-rows", {}))
@@ -232,7 +232,7 @@ def test_smaller_batches_may_weigh_less() -> None:
     def said(*shares: float | None, batches: tuple[int, int] = (4, 2)) -> bool:
         told = [DrawnRows("", "", batch=batch, places=[[rank]], hashes=[]) for rank, batch in enumerate(batches)]
         events = [RankEvent(rank, 0.0, "drawn", asdict(rows)) for rank, rows in enumerate(told)]
-        return bool(list(drawn_rows.found([*events, RankEvent(0, 0.0, "repeated", {"shares": list(shares)})])))
+        return bool(list(drawn_rows.find([*events, RankEvent(0, 0.0, "repeated", {"shares": list(shares)})])))
 
     assert said(1.0, 1.0)
     assert not said(1.0, 1.0, batches=(4, 4))

@@ -260,7 +260,7 @@ def said_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
     """The mistakes of a script of two ranks, of which each told the first event, or one told each."""
     others = [] if events[0][0] == "trained" else [trained()]
     told = [(0, *events[0]), (1, *events[-1]), *((rank, *one) for one in [("began", {}), *others] for rank in (0, 1))]
-    return [one.what for one in mistakes.found([RankEvent(rank, 0.0, kind, content) for rank, kind, content in told])]
+    return [one.what for one in mistakes.find([RankEvent(rank, 0.0, kind, content) for rank, kind, content in told])]
 
 
 def trained(**values: int | bool) -> tuple[str, dict[str, Any]]:
@@ -348,11 +348,11 @@ def test_ranks_that_run_other_units_are_told_before_backward_hangs() -> None:
         content = {"names": ["", *names], "lines": ["mine.py:7", *(f"mine.py:{name}" for name in names)]}
         return RankEvent(int(names[0]), 0.0, "units", content)
 
-    (told,) = mistakes.found([units("0", "2"), units("1", "2")])
+    (told,) = mistakes.find([units("0", "2"), units("1", "2")])
     assert (told.what, told.key) == ("the ranks run different units: rank 0 runs 0 where rank 1 runs 1", "the script")
     assert told.line == "mine.py:0"
     prepared = RankEvent(0, 0.0, "prepared", {"holding": asdict(measure(torch.nn.Linear(2, 2))), "shared": []})
-    (by_yaml,) = mistakes.found([prepared, units("0", "2"), units("1", "2")])
+    (by_yaml,) = mistakes.find([prepared, units("0", "2"), units("1", "2")])
     assert by_yaml.key == "fsdp_transformer_layer_cls_to_wrap"
 
 
@@ -368,7 +368,7 @@ def test_ranks_that_hang_may_still_have_stepped_apart() -> None:
     def said(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> list[str]:
         told = [("began", {})]
         both = [(rank, *one) for rank, several in enumerate((ours, theirs)) for one in told + several]
-        return [one.what for one in mistakes.found([RankEvent(rank, 0.0, *one) for rank, *one in both])]
+        return [one.what for one in mistakes.find([RankEvent(rank, 0.0, *one) for rank, *one in both])]
 
     assert said(losses(1, 2), losses(1, 1))
     assert not said(losses(1, 2), losses(1, 2))
@@ -466,7 +466,7 @@ def test_errors_that_all_ranks_skip_or_that_end_the_script_are_its_own_affair() 
     assert not said_of(raised)
     failed = RankEvent(0, 2.0, "failed", {"follows": ["ValueError: no step", raised[1]["error"]]})
     events = [RankEvent(0, 1.0, *raised), failed, *(RankEvent(rank, 0.0, "began", {}) for rank in (0, 1))]
-    assert not list(mistakes.found(events))
+    assert not list(mistakes.find(events))
 
 
 def test_the_end_of_a_long_output_begins_at_a_line() -> None:

@@ -122,11 +122,11 @@ def _place(
 
 def _of_launcher(launched: LaunchEnvironment) -> place.Place:
     values = {
-        "num_machines": place.Said(launched.machines, "GROUP_WORLD_SIZE"),
-        "num_processes": place.Said(launched.world_size, "WORLD_SIZE"),
-        "machine_rank": place.Said(launched.machine_rank, "GROUP_RANK"),
-        "main_process_ip": place.Said(launched.main_address, "MASTER_ADDR"),
-        "main_process_port": place.Said(launched.main_port, "MASTER_PORT"),
+        "num_machines": place.SourcedValue(launched.machines, "GROUP_WORLD_SIZE"),
+        "num_processes": place.SourcedValue(launched.world_size, "WORLD_SIZE"),
+        "machine_rank": place.SourcedValue(launched.machine_rank, "GROUP_RANK"),
+        "main_process_ip": place.SourcedValue(launched.main_address, "MASTER_ADDR"),
+        "main_process_port": place.SourcedValue(launched.main_port, "MASTER_PORT"),
     }
     return place.Place("torchrun", values)
 
@@ -135,7 +135,7 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
     """Reports settings of the engine and the YAML that the launcher of this process did not apply."""
     rows = []
     for name, started in (("num_machines", launched.machines), ("num_processes", launched.world_size)):
-        of_engine, in_file = engine.said.get(name), place.Said(values.get(name), "the YAML")
+        of_engine, in_file = engine.said.get(name), place.SourcedValue(values.get(name), "the YAML")
         for expected in (of_engine or in_file, in_file):
             fewer = of_engine and of_engine.at_most and isinstance(expected.value, int) and started < expected.value
             if isinstance(expected.value, int) and expected.value != started and not fewer:

@@ -40,7 +40,7 @@ class Team:
 
 
 @dataclass
-class Found:
+class MeetingResults:
     """The results of a meeting of machines; facts by machine, pairs by their numbers."""
 
     facts: dict[int, Facts] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Meeting:
     """One machine's part in the tests. Every method raises RuntimeError if machine 0 can't be reached."""
 
     def __init__(self, team: Team) -> None:
-        self.team, self.found = team, Found(ranks=team.machines * team.ranks_each)
+        self.team, self.found = team, MeetingResults(ranks=team.machines * team.ranks_each)
         self.board = team.address.open(team.seconds)
 
     def gather(self, facts: Facts, folder: Path) -> None:

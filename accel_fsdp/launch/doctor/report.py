@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.launch.doctor.facts import Facts
-from accel_fsdp.launch.doctor.meeting import Found
+from accel_fsdp.launch.doctor.meeting import MeetingResults
 from accel_fsdp.launch.doctor.rows import Row, Verdict
 from accel_fsdp.units import counted, kib_or_mib, per_second
 
@@ -35,7 +35,7 @@ class Examination:
     machine: int
     machines: int
     rows: list[Row] = field(default_factory=list)
-    found: Found = field(default_factory=Found)
+    found: MeetingResults = field(default_factory=MeetingResults)
     healthy: bool = True
     met: bool = False
     """Whether this is machine 0, and has judged all that came."""
@@ -79,7 +79,7 @@ def show(examination: Examination) -> None:
     console.say(summary(examination))
 
 
-def _table(results: Found) -> Iterator[list[str]]:
+def _table(results: MeetingResults) -> Iterator[list[str]]:
     for result in results.collectives:
         seconds = f"{result.seconds * 1e3:,.3f} ms"
         yield [result.collective, kib_or_mib(result.size_bytes), seconds, per_second(result.bytes_per_second)]

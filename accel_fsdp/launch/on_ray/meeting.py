@@ -96,7 +96,7 @@ def open_messages() -> Any:
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     kind = ray.remote(Messages).options(
-        name=_name(), num_cpus=0, max_concurrency=MOST_WORKERS, scheduling_strategy=here
+        name=_actor_name(), num_cpus=0, max_concurrency=MOST_WORKERS, scheduling_strategy=here
     )
     return kind.remote()
 
@@ -104,10 +104,10 @@ def open_messages() -> Any:
 def messages() -> Any:
     import ray
 
-    return ray.get_actor(_name())
+    return ray.get_actor(_actor_name())
 
 
-def _name() -> str:
+def _actor_name() -> str:
     """The actor's name, with Ray's job id, because several jobs may share a namespace."""
     import ray
 

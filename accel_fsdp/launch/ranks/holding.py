@@ -210,7 +210,7 @@ def _of_tensors(
         kind,
         weights=sum(p.numel() * count for p, count in pairs),
         held=sum(p.to_local().numel() * count for p, count in pairs),
-        share=sum(_share(p) * count for p, count in pairs),
+        share=sum(_largest_shard(p) * count for p, count in pairs),
         ranks=ranks,
         reshards=reshards,
         stored=sum(p.to_local().numel() for p in parameters),
@@ -221,12 +221,12 @@ def _of_tensors(
     return unit, {id(p) for p in parameters}
 
 
-def _share(tensor: Any) -> int:
+def _largest_shard(tensor: Any) -> int:
     """The number of elements in the largest shard of a DTensor."""
     shape = list(tensor.shape)
-    for place, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
-        if hasattr(place, "dim"):
-            shape[place.dim] = _part(shape[place.dim], size)
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        if hasattr(placement, "dim"):
+            shape[placement.dim] = _part(shape[placement.dim], size)
     return math.prod(shape)
 
 

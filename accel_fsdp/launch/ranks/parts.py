@@ -123,7 +123,7 @@ def same(first: Parts, other: Parts) -> bool:
     if first.keys() != other.keys():
         return False
     pairs = ((part, other[name][1]) for name, (_, part) in first.items())
-    return all(one.equal(another) for one, another in pairs if one.shape == another.shape)
+    return all(left.equal(right) for left, right in pairs if left.shape == right.shape)
 
 
 def whole(shape: "torch.Size", name: str, of_ranks: Iterable[Parts]) -> "torch.Tensor | None":

@@ -76,11 +76,11 @@ class ObservedSchedules:
             after(LRScheduler, "step", self._moved)
 
     def _made(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        if self._of(scheduler.optimizer) is None:
+        if self._counts_of(scheduler.optimizer) is None:
             self.scheduled.append(_Scheduled(scheduler.optimizer, script.line_of_stack(sys._getframe(2))))
 
     def _moved(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        if known := self._of(scheduler.optimizer):  # not yet within `__init__`, which moves it once
+        if known := self._counts_of(scheduler.optimizer):  # not yet within `__init__`, which moves it once
             known.moves += 1
             if length(scheduler):
                 known.cosine_moves = 1 + (known.cosine_moves if known.cosine is scheduler else 0)
@@ -88,14 +88,14 @@ class ObservedSchedules:
             if known.moves > known.steps and script.is_calling(sys._getframe(2)):
                 known.moved_at = script.line_of_stack(sys._getframe(2))
 
-    def _of(self, optimizer: Any) -> _Scheduled | None:
+    def _counts_of(self, optimizer: Any) -> _Scheduled | None:
         """The counts of an optimizer, also if given a wrapper of it, such as Accelerate's."""
         same = (known for known in self.scheduled if known.optimizer.param_groups is optimizer.param_groups)
         return next(same, None)
 
     def steps_now(self, optimizer: Any) -> None:
         """Called before each step of an optimizer."""
-        if known := self._of(optimizer):
+        if known := self._counts_of(optimizer):
             known.step(float(optimizer.param_groups[0].get("lr", 1.0)))
         rests = all(not float(group.get("lr", 1.0)) for group in optimizer.param_groups)
         self.idle = self.idle + 1 if rests else 0

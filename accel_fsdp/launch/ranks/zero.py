@@ -48,7 +48,7 @@ class ZeroRecorder(Recorder):
     clips_by_config = has_compared_norms = False
 
     @cached_property
-    def is_watching(self) -> bool:
+    def has_hooked_engine(self) -> bool:
         """Installs the hooks on the engine when a script first prepares a model, and so has imported DeepSpeed."""
         if not UPDATES.is_possible:
             return False
@@ -64,7 +64,7 @@ class ZeroRecorder(Recorder):
         return True
 
     def keep_all(self, accelerator: Any, *args: Any, **kwargs: Any) -> None:
-        if self.is_watching:
+        if self.has_hooked_engine:
             if not self.copies:  # until prepare fills in a number
                 config = accelerator.deepspeed_plugin.deepspeed_config
                 self.clips_by_config = config.get("gradient_clipping", "auto") != "auto"

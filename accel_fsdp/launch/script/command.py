@@ -241,7 +241,9 @@ def _place(title: str, job: JobFile) -> place.Place:
         "machine_rank": 0,
         **({"main_process_ip": FIRST_MACHINE} if job.machines > 1 else {}),
     }
-    return place.Place(title, {name: place.Said(value, f"machine 0 of {title}") for name, value in statements.items()})
+    return place.Place(
+        title, {name: place.SourcedValue(value, f"machine 0 of {title}") for name, value in statements.items()}
+    )
 
 
 def _name(options: ScriptCommand) -> str:

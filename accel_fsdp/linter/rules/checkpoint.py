@@ -39,10 +39,10 @@ def checkpoint_without_optimizer(subject: Subject) -> Iterator[Finding]:
     saved = subject.checkpoint
     if saved is None or not (saved.sharded or saved.full) or not saved.trainer_state:
         return
-    if saved.new_state:
+    if saved.missing_state:
         yield Finding(
             "",
-            f"{saved.name} lacks {' and '.join(saved.new_state)}",
+            f"{saved.name} lacks {' and '.join(saved.missing_state)}",
             "resuming silently restarts learning rate and moments",
             "resume an older checkpoint, or start again from the weights",
         )

@@ -103,7 +103,7 @@ class Subject(JobConfig):
     def experts(self) -> int:
         """The expert-parallel size of train/sft.py, from the arguments or the launch line; 1 without."""
         launched = parse_command_line(script_arguments(self.source)) if self.args is None else self.args
-        return from_arguments.experts_of(launched) if self.launches_ours else 1
+        return from_arguments.expert_parallel_size(launched) if self.launches_ours else 1
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -264,7 +264,9 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     subjects = dict.fromkeys(rules, subject)
     corrections, engine_rules = (MISSPELT, OF_THE_ENGINE) if len(rules) > 1 and is_local else ((), ())
     for code in corrections:
-        renamed = _as_meant(subject, [edit for finding in RULES[code].check(subject) for edit in finding.edits])
+        renamed = _with_names_corrected(
+            subject, [edit for finding in RULES[code].check(subject) for edit in finding.edits]
+        )
         if renamed is not subject:
             subjects |= {later: renamed for later in rules if later not in MISSPELT[: MISSPELT.index(code) + 1]}
         subject = renamed
@@ -286,7 +288,7 @@ def run(subject: Subject, rules: Mapping[str, Rule] = RULES) -> list[Finding]:
     ]
 
 
-def _as_meant(subject: Subject, edits: Iterable[Edit]) -> Subject:
+def _with_names_corrected(subject: Subject, edits: Iterable[Edit]) -> Subject:
     """The subject with misspelt keys renamed by these edits."""
     values = dict(subject.values)
     for edit in (edit for edit in edits if edit.new_key):

@@ -6,7 +6,7 @@ from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, HYBRID, TRUE_W
 from accel_fsdp.job import UNLESS_OURS
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
-from accel_fsdp.units import about_gib, counted, told_apart
+from accel_fsdp.units import about_gib, counted, distinguishable
 
 LOCAL_FILESYSTEMS = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "tmpfs", "ramfs", "overlay"})
 
@@ -221,7 +221,7 @@ def _short_of_memory(subject: Subject, needed_by: Callable[[int], float]) -> lis
     if subject.model is None or memory is None or not subject.trains_everything:
         return None
     needed = needed_by(subject.held_bytes)
-    return told_apart(about_gib, needed, memory) if needed > memory else None
+    return distinguishable(about_gib, needed, memory) if needed > memory else None
 
 
 @rule("AF426", "warning", pains=("P12",))
@@ -291,7 +291,7 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     size = subject.checkpoint_bytes
     needed = size * ((int(save_total_limit) if save_total_limit.isdecimal() else 1) + 1)
     if needed > free:
-        takes, there = told_apart(about_gib, needed, free)
+        takes, there = distinguishable(about_gib, needed, free)
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
             f"checkpoints of {about_gib(size)} need {takes}, {there} are free at --output_dir",

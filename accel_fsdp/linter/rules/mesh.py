@@ -229,7 +229,7 @@ def rows_that_context_can_not_split(subject: Subject) -> Iterator[Finding]:
     Context parallelism has a single causal mask for the whole row, so packed documents attend to each other (TRL
     refuses them), and Trainer stops at other attention. torch divides other lengths into unequal or unbalanced parts.
     """
-    size, length = subject.axes["cp"], from_arguments.whole(subject.arg("max_length"))
+    size, length = subject.axes["cp"], from_arguments.positive_int(subject.arg("max_length"))
     if subject.engine is not Engine.FSDP2 or size == 1 or subject.args is None:
         return
     key = f"parallelism_config.{size_key('cp')}"
@@ -274,7 +274,7 @@ def norms_are_summed_too_often(subject: Subject) -> Iterator[Finding]:
     transformers up to 5.24 sums the accumulated gradient of q_norm and k_norm over the `tp` ranks after every
     micro-batch: 3.4 times too large after three on two ranks. The first loss doesn't show it. train/sft.py fixes it.
     """
-    many = from_arguments.whole(subject.arg("gradient_accumulation_steps")) > 1
+    many = from_arguments.positive_int(subject.arg("gradient_accumulation_steps")) > 1
     if subject.model is not None and subject.model.replicated_norms and many:
         for call in _sharded_loads(subject):
             yield at(

@@ -199,7 +199,7 @@ def deepspeed_number(subject: Subject) -> Iterator[Finding]:
             "Accelerate stops: could not convert string to float",
             "gradient_clipping: 1.0, or auto; without clipping leave it out",
         )
-    if steps is not None and str(steps) != "auto" and not from_arguments.whole(steps):
+    if steps is not None and str(steps) != "auto" and not from_arguments.positive_int(steps):
         yield Finding(
             "deepspeed_config.gradient_accumulation_steps",
             f"gradient_accumulation_steps: {steps} is neither a whole number above 0 nor auto",

@@ -77,7 +77,7 @@ def shrink(model: str, target: Path, divisors: Mapping[str, int] = MappingProxyT
         words = Words(_rows(tokenizer, token_ids))
     tokenizer_kind: Literal["real", "made up"] = "real" if tokenizer else "made up"
     small = _first_that_works(model, config, real, words, divisors)
-    _store(small.model, models.stored_dtype(model))
+    _cast(small.model, models.stored_dtype(model))
     with atomic_files.replaced_folder(target) as folder:
         _write(model, small.model, folder, words)
         (tokenizer or made_up_tokenizer.make(token_ids)).save_pretrained(folder)
@@ -191,7 +191,7 @@ def _trial(model: Any) -> str:
     return ""
 
 
-def _store(model: "nn.Module", dtype: str) -> None:
+def _cast(model: "nn.Module", dtype: str) -> None:
     """Casts the parameters to the dtype of the real checkpoint, except for those that transformers keeps in float32."""
     import torch
 

@@ -62,7 +62,7 @@ def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelSh
             with config_json.believed(name):
                 return record_model(name, _configured(config) if in_catalogue else read_config(name), (variant,))
 
-    shape, tapes = trace_store.remembered(config, variant, anew)
+    shape, tapes = trace_store.cached_or_recorded(config, variant, anew)
     return replace(shape, name=name), tapes
 
 

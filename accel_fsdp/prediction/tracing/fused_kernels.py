@@ -160,10 +160,8 @@ class _Together(nn.Module):
 class _Part(nn.Module):
     def __init__(self, together: _Together, place: int) -> None:
         super().__init__()
-        self._together, self._place = (
-            [together],
-            place,
-        )  # in a list, so that only the first part registers its parameters
+        self._together = [together]  # in a list, so that only the first part registers its parameters
+        self._place = place
         if place == 0:
             self.own = together
 

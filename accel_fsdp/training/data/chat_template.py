@@ -195,7 +195,7 @@ def _with_spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks |
             f"{len(spoken)} assistant turns, but the written text shows {len(spans)}: the text of a turn "
             "contains the marks"
         )
-    answers = [_said(text[start:end], marks) for start, end in spans]
+    answers = [_text_without_ending(text[start:end], marks) for start, end in spans]
     places = _places(spoken, answers, exact=marks is not None)
     first = 0 if chat.answers is None else len(spoken) - chat.answers
     return text, spans if first == 0 else spans[places[first] :] if first < len(places) else []
@@ -216,7 +216,7 @@ def _between(text: str, marks: Marks) -> list[TextSpan]:
     return spans
 
 
-def _said(text: str, marks: Marks | None) -> str:
+def _text_without_ending(text: str, marks: Marks | None) -> str:
     ending = next((ending for ending in marks.endings if text.endswith(ending)), "") if marks else ""
     return text.removesuffix(ending).strip()
 

@@ -161,12 +161,12 @@ def make_encoder(first: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase",
         prompt_template=options.prompt_template,
         completion_template=options.completion_template,
     )
-    speaks = isinstance(reader(first), columns.Chat)
-    if speaks:
+    is_conversation = isinstance(reader(first), columns.Chat)
+    if is_conversation:
         chat_template.require_template(tokenizer)
-    _check_masks(reader, speaks, options)
+    _check_masks(reader, is_conversation, options)
     completion_only = reader.has_completion if options.completion_only_loss is None else options.completion_only_loss
-    masked = speaks and (options.assistant_only_loss or completion_only)
+    masked = is_conversation and (options.assistant_only_loss or completion_only)
     if masked and not tokenizer.is_fast:
         raise UserError(
             "the tokenizer can't say which letters a token stands for",
@@ -184,8 +184,8 @@ def make_encoder(first: Mapping[str, Any], tokenizer: "PreTrainedTokenizerBase",
     )
 
 
-def _check_masks(reader: columns.RowReader, speaks: bool, options: DataArguments) -> None:
-    if options.assistant_only_loss and not speaks:
+def _check_masks(reader: columns.RowReader, is_conversation: bool, options: DataArguments) -> None:
+    if options.assistant_only_loss and not is_conversation:
         raise UsageError(
             "--assistant_only_loss, but the rows are not conversations",
             why="plain text has no assistant turns",
@@ -195,7 +195,7 @@ def _check_masks(reader: columns.RowReader, speaks: bool, options: DataArguments
         raise UsageError(
             "--completion_only_loss, but the rows have no prompt and completion",
             why="the rows have no prompt to leave out of the loss",
-            fix="--assistant_only_loss true" if speaks else "leave it out, or name the columns",
+            fix="--assistant_only_loss true" if is_conversation else "leave it out, or name the columns",
         )
 
 
