@@ -33,7 +33,7 @@ def test_each_flag_is_on_the_page_or_left_out_on_purpose() -> None:
     """A new flag of the command has to be given a label, or a place among those that a page can't have."""
     files_and_prints = {"config", "output", "json", "html", "force", "args", "prices"}
     of_a_written_job = {"compare", "dataset_rows", "epochs", "disk_speed", "eval_rows"}
-    recorded_with_torch = {"kernels"}
+    recorded_with_torch = {"kernels", "search"}
     left_out = files_and_prints | of_a_written_job | recorded_with_torch
     assert {*browser.LABELS, *left_out} == {field.name for field in fields(PlanCommand)}
     assert not browser.LABELS.keys() & left_out

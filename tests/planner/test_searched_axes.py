@@ -19,7 +19,7 @@ from accel_fsdp.job import Job, Layout, Recipe, from_yaml
 from accel_fsdp.models import catalogue
 from accel_fsdp.planner import PlanCommand, browser, command
 from accel_fsdp.planner.proposal import Proposer
-from accel_fsdp.prediction import meshes, trace_store
+from accel_fsdp.prediction import meshes, search, trace_store
 from accel_fsdp.training import mesh
 
 LLAMA, SMALL, MIXTURE = "meta-llama/Llama-3.1-405B", "meta-llama/Llama-3.2-1B", "deepseek-ai/DeepSeek-R1"
@@ -42,8 +42,9 @@ def test_a_layer_that_does_not_fit_is_divided(model: str, gpus: str, method: str
     """The proposed command is accepted by config, check and train/sft.py, and its plan has the same peak."""
     asked = ("--model", model, "--gpus", gpus, "--method", method, "--batch", "1")
     asked += ("--seq-len", "512", "--host-memory", "2000")
-    plain = planned(*asked, "--search", "plain")["choice"]
-    assert plain is None or plain["host_offload_bytes"]
+    flags = PlanCommand(model, gpus, method=method, batch=1, seq_len=512, host_memory=2000, search="plain")
+    plain = search.best(command.search_problem(flags)[0])
+    assert plain is None or plain.layout.offload
     content = planned(*asked)
     choice, script = content["choice"], content["script_arguments"]
     assert choice["fits"] in ("yes", "expandable")
