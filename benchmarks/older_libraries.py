@@ -169,7 +169,7 @@ def tapes_of(name: str, config: Any, variant: str, wide: str = "none") -> tuple[
             shape, tapes = fit.record_model(name, config, (variant,))
         return shape, {key: tapes[variant]}
 
-    shape, tapes = trace_store.remembered(config.to_dict(), key, anew)
+    shape, tapes = trace_store.cached_or_recorded(config.to_dict(), key, anew)
     return replace(shape, name=name), tapes
 
 
