@@ -1,4 +1,4 @@
-"""Reads the stacks of other threads, without keeping their objects alive.
+"""Reads the stacks of other threads, without keeping their objects alive, and how long threads waited for a core.
 
 A reference to a frame keeps its locals alive, and so the tensors in them. A thread that reads the main thread's stack
 every second delays their release until it is done, on a busy machine until it is next scheduled.
@@ -8,7 +8,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import CodeType
 from typing import NamedTuple
 
@@ -50,3 +51,12 @@ def stack_of(thread: int) -> list[Spot]:
 def text_of(stack: Sequence[Spot]) -> str:
     frames = [traceback.FrameSummary(spot.code.co_filename, spot.line, spot.code.co_name) for spot in reversed(stack)]
     return "".join(traceback.format_list(frames))
+
+
+def delayed_seconds() -> float:
+    """How long the threads of this process were ready to run and had no core, on Linux; elsewhere 0."""
+    nanoseconds = 0
+    for task in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):
+            nanoseconds += int(task.read_text().split()[1])
+    return nanoseconds / 1e9

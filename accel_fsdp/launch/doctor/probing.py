@@ -16,8 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp import frames
 from accel_fsdp.launch import Address, Board
-from accel_fsdp.launch.ranks import hang
 from accel_fsdp.units import MIB
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _pair(task: Task, board: Board, first: int, second: int) -> PairResult:
     import torch.distributed as dist
 
     result, began = PairResult(first, second), time.monotonic()
-    waited, (segments, resent) = hang.delayed_seconds(), _tcp_segments()
+    waited, (segments, resent) = frames.delayed_seconds(), _tcp_segments()
     try:
         _join(task, board, f"group/{first}-{second}", int(task.number == second), 2, PAIR_SECONDS)
         try:
@@ -162,7 +162,7 @@ def _pair(task: Task, board: Board, first: int, second: int) -> PairResult:
             dist.destroy_process_group()
     except Exception as error:  # any error of the network is the result
         result.error = str(error) or type(error).__name__
-    result.waited = (hang.delayed_seconds() - waited) / (time.monotonic() - began)
+    result.waited = (frames.delayed_seconds() - waited) / (time.monotonic() - began)
     now = _tcp_segments()
     result.segments, result.resent = now[0] - segments, now[1] - resent
     return result

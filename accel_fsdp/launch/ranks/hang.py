@@ -1,6 +1,5 @@
 """Detects that a rank waits for others: in which collective, for how long, and where in the script."""
 
-import contextlib
 import faulthandler
 import os
 import sys
@@ -76,11 +75,11 @@ def _watch(main: int) -> None:
         if here != place or computed - busy > BUSY * (now - since):
             if reported:
                 events.report("went-on")
-            place, since, busy, delayed, reported = here, now, computed, delayed_seconds(), 0
+            place, since, busy, delayed, reported = here, now, computed, frames.delayed_seconds(), 0
             continue
         seconds = now - since
         is_long = seconds > (COLLECTIVE_SECONDS if stand.collective else OTHER_SECONDS)
-        is_idle = stand.collective and seconds > IDLE_SECONDS and delayed_seconds() - delayed <= BUSY * seconds
+        is_idle = stand.collective and seconds > IDLE_SECONDS and frames.delayed_seconds() - delayed <= BUSY * seconds
         if (level := 2 if is_long else int(bool(is_idle))) > reported:
             events.report("still", **_content(stand), long=is_long)
             reported = level
@@ -118,15 +117,6 @@ def computed_seconds() -> float:
     """The CPU time of this process and its children, which may tokenize for it."""
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
     return time.process_time() + float(sum(child.user + child.system for child in times))
-
-
-def delayed_seconds() -> float:
-    """How long the threads of this process were ready to run and had no core, on Linux; elsewhere 0."""
-    nanoseconds = 0
-    for task in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            nanoseconds += int(task.read_text().split()[1])
-    return nanoseconds / 1e9
 
 
 def caller_of_error(error: BaseException) -> str:
