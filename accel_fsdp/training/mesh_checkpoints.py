@@ -155,7 +155,7 @@ def _whole(file: Path) -> dict[str, Any]:
         raise UserError(
             f"{file.parent} has neither shards nor {file.name}",
             why="a mesh of tensor or expert parallelism resumes from checkpoints of FSDP",
-            fix=f"accel-fsdp export {file.parent} OUT, then a new run with --model_name_or_path OUT",
+            fix=f"train/sft.py --model_name_or_path OUT, after accel-fsdp export {file.parent} OUT",
         )
     return {ADAPTER_NAME.sub("", name): value for name, value in torch.load(file, weights_only=True, mmap=True).items()}
 
