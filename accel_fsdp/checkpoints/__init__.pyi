@@ -24,7 +24,9 @@ from .summary import CheckpointFacts as CheckpointFacts
 from .summary import read_checkpoint as read_checkpoint
 from .tensor_names import LORA as LORA
 from .tensor_names import TOKENS as TOKENS
+from .tensor_names import check_patterns as check_patterns
 from .tensor_names import clean_name as clean_name
+from .tensor_names import pattern_of as pattern_of
 from .tensor_names import plain as plain
 from .tensor_storage import FLOATS as FLOATS
 from .tensor_storage import GAP_BYTES as GAP_BYTES

@@ -18,8 +18,10 @@ from accel_fsdp.checkpoints import (
     FileReader,
     Source,
     Stored,
+    check_patterns,
     file_names,
     part_of,
+    pattern_of,
     plain,
     tensor_names,
 )
@@ -236,6 +238,7 @@ def merged(
         if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding stored with its adapter
             merger.tensors[merger.named(plain(name))] = tensor
     modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
+    check_patterns(settings, map(tensor_names.module_of, modules))
     for module in modules:
         merger.lora(module)
     for name in adapter:
@@ -284,7 +287,7 @@ def tied_once(
 def _setting_of(module: str, patterns: Mapping[str, Any] | None, default: Any) -> Any:
     """A setting of one module: by the first pattern that its name ends in, as PEFT matches them."""
     by_pattern = patterns if isinstance(patterns, dict) else {}
-    return next((value for key, value in by_pattern.items() if re.fullmatch(rf"(.*\.)?({key})", module)), default)
+    return next((value for key, value in by_pattern.items() if re.fullmatch(pattern_of(key), module)), default)
 
 
 def check_settings(settings: Mapping[str, Any], trained_base: bool) -> None:

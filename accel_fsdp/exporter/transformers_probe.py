@@ -6,7 +6,8 @@ Importing torch and transformers takes longer than writing a gigabyte, and their
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import untrusted_files
-from accel_fsdp.checkpoints import TORCH_NAMES, file_names
+from accel_fsdp.checkpoints import TORCH_NAMES, file_names, tensor_names
 from accel_fsdp.errors import UserError, is_installed, require
 from accel_fsdp.exporter.safetensors_writer import torch_dtype
 from accel_fsdp.exporter.second_process import SecondProcess
@@ -28,7 +29,6 @@ from accel_fsdp.models import (
     read_tokenizer,
     remote_code,
 )
-from accel_fsdp.time_limits import at_most
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,10 @@ BEGINNINGS = frozenset(
     }
 )
 """Settings of an adapter's first weights, and of where its code and its base are."""
-CHOOSING_SECONDS = 60.0
-"""Seconds for PEFT to choose modules, by patterns that may never end, or by names that it all compares."""
+MANY_MODULES = 400
+"""From this number of names on, PEFT compares all of them with each other (0.21, `_find_minimal_target_modules`)."""
+MANY_COMPARISONS = 50_000_000
+"""PEFT compares each module's name with each listed one: some 10 seconds."""
 EMBEDDING = re.compile(r"emb(?!ed_out)|wte")
 """The pattern that separates the names of embeddings from those of linear layers, whose weights look alike."""
 FIX_CONFIG = "give the trained model: --model ID_OR_FOLDER"
@@ -204,8 +206,21 @@ def describe_adapter(
         with torch.device("meta"):
             base_model = build(base) if by_name is None else _stand_in(by_name)
             settings.task_type = settings.task_type if by_name is None else None  # else PEFT asks for methods
-            with at_most(CHOOSING_SECONDS):
-                model = get_peft_model(base_model, settings)
+            names = [name for name, _ in base_model.named_modules()]
+            tensor_names.check_patterns(vars(settings), names)
+            listed = {key: vars(settings).get(key) or "" for key in ("target_modules", "exclude_modules")}
+            long = {
+                key: kept for key, kept in listed.items() if not isinstance(kept, str) and len(kept) >= MANY_MODULES
+            }
+            fewest = {key: _fewest_endings(entries, names) for key, entries in long.items()}
+            vars(settings).update(fewest)
+            if any(len(endings) * len(names) > MANY_COMPARISONS for endings in fewest.values()):
+                raise UserError(
+                    f"the adapter of {folder} lists {max(map(len, fewest.values())):,} of {len(names):,} modules",
+                    why="no shorter list chooses the same ones, and PEFT compares each of them with each module",
+                    fix="load it with PEFT, and merge_and_unload() or save_pretrained it",
+                )
+            model = get_peft_model(base_model, settings)
         if getattr(settings, "target_parameters", None) and not adapts_parameters:
             raise UserError(
                 f"the adapter of {folder} holds matrices of single experts, which transformers 5 holds in one tensor",
@@ -218,18 +233,25 @@ def describe_adapter(
         return shapes[0], shapes[1]
     except UserError:
         raise
-    except TimeoutError as error:
-        raise UserError(
-            f"PEFT takes more than {CHOOSING_SECONDS:g} s to choose the modules of the adapter of {folder}",
-            why=f"a pattern in {file_names.ADAPTER_CONFIG} never ends, or it lists too many names",
-            fix="write the names of the modules there, or a simpler pattern",
-        ) from error
     except Exception as error:  # PEFT raises many kinds of errors for settings that were edited by hand
         raise UserError(
             f"PEFT can't build the adapter of {folder}: {first_line(error)}",
             why="the tensors that the file must hold are unknown",
             fix="give the trained model: --model ID_OR_FOLDER",
         ) from error
+
+
+def _fewest_endings(listed: Iterable[str], modules: list[str]) -> set[str]:
+    """The shortest name endings that select the same modules as the listed ones; one of those if they select none."""
+    endings = {}
+    for name in modules:
+        parts = name.split(".")
+        endings[name] = [".".join(parts[place:]) for place in reversed(range(len(parts)))]
+    listed = set(listed)
+    chosen = [name for name in modules if not listed.isdisjoint(endings[name])]
+    all_with = Counter(ending for name in modules for ending in endings[name])
+    chosen_with = Counter(ending for name in chosen for ending in endings[name])
+    return {next(end for end in endings[name] if chosen_with[end] == all_with[end]) for name in chosen} or {min(listed)}
 
 
 def _stand_in(shapes: Mapping[str, tuple[int, ...]]) -> "nn.Module":
