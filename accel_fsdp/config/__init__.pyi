@@ -16,6 +16,7 @@ from .header import script_arguments as script_arguments
 from .header import with_header as with_header
 from .job_config import NULL_IS_ABSENT as NULL_IS_ABSENT
 from .job_config import JobConfig as JobConfig
+from .native import EXPERT_FIELD as EXPERT_FIELD
 from .native import EXPERT_FLAG as EXPERT_FLAG
 from .native import NATIVE_AXES as NATIVE_AXES
 from .native import NATIVE_DEFAULTS as NATIVE_DEFAULTS

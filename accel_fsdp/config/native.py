@@ -18,7 +18,8 @@ NATIVE_DEFAULTS: Mapping[str, Any] = {
     "enable_expert_parallel": False,
     "ep_implementation": "auto",
 }
-EXPERT_FLAG = "--expert_parallel_size"
+EXPERT_FIELD = "expert_parallel_size"
+EXPERT_FLAG = f"--{EXPERT_FIELD}"
 """The flag of `train/sft.py` for experts, which Accelerate has no key for."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from accel_fsdp.config import DTYPES, EXPERT_FLAG, LONG_DTYPES, Method
+from accel_fsdp.config import DTYPES, EXPERT_FIELD, LONG_DTYPES, Method
 from accel_fsdp.errors import UsageError
 from accel_fsdp.job.recipe import (
     ATTENTION_LINEAR,
@@ -20,7 +20,7 @@ from accel_fsdp.models import optimizers
 SIZES: Mapping[str, int] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
 """The size arguments, with the defaults of Trainer and `train/sft.py`."""
 WHOLE: Mapping[str, int] = {
-    **dict.fromkeys((*SIZES, "per_device_eval_batch_size", "lora_r", "expert_parallel_size"), 1),
+    **dict.fromkeys((*SIZES, "per_device_eval_batch_size", "lora_r", EXPERT_FIELD), 1),
     "save_total_limit": 0,
     "max_steps": -1,
 }
@@ -86,7 +86,7 @@ def positive_int(value: object) -> int:
 
 def expert_parallel_size(arguments: Mapping[str, Any]) -> int:
     """The expert-parallel size in the arguments of `train/sft.py`; 1 without a valid number."""
-    return positive_int(arguments.get(EXPERT_FLAG.lstrip("-"))) or 1
+    return positive_int(arguments.get(EXPERT_FIELD)) or 1
 
 
 def recipe_of(arguments: Mapping[str, Any]) -> Recipe:

@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import (
+    EXPERT_FIELD,
     EXPERT_FLAG,
     SCRIPT,
     THIS_FILE,
@@ -83,7 +84,7 @@ def _to_native(job: JobConfig, experts: int | None) -> tuple[Migration, str]:
     if job.engine is not Engine.FSDP2:
         what, why = f"{job.engine.label} has no native form", "transformers shards with FSDP2 only"
         raise UsageError(what, why=why, fix="accel-fsdp migrate FILE --to fsdp2 first")
-    launched = parse_command_line(header.script_arguments(job.source)).get(EXPERT_FLAG.lstrip("-"))
+    launched = parse_command_line(header.script_arguments(job.source)).get(EXPERT_FIELD)
     migration, content = native.to_native(new_draft(job, "fsdp_config"), experts or as_int(launched) or 1)
     return migration, json.dumps(content, indent=2) + "\n"
 

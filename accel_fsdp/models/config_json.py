@@ -161,8 +161,10 @@ def contradictory(name: str, what: str) -> UserError:
 def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Converts all errors that transformers raises for a config into one message.
 
-    `passing` are errors with other reasons, which the caller handles. Raises: UserError: any other error was raised,
-    except for a library that isn't installed.
+    `passing` are errors with other reasons, which the caller handles.
+
+    Raises:
+        UserError: any other error was raised, except for a library that isn't installed.
     """
     try:
         yield
@@ -202,7 +204,8 @@ def first_line(error: BaseException) -> str:
 def bounded(name: str) -> "TorchFunctionMode":
     """A context in which a model can be built with a limited number of parts.
 
-    Raises: UserError: in the block, if the model has more parts than any real model.
+    Raises:
+        UserError: in the block, if the model has more parts than any real model.
     """
     from torch.overrides import TorchFunctionMode
 

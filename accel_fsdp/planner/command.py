@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 from accel_fsdp import atomic_files, console, flag_words, linter
-from accel_fsdp.config import EXPERT_FLAG, Method, made_with, read_config, yaml_file
+from accel_fsdp.config import EXPERT_FIELD, Method, made_with, read_config, yaml_file
 from accel_fsdp.errors import UsageError, is_installed
 from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, from_yaml
@@ -136,7 +136,7 @@ def _judged(flags: PlanCommand, path: Path, work: cost.CostInputs) -> PlanReport
     subject, _ = linter.read_subject(path, linter.Sources(model=flags.model, args=flags.args))
     notes = from_yaml.notes(subject)
     if flags.args is None:
-        launched = {EXPERT_FLAG.lstrip("-"): subject.experts}
+        launched = {EXPERT_FIELD: subject.experts}
         written = from_yaml.predictable(subject, launched, recipe_of(flags))
     else:
         arguments = dict(subject.args or {})

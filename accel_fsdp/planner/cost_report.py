@@ -71,8 +71,7 @@ def _stall(seconds: cost.Span | None) -> str:
     if seconds.least < seconds.most:
         return (
             f"Training waits {two_digits(seconds.least)} to {two_digits(seconds.most)} s for each, depending on "
-            "whether "
-            "the machines share the disk's speed; the hours include this, but not gathering."
+            "whether the machines share the disk's speed; the hours include this, but not gathering."
         )
     wait = two_digits(seconds.most)
     return f"Training waits about {wait} s for each at the disk's speed; the hours include this, but not gathering."

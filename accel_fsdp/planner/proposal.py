@@ -11,7 +11,7 @@ from typing import Any
 from accel_fsdp import flag_words
 from accel_fsdp.config import (
     ENGINE_NAMES,
-    EXPERT_FLAG,
+    EXPERT_FIELD,
     THIS_FILE,
     TORCH_DTYPES,
     Engine,
@@ -179,7 +179,7 @@ def arguments(job: Job) -> dict[str, Any]:
         "max_length": recipe.length,
     }
     if job.layout.experts > 1:
-        words[EXPERT_FLAG.lstrip("-")] = job.layout.experts
+        words[EXPERT_FIELD] = job.layout.experts
     if recipe.recomputes and not in_yaml(job):
         words["gradient_checkpointing"] = True
     if recipe.checkpointing == "reentrant":

@@ -147,8 +147,7 @@ def _begins_anew(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
     if event := _first("anew", events):
         yield Failure(
             f"{event.content['optimizer']} lost its states: {event.content['checkpoint']} was loaded, and the next "
-            "step "
-            "finds none of its states",
+            "step finds none of its states",
             "fsdp_state_dict_type",
             "fsdp_version: 2, or fsdp_state_dict_type: FULL_STATE_DICT; Accelerate loads no sharded one under FSDP1",
             event.content["line"],

@@ -86,7 +86,11 @@ def with_experts(words: Sequence[str], experts: int) -> tuple[str, ...]:
 
 
 def layout_of(job: JobConfig, experts: int) -> Layout:
-    """The real job's mesh. Raises: UsageError: it doesn't fit the expert-parallel size."""
+    """The real job's mesh.
+
+    Raises:
+        UsageError: it doesn't fit the expert-parallel size.
+    """
     layout = replace(from_yaml.layout_of(job), experts=experts)
     if layout.ranks:
         layout.check_experts()

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from accel_fsdp import flag_words
+from accel_fsdp.config import EXPERT_FIELD
 from accel_fsdp.job import from_arguments
 from accel_fsdp.rehearsal.rows import Rows
 from accel_fsdp.training.data import columns
@@ -39,8 +40,7 @@ WHOLE = columns.ALIASES["messages"]
 """The columns that are trained as a whole without those arguments."""
 OF_GPUS = ("attn_implementation", "use_liger_kernel", "torch_compile", "torch_compile_backend", "tf32")
 """Arguments that need a GPU; a rehearsal runs without them."""
-EXPERTS = "expert_parallel_size"
-OF_THE_PLACE = ("resume_from_checkpoint", "accelerate_config", "hub_token", EXPERTS)
+OF_THE_PLACE = ("resume_from_checkpoint", "accelerate_config", "hub_token", EXPERT_FIELD)
 """Arguments that refer to things on the machine of the real job, or to its ranks."""
 PLACES = ("model_name_or_path", "dataset_name", "output_dir")
 OF_PRECISION = ("bf16", "fp16", "dtype", "export_dtype", "bf16_full_eval", "neftune_noise_alpha", "lora_dropout")
@@ -122,7 +122,7 @@ def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
     answers = (
         not whole_rows or arguments.get("truncation_mode") == "drop" or any(name in arguments for name in OF_ANSWERS)
     )
-    replaced = {*SET, *sizes, *PLACES, EXPERTS}
+    replaced = {*SET, *sizes, *PLACES, EXPERT_FIELD}
     replaced |= {"truncation_mode"} if is_cut and answers else set()
     remaining, dropped = _without(words, {*replaced, *DROPPED, *OF_GPUS, *(() if is_cut else OF_OWN_ROWS)})
     return SmallRun(

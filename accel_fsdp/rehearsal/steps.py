@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp.checkpoints import completeness, file_names
-from accel_fsdp.config import SCRIPT, Engine, JobConfig
+from accel_fsdp.config import EXPERT_FIELD, SCRIPT, Engine, JobConfig
 from accel_fsdp.models import config_json
 from accel_fsdp.rehearsal import mistakes, repeated, scaled, verdict
 from accel_fsdp.rehearsal.blame import Failure, judge, of_outcome
 from accel_fsdp.rehearsal.job import Outcome, Rehearsed
 from accel_fsdp.rehearsal.prepare import Prepared
-from accel_fsdp.rehearsal.small_run import EXPERTS, PLACES, SAVED, STEPS, SmallRun, readable, replaced
+from accel_fsdp.rehearsal.small_run import PLACES, SAVED, STEPS, SmallRun, readable, replaced
 from accel_fsdp.training.reporting import run_record
 from accel_fsdp.units import counted
 
@@ -181,7 +181,7 @@ class SftRehearsal:
 
     def _words(self, name: str, ranks: int, exact: bool = True, **more: str) -> list[str]:
         if ranks == self.ranks and self.small.layout.experts > 1:
-            more[EXPERTS] = str(self.small.layout.experts)
+            more[EXPERT_FIELD] = str(self.small.layout.experts)
         words = self.run.words(self._places(name), self.rows_for(ranks, self.run.rows), **more)
         return self.run.exact(words) if exact else words
 

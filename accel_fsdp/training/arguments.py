@@ -272,7 +272,8 @@ class _Parser(HfArgumentParser):  # type: ignore[misc]
 def _require_launcher() -> None:
     """Makes sure that one Accelerate YAML applies: the launcher's, or under torchrun that of `--accelerate_config`.
 
-    Raises: UserError: there is no YAML, there are two, or no launcher started this process as a rank of a job.
+    Raises:
+        UserError: there is no YAML, there are two, or no launcher started this process as a rank of a job.
     """
     file = _word_after("--accelerate_config")
     if {"-h", "--help"} & set(sys.argv) or (file is not None and xla_settings(Path(file))):

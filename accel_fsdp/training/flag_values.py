@@ -14,7 +14,7 @@ import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.utils import is_liger_kernel_available
 
-from accel_fsdp.config import Engine
+from accel_fsdp.config import EXPERT_FIELD, Engine
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.exporter import hub
 from accel_fsdp.job import Job, Layout, Recipe, combinations, from_run
@@ -49,7 +49,7 @@ RANGES = {
         (
             *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r"),
             *("eval_accumulation_steps", "torch_empty_cache_steps", "dataloader_prefetch_factor", "ddp_timeout"),
-            *("streaming_buffer", "dataset_num_proc", "save_total_limit", "expert_parallel_size"),
+            *("streaming_buffer", "dataset_num_proc", "save_total_limit", EXPERT_FIELD),
         ),
         COUNT,
     ),

@@ -50,7 +50,10 @@ def layout_here() -> Layout:
 
 def choose(experts: int) -> None:
     """Has transformers shard the model if the YAML has a tensor axis, or experts are divided. Call before Accelerate.
-    Raises: UsageError: the engine or another axis can't be combined with it.
+
+    Raises:
+        UserError: transformers is too old.
+        UsageError: the engine or another axis can't be combined with it.
     """
     launch = LaunchEnvironment.now()
     sizes = launch.mesh

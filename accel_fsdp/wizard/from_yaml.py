@@ -8,7 +8,7 @@ from accel_fsdp.config import (
     DATA_AXES,
     DEFAULT_ZERO_STAGE,
     ENGINE_NAMES,
-    EXPERT_FLAG,
+    EXPERT_FIELD,
     FALSE_WORDS,
     FSDP_VERSIONS,
     NULL_IS_ABSENT,
@@ -71,7 +71,7 @@ def _axes_of(job: JobConfig, strategy: str) -> dict[str, str]:
     sizes = {"tp": job.mesh["tp"], "dp_replicate": job.mesh["dp_replicate"]} if job.section(MESH) else {}
     if strategy not in ("4", "5"):
         sizes.pop("dp_replicate", None)
-    sizes["ep"] = parse_command_line(script_arguments(job.source)).get(EXPERT_FLAG.lstrip("-"), 1)
+    sizes["ep"] = parse_command_line(script_arguments(job.source)).get(EXPERT_FIELD, 1)
     return {name: str(size) for name, size in sizes.items() if str(size) != "1" or name == "dp_replicate"}
 
 

@@ -79,7 +79,8 @@ def smaller(
     `model` is the real one on the meta device. `in_a_row` takes the first layers up to the last kind's first one.
     `divisors` are those of `parallel_plans` on the mesh that trains the small model; empty without one.
 
-    Raises: ValueError, and any error of transformers: the resulting sizes are invalid.
+    Raises:
+        ValueError, and any error of transformers: the resulting sizes are invalid.
     """
     parts = parts_of(config)
     for part in parts:
