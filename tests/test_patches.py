@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import run
 from packaging.version import Version
-from test_architecture import PATCHING
+from test_architecture import MODULES, PATCHING
 
 from accel_fsdp.errors import TESTED
 from accel_fsdp.library_internals import Patch
@@ -16,6 +16,7 @@ pytestmark = pytest.mark.oldest
 PATCHES = {
     name: patch
     for module in sorted(PATCHING)
+    if "@patch(" in MODULES[module].read_text()
     for name, patch in vars(import_module(f"accel_fsdp.{module}")).items()
     if isinstance(patch, Patch)
 }
