@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple
 
 from accel_fsdp.config import EXPERT_FLAG, Method, size_key
+from accel_fsdp.errors import UserError
 from accel_fsdp.models.config_json import EXPERTS
 
 ROWS = frozenset(
@@ -21,6 +22,26 @@ QUERIES, KEYS = FUSED | {"q_proj", "q_b_proj"}, FUSED | {"k_proj"}
 """Layers whose outputs are whole heads, which the ranks of an axis share evenly or not at all."""
 SETTINGS: Mapping[str, str] = {"tp": size_key("tp"), "ep": EXPERT_FLAG}
 """What a YAML and the arguments of `train/sft.py` call the axes."""
+SINCE = "5.23"
+"""The first version of transformers whose meshes were compared with one process."""
+
+
+def check_version(axis: str) -> None:
+    """Checks that the installed transformers can divide a model well; `axis` is the setting that asks for it.
+
+    Raises:
+        UserError: it is older than `SINCE`.
+    """
+    from importlib import metadata
+
+    from packaging.version import Version
+
+    if Version(installed := metadata.version("transformers")) < Version(SINCE):
+        raise UserError(
+            f"{axis} with transformers {installed}",
+            why="its tensor and expert parallelism lacks axes, or trains with wrong gradients",
+            fix=f"pip install 'transformers>={SINCE}'",
+        )
 
 
 def divisors(sizes: Mapping[str, int]) -> dict[str, int]:

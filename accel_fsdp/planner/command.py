@@ -245,7 +245,7 @@ def make_problem(
     shape, tapes = read_shape(flags.model, recipe)
     ranks = machine.count * nodes
     job = written or Job(Layout.ddp(ranks, machine.count) if ranks > 1 else Layout.alone(), recipe)
-    for misfit in shape.division.misfits(job.layout.sizes):
+    for misfit in shape.division.misfits(job.layout.sizes, job.recipe.method):
         raise UsageError(misfit.what, why=misfit.why, fix=misfit.fix)
     if written:
         _check_layout(flags, machine, nodes, written.layout, machines_there)

@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import counting, optimizers, state_bytes
 from accel_fsdp.prediction import cost
 from accel_fsdp.units import distinguishable, gib_or_mib
@@ -30,7 +31,7 @@ def predicted_bytes(trainer: Any) -> tuple[int, int]:
     """
     model, state = trainer.model, trainer.accelerator.state
     mixed, zero = trainer.accelerator.mixed_precision != "no", trainer.is_deepspeed_enabled
-    sharded = trainer.is_fsdp_enabled or trainer.is_distributed_loading_by_transformers
+    sharded = trainer.is_fsdp_enabled or LaunchEnvironment.now().by_transformers
     element_bytes = {
         p: state_bytes.weight_bytes(p.element_size(), mixed, sharded, zero)
         for p in model.parameters()

@@ -5,10 +5,8 @@ Accelerate's own `tp_size` splits no layer with transformers 5.17 or later, and 
 
 import os
 from dataclasses import replace
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp import console, models
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 HIDDEN = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """Variables that Accelerate must not find, nor the sizes of its mesh: it would shard the model once more."""
-SINCE = "5.23"
-"""The first version of transformers whose meshes were compared with one process."""
 
 
 def layout_here() -> Layout:
@@ -60,12 +56,7 @@ def choose(experts: int) -> None:
     if experts == 1 and "tp" not in sizes:
         return
     axis = f"tp_size: {sizes['tp']}" if "tp" in sizes else f"{EXPERT_FLAG} {experts}"
-    if Version(metadata.version("transformers")) < Version(SINCE):
-        raise UserError(
-            f"{axis} with transformers {metadata.version('transformers')}",
-            why="its tensor and expert parallelism lacks axes, or trains with wrong gradients",
-            fix=f"pip install 'transformers>={SINCE}'",
-        )
+    models.parallel_plans.check_version(axis)
     if not launch.uses_fsdp2:
         raise UsageError(
             f"{axis} without {Engine.FSDP2.label}",

@@ -18,6 +18,7 @@ from accel_fsdp.exporter import companion_files
 from accel_fsdp.job import from_run
 from accel_fsdp.launch import beats
 from accel_fsdp.launch.ranks import holding as holdings
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting
 from accel_fsdp.training import (
@@ -159,7 +160,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
     @property
     def by_transformers(self) -> bool:
         """Whether transformers has sharded the model while it was loaded."""
-        return bool(self.is_distributed_loading_by_transformers)
+        return LaunchEnvironment.now().by_transformers
 
     @property
     def is_sharded(self) -> bool:

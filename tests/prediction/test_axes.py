@@ -117,6 +117,9 @@ def test_a_plan_refuses_them_and_predicts_the_others(tmp_path: Path, capsys: pyt
     told = json.loads(capsys.readouterr().out)
     [row] = told["strategies"]
     assert (row["strategy"], row["tensor_parallel"]) == ("FSDP2 FULL_SHARD, tp 2", 2)
+    arguments.write_text("bf16: true\nmax_length: 512\nper_device_train_batch_size: 1\nuse_peft: true\n")
+    with pytest.raises(UsageError, match="an adapter with tp 2"):  # as train/sft.py does
+        cli.call([*words, "Qwen/Qwen3-0.6B"])
 
 
 def test_tensor_parallel_ranks_send_inside_their_machine_while_they_compute() -> None:

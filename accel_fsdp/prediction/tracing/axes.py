@@ -17,6 +17,13 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import (
+    AllToAllEP,
+    EPImplementationInterface,
+    _AllToAllState,
+    apply_expert_parallelism,
+)
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.utils import logging
 
 from accel_fsdp import library_internals
@@ -34,16 +41,6 @@ RELIES_ON = (
     Internal("transformers:PreTrainedModel._resolve_parallel_plans", "self distributed_config"),
 )
 library_internals.check(*RELIES_ON, why="what a divided model allocates is recorded with it")
-
-# After the check, because transformers before 5.23 lacks the modules.
-from transformers.distributed.expert_parallel import (  # noqa: E402
-    AllToAllEP,
-    EPImplementationInterface,
-    _AllToAllState,
-    apply_expert_parallelism,
-)
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism  # noqa: E402
-
 EVEN = "accel_fsdp_even"
 
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import first_line, trained_class
+from accel_fsdp.models import first_line, parallel_plans, trained_class
 from accel_fsdp.prediction import TraceRecord
 from accel_fsdp.prediction.memory import SHIPPED, At, Event, Size, Tape, Tapes, Variant
 from accel_fsdp.prediction.tracing.recorder import Recorder
@@ -70,6 +70,7 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
 def _ranks_for(variant: Variant) -> AbstractContextManager[None]:
     if variant.tensor == variant.experts == 1:
         return nullcontext()
+    parallel_plans.check_version(f"tp {variant.tensor}" if variant.tensor > 1 else f"ep {variant.experts}")
     from accel_fsdp.prediction.tracing.axes import ranks_for  # DTensor takes a second to import
 
     return ranks_for(variant)
