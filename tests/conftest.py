@@ -29,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 SFT = ROOT / "train" / "sft.py"
 PROBE = ROOT / "tests" / "probe.py"
 CHAT_DATA = ROOT / "train" / "data" / "fsdp_chat"
-LAUNCH_SECONDS = 150
+LAUNCH_SECONDS = 300
 OUTPUT_LETTERS = 3000
 """How much of the end of a launch's output is shown again where it failed: the account of its ranks."""
 

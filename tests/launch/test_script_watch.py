@@ -192,7 +192,7 @@ def test_a_script_of_a_launch_runs_as_python_runs_it(kind: str, before: tuple[st
 
     def run(*before: str) -> tuple[int, str, str]:
         words = [sys.executable, *before, "own.py", "--a", "b"]
-        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=100)
+        done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=300)
         return done.returncode, done.stdout, done.stderr
 
     assert run(*before) == run()

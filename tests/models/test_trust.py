@@ -76,7 +76,7 @@ def told_yes(*words: str | Path) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **warm_python()}
     python = sys.executable if words[0] == "export" else env["PYTHON_EXEC"]
     command = [python, "-m", "accel_fsdp", *map(str, words)]
-    return subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, cwd=ROOT, env=env, timeout=120)
+    return subprocess.run(command, input="y\n" * 9, capture_output=True, text=True, cwd=ROOT, env=env, timeout=300)
 
 
 def refused(ended: subprocess.CompletedProcess[str], trace: Path) -> None:
