@@ -52,6 +52,7 @@ def train(
     smoothing: float = 0.0,
     bf16: bool = False,
     sgd_rate: float = SGD_LEARNING_RATE,
+    targets: str | tuple[str, ...] = "all-linear",
 ) -> Reference:
     """Trains over `steps` global batches of consecutive rows, loss averaged over all tokens of a batch.
 
@@ -59,7 +60,7 @@ def train(
 
     AdamW without decay, gradients clipped; with `sgd` neither, so that a wrong scale of the gradients would show. With
     `lora` an adapter of the script's default size is trained and the weights are the merged model's; `quantized`, on a
-    base of 4 bits, and nothing is merged. `bf16` computes under autocast.
+    base of 4 bits, and nothing is merged; `targets` are the layers that it adapts. `bf16` computes under autocast.
     """
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
@@ -68,7 +69,7 @@ def train(
     )
     if lora:
         torch.manual_seed(SEED)
-        settings = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        settings = LoraConfig(r=16, lora_alpha=32, target_modules=targets, task_type="CAUSAL_LM")
         model = get_peft_model(model, settings)
     model.train()
     texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]

@@ -370,7 +370,7 @@ def test_the_pages_examples_on_two_workers_of_xdist(tmp_path: Path) -> None:
     config = (ROOT / "accelerate_configs/ddp.yaml").read_text()
     (tmp_path / "configs/ddp.yaml").write_text(config)
     finished = subprocess.run(
-        [*words, "-n", "2"], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=120
+        [*words, "-n", "2"], cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=300
     )
     assert "1 failed, 3 passed" in finished.stdout, finished.stdout
     assert finished.stdout.count("--- output of rank 1 ---\nseen by rank") == 1

@@ -1,13 +1,19 @@
-"""Tensor and expert parallelism beside FSDP: `train/sft.py` on meshes of four ranks, against a plain loop of one."""
+"""Tensor and expert parallelism beside FSDP: `train/sft.py` on meshes of two and four ranks, against one plain process.
+
+With EVERY_MESH=1 in the environment all models train on all meshes, not a sample: ten minutes.
+"""
 
 import json
+import math
 import os
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import PROBE, ROOT, SFT, accel_fsdp, accelerate_launch, run
+from peft import PeftModel
 from reference import job_words, train
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -39,13 +45,16 @@ KINDS = {
     "gemma3_text": {"sliding_window": 64},
     "phi3": {},
     "qwen3_moe": EXPERTS,
+    "mixtral": EXPERTS,
     "gpt_oss": {**EXPERTS, "sliding_window": 64},
 }
 MESHES = {
     "fsdp4": {},
     "fsdp4 in whole files": {},
     "fsdp2 x tp2": {"dp_shard": 2, "tp": 2},
+    "replicas2 x fsdp2": {"dp_replicate": 2, "dp_shard": 2},
     "replicas2 x tp2": {"dp_replicate": 2, "tp": 2},
+    "tp2": {"tp": 2},
     "tp4": {"tp": 4},
 }
 JOBS = {
@@ -54,16 +63,39 @@ JOBS = {
     "phi3 on replicas2 x tp2": ("phi3", "replicas2 x tp2", 1),
     "gpt_oss on fsdp4, ep2": ("gpt_oss", "fsdp4", 2),
     "qwen3_moe on fsdp2 x tp2, ep4": ("qwen3_moe", "fsdp2 x tp2", 4),
+    "qwen3_moe, lora on fsdp4, ep2": ("qwen3_moe, lora", "fsdp4", 2),
 }
+
+
+def every_job() -> dict[str, tuple[str, str, int]]:
+    """The jobs that transformers' plans allow: gpt-oss has none for `tp`, and PEFT's adapters stop on it."""
+    meshes = [("fsdp4", 1), ("replicas2 x fsdp2", 1), ("tp2", 1), ("fsdp2 x tp2", 1), ("fsdp4", 2), ("tp2", 2)]
+    return {
+        f"{kind} on {mesh}{f', ep{experts}' * (experts > 1)}": (kind, mesh, experts)
+        for kind in (f"{name}{method}" for name in KINDS for method in ("", ", lora"))
+        for mesh, experts in meshes
+        if (experts == 1 or "num_experts" in KINDS[kind.removesuffix(", lora")])
+        and not ("tp" in mesh and ("gpt_oss" in kind or "lora" in kind))
+    }
+
+
+if os.environ.get("EVERY_MESH"):
+    JOBS |= every_job()
+JOBS_PER_LAUNCH = 14
 PLAIN_SGD = ["--optim", "sgd", "--learning_rate", "1.0", "--max_grad_norm", "0"]
 PLAIN_SGD += ["--export_dtype", "float32", "--max_steps", str(STEPS)]
 """Neither Adam nor clipping: they would hide a wrong scale of the gradients."""
+LORA = ["--use_peft", "--lora_dropout", "0.0", "--lora_target_modules"]
 LEGS = {
     "leg": ("fsdp4", "fsdp2 x tp2, ep4", "fsdp4, ep2", "fsdp4"),
     "whole": ("fsdp4 in whole files", "fsdp2 x tp2"),
 }
 """The meshes of runs, a step on each; on the first and last of "leg" Accelerate shards, on the others transformers."""
 STEPS_OF_LEGS = 4
+
+
+def ranks_of(layout: str) -> int:
+    return math.prod(MESHES[layout].values()) if MESHES[layout] else 4
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +119,7 @@ def yamls(tmp_path_factory: pytest.TempPathFactory) -> Path:
         keys_of_mesh = {f"parallelism_config_{axis}_size": size for axis, size in {"dp_shard": 1, **sizes}.items()}
         keys = {
             **{"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "no"},
-            **{"num_machines": 1, "num_processes": 4},
+            **{"num_machines": 1, "num_processes": ranks_of(name)},
             "fsdp_config": {
                 **{"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
                 "fsdp_state_dict_type": f"{'FULL' if 'whole' in name else 'SHARDED'}_STATE_DICT",
@@ -100,10 +132,11 @@ def yamls(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words(models: Path, yamls: Path, kind: str, layout: str, experts: int, *more: str) -> list[str]:
     """The arguments of a job with BATCH rows in a step, in micro-batches of one row."""
-    sizes = MESHES[layout]
-    accumulated = BATCH * sizes.get("tp", 1) // 4
+    accumulated = BATCH * MESHES[layout].get("tp", 1) // ranks_of(layout)
+    name, _, adapted = kind.partition(", ")
     return [
-        *["--config_file", str(yamls / f"{layout}.yaml"), "--model_name_or_path", str(models / kind)],
+        *["--config_file", str(yamls / f"{layout}.yaml"), "--model_name_or_path", str(models / name)],
+        *([*LORA, *targets(name)] if adapted else []),
         *[
             "--gradient_accumulation_steps",
             str(accumulated),
@@ -113,11 +146,16 @@ def words(models: Path, yamls: Path, kind: str, layout: str, experts: int, *more
     ]
 
 
+def targets(kind: str) -> tuple[str, ...]:
+    """The layers of attention: PEFT's adapters don't go onto experts that are divided."""
+    return ("qkv_proj", "o_proj") if kind == "phi3" else ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory, models: Path, yamls: Path, text_data: Path) -> Path:
     """The folder of all jobs' runs: those of JOBS, then those over LEGS and the same unbroken."""
     runs = tmp_path_factory.mktemp("runs")
-    more = {name: [*PLAIN_SGD, *words(models, yamls, *job)] for name, job in JOBS.items()}
+    more = {name: words(models, yamls, *job, *PLAIN_SGD) for name, job in JOBS.items()}
     saved = ["--save_strategy", "steps", "--save_steps", "1", "--eval_strategy", "steps", "--eval_steps", "1"]
     saved += ["--dataset_test_split", "train"]
     for name, number, leg in ((name, *leg) for name, legs in LEGS.items() for leg in enumerate(legs)):
@@ -128,30 +166,45 @@ def trained(tmp_path_factory: pytest.TempPathFactory, models: Path, yamls: Path,
         job = words(models, yamls, "qwen3_moe", layout, int(experts or 1), *saved, *steps, *resumed)
         more[f"{name} {number}"] = [*job, "--resume_with_changes", "true"]
     unbroken = ["--max_steps", str(STEPS_OF_LEGS), "--export_dtype", "float32", *saved]
-    common = job_words(models / "llama", text_data, runs / "unbroken", STEPS_OF_LEGS, 1)
-    job = words(models, yamls, "qwen3_moe", "fsdp4", 1, *unbroken)
-    launched = accelerate_launch(
-        yamls / "fsdp4.yaml", PROBE, *common, *job[2:], PROBE_OUT=str(runs), PROBE_MORE=json.dumps(more)
-    )
-    assert launched.code == 0, launched.output
-    (runs / "output.txt").write_text(launched.output)
+    jobs = {"unbroken": words(models, yamls, "qwen3_moe", "fsdp4", 1, *unbroken), **more}
+    output = ""
+    for ranks in (4, 2):
+        rest = iter([job for job in jobs.items() if ranks_of(Path(job[1][1]).stem) == ranks])
+        while together := dict(islice(rest, JOBS_PER_LAUNCH)):
+            output += launch(together, runs, text_data)
+    (runs / "output.txt").write_text(output)
     return runs
 
 
-def weights(run: Path) -> dict[str, torch.Tensor]:
-    """Under the model's own names, which differ from those in files for fused experts."""
-    return dict(AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float32).state_dict())
+def launch(jobs: dict[str, list[str]], runs: Path, data: Path) -> str:
+    """Trains one job after another in the same ranks, and returns what they print."""
+    (first, job), *rest = jobs.items()
+    common = job_words(Path("in the job"), data, runs / first, STEPS, 1)
+    more = {"PROBE_OUT": str(runs), "PROBE_MORE": json.dumps(dict(rest))}
+    launched = accelerate_launch(Path(job[1]), PROBE, *common, *job[2:], **more)
+    assert launched.code == 0, launched.output
+    return launched.output
+
+
+def weights(run: Path, base: Path | None = None) -> dict[str, torch.Tensor]:
+    """Under the model's own names, which differ from those in files for fused experts; an adapter is merged."""
+    model = AutoModelForCausalLM.from_pretrained(base or run / "final", dtype=torch.float32)
+    if base:
+        model = PeftModel.from_pretrained(model, run / "final").merge_and_unload()
+    return dict(model.state_dict())
 
 
 @pytest.mark.parametrize("name", JOBS)
 def test_each_mesh_trains_as_one_process(name: str, trained: Path, models: Path, text_data: Path) -> None:
     """All losses, the norm of all gradients in each step, and each weight after three steps of uneven micro-batches."""
-    kind = JOBS[name][0]
-    plain = train(models / kind, text_data, steps=STEPS, global_batch=BATCH, sgd=True, sgd_rate=1.0)
+    kind, _, adapted = JOBS[name][0].partition(", ")
+    how = {"lora": True, "targets": targets(kind)} if adapted else {}
+    plain = train(models / kind, text_data, steps=STEPS, global_batch=BATCH, sgd=True, sgd_rate=1.0, **how)
     noted = json.loads((trained / f"{name}-rank0.json").read_text())
     assert noted["losses"] == pytest.approx(plain.losses, rel=1e-6)
     assert noted["norms"] == pytest.approx(plain.norms, rel=1e-5)
-    for tensor, value in weights(trained / name).items():
+    base = models / kind if adapted else None
+    for tensor, value in weights(trained / name, base).items():
         torch.testing.assert_close(value, plain.weights[tensor], rtol=0, atol=1e-5, msg=tensor)
 
 
