@@ -24,7 +24,7 @@ class Stdout(Console):
             super().print(*objects, **how)
 
 
-talk = Console(stderr=True, highlight=False, emoji=False)
+messages = Console(stderr=True, highlight=False, emoji=False)
 data = Stdout(highlight=False, emoji=False)
 
 
@@ -34,18 +34,18 @@ def say(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> 
     With `lines` it may have several; otherwise a line feed is part of a name, and is escaped. Long lines stay whole so
     that they can be copied, unless `wrap` breaks them between words.
     """
-    _print(talk, printable(text) if lines else one_line(text), style, wrap)
+    _print(messages, printable(text) if lines else one_line(text), style, wrap)
 
 
 def answered(question: str, answer: str) -> None:
     """The line that stays on the screen after an answer, broken between words."""
-    talk.print(Text.assemble(("? ", "dim"), (one_line(question), "bold"), " ", (one_line(answer), "cyan")))
+    messages.print(Text.assemble(("? ", "dim"), (one_line(question), "bold"), " ", (one_line(answer), "cyan")))
 
 
 def show_yaml(text: str, title: str) -> None:
     from rich.syntax import Syntax  # it loads a lexer, which few commands need
 
-    talk.print(
+    messages.print(
         Panel(
             Syntax(printable(text.rstrip()), "yaml", word_wrap=True, background_color="default"),
             title=Text(one_line(title)),
@@ -89,7 +89,7 @@ def show_table(
         table.add_column(title, overflow="fold")
     for row, style in zip(rows, styles, strict=True):
         table.add_row(*(Text(one_line(cell)) for cell in row), style=style)
-    console = talk if to_stderr else data
+    console = messages if to_stderr else data
     if whole and not console.is_terminal:
         lines = [titles, *([one_line(cell) for cell in row] for row in rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -127,13 +127,13 @@ def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legen
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
     """Shows a spinner and the elapsed time while something slow runs; silent when stderr is not a terminal."""
-    if not talk.is_terminal:  # rich would start a thread all the same, which a browser's Python can't
+    if not messages.is_terminal:  # rich would start a thread all the same, which a browser's Python can't
         yield
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=talk, transient=True) as bars:
+    with Progress(*columns, console=messages, transient=True) as bars:
         bars.add_task(escape(one_line(text)), total=None)
         yield
 
@@ -144,6 +144,8 @@ def progress(text: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=talk, transient=True, disable=not talk.is_terminal) as bars:
+    with Progress(
+        *columns, TimeRemainingColumn(), console=messages, transient=True, disable=not messages.is_terminal
+    ) as bars:
         task = bars.add_task(escape(one_line(text)), total=total_bytes)
         yield lambda count: bars.update(task, advance=count)

@@ -11,7 +11,7 @@ EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "ACCEL_FSDP_MESH")
 FAILURE_FILE = "ACCEL_FSDP_FAILURE_FILE"
 MACHINE_RANK = "ACCEL_FSDP_MACHINE_RANK"
 """The variable by which `accel-fsdp launch` tells its ranks the number that the user or engine gave their machine."""
-MEETING = "ACCEL_FSDP_MEETING"
+LAUNCHERS_ADDRESS = "ACCEL_FSDP_MEETING"
 """The variable by which it tells them where the launchers of all machines meet: port and address."""
 MESH = "ACCEL_FSDP_MESH"
 """The variable by which `train/sft.py` notes over which mesh transformers, and not Accelerate, shards the model."""
@@ -96,9 +96,9 @@ class LaunchEnvironment:
         return int(self.variables.get(MACHINE_RANK, self.variables.get("GROUP_RANK", "0")))
 
     @property
-    def meeting(self) -> tuple[str, int]:
+    def launchers_address(self) -> tuple[str, int]:
         """The rendezvous address and port of all launchers; the address is empty if no variable gives it."""
-        port, _, address = self.variables.get(MEETING, "0").partition(" ")
+        port, _, address = self.variables.get(LAUNCHERS_ADDRESS, "0").partition(" ")
         return address, int(port)
 
     @property

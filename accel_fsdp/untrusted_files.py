@@ -25,7 +25,7 @@ from accel_fsdp.units import GIB
 
 LARGEST_JSON = 1 << 27
 LARGEST_COPY = GIB
-"""Bytes of the papers of a model; the largest tokenizers have 50 MB."""
+"""The largest size of a model's file besides its weights; the largest tokenizers have 50 MB."""
 COPIED_AT_ONCE = 1 << 22
 MOST_VALUES = 3_000_000
 """The most values in one JSON file: each may take 200 bytes of memory, many times its size on disk."""

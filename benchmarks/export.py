@@ -45,14 +45,14 @@ def once(words: Sequence[str | Path], out: Path) -> Measured:
     os.sync()
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
     started, peak = time.perf_counter(), 0
-    with tempfile.TemporaryFile() as talk:
-        process = psutil.Popen([str(word) for word in words], stdout=talk, stderr=talk)
+    with tempfile.TemporaryFile() as output:
+        process = psutil.Popen([str(word) for word in words], stdout=output, stderr=output)
         while process.poll() is None:
             peak = max(peak, _resident(process))
             time.sleep(POLL_SECONDS)
         seconds = time.perf_counter() - started
-        talk.seek(0)
-        assert process.returncode == 0, talk.read().decode()
+        output.seek(0)
+        assert process.returncode == 0, output.read().decode()
     shutil.rmtree(out, ignore_errors=True)
     return Measured(seconds, peak, resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before)
 

@@ -250,7 +250,7 @@ def _reduced(known: Any, engine: engines.Fsdp, unit: int) -> tuple[int, int]:
     if of(engine.recipe).reduce != "float32":
         return known(engine, unit)
     sizes = (
-        shards.trained_bytes(engine.units[unit], engine.layout, state_bytes.MASTER, each) for each in (False, True)
+        shards.trained_bytes(engine.units[unit], engine.layout, state_bytes.MASTER, shard) for shard in (False, True)
     )
     return tuple(sizes)
 
@@ -275,24 +275,24 @@ instead_of(fsdp1.Fsdp1)(before_loss_backward)
 instead_of(engines.EngineMemory)(before_loss_backward)
 
 
-def play(known: Any, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> replay.ReplayedModel:
+def replay_model(known: Any, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> replay.ReplayedModel:
     """With repeated heads, after which a block is at its highest in forward, cached keys, and logits that are kept."""
-    made: replay.ReplayedModel = known(shape, tapes, recipe, layout)
+    replayed: replay.ReplayedModel = known(shape, tapes, recipe, layout)
     repeated = [repeated_bytes(shape, tapes, recipe, kind) for kind in range(len(shape.blocks))]
     blocks = tuple(
-        each._replace(forward_peak=each.forward_peak + more, forward_end=each.forward_end + more)
-        for each, more in zip(made.blocks, repeated, strict=True)
+        block._replace(forward_peak=block.forward_peak + more, forward_end=block.forward_end + more)
+        for block, more in zip(replayed.blocks, repeated, strict=True)
     )
     cached = (cached_bytes(block.parameters, recipe) for block in shape.blocks)
-    until = tuple(cast + keys for cast, keys in zip(made.until_loss, cached, strict=True))
-    loss, backward = made.more_logits
+    until = tuple(cast + keys for cast, keys in zip(replayed.until_loss, cached, strict=True))
+    loss, backward = replayed.more_logits
     if of(recipe).keeps_logits and not of(recipe).loss and not recipe.chunked_loss:  # `loss_of` has the other losses
         width = shards.compute_bytes(recipe) if recipe.precision == "no" else state_bytes.MASTER
         backward += width * shape.vocab * recipe.rows * recipe.length
-    return replace(made, blocks=blocks, until_loss=until, more_logits=(loss, backward))
+    return replace(replayed, blocks=blocks, until_loss=until, more_logits=(loss, backward))
 
 
-instead_of(step)(play)
+instead_of(step)(replay_model)
 
 
 def repeated_bytes(shape: ModelShape, tapes: Tapes, recipe: Recipe, kind: int) -> int:
@@ -381,13 +381,13 @@ class OlderAllocatingWalk(OlderWalk, reservation._AllocatingWalk):
         with changed(self.meter, drop=lambda kind: None if of(self.recipe).zeroes_late else drop(kind)):
             super().one_step(step)
 
-    def _play(self, requests: Any, slots: dict[int, Any], unit: int) -> None:
+    def _issue(self, requests: Any, slots: dict[int, Any], unit: int) -> None:
         """Keys and values of all heads come first where older attention saves them."""
         kind = self.order[unit - 1] if 0 < unit <= len(self.order) else None
         script = None if kind is None else self.scripts.blocks[kind]
         if script and self.repeated[kind] and (requests is script.forward or requests is script.first):
             slots[-2] = self.meter.allocator.malloc(self.repeated[kind])
-        super()._play(requests, slots, unit)
+        super()._issue(requests, slots, unit)
 
     def _drop_output(self, unit: int) -> None:
         """Inputs that stay with their gradients go at the end of backward, before what else is left."""

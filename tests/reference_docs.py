@@ -156,8 +156,8 @@ def recorded_texts() -> Iterator[tuple[str, str]]:
 
 
 def shipped() -> dict[str, str]:
-    talks = {name: interview.Interview({}, {"model": MODEL, **given}) for name, given in PRESETS.items()}
-    return {f"{name}.yaml": to_yaml.to_text(interview.answers(talk)) for name, talk in talks.items()}
+    sessions = {name: interview.Interview({}, {"model": MODEL, **given}) for name, given in PRESETS.items()}
+    return {f"{name}.yaml": to_yaml.to_text(interview.answers(session)) for name, session in sessions.items()}
 
 
 def covered() -> dict[str, list[str]]:

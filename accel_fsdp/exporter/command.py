@@ -32,7 +32,7 @@ from accel_fsdp.exporter import (
     transformers_probe,
     verification,
 )
-from accel_fsdp.exporter.companion_files import Papers
+from accel_fsdp.exporter.companion_files import CompanionFiles
 from accel_fsdp.exporter.contents import Planner
 from accel_fsdp.exporter.flags import ExportCommand, Verify
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, TensorPlacement
@@ -205,17 +205,19 @@ class _Export:
 
     def run(self) -> ExportReport:
         started, options = time.monotonic(), self.options
-        papers = companion_files.find(self.checkpoint, options.model, options.merge_adapter, options.adapter)
-        refusals.check_model(self.out, papers, self.checkpoint)
+        companions = companion_files.find(self.checkpoint, options.model, options.merge_adapter, options.adapter)
+        refusals.check_model(self.out, companions, self.checkpoint)
         dtype_asked = companion_files.DTYPES[options.dtype] if options.dtype else None
-        model_described = self.pool.submit(transformers_probe.describe, papers.folder, dtype_asked or papers.dtype)
+        model_described = self.pool.submit(
+            transformers_probe.describe, companions.folder, dtype_asked or companions.dtype
+        )
         weights = open_checkpoint.read(self.checkpoint, self.reader, options.with_optimizer, options.adapter)
         adapter = bool(weights.adapter) and not options.merge_adapter
-        refusals.check_weights(options, weights, papers)
+        refusals.check_weights(options, weights, companions)
         if options.merge_adapter:
-            self._check_adapter(weights, papers)
-        dtype = dtype_asked or (None if adapter else papers.dtype)
-        planner = Planner(weights, papers, self.reader, dtype, options.merge_adapter)
+            self._check_adapter(weights, companions)
+        dtype = dtype_asked or (None if adapter else companions.dtype)
+        planner = Planner(weights, companions, self.reader, dtype, options.merge_adapter)
         description, unknown = (
             (None, "") if adapter else planner.described(model_described, by_name=options.verify == "bytes")
         )
@@ -227,29 +229,31 @@ class _Export:
             report.save(folder)
         return replace(report, seconds=round(time.monotonic() - started, 3))
 
-    def _check_adapter(self, weights: Weights, papers: Papers) -> None:
-        assert papers.adapter  # else `check_weights` raised
-        merge_lora.check_settings(papers.settings, trained_base=bool(weights.tensors))
-        describe, places = transformers_probe.describe_adapter, (papers.adapter, papers.folder)
+    def _check_adapter(self, weights: Weights, companions: CompanionFiles) -> None:
+        assert companions.adapter  # else `check_weights` raised
+        merge_lora.check_settings(companions.settings, trained_base=bool(weights.tensors))
+        describe, places = transformers_probe.describe_adapter, (companions.adapter, companions.folder)
         try:
             description = self.pool.submit(describe, *places).result()
         except remote_code.NeedsCode:
             if self.options.verify != "bytes":
                 raise
-            base = weights.tensors or open_checkpoint.of_folder(papers.folder)
+            base = weights.tensors or open_checkpoint.of_folder(companions.folder)
             shapes = {name: tensor.shape for name, tensor in base.items()}
             description = self.pool.submit(describe, *places, shapes).result()
         merge_lora.check_saved(weights.adapter, *description)
 
     def _verified(self, folder: Path, planner: Planner, outputs: list[Output], adapter: bool) -> ExportReport:
         """Writes headers and companion files first: from_pretrained needs only those, and loads them meanwhile."""
-        papers, options = planner.papers, self.options
+        companions, options = planner.companions, self.options
         placed = self._place(folder, outputs, planner.weights, adapter)
-        copied_files = papers.copy_adapter(folder) if adapter else papers.copy(folder, planner.dtype)
+        copied_files = companions.copy_adapter(folder) if adapter else companions.copy(folder, planner.dtype)
         loading: Future[Any] | None = None
         if options.verify != "bytes" and options.format == "safetensors":
             describe, load = transformers_probe.describe_adapter, transformers_probe.loads
-            loading = self.pool.submit(describe, folder, papers.folder) if adapter else self.pool.submit(load, folder)
+            loading = (
+                self.pool.submit(describe, folder, companions.folder) if adapter else self.pool.submit(load, folder)
+            )
         with console.progress("exporting", sum(placement.output.size_bytes for placement in placed)) as progress:
             hashes = safetensors_writer.write(placed, self.reader, THREADS, progress, sync=not options.no_sync)
         if options.format == "pth":
@@ -259,14 +263,14 @@ class _Export:
             report = verification.verify(folder, report, THREADS, progress)
         report = report if options.allow_non_finite else verification.check_finite(report)
         if copied_files:
-            console.say(f"taken from {papers.run}: {', '.join(copied_files)}", style="cyan")
+            console.say(f"taken from {companions.run}: {', '.join(copied_files)}", style="cyan")
         if loading is not None and adapter:
             report = verification.same_as_peft(report, *loading.result())
         elif loading is not None:
             loading.result()
             report = report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
         if options.verify == "logits":
-            report = verification.same_logits(folder, report, self.pool, self.checkpoint, papers)
+            report = verification.same_logits(folder, report, self.pool, self.checkpoint, companions)
         return report
 
     def _place(self, folder: Path, outputs: list[Output], weights: Weights, adapter: bool) -> list[TensorPlacement]:

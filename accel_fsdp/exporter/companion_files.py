@@ -32,7 +32,7 @@ DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
 
 
 @dataclass(frozen=True)
-class Papers:
+class CompanionFiles:
     """`folder` holds config.json; `others` are searched for what it lacks. `adapter` holds adapter_config.json.
 
     `trained`: a training run wrote the config, and turned `use_cache` off. `run`: the folder that the checkpoint is in;
@@ -165,7 +165,7 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
 
 def find(
     checkpoint: CheckpointLocation, model: str | None, with_weights: bool = False, adapter_name: str | None = None
-) -> Papers:
+) -> CompanionFiles:
     """The companion files of a checkpoint: `model`'s if given, else those beside the weights or in the run's folder.
 
     PEFT saves the settings of a named adapter in a folder of that name.
@@ -185,11 +185,11 @@ def find(
         folder = Path(name) if Path(name).is_dir() else transformers_probe.fetch(name, with_weights, asked_revision)
         if not (folder / file_names.CONFIG).is_file():
             raise _no_config(folder)
-        return Papers(folder, near, adapter, run=None if folder == run else run)
+        return CompanionFiles(folder, near, adapter, run=None if folder == run else run)
     if not described:
         raise _no_config(checkpoint.folder)
     trained = described[0].name != file_names.DESCRIBED and checkpoint.kind != "adapter"
-    return Papers(described[0], near, adapter, trained, run)
+    return CompanionFiles(described[0], near, adapter, trained, run)
 
 
 def _near(checkpoint: CheckpointLocation) -> Iterator[Path]:

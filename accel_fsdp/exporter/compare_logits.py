@@ -29,7 +29,7 @@ from accel_fsdp.checkpoints import (
     torch_zip,
 )
 from accel_fsdp.exporter import exported_folder, transformers_probe
-from accel_fsdp.exporter.companion_files import Papers
+from accel_fsdp.exporter.companion_files import CompanionFiles
 from accel_fsdp.exporter.safetensors_writer import torch_dtype, whole
 from accel_fsdp.models import model_class, part_for, read_config
 
@@ -49,7 +49,7 @@ OPTIMIZER_STATE = (
 """Keys that DeepSpeed's conversion reads from its files."""
 
 
-def difference(folder: Path, checkpoint: CheckpointLocation, papers: Papers) -> tuple[float, float]:
+def difference(folder: Path, checkpoint: CheckpointLocation, companions: CompanionFiles) -> tuple[float, float]:
     import torch
 
     config = read_config(str(folder))
@@ -59,7 +59,7 @@ def difference(folder: Path, checkpoint: CheckpointLocation, papers: Papers) -> 
     with torch.inference_mode():
         exported_logits = exported.eval()(tokens).logits.float()
         with closing(FileReader()) as reader:
-            original = _Original(checkpoint, papers, reader, folder).model(kind, config, exported.dtype)
+            original = _Original(checkpoint, companions, reader, folder).model(kind, config, exported.dtype)
         for parameter in original.parameters():  # models keep buffers, such as rotary frequencies, in float32
             parameter.data = parameter.data.to(exported.dtype)
         original_logits = original.eval()(tokens).logits.float()
@@ -71,14 +71,14 @@ class _Original:
     """The original to compare with; `room` is a temporary folder for files that have to be rewritten."""
 
     checkpoint: CheckpointLocation
-    papers: Papers
+    companions: CompanionFiles
     reader: FileReader
     room: Path
 
     def model(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
         if self.checkpoint.kind == "safetensors":
             return _of_files(kind, config, self._files(self.checkpoint.weights), "auto")
-        if self.papers.adapter is not None:
+        if self.companions.adapter is not None:
             return self._with_adapter(kind, config, dtype)
         model = kind(config)
         state = tensor_names.unprefixed(self._state(), model.state_dict())
@@ -93,10 +93,10 @@ class _Original:
         import torch
         from peft import get_peft_model, set_peft_model_state_dict
 
-        state = self._files(self.papers.folder)
+        state = self._files(self.companions.folder)
         stored = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
         base = _of_files(kind, config, state, dtype if dtype is torch.float32 else stored)
-        model = get_peft_model(base, transformers_probe.peft_settings(self.papers.settings))
+        model = get_peft_model(base, transformers_probe.peft_settings(self.companions.settings))
         adapter = open_checkpoint.of_file(self.checkpoint.weights) if self.checkpoint.kind == "adapter" else {}
         state = {name: whole(self.reader, tensor) for name, tensor in adapter.items()} or self._state()
         set_peft_model_state_dict(model, state)

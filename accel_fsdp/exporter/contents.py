@@ -20,7 +20,7 @@ from accel_fsdp.checkpoints import (
 )
 from accel_fsdp.errors import NotInstalled, UserError
 from accel_fsdp.exporter import hf_layout, merge_lora
-from accel_fsdp.exporter.companion_files import Papers
+from accel_fsdp.exporter.companion_files import CompanionFiles
 from accel_fsdp.exporter.safetensors_writer import BLOCK_ELEMENTS, Output, cast_to
 from accel_fsdp.exporter.transformers_probe import FIX_CONFIG, Description
 from accel_fsdp.models import config_json, remote_code
@@ -41,7 +41,7 @@ class Planner:
     """Plans one export. `dtype` is that of the files, None for as stored; `merge` an adapter into its base."""
 
     weights: Weights
-    papers: Papers
+    companions: CompanionFiles
     reader: FileReader
     dtype: str | None
     merge: bool = False
@@ -59,7 +59,7 @@ class Planner:
                 raise
             return None, "transformers has no such model"
         except NotInstalled:
-            kind = self.papers.config.get("model_type")
+            kind = self.companions.config.get("model_type")
             if not by_name or self.merge or kind not in FILED_AS_NAMED:
                 raise
             return None, "transformers isn't installed"
@@ -77,20 +77,20 @@ class Planner:
         if description is None:
             return self._named(tensors, {})
         expected = description.files if filed else description.memory
-        compared = _compared(tensors, expected, description.floating, self.papers)
+        compared = _compared(tensors, expected, description.floating, self.companions)
         if filed or not description.converts:
             return self._named(compared, description.wider)
-        return self._named(hf_layout.converted(compared, description, self.papers.folder), description.wider)
+        return self._named(hf_layout.converted(compared, description, self.companions.folder), description.wider)
 
     def _tensors(self, description: Description | None) -> Mapping[str, Source]:
         if not self.merge:
             return self.weights.tensors
-        adapter, settings = self.weights.adapter, self.papers.settings
+        adapter, settings = self.weights.adapter, self.companions.settings
         turned = description.turned if description else None
-        method = config_json.quant_method(self.papers.config.get("quantization_config"))
+        method = config_json.quant_method(self.companions.config.get("quantization_config"))
         if method and not self.weights.tensors:
-            raise _quantised(self.papers, method)
-        base: Mapping[str, Source] = self.weights.tensors or open_checkpoint.of_folder(self.papers.folder)
+            raise _quantised(self.companions, method)
+        base: Mapping[str, Source] = self.weights.tensors or open_checkpoint.of_folder(self.companions.folder)
         ties = self._ties(base, description)
         if self.weights.tensors:
             return merge_lora.merged(base, adapter, settings, self.dtype, turned=turned)
@@ -104,7 +104,7 @@ class Planner:
     def _ties(self, tensors: Mapping[str, Source], description: Description | None) -> tuple[tuple[str, ...], ...]:
         if description is not None:
             return description.ties
-        tied = self.papers.config.get("tie_word_embeddings")
+        tied = self.companions.config.get("tie_word_embeddings")
         return tuple((embedding, head) for head, embedding in TIED if tied and embedding in tensors)
 
     def _once(self, tensors: Mapping[str, Source], ties: tuple[tuple[str, ...], ...]) -> dict[str, Source]:
@@ -151,25 +151,28 @@ def _check_matrices(adapter: Mapping[str, Stored]) -> None:
 
 
 def _compared(
-    tensors: dict[str, Source], expected: Mapping[str, tuple[int, ...]], floating: Collection[str], papers: Papers
+    tensors: dict[str, Source],
+    expected: Mapping[str, tuple[int, ...]],
+    floating: Collection[str],
+    companions: CompanionFiles,
 ) -> dict[str, Source]:
     """The tensors of the model, without buffers that it computes itself; raises if one is missing."""
     extra = [name for name in tensors if name not in expected and not name.endswith(BUFFERS)]
     problems = list(_problems(tensors, expected, floating)) + [f"{name} is unexpected" for name in extra]
-    if problems and (method := config_json.quant_method(papers.config.get("quantization_config"))):
-        raise _quantised(papers, method)
+    if problems and (method := config_json.quant_method(companions.config.get("quantization_config"))):
+        raise _quantised(companions, method)
     if problems:
         raise UserError(
-            f"the checkpoint isn't of the model in {papers.folder}: {first_few(problems, SHOWN, '; ')}",
+            f"the checkpoint isn't of the model in {companions.folder}: {first_few(problems, SHOWN, '; ')}",
             why="from_pretrained would fail or leave weights random",
             fix=FIX_CONFIG,
         )
     return {name: tensors[name] for name in expected}
 
 
-def _quantised(papers: Papers, method: str) -> UserError:
+def _quantised(companions: CompanionFiles, method: str) -> UserError:
     return UserError(
-        f"{papers.folder} is quantised ({method}), which the export doesn't support",
+        f"{companions.folder} is quantised ({method}), which the export doesn't support",
         why="its files hold packed numbers and their scales, in a layout that only the library that quantised it knows",
         fix="give the model before it was quantised: --model ID_OR_FOLDER; or export with that library",
     )

@@ -8,7 +8,7 @@ from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import CheckpointLocation, Weights, file_names
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import companion_files
-from accel_fsdp.exporter.companion_files import Papers
+from accel_fsdp.exporter.companion_files import CompanionFiles
 from accel_fsdp.exporter.flags import ExportCommand
 from accel_fsdp.units import MIB, distinguishable, gb_or_mb
 
@@ -74,11 +74,11 @@ def _is_of_model(path: Path) -> bool:
     return any(path.match(pattern) for pattern in WRITTEN)
 
 
-def check_model(out: Path, papers: Papers, checkpoint: CheckpointLocation) -> None:
+def check_model(out: Path, companions: CompanionFiles, checkpoint: CheckpointLocation) -> None:
     """Refuses an OUT that would replace the model that the export reads; exports may be inside a run's folder."""
     place, source = out.resolve(), checkpoint.folder.resolve()
-    described = [folder for folder in papers.others if folder.name == file_names.DESCRIBED]
-    for model in (papers.folder, *described):
+    described = [folder for folder in companions.others if folder.name == file_names.DESCRIBED]
+    for model in (companions.folder, *described):
         used = model.resolve()
         if used.is_relative_to(place) or (place.is_relative_to(used) and used not in (source.parent, source)):
             raise UserError(
@@ -88,7 +88,7 @@ def check_model(out: Path, papers: Papers, checkpoint: CheckpointLocation) -> No
             )
 
 
-def check_weights(options: ExportCommand, weights: Weights, papers: Papers) -> None:
+def check_weights(options: ExportCommand, weights: Weights, companions: CompanionFiles) -> None:
     if options.merge_adapter and not weights.adapter:
         raise UserError(
             "--merge-adapter, and the checkpoint has no adapter",
@@ -107,7 +107,7 @@ def check_weights(options: ExportCommand, weights: Weights, papers: Papers) -> N
             why="the whole model would be exported",
             fix="leave it out",
         )
-    if weights.adapter and papers.adapter is None:
+    if weights.adapter and companions.adapter is None:
         settings = f"{options.adapter}/{file_names.ADAPTER_CONFIG}" if options.adapter else file_names.ADAPTER_CONFIG
         raise UserError(
             f"no {settings} beside the checkpoint or in its run's folder",
@@ -115,7 +115,7 @@ def check_weights(options: ExportCommand, weights: Weights, papers: Papers) -> N
             fix=f"put the {settings} of the run into the checkpoint's folder",
         )
     if weights.adapter and weights.tensors and not options.merge_adapter:
-        _check_vocabulary(weights, papers)
+        _check_vocabulary(weights, companions)
     if options.with_optimizer and not weights.optimizer:
         raise UserError(
             "--with-optimizer, and no optimizer state of tensors was found",
@@ -124,15 +124,15 @@ def check_weights(options: ExportCommand, weights: Weights, papers: Papers) -> N
         )
 
 
-def _check_vocabulary(weights: Weights, papers: Papers) -> None:
+def _check_vocabulary(weights: Weights, companions: CompanionFiles) -> None:
     """Refuses an adapter whose embedding has more rows than its base: the base lacks the added rows."""
-    inner = papers.config.get("text_config")
-    rows = papers.config.get("vocab_size") or (isinstance(inner, dict) and inner.get("vocab_size"))
+    inner = companions.config.get("text_config")
+    rows = companions.config.get("vocab_size") or (isinstance(inner, dict) and inner.get("vocab_size"))
     embeddings = {name: tensor for name, tensor in weights.tensors.items() if name.endswith(EMBEDDINGS)}
     resized = (name for name, tensor in embeddings.items() if tensor.shape[0] != rows)
     if isinstance(rows, int) and (name := next(resized, None)) is not None:
         raise UserError(
-            f"{name} has {weights.tensors[name].shape[0]} rows, the vocabulary of {papers.folder} {rows}",
+            f"{name} has {weights.tensors[name].shape[0]} rows, the vocabulary of {companions.folder} {rows}",
             why="it was resized, and an adapter alone lacks the rows that the base doesn't have",
             fix="--merge-adapter, with the model as it was trained: --model RUN/model",
         )

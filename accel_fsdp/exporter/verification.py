@@ -26,7 +26,7 @@ from accel_fsdp.checkpoints import (
 )
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import compare_logits, pth_writer, transformers_probe
-from accel_fsdp.exporter.companion_files import Papers
+from accel_fsdp.exporter.companion_files import CompanionFiles
 from accel_fsdp.exporter.safetensors_writer import THREADS, Output, Progress, TensorPlacement, reread
 from accel_fsdp.units import MIB, counted, gb_or_mb
 
@@ -94,7 +94,7 @@ class ExportReport:
         return {"accel_fsdp": __version__, **asdict(self), **totals}
 
     def save(self, folder: Path) -> None:
-        content = replace(self, papers=_papers(folder)).content()
+        content = replace(self, papers=_companion_hashes(folder)).content()
         (folder / file_names.REPORT).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def lines(self) -> list[str]:
@@ -112,10 +112,10 @@ def read_report(folder: Path) -> ExportReport | None:
         return None
     try:
         tensors = {str(name): _written(entry) for name, entry in content["tensors"].items()}
-        papers = {str(name): str(sha) for name, sha in content["papers"].items()}
-        if not papers:
+        hashes = {str(name): str(sha) for name, sha in content["papers"].items()}
+        if not hashes:
             raise ValueError("no hashes of config and tokenizer")
-        return ExportReport(str(content["source"]), str(content["kind"]), tensors, (), papers=papers)
+        return ExportReport(str(content["source"]), str(content["kind"]), tensors, (), papers=hashes)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise untrusted_files.broken(folder / file_names.REPORT, "is damaged: no report of an export") from error
 
@@ -129,7 +129,7 @@ def _written(entry: Mapping[str, Any]) -> Written:
     return Written(entry["dtype"], shape, entry["file"], block, entry["hash"])
 
 
-def _papers(folder: Path) -> dict[str, str]:
+def _companion_hashes(folder: Path) -> dict[str, str]:
     """The SHA-256 by name of all files except weights and hidden files, which are git's and the hub's."""
     names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
     return {
@@ -161,9 +161,9 @@ def _check_links(folder: Path) -> None:
 
 def _check_code(folder: Path, report: ExportReport | None) -> None:
     """Refuses Python files that the export didn't write: transformers runs those that a config names if users agree."""
-    papers = report.papers if report else {}
+    hashes = report.papers if report else {}
     code_files = (path.relative_to(folder).as_posix() for path in sorted(folder.rglob("*")) if path.suffix in CODE)
-    unknown = [name for name in code_files if name not in papers]
+    unknown = [name for name in code_files if name not in hashes]
     if unknown:
         raise UserError(
             f"{folder} holds code that isn't part of an export: {', '.join(unknown[: transformers_probe.SHOWN])}",
@@ -172,10 +172,10 @@ def _check_code(folder: Path, report: ExportReport | None) -> None:
         )
 
 
-def _same_papers(folder: Path, report: ExportReport) -> ExportReport:
-    papers = _papers(folder)
-    missing, extra = report.papers.keys() - papers.keys(), papers.keys() - report.papers.keys()
-    changed = (name for name, sha in report.papers.items() if papers.get(name, sha) != sha)
+def _check_companions(folder: Path, report: ExportReport) -> ExportReport:
+    hashes = _companion_hashes(folder)
+    missing, extra = report.papers.keys() - hashes.keys(), hashes.keys() - report.papers.keys()
+    changed = (name for name, sha in report.papers.items() if hashes.get(name, sha) != sha)
     problems = [
         *(f"{name} is missing" for name in sorted(missing)),
         *(f"{name} was changed after the export" for name in changed),
@@ -187,7 +187,7 @@ def _same_papers(folder: Path, report: ExportReport) -> ExportReport:
             why="users would load another model than the one that was verified, or run what is beside it",
             fix="restore the files, or export it again: accel-fsdp export SRC OUT --force",
         )
-    return report.proven(f"{len(papers)} other files are unchanged")
+    return report.proven(f"{len(hashes)} other files are unchanged")
 
 
 def verify(folder: Path, report: ExportReport, threads: int, progress: Progress) -> ExportReport:
@@ -277,7 +277,7 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
     _check_links(folder)
     _check_code(folder, report)
     if report is not None:
-        report = _same_papers(folder, report)
+        report = _check_companions(folder, report)
     report = verify(folder, report or _found(folder), THREADS, lambda _: None)
     report = report if allow_non_finite else check_finite(report)
     if not (folder / file_names.CONFIG).is_file() and not any(
@@ -319,11 +319,11 @@ def _found(folder: Path) -> ExportReport:
 
 
 def same_logits(
-    folder: Path, report: ExportReport, pool: Executor, checkpoint: CheckpointLocation, papers: Papers
+    folder: Path, report: ExportReport, pool: Executor, checkpoint: CheckpointLocation, companions: CompanionFiles
 ) -> ExportReport:
     """Compares the export's logits with those of the checkpoint, which torch, PEFT or DeepSpeed load whole."""
-    difference, largest = pool.submit(compare_logits.difference, folder, checkpoint, papers).result()
-    exact = papers.adapter is None
+    difference, largest = pool.submit(compare_logits.difference, folder, checkpoint, companions).result()
+    exact = companions.adapter is None
     if difference > (0 if exact else MERGED * largest):
         raise UserError(
             f"the export's logits differ from the checkpoint's by {difference:g} (the largest is {largest:g})",

@@ -10,4 +10,4 @@ from .hang_watch import Watchdog as Watchdog
 from .hangs import Patience as Patience
 from .store import FAILED as FAILED
 from .store import Address as Address
-from .store import Board as Board
+from .store import JsonStore as JsonStore

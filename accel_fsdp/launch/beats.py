@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from accel_fsdp.launch import rendezvous
-from accel_fsdp.launch.store import Board
+from accel_fsdp.launch.store import JsonStore
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
 
@@ -57,7 +57,7 @@ class Beat:
     mates: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def standing(self) -> float:
+    def seconds_still(self) -> float:
         """Seconds without activity, if steps aren't known. A rank that waits for a GPU may seem to compute."""
         return self.still if self.collective else min(self.still, self.quiet)
 
@@ -83,7 +83,7 @@ def store_of_job(prefix: str) -> Any:
 
 
 @dataclass(frozen=True)
-class RankBoard(Board):
+class RankMessages(JsonStore):
     """The messages of all ranks in the job's store.
 
     Calls raise `torch.distributed.DistError`, or a RuntimeError, if the store has gone. If its machine is off, they
@@ -93,13 +93,17 @@ class RankBoard(Board):
     ranks: int = 1
 
     @classmethod
-    def of_job(cls, prefix: str, ranks: int) -> "RankBoard":
+    def of_job(cls, prefix: str, ranks: int) -> "RankMessages":
         return cls(store_of_job(f"{prefix}/{LaunchEnvironment.now().restarts}"), ranks=ranks)
 
     def beats(self) -> list[Beat]:
         """The last beat of each rank; empty until all have published one."""
         keys = [f"beat/{rank}" for rank in range(self.ranks)]
-        return [Beat(**json.loads(text)) for text in self.store.multi_get(keys)] if self.store.check(keys) else []
+        return (
+            [Beat(**json.loads(text)) for text in self.torch_store.multi_get(keys)]
+            if self.torch_store.check(keys)
+            else []
+        )
 
     def of_ranks(self, kind: str) -> dict[int, Any]:
         """The last message of a kind of each rank that has published one."""

@@ -23,7 +23,7 @@ from accel_fsdp import console, errors, time_limits
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch import beats, hangs, rendezvous
-from accel_fsdp.launch.beats import GONE, STOPPED, Beat, RankBoard
+from accel_fsdp.launch.beats import GONE, STOPPED, Beat, RankMessages
 from accel_fsdp.launch.hangs import Cause, LastSeen, Patience, Seen
 from accel_fsdp.launch.ranks import flight_records, hang
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -50,7 +50,7 @@ class Watchdog:
     def __init__(self, patience: Patience, output_dir: Path | None = None) -> None:
         self.patience, self.output_dir = patience, output_dir
         self.rank, self.seen = LaunchEnvironment.now().rank, dict[int, Seen]()
-        self.board: RankBoard | None = None
+        self.messages: RankMessages | None = None
         self._over = threading.Event()
         self._doing, self._since = "the start", time.monotonic()
         self._step: int | None = None
@@ -64,12 +64,12 @@ class Watchdog:
     def begin(self, main: int | None = None) -> None:
         """Begins to watch a thread of this process, by default the calling one. Call on all ranks."""
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        self.board, self._main = RankBoard.of_job(self.prefix, ranks), main or threading.get_ident()
+        self.messages, self._main = RankMessages.of_job(self.prefix, ranks), main or threading.get_ident()
         self.every = max(BEAT_SECONDS, ranks / RANKS_PER_SECOND)
         self._first = beats.first_of(self.rank)
         self._since = self._place_since = self._last_round = time.monotonic()
         self._publish(self._first, "")
-        for run in (self._talk, self._look):
+        for run in (self._exchange_beats, self._watch_main):
             thread = threading.Thread(target=run, name=hang.WATCHES, daemon=True)
             thread.start()
             self._threads.append(thread)  # started, as the main thread may wait for its end at any time
@@ -81,7 +81,7 @@ class Watchdog:
     def trained(self) -> None:
         """Reports to the other ranks that this rank may end at any time."""
         self._doing, self._since = hangs.AFTER, time.monotonic()
-        if self.board is not None:
+        if self.messages is not None:
             with contextlib.suppress(RuntimeError, OSError):
                 self._publish(*self._own())
 
@@ -90,14 +90,14 @@ class Watchdog:
         return hangs.verdict(self.seen, self.patience, machine_answers)
 
     @property
-    def _board(self) -> RankBoard:
-        """The board that the ranks share, which exists only after `begin`."""
-        assert self.board is not None
-        return self.board
+    def _messages(self) -> RankMessages:
+        """The messages of all ranks, which exist only after `begin`."""
+        assert self.messages is not None
+        return self.messages
 
     # The two threads
 
-    def _talk(self) -> None:
+    def _exchange_beats(self) -> None:
         while not self._over.wait(self.every if self.seen else self.every / 10):  # soon, to know all by name
             try:
                 self._round()
@@ -119,18 +119,18 @@ class Watchdog:
             self._failed_since = self._failed_since or began
             if began - self._failed_since > self._grace:
                 self._stop(cause)
-        if agreed := self._board.get("verdict"):
+        if agreed := self._messages.get("verdict"):
             self._stop(Cause(**agreed))
         if verdict := self.verdict():
             self._stop(Cause(verdict))
 
     def _publish(self, beat: Beat, stack: str) -> None:
-        self._board.put(f"stack/{self.rank}", stack)
-        self._board.put(f"beat/{self.rank}", dataclasses.asdict(beat))
+        self._messages.put(f"stack/{self.rank}", stack)
+        self._messages.put(f"beat/{self.rank}", dataclasses.asdict(beat))
 
     def _reported(self) -> Cause | None:
         """The failure that a rank has reported, if one has."""
-        content = self._board.get("failure")
+        content = self._messages.get("failure")
         return Cause(**content) if content else None
 
     @property
@@ -139,7 +139,7 @@ class Watchdog:
         return 2 * LOST_BEATS * self.every
 
     def _own(self) -> tuple[Beat, str]:
-        stand = hang.stand_of(self._main)
+        location = hang.location_of(self._main)
         self._note_place()  # after the stand: a rank that has just moved there has not waited there
         now = time.monotonic()
         beat = dataclasses.replace(
@@ -149,11 +149,11 @@ class Watchdog:
             doing=self._doing,
             idle=now - self._since,
             still=now - self._place_since,
-            collective=stand.collective if stand else "",
-            caller=stand.caller if stand else "",
+            collective=location.collective if location else "",
+            caller=location.caller if location else "",
             mates=self._mates(),
         )
-        return beat, stand.stack if stand else ""
+        return beat, location.stack if location else ""
 
     def _note_place(self) -> hang.Instructions:
         """The main thread's location; also records the time at which the thread reached it."""
@@ -173,7 +173,7 @@ class Watchdog:
 
     def _read(self, now: float) -> None:
         changed, peers = self._changed, dict[int, Seen]()
-        for beat in self._board.beats():
+        for beat in self._messages.beats():
             number, since = changed.get(beat.rank, (-1, now))
             if number != beat.number:
                 changed[beat.rank] = beat.number, (since := now)
@@ -185,7 +185,7 @@ class Watchdog:
         self._since = self._place_since = now
         self._changed, self.seen = {}, {}  # new ones: the other thread may be reading the old
 
-    def _look(self) -> None:
+    def _watch_main(self) -> None:
         rounds, waited, before = 0, 0.0, time.monotonic()
         while not self._over.wait(1.0):
             now, place = time.monotonic(), self._note_place()
@@ -228,7 +228,7 @@ class Watchdog:
 
     def report(self, error: BaseException) -> None:
         """Reports to the other ranks that this one has failed, and ends the watch."""
-        if self.board is not None and not self._over.is_set():
+        if self.messages is not None and not self._over.is_set():
             stack = "".join(traceback.format_tb(error.__traceback__))
             with contextlib.suppress(RuntimeError, OSError):
                 beat = dataclasses.replace(self._own()[0], collective="", caller=hang.caller_of_error(error))
@@ -239,11 +239,11 @@ class Watchdog:
 
     def _report(self, state: LastSeen) -> None:
         """Publishes where this rank ends."""
-        self._board.put(f"report/{self.rank}", dataclasses.asdict(state))
+        self._messages.put(f"report/{self.rank}", dataclasses.asdict(state))
 
     def _blame(self, cause: Cause) -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            self._board.agree("failure", dataclasses.asdict(dataclasses.replace(cause, told_by=self.rank)))
+            self._messages.agree("failure", dataclasses.asdict(dataclasses.replace(cause, told_by=self.rank)))
 
     def culprit(self) -> Cause | None:
         """Returns which rank or host has gone, and how; None if unknown.
@@ -251,7 +251,7 @@ class Watchdog:
         Waits some seconds. Call after a failed collective. A rank that raised has reported it; a lost one sends no more
         heartbeats. Ends the watch.
         """
-        if self.board is None:
+        if self.messages is None:
             return None
         until, cause = time.monotonic() + self._grace, None
         while cause is None and time.monotonic() < until:
@@ -283,20 +283,20 @@ class Watchdog:
         """Ends this rank, as all others do; the lowest live rank collects and prints their reports."""
         if self._over.is_set():
             sys.exit()  # ends this thread: the main one has noticed by itself
-        board, states = self._board, dict[int, LastSeen]()
+        messages, states = self._messages, dict[int, LastSeen]()
         reports = late = False
         try:
-            late = board.get("said") is not None
-            cause = Cause(**board.agree("verdict", dataclasses.asdict(cause)))
+            late = messages.get("reported") is not None
+            cause = Cause(**messages.agree("verdict", dataclasses.asdict(cause)))
             self._report(LastSeen(*self._own(), _last_collective()))
             in_time(self._keep_record)
             silent = set(hangs.silent_ranks(self.seen, self.patience.silence / 2))
             living = {rank for rank in self.seen if rank not in silent} | {self.rank}
-            self._wait_for(lambda: living <= board.of_ranks("report").keys())
+            self._wait_for(lambda: living <= messages.of_ranks("report").keys())
             states = self._collected()
             reports = self.rank == min(living) and not late
             if not reports:
-                self._wait_for(lambda: board.get("said") is not None)
+                self._wait_for(lambda: messages.get("reported") is not None)
         except (RuntimeError, OSError):
             pass
         self._wake_stopped()
@@ -316,7 +316,7 @@ class Watchdog:
 
     def _collected(self) -> dict[int, LastSeen]:
         """The last report of each rank, or its last heartbeat if it hasn't reported."""
-        stacks, reports = self._board.of_ranks("stack"), self._board.of_ranks("report")
+        stacks, reports = self._messages.of_ranks("stack"), self._messages.of_ranks("report")
         states = {}
         for rank, peer in sorted(self.seen.items()):
             if report := reports.get(rank):
@@ -343,9 +343,9 @@ class Watchdog:
         first_here = min((rank for rank in here if states[rank].ago is None), default=self.rank) == self.rank
         if (reports or first_here) and not silently:
             console.say(f"{hangs.stacks(states)}\n{error}" if reports else str(error), lines=True)
-        if reports and self.board is not None and len(states) > 1:
+        if reports and self.messages is not None and len(states) > 1:
             with contextlib.suppress(RuntimeError, OSError):
-                self.board.agree("said", True)
+                self.messages.agree("reported", True)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(error.exit_code)

@@ -102,15 +102,15 @@ def verdict_without_steps(peers: Mapping[int, Seen], patience: Patience, answers
     waiting = [beat for beat in living.values() if beat.collective]
     if not waiting:
         return ""
-    if silent and all(beat.standing >= patience.silence / 2 for beat in living.values() if beat.doing != AFTER):
+    if silent and all(beat.seconds_still >= patience.silence / 2 for beat in living.values() if beat.doing != AFTER):
         return describe_silent(silent, peers, answers)
     allowed = patience.given or min(beat.allowed for beat in waiting)
     ended = [rank for rank, beat in living.items() if beat.doing == AFTER]
-    seconds = min(peer.silent if rank in ended else peer.beat.standing for rank, peer in peers.items())
+    seconds = min(peer.silent if rank in ended else peer.beat.seconds_still for rank, peer in peers.items())
     if seconds < allowed:
         return ""
     odd = [beat for rank, beat in living.items() if not beat.collective and rank not in ended]
-    facts = [f"{beat} has done nothing for {beat.standing:.0f} s" for beat in odd]
+    facts = [f"{beat} has done nothing for {beat.seconds_still:.0f} s" for beat in odd]
     facts += [f"{living[rank]} has ended its script" for rank in ended]
     waits = (
         f"{counted(len(waiting), 'rank')} of {len(peers)} {'waits' if len(waiting) == 1 else 'wait'} in a collective"

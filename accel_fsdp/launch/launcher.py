@@ -20,7 +20,7 @@ from accel_fsdp.errors import UserError, require
 from accel_fsdp.launch import agreement, ranks, rendezvous, roll_call
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch.store import FAILED, Address
-from accel_fsdp.launch_environment import MACHINE_RANK, MEETING, LaunchEnvironment
+from accel_fsdp.launch_environment import LAUNCHERS_ADDRESS, MACHINE_RANK, LaunchEnvironment
 from accel_fsdp.models import first_line
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
@@ -212,16 +212,16 @@ def _refuse_unsharded(args: Any) -> None:
 
 def _check_ranks(args: Any) -> str:
     """Checks that this machine's ranks can start and shard; returns the rendezvous address, empty for one machine."""
-    meeting = str(args.place.value("main_process_ip", "")) if args.place.machines > 1 else ""
-    if meeting:
+    address = str(args.place.value("main_process_ip", "")) if args.place.machines > 1 else ""
+    if address:
         port = int(args.place.value("main_process_port", DEFAULT_PORT))
         rendezvous.check_interfaces(os.environ, [name for _, name in socket.if_nameindex()])
-        rendezvous.check_place(meeting, port, int(args.place.value("machine_rank", 0)))
+        rendezvous.check_place(address, port, int(args.place.value("machine_rank", 0)))
     with warnings.catch_warnings():  # the launcher repeats them
         warnings.simplefilter("ignore")
         environment(copy.copy(args))
     _refuse_unsharded(args)
-    return meeting
+    return address
 
 
 def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = None) -> int:
@@ -231,7 +231,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     by default before torch would end it; 0: never.
 
     Raises:
-        UserError: the launcher stops at a value before any rank starts, or the machines don't meet.
+        UserError: the launcher stops at a value before any rank starts, or the machines can't connect.
     """
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed import DistError
@@ -241,7 +241,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
 
     from accel_fsdp.launch import leaving  # with psutil, which the light installation lacks
 
-    meeting = _check_ranks(args) if distributed(args) else ""
+    address = _check_ranks(args) if distributed(args) else ""
     parsed = launch_command_parser().parse_args(args.launcher_words)  # fresh: validation fills in values as if given
     parsed.main_process_port = args.main_process_port
     parsed.signals_to_handle = SIGNALS
@@ -249,21 +249,21 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
         seconds = BY_COLLECTIVES if hang_seconds is None else str(hang_seconds)
         words = [seconds, parsed.training_script, *parsed.training_script_args]
         parsed.training_script, parsed.training_script_args = WATCHED, words
-    if meeting:
-        parsed.local_addr = rendezvous.own_address(meeting) or None  # otherwise its host name, resolved elsewhere
-    if meeting and parsed.rdzv_backend == C10D:
-        _meet(args, meeting, wait_seconds)
+    if address:
+        parsed.local_addr = rendezvous.own_address(address) or None  # otherwise its host name, resolved elsewhere
+    if address and parsed.rdzv_backend == C10D:
+        _connect_machines(args, address, wait_seconds)
     logging.disable(logging.ERROR)  # torchrun's report of which process it ended; this process logs nothing else
     try:
         with tempfile.TemporaryDirectory(prefix="accel-fsdp-", ignore_cleanup_errors=True) as folder:
             parsed.log_dir = parsed.log_dir or folder  # otherwise torchrun leaves one behind
-            with leaving.ends_after_its_ranks(Path(folder)) if meeting else contextlib.nullcontext():
+            with leaving.ends_after_its_ranks(Path(folder)) if address else contextlib.nullcontext():
                 launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         what = f"rank {rank} ended with exit code {failure.exitcode}"
         print(f"accel-fsdp: {what}", file=sys.stderr)
-        if meeting:
+        if address:
             _report_failure(what)
         return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
     except ImportError as error:  # DeepSpeed
@@ -272,18 +272,18 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
         print(f"\naccel-fsdp: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)
     except (DistError, RendezvousError) as error:
-        if not meeting:
+        if not address:
             raise
-        what = f"the launchers of the machines lost each other at {meeting}: {first_line(error)}"
+        what = f"the launchers of the machines lost each other at {address}: {first_line(error)}"
         print(f"accel-fsdp: {what}", file=sys.stderr)
         return 1
     return 0
 
 
-def _meet(args: Any, address: str, seconds: float) -> None:
+def _connect_machines(args: Any, address: str, seconds: float) -> None:
     """Waits until all machines have connected, and compares their settings."""
     place: Place = args.place
-    attendee = roll_call.Attendee(int(place.value("machine_rank", 0)), place.machines, place.value("num_processes"))
+    launcher = roll_call.LauncherInfo(int(place.value("machine_rank", 0)), place.machines, place.value("num_processes"))
     with warnings.catch_warnings():  # the launcher repeats them
         warnings.simplefilter("ignore")
         variables = {**os.environ, **environment(copy.copy(args))}
@@ -291,16 +291,16 @@ def _meet(args: Any, address: str, seconds: float) -> None:
     script, *words = words[1:] if words[0] == ON_CPU else words
     settings = agreement.of_job(variables, Path(script), words)
     port = int(place.value("main_process_port", DEFAULT_PORT))
-    roll_call.attend(attendee, Address(address, port, hosts=False), seconds, settings)
-    os.environ[MACHINE_RANK] = str(attendee.rank)  # torchrun numbers the machines by itself
-    os.environ[MEETING] = f"{port} {address}"
+    roll_call.wait_for_machines(launcher, Address(address, port, hosts=False), seconds, settings)
+    os.environ[MACHINE_RANK] = str(launcher.rank)  # torchrun numbers the machines by itself
+    os.environ[LAUNCHERS_ADDRESS] = f"{port} {address}"
 
 
 def _report_failure(what: str) -> None:
     """Reports this machine's failure to the ranks of the other machines, through the store where the launchers meet."""
     launch = LaunchEnvironment.now()
-    address, port = launch.meeting
+    address, port = launch.launchers_address
     if address:
         with contextlib.suppress(RuntimeError):
-            board = Address(address, port, hosts=False).open(TELL_SECONDS)
-            board.agree(FAILED, f"machine {launch.machine_rank} ({socket.gethostname()}) failed: {what}")
+            store = Address(address, port, hosts=False).open(TELL_SECONDS)
+            store.agree(FAILED, f"machine {launch.machine_rank} ({socket.gethostname()}) failed: {what}")

@@ -38,13 +38,13 @@ class Place:
     """The known parts of a machine's place, by the names of FLAGS; `engine` is empty if none has set variables."""
 
     engine: str = ""
-    said: Mapping[str, SourcedValue] = field(default_factory=dict)
+    known: Mapping[str, SourcedValue] = field(default_factory=dict)
 
     def value(self, name: str, default: Any = None) -> Any:
-        return self.said[name].value if name in self.said else default
+        return self.known[name].value if name in self.known else default
 
     def beside(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value.value for name, value in self.said.items() if str(values.get(name)) != str(value.value)}
+        return {name: value.value for name, value in self.known.items() if str(values.get(name)) != str(value.value)}
 
     def applied(self, job: JobConfig) -> JobConfig:
         return replace(job, values={**job.values, **self.beside(job.values)})
@@ -54,7 +54,7 @@ class Place:
         return int(self.value("num_machines", 1))
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value.value} ({value.source})" for name, value in self.said.items())
+        return ", ".join(f"{name} {value.value} ({value.source})" for name, value in self.known.items())
 
 
 NOWHERE = Place()
@@ -78,16 +78,16 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
     by_flag = {
         name: SourcedValue(value, flag_words.flag_of(name)) for name, value in flags.items() if value is not None
     }
-    in_file = {name: said for name in FLAGS if (said := _in_file(name, values.get(name), file)) is not None}
+    in_file = {name: value for name in FLAGS if (value := _in_file(name, values.get(name), file)) is not None}
     if JobConfig(values).is_alone:
         in_file.pop("num_processes", None)  # one process is started all the same
     if place.engine:
-        for name in by_flag.keys() & place.said.keys():
+        for name in by_flag.keys() & place.known.keys():
             _refuse_contradiction(place, name, by_flag[name], "leave out the flag")
-    stated = {**place.said, **by_flag}
-    for name in [known for known in FLAGS if known in in_file and known in stated]:
+    stated = {**place.known, **by_flag}
+    for name in [flag for flag in FLAGS if flag in in_file and flag in stated]:
         _compare_with_file(place, name, stated[name], in_file[name])
-    settled = Place(place.engine, {name: said for name in FLAGS if (said := stated.get(name) or in_file.get(name))})
+    settled = Place(place.engine, {name: value for name in FLAGS if (value := stated.get(name) or in_file.get(name))})
     _check_rank(settled, stated, in_file, file)
     if isinstance(processes := settled.value("num_processes"), int):
         of_each(settled.machines, processes, ": accel-fsdp launch --num-processes N FILE SCRIPT")
@@ -123,7 +123,7 @@ def _compare_with_file(place: Place, name: str, stated: SourcedValue, in_file: S
 
 
 def _refuse_contradiction(place: Place, name: str, stated: SourcedValue, fix: str) -> None:
-    known_value = place.said.get(name)
+    known_value = place.known.get(name)
     if known_value is None or known_value.value == stated.value:
         return
     is_flag = stated.source.startswith("--")
@@ -151,7 +151,7 @@ def _check_rank(
         )
     if rank is not None and not 0 <= rank < machines and ("machine_rank" in stated or machines > 1):
         raise UsageError(
-            f"{settled.said['machine_rank'].source} {rank} of {counted(machines, 'machine')}",
+            f"{settled.known['machine_rank'].source} {rank} of {counted(machines, 'machine')}",
             why="the machines are numbered from 0",
             fix=fix if machines > 1 else "num_machines in the YAML, or --num-machines, is the number of machines",
         )

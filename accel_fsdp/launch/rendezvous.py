@@ -16,7 +16,7 @@ INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def check_place(address: str, port: int, rank: int) -> None:
-    """Raises a UserError if the machines can't meet at this address and port of machine 0, seen from this machine."""
+    """Raises a UserError if the machines can't connect at this address and port of machine 0."""
     try:
         resolved = addresses_of(address)
     except (OSError, UnicodeError) as error:  # a part of a name that is too long is no IDNA

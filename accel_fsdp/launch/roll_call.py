@@ -15,7 +15,7 @@ from accel_fsdp import console
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import agreement, rendezvous
 from accel_fsdp.launch.agreement import Member, Settings
-from accel_fsdp.launch.store import Address, Board
+from accel_fsdp.launch.store import Address, JsonStore
 from accel_fsdp.units import counted, first_few
 
 REPORT_SECONDS = 10.0
@@ -30,13 +30,13 @@ OTHER_SECONDS = 30.0
 READ_SECONDS = 2.0
 """Seconds that machine 0 keeps the store open, so that the others can read its message."""
 REFUSED, NONE = "refused", list[str]()
-"""The name of the value that ends the roll call, and its content if machine 0 lets ranks start."""
+"""The key of the value that ends the wait, and its content if machine 0 lets the ranks start."""
 FIX_REACH = "start machine 0, or look at its output; accel-fsdp doctor on both tests their connection"
 FIX_RANKS = "--machine-rank N, another on each machine; or srun --ntasks-per-node=1, which numbers them"
 
 
 @dataclass(frozen=True)
-class Attendee:
+class LauncherInfo:
     """The launcher of a machine, with the numbers that it was given."""
 
     rank: int
@@ -49,30 +49,30 @@ class Attendee:
         return f"machine {self.rank} ({self.host})"
 
 
-def attend(machine: Attendee, meeting: Address, seconds: float, settings: Settings) -> None:
-    """Waits until all machines have connected at `meeting` and compared their settings, and its port is free again.
+def wait_for_machines(machine: LauncherInfo, address: Address, seconds: float, settings: Settings) -> None:
+    """Waits until all machines have connected at `address` and compared their settings, and its port is free again.
 
     Raises:
         UserError: some didn't connect in time, two have the same rank, or their settings differ.
     """
     deadline = time.monotonic() + seconds
     try:
-        board = _hold(machine, meeting, seconds) if machine.rank == 0 else _reach(machine, meeting, seconds)
+        store = _open_store(machine, address, seconds) if machine.rank == 0 else _connect(machine, address, seconds)
     except RuntimeError as error:
         raise UserError(
-            f"the machines can't connect at {meeting}: {error}",
+            f"the machines can't connect at {address}: {error}",
             why="another program uses the port",
-            fix=f"another one on all machines: --main-process-port {meeting.port + 1}",
+            fix=f"another one on all machines: --main-process-port {address.port + 1}",
         ) from error
     try:
-        _call(board, machine, meeting, seconds, deadline)
+        _register(store, machine, address, seconds, deadline)
         agreement.compare(
-            board.store, "told", Member(machine.rank, machine.rank), machine.machines, settings, OPEN_SECONDS
+            store.torch_store, "settings", Member(machine.rank, machine.rank), machine.machines, settings, OPEN_SECONDS
         )
-        _part(board, machine)
+        _confirm(store, machine)
     except RuntimeError as error:  # a DistError is one
         raise UserError(
-            f"machine 0 at {meeting} closed the connection before all machines had connected",
+            f"machine 0 at {address} closed the connection before all machines had connected",
             why="it ended, or the network broke",
             fix="look at its output",
         ) from error
@@ -81,36 +81,36 @@ def attend(machine: Attendee, meeting: Address, seconds: float, settings: Settin
 # Reaching machine 0
 
 
-def _hold(machine: Attendee, meeting: Address, seconds: float) -> Board:
+def _open_store(machine: LauncherInfo, address: Address, seconds: float) -> JsonStore:
     """Opens the store on this machine, if others reach this machine at the address."""
-    board = replace(meeting, host="127.0.0.1", hosts=True).open(OPEN_SECONDS)
-    if rendezvous.is_own(meeting.host):
-        return board
-    board.put("holder", asdict(machine))
-    if problem := rendezvous.wait_for(meeting.host, meeting.port, min(seconds, OTHER_SECONDS)):
+    store = replace(address, host="127.0.0.1", hosts=True).open(OPEN_SECONDS)
+    if rendezvous.is_own(address.host):
+        return store
+    store.put("holder", asdict(machine))
+    if problem := rendezvous.wait_for(address.host, address.port, min(seconds, OTHER_SECONDS)):
         raise UserError(
-            f"this is machine 0, and it doesn't reach itself at {meeting}: {problem}",
-            why=f"no interface of it has the address of {meeting.host}, at which the others look for machine 0",
+            f"this is machine 0, and it doesn't reach itself at {address}: {problem}",
+            why=f"no interface of it has the address of {address.host}, at which the others look for machine 0",
             fix=rendezvous.FIX_ADDRESS,
         )
-    existing = meeting.open(OPEN_SECONDS)
+    existing = address.open(OPEN_SECONDS)
     if existing.get("holder") != asdict(machine):
-        _refuse(existing, f"two machines were started as machine 0: the one at {meeting.host}, and {machine.host}")
-    return board
+        _refuse(existing, f"two machines were started as machine 0: the one at {address.host}, and {machine.host}")
+    return store
 
 
-def _reach(machine: Attendee, meeting: Address, seconds: float) -> Board:
+def _connect(machine: LauncherInfo, address: Address, seconds: float) -> JsonStore:
     """Connects to the store of machine 0 as soon as it listens."""
-    began, here = time.monotonic(), rendezvous.is_own(meeting.host)
+    began, here = time.monotonic(), rendezvous.is_own(address.host)
     limit = min(seconds, OWN_SECONDS) if here else seconds
-    note = f"; {meeting.host} is this machine, which was started as machine {machine.rank}" if here else ""
+    note = f"; {address.host} is this machine, which was started as machine {machine.rank}" if here else ""
     while True:
         left = began + limit - time.monotonic()
-        problem = rendezvous.wait_for(meeting.host, meeting.port, max(min(REPORT_SECONDS, left), 0.0))
+        problem = rendezvous.wait_for(address.host, address.port, max(min(REPORT_SECONDS, left), 0.0))
         if not problem:
-            return meeting.open(OPEN_SECONDS)
+            return address.open(OPEN_SECONDS)
         waited = time.monotonic() - began
-        report = f"machine 0 at {meeting} has not been reached for {waited:.0f} s: {problem}{note}"
+        report = f"machine 0 at {address} has not been reached for {waited:.0f} s: {problem}{note}"
         if waited < limit:
             port = "; machine 0 may use another port" if "refused" in problem else ""
             console.say(f"accel-fsdp: {report}{port}")
@@ -123,73 +123,73 @@ def _reach(machine: Attendee, meeting: Address, seconds: float) -> Board:
 # Which machines have connected
 
 
-def _call(board: Board, machine: Attendee, meeting: Address, seconds: float, deadline: float) -> None:
-    attendee = Attendee(**board.agree(f"machine/{machine.rank}", asdict(machine)))
-    if attendee != machine:
-        addresses = f"{attendee.host} (process {attendee.process}) and {machine.host} (process {machine.process})"
-        _refuse(board, f"two machines were started as machine {machine.rank}: {addresses}")
+def _register(store: JsonStore, machine: LauncherInfo, address: Address, seconds: float, deadline: float) -> None:
+    first = LauncherInfo(**store.agree(f"machine/{machine.rank}", asdict(machine)))
+    if first != machine:
+        addresses = f"{first.host} (process {first.process}) and {machine.host} (process {machine.process})"
+        _refuse(store, f"two machines were started as machine {machine.rank}: {addresses}")
     try:
-        _wait_for_all(board, machine, meeting, seconds, deadline)
+        _wait_for_all(store, machine, address, seconds, deadline)
     except BaseException:
         with contextlib.suppress(RuntimeError):
-            board.remove(f"machine/{machine.rank}")
+            store.remove(f"machine/{machine.rank}")
         raise
 
 
-def _wait_for_all(board: Board, attendee: Attendee, meeting: Address, seconds: float, deadline: float) -> None:
+def _wait_for_all(store: JsonStore, machine: LauncherInfo, address: Address, seconds: float, deadline: float) -> None:
     began = last_report = time.monotonic()
     while True:
-        if refusal := board.get(REFUSED):
-            if attendee.rank == 0:
+        if refusal := store.get(REFUSED):
+            if machine.rank == 0:
                 time.sleep(READ_SECONDS)
             raise _refusal(*refusal)
-        machines = {rank: board.get(f"machine/{rank}") for rank in range(attendee.machines)}
-        present = {rank: Attendee(**machine) for rank, machine in machines.items() if machine}
+        infos = {rank: store.get(f"machine/{rank}") for rank in range(machine.machines)}
+        present = {rank: LauncherInfo(**info) for rank, info in infos.items() if info}
         if difference := _difference(present.values()):
-            _refuse(board, difference, "the same YAML and flags on all machines")
-        if len(present) == attendee.machines:
+            _refuse(store, difference, "the same YAML and flags on all machines")
+        if len(present) == machine.machines:
             return
         now = time.monotonic()
         if now >= deadline:
-            late = f"{_roll(present, attendee.machines)}, after {seconds:.0f} s"
+            late = f"{_connected(present, machine.machines)}, after {seconds:.0f} s"
             fix = "start the missing ones; --timeout SECONDS waits longer"
-            if attendee.rank == 0:
-                _refuse(board, late, fix)
+            if machine.rank == 0:
+                _refuse(store, late, fix)
             raise _refusal(late, fix)
         if now - last_report >= REPORT_SECONDS:
             last_report = now
-            place = f"; machine 0 waits at {meeting}" if attendee.rank == 0 else ""
-            console.say(f"accel-fsdp: {_roll(present, attendee.machines)}, {now - began:.0f} s{place}")
+            place = f"; machine 0 waits at {address}" if machine.rank == 0 else ""
+            console.say(f"accel-fsdp: {_connected(present, machine.machines)}, {now - began:.0f} s{place}")
         time.sleep(POLL_SECONDS)
 
 
-def _part(board: Board, machine: Attendee) -> None:
+def _confirm(store: JsonStore, machine: LauncherInfo) -> None:
     """Machine 0 keeps the store open until all machines have confirmed; the others wait until it is closed."""
     if machine.rank:
-        board.put(f"complete/{machine.rank}", True)
+        store.put(f"complete/{machine.rank}", True)
         with contextlib.suppress(RuntimeError):
-            while not (refusal := board.get(REFUSED)):
+            while not (refusal := store.get(REFUSED)):
                 time.sleep(POLL_SECONDS / 4)
             raise _refusal(*refusal)
         return
     others = {f"complete/{rank}": rank for rank in range(1, machine.machines)}
-    answered = board.wait(others, OPEN_SECONDS)
+    answered = store.wait(others, OPEN_SECONDS)
     if quiet := [rank for key, rank in others.items() if key not in answered]:
-        missing = Attendee(**board.get(f"machine/{quiet[0]}"))
-        _refuse(board, f"{missing} has connected, and has not answered for {OPEN_SECONDS:.0f} s", "look at its log")
-    if refusal := board.agree(REFUSED, NONE):  # one that came meanwhile; a later one ends its sender alone
+        missing = LauncherInfo(**store.get(f"machine/{quiet[0]}"))
+        _refuse(store, f"{missing} has connected, and has not answered for {OPEN_SECONDS:.0f} s", "look at its log")
+    if refusal := store.agree(REFUSED, NONE):  # refused meanwhile; a later refusal ends its sender alone
         time.sleep(READ_SECONDS)
         raise _refusal(*refusal)
 
 
-def _roll(present: Mapping[int, Attendee], machines: int) -> str:
+def _connected(present: Mapping[int, LauncherInfo], machines: int) -> str:
     missing = [str(rank) for rank in range(machines) if rank not in present]
     missing_list = first_few(missing, 8)
     names = f"machine {missing_list} is" if len(missing) == 1 else f"machines {missing_list} are"
     return f"{len(present)} of {counted(machines, 'machine')} connected; {names} missing"
 
 
-def _difference(present: Collection[Attendee]) -> str:
+def _difference(present: Collection[LauncherInfo]) -> str:
     """A sentence about the first setting that differs between two machines; empty if none does."""
     for name in ("machines", "processes"):
         machine_by_number = {number: machine for machine in present if (number := getattr(machine, name)) is not None}
@@ -200,9 +200,9 @@ def _difference(present: Collection[Attendee]) -> str:
     return ""
 
 
-def _refuse(board: Board, what: str, fix: str = FIX_RANKS) -> NoReturn:
-    """Ends the roll call for this machine and for all machines that still wait."""
-    refusal = board.agree(REFUSED, [what, fix]) or [what, fix]
+def _refuse(store: JsonStore, what: str, fix: str = FIX_RANKS) -> NoReturn:
+    """Ends the wait of this machine and of all machines that still wait."""
+    refusal = store.agree(REFUSED, [what, fix]) or [what, fix]
     time.sleep(READ_SECONDS)
     raise _refusal(*refusal)
 

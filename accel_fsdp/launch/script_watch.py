@@ -67,7 +67,7 @@ class ScriptWatch(Watchdog):
 
     def leave(self) -> None:
         """Ends the watch with the script, and reports that to the other ranks."""
-        if self.board is not None and not self._over.is_set():
+        if self.messages is not None and not self._over.is_set():
             in_time(self.trained)
         self.end()
         for thread in self._threads:  # one that is in C++ code while Python ends may abort the process

@@ -32,7 +32,7 @@ class Address:
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
-    def open(self, seconds: float) -> "Board":
+    def open(self, seconds: float) -> "JsonStore":
         """Connects to the store, or starts it, within `seconds`.
 
         Raises:
@@ -50,35 +50,35 @@ class Address:
         if store is None:
             cause = "another program answers there"
             raise RuntimeError("no store could be opened" if self.hosts else cause)
-        return Board(PrefixStore(PREFIX, store), store.port)
+        return JsonStore(PrefixStore(PREFIX, store), store.port)
 
 
 @dataclass(frozen=True)
-class Board:
+class JsonStore:
     """Values by name, as JSON. Every method raises RuntimeError if machine 0 is gone."""
 
-    store: "Store"
+    torch_store: "Store"
     port: int = 0
     """The port of the machine that holds the store, if it was opened at an address."""
 
     def put(self, name: str, value: Any) -> None:
-        self.store.set(name, json.dumps(value))
+        self.torch_store.set(name, json.dumps(value))
 
     def agree(self, name: str, value: Any) -> Any:
         """Stores the value unless one is stored already; returns the stored one."""
-        return json.loads(self.store.compare_set(name, "", json.dumps(value)))
+        return json.loads(self.torch_store.compare_set(name, "", json.dumps(value)))
 
     def remove(self, name: str) -> None:
-        self.store.delete_key(name)
+        self.torch_store.delete_key(name)
 
     def get(self, name: str) -> Any:
-        return json.loads(self.store.get(name)) if self.store.check([name]) else None
+        return json.loads(self.torch_store.get(name)) if self.torch_store.check([name]) else None
 
     def wait(self, names: Iterable[str], seconds: float) -> dict[str, Any]:
         """Waits until all names have values, at most for `seconds`; returns the values that are there."""
         needed, values, deadline = list(names), dict[str, Any](), time.monotonic() + seconds
         while True:
-            values |= {name: self.get(name) for name in needed if name not in values and self.store.check([name])}
+            values |= {name: self.get(name) for name in needed if name not in values and self.torch_store.check([name])}
             if len(values) == len(needed) or time.monotonic() > deadline:
                 return values
             time.sleep(EVERY_SECONDS)

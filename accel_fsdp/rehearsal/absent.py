@@ -49,7 +49,7 @@ class Absence:
 
 
 @dataclass(frozen=True)
-class _Parting:
+class _Mismatch:
     """The first collective in which two ranks differ; `call` is the one of `rank` alone."""
 
     rank: int
@@ -67,13 +67,13 @@ def absence(events: Sequence[RankEvent]) -> Absence | None:
     if unequal := _sizes_apart(calls):
         return unequal
     aborted = {event.rank: calls_of(event.content)[-1] for event in events if event.kind == "aborted"}
-    parting = next(_partings(calls), None) or _from_gone(calls, every, aborted)
-    if parting is None and aborted:
+    mismatch = next(_mismatches(calls), None) or _from_gone(calls, every, aborted)
+    if mismatch is None and aborted:
         rank, call = next(iter(aborted.items()))
         return Absence(
-            f"{call.said} on rank {rank} is sent another size than it waits for", call.lines[-1], FIXES["sizes"]
+            f"{call.function} on rank {rank} receives another size than it waits for", call.lines[-1], FIXES["sizes"]
         )
-    return _explained(parting, events) if parting else None
+    return _explained(mismatch, events) if mismatch else None
 
 
 def _sizes_apart(calls: Calls) -> Absence | None:
@@ -83,7 +83,7 @@ def _sizes_apart(calls: Calls) -> Absence | None:
             continue
         if ours.name in EQUAL_SIZES and ours.sizes != theirs.sizes:
             sizes = f"{_shape(ours)} on rank {first} and {_shape(theirs)} on rank {other}"
-            return Absence(f"{ours.said} gets tensors of different sizes: {sizes}", ours.lines[-1], FIXES["sizes"])
+            return Absence(f"{ours.function} gets tensors of different sizes: {sizes}", ours.lines[-1], FIXES["sizes"])
     return None
 
 
@@ -99,7 +99,7 @@ def _is_same(ours: Call, theirs: Call) -> bool:
     return (ours.group, ours.name, ours.lines) == (theirs.group, theirs.name, theirs.lines)
 
 
-def _partings(calls: Calls) -> Iterator[_Parting]:
+def _mismatches(calls: Calls) -> Iterator[_Mismatch]:
     """The first differing calls of two ranks in each group, after the last call that both made at the same line."""
     for first, other in combinations(sorted(calls), 2):
         for group in dict.fromkeys(call.group for call in calls[first]):
@@ -118,7 +118,7 @@ def _of_script(call: Call | None) -> Call | None:
     return call if call and call.lines else None
 
 
-def _from_gone(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _Parting | None:
+def _from_gone(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _Mismatch | None:
     """The parting from a rank that reported no calls: it has ended, or a library aborted it in the call of `aborted`.
 
     The other rank's last call under a condition on its rank is then the one that it makes alone.
@@ -130,13 +130,13 @@ def _from_gone(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _P
             continue
         its_last = aborted.get(gone[0])
         if its_last and _branch(its_last) and its_last.lines != last.lines:
-            return _Parting(gone[0], its_last, rank, last)
+            return _Mismatch(gone[0], its_last, rank, last)
         by_number = next((call for call in reversed(several) if _branch(call)), None)
-        return _Parting(rank, by_number or last, gone[0], its_last, is_new=by_number is not None)
+        return _Mismatch(rank, by_number or last, gone[0], its_last, is_new=by_number is not None)
     return None
 
 
-def _alone(calls: Calls, *sides: tuple[int, Call | None]) -> _Parting:
+def _alone(calls: Calls, *sides: tuple[int, Call | None]) -> _Mismatch:
     """The parting from the side of the rank whose call the other never made; from the first rank if unknown."""
 
     def is_new(rank: int, call: Call, other: int) -> bool:
@@ -147,37 +147,39 @@ def _alone(calls: Calls, *sides: tuple[int, Call | None]) -> _Parting:
         if call:
             new = is_new(rank, call, other)
             kind = PRIORITY.index(call.kind) if call.kind in PRIORITY else len(PRIORITY)
-            ways.append((not new, not _branch(call), kind, rank, _Parting(rank, call, other, other_call, new)))
+            ways.append((not new, not _branch(call), kind, rank, _Mismatch(rank, call, other, other_call, new)))
     return min(ways)[-1]
 
 
-def _explained(parting: _Parting, events: Sequence[RankEvent]) -> Absence:
-    call, rank, other = parting.call, parting.rank, parting.other
+def _explained(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
+    call, rank, other = mismatch.call, mismatch.rank, mismatch.other
     line = call.lines[-1]
     if branch := _branch(call):
         return Absence(
-            f"rank {rank} alone calls {call.said}, under {branch}", line, FIXES.get(call.kind, FIXES["other"])
+            f"rank {rank} alone calls {call.function}, under {branch}", line, FIXES.get(call.kind, FIXES["other"])
         )
-    if call.kind == "generate" and not parting.is_new:
+    if call.kind == "generate" and not mismatch.is_new:
         return Absence(f"rank {rank} generates more tokens than rank {other}", line, FIXES["lengths"])
     passes = {r: sum(event.kind == "loss" and event.rank == r for event in events) for r in (rank, other)}
     loop = _loop(call)
-    if loop and not parting.is_new and not (parting.other_call and _is_inside(parting.other_call, loop)):
+    if loop and not mismatch.is_new and not (mismatch.other_call and _is_inside(mismatch.other_call, loop)):
         after = counted(passes[other], "backward pass", "backward passes")
         return Absence(
             f"rank {other} left the loop of line {loop.lineno} after {after}, and rank {rank} goes on in it",
             line,
             FIXES["uneven"],
         )
-    if parting.other_call and parting.other_call.lines == call.lines:  # then gloo says that sizes differ
+    if mismatch.other_call and mismatch.other_call.lines == call.lines:  # then gloo says that sizes differ
         pair = " and ".join(map(str, sorted((rank, other))))
-        return Absence(f"{call.said} gets tensors of different sizes on ranks {pair}", line, FIXES["sizes"])
-    if parting.other_call is None:
-        return Absence(f"rank {rank} alone calls {call.said}", line, FIXES.get(call.kind, FIXES["other"]))
-    where = f"{parting.other_call.said} at {parting.other_call.lines[-1]}"
-    if parting.is_new and call.kind in PRIORITY:
-        return Absence(f"rank {rank} alone calls {call.said}, where rank {other} calls {where}", line, FIXES[call.kind])
-    return Absence(f"rank {rank} calls {call.said} where rank {other} calls {where}", line, FIXES["other"])
+        return Absence(f"{call.function} gets tensors of different sizes on ranks {pair}", line, FIXES["sizes"])
+    if mismatch.other_call is None:
+        return Absence(f"rank {rank} alone calls {call.function}", line, FIXES.get(call.kind, FIXES["other"]))
+    where = f"{mismatch.other_call.function} at {mismatch.other_call.lines[-1]}"
+    if mismatch.is_new and call.kind in PRIORITY:
+        return Absence(
+            f"rank {rank} alone calls {call.function}, where rank {other} calls {where}", line, FIXES[call.kind]
+        )
+    return Absence(f"rank {rank} calls {call.function} where rank {other} calls {where}", line, FIXES["other"])
 
 
 def _branch(call: Call) -> str:

@@ -20,7 +20,7 @@ from accel_fsdp import python_child
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.hardware import host
 from accel_fsdp.launch import launcher, ranks
-from accel_fsdp.launch.ranks import Holding, RankEvent, Stand
+from accel_fsdp.launch.ranks import Holding, Location, RankEvent
 from accel_fsdp.rehearsal import warm
 from accel_fsdp.rehearsal.scaled import machines_of
 
@@ -42,7 +42,7 @@ class Hang:
     `ended`: the ranks whose script has ended. `in_time`: false if the launch reached its time limit.
     """
 
-    waits: Mapping[int, Stand]
+    waits: Mapping[int, Location]
     ended: frozenset[int] = frozenset()
     in_time: bool = True
 
@@ -52,7 +52,9 @@ class Hang:
 
     @property
     def stacks(self) -> str:
-        return "\n".join(f"rank {rank}:\n{stand.stack}" for rank, stand in sorted(self.waits.items()) if stand.stack)
+        return "\n".join(
+            f"rank {rank}:\n{location.stack}" for rank, location in sorted(self.waits.items()) if location.stack
+        )
 
 
 @dataclass(frozen=True)
@@ -225,11 +227,11 @@ def hang_in(events: Sequence[RankEvent], processes: int) -> Hang | None:
     last = {event.rank: event for event in events}
     ended = {event.rank for event in events if event.kind == "ended"}
     waiting = {rank: event.content for rank, event in last.items() if event.kind == "still" and rank not in ended}
-    collectives = {(stand["collective"], stand["line"]) for stand in waiting.values()}
+    collectives = {(location["collective"], location["line"]) for location in waiting.values()}
     if len(waiting) + len(ended) < processes or not any(name for name, _ in collectives):
         return None
     is_sure = all(name for name, _ in collectives) and (ended or len(collectives) > 1)
-    if not is_sure and not all(stand["long"] for stand in waiting.values()):
+    if not is_sure and not all(location["long"] for location in waiting.values()):
         return None
     return hang_of(events)
 
@@ -238,11 +240,11 @@ def hang_of(events: Sequence[RankEvent]) -> Hang:
     """The last places of all ranks that have not ended, as far as they reported them."""
     ended = frozenset(event.rank for event in events if event.kind == "ended")
     places = {event.rank: event.content for event in events if event.kind in ("still", "at")}
-    return Hang({rank: _stand(at) for rank, at in places.items() if rank not in ended}, ended)
+    return Hang({rank: _location(at) for rank, at in places.items() if rank not in ended}, ended)
 
 
-def _stand(place: Mapping[str, str]) -> Stand:
-    return Stand(place["line"], place["collective"], place["stack"])
+def _location(place: Mapping[str, str]) -> Location:
+    return Location(place["line"], place["collective"], place["stack"])
 
 
 def left_alone(events: Sequence[RankEvent]) -> Hang | None:
@@ -252,7 +254,7 @@ def left_alone(events: Sequence[RankEvent]) -> Hang | None:
     if not failed or not ended or not all(CONSEQUENCE.search(event.content["error"]) for event in failed):
         return None
     places = {event.rank: event.content for event in failed}
-    waits = {rank: Stand(at["line"], at["collective"] or "a collective", "") for rank, at in places.items()}
+    waits = {rank: Location(at["line"], at["collective"] or "a collective", "") for rank, at in places.items()}
     return Hang(waits, ended)
 
 

@@ -18,7 +18,7 @@ import pytest
 
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.launch.ranks import Stand
+from accel_fsdp.launch.ranks import Location
 from accel_fsdp.rehearsal import Hang, environments, janitor, places, scaled
 from accel_fsdp.testing import serving
 from accel_fsdp.units import counted
@@ -30,7 +30,7 @@ QUESTION_SECONDS = 5.0
 """Seconds that a rank may take to report where it is."""
 OTHERS_SECONDS = 0.3
 """Seconds that a failure waits for other ranks, because one of them may have failed first."""
-SILENT = Stand("an unknown place, such as C code that holds Python's GIL", "", "")
+SILENT = Location("an unknown place, such as C code that holds Python's GIL", "", "")
 
 
 class RankError(Exception):
@@ -46,7 +46,7 @@ class _Rank:
     questions: Connection
     output: Path
 
-    def stand(self) -> Stand:
+    def location(self) -> Location:
         with contextlib.suppress(OSError, EOFError):
             self.questions.send(None)
             if self.questions.poll(QUESTION_SECONDS):
@@ -166,7 +166,7 @@ class Ranks:
         return [answers[number] for number in sorted(answers)]
 
     def _timeout(self, waiting: list[int], seconds: float) -> TimeoutError:
-        places = {number: self._started[number].stand() for number in waiting}
+        places = {number: self._started[number].location() for number in waiting}
         hang = Hang(places, frozenset(range(self.processes)) - places.keys())
         ranks = ", ".join(map(str, waiting))
         return TimeoutError(f"no answer of rank {ranks} after {seconds:g} s: {hang}\n{hang.stacks}")

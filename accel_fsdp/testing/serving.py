@@ -67,7 +67,7 @@ def _report_places(questions: Connection, main: int) -> None:
     try:
         while True:
             questions.recv()
-            questions.send(hang.stand_of(main, caller=__file__))
+            questions.send(hang.location_of(main, caller=__file__))
     except (EOFError, OSError):
         os._exit(1)
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_fsdp import console, errors
 from accel_fsdp.errors import LET_RANK_ZERO_SPEAK_SECONDS, UserError, in_a_line
-from accel_fsdp.launch import FAILED, Address, Board, agreement, beats
+from accel_fsdp.launch import FAILED, Address, JsonStore, agreement, beats
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training.reporting import lineage
 
@@ -98,7 +98,7 @@ class Peers:
             self.store.wait(heard, timedelta(seconds=3 * self._every))
 
     def _watch(self, store: Any) -> None:
-        launchers = _board_of_launchers()
+        launchers = _launchers_store()
         while not self._over.wait(self._every):
             try:
                 what = self._failure(store, launchers)
@@ -109,7 +109,7 @@ class Peers:
             if what and not self._over.is_set():
                 self._end(what)
 
-    def _failure(self, store: Any, launchers: Board | None) -> str:
+    def _failure(self, store: Any, launchers: JsonStore | None) -> str:
         """The failure of another rank, as reported by it or its launcher; empty if no other rank failed."""
         if not store.check(["failed"]):
             return (launchers.get(FAILED) or "") if launchers is not None else ""
@@ -131,9 +131,9 @@ class Peers:
         os._exit(error.exit_code)
 
 
-def _board_of_launchers() -> Board | None:
+def _launchers_store() -> JsonStore | None:
     """The store in which `accel-fsdp launch` reports failed ranks: a killed rank can't report itself."""
-    address, port = LaunchEnvironment.now().meeting
+    address, port = LaunchEnvironment.now().launchers_address
     with contextlib.suppress(RuntimeError):
         return Address(address, port, hosts=False).open(MEET_SECONDS) if address else None
     return None

@@ -19,41 +19,41 @@ GREETING = (
 
 def interview(flags: Mapping[str, str], given: Mapping[str, str]) -> Interview:
     """Settles every question: by a flag, a preset or a file, else by asking; Ctrl-C raises KeyboardInterrupt."""
-    talk = Interview(flags, {**given, **flags})
-    talk.fixed = frozenset(talk.given)
+    session = Interview(flags, {**given, **flags})
+    session.fixed = frozenset(session.given)
     console.say(GREETING, style="dim", wrap=True)
-    _ask_from(talk, 0)
-    return talk
+    _ask_from(session, 0)
+    return session
 
 
-def change(talk: Interview, field: str) -> None:
+def change(session: Interview, field: str) -> None:
     """Asks one question again; answers that no longer fit fall back to their defaults, with a message."""
     question = next(question for question in QUESTIONS if question.field == field)
-    answer = _ask(question, talk.settled(until=field), talk.settled()[field])
+    answer = _ask(question, session.settled(until=field), session.settled()[field])
     if answer is not prompts.BACK:
-        talk.flags, talk.given[field] = {}, answer  # what was typed as a flag is now an answer like the others
+        session.flags, session.given[field] = {}, answer  # what was typed as a flag is now an answer like the others
 
 
-def go_back(talk: Interview) -> None:
+def go_back(session: Interview) -> None:
     """Asks the latest question again, and those that depend on it; does nothing if none was asked."""
-    if talk.asked:
-        _ask_from(talk, FIELDS.index(talk.asked.pop()))
+    if session.asked:
+        _ask_from(session, FIELDS.index(session.asked.pop()))
 
 
-def _ask_from(talk: Interview, position: int) -> None:
+def _ask_from(session: Interview, position: int) -> None:
     """Asks the open questions in order; Escape goes back to the previous one."""
     while position < len(QUESTIONS):
         question = QUESTIONS[position]
-        context = talk.settled(until=question.field)
-        if question.field in talk.fixed or not (question.applies(context) and question.helps(context)):
+        context = session.settled(until=question.field)
+        if question.field in session.fixed or not (question.applies(context) and question.helps(context)):
             position += 1
             continue
-        answer = _ask(question, context, talk.given.get(question.field))
+        answer = _ask(question, context, session.given.get(question.field))
         if answer is prompts.BACK:
-            position = FIELDS.index(talk.asked.pop()) if talk.asked else position
+            position = FIELDS.index(session.asked.pop()) if session.asked else position
             continue
-        talk.given[question.field] = answer
-        talk.asked.append(question.field)
+        session.given[question.field] = answer
+        session.asked.append(question.field)
         position += 1
 
 

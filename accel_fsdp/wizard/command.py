@@ -48,14 +48,14 @@ def configure(options: WizardOptions, flags: Mapping[str, str]) -> int:
     if "model" not in {**answers, **flags} and (options.from_file or "layer_class" in {**answers, **flags}):
         answers["model"] = interview.WITHOUT_MODEL
     if interactive:
-        talk = asking.interview(flags, answers)
+        session = asking.interview(flags, answers)
     else:
-        talk = interview.interview(flags, answers, defaults=options.yes)
-    original = _original(options.from_file, job, written, talk) if options.from_file else None
+        session = interview.interview(flags, answers, defaults=options.yes)
+    original = _original(options.from_file, job, written, session) if options.from_file else None
     if interactive:
-        return _review(talk, options, original)
-    _warn(interview.warnings(talk))  # the file is written nevertheless, as requested
-    return _write(talk, options, original)
+        return _review(session, options, original)
+    _warn(interview.warnings(session))  # the file is written nevertheless, as requested
+    return _write(session, options, original)
 
 
 def _warn(lines: tuple[str, ...]) -> None:
@@ -85,43 +85,43 @@ def _read(path: Path) -> tuple[JobConfig, dict[str, str]]:
     return job, from_yaml.to_flags(job)
 
 
-def _original(path: Path, job: JobConfig, written: Mapping[str, str], talk: interview.Interview) -> Original:
+def _original(path: Path, job: JobConfig, written: Mapping[str, str], session: interview.Interview) -> Original:
     """The file's answers, completed with the model of the interview and Accelerate's defaults."""
     unwritten = ("model", "method", "gpus")
-    before = {name: value for name, value in talk.given.items() if name in unwritten}
+    before = {name: value for name, value in session.given.items() if name in unwritten}
     answers = interview.answers(interview.Interview({}, {**before, **written}, as_written=True))
-    new = interview.answers(talk)  # says what it can't use
-    for line in from_yaml.corrections(job, answers, new, talk.given.keys()):
+    new = interview.answers(session)  # says what it can't use
+    for line in from_yaml.corrections(job, answers, new, session.given.keys()):
         console.say(f"note: {line}", style="yellow", wrap=True)
     return Original(path, job, answers, written.keys())
 
 
-def _text(talk: interview.Interview, answers: Answers, original: Original | None) -> str:
+def _text(session: interview.Interview, answers: Answers, original: Original | None) -> str:
     if original is None:
         return to_yaml.to_text(answers)
-    answered = talk.given.keys() - original.written
+    answered = session.given.keys() - original.written
     if answers.model and "layer_class" not in original.written:
         answered |= {"layer_class"}  # the model has answered it
     return from_yaml.update(yaml_file.load(original.path), original.job, original.answers, answers, answered)
 
 
-def _review(talk: interview.Interview, options: WizardOptions, original: Original | None) -> int:
+def _review(session: interview.Interview, options: WizardOptions, original: Original | None) -> int:
     """Shows all answers on one screen: Enter on an answer asks it again, the first line writes the file."""
     output = _output(options)
     place = "stdout" if output is None else str(output)
     shown_lines: tuple[str, ...] = ()
     while True:
-        answers = interview.answers(talk)
-        if shown_lines != (shown_lines := interview.warnings(talk)):
+        answers = interview.answers(session)
+        if shown_lines != (shown_lines := interview.warnings(session)):
             _warn(shown_lines)
-        text = _text(talk, answers, original)
+        text = _text(session, answers, original)
         chosen = prompts.pick(
             f"Write {place}?",
             [(WRITE, "Write it"), *_rows(answers), (SHOW, "Show the YAML"), (QUIT, "Quit, write nothing")],
-            "Enter on a line; Escape goes back" if talk.asked else "Enter on a line",
+            "Enter on a line; Escape goes back" if session.asked else "Enter on a line",
         )
         if chosen == WRITE and _may_write(output, options, original, text):
-            return _write(talk, options, original)
+            return _write(session, options, original)
         if chosen == SHOW:
             console.show_yaml(text, place)
             if original is not None:
@@ -131,9 +131,9 @@ def _review(talk: interview.Interview, options: WizardOptions, original: Origina
             console.say("nothing written")
             return 1
         elif chosen is prompts.BACK:
-            asking.go_back(talk)
+            asking.go_back(session)
         elif chosen != WRITE:
-            asking.change(talk, chosen)
+            asking.change(session, chosen)
 
 
 def _rows(answers: Answers) -> list[tuple[str, str]]:
@@ -154,9 +154,9 @@ def _may_write(output: Path | None, options: WizardOptions, original: Original |
     return prompts.confirm(f"{output} exists. Overwrite it?", default=original is not None)
 
 
-def _write(talk: interview.Interview, options: WizardOptions, original: Original | None) -> int:
-    output, answers = _output(options), interview.answers(talk)
-    text = _text(talk, answers, original)
+def _write(session: interview.Interview, options: WizardOptions, original: Original | None) -> int:
+    output, answers = _output(options), interview.answers(session)
+    text = _text(session, answers, original)
     if output is None:
         console.put(text.rstrip(), lines=True)
         return 0

@@ -56,10 +56,10 @@ class Interview:
 
     def unanswered(self) -> list[Question]:
         """The questions that apply and have no given answer; without a model, those for a Llama."""
-        talk = self
+        session = self
         if "model" not in self.given:
-            talk = replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
-        context = talk.settled()
+            session = replace(self, given={**self.given, "model": PRESET_MODEL}, quiet=True)
+        context = session.settled()
         return [q for q in QUESTIONS if q.applies(context) and q.helps(context) and q.field not in self.given]
 
     def _settle(self, question: Question, context: Context) -> Context:
@@ -114,29 +114,29 @@ class Interview:
 
 def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool) -> Interview:
     """Settles every question: by a flag, a preset or a file, else by its default."""
-    talk = Interview(flags, {**given, **flags})
-    if not defaults and (unanswered := talk.unanswered()):
+    session = Interview(flags, {**given, **flags})
+    if not defaults and (unanswered := session.unanswered()):
         raise UsageError(
             "this is not a terminal, so nothing can be asked",
             why="unanswered: " + " ".join(question.flag for question in unanswered),
             fix="add --yes to take the defaults (it needs --model), or give these flags",
         )
-    return talk
+    return session
 
 
-def answers(talk: Interview) -> Answers:
+def answers(session: Interview) -> Answers:
     """The answers of a finished interview, with the plan's length and environment unless it is quiet or from a file."""
-    context = talk.settled()
-    judged = None if talk.quiet or talk.as_written else notes.judgement(context)
+    context = session.settled()
+    judged = None if session.quiet or session.as_written else notes.judgement(context)
     if judged is None:
         return to_answers(context)
     environment = tuple(judged.device.environment.items())
     return replace(to_answers(context), length=judged.recipe.length, environment=environment)
 
 
-def warnings(talk: Interview) -> tuple[str, ...]:
+def warnings(session: Interview) -> tuple[str, ...]:
     """The plan's objections to the answers of a finished interview: that they don't fit, and what would."""
-    return notes.warnings(talk.settled())
+    return notes.warnings(session.settled())
 
 
 def in_words(text: str, between: str = " ") -> str:

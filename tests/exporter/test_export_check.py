@@ -49,8 +49,8 @@ BROKEN: dict[str, Callable[[str], str]] = {
     "odd shapes": rewritten(lambda report: report["tensors"][NAME].update(shape=["x"])),
     "a hash that is none": rewritten(lambda report: report["tensors"][NAME].update(hash="")),
     "a block below 0": rewritten(lambda report: report["tensors"][NAME].update(block=-5)),
-    "without hashes of papers": rewritten(lambda report: report.update(papers={})),
-    "without papers": rewritten(lambda report: {key: value for key, value in report.items() if key != "papers"}),
+    "without hashes of companion files": rewritten(lambda report: report.update(papers={})),
+    "without companion files": rewritten(lambda report: {key: report[key] for key in report if key != "papers"}),
     "an endless block": rewritten(lambda report: report["tensors"][NAME].update(block=math.inf)),
 }
 

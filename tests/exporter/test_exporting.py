@@ -306,8 +306,8 @@ def assert_converted(tmp_path: Path) -> None:
     assert torch.equal(theirs[name], model.state_dict()[name].T)
 
     reader, found = FileReader(), discover.find(tmp_path / "model.pth")[0]
-    papers = companion_files.find(found, str(tmp_path / "model"))
-    outputs = Planner(open_checkpoint.read(found, reader), papers, reader, None).outputs(
+    companions = companion_files.find(found, str(tmp_path / "model"))
+    outputs = Planner(open_checkpoint.read(found, reader), companions, reader, None).outputs(
         transformers_probe.describe(tmp_path / "model")
     )
     same({output.name: safetensors_writer.whole(reader, output.source) for output in outputs}, theirs)

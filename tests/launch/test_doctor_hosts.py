@@ -89,7 +89,7 @@ def one_does_not_come(machines: list[Host], folder: Path) -> list[Finished]:
 def test_a_machine_that_does_not_come(ended: Ended) -> None:
     first, second = ended("one_does_not_come")
     assert (first.code, second.code) == (1, 1)
-    assert "error    machines       machine 2 didn't come" in first.output
+    assert "error    machines       machine 2 has not connected" in first.output
     assert re.search(r"(ok|unknown) +machines 0 and 1 ", first.output), first.output
 
 
@@ -103,7 +103,7 @@ def port_blocked(machines: list[Host], folder: Path) -> list[Finished]:
 def test_a_blocked_port(ended: Ended) -> None:
     first, second = ended("port_blocked")
     assert (first.code, second.code) == (1, 1)
-    assert "machine 1 didn't come" in first.output
+    assert "machine 1 has not connected" in first.output
     assert f"machine 0 at n1:{PORT} doesn't answer" in second.output
 
 
@@ -128,7 +128,7 @@ def test_an_interface_that_one_machine_has_not(ended: Ended) -> None:
     assert first.code == 1
     after = first.output.partition("machine 1 (n2)")[2]
     assert "GLOO_SOCKET_IFNAME=nope0: this machine has no interface nope0" in after
-    assert re.search(r"error +machines 0 and 1 +they can't talk to each other", after)
+    assert re.search(r"error +machines 0 and 1 +they can't reach each other", after)
 
 
 @case
@@ -173,13 +173,13 @@ CASES |= {address: functools.partial(named_elsewhere, address=address) for addre
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_a_host_name_that_leads_elsewhere(address: str, ended: Ended) -> None:
-    """An error where the machines can't talk, and a warning where they do all the same."""
+    """An error where the machines can't reach each other, and a warning where they do all the same."""
     first, _ = ended(address)
     said = "its own alone" if address.startswith("127") else "an address that none of its interfaces has"
     row = re.search(rf"(error|warning) +host name +n2 is {re.escape(address)}, {said}", first.output)
     assert row, first.output
-    talked = "each collective gives the right result" in first.output
-    assert (row[1], first.code) == (("warning", 0) if talked else ("error", 1)), first.output
+    communicated = "each collective gives the right result" in first.output
+    assert (row[1], first.code) == (("warning", 0) if communicated else ("error", 1)), first.output
     assert "export GLOO_SOCKET_IFNAME=eth0" in first.output
 
 
@@ -326,4 +326,4 @@ def test_a_link_that_is_very_slow(machines: list[Host]) -> None:
 def test_a_machine_that_is_switched_off_while_it_is_tested(ended: Ended) -> None:
     first, second, _ = ended("switched_off")
     assert (first.code, second.code) == (1, 1)
-    assert re.search(r"error +(machines +machine 2 didn't come|machine 2 |rank 2 )", first.output)
+    assert re.search(r"error +(machines +machine 2 has not connected|machine 2 |rank 2 )", first.output)

@@ -153,17 +153,17 @@ def test_machines_that_meet(folder: Path) -> None:
 
 def test_a_refusal_in_the_last_second_is_read() -> None:
     """One that comes while machine 0 waits for the last answers ends all; a later one ends its sender."""
-    first, late = (roll_call.Attendee(rank, 2, 2, f"n{rank}", 7) for rank in (0, 1))
-    board = Address("127.0.0.1", 0, hosts=True).open(10)
-    board.put("complete/1", True)
-    board.put(roll_call.REFUSED, ["two machines are one", "another rank"])
+    first, late = (roll_call.LauncherInfo(rank, 2, 2, f"n{rank}", 7) for rank in (0, 1))
+    store = Address("127.0.0.1", 0, hosts=True).open(10)
+    store.put("complete/1", True)
+    store.put(roll_call.REFUSED, ["two machines are one", "another rank"])
     with pytest.raises(UserError, match="two machines are one"):
-        roll_call._part(board, first)
-    board.remove(roll_call.REFUSED)
-    roll_call._part(board, first)
+        roll_call._confirm(store, first)
+    store.remove(roll_call.REFUSED)
+    roll_call._confirm(store, first)
     with pytest.raises(UserError, match="machine 1 came late"):
-        roll_call._refuse(board, f"{late} came late".replace(" (n1)", ""))
-    assert board.get(roll_call.REFUSED) == []
+        roll_call._refuse(store, f"{late} came late".replace(" (n1)", ""))
+    assert store.get(roll_call.REFUSED) == []
 
 
 def test_a_time_that_cannot_be() -> None:

@@ -225,7 +225,7 @@ def test_a_yaml_for_other_gpus_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
-def test_the_zero_papers_table(stage: int, gigabytes: float) -> None:
+def test_the_table_of_the_zero_paper(stage: int, gigabytes: float) -> None:
     """7.5 billion parameters on 64 GPUs (arXiv 1910.02054, figure 1): weights, gradients and Adam, without buckets."""
     layer = Block("Layer", tuple(range(30)), (Parameter("weight", (25_000, 10_000), "linear"),))
     shape = ModelShape("paper", "none", 10_000, 1, 1, 1, (layer,), (), tied=False)
@@ -238,9 +238,9 @@ def test_the_zero_papers_table(stage: int, gigabytes: float) -> None:
     engine.load()
     engine.make_states()
     for number, unit in enumerate(engine.units):
-        born = sum(element.numel for element in unit.held) * (2 if stage else 4)
-        meter.add(GRADIENTS, born)
-        engine.after_backward(number, born)
+        grad_bytes = sum(element.numel for element in unit.held) * (2 if stage else 4)
+        meter.add(GRADIENTS, grad_bytes)
+        engine.after_backward(number, grad_bytes)
     held = sum(meter.live[kind] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)) / 1e9
     assert round(held, 1) == gigabytes
 

@@ -126,7 +126,7 @@ def test_a_fused_head_holds_the_logits_of_one_part() -> None:
     assert frozen.forward_peak == 2 * hidden + 2048 * 32000 * 2
     assert frozen.forward_end == hidden
     trained = fused_head(shape, Recipe(rows=4, length=4096, kernels="liger"))
-    assert trained.forward_end == hidden + weight == hidden + trained.born
+    assert trained.forward_end == hidden + weight == hidden + trained.grad_bytes
 
 
 def test_fused_kernels_take_less_everywhere() -> None:

@@ -90,10 +90,10 @@ def test_a_tape_replays_to_the_byte_where_it_was_not_recorded(variant: str) -> N
     ]
     for (tape, run), rows in itertools.product(parts, (1, 5)):
         at = At(rows, 448, 0 if "full" in variant else 13)
-        raw, played = run(at), tape.of(rows)
-        assert [(e.sign, e.size.exact(at)) for e in played.forward] == raw.forward
-        assert [(e.sign, e.size.exact(at)) for e in played.backward] == raw.backward
-        assert played.keeps_input == raw.keeps_input
+        raw, tape_of_rows = run(at), tape.of(rows)
+        assert [(e.sign, e.size.exact(at)) for e in tape_of_rows.forward] == raw.forward
+        assert [(e.sign, e.size.exact(at)) for e in tape_of_rows.backward] == raw.backward
+        assert tape_of_rows.keeps_input == raw.keeps_input
 
 
 def test_a_window_changes_the_tape_from_its_length_on() -> None:
@@ -320,7 +320,7 @@ def test_a_bundled_model_records_the_same_again() -> None:
     assert (recorded_shape, again[1]) == (shape, {variant: tapes[variant]})
 
 
-def test_copies_that_autocast_drops_leave_in_order_of_birth() -> None:
+def test_copies_that_autocast_drops_leave_in_order_of_creation() -> None:
     """Its cache is a map by address: GPT-2's biases, which nothing else keeps, left it in another order each time."""
     config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=512)
     first, *others = (fit.record_model("mine", config, ("fp32-amp-full-sdpa",)) for _ in range(5))
@@ -333,7 +333,7 @@ def test_a_thread_that_looks_at_the_stack_changes_no_recording() -> None:
 
     def look() -> None:
         while not over.wait(0.01):
-            hang.stand_of(main)
+            hang.location_of(main)
 
     thread = threading.Thread(target=look)
     thread.start()

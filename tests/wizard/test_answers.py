@@ -121,12 +121,12 @@ def test_a_mistyped_gpu_is_refused_and_the_fix_works() -> None:
 )
 def test_what_our_script_mends_is_taken_with_a_warning(flags: dict[str, str], what: str) -> None:
     """As the linter has it, which says nothing of a job with train/sft.py."""
-    talk = interview.interview(
+    session = interview.interview(
         {"model": "llama-3.1-8b", "gpus": "8xH100", "method": "lora", **flags}, {}, defaults=True
     )
-    made = interview.answers(talk)
+    made = interview.answers(session)
     assert all(str(getattr(made, name)).lower() == value for name, value in flags.items())
-    (line,) = (line for line in interview.warnings(talk) if what in line)
+    (line,) = (line for line in interview.warnings(session) if what in line)
     assert line == f"warning: {what}: the exported adapter has no tensors, unless the script is train/sft.py"
     plain = interview.interview({"model": "llama-3.1-8b", "gpus": "8xH100", "method": "lora"}, {}, defaults=True)
     assert not interview.answers(plain).activation_checkpointing
@@ -286,13 +286,13 @@ def test_what_the_defaults_write_is_clean_and_fits_or_is_warned_about(tmp_path: 
         flags = {"model": model, "gpus": gpus, "method": method, **ENGINES[engine], "main_process_ip": "10.0.0.1"}
         if not gpus.startswith("2x8"):
             del flags["main_process_ip"]
-        talk = interview.interview(flags, {}, defaults=True)
-        made = interview.answers(talk)
+        session = interview.interview(flags, {}, defaults=True)
+        made = interview.answers(session)
         path.write_text(to_yaml.to_text(made))
         assert [
             finding for finding in linter.lint(path, linter.LintOptions(model=model)) if finding.severity != "note"
         ] == [], flags
-        warned = any(line.startswith("warning: this ") for line in interview.warnings(talk))
+        warned = any(line.startswith("warning: this ") for line in interview.warnings(session))
         if gpus != "cpu":
             assert warned != judged_to_fit(path, made), flags
         fitting.add(warned)

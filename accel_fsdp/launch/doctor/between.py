@@ -6,7 +6,7 @@ from typing import Any
 from accel_fsdp.launch import agreement
 from accel_fsdp.launch.doctor import known_errors
 from accel_fsdp.launch.doctor.facts import Facts
-from accel_fsdp.launch.doctor.meeting import BUSY, MeetingResults
+from accel_fsdp.launch.doctor.network_tests import BUSY, NetworkResults
 from accel_fsdp.launch.doctor.probing import PAIR_SECONDS, SMALL_BYTES, PairResult
 from accel_fsdp.launch.doctor.rows import Row, Verdict
 from accel_fsdp.units import counted, kib_or_mib, per_second
@@ -17,7 +17,7 @@ SLOW_LINK = 125e6 / 2
 PER_MACHINE = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "PET_NODE_RANK", "CUDA_VISIBLE_DEVICES")
 """Variables that may differ between machines."""
 LOSSY, LEAST_RESENT = 0.01, 20
-"""The part of TCP's segments that is sent again, and how many at least, from which packets count as lost."""
+"""Packets count as lost from this share, and this number, of retransmitted TCP segments."""
 OF_SCRIPTS = ("collective-timeout", "missing-ranks", "gone")
 """Known errors whose cause is what ranks of a script do."""
 PING = (
@@ -26,10 +26,10 @@ PING = (
 )
 
 
-def judge(results: MeetingResults) -> list[Row]:
-    checks: tuple[Callable[[MeetingResults], Iterator[Row]], ...] = (
+def judge(results: NetworkResults) -> list[Row]:
+    checks: tuple[Callable[[NetworkResults], Iterator[Row]], ...] = (
         _missing,
-        _told_differently,
+        _differing_counts,
         _versions,
         _hardware,
         _variables,
@@ -41,17 +41,17 @@ def judge(results: MeetingResults) -> list[Row]:
     return [row for check in checks for row in check(results)]
 
 
-def _missing(results: MeetingResults) -> Iterator[Row]:
+def _missing(results: NetworkResults) -> Iterator[Row]:
     for machine in results.missing:
-        what = f"machine {machine} didn't come"
-        why = "nothing was started there, it ended, it can't reach machine 0, or it was given another number"
+        what = f"machine {machine} has not connected"
+        why = "the command wasn't started there, has ended, can't reach machine 0, or was given another number"
         fix = f"accel-fsdp doctor there; its --machine-rank must be {machine}, and the port of machine 0 be open"
         yield Row("machines", "error", what, why, fix)
     if not results.missing and len(results.facts) > 1:
         yield Row("machines", "ok", ", ".join(f"{number} is {facts.name}" for number, facts in results.facts.items()))
 
 
-def _differing(results: MeetingResults, setting_of: Callable[[Facts], Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+def _differing(results: NetworkResults, setting_of: Callable[[Facts], Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """The names of the settings that differ between machines, with the values and their machines."""
     for odd in agreement.differences({number: {"": setting_of(facts)} for number, facts in results.facts.items()}):
         values = (
@@ -61,13 +61,13 @@ def _differing(results: MeetingResults, setting_of: Callable[[Facts], Mapping[st
         yield odd.name, "; ".join(values)
 
 
-def _told_differently(results: MeetingResults) -> Iterator[Row]:
+def _differing_counts(results: NetworkResults) -> Iterator[Row]:
     for name, values in _differing(results, lambda facts: facts.asks_for):
         why = "some ranks would wait for others that never start"
         yield Row("job", "error", f"{name}: {values}", why, "the same YAML and flags on all machines")
 
 
-def _versions(results: MeetingResults) -> Iterator[Row]:
+def _versions(results: NetworkResults) -> Iterator[Row]:
     odd = list(_differing(results, lambda facts: {"python": facts.python, **facts.versions}))
     for name, values in odd:
         why = "ranks of different code hang, or disagree on what they send"
@@ -77,14 +77,14 @@ def _versions(results: MeetingResults) -> Iterator[Row]:
         yield Row("versions", "ok", "the same on all machines")
 
 
-def _hardware(results: MeetingResults) -> Iterator[Row]:
+def _hardware(results: NetworkResults) -> Iterator[Row]:
     counts = {len(facts.gpus) for facts in results.facts.values()}
     for _, values in _differing(results, lambda facts: {"GPUs": facts.gpus_in_words}):
         why = "each machine starts as many ranks as the others" if len(counts) > 1 else "all wait for the slowest"
         yield Row("GPUs", "error" if len(counts) > 1 else "warning", values, why, "machines of one kind")
 
 
-def _variables(results: MeetingResults) -> Iterator[Row]:
+def _variables(results: NetworkResults) -> Iterator[Row]:
     for name, values in _differing(results, lambda facts: facts.variables):
         if name not in PER_MACHINE:
             why = "the ranks of one machine may compute or send something else"
@@ -92,7 +92,7 @@ def _variables(results: MeetingResults) -> Iterator[Row]:
             yield Row("variables", verdict, f"{name}: {values}", why, f"export {name} alike on all machines")
 
 
-def _clocks(results: MeetingResults) -> Iterator[Row]:
+def _clocks(results: NetworkResults) -> Iterator[Row]:
     for number, ahead in results.clock_seconds.items():
         if abs(ahead) > CLOCK_SECONDS:
             what = f"machine {number} is {abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} machine 0"
@@ -100,7 +100,7 @@ def _clocks(results: MeetingResults) -> Iterator[Row]:
             yield Row("clocks", "warning", what, why, "timedatectl set-ntp true")
 
 
-def _folder(results: MeetingResults) -> Iterator[Row]:
+def _folder(results: NetworkResults) -> Iterator[Row]:
     if results.folder_unseen:
         what = f"a file of machine 0 isn't seen by {', '.join(f'machine {number}' for number in results.folder_unseen)}"
         why = "each machine's shards of a checkpoint would be on its own disk, and no resume would find all"
@@ -108,7 +108,7 @@ def _folder(results: MeetingResults) -> Iterator[Row]:
         yield Row("folder", "warning", what, why, fix)
 
 
-def _pairs(results: MeetingResults) -> Iterator[Row]:
+def _pairs(results: NetworkResults) -> Iterator[Row]:
     failed = [pair for pair in results.pairs if pair.error]
     dead, slow = _dead(results, failed), results.slow_machines()
     for machine in dead:
@@ -117,14 +117,14 @@ def _pairs(results: MeetingResults) -> Iterator[Row]:
     for pair in failed:
         if not {pair.first, pair.second} & set(dead):
             is_silent = not pair.failed_bytes
-            yield _unreachable(_name(pair), "they can't talk to each other", pair) if is_silent else _cut_off(pair)
+            yield _unreachable(_name(pair), "they can't reach each other", pair) if is_silent else _cut_off(pair)
     yield from (_slow_machine(results, machine) for machine in slow)
     for pair in results.pairs:
         if not pair.error and not {pair.first, pair.second} & set(slow):
             yield from _measured(pair)
 
 
-def _dead(results: MeetingResults, failed: list[PairResult]) -> list[int]:
+def _dead(results: NetworkResults, failed: list[PairResult]) -> list[int]:
     """The machines, of three or more, that reach no other machine while others do."""
     if len(results.facts) < 3 or len(failed) == len(results.pairs):
         return []
@@ -172,7 +172,7 @@ def _cut_off(pair: PairResult) -> Row:
     )
 
 
-def _slow_machine(results: MeetingResults, machine: int) -> Row:
+def _slow_machine(results: NetworkResults, machine: int) -> Row:
     fastest = per_second(max(pair.bytes_per_second for pair in results.pairs if machine in (pair.first, pair.second)))
     others = per_second(
         max(pair.bytes_per_second for pair in results.pairs if machine not in (pair.first, pair.second))
@@ -201,7 +201,7 @@ def _measured(pair: PairResult) -> Iterator[Row]:
         yield Row(_name(pair), "warning", what, why, "ip -s link and ethtool -S eth0 on both count errors and drops")
 
 
-def _collectives(results: MeetingResults) -> Iterator[Row]:
+def _collectives(results: NetworkResults) -> Iterator[Row]:
     if results.ranks < 2:
         return
     if not results.can_join:

@@ -1,4 +1,4 @@
-"""The command `accel-fsdp doctor`: look at this machine, meet the others, say what is wrong."""
+"""The command `accel-fsdp doctor`: examines this machine, connects to the others, and reports problems."""
 
 import sys
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.launch import Address, agreement, place, rendezvous
 from accel_fsdp.launch.doctor import between, facts, known_errors, machine, report
 from accel_fsdp.launch.doctor.flags import DoctorCommand
-from accel_fsdp.launch.doctor.meeting import Meeting, Team
+from accel_fsdp.launch.doctor.network_tests import MachineGroup, NetworkTests
 from accel_fsdp.launch.doctor.report import Examination
 from accel_fsdp.launch.doctor.rows import Row, is_healthy, of_error
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -58,11 +58,11 @@ def examine(options: DoctorCommand) -> int:
         own_facts = facts.look(options.folder, _job_settings(here, values))
     rows += [replace(row, machine=number) for row in (_lint(options, here, read) if read else unread)]
     examination = Examination(number, here.machines, rows)
-    examination.found.facts = {number: own_facts}
-    team = _team(options, here, launched, len(own_facts.gpus))
-    if team is not None:
-        _meet(options, team, own_facts, examination)
-    if not examination.met:
+    examination.results.facts = {number: own_facts}
+    group = _group(options, here, launched, len(own_facts.gpus))
+    if group is not None:
+        _test_network(options, group, own_facts, examination)
+    if not examination.has_judged:
         examination.rows[:0] = _judged(examination)
     examination.healthy = examination.healthy and is_healthy(examination.rows)
     if options.json:
@@ -93,7 +93,7 @@ def _check(options: DoctorCommand, launched: LaunchEnvironment) -> None:
     flags = [name for name in place.FLAGS if getattr(options, name) is not None]
     if launched.is_rank and flags:
         flag = flag_words.flag_of(flags[0])
-        raise UsageError(f"{flag} under a launcher", why="the launcher says it already", fix=f"leave out {flag}")
+        raise UsageError(f"{flag} under a launcher", why="the launcher sets it already", fix=f"leave out {flag}")
 
 
 def _place(
@@ -116,7 +116,7 @@ def _place(
         return place.NOWHERE, [Row("job", "error", "the address of machine 0 is unknown", why, fix)]
     if none:
         what, why = f"{none[0]} {settled.value(none[0])}", "a job has at least one"
-        return place.NOWHERE, [Row("job", "error", what, why, f"a number above 0 in {settled.said[none[0]].source}")]
+        return place.NOWHERE, [Row("job", "error", what, why, f"a number above 0 in {settled.known[none[0]].source}")]
     return settled, []
 
 
@@ -135,7 +135,7 @@ def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched
     """Reports settings of the engine and the YAML that the launcher of this process did not apply."""
     rows = []
     for name, started in (("num_machines", launched.machines), ("num_processes", launched.world_size)):
-        of_engine, in_file = engine.said.get(name), place.SourcedValue(values.get(name), "the YAML")
+        of_engine, in_file = engine.known.get(name), place.SourcedValue(values.get(name), "the YAML")
         for expected in (of_engine or in_file, in_file):
             fewer = of_engine and of_engine.at_most and isinstance(expected.value, int) and started < expected.value
             if isinstance(expected.value, int) and expected.value != started and not fewer:
@@ -151,7 +151,7 @@ def _job_settings(here: place.Place, values: Mapping[str, Any]) -> dict[str, Any
     machine_flags = (*place.FLAGS, *OF_A_MACHINE)
     in_file = {name: value for name, value in agreement.flat(values).items() if name not in machine_flags}
     return in_file | {
-        name: stated.value for name, stated in here.said.items() if name in ("num_machines", "num_processes")
+        name: stated.value for name, stated in here.known.items() if name in ("num_machines", "num_processes")
     }
 
 
@@ -183,12 +183,12 @@ def _lint(options: DoctorCommand, here: place.Place, read: ReadConfig) -> list[R
 def _judged(examination: Examination) -> list[Row]:
     return [
         replace(row, machine=number)
-        for number, machine_facts in sorted(examination.found.facts.items())
-        for row in machine.judge(machine_facts, examination.machines > 1, examination.found.talked)
+        for number, machine_facts in sorted(examination.results.facts.items())
+        for row in machine.judge(machine_facts, examination.machines > 1, examination.results.communicated)
     ]
 
 
-def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment, gpus: int) -> Team | None:
+def _group(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment, gpus: int) -> MachineGroup | None:
     """The machines and ranks to test together; None for a single one."""
     processes = int(here.value("num_processes", gpus * here.machines or here.machines))
     per_machine = max(processes // here.machines, 1)
@@ -203,45 +203,47 @@ def _team(options: DoctorCommand, here: place.Place, launched: LaunchEnvironment
     )
     if here.machines == 1:
         address = Address("127.0.0.1", 0, hosts=True)
-    return Team(address, number, here.machines, per_machine, bool(gpus), float(options.timeout))
+    return MachineGroup(address, number, here.machines, per_machine, bool(gpus), float(options.timeout))
 
 
-def _meet(options: DoctorCommand, team: Team, own_facts: facts.Facts, examination: Examination) -> None:
+def _test_network(
+    options: DoctorCommand, group: MachineGroup, own_facts: facts.Facts, examination: Examination
+) -> None:
     """Tests the connections between machines and ranks, and adds the results to the report."""
-    alone = team.machines == 1
-    meeting = None
+    alone = group.machines == 1
+    tests = None
     try:
         require("testing the communication of ranks", "torch")
         with console.waiting(
-            "testing the communication of ranks" if alone else f"meeting {counted(team.machines, 'machine')}"
+            "testing the communication of ranks" if alone else f"connecting {counted(group.machines, 'machine')}"
         ):
             if not alone:
-                rendezvous.check_place(team.address.host, team.address.port, 0 if team.address.hosts else 1)
-                _refuse_second_first(team)
-            meeting = Meeting(team)
-            meeting.gather(own_facts, options.folder)
-            meeting.test_network()
+                rendezvous.check_place(group.address.host, group.address.port, 0 if group.address.hosts else 1)
+                _refuse_second_first(group)
+            tests = NetworkTests(group)
+            tests.gather(own_facts, options.folder)
+            tests.test_network()
     except UserError as error:
         examination.rows.append(of_error("machines", error))
         return
     except RuntimeError as error:
-        examination.rows.append(_not_met(team, meeting, error))
+        examination.rows.append(_unreachable(group, tests, error))
         return
-    if team.machine == 0:
-        examination.found, examination.met = meeting.found, True
-        examination.rows += [*_judged(examination), *between.judge(examination.found)]
+    if group.machine == 0:
+        examination.results, examination.has_judged = tests.results, True
+        examination.rows += [*_judged(examination), *between.judge(examination.results)]
     try:
-        examination.healthy = meeting.end(is_healthy(examination.rows))
-        examination.found.talked = meeting.found.talked
+        examination.healthy = tests.end(is_healthy(examination.rows))
+        examination.results.communicated = tests.results.communicated
     except RuntimeError as error:
-        examination.rows.append(_not_met(team, meeting, error))
+        examination.rows.append(_unreachable(group, tests, error))
 
 
-def _refuse_second_first(team: Team) -> None:
+def _refuse_second_first(group: MachineGroup) -> None:
     """Raises if another machine already listens as machine 0."""
-    host, port = team.address.host, team.address.port
+    host, port = group.address.host, group.address.port
     seconds = 0.0 if rendezvous.is_own(host) else OTHER_FIRST_SECONDS  # it may not listen yet
-    if team.address.hosts and not rendezvous.wait_for(host, port, seconds):
+    if group.address.hosts and not rendezvous.wait_for(host, port, seconds):
         raise UserError(
             f"this machine was started as machine 0, but another machine 0 already runs at {host}",
             why="both would wait for others; a variable such as $SLURM_NODEID may have been expanded on one machine",
@@ -249,10 +251,10 @@ def _refuse_second_first(team: Team) -> None:
         )
 
 
-def _not_met(team: Team, meeting: Meeting | None, error: RuntimeError) -> Row:
-    at = f"machine 0 at {team.address}"
+def _unreachable(group: MachineGroup, tests: NetworkTests | None, error: RuntimeError) -> Row:
+    at = f"machine 0 at {group.address}"
     first = first_line(error)
-    if meeting is not None:
+    if tests is not None:
         what, why = f"{at} answered, and doesn't any more: {first}", "it ended, or the network broke"
         return Row("machines", "error", what, why, "look at the report of machine 0")
     fix = "open the port, or another --main-process-port"

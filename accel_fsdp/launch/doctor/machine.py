@@ -29,8 +29,8 @@ NO_JOB = "no job can be started here"
 ON = ("1", "true", "yes", "on", "detail")
 
 
-def judge(facts: Facts, several: bool, talked: bool = False) -> list[Row]:
-    """All rows of one machine. `several`: the job has other machines; `talked`: data was exchanged with them."""
+def judge(facts: Facts, several: bool, communicated: bool = False) -> list[Row]:
+    """All rows of one machine. `several`: the job has other machines; `communicated`: data was exchanged with them."""
     return [
         Row("system", "ok", f"{facts.system}, Python {facts.python}, {counted(facts.cores, 'core')}"),
         *_libraries(facts),
@@ -39,7 +39,7 @@ def judge(facts: Facts, several: bool, talked: bool = False) -> list[Row]:
         *_shared_memory(facts),
         *_limits(facts),
         *_disk(facts),
-        *_host_name(facts, several, talked),
+        *_host_name(facts, several, communicated),
         *_interfaces(facts, several),
         *_infiniband(facts),
         *_variables(facts),
@@ -55,7 +55,7 @@ def _libraries(facts: Facts) -> Iterator[Row]:
         installed = facts.versions.get(name)
         if installed and not allowed.contains(installed, prereleases=True):
             oldest, newest = TESTED[name]
-            what, why = f"{installed} is outside of {allowed}", "this project doesn't work with it, or was never tried"
+            what, why = f"{installed} is outside of {allowed}", "this version is incompatible or untested"
             yield Row(name, "error", what, why, f"pip install '{name}>={oldest},<={newest}', which is tested")
 
 
@@ -100,7 +100,7 @@ def _shared_memory(facts: Facts) -> Iterator[Row]:
         return
     what = f"{gib_or_mib(free)} free of {gib_or_mib(size)}"
     if free < min(LEAST_FREE_SHARED, size):
-        why = "ranks of one machine and workers of data loaders talk through it, and fail when it is full"
+        why = "ranks of one machine and workers of data loaders exchange data through it, and fail when it is full"
         yield Row("/dev/shm", "error", what, why, f"ls -l /dev/shm, and remove what ended jobs have left; or {SHM}")
     elif size <= LITTLE_SHARED:
         why = "NCCL and the workers of data loaders run out of it"
@@ -137,7 +137,7 @@ def _disk(facts: Facts) -> Iterator[Row]:
         yield Row("disk", "ok", what)
 
 
-def _host_name(facts: Facts, several: bool, talked: bool) -> Iterator[Row]:
+def _host_name(facts: Facts, several: bool, communicated: bool) -> Iterator[Row]:
     addresses, own_addresses = facts.name_addresses, set().union(*facts.addresses.values())
     reached = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
     if reached and (not own_addresses or own_addresses & set(reached)):  # without psutil no address is known
@@ -151,7 +151,7 @@ def _host_name(facts: Facts, several: bool, talked: bool) -> Iterator[Row]:
         return
     interface = next((name for name, own_addresses in facts.addresses.items() if _leads_away(own_addresses)), "eth0")
     fix = f"the machine's own address beside its name in /etc/hosts; or export GLOO_SOCKET_IFNAME={interface}"
-    if talked:
+    if communicated:
         why = "the ranks communicated anyway; a library that resolves the name would connect to another host"
         yield Row("host name", "warning", what, why, fix)
         return

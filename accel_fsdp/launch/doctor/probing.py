@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import frames
-from accel_fsdp.launch import Address, Board
+from accel_fsdp.launch import Address, JsonStore
 from accel_fsdp.units import MIB
 
 if TYPE_CHECKING:
@@ -126,36 +126,36 @@ def sizes(on_gpus: bool, bytes_per_second: float) -> list[int]:
     return [least, *(size for size in larger if not bytes_per_second or size < bytes_per_second * LONG_SECONDS)]
 
 
-def _started(task: Task, board: Board) -> set[int]:
+def _started(task: Task, store: JsonStore) -> set[int]:
     """Waits until the processes of all members have started, and returns the numbers of those that have."""
-    board.put(f"{task.task}/{task.number}/started", True)
+    store.put(f"{task.task}/{task.number}/started", True)
     keys = {f"{task.task}/{number}/started": number for number in task.members}
-    return {keys[key] for key in board.wait(keys, START_SECONDS)}
+    return {keys[key] for key in store.wait(keys, START_SECONDS)}
 
 
-def _pairs(task: Task, board: Board) -> None:
-    present = _started(task, board)
+def _pairs(task: Task, store: JsonStore) -> None:
+    present = _started(task, store)
     deadline = time.monotonic()
     for pairs in rounds(task.members):
         deadline += 2 * PAIR_SECONDS
         for low, high in (pair for pair in pairs if task.number in pair):
             side, partner = (1, low) if task.number == high else (0, high)
-            board.put(f"{pair_key(low, high, side)}/comes", True)
+            store.put(f"{pair_key(low, high, side)}/comes", True)
             seconds = deadline - time.monotonic() if partner in present else 0.0
-            if board.wait([f"{pair_key(low, high, 1 - side)}/comes"], seconds):
-                result = _pair(task, board, low, high)
+            if store.wait([f"{pair_key(low, high, 1 - side)}/comes"], seconds):
+                result = _pair(task, store, low, high)
             else:
                 result = PairResult(low, high, error=f"machine {partner} did not respond in its test")
-            board.put(pair_key(low, high, side), asdict(result))
+            store.put(pair_key(low, high, side), asdict(result))
 
 
-def _pair(task: Task, board: Board, first: int, second: int) -> PairResult:
+def _pair(task: Task, store: JsonStore, first: int, second: int) -> PairResult:
     import torch.distributed as dist
 
     result, began = PairResult(first, second), time.monotonic()
     waited, (segments, resent) = frames.delayed_seconds(), _tcp_segments()
     try:
-        _join(task, board, f"group/{first}-{second}", int(task.number == second), 2, PAIR_SECONDS)
+        _join(task, store, f"group/{first}-{second}", int(task.number == second), 2, PAIR_SECONDS)
         try:
             _measure_pair(task.device, result)
         finally:
@@ -177,17 +177,17 @@ def _tcp_segments() -> tuple[int, int]:
     return 0, 0
 
 
-def _join(task: Task, board: Board, name: str, rank: int, size: int, seconds: float) -> None:
+def _join(task: Task, store: JsonStore, name: str, rank: int, size: int, seconds: float) -> None:
     import torch
     import torch.distributed as dist
 
     if task.device != "cpu":
         torch.cuda.set_device(task.device)
-    store = dist.PrefixStore(name, board.store)  # type: ignore[attr-defined]
+    group_store = dist.PrefixStore(name, store.torch_store)  # type: ignore[attr-defined]
     limit = timedelta(seconds=seconds)
-    store.set_timeout(limit)
+    group_store.set_timeout(limit)
     backend = "gloo" if task.device == "cpu" else "nccl"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=limit)
 
 
 def _measure_pair(device: str, result: PairResult) -> None:
@@ -270,23 +270,23 @@ def _prepare(name: str, count: int, device: str) -> PreparedCollective:
     return PreparedCollective(lambda: dist.all_reduce(data.fill_(rank + 1)), data, expected, 2 * of_others)
 
 
-def _collectives(task: Task, board: Board) -> None:
+def _collectives(task: Task, store: JsonStore) -> None:
     import torch.distributed as dist
 
     name = "the start"
-    _started(task, board)
+    _started(task, store)
     try:
-        _join(task, board, "collectives/group", task.number, len(task.members), COLLECTIVE_SECONDS)
+        _join(task, store, "collectives/group", task.number, len(task.members), COLLECTIVE_SECONDS)
         for name in COLLECTIVES:
-            board.put(at_key(task.number), name)
+            store.put(at_key(task.number), name)
             for size in sizes(task.device != "cpu", task.bytes_per_second):
                 result = _measure(name, size, _prepare(name, size // 4, task.device))
                 if task.number == 0:
-                    board.put(collective_key(name, size), asdict(result))
-        board.put(done_key(task.number), "")
+                    store.put(collective_key(name, size), asdict(result))
+        store.put(done_key(task.number), "")
         dist.destroy_process_group()
     except Exception as error:  # any error of the network is the result
-        board.put(done_key(task.number), f"{name}: {error or type(error).__name__}")
+        store.put(done_key(task.number), f"{name}: {error or type(error).__name__}")
 
 
 def at_key(rank: int) -> str:
@@ -326,8 +326,8 @@ def main() -> None:
     fields: dict[str, Any] = json.loads(sys.argv[1])
     task = Task(**{**fields, "address": Address(**fields["address"])})
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    board = task.address.open(COLLECTIVE_SECONDS)
-    {"pairs": _pairs, "collectives": _collectives}[task.task](task, board)
+    store = task.address.open(COLLECTIVE_SECONDS)
+    {"pairs": _pairs, "collectives": _collectives}[task.task](task, store)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.launch.doctor.facts import Facts
-from accel_fsdp.launch.doctor.meeting import MeetingResults
+from accel_fsdp.launch.doctor.network_tests import NetworkResults
 from accel_fsdp.launch.doctor.rows import Row, Verdict
 from accel_fsdp.units import counted, kib_or_mib, per_second
 
@@ -35,15 +35,15 @@ class Examination:
     machine: int
     machines: int
     rows: list[Row] = field(default_factory=list)
-    found: MeetingResults = field(default_factory=MeetingResults)
+    results: NetworkResults = field(default_factory=NetworkResults)
     healthy: bool = True
-    met: bool = False
-    """Whether this is machine 0, and has judged all that came."""
+    has_judged: bool = False
+    """Whether this is machine 0 and it has judged all machines that connected."""
 
     def by_machine(self) -> Iterator[tuple[str, list[Row]]]:
-        for number in sorted(self.found.facts):
+        for number in sorted(self.results.facts):
             if rows := [row for row in self.rows if row.machine == number]:
-                yield f"machine {number} ({self.found.facts[number].name})", rows
+                yield f"machine {number} ({self.results.facts[number].name})", rows
         if rows := [row for row in self.rows if row.machine is None]:
             yield "the job", rows
 
@@ -54,10 +54,10 @@ def as_json(examination: Examination) -> str:
         "machine": examination.machine,
         "machines": examination.machines,
         "rows": [asdict(row) for row in examination.rows],
-        "facts": {number: asdict(facts) for number, facts in examination.found.facts.items()},
-        "missing": examination.found.missing,
-        "pairs": [asdict(pair) for pair in examination.found.pairs],
-        "collectives": [asdict(result) for result in examination.found.collectives],
+        "facts": {number: asdict(facts) for number, facts in examination.results.facts.items()},
+        "missing": examination.results.missing,
+        "pairs": [asdict(pair) for pair in examination.results.pairs],
+        "collectives": [asdict(result) for result in examination.results.collectives],
     }
     return json.dumps(content, indent=2)
 
@@ -74,12 +74,12 @@ def show(examination: Examination) -> None:
             for word, text in (("why", row.why), ("fix", row.fix)):
                 if text:
                     console.put(f"{' ' * (VERDICT_WIDTH + 2)}{word}: {text}")
-    if table := list(_table(examination.found)):
+    if table := list(_table(examination.results)):
         console.show_table(COLLECTIVE_TITLES, table, [""] * len(table))
     console.say(summary(examination))
 
 
-def _table(results: MeetingResults) -> Iterator[list[str]]:
+def _table(results: NetworkResults) -> Iterator[list[str]]:
     for result in results.collectives:
         seconds = f"{result.seconds * 1e3:,.3f} ms"
         yield [result.collective, kib_or_mib(result.size_bytes), seconds, per_second(result.bytes_per_second)]
@@ -95,19 +95,19 @@ def summary(examination: Examination) -> str:
 def for_bug_report(examination: Examination) -> str:
     """Markdown without paths, tokens, addresses and names of users and hosts; machines keep their numbers."""
     lines = ["### accel-fsdp doctor", "", summary(examination), ""]
-    for number, facts in sorted(examination.found.facts.items()):
+    for number, facts in sorted(examination.results.facts.items()):
         versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
         lines += [f"- machine {number}: {facts.system}, Python {facts.python}, {versions}"]
     lines += ["", "| verdict | machine | subject | what | why |", "|---|---|---|---|---|"]
     for row in examination.rows:
         where = "" if row.machine is None else str(row.machine)
         cells = (row.verdict, where, row.subject, row.what, row.why)
-        public = (without_values(" ".join(cell.split()), examination.found.facts).replace("|", "/") for cell in cells)
+        public = (without_values(" ".join(cell.split()), examination.results.facts).replace("|", "/") for cell in cells)
         lines.append(f"| {' | '.join(public)} |")
-    if examination.found.collectives:
+    if examination.results.collectives:
         titles = ["", f"| {' | '.join(COLLECTIVE_TITLES)} |", "|---|---|---|---|"]
-        lines += [*titles, *(f"| {' | '.join(cells)} |" for cells in _table(examination.found))]
-    return without_private("\n".join(lines), examination.found.facts)
+        lines += [*titles, *(f"| {' | '.join(cells)} |" for cells in _table(examination.results))]
+    return without_private("\n".join(lines), examination.results.facts)
 
 
 def without_values(text: str, facts: dict[int, Facts]) -> str:

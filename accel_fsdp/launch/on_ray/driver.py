@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.errors import require
-from accel_fsdp.launch.on_ray import meeting
+from accel_fsdp.launch.on_ray import actor
 from accel_fsdp.launch.on_ray.worker import described
 from accel_fsdp.units import counted
 
@@ -29,7 +29,7 @@ def fit(trainer: Any, *, grace: int = 120, minutes: int | None = None) -> int:
 
     if not ray.is_initialized():
         ray.init()
-    messages = meeting.open_messages()
+    messages = actor.open_messages()
     errors: list[BaseException] = []
 
     def run() -> None:

@@ -18,7 +18,7 @@ from typing import IO, Any
 
 from accel_fsdp import python_child
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.on_ray import meeting
+from accel_fsdp.launch.on_ray import actor
 
 POLL_SECONDS = 0.5
 TAIL_LINES = 10
@@ -41,7 +41,7 @@ def run_rank(job: Mapping[str, Any]) -> None:
     """
     import ray
 
-    rank, messages = ray.train.get_context().get_world_rank(), meeting.messages()
+    rank, messages = ray.train.get_context().get_world_rank(), actor.messages()
     _, over, _ = ray.get(messages.outcome.remote())
     if over is not None:
         return

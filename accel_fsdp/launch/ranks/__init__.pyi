@@ -11,7 +11,7 @@ from .events import EventReader as EventReader
 from .events import RankEvent as RankEvent
 from .events import ask as ask
 from .events import read as read
-from .hang import Stand as Stand
+from .hang import Location as Location
 from .holding import HeldUnit as HeldUnit
 from .holding import Holding as Holding
 from .holding import holdings as holdings

@@ -44,7 +44,7 @@ class Call(NamedTuple):
         return NAMES.get(self.call, "gather")
 
     @property
-    def said(self) -> str:
+    def function(self) -> str:
         return "the model" if self.kind == "forward" else self.call
 
 

@@ -36,7 +36,7 @@ Instructions = tuple[tuple[CodeType, int], ...]
 """The code and the instruction of each frame of a stack."""
 
 
-class Stand(NamedTuple):
+class Location(NamedTuple):
     """The location of a rank: the line of the script, the collective that it waits in, and the stack."""
 
     line: str
@@ -64,33 +64,35 @@ def _watch(main: int) -> None:
     answered = False
     while True:
         time.sleep(EVERY_SECONDS)
-        stand = stand_of(main)
-        if stand is None:
+        location = location_of(main)
+        if location is None:
             return
         if not answered and events.is_asked():
             answered = True
-            events.report("at", **_content(stand))
+            events.report("at", **_content(location))
             collectives.report()
-        now, computed, here = time.monotonic(), computed_seconds(), stand.stack
+        now, computed, here = time.monotonic(), computed_seconds(), location.stack
         if here != place or computed - busy > BUSY * (now - since):
             if reported:
                 events.report("went-on")
             place, since, busy, delayed, reported = here, now, computed, frames.delayed_seconds(), 0
             continue
         seconds = now - since
-        is_long = seconds > (COLLECTIVE_SECONDS if stand.collective else OTHER_SECONDS)
-        is_idle = stand.collective and seconds > IDLE_SECONDS and frames.delayed_seconds() - delayed <= BUSY * seconds
+        is_long = seconds > (COLLECTIVE_SECONDS if location.collective else OTHER_SECONDS)
+        is_idle = (
+            location.collective and seconds > IDLE_SECONDS and frames.delayed_seconds() - delayed <= BUSY * seconds
+        )
         if (level := 2 if is_long else int(bool(is_idle))) > reported:
-            events.report("still", **_content(stand), long=is_long)
+            events.report("still", **_content(location), long=is_long)
             reported = level
 
 
-def _content(stand: Stand) -> dict[str, str]:
+def _content(location: Location) -> dict[str, str]:
     """The content of an event about a location."""
-    return {"stack": stand.stack, "collective": stand.collective, "line": stand.line}
+    return {"stack": location.stack, "collective": location.collective, "line": location.line}
 
 
-def stand_of(thread: int, caller: str = "") -> Stand | None:
+def location_of(thread: int, caller: str = "") -> Location | None:
     """The location of a thread of this process; None if it has ended.
 
     The stack begins below the last frame of `caller`.
@@ -100,7 +102,7 @@ def stand_of(thread: int, caller: str = "") -> Stand | None:
         return None
     begins = next((number for number, at in enumerate(stack) if at.code.co_filename == caller), len(stack))
     line = script.line_of([(at.code.co_filename, at.line) for at in reversed(stack)])
-    return Stand(line, _collective(stack), frames.text_of(stack[:begins]), _caller(stack))
+    return Location(line, _collective(stack), frames.text_of(stack[:begins]), _caller(stack))
 
 
 def place_of(thread: int) -> Instructions:

@@ -27,13 +27,13 @@ def text(job: JobFile) -> list[str]:
         'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
         *shell_variables(job),
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}",
-        *(_meeting() if several else []),
+        *(_rendezvous() if several else []),
         f"mkdir -p logs/{job.name}",
         f"exec {job.under_timeout(_command(job))}",
     ]
 
 
-def _meeting() -> list[str]:
+def _rendezvous() -> list[str]:
     return [
         "# export NCCL_SOCKET_IFNAME=ib0    # <- InfiniBand, if NCCL takes another interface",
         "# export FI_PROVIDER=efa    # <- AWS with EFA",
@@ -45,12 +45,12 @@ def _meeting() -> list[str]:
 
 def _command(job: JobFile) -> str:
     """torchrun, with a log for each rank; shell variables stay unquoted, so that the shell expands them."""
-    meeting = f'--rdzv-backend=c10d --rdzv-endpoint="$address:{DEFAULT_PORT}" --rdzv-conf="is_host=$is_host"'
-    meeting = f"{meeting} --rdzv-id={job.name}" if job.machines > 1 else "--standalone"
+    rendezvous = f'--rdzv-backend=c10d --rdzv-endpoint="$address:{DEFAULT_PORT}" --rdzv-conf="is_host=$is_host"'
+    rendezvous = f"{rendezvous} --rdzv-id={job.name}" if job.machines > 1 else "--standalone"
     words = ["--accelerate_config", str(job.flags.file)]
     script = in_lines([str(job.flags.script), *words], job.words, "    ")
     lines = [
-        f"torchrun --nnodes={job.machines} --nproc-per-node={job.gpus} {meeting}",
+        f"torchrun --nnodes={job.machines} --nproc-per-node={job.gpus} {rendezvous}",
         f"--signals-to-handle={launcher.SIGNALS} --log-dir=logs/{shlex.quote(job.name)} --tee=3",
         script,
     ]

@@ -68,12 +68,12 @@ class Zero(EngineMemory):
         size = 2 * shards.gathered_bytes(self.units[unit], self._whole())
         self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * state_bytes.LOW), ("unit", unit), stream=GATHER)
 
-    def after_backward(self, unit: int, born: int) -> None:
+    def after_backward(self, unit: int, grad_bytes: int) -> None:
         """Stages 2 and 3 keep this rank's share of the gradients."""
         self.after_forward(unit)
-        share = born // self.layout.ranks if self.layout.strategy >= 2 else born
+        share = grad_bytes // self.layout.ranks if self.layout.strategy >= 2 else grad_bytes
         kept_bytes = 0 if self.layout.offload and self.layout.strategy >= 2 else share
-        self.meter.add(GRADIENTS, -born, ("born", unit))
+        self.meter.add(GRADIENTS, -grad_bytes, ("new", unit))
         self.meter.add(GRADIENTS, 0 if self.has_grads else kept_bytes, ("shard", unit))
 
     def step(self) -> None:

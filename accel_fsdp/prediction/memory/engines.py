@@ -124,8 +124,8 @@ class EngineMemory:
     def before_backward(self, unit: int) -> None:
         """Called once the gradient of the unit's output is computed."""
 
-    def after_backward(self, unit: int, born: int) -> None:
-        """Called after the unit's backward; `born` bytes of new gradients count as GRADIENTS, unless it `adds`."""
+    def after_backward(self, unit: int, grad_bytes: int) -> None:
+        """Called after a backward; `grad_bytes` of new gradients count as GRADIENTS, unless the engine `adds`."""
 
     def end_backward(self) -> None:
         """Called once all gradients are computed."""
@@ -293,23 +293,23 @@ class Fsdp2(Fsdp):
             self._all_gather(unit)
             self.prefetched = unit
 
-    def after_backward(self, unit: int, born: int) -> None:
+    def after_backward(self, unit: int, grad_bytes: int) -> None:
         """Frees the unit and reduces its gradients, before the first one's those of the tied head."""
         if not unit and 0 in self.nested:
             again = self.experts_of(0)
             self._free(again)
             self._drop_input()
-            if born and self.syncs:
+            if grad_bytes and self.syncs:
                 self._reduce(again, 0)
         self._free(unit)
         self._drop_input()
-        if not born:
+        if not grad_bytes:
             return
-        ready = self.waiting.pop(unit, 0) or born
+        ready = self.waiting.pop(unit, 0) or grad_bytes
         if not self.syncs:
             if unit not in self.waiting and (wide := shards.reduced_like(ready, self.recipe, self.layout)) != ready:
-                self.meter.add(GRADIENTS, wide, ("born", unit))
-                self.meter.add(GRADIENTS, -ready, ("born", unit))
+                self.meter.add(GRADIENTS, wide, ("new", unit))
+                self.meter.add(GRADIENTS, -ready, ("new", unit))
                 ready = wide
             self.waiting[unit] = ready
             return
@@ -319,7 +319,7 @@ class Fsdp2(Fsdp):
         """The sum over ranks of a unit's gradients, of which it frees those that are `ready`."""
         unsharded, shard = self._reduced(unit)
         self.meter.add(GRADIENTS, unsharded, "input")
-        self.meter.add(GRADIENTS, -ready, ("born", unit))
+        self.meter.add(GRADIENTS, -ready, ("new", unit))
         self.reducing = unsharded
         self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
         if self.unit(unit).nested and not self._output(unit):

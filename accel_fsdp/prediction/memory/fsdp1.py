@@ -76,13 +76,13 @@ class Fsdp1(Fsdp):
             if 0 <= near < len(self.units) and near not in self.gathered:
                 self._gather(near)
 
-    def after_backward(self, unit: int, born: int) -> None:
+    def after_backward(self, unit: int, grad_bytes: int) -> None:
         """Frees the unit and reduces its gradients."""
-        if born:
+        if grad_bytes:
             unsharded, shard = self._reduced(unit)
             # the backward of torch.split joins the views' gradients in a new tensor
             self.meter.add(GRADIENTS, unsharded, ("whole", unit))
-            self.meter.add(GRADIENTS, -born, ("born", unit))
+            self.meter.add(GRADIENTS, -grad_bytes, ("new", unit))
             if unit in self.waiting:
                 self.meter.add(GRADIENTS, -self.waiting.pop(unit), ("whole", unit))
             self._free_after(unit)

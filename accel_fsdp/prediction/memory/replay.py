@@ -40,7 +40,7 @@ class ReplayedModel:
     splits: tuple[SplitReplay, ...]
 
 
-def play(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> ReplayedModel:
+def replay_model(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> ReplayedModel:
     """Plays a model's tapes."""
     at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
     blocks = [tape_of_block(shape, tapes, recipe, kind).of(recipe.rows) for kind in range(len(shape.blocks))]
@@ -117,8 +117,8 @@ def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:
         forward_end=end,
         output=0,
         backward_peak=end,
-        backward_born=0,
-        born=weight,
+        peak_grad_bytes=0,
+        grad_bytes=weight,
         keeps_input=True,
         early_peak=end,
         late_peak=end,

@@ -141,15 +141,15 @@ class _AllocatingWalk(Walk):
         """One forward without saved tensors; the logits of the loss exist at the same time."""
         slots: dict[int, Block] = {}
         self.engine.before_forward(0)
-        self._play(scripts.embedding.forward, slots, 0)
+        self._issue(scripts.embedding.forward, slots, 0)
         self.engine.after_forward(0)
         for unit, kind in enumerate(self.order, start=1):
             self.engine.before_forward(unit)
-            self._play(scripts.blocks[kind].first, slots, unit)
+            self._issue(scripts.blocks[kind].first, slots, unit)
             self.engine.after_forward(unit)
         self.engine.before_forward(self.head_unit)
         if scripts.head:
-            self._play(scripts.head.forward, slots, self.head_unit)
+            self._issue(scripts.head.forward, slots, self.head_unit)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
         for block in slots.values():
@@ -168,45 +168,45 @@ class _AllocatingWalk(Walk):
             for size in gathered:
                 allocator.touch(max(size, 1), GATHER)
 
-    def _play(self, requests: Iterable[Request], slots: dict[int, Block], unit: int) -> None:
+    def _issue(self, requests: Iterable[Request], slots: dict[int, Block], unit: int) -> None:
         allocator = self.meter.allocator
         malloc, free, touch = allocator.malloc, allocator.free, allocator.touch
         for slot, size, grad, brief in requests:
             if brief:
                 touch(size)
             elif not size:
-                dead = slots.pop(slot, None)
-                if dead is not None:
-                    free(dead)
+                freed = slots.pop(slot, None)
+                if freed is not None:
+                    free(freed)
             elif not grad:
                 slots[slot] = malloc(size)
             elif self.engine.adds(unit):
                 touch(size)
             else:
-                born = Group(size, [malloc(size)])
-                self.meter.named.setdefault((GRADIENTS, ("born", unit)), []).append(born)
+                group = Group(size, [malloc(size)])
+                self.meter.named.setdefault((GRADIENTS, ("new", unit)), []).append(group)
 
     def _forward(self) -> None:
         self.slots: list[dict[int, Block]] = [{} for _ in range(len(self.order) + 2)]
         self.outputs: list[Block | None] = [None] * (len(self.order) + 2)
         self.engine.before_forward(0)
-        self._play(self.scripts.embedding.forward, self.slots[0], 0)
+        self._issue(self.scripts.embedding.forward, self.slots[0], 0)
         self.outputs[0] = self.slots[0].pop(self.scripts.embedding.output, None)
         self.engine.after_forward(0)
         for unit, block in enumerate(self.order, start=1):
-            script, played = self.scripts.blocks[block], self.blocks[block]
+            script, replay = self.scripts.blocks[block], self.blocks[block]
             self.engine.before_forward(unit)
             slots: dict[int, Block] = {}
             if self.recipe.recomputes:
-                self._play(script.first, slots, unit)
+                self._issue(script.first, slots, unit)
                 self.outputs[unit] = self._only(slots, script.first_output)
             else:
-                self._play(script.forward, slots, unit)
+                self._issue(script.forward, slots, unit)
                 self.outputs[unit] = slots.pop(script.output, None)
             self.slots[unit] = slots
             if self.until_loss[block]:
                 self.meter.add(ACTIVATIONS, self.until_loss[block], "until loss")
-            if not self._holds_input(played):
+            if not self._holds_input(replay):
                 self._drop_output(unit - 1)
             self.engine.after_forward(unit)
 
@@ -229,7 +229,7 @@ class _AllocatingWalk(Walk):
         if self.head.keeps_input:
             self._drop_output(len(self.order))
         if self.head_unit:
-            self.engine.after_backward(self.head_unit, self.head.born)
+            self.engine.after_backward(self.head_unit, self.head.grad_bytes)
 
     def _head_forward(self, slots: dict[int, Block]) -> None:
         """Fused kernels reach their peak at once, and leave gradients."""
@@ -240,7 +240,7 @@ class _AllocatingWalk(Walk):
             meter.add(LOSS, self.head.forward_end, "loss")
             return
         meter.add(LOSS, more, "more logits")
-        self._play(self.scripts.head.forward, slots, self.head_unit)
+        self._issue(self.scripts.head.forward, slots, self.head_unit)
         meter.add(LOSS, -more, "more logits")
 
     def _head_backward(self, slots: dict[int, Block]) -> None:
@@ -250,14 +250,14 @@ class _AllocatingWalk(Walk):
             self.engine.before_head_backward(self.head_unit)
             self.gradient = meter.allocator.malloc(max(self.blocks[self.order[-1]].output, 1))
             meter.add(LOSS, -self.head.forward_end, "loss")
-            meter.add(GRADIENTS, self.head.born, ("born", self.head_unit))
+            meter.add(GRADIENTS, self.head.grad_bytes, ("new", self.head_unit))
             return
         first = next((place for place, request in enumerate(script.backward) if request.grad), len(script.backward))
         cut = 0 if self.recipe.chunked_loss else first
         meter.add(LOSS, more, "more logits")
-        self._play(script.backward[:cut], slots, self.head_unit)
+        self._issue(script.backward[:cut], slots, self.head_unit)
         self.engine.before_head_backward(self.head_unit)
-        self._play(script.backward[cut:], slots, self.head_unit)
+        self._issue(script.backward[cut:], slots, self.head_unit)
         meter.add(LOSS, -more, "more logits")
         self.gradient = self._only(slots, script.left)
 
@@ -273,29 +273,29 @@ class _AllocatingWalk(Walk):
         allocator = self.meter.allocator
         for unit in range(len(self.order), 0, -1):
             index = self.order[unit - 1]
-            script, played = self.scripts.blocks[index], self.blocks[index]
+            script, replay = self.scripts.blocks[index], self.blocks[index]
             self.engine.before_backward(unit)
             slots = self.slots[unit]
             if self.recipe.recomputes:
-                self._play(script.forward, slots, unit)
+                self._issue(script.forward, slots, unit)
                 if self.recipe.checkpointing != "reentrant" and script.output in slots:
                     allocator.free(slots.pop(script.output))
             slots[UPSTREAM] = self.gradient
-            self._play(script.backward, slots, unit)
+            self._issue(script.backward, slots, unit)
             self.gradient = self._only(slots, script.left)
-            if self._holds_input(played):
+            if self._holds_input(replay):
                 self._drop_output(unit - 1)
-            self.engine.after_backward(unit, played.born)
+            self.engine.after_backward(unit, replay.grad_bytes)
         self.engine.before_backward(0)
         slots = {**self.slots[0], UPSTREAM: self.gradient}
-        self._play(self.scripts.embedding.backward, slots, 0)
+        self._issue(self.scripts.embedding.backward, slots, 0)
         for block in slots.values():
             allocator.free(block)
         for unit in range(len(self.order)):
             self._drop_output(unit)
-        born = self.embedding.born + (0 if self.head_unit else self.head.born) - self.summed
+        grad_bytes = self.embedding.grad_bytes + (0 if self.head_unit else self.head.grad_bytes) - self.summed
         if self.summed and not self.engine.adds(0):
-            self.meter.add(GRADIENTS, -born - self.summed, ("born", 0))
-            self.meter.add(GRADIENTS, born, ("born", 0), of=self.engine.units[0])
-        self.engine.after_backward(0, born)
+            self.meter.add(GRADIENTS, -grad_bytes - self.summed, ("new", 0))
+            self.meter.add(GRADIENTS, grad_bytes, ("new", 0), of=self.engine.units[0])
+        self.engine.after_backward(0, grad_bytes)
         self.engine.end_backward()

@@ -105,14 +105,14 @@ def with_loss(script: Script, loss: Loss, logits: int) -> Script:
     first = next((n for n, request in enumerate(script.forward) if has(request, wide)), None)
     last = next((n for n, request in reversed(list(enumerate(script.backward))) if has(request, wide)), None)
     alive = {request.slot: request for request in script.forward[:first]}  # a release has no size
-    born = next((slot for slot in reversed(alive) if has(alive[slot], low)), None)
+    logits_slot = next((slot for slot in reversed(alive) if has(alive[slot], low)), None)
     low_places = [place for place, request in enumerate(script.backward) if has(request, low)]
     ends = [place for place in low_places if last is not None and place > last]
-    if first is None or born is None or not ends:
+    if first is None or logits_slot is None or not ends:
         return script  # float32 logits are their own upcast copy
-    names = {"l": born, "d": script.backward[ends[0]].slot}
+    names = {"l": logits_slot, "d": script.backward[ends[0]].slot}
     later = (*script.forward[first:], *script.backward)
-    large = {request.slot for request in later if has(request, low, wide)} | {born}
+    large = {request.slot for request in later if has(request, low, wide)} | {logits_slot}
     slots = count(max(large) + 1_000)
 
     def requests(words: str) -> Iterator[Request]:

@@ -15,7 +15,7 @@ from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.deepspeed import Zero
 from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp2
 from accel_fsdp.prediction.memory.fsdp1 import Fsdp1
-from accel_fsdp.prediction.memory.replay import ReplayedModel, play
+from accel_fsdp.prediction.memory.replay import ReplayedModel, replay_model
 from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
@@ -138,14 +138,14 @@ class Walk:
         nested = {unit: apart.experts[order[place]] for unit, place in enumerate(layers.places, start=1)}
         nested[0] = apart.again if layout.wrapper is Engine.FSDP2 else None
         engine.nested = {unit: inner for unit, inner in nested.items() if inner}
-        played = play(shape, tapes, recipe, layout)
+        replay = replay_model(shape, tapes, recipe, layout)
         return cls(
             *(meter, engine, recipe, [order[place] for place in layers.places], layers.middle),
-            *(played.blocks, played.embedding, played.head, engine.head_unit),
-            more_logits=played.more_logits,
-            until_loss=played.until_loss,
-            splits=played.splits,
-            summed=_summed_bytes(shape, recipe, layout, played) if shape.tied else 0,
+            *(replay.blocks, replay.embedding, replay.head, engine.head_unit),
+            more_logits=replay.more_logits,
+            until_loss=replay.until_loss,
+            splits=replay.splits,
+            summed=_summed_bytes(shape, recipe, layout, replay) if shape.tied else 0,
             reduces_head=engine.head_unit > 0,
         )
 
@@ -188,11 +188,11 @@ class Walk:
         self.meter.mark()
         for unit in self._each(range(1, len(self.order) + 1)):
             block = self.order[unit - 1]
-            played = self.blocks[block]
+            replay = self.blocks[block]
             self.engine.before_forward(unit)
-            self._rise_with_experts(unit, played.forward_peak)
-            self.meter.add(ACTIVATIONS, self._kept(played) + self.until_loss[block])
-            if not self._holds_input(played):
+            self._rise_with_experts(unit, replay.forward_peak)
+            self.meter.add(ACTIVATIONS, self._kept(replay) + self.until_loss[block])
+            if not self._holds_input(replay):
                 self.meter.add(ACTIVATIONS, -self._output_before(unit))
             self.engine.after_forward(unit)
             self.meter.mark()
@@ -229,13 +229,13 @@ class Walk:
         if experts and not again:
             self.engine.after_forward(experts)
 
-    def _kept(self, played: Replay) -> int:
+    def _kept(self, replay: Replay) -> int:
         """The bytes that a block keeps for backward: with checkpointing only its output, the next block's input."""
-        return played.output if self.recipe.recomputes else played.forward_end
+        return replay.output if self.recipe.recomputes else replay.forward_end
 
-    def _holds_input(self, played: Replay) -> bool:
+    def _holds_input(self, replay: Replay) -> bool:
         """Whether a block's input is kept until its backward: as a saved tensor, or for recomputation."""
-        return played.keeps_input or self.recipe.recomputes
+        return replay.keeps_input or self.recipe.recomputes
 
     def _output_before(self, unit: int) -> int:
         return self.blocks[self.order[unit - 2]].output if unit > 1 else self.embedding.output
@@ -256,32 +256,34 @@ class Walk:
             self.meter.touch({LOSS: self.head.early_peak + self.more_logits[1]})
         self.engine.before_head_backward(self.head_unit)
         if self.recipe.chunked_loss:
-            self._play_back(self.head, LOSS, self.head_unit)
+            self._add_backward_peak(self.head, LOSS, self.head_unit)
         else:
-            self.meter.touch({LOSS: self.head.late_peak - self.head.late_born, GRADIENTS: self.head.late_born})
+            self.meter.touch(
+                {LOSS: self.head.late_peak - self.head.late_grad_bytes, GRADIENTS: self.head.late_grad_bytes}
+            )
         # kept hidden states are freed when their gradient, of the same size, is allocated
         gradient = 0 if self.head.keeps_input else hidden
         # a tied head's gradient waits for the embedding's, which belongs to the same parameter
-        born = self.head.born if self.summed else self._born(self.head, self.head_unit)
-        self.meter.change({GRADIENTS: born, LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
+        grad_bytes = self.head.grad_bytes if self.summed else self._new_grad_bytes(self.head, self.head_unit)
+        self.meter.change({GRADIENTS: grad_bytes, LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
         if self.reduces_head:
-            self.engine.after_backward(self.head_unit, self.head.born)
+            self.engine.after_backward(self.head_unit, self.head.grad_bytes)
 
     def _counted(self) -> Iterator[tuple[int, int]]:
         """Yields the block of each layer, and the number of layers that it represents."""
         return zip(self.order, self.engine.counts[1 : len(self.order) + 1], strict=True)
 
-    def _play_back(self, played: Replay, kind: str, unit: int, released: int = 0) -> None:
+    def _add_backward_peak(self, replay: Replay, kind: str, unit: int, released: int = 0) -> None:
         """Counts the peak of a backward.
 
         Its tape starts with the output, which the next block's backward has freed; `released` adds it again. The copy
         of reentrant checkpointing stays to the end.
         """
         if self.engine.adds(unit):
-            self.meter.touch({kind: released + played.adding_peak})
+            self.meter.touch({kind: released + replay.adding_peak})
         else:
-            rise = released + played.backward_peak - played.backward_born
-            self.meter.touch({kind: rise, GRADIENTS: played.backward_born})
+            rise = released + replay.backward_peak - replay.peak_grad_bytes
+            self.meter.touch({kind: rise, GRADIENTS: replay.peak_grad_bytes})
 
     def _experts_backward(self, unit: int, released: int) -> int:
         """The backward of a block whose experts are a separate unit: they are reduced before the block's backward ends.
@@ -293,57 +295,59 @@ class Walk:
             return 0
         self.engine.before_backward(experts)
         split = self.splits[self.order[unit - 1]]
-        self.meter.touch({ACTIVATIONS: released + split.peak - split.peak_born, GRADIENTS: split.peak_born})
-        born = 0 if self.engine.adds(experts) else split.born
-        self.meter.change({ACTIVATIONS: released + split.level, GRADIENTS: born})
-        self.engine.after_backward(experts, split.born)
-        rise = split.later_peak - split.later_born - split.level
-        self.meter.touch({ACTIVATIONS: rise, GRADIENTS: split.later_born})
+        self.meter.touch({ACTIVATIONS: released + split.peak - split.peak_grad_bytes, GRADIENTS: split.peak_grad_bytes})
+        grad_bytes = 0 if self.engine.adds(experts) else split.grad_bytes
+        self.meter.change({ACTIVATIONS: released + split.level, GRADIENTS: grad_bytes})
+        self.engine.after_backward(experts, split.grad_bytes)
+        rise = split.later_peak - split.later_grad_bytes - split.level
+        self.meter.touch({ACTIVATIONS: rise, GRADIENTS: split.later_grad_bytes})
         self.meter.add(ACTIVATIONS, -released - split.level)
-        return split.born
+        return split.grad_bytes
 
-    def _born(self, played: Replay, unit: int) -> int:
+    def _new_grad_bytes(self, replay: Replay, unit: int) -> int:
         """The bytes of gradients after a backward."""
-        return 0 if self.engine.adds(unit) else played.born
+        return 0 if self.engine.adds(unit) else replay.grad_bytes
 
     def _backward(self) -> None:
         """Frees the saved tensors and the input of each block; the next block has freed its output."""
         for unit in self._each(range(len(self.order), 0, -1)):
-            played = self.blocks[self.order[unit - 1]]
-            input_bytes = self._output_before(unit) if self._holds_input(played) else 0
+            replay = self.blocks[self.order[unit - 1]]
+            input_bytes = self._output_before(unit) if self._holds_input(replay) else 0
             self.engine.before_backward(unit)
-            saved = played.forward_end - played.output
+            saved = replay.forward_end - replay.output
             if self.recipe.recomputes:
-                self._rise_with_experts(unit, played.forward_peak, again=True)
-                saved += played.output if self.recipe.checkpointing == "reentrant" else 0
+                self._rise_with_experts(unit, replay.forward_peak, again=True)
+                saved += replay.output if self.recipe.checkpointing == "reentrant" else 0
                 self.meter.add(ACTIVATIONS, saved)
-            born = played.born - self._experts_backward(unit, played.output)
-            if born == played.born:
-                self._play_back(played, ACTIVATIONS, unit, played.output)
-            new = 0 if self.engine.adds(unit) else born
+            grad_bytes = replay.grad_bytes - self._experts_backward(unit, replay.output)
+            if grad_bytes == replay.grad_bytes:
+                self._add_backward_peak(replay, ACTIVATIONS, unit, replay.output)
+            new = 0 if self.engine.adds(unit) else grad_bytes
             self.meter.change({GRADIENTS: new, ACTIVATIONS: -input_bytes - saved})
-            self.engine.after_backward(unit, born)
+            self.engine.after_backward(unit, grad_bytes)
             self.meter.mark()
         self.engine.before_backward(0)
-        self._play_back(self.embedding, ACTIVATIONS, 0, self.embedding.output)
-        self.meter.change({GRADIENTS: self._born(self.embedding, 0), ACTIVATIONS: -self.embedding.forward_end})
-        born = self.embedding.born + (0 if self.reduces_head else self.head.born) - self.summed
+        self._add_backward_peak(self.embedding, ACTIVATIONS, 0, self.embedding.output)
+        self.meter.change(
+            {GRADIENTS: self._new_grad_bytes(self.embedding, 0), ACTIVATIONS: -self.embedding.forward_end}
+        )
+        grad_bytes = self.embedding.grad_bytes + (0 if self.reduces_head else self.head.grad_bytes) - self.summed
         self.meter.touch({GRADIENTS: self.summed})
         self.meter.add(GRADIENTS, -self.summed)  # with `adds` this is the head's gradient, of the same size
-        self.engine.after_backward(0, born)
+        self.engine.after_backward(0, grad_bytes)
         self.engine.end_backward()
 
 
-def _summed_bytes(shape: ModelShape, recipe: Recipe, layout: Layout, played: ReplayedModel) -> int:
+def _summed_bytes(shape: ModelShape, recipe: Recipe, layout: Layout, replay: ReplayedModel) -> int:
     """The bytes of a tied table's second gradient, which is added to the head's, in the dtype of the computation.
 
     Without FSDP, tensor parallelism adds this rank's part of a gradient of all rows. FSDP by transformers reduces both
     gradients, one after the other.
     """
     if layout.is_by_transformers:
-        return played.embedding.born if layout.wrapper is Engine.NONE else 0
+        return replay.embedding.grad_bytes if layout.wrapper is Engine.NONE else 0
     width = Variant.of(variant_for(recipe, layout)).weight_bytes
-    return min(shape.vocab * shape.hidden * width, played.embedding.born, played.head.born)
+    return min(shape.vocab * shape.hidden * width, replay.embedding.grad_bytes, replay.head.grad_bytes)
 
 
 def block_order(shape: ModelShape) -> list[int]:

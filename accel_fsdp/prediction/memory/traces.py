@@ -249,8 +249,8 @@ def levels(events: tuple[Event, ...], at: At) -> list[int]:
 class Replay(NamedTuple):
     """One tape at one batch, in bytes above those before the segment; gradients of parameters are separate.
 
-    `forward_end` holds the output and all saved tensors. `backward_peak` includes the gradients created by then, whose
-    bytes are `backward_born`; `born` are those of all gradients. `early_peak` is the peak of backward before a
+    `forward_end` holds the output and all saved tensors. `backward_peak` includes `peak_grad_bytes` of gradients
+    created by then; `grad_bytes` are those of all gradients. `early_peak` is the peak of backward before a
     parameter's first gradient is created, where a head's own backward follows the loss's; without gradients, that of
     the whole. `adding_peak` is the peak of backward if each gradient is added to an older one at once.
     """
@@ -259,12 +259,12 @@ class Replay(NamedTuple):
     forward_end: int
     output: int
     backward_peak: int
-    backward_born: int
-    born: int
+    peak_grad_bytes: int
+    grad_bytes: int
     keeps_input: bool
     early_peak: int = 0
     late_peak: int = 0
-    late_born: int = 0
+    late_grad_bytes: int = 0
     adding_peak: int = 0
 
 
@@ -272,22 +272,22 @@ class Replay(NamedTuple):
 def replay(tape: Tape, at: At) -> Replay:
     """Replays a tape once, so that a model of any depth costs no more than one block."""
     forward = levels(tape.forward, at)
-    alive = born = adding = 0
+    alive = grad_bytes = adding = 0
     early, late = (0, 0), (0, 0)  # the highest point, and the share of gradients in it
     sizes = {event.size: event.size.at(at) for event in set(tape.backward)}
     for sign, polynomial in tape.backward:
         size = sizes[polynomial]
         alive += sign * size
-        born += 0 if sign else size
+        grad_bytes += 0 if sign else size
         adding = max(adding, alive if sign else alive + size)
-        if not born and alive > early[0]:
+        if not grad_bytes and alive > early[0]:
             early = alive, 0
-        if born and alive + born > late[0]:
-            late = alive + born, born
-    peak, born_at_peak = late if late[0] > early[0] else early
+        if grad_bytes and alive + grad_bytes > late[0]:
+            late = alive + grad_bytes, grad_bytes
+    peak, peak_grad_bytes = late if late[0] > early[0] else early
     end = forward[-1] if forward else 0
     return Replay(
-        *(max(forward, default=0), end, tape.output.at(at), peak, born_at_peak, born, tape.keeps_input),
+        *(max(forward, default=0), end, tape.output.at(at), peak, peak_grad_bytes, grad_bytes, tape.keeps_input),
         *(early[0], *late, adding),
     )
 
@@ -295,16 +295,17 @@ def replay(tape: Tape, at: At) -> Replay:
 class SplitReplay(NamedTuple):
     """A block's backward in two parts, the first up to the next gradient after its experts', in bytes as in `Replay`.
 
-    `peak` is the first part's, with `peak_born` bytes of gradients; `level` is what remains besides the `born`
-    gradients of experts; `later_peak` and `later_born` are those of the second part, without the experts' gradients.
+    `peak` is the first part's, with `peak_grad_bytes` of gradients; `level` is the remaining memory besides the
+    `grad_bytes` of the experts' gradients; `later_peak` and `later_grad_bytes` belong to the second part, without the
+    experts' gradients.
     """
 
     peak: int = 0
-    peak_born: int = 0
+    peak_grad_bytes: int = 0
     level: int = 0
-    born: int = 0
+    grad_bytes: int = 0
     later_peak: int = 0
-    later_born: int = 0
+    later_grad_bytes: int = 0
 
 
 @lru_cache(256)
@@ -316,14 +317,14 @@ def split_replay(tape: Tape, at: At, experts: frozenset[int]) -> SplitReplay:
         return SplitReplay()
     after = (place for place, (sign, _) in enumerate(events) if not sign and place > places[-1])
     end = next(after, len(events))  # the router's, once the experts have given back the gradient of their input
-    alive = born = others = 0
+    alive = grad_bytes = others = 0
     early, late, level = (0, 0), (0, 0), 0
     for place, (sign, size) in enumerate(events):
         alive += sign * size
-        born += 0 if sign else size
+        grad_bytes += 0 if sign else size
         others += 0 if sign or place in places else size
         if place < end:
-            early, level = max(early, (alive + born, born)), alive
+            early, level = max(early, (alive + grad_bytes, grad_bytes)), alive
         else:
             late = max(late, (alive + others, others))
-    return SplitReplay(*early, level, born - others, *late)
+    return SplitReplay(*early, level, grad_bytes - others, *late)

@@ -1,7 +1,7 @@
 """Records each allocation and release of a PyTorch run as on a CUDA device, without memory or GPU.
 
-`Watch` records births and deaths of storages. `CudaRules` makes attention and autocast choose on fake CPU tensors as
-on CUDA; a build without CUDA can't run backward on fake CUDA tensors (torch 2.13: no device guard).
+`Watch` records creations and releases of storages. `CudaRules` makes attention and autocast choose on fake CPU tensors
+as on CUDA; a build without CUDA can't run backward on fake CUDA tensors (torch 2.13: no device guard).
 """
 
 import itertools
@@ -142,7 +142,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
-class Happening(NamedTuple):
+class StorageEvent(NamedTuple):
     """The creation (`sign` 1) or release (-1) of a storage; `key` is the same for both, `by` the creating operation.
 
     `sign` 0 is the creation of a tensor that the module's caller holds: its input, and the gradient of its output.
@@ -164,7 +164,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[Happening] = []
+        self.events: list[StorageEvent] = []
         self._keys: dict[int, int] = {}
         self._refs: list[weakref.ref[Any]] = []
         self._next = 0
@@ -215,21 +215,21 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
                 if storage._cdata not in inputs and storage._cdata not in self._keys and storage.nbytes():
-                    self._born(storage, str(func))
+                    self._record_creation(storage, str(func))
         if func in (_FLASH_BACKWARD, _EFFICIENT_BACKWARD):
             self._workspaces(func, args)
         return result
 
-    def _born(self, storage: torch.UntypedStorage, by: str) -> None:
+    def _record_creation(self, storage: torch.UntypedStorage, by: str) -> None:
         key, size, address = self._next, storage.nbytes(), storage._cdata
         self._next += 1
         self._keys[address] = key
-        self.events.append(Happening(self._sign, size, key, by))
+        self.events.append(StorageEvent(self._sign, size, key, by))
 
         def died(_: object) -> None:
             self._keys.pop(address, None)
             if self._on:
-                self.events.append(Happening(-1, size, key, by))
+                self.events.append(StorageEvent(-1, size, key, by))
 
         self._refs.append(weakref.ref(storage, died))
 
@@ -249,25 +249,25 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 sizes += [rows * heads * length * width * query.element_size()] * 2
         elif query.dtype in LOW:
             sizes.append(rows * heads * length * width * float32)
-        born = [Happening(1, size, self._next + number, str(func)) for number, size in enumerate(sizes)]
-        self._next += len(born)
-        self.events += [*born, *(Happening(-1, event.size, event.key, event.by) for event in reversed(born))]
+        created = [StorageEvent(1, size, self._next + number, str(func)) for number, size in enumerate(sizes)]
+        self._next += len(created)
+        self.events += [*created, *(StorageEvent(-1, event.size, event.key, event.by) for event in reversed(created))]
 
 
-def summed_in_place(events: list[Happening]) -> tuple[list[Happening], dict[int, int]]:
+def summed_in_place(events: list[StorageEvent]) -> tuple[list[StorageEvent], dict[int, int]]:
     """Removes the second buffer of autograd's gradient sums, and returns which keys replace which.
 
     Autograd sums in place if the first term, or else the second, has no other owner, but not while a dispatch mode is
     on (`accumulate` in input_buffer.cpp). Such a sum is an addition after which one term is released at once.
     """
-    happenings: list[Happening] = []
+    happenings: list[StorageEvent] = []
     same: dict[int, int] = {}
     skip: set[int] = set()
     for number, event in enumerate(events):
         if number in skip:
             continue
         if event.sign == 1 and event.by == "aten.add.Tensor":
-            dying = _dying_after(events, number)
+            dying = _released_after(events, number)
             if dying is not None:
                 skip.add(dying)
                 same[event.key] = same.get(events[dying].key, events[dying].key)
@@ -276,16 +276,16 @@ def summed_in_place(events: list[Happening]) -> tuple[list[Happening], dict[int,
     return happenings, same
 
 
-def _dying_after(events: list[Happening], born: int) -> int | None:
-    for number in range(born + 1, len(events)):
+def _released_after(events: list[StorageEvent], created: int) -> int | None:
+    for number in range(created + 1, len(events)):
         if events[number].sign >= 0:
             return None
-        if events[number].size == events[born].size:
+        if events[number].size == events[created].size:
             return number
     return None
 
 
-def in_order_of_birth(events: list[Happening]) -> list[Happening]:
+def in_order_of_creation(events: list[StorageEvent]) -> list[StorageEvent]:
     """Sorts each run of releases among the events; the peaks stay the same.
 
     Autocast's cache is a hash map: it releases 16-bit copies of adapters in any order if nothing keeps them for

@@ -15,9 +15,9 @@ from accel_fsdp.prediction.tracing.cuda_emulation import (
     Begin,
     CudaRules,
     End,
-    Happening,
+    StorageEvent,
     Watch,
-    in_order_of_birth,
+    in_order_of_creation,
     summed_in_place,
 )
 
@@ -62,7 +62,7 @@ def record_run(
             with around():
                 result = call(watch, make_input)
                 used = len(watch.events)
-            watch.events[used:] = in_order_of_birth(watch.events[used:])  # autocast's cache ends
+            watch.events[used:] = in_order_of_creation(watch.events[used:])  # autocast's cache ends
             out, rest = (result[0], result[1:]) if isinstance(result, tuple) else (result, ())
             del result
             output, split = out.untyped_storage().nbytes(), len(watch.events)
@@ -78,7 +78,7 @@ def record_run(
             grads = {watch.key_of(_part(p.grad)) for p in module.parameters() if p.grad is not None}
             alive = [watch.key_of(grad) for grad in caught]
             module.zero_grad()
-    sort = in_order_of_birth if at_once else list
+    sort = in_order_of_creation if at_once else list
     first = _without_saving(call, like, around) if twice and like is not None else []
     return _settled(
         first,
@@ -97,7 +97,7 @@ def _part(tensor: Tensor) -> Tensor:
 
 def _without_saving(
     call: Callable[[Watch, Callable[[], Tensor]], Any], like: Tensor, around: Callable[[], Any]
-) -> list[Happening]:
+) -> list[StorageEvent]:
     """A forward that saves nothing for backward, as the first one under checkpointing."""
     watch = Watch()
 
@@ -110,13 +110,13 @@ def _without_saving(
             result = call(watch, make_input)
         watch.stop()
         del result
-    return in_order_of_birth([event for event in watch.events if event.sign])
+    return in_order_of_creation([event for event in watch.events if event.sign])
 
 
 def _settled(
-    first: list[Happening],
-    forward: list[Happening],
-    backward: list[Happening],
+    first: list[StorageEvent],
+    forward: list[StorageEvent],
+    backward: list[StorageEvent],
     grads: set[int],
     alive: list[int],
     output: int,

@@ -19,18 +19,18 @@ from accel_fsdp.launch.doctor import probing
 from accel_fsdp.launch.doctor.facts import Facts
 
 FOLDER_SECONDS = 3.0
-"""Until a file of one machine is seen by the others, where they share the folder (NFS remembers what it saw)."""
+"""Until the other machines see a new file of machine 0 in a shared folder (NFS caches folder listings)."""
 LEAVE_SECONDS = 10.0
 NO_ANSWER = "no answer"
 SLOW = 0.5
-"""The part of the others' bandwidth below which a machine is slow; on a busy network less than that varies."""
+"""The share of the others' bandwidth below which a machine is slow; a busy network varies by less than that."""
 BUSY = 0.1
-"""The part of its time in which a process waited for a CPU, above which its bandwidth says nothing of the network."""
+"""The share of time that a process waited for a CPU from which its bandwidth no longer measures the network."""
 MARK = ".accel-fsdp-doctor-"
 
 
 @dataclass(frozen=True)
-class Team:
+class MachineGroup:
     address: Address
     machine: int
     machines: int
@@ -40,8 +40,8 @@ class Team:
 
 
 @dataclass
-class MeetingResults:
-    """The results of a meeting of machines; facts by machine, pairs by their numbers."""
+class NetworkResults:
+    """The results of the tests of all machines; `facts` by machine, `pairs` by their numbers."""
 
     facts: dict[int, Facts] = field(default_factory=dict)
     missing: list[int] = field(default_factory=list)
@@ -51,8 +51,8 @@ class MeetingResults:
     collectives: list[probing.CollectiveResult] = field(default_factory=list)
     failed_ranks: dict[int, str] = field(default_factory=dict)
     ranks: int = 0
-    talked: bool = False
-    """Whether every pair of machines exchanged data, and all ranks together."""
+    communicated: bool = False
+    """Whether every pair of machines has exchanged data, and all ranks together."""
 
     @property
     def can_join(self) -> bool:
@@ -78,31 +78,31 @@ class MeetingResults:
         return [machine for machine, speed in others.items() if machine in idle and 0 < best[machine] < SLOW * speed]
 
 
-class Meeting:
+class NetworkTests:
     """One machine's part in the tests. Every method raises RuntimeError if machine 0 can't be reached."""
 
-    def __init__(self, team: Team) -> None:
-        self.team, self.found = team, MeetingResults(ranks=team.machines * team.ranks_each)
-        self.board = team.address.open(team.seconds)
+    def __init__(self, group: MachineGroup) -> None:
+        self.group, self.results = group, NetworkResults(ranks=group.machines * group.ranks_each)
+        self.store = group.address.open(group.seconds)
 
     def gather(self, facts: Facts, folder: Path) -> None:
-        """Collects the machines that are there; machine 0 also collects their facts."""
-        self.board.put(f"facts/{self.team.machine}", asdict(facts))
-        if self.team.machine:
+        """Publishes this machine's facts; machine 0 collects those of all machines."""
+        self.store.put(f"facts/{self.group.machine}", asdict(facts))
+        if self.group.machine:
             self._answer(facts, folder)
             return
         mark: Any = contextlib.nullcontext()
         with contextlib.suppress(OSError):  # then no file is looked for
             mark = tempfile.NamedTemporaryFile(prefix=MARK, dir=atomic_files.existing_part(folder))  # noqa: SIM115
         with mark as file:
-            self._call_the_roll(os.path.basename(file.name) if file else "")
+            self._collect_facts(os.path.basename(file.name) if file else "")
 
-    def _call_the_roll(self, mark: str) -> None:
-        results = self.found
-        own_facts = self._from_machines("facts", range(self.team.machines), self.team.seconds)
+    def _collect_facts(self, mark: str) -> None:
+        results = self.results
+        own_facts = self._from_machines("facts", range(self.group.machines), self.group.seconds)
         results.facts = {number: Facts(**facts) for number, facts in own_facts.items()}
-        results.missing = [number for number in range(self.team.machines) if number not in own_facts]
-        self.board.put("present", {"machines": sorted(own_facts), "mark": mark, "clock": time.time()})
+        results.missing = [number for number in range(self.group.machines) if number not in own_facts]
+        self.store.put("present", {"machines": sorted(own_facts), "mark": mark, "clock": time.time()})
         others = [number for number in own_facts if number]
         answers = self._from_machines("sees", others, FOLDER_SECONDS + LEAVE_SECONDS)
         results.folder_unseen = [number for number, answer in answers.items() if not answer["mark"]]
@@ -111,49 +111,49 @@ class Meeting:
     def _from_machines(self, name: str, numbers: Iterable[int], seconds: float) -> dict[int, Any]:
         """The values that these machines have stored under a name and that arrive in time."""
         keys = {f"{name}/{number}": number for number in numbers}
-        values = self.board.wait(keys, seconds)
+        values = self.store.wait(keys, seconds)
         return {number: values[key] for key, number in keys.items() if key in values}
 
     def _answer(self, facts: Facts, folder: Path) -> None:
-        roll = self.board.wait(["present"], self.team.seconds + LEAVE_SECONDS).get("present")
-        if roll is None or self.team.machine not in roll["machines"]:
+        present = self.store.wait(["present"], self.group.seconds + LEAVE_SECONDS).get("present")
+        if present is None or self.group.machine not in present["machines"]:
             raise RuntimeError("machine 0 continued without this machine")
-        ahead = time.time() - roll["clock"]
-        self.board.put(f"sees/{self.team.machine}", {"ahead": ahead, "mark": _sees(folder, roll["mark"])})
-        self.found.facts = dict.fromkeys(roll["machines"], facts)
+        ahead = time.time() - present["clock"]
+        self.store.put(f"sees/{self.group.machine}", {"ahead": ahead, "mark": _sees_file(folder, present["mark"])})
+        self.results.facts = dict.fromkeys(present["machines"], facts)
 
     def test_network(self) -> None:
         """Tests every pair of machines; then, if all pairs work, all ranks together."""
-        team, board, present = self.team, self.board, sorted(self.found.facts)
+        group, store, present = self.group, self.store, sorted(self.results.facts)
         longest = 0.0
         if len(present) > 1:
             count = len(list(probing.rounds(present)))
             longest = probing.START_SECONDS + count * probing.PAIR_SECONDS * 2
-            self._run([team.machine], "pairs", present, longest)
-            if team.machine == 0:
-                self.found.pairs = [self._pair(first, second) for first, second in combinations(present, 2)]
-        if team.machine == 0:
-            joins = self.found.can_join and self.found.ranks > 1
-            board.put("all ranks", self.found.least_bandwidth if joins else None)
-        bandwidth = board.wait(["all ranks"], longest + LEAVE_SECONDS).get("all ranks")
+            self._run([group.machine], "pairs", present, longest)
+            if group.machine == 0:
+                self.results.pairs = [self._pair(first, second) for first, second in combinations(present, 2)]
+        if group.machine == 0:
+            joins = self.results.can_join and self.results.ranks > 1
+            store.put("all ranks", self.results.least_bandwidth if joins else None)
+        bandwidth = store.wait(["all ranks"], longest + LEAVE_SECONDS).get("all ranks")
         if bandwidth is not None:
-            own_ranks = range(team.machine * team.ranks_each, (team.machine + 1) * team.ranks_each)
+            own_ranks = range(group.machine * group.ranks_each, (group.machine + 1) * group.ranks_each)
             longest = probing.START_SECONDS + 2 * probing.COLLECTIVE_SECONDS
-            self._run(own_ranks, "collectives", list(range(self.found.ranks)), longest, bandwidth)
-            if team.machine == 0:
+            self._run(own_ranks, "collectives", list(range(self.results.ranks)), longest, bandwidth)
+            if group.machine == 0:
                 self._collect_collectives()
 
     def _run(
         self, numbers: Sequence[int], task: str, members: list[int], seconds: float, bandwidth: float = 0.0
     ) -> None:
         """Starts this machine's processes for a task, and ends those that hang."""
-        team = self.team
-        address = replace(team.address, port=self.board.port, hosts=False)
+        group = self.group
+        address = replace(group.address, port=self.store.port, hosts=False)
         started: list[subprocess.Popen[bytes]] = []
         with tempfile.TemporaryFile() as output:
             try:
                 for local_rank, number in enumerate(numbers):
-                    device = f"cuda:{local_rank}" if team.on_gpus else "cpu"
+                    device = f"cuda:{local_rank}" if group.on_gpus else "cpu"
                     process_task = probing.Task(task, address, number, members, device, bandwidth)
                     words = python_child.module(probing.__name__, json.dumps(asdict(process_task)))
                     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -172,36 +172,38 @@ class Meeting:
     def _pair(self, first: int, second: int) -> probing.PairResult:
         """The results that both machines have written."""
         keys = [probing.pair_key(first, second, side) for side in range(2)]
-        results = self.board.wait(keys, 1.0)
+        results = self.store.wait(keys, 1.0)
         saw = [probing.PairResult(**results[key]) if key in results else None for key in keys]
         return (saw[0] or probing.PairResult(first, second, error=NO_ANSWER)).with_other(saw[1])
 
     def _collect_collectives(self) -> None:
-        results, board = self.found, self.board
-        answers = board.wait(map(probing.done_key, range(results.ranks)), LEAVE_SECONDS)
+        results, store = self.results, self.store
+        answers = store.wait(map(probing.done_key, range(results.ranks)), LEAVE_SECONDS)
         for rank in range(results.ranks):
             failure = answers.get(
-                probing.done_key(rank), f"{board.get(probing.at_key(rank)) or 'the start'}: {NO_ANSWER}"
+                probing.done_key(rank), f"{store.get(probing.at_key(rank)) or 'the start'}: {NO_ANSWER}"
             )
             if failure:
                 results.failed_ranks[rank] = failure
-        results.talked = not results.failed_ranks
-        sizes = probing.sizes(self.team.on_gpus, results.least_bandwidth)
+        results.communicated = not results.failed_ranks
+        sizes = probing.sizes(self.group.on_gpus, results.least_bandwidth)
         keys = [probing.collective_key(name, size) for name in probing.COLLECTIVES for size in sizes]
-        results.collectives = [probing.CollectiveResult(**result) for key in keys if (result := board.get(key))]
+        results.collectives = [probing.CollectiveResult(**result) for key in keys if (result := store.get(key))]
 
     def end(self, healthy: bool) -> bool:
         """Publishes machine 0's result and waits until the others have read it; on those, returns that result."""
-        if self.team.machine == 0:
-            self.board.put("healthy", [healthy, self.found.talked])
-            self._from_machines("left", filter(None, self.found.facts), LEAVE_SECONDS)
+        if self.group.machine == 0:
+            self.store.put("healthy", [healthy, self.results.communicated])
+            self._from_machines("left", filter(None, self.results.facts), LEAVE_SECONDS)
             return healthy
-        healthy_all, self.found.talked = self.board.wait(["healthy"], self.team.seconds).get("healthy", (False, False))
-        self.board.put(f"left/{self.team.machine}", True)
+        healthy_all, self.results.communicated = self.store.wait(["healthy"], self.group.seconds).get(
+            "healthy", (False, False)
+        )
+        self.store.put(f"left/{self.group.machine}", True)
         return healthy and bool(healthy_all)
 
 
-def _sees(folder: Path, mark: str) -> bool:
+def _sees_file(folder: Path, mark: str) -> bool:
     """Whether this machine sees machine 0's file; true if there is none."""
     deadline = time.monotonic() + FOLDER_SECONDS
     while mark and not (atomic_files.existing_part(folder) / mark).exists():

@@ -1,4 +1,4 @@
-"""How the workers and the driver of a job find each other: the ranks' store, and an actor for messages."""
+"""What connects the workers and the driver of a job: shared GPUs for the ranks, and an actor for messages."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ def shared_devices() -> Any:
     """The `torch_config` of `TorchTrainer`: each worker sees the GPUs of all workers of its machine.
 
     So LOCAL_RANK counts them as under torchrun. Ray's own `TorchConfig` would besides make a process group and a CUDA
-    context in each worker, which trains nothing: half a GB of the GPU whose rank is a process of its own, and 200 MB of
+    context in each worker, which trains nothing: half a GB of the GPU, whose rank is a separate process, and 200 MB of
     the host's memory for torch.
     """
     from ray.train.backend import Backend, BackendConfig
