@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of Linux's headers fcntl.h and fs.h."""
 ENOUGH_FOR_LINE_ENDS = 1 << 16
-"""Bytes at the head of a file that tell which line ends it has."""
+"""Bytes read from the start of a file to detect its line endings."""
 LONGEST_PREFIX = 32
-"""Letters of a file's name in the name of its unfinished version, which must not become too long."""
+"""Characters of a file's name that the name of its unfinished version keeps, to stay within the system's limit."""
 
 
 def write_text(path: Path, text: str) -> None:
@@ -49,7 +49,7 @@ def write_text(path: Path, text: str) -> None:
         os.chmod(temporary, mode)
         os.replace(temporary, path)
         sync_names(path.parent)
-    except (OSError, RuntimeError) as error:  # a RuntimeError is a link that leads to itself
+    except (OSError, RuntimeError) as error:  # a link to itself raises RuntimeError
         raise _cannot_write(path, error) from error
     finally:
         if temporary is not None:
@@ -87,7 +87,7 @@ def _takes_a_stream(path: Path) -> bool:
 
 def _send(path: Path, text: str) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)  # else a pipe waits for a reader for ever
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)  # else a pipe without a reader blocks
     except OSError as error:
         raise OSError(error.errno, "no process reads from the pipe") if error.errno == errno.ENXIO else error from error
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:

@@ -206,7 +206,7 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
     if options.hang_timeout is not None and not 0 <= options.hang_timeout < math.inf:
         raise UsageError(
             f"--hang-timeout {options.hang_timeout}",
-            why="it says for how many seconds ranks may do nothing while others wait for them; 0 is for ever",
+            why="it is how many seconds ranks may do nothing while others wait for them; 0 turns the limit off",
             fix="accel-fsdp launch --hang-timeout SECONDS FILE SCRIPT",
         )
     job, document = read_config(options.file)
@@ -255,7 +255,7 @@ class Command:
     has_script: bool = False
 
     def left(self) -> str:
-        """A sentence about what the command leaves behind if it is ended now."""
+        """A sentence on the files that remain if the command is ended now."""
         return (_named(self.finished)() if self.finished else "") or self.cleaned or self.outcome
 
     def flags(self) -> type:

@@ -177,7 +177,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def near_key(name: str, known: Iterable[str]) -> str:
-    """The known key that `name` may stand for: a typo of it, or the same words and some more."""
+    """The known key that `name` may mean: a typo of it, or the same words and some more."""
     known = list(known)
     typo = typo_of(name, known, certain=False)
     words = [key for key in known if _holds(key, name) or _holds(name, key)]

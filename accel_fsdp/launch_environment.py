@@ -10,9 +10,9 @@ EXPORTED = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "ACCEL_FSDP_MESH")
 """Beginnings of the variables through which Accelerate passes the YAML to the ranks."""
 FAILURE_FILE = "ACCEL_FSDP_FAILURE_FILE"
 MACHINE_RANK = "ACCEL_FSDP_MACHINE_RANK"
-"""The variable by which `accel-fsdp launch` tells its ranks the number that the user or engine gave their machine."""
+"""The variable in which `accel-fsdp launch` passes the machine's number, from the user or the engine, to its ranks."""
 LAUNCHERS_ADDRESS = "ACCEL_FSDP_MEETING"
-"""The variable by which it tells them where the launchers of all machines meet: port and address."""
+"""The variable in which it passes the port and address that the launchers of all machines share."""
 MESH = "ACCEL_FSDP_MESH"
 """The variable by which `train/sft.py` notes over which mesh transformers, and not Accelerate, shards the model."""
 TENSOR_AXIS, EXPERT_AXIS = "tp", "ep"
@@ -171,5 +171,5 @@ class LaunchEnvironment:
         return {name: size for name, size in sizes.items() if size > 1}
 
     def with_rows(self, of_ranks: Sequence[T]) -> Sequence[T]:
-        """Those of ranks that have rows of their own: one of each tensor, context or sequence parallel group."""
+        """The values of ranks with different rows: one rank of each tensor, context or sequence parallel group."""
         return of_ranks[:: prod(size for name, size in self.mesh.items() if name in ("tp", "cp", "sp"))]

@@ -236,13 +236,15 @@ def master_bytes(known: Any, recipe: Recipe, layout: Layout) -> int:
 
 
 @instead_of(shards)
-def _held(known: Any, parameters: Iterable[Parameter], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Any]:
+def _held_parameters(
+    known: Any, parameters: Iterable[Parameter], recipe: Recipe, layout: Layout, inside: bool
+) -> Iterator[Any]:
     wide = of(recipe).wide if recipe.method == "qlora" and layout.engine in (Engine.NONE, Engine.DDP) else "none"
     for parameter in parameters:
         widened = wide == "rest" or (wide == "norms" and parameter.kind == "norm")
-        for held in known((parameter,), recipe, layout, inside):
-            as_is = not widened or held.quantized or held.adapter
-            yield held if as_is else replace(held, stored=state_bytes.MASTER)
+        for param in known((parameter,), recipe, layout, inside):
+            as_is = not widened or param.quantized or param.adapter
+            yield param if as_is else replace(param, stored=state_bytes.MASTER)
 
 
 @instead_of(engines.Fsdp)

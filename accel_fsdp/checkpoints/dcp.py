@@ -56,7 +56,7 @@ ADMITTED: dict[tuple[str, str], Any] = {
     **{(module, name): Inert for module in ("pathlib", "pathlib._local") for name in PATHS},
     **{("torch", name): short for name, short in DTYPES.items()},
 }
-"""The names in a `.metadata` file, and what each becomes."""
+"""The names that a `.metadata` file may contain, each with the inert value that replaces it."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def _listing(folder: Path) -> Iterator[dict[str, Any]]:
     try:
         yield metadata.state
     except ERRORS as error:
-        raise damaged(path, f"is damaged: {type(error).__name__} in what it lists") from error
+        raise damaged(path, f"is damaged: {type(error).__name__} in its list of tensors") from error
 
 
 class _Chunks:
@@ -176,7 +176,7 @@ def _text(name: Any) -> str:
 
 def _path(keys: Any) -> tuple[str, ...]:
     if not isinstance(keys, (tuple, list)) or not all(isinstance(key, (str, int)) for key in keys):
-        raise TypeError("a path of something else than keys")
+        raise TypeError("a path with a part that is not a key")
     return tuple(map(str, keys))
 
 
@@ -225,6 +225,6 @@ def _entry(
             raise ValueError("a chunk without a place")
         view = chunks.view(item, sizes)
         if not isinstance(view, View) or view.dtype != dtype or view.shape != sizes:
-            raise damaged(item.path, f"holds something else than {file_names.DCP_METADATA} says of {name}")
+            raise damaged(item.path, f"differs from the description of {name} in {file_names.DCP_METADATA}")
         views.append((offsets, view))
     return Entry(path, dtype, shape, tuple(views))

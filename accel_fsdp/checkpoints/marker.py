@@ -73,9 +73,9 @@ def _origin(path: Path, content: Any) -> Origin | None:
         plain = all(isinstance(values, dict) for part in groups for values in part.values())
         steps = all(type(part["last_step"]) is int for part in origin.before)
     except (TypeError, KeyError, AttributeError) as error:
-        raise untrusted_files.broken(path, "is damaged: what it says of the run") from error
+        raise untrusted_files.broken(path, "is damaged: its description of the run") from error
     if not (is_valid and plain and steps):
-        raise untrusted_files.broken(path, "is damaged: what it says of the run")
+        raise untrusted_files.broken(path, "is damaged: its description of the run")
     return origin
 
 
@@ -140,7 +140,7 @@ def damage(checkpoint: Path, needed: Callable[[str], bool] = bool, part: int = 0
     names.sort(key=lambda name: (-marker.sizes.get(name, 0), name))
     hashes = hashes_of(checkpoint, names[part::of])
     changed = sorted(name for name, hashed in hashes.items() if hashed != marker.hashes[name])
-    return f"{changed[0]} holds other bytes than were written" if changed else ""
+    return f"{changed[0]} has changed since it was written" if changed else ""
 
 
 def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:

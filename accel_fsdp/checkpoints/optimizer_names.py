@@ -10,7 +10,7 @@ from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.checkpoints.tensor_storage import FileReader, damaged
 
 STATES, GROUPS, MEMBERS = "state", "param_groups", "params"
-"""The keys of an optimizer's state dict, and of what each group trains."""
+"""The keys of an optimizer's state dict, and the key of the parameters in each group."""
 
 
 @dataclass(frozen=True)

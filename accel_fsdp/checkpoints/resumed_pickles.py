@@ -16,7 +16,7 @@ NUMPY = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): Inert for core in ("core", "_core")},
     ("numpy", "ndarray"): Inert,
 }
-"""What random states hold besides tensors and plain data."""
+"""Types in random states besides tensors and plain data."""
 STATES = (file_names.SCHEDULER, f"{file_names.RNG_STATE}*.pth", f"{file_names.SCALER}*.pt")
 ZERO = "*_states.pt"
 """DeepSpeed: all files of its ranks, also those of experts and of the stages of a pipeline."""

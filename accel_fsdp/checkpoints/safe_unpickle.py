@@ -20,7 +20,7 @@ from typing import Any
 from accel_fsdp.checkpoints.tensor_storage import damaged
 from accel_fsdp.errors import UserError
 
-PYTHONS: Any = pickle._Unpickler  # the one in Python, whose steps can be replaced
+PYTHONS: Any = pickle._Unpickler  # the implementation in Python, whose opcodes can be replaced
 LONGEST_NUMBER = 64
 """Bytes."""
 ROOM_PER_BYTE, MOST_ROOM = 36, 1 << 32
@@ -44,7 +44,7 @@ INDEX_LETTERS = 8
 
 
 class Inert:
-    """Stands for a class of another library: takes any arguments and any state, and does nothing with them."""
+    """Replaces a class of another library: accepts any arguments and any state, and ignores them."""
 
     __slots__ = ("args", "state")
 
@@ -131,7 +131,7 @@ class Machine(PYTHONS):  # type: ignore[misc]
         self.room = min(spare_room + ROOM_PER_BYTE * len(content), MOST_ROOM)
 
     def pay(self, size: int) -> None:
-        """Subtracts these bytes from the limit of what the pickle may make."""
+        """Subtracts these bytes from the memory that the pickle may still take."""
         self.room -= size
         if self.room < 0:
             raise ValueError("it takes much more memory than it is long")
@@ -188,7 +188,7 @@ def _build(machine: Machine) -> None:
     """Sets the state of an `Inert` object only. torch's `_metadata` on ordered mappings is dropped."""
     state = machine.stack.pop()
     if not isinstance(machine.stack[-1], (Inert, OrderedDict)):
-        raise TypeError("a state for something that has none")
+        raise TypeError("a state for an object that takes none")
     if isinstance(machine.stack[-1], Inert):
         machine.stack[-1].state = state
 
@@ -236,7 +236,7 @@ CHECKED = b"IL\x8a\x8bVX\x8c\x8d"
 OWN: dict[int, Callable[[Machine], None]] = {
     **{ord("R"): _call, 0x81: _call, ord("b"): _build, ord("d"): _push_dict, 0x91: _push_set},
     **{ord("s"): _set_item, ord("u"): _set_items, 0x90: _add_items},
-    0x96: PYTHONS.load_binbytes8,  # Python makes a bytearray of the size that is said, before it reads
+    0x96: PYTHONS.load_binbytes8,  # Python allocates a bytearray of the declared size before it reads
 }
 """The steps that are not Python's."""
 

@@ -69,7 +69,7 @@ def _places(path: Path, tensors: Mapping[str, Tensor], noted: str | None) -> dic
     for name, part in listed.items():
         at = part.get("saved_offsets") if isinstance(part, dict) else None
         if name not in tensors or not isinstance(at, list) or len(at) != len(tensors[name].shape):
-            raise _damaged(path, f"no place of the part of {name}")
+            raise _damaged(path, f"the offsets of a part of {name} are missing")
         places[name] = _sizes(path, name, at)
     return places
 
@@ -84,7 +84,7 @@ def _damaged(path: Path, what: str) -> UserError:
 
 def _tensor(path: Path, name: str, entry: Any, begin: int) -> Tensor:
     if not isinstance(entry, dict) or entry.keys() != FIELDS or not isinstance(entry["dtype"], str):
-        raise _damaged(path, f"no dtype, shape and place of {name}")
+        raise _damaged(path, f"the dtype, shape or offsets of {name} are missing")
     if entry["dtype"] not in BITS:
         raise _damaged(path, f"{name} is of dtype {entry['dtype']}, which the format doesn't know")
     shape, place = _sizes(path, name, entry["shape"]), _sizes(path, name, entry["data_offsets"])
@@ -112,10 +112,10 @@ def _check_filled(path: Path, tensors: Mapping[str, Tensor], begin: int, size: i
     ordered = sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end))
     places = [begin, *(tensor.end for _, tensor in ordered)]
     for (name, tensor), at in zip(ordered, places, strict=False):
-        if tensor.start < at:  # first of all: where two tensors have the same place, another one is empty
+        if tensor.start < at:  # checked first, because tensors that overlap also seem to leave gaps
             raise _damaged(path, f"{name} overlaps another tensor")
     for (name, tensor), at in zip(ordered, places, strict=False):
         if tensor.start != at:
-            raise _damaged(path, f"{name} is behind a hole")
+            raise _damaged(path, f"{name} does not begin where the tensor before it ends")
     if size != places[-1]:
         raise _damaged(path, f"it has {size:,} bytes, its tensors end at {places[-1]:,}")

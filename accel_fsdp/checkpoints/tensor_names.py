@@ -103,10 +103,10 @@ def module_of(tensor: str) -> str:
     return plain(f"{LORA.split(tensor)[0]}.").rstrip(".")
 
 
-def lacking(held: Iterable[str], needed: Iterable[str]) -> str:
+def lacking(names: Iterable[str], needed: Iterable[str]) -> str:
     """The needed tensors that an adapter lacks, in words, by their names in files; empty if it has all."""
     needed = set(needed)
-    missing = needed.difference(held)
+    missing = needed.difference(names)
     modules = {module_of(name) for name in needed if LORA.search(name)}
     if broken := sorted({module_of(name) for name in missing if LORA.search(name)}):
         listed = first_few(broken, MODULES_SHOWN)

@@ -37,7 +37,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3F
 GAP_BYTES = 1 << 24
 LONGEST_ROW = 1 << 22
 SPREAD, SMALL_READ = 2, 4096
-"""Bytes that are read at once may be so many times those that are wanted, or so few."""
+"""A run of bytes is read at once if it is at most so many times the requested bytes, or at most so many bytes."""
 MOST_CUTS = 8
 """Dimensions along which the ranks of a mesh may cut one tensor; known are 3."""
 CRC_POLYNOMIAL = 0xEDB88320  # of zip and zlib, bits reversed
@@ -259,7 +259,7 @@ class FileReader:
         self._parts: dict[FileRecord, list[tuple[int, int, int]]] = {}
 
     def read(self, record: FileRecord, skip: int, view: memoryview, in_order: bool = True) -> None:
-        """Fills `view` from `skip` bytes into the record on.
+        """Fills `view` with the bytes that begin `skip` bytes into the record.
 
         The checksum of many small parts, which aren't read `in_order`, is computed at the end, from the whole record.
         """

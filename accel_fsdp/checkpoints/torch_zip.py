@@ -139,8 +139,8 @@ def _view(
     if metadata:
         marks = ", ".join(map(str, metadata)) if isinstance(metadata, dict) else "unknown ones"
         raise UserError(
-            f"{storage.record.path} holds a tensor with marks beside its numbers: {marks}",
-            why="with them torch reads other numbers than the stored ones, such as their negatives",
+            f"{storage.record.path} holds a tensor with flags that change its values: {marks}",
+            why="they make torch read other values than the stored ones, such as their negatives",
             fix="in torch: tensor.resolve_conj().resolve_neg(), save the checkpoint again, and export that",
         )
     return View(storage, kind, first, sizes, steps)
@@ -223,7 +223,7 @@ class Archive:
             raise damaged(self.path, f"is damaged: no record at byte {self.start + slot.header}")
         begin = slot.header + LOCAL_FIELDS.size + sum(LOCAL_FIELDS.unpack(head)[1:])
         if begin + slot.size > self.length:
-            raise damaged(self.path, "has a record that ends behind it")
+            raise damaged(self.path, "has a record that extends past its end")
         return FileRecord(self.path, self.start + begin, slot.size, slot.crc if self.has_checksums else None)
 
     def content_of(self, name: str) -> bytes:

@@ -32,7 +32,7 @@ OTHER_TOOLS = {
     },
     "transformers' DistributedConfig": {*NATIVE_DEFAULTS},
 }  # fmt: skip
-"""Who else keeps its settings in a YAML, often with an `fsdp_config` in it, and top-level keys that show it."""
+"""Other tools with YAML settings, often with an `fsdp_config`, and the top-level keys that identify each."""
 
 NULL_IS_ABSENT = frozenset({
     "fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_backward_prefetch", "fsdp_state_dict_type",

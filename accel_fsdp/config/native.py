@@ -11,7 +11,7 @@ NATIVE_AXES: Mapping[str, str] = {"dp_replicate_size": "dp_replicate", "fsdp_siz
 NATIVE_SIZES = (*NATIVE_AXES, "ep_size")
 """All sizes that training takes; experts are spread over the ranks of fsdp and tp."""
 ROW_AXES = tuple(axis for axis in OTHER_AXES if axis not in NATIVE_AXES.values())
-"""The axes that it lacks, whose ranks share out the tokens of a row."""
+"""The axes that `DistributedConfig` lacks: their ranks divide the tokens of a row."""
 NATIVE_DEFAULTS: Mapping[str, Any] = {
     **dict.fromkeys((*NATIVE_SIZES, "pp_size", "tp_plan", "ep_plan", "fsdp_plan")),
     **dict.fromkeys(("fsdp_cpu_offload", "fsdp_mixed_precision", "enable_sequence_parallel"), False),
@@ -29,7 +29,7 @@ def is_native(values: Mapping[str, Any]) -> bool:
 
 
 def mesh_fits(sizes: Mapping[str, int], ranks: int) -> bool:
-    """Whether each rank has one place in the mesh that transformers makes: what is left of them shards (`dp_shard` 1).
+    """Whether the sizes fit the number of ranks; with `dp_shard` 1 transformers shards over all ranks that remain.
 
     `sizes` has those of all axes of `parallelism_config`.
     """

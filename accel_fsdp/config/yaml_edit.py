@@ -119,7 +119,7 @@ def _put(document: Any, text: str, section: str, key: str, value: Any) -> str:
     place[key] = value
     node = _mapping(text, section)
     change = _added if _entry(node, key) is None else _replaced
-    return change(text, node, key, place[key])  # which ruamel.yaml quotes as what was there
+    return change(text, node, key, place[key])  # which ruamel.yaml quotes like the old value
 
 
 def _replaced(text: str, node: Any, key: str, value: Any) -> str:

@@ -105,7 +105,7 @@ def _read(path: Path) -> bytes:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # else a pipe waits for a writer for ever
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # else a pipe without a writer blocks
 
 
 def _text(path: Path) -> str:

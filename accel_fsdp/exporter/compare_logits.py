@@ -1,6 +1,6 @@
 """Compares the logits of an export with those of its checkpoint, assembled by the library that wrote it.
 
-torch's and DeepSpeed's own readers load untrusted pickles, and look for files in places of their own. So this
+torch's and DeepSpeed's own readers load untrusted pickles, and look for files at fixed paths. So this
 comparison shares the export's readers of files, but none of its processing: torch gets the chunks of a tensor,
 DeepSpeed a rewritten folder. It holds two models in memory, and runs in the second process.
 """

@@ -155,7 +155,7 @@ class Merger:
     tensors: dict[str, Source]
     adapter: Mapping[str, Stored]
     settings: Mapping[str, Any]
-    wanted: str | None
+    wanted_dtype: str | None
     filed_as: Mapping[str, str] | None = None
     turned: frozenset[str] | None = None
 
@@ -217,23 +217,23 @@ class Merger:
 
     def _dtype(self, base: Source) -> str:
         """The dtype of the merge: float32 unless the base's is asked for, so that another dtype is rounded to once."""
-        return base.dtype if self.wanted in (None, base.dtype) else "F32"
+        return base.dtype if self.wanted_dtype in (None, base.dtype) else "F32"
 
 
 def merged(
     base: Mapping[str, Source],
     adapter: Mapping[str, Stored],
     settings: Mapping[str, Any],
-    wanted: str | None = None,
+    wanted_dtype: str | None = None,
     filed_as: Mapping[str, str] | None = None,
     turned: frozenset[str] | None = None,
 ) -> dict[str, Source]:
-    """The base with all of the adapter's changes; changed weights in float32 unless `wanted` is the base's dtype.
+    """The base with all of the adapter's changes; changed weights in float32 unless `wanted_dtype` is the base's dtype.
 
-    Without `wanted` they have the base's dtype. `filed_as`: the names of the model's tensors in the base's files.
+    Without `wanted_dtype` they have the base's dtype. `filed_as`: the names of the model's tensors in the base's files.
     `turned`: as in `Merger`.
     """
-    merger = Merger(dict(base), adapter, settings, wanted, filed_as, turned)
+    merger = Merger(dict(base), adapter, settings, wanted_dtype, filed_as, turned)
     for name, tensor in adapter.items():
         if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding stored with its adapter
             merger.tensors[merger.named(plain(name))] = tensor

@@ -102,7 +102,7 @@ def _answer(request: bytes) -> bytes:
         stack = traceback.format_exc()
         try:
             answer = pickle.dumps((None, error, stack))
-            pickle.loads(answer)  # some can be pickled, and not be made again
+            pickle.loads(answer)  # some errors can be pickled but not unpickled
         except Exception:
             answer = pickle.dumps((None, RuntimeError(in_a_line(error)), stack))
         return answer

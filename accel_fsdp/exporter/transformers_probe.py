@@ -130,7 +130,7 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
                 model = kind(part_for(kind, config))
     except remote_code.NeedsCode:
         raise
-    except Exception as error:  # a config edited by hand makes all parts of transformers raise what they like
+    except Exception as error:  # a config edited by hand may raise any error in any part of transformers
         raise UserError(
             f"transformers can't build the model of {folder / file_names.CONFIG}: {first_line(error)}",
             why="the tensors that the files must hold are unknown",

@@ -17,7 +17,7 @@ from accel_fsdp.units import GIB
 
 NVIDIA_SMI_SECONDS = 20
 OTHER_ACCELERATORS = ("kfd", "accel*", "davinci*", "hl*", "neuron*")
-"""Device files of AMD, TPU, Ascend, Habana, Neuron: beside one, no NVIDIA GPU doesn't mean no accelerator."""
+"""Device files of AMD, TPU, Ascend, Habana, Neuron: a machine with one of them has an accelerator besides NVIDIA's."""
 UNLIMITED = 1 << 60
 
 

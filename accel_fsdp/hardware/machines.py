@@ -25,7 +25,7 @@ WITHOUT_BF16 = ("V100", "P100", "P40", "P4", "T4", "K80", "M60", "TITAN", "GTX",
 _OLD = re.compile(rf"\b(?:{'|'.join(map(re.escape, WITHOUT_BF16))})", re.I)
 
 MOST_GPUS = 1_000_000
-"""Beyond, a number is a slip of the finger."""
+"""The largest plausible number of GPUs; a larger one is taken for a typing error."""
 LONGEST = 80
 """Letters of a description."""
 LONGEST_NAME = 253

@@ -48,13 +48,13 @@ class Clash:
     what: str
     why: str
     fix: str
-    found: Callable[[Job], bool]
+    matches: Callable[[Job], bool]
     mended: bool = False
 
 
 def clashes(job: Job) -> list[Clash]:
     """The rows of the table that match this job, the worst first."""
-    return [clash for clash in TABLE if clash.found(job)]
+    return [clash for clash in TABLE if clash.matches(job)]
 
 
 def names_about(part: str, effect: Effect) -> tuple[str, ...]:

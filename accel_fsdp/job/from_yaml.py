@@ -124,7 +124,7 @@ def check_sharding(config: JobConfig, ranks: int) -> None:
         return
     for axis in ROW_AXES:
         size = config.mesh[axis]
-        _refuse(size != 1, f"{axis}_size: {size}", "it has never run here")
+        _refuse(size != 1, f"{axis}_size: {size}", "it has not been tested")
     sizes = [config.mesh[axis] for axis in NATIVE_AXES.values()]
     fits = all(isinstance(size, int) for size in sizes) and (
         mesh_fits(config.mesh, ranks) if sizes[-1] > 1 else math.prod(sizes) == ranks

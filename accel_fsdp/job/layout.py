@@ -118,7 +118,7 @@ class Layout:
         return self.ranks_per_row > 1
 
     def row_part(self, amount: float) -> float:
-        """One rank's part of what a row takes, such as its FLOPs."""
+        """One rank's part of a cost per row, such as its FLOPs."""
         return amount / self.ranks_per_row
 
     @property
@@ -195,7 +195,7 @@ class Layout:
         return expert_refusal(dict(zip(NATIVE_SIZES, sizes, strict=True)))
 
     def sharers(self, of_experts: bool) -> int:
-        """The ranks that share a parameter, which is one of a layer's experts or another."""
+        """The number of ranks that shard a parameter, which is a layer's expert or any other parameter."""
         return self.expert_shard_ranks if of_experts else self.shard_ranks
 
     @property

@@ -118,7 +118,7 @@ def _shown(value: Any) -> str:
     return "none" if value is None or value == "" else str(value)
 
 
-# What is compared
+# The compared settings
 
 
 def versions() -> dict[str, str]:
@@ -302,7 +302,7 @@ def _judge(store: "Store", name: str, members: int, seconds: float, wait: str) -
         "what": "the machines of this job have different settings",
         "lines": _table(odd, holders),
         "members": numbers,
-        "why": "each rank would train its part of one model in another way, and the result would look complete",
+        "why": "the ranks would train parts of one model with different settings, and the result would look complete",
         "fix": "use the same files, arguments, versions and environment on all machines; "
         f"{MAY_DIFFER}={names} on one of them if they should differ",
     }

@@ -30,9 +30,9 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 
 BEAT_SECONDS = 2.0
 RANKS_PER_SECOND = 100
-"""Signs of life that the store has to handle: each rank reads those of all."""
+"""The most heartbeats per second that the store has to handle: each rank reads those of all ranks."""
 LOST_BEATS = 3
-"""A rank counts as gone after this many missing signs, once a collective has failed."""
+"""A rank counts as gone after this many missing heartbeats, once a collective has failed."""
 DISK_SECONDS = 3.0
 """Seconds to wait for the newest checkpoint's name: a hanging disk may be the cause of the hang."""
 RECORDS = "hang"
@@ -98,7 +98,7 @@ class Watchdog:
     # The two threads
 
     def _exchange_beats(self) -> None:
-        while not self._over.wait(self.every if self.seen else self.every / 10):  # soon, to know all by name
+        while not self._over.wait(self.every if self.seen else self.every / 10):  # the first ones soon, for names
             try:
                 self._round()
             except (RuntimeError, OSError):  # a DistError is one
@@ -109,13 +109,13 @@ class Watchdog:
     def _round(self) -> None:
         began, before = time.monotonic(), self._last_round
         longest = max(self.patience.silence / 2, LOST_BEATS * self.every)
-        if began - before > longest:  # this process was stopped or cut off, so what it knows is old
+        if began - before > longest:  # this process was stopped or cut off, so its knowledge is old
             self._forget()
         self._last_round = began
         self._publish(*self._own())
         self._read(began)
         cause = self._reported()
-        if cause and cause.told_by != self.rank:
+        if cause and cause.reported_by != self.rank:
             self._failed_since = self._failed_since or began
             if began - self._failed_since > self._grace:
                 self._stop(cause)
@@ -140,7 +140,7 @@ class Watchdog:
 
     def _own(self) -> tuple[Beat, str]:
         location = hang.location_of(self._main)
-        self._note_place()  # after the stand: a rank that has just moved there has not waited there
+        self._note_place()  # after the location was read: a rank that has just arrived there has not waited there
         now = time.monotonic()
         beat = dataclasses.replace(
             self._first,
@@ -243,7 +243,7 @@ class Watchdog:
 
     def _blame(self, cause: Cause) -> None:
         with contextlib.suppress(RuntimeError, OSError):
-            self._messages.agree("failure", dataclasses.asdict(dataclasses.replace(cause, told_by=self.rank)))
+            self._messages.agree("failure", dataclasses.asdict(dataclasses.replace(cause, reported_by=self.rank)))
 
     def culprit(self) -> Cause | None:
         """Returns which rank or host has gone, and how; None if unknown.

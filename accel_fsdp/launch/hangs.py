@@ -68,7 +68,7 @@ class Cause:
     what: str
     fix: str = ""
     stack: str = ""
-    told_by: int | None = None
+    reported_by: int | None = None
 
 
 Answers = Callable[[Beat], bool | None]

@@ -70,8 +70,8 @@ class ModelFacts(Divisible):
     fused_experts: int = 0
 
 
-def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: tuple[str, ...] = ()) -> None:
-    """Refuses layer class names that the built model doesn't have; `found` are its repeated layers' classes.
+def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], layers: tuple[str, ...] = ()) -> None:
+    """Refuses layer class names that the built model doesn't have; `layers` are its repeated layers' classes.
 
     Raises:
         UserError: naming the first unknown one and the nearest existing class.
@@ -81,7 +81,7 @@ def check_layer_classes(names: tuple[str, ...], classes: frozenset[str], found: 
             raise UserError(
                 f"layer class {name} is not in the model.{did_you_mean(name, classes)}",
                 why="Accelerate would stop at prepare: Could not find the transformer layer class",
-                fix=("accel-fsdp config --layer-class " + ",".join(found) + ", or " if found else "")
+                fix=("accel-fsdp config --layer-class " + ",".join(layers) + ", or " if layers else "")
                 + "one of: "
-                + ", ".join(sorted(classes.difference(found))),
+                + ", ".join(sorted(classes.difference(layers))),
             )

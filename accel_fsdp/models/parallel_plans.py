@@ -21,7 +21,7 @@ FUSED = frozenset({"qkv_proj", "query_key_value"})
 QUERIES, KEYS = FUSED | {"q_proj", "q_b_proj"}, FUSED | {"k_proj"}
 """Layers whose outputs are whole heads, which the ranks of an axis share evenly or not at all."""
 SETTINGS: Mapping[str, str] = {"tp": size_key("tp"), "ep": EXPERT_FLAG}
-"""What a YAML and the arguments of `train/sft.py` call the axes."""
+"""The names of the axes in a YAML and in the arguments of `train/sft.py`."""
 SINCE = "5.23"
 """The first version of transformers whose meshes were compared with one process."""
 
@@ -45,7 +45,7 @@ def check_version(axis: str) -> None:
 
 
 def divisors(sizes: Mapping[str, int]) -> dict[str, int]:
-    """What the counts of a model are divided by on a mesh: heads, experts, and the rows of a tied embedding."""
+    """The divisors of a model's counts on a mesh: of its heads, its experts, and the rows of a tied embedding."""
     return {"heads": sizes["tp"], "experts": sizes["ep"], "rows": sizes["fsdp"] * sizes["tp"]}
 
 
@@ -131,14 +131,14 @@ def _of_weights(sizes: Mapping[str, int], method: Method) -> Iterator[Misfit]:
 def cuts(model: Any) -> dict[str, int]:
     """The dimension that tensor parallelism divides, by parameter name."""
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
-    found: dict[str, int] = {}
+    dimensions_by_name: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         style, dimensions = style_of(name, plan), parameter.dim()
         if style in ROWS:
-            found[name] = max(dimensions - 2, 0)
+            dimensions_by_name[name] = max(dimensions - 2, 0)
         elif style in COLUMNS and dimensions > 1:
-            found[name] = dimensions - 1
-    return found
+            dimensions_by_name[name] = dimensions - 1
+    return dimensions_by_name
 
 
 def dispatched(model: Any) -> frozenset[str]:

@@ -222,7 +222,7 @@ def _write(flags: PlanCommand, report: PlanReport) -> None:
         atomic_files.write_text(flags.output, text)
         console.say(f"written: {flags.output}")
     elif flags.output:
-        note = ", and what is there is older" if atomic_files.is_taken(flags.output) else ""
+        note = ", and the existing file is older" if atomic_files.is_taken(flags.output) else ""
         console.say(f"warning: {flags.output} was NOT written: nothing fits{note}", style="bold red")
 
 

@@ -284,7 +284,7 @@ class PlanReport:
 
     def _padded(self, candidate: Candidate) -> float:
         units = shards.all_units(self.problem.shape, candidate.recipe, candidate.layout)
-        params = [(param, unit.count) for unit in units for param in unit.held]
+        params = [(param, unit.count) for unit in units for param in unit.parameters]
         padded_elements = sum(shards.padded_numel(param, candidate.layout) * count for param, count in params)
         return padded_elements / sum(param.numel * count for param, count in params)
 

@@ -163,7 +163,7 @@ def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
 
 def gathered(unit: Unit, recipe: Recipe) -> Iterable[tuple[int, float]]:
     """Elements of a gathered unit with their bytes per element."""
-    for param in unit.held:
+    for param in unit.parameters:
         yield param.numel, state_bytes.NF4_BYTES if param.quantized else param.compute
 
 
@@ -174,7 +174,7 @@ def gathered_alone(unit: Unit, layout: Layout) -> int:
     """
     if layout.engine is not Engine.FSDP1 or not layout.is_sharded:
         return 0
-    return sum(param.adapter for param in unit.held)
+    return sum(param.adapter for param in unit.parameters)
 
 
 def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
@@ -184,8 +184,8 @@ def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
 
 def held_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> float:
     """The number of elements that one rank updates."""
-    held = (unit.count * unit.trained_numel / _pieces(unit, layout) for unit in units(shape, recipe, layout))
-    return sum(held)
+    counts = (unit.count * unit.trained_numel / _pieces(unit, layout) for unit in units(shape, recipe, layout))
+    return sum(counts)
 
 
 def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:

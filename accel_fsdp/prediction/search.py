@@ -193,13 +193,13 @@ def _divided(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate],
     asked, helps = problem.search == "all", not fits or problem.shape.experts >= MANY_EXPERTS
     if problem.search == "plain" or not (helps or asked):
         return [], False
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     speeds = {job: _at_most(problem, job) for job in meshes(problem) if _may_rest(problem, job)}
     variants: set[str] = set()
     for job in sorted(speeds, key=lambda job: -speeds[job]):
-        fastest = max((candidate.tokens_per_s for candidate in (*plain, *found)), default=0)
+        fastest = max((candidate.tokens_per_s for candidate in (*plain, *candidates)), default=0)
         variant = variant_for(job.recipe, job.layout)
-        enough = found and len(variants) == MOST_MESHES and variant not in variants
+        enough = candidates and len(variants) == MOST_MESHES and variant not in variants
         if not asked and (enough or speeds[job] < TIE * fastest):
             break
         try:
@@ -207,12 +207,12 @@ def _divided(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate],
         except NotInstalled:
             if asked:
                 raise
-            return found, True
+            return candidates, True
         except UserError:  # a model whose divided parts can't be recorded
             continue
         variants.add(variant)
-        found += _search(problem, [job], all_ways=asked, fastest=fastest)
-    return found, False
+        candidates += _search(problem, [job], all_ways=asked, fastest=fastest)
+    return candidates, False
 
 
 def _may_rest(problem: Problem, job: Job) -> bool:

@@ -41,7 +41,7 @@ FIXES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Absence:
-    """What one rank does alone, the script's line, and the fix."""
+    """The act of one rank alone as a sentence, the script's line, and the fix."""
 
     what: str
     line: str
@@ -78,12 +78,14 @@ def absence(events: Sequence[RankEvent]) -> Absence | None:
 
 def _sizes_apart(calls: Calls) -> Absence | None:
     for first, other in combinations(sorted(calls), 2):
-        ours, theirs = _last(calls[first]), _last(calls[other])
-        if not ours or not theirs or not _is_same(ours, theirs) or ours.number != theirs.number or not ours.lines:
+        call, other_call = _last(calls[first]), _last(calls[other])
+        if not call or not other_call or not call.lines:
             continue
-        if ours.name in EQUAL_SIZES and ours.sizes != theirs.sizes:
-            sizes = f"{_shape(ours)} on rank {first} and {_shape(theirs)} on rank {other}"
-            return Absence(f"{ours.function} gets tensors of different sizes: {sizes}", ours.lines[-1], FIXES["sizes"])
+        if not _is_same(call, other_call) or call.number != other_call.number:
+            continue
+        if call.name in EQUAL_SIZES and call.sizes != other_call.sizes:
+            sizes = f"{_shape(call)} on rank {first} and {_shape(other_call)} on rank {other}"
+            return Absence(f"{call.function} gets tensors of different sizes: {sizes}", call.lines[-1], FIXES["sizes"])
     return None
 
 
@@ -95,22 +97,28 @@ def _last(calls: Sequence[Call]) -> Call | None:
     return calls[-1] if calls else None
 
 
-def _is_same(ours: Call, theirs: Call) -> bool:
-    return (ours.group, ours.name, ours.lines) == (theirs.group, theirs.name, theirs.lines)
+def _is_same(call: Call, other: Call) -> bool:
+    return (call.group, call.name, call.lines) == (other.group, other.name, other.lines)
 
 
 def _mismatches(calls: Calls) -> Iterator[_Mismatch]:
     """The first differing calls of two ranks in each group, after the last call that both made at the same line."""
     for first, other in combinations(sorted(calls), 2):
         for group in dict.fromkeys(call.group for call in calls[first]):
-            ours, theirs = ({c.number: c for c in calls[rank] if c.group == group} for rank in (first, other))
-            if not theirs:
+            first_calls, other_calls = (
+                {c.number: c for c in calls[rank] if c.group == group} for rank in (first, other)
+            )
+            if not other_calls:
                 continue
-            same = [number for number in ours.keys() & theirs.keys() if _is_same(ours[number], theirs[number])]
-            at = max(same, default=max(min(ours), min(theirs)) - 1) + 1
-            our_call, their_call = (_of_script(numbered.get(at)) for numbered in (ours, theirs))
-            if our_call or their_call:
-                yield _alone(calls, (first, our_call), (other, their_call))
+            same = [
+                number
+                for number in first_calls.keys() & other_calls.keys()
+                if _is_same(first_calls[number], other_calls[number])
+            ]
+            at = max(same, default=max(min(first_calls), min(other_calls)) - 1) + 1
+            call, other_call = (_of_script(numbered.get(at)) for numbered in (first_calls, other_calls))
+            if call or other_call:
+                yield _alone(calls, (first, call), (other, other_call))
 
 
 def _of_script(call: Call | None) -> Call | None:

@@ -26,7 +26,7 @@ class Failure(Exception):
 class Cause:
     """A library's message and its cause; `at` is a line of the traceback, if the message alone is ambiguous."""
 
-    said: str
+    message: str
     key: str
     fix: str
     at: str = ""
@@ -34,7 +34,7 @@ class Cause:
 
 ONE_OPTIMIZER = (
     "one optimizer with several groups of parameters, AdamW([{'params': ...}, ...]): Accelerate saves each optimizer "
-    "with a model of its own"
+    "with a separate model"
 )
 KNOWN = (
     Cause(
@@ -158,8 +158,8 @@ def of_outcome(outcome: Outcome) -> Failure:
         what = f"rank {ended.rank} ended itself with exit code {ended.content['code']}, and the others wait for it"
         fix = "see why only this rank reaches this line"
         return Failure(what, key=SCRIPT, fix=fix, line=ended.content["line"], output=outcome.tail)
-    if failure is None and not ended and (found := absent.absence(outcome.events)):
-        return Failure(found.what, SCRIPT, found.fix, found.line, outcome.tail)
+    if failure is None and not ended and (missing := absent.absence(outcome.events)):
+        return Failure(missing.what, SCRIPT, missing.fix, missing.line, outcome.tail)
     failure = failure or next(iter(failures), None) or (ended.content if ended else {})
     return of_message(str(failure.get("error", "")), str(failure.get("line", "")), outcome)
 
@@ -178,7 +178,7 @@ def of_message(error: str, line: str, outcome: Outcome) -> Failure:
     if fix := without_gpu.instead(error):
         return Failure(without_gpu.ASKED, key=SCRIPT, fix=fix, line=line, output=outcome.tail)
     for cause in KNOWN:
-        if re.search(cause.said, text) and re.search(cause.at, outcome.output):
+        if re.search(cause.message, text) and re.search(cause.at, outcome.output):
             return Failure(what, key=cause.key, fix=cause.fix, line=line, output=outcome.tail)
     if line and OF_PYTHON.match(error):
         return Failure(what, key=SCRIPT, line=line, fix=_unwrapping(outcome), output=outcome.tail)
@@ -209,7 +209,7 @@ def of_hang(hang: Hang, events: Sequence[RankEvent], tail: str = "") -> Failure:
         return Failure(f"{what}: {hang}" if hang.waits else what, key=key, fix=fix, line=line, output=output)
     if "" in lines:
         return Failure(f"the ranks wait for each other: {hang}", key=SCRIPT, fix=ABSENT, line=line, output=output)
-    if found := absent.absence(events):
-        return Failure(f"{found.what}: {hang}", key=SCRIPT, fix=found.fix, line=found.line, output=output)
+    if missing := absent.absence(events):
+        return Failure(f"{missing.what}: {hang}", key=SCRIPT, fix=missing.fix, line=missing.line, output=output)
     what = f"the ranks wait for each other: {hang}"
     return Failure(what, key=SCRIPT, fix=absent.FIXES["gather"], line=line, output=output)

@@ -110,7 +110,7 @@ def _steps(
 
     def shrink() -> str:
         prepared_jobs.append(prepare.prepare(small_job, model, words, launcher, real, layout))
-        return prepared_jobs[0].said
+        return prepared_jobs[0].sentence
 
     yield "make the model small", shrink
     (prepared,) = prepared_jobs
@@ -160,4 +160,4 @@ def _taken(name: str, action: Action) -> StepResult:
     except UserError as error:
         return StepResult(name, False, time.monotonic() - began, f"{error.what}: {error.why}", fix=error.fix)
     proof = Proof(proof) if isinstance(proof, str) else proof
-    return StepResult(name, True, time.monotonic() - began, proof.said, output=proof.output)
+    return StepResult(name, True, time.monotonic() - began, proof.sentence, output=proof.output)

@@ -14,13 +14,13 @@ from accel_fsdp.rehearsal.split_by_hand import line_of_split
 from accel_fsdp.units import counted
 
 FEWEST = 4
-"""Rows of which the order shows anything."""
+"""The fewest rows from whose order something can be concluded."""
 FEWEST_BY_CONTENT = 12
-"""Rows of a rank that content alone, without places in a data set, must tell apart to show anything."""
+"""The fewest distinct rows of a rank from which content alone, without indices, allows a conclusion."""
 SHARE_BY_CONTENT = 1 / 3
 """The share of a rank's rows that another one has too, by content alone: samples drawn at random may share a few."""
 SHARE_OF_PARTS = 1 / 5
-"""The same where each rank has a data set of its own: halves of rows that it shuffled for itself share about 1/2."""
+"""The same if each rank has a separate data set: two random halves of the same rows share about 1/2."""
 DISTRIBUTED = "a DistributedSampler"
 
 
@@ -100,25 +100,25 @@ def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]
 
 def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     """Rows that two ranks train on in one epoch, where a plain run trains on each once."""
-    for (first, ours), (other, theirs) in combinations(sorted(of_ranks.items()), 2):
-        same_data = _same_data(ours, theirs)
+    for (first, record), (other, other_record) in combinations(sorted(of_ranks.items()), 2):
+        same_data = _same_data(record, other_record)
         if same_data and _parts_of_one(list(of_ranks.values())):
-            our_rows, their_rows = set(_places(_trusted(ours))), set(_places(_trusted(theirs)))
-            is_mistake = bool(our_rows & their_rows)
+            first_rows, other_rows = set(_places(_trusted(record))), set(_places(_trusted(other_record)))
+            is_mistake = bool(first_rows & other_rows)
         else:
-            our_rows, their_rows = _contents(ours), _contents(theirs)
-            enough = min(len(our_rows), len(their_rows)) >= FEWEST_BY_CONTENT
-            share = len(our_rows & their_rows) / max(1, min(len(our_rows), len(their_rows)))
-            by_content = ours["places"] is None or (not same_data and ours["once"] and theirs["once"])
-            least = SHARE_BY_CONTENT if ours["places"] is None else SHARE_OF_PARTS
+            first_rows, other_rows = _contents(record), _contents(other_record)
+            enough = min(len(first_rows), len(other_rows)) >= FEWEST_BY_CONTENT
+            share = len(first_rows & other_rows) / max(1, min(len(first_rows), len(other_rows)))
+            by_content = record["places"] is None or (not same_data and record["once"] and other_record["once"])
+            least = SHARE_BY_CONTENT if record["places"] is None else SHARE_OF_PARTS
             is_mistake = enough and by_content and share >= least
         if is_mistake:
             yield Failure(
-                f"rank {other} trained on {len(our_rows & their_rows)} of {counted(len(their_rows), 'row')} that rank "
-                f"{first} had too, in epoch {ours['epoch']}",
+                f"rank {other} trained on {len(first_rows & other_rows)} of {counted(len(other_rows), 'row')} that "
+                f"rank {first} had too, in epoch {record['epoch']}",
                 SCRIPT,
-                _fix(ours["sharders"], same_data),
-                theirs["line"],
+                _fix(record["sharders"], same_data),
+                other_record["line"],
             )
             return
 
@@ -161,17 +161,17 @@ def _parts_of_one(several: Sequence[Mapping[str, Any]]) -> bool:
     return without_repeats and 0 <= sum(map(len, places)) - several[0]["length"] < spare
 
 
-def _same_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool | None:
+def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bool | None:
     """Whether two ranks' data sets hold the same rows at the same indices; None if unknown."""
-    if ours["places"] is None or theirs["places"] is None or ours["length"] != theirs["length"]:
+    if None in (record["places"], other_record["places"]) or record["length"] != other_record["length"]:
         return False
-    if ours["fingerprint"] and ours["fingerprint"] == theirs["fingerprint"]:
+    if record["fingerprint"] and record["fingerprint"] == other_record["fingerprint"]:
         return True
-    our_rows, their_rows = _by_place(ours), _by_place(theirs)
-    both = our_rows.keys() & their_rows.keys()
-    if any(our_rows[place] != their_rows[place] for place in both):
+    first_rows, other_rows = _by_place(record), _by_place(other_record)
+    both = first_rows.keys() & other_rows.keys()
+    if any(first_rows[place] != other_rows[place] for place in both):
         return False
-    tells_apart = all(2 * len(set(rows.values())) > len(rows) for rows in (our_rows, their_rows))
+    tells_apart = all(2 * len(set(rows.values())) > len(rows) for rows in (first_rows, other_rows))
     return True if both and tells_apart else None
 
 

@@ -80,14 +80,14 @@ def _other_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
     first, *others = sorted(orders) or [0]
     by_yaml = any(_of("prepared", events))
     for rank in others:
-        for ours, theirs in zip_longest(orders[first], orders[rank], fillvalue=("nothing", "")):
-            if ours[0] != theirs[0]:
+        for unit, other_unit in zip_longest(orders[first], orders[rank], fillvalue=("nothing", "")):
+            if unit[0] != other_unit[0]:
                 yield Failure(
-                    f"the ranks run different units: rank {first} runs {ours[0] or 'the model'} "
-                    f"where rank {rank} runs {theirs[0] or 'the model'}",
+                    f"the ranks run different units: rank {first} runs {unit[0] or 'the model'} "
+                    f"where rank {rank} runs {other_unit[0] or 'the model'}",
                     "fsdp_transformer_layer_cls_to_wrap" if by_yaml else SCRIPT,
                     "make a unit of a module that every rank runs, such as the layer of experts, not of each expert",
-                    ours[1] or theirs[1],
+                    unit[1] or other_unit[1],
                 )
                 return
 
@@ -240,10 +240,10 @@ def _settings_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) ->
         first, *others = sorted(reports)
         for rank in others:
             if different := _different(reports[first].content["groups"], reports[rank].content["groups"]):
-                name, ours, theirs = different
+                name, value, other_value = different
                 yield Failure(
-                    f"the ranks' optimizers differ: at step {step} {name} is {ours} on rank {first} and {theirs} on "
-                    f"rank {rank}",
+                    f"the ranks' optimizers differ: at step {step} {name} is {value} on rank {first} and "
+                    f"{other_value} on rank {rank}",
                     SCRIPT,
                     f"the same {name} on all ranks: neither it nor a schedule may depend on the rank "
                     "or on its own values, such as its loss",
@@ -254,11 +254,11 @@ def _settings_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) ->
 
 def _different(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tuple[str, str, str] | None:
     """The first setting that differs in two ranks' groups of parameters: its name and both values."""
-    for ours, theirs in zip(first_groups, other_groups, strict=False):
-        for name in ours.keys() & theirs.keys():
-            pairs = list(zip(ours[name], theirs[name], strict=False))
+    for group, other_group in zip(first_groups, other_groups, strict=False):
+        for name in group.keys() & other_group.keys():
+            pairs = list(zip(group[name], other_group[name], strict=False))
             if not all(math.isclose(left, right) for left, right in pairs):
-                texts = [", ".join(f"{number:g}" for number in numbers) for numbers in (ours[name], theirs[name])]
+                texts = [", ".join(f"{number:g}" for number in numbers) for numbers in (group[name], other_group[name])]
                 return name, texts[0], texts[1]
     return None
 

@@ -26,8 +26,8 @@ from accel_fsdp.training.data import load
 class Prepared:
     """The parts of a rehearsal, in its folder.
 
-    `job` has units for this model, `said` is the sentence for the user. `not_read`: why the rows aren't from the named
-    data set; empty if they are, or without a name. `layout`: the mesh of the rehearsal's ranks.
+    `job` has units for this model, `sentence` is for the user. `not_read`: why the rows aren't from the named data set;
+    empty if they are, or without a name. `layout`: the mesh of the rehearsal's ranks.
     """
 
     model: SmallModel
@@ -35,7 +35,7 @@ class Prepared:
     changes: list[str]
     rows: Path
     run: SmallRun
-    said: str
+    sentence: str
     not_read: str
     layout: Layout
 

@@ -293,8 +293,8 @@ def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
         have = "have gradients and never change" if len(left) > 1 else "has gradients and never changes"
         what = f"no optimizer has {_names(left)}, which {have}"
         fix = "give them to the optimizer, as AdamW(model.parameters()) does; or requires_grad_(False) for them"
-        made = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
-        yield Failure(what, SCRIPT, fix, next(made, updates[0]["line"]))
+        lines = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
+        yield Failure(what, SCRIPT, fix, next(lines, updates[0]["line"]))
 
 
 def _names(names: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ class StepResult:
 class Proof:
     """The sentence that a step proved, and the lines that the user's script printed."""
 
-    said: str
+    sentence: str
     output: str = ""
 
 

@@ -43,14 +43,14 @@ SAVE_OF_TRAINER = (
 )
 SAVE_OF_ADAPTER = (
     "fsdp_version: 2 without fsdp_activation_checkpointing, as PEFT finds no adapter in modules that FSDP has wrapped; "
-    "or train/sft.py, which mends that"
+    "or train/sft.py, which repairs that"
 )
 UNWRAP = "the state dict of accelerator.unwrap_model(model), or accelerator.get_state_dict(model)"
 UNPREFIXED = {
     "base_model.": "the adapter by PeftModel.save_pretrained, or the model that merge_and_unload() returns",
     "_orig_mod.": "the state dict of accelerator.unwrap_model(model, keep_torch_compile=False)",
 }
-"""What to save in place of tensors whose names begin like this."""
+"""The state to save in place of tensors whose names begin like this."""
 ROUNDING = {"float32": 1e-9, "float64": 1e-9, "float16": 1e-3, "bfloat16": 8e-3}
 """How far the sum and the norm of a saved weight may be off, relative to the norm, by dtype."""
 NOW, FIRST, OTHER = "now", "first", ""
@@ -92,11 +92,11 @@ class _File:
 
 @dataclass(frozen=True)
 class _Model:
-    """The one trained model. `held`: by step and rank, start, sum and norm of the part that it held of each weight."""
+    """The one trained model. `parts`: by step and rank, start, sum and norm of the rank's part of each weight."""
 
     names: set[str]
     shapes: dict[str, Sequence[int]]
-    held: dict[int, dict[int, dict[str, Any]]]
+    parts: dict[int, dict[int, dict[str, Any]]]
     ranks: int
 
     @classmethod
@@ -105,7 +105,7 @@ class _Model:
         for event in (event for event in events if event.kind == "weight-parts"):
             model.names.update(event.content["names"])
             model.shapes.update(event.content["shapes"])
-            model.held.setdefault(event.content["step"], {}).setdefault(event.rank, event.content["held"])
+            model.parts.setdefault(event.content["step"], {}).setdefault(event.rank, event.content["held"])
         return model
 
     @cached_property
@@ -114,23 +114,23 @@ class _Model:
 
     def at(self, step: int) -> Sums:
         """Sum and norm of the whole weights; empty where not every rank reported its part. Replicas count once."""
-        by_rank = self.held.get(step, {})
-        parts: dict[str, dict[str, tuple[float, float]]] = {}
-        for held in by_rank.values() if len(by_rank) == self.ranks else ():
-            for name, (start, total, norm) in held.items():
-                parts.setdefault(name, {}).setdefault(str(start), (total, norm))
+        by_rank = self.parts.get(step, {})
+        sums: dict[str, dict[str, tuple[float, float]]] = {}
+        for parts in by_rank.values() if len(by_rank) == self.ranks else ():
+            for name, (start, total, norm) in parts.items():
+                sums.setdefault(name, {}).setdefault(str(start), (total, norm))
         return {
-            name: (sum(total for total, _ in of.values()), math.hypot(*(norm for _, norm in of.values())))
-            for name, of in parts.items()
+            name: (sum(total for total, _ in pairs.values()), math.hypot(*(norm for _, norm in pairs.values())))
+            for name, pairs in sums.items()
         }
 
     def moved(self, step: int) -> set[str]:
         """The weights that have changed since the start on a rank that reported then."""
         return {
             name
-            for rank, held in self.held.get(step, {}).items()
-            for name, part in held.items()
-            if part != self.held.get(0, {}).get(rank, {}).get(name, part)
+            for rank, parts in self.parts.get(step, {}).items()
+            for name, part in parts.items()
+            if part != self.parts.get(0, {}).get(rank, {}).get(name, part)
         }
 
 
@@ -140,10 +140,10 @@ def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: 
     checkpointed = {file.step for file in files if file.has_optimizer}
     resumed = {event.content["path"] for event in events if event.kind == "loaded"}
     resumed |= {file.path for file in files if file.step in checkpointed}
-    sharing_ranks = max((unit.ranks for held in holdings.values() for unit in held.units), default=2)
+    sharing_ranks = max((unit.ranks for holding in holdings.values() for unit in holding.units), default=2)
     yield from _shards(files, sharing_ranks)
     yield from _torn(files)
-    yield from _partial(events, next((held.weights for held in holdings.values()), 0), job)
+    yield from _partial(events, next((holding.weights for holding in holdings.values()), 0), job)
     last = list({file.path: file for file in files if file.tensors and not file.is_adapter}.values())
     yield from _misnamed(last, model, resumed)
     yield from _misshapen([file for file in last if not file.is_other], model)
@@ -295,12 +295,12 @@ def _reading(file: _File, model: _Model) -> str | None:
         return FIRST
     if not now:
         return OTHER
-    for rank, held in model.held[file.step].items():
-        if holds({name: (total, norm) for name, (_, total, norm) in held.items()}):
+    for rank, parts in model.parts[file.step].items():
+        if holds({name: (total, norm) for name, (_, total, norm) in parts.items()}):
             return f"the part that rank {rank} holds, and 0 for the others"
-    for times, said in ((model.ranks, str(model.ranks)), (1 / model.ranks, f"1/{model.ranks}")):
+    for times, factor in ((model.ranks, str(model.ranks)), (1 / model.ranks, f"1/{model.ranks}")):
         if holds({name: (total * times, norm * times) for name, (total, norm) in now.items()}):
-            return f"weights that are {said} times the model's"
+            return f"weights that are {factor} times the model's"
     return OTHER
 
 

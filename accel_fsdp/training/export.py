@@ -160,7 +160,7 @@ def lengthen_timeouts(model_bytes: int, least_seconds: float) -> float:
     if dist.is_initialized():
         from torch.distributed.distributed_c10d import _world
 
-        dist.barrier()  # what is still under way keeps its own timeout
+        dist.barrier()  # pending collectives keep their own timeout
         for group in list(_world.pg_map):
             group.set_timeout(timedelta(seconds=seconds))
     return seconds

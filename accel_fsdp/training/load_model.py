@@ -47,7 +47,7 @@ def load_tokenizer(options: ModelArguments, chat_template_path: str | None = Non
             raise UserError(
                 f"--{name} {value} is not a token of {options.model_name_or_path}.{did_you_mean(value, vocabulary)}",
                 why="a token without a row in the embedding can't be trained",
-                fix="one of its own, such as "
+                fix="a token of the vocabulary, such as "
                 + ", ".join(map(str, tokenizer.all_special_tokens[:3] or ["those it has"])),
             )
     tokenizer.eos_token = options.eos_token or tokenizer.eos_token

@@ -36,7 +36,7 @@ def targets(inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def has_rows(inputs: Mapping[str, Tensor]) -> Tensor:
-    """False of a micro-batch that only fills a rank's step."""
+    """Whether a micro-batch has rows; some only fill a rank's step."""
     return (targets(inputs) != IGNORED).any()
 
 

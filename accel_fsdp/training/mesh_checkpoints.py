@@ -31,7 +31,7 @@ RELIES_ON = (
     Internal("accelerate.utils.fsdp_utils:_set_model_state_dict", "model state_dict adapter_only sd_options"),
 )
 OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas")
-"""What torch's schedules store of each group of parameters."""
+"""The values that torch's schedules store for each group of parameters."""
 GROUPS = "param_groups"
 ADAPTER_NAME = re.compile(r"\.default(?=\.|$)")
 """Accelerate's whole files name the adapter, in names that PEFT gives and takes without it."""
@@ -173,8 +173,8 @@ def _stored_groups(reader: FileSystemReader) -> list[dict[str, Any]]:
     """Empty groups of parameters, with the checkpoint's number of groups and their keys."""
     keys: dict[int, dict[str, Any]] = {}
     for name in reader.read_metadata().state_dict_metadata:
-        if found := re.fullmatch(r"optimizer\.param_groups\.(\d+)\.(.+)", name):
-            keys.setdefault(int(found[1]), {})[found[2]] = None
+        if match := re.fullmatch(r"optimizer\.param_groups\.(\d+)\.(.+)", name):
+            keys.setdefault(int(match[1]), {})[match[2]] = None
     return [keys[place] for place in sorted(keys)]
 
 

@@ -139,7 +139,7 @@ def _launchers_store() -> JsonStore | None:
     return None
 
 
-# What is compared
+# The compared settings
 
 
 def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:

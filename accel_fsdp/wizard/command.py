@@ -90,7 +90,7 @@ def _original(path: Path, job: JobConfig, written: Mapping[str, str], session: i
     unwritten = ("model", "method", "gpus")
     before = {name: value for name, value in session.given.items() if name in unwritten}
     answers = interview.answers(interview.Interview({}, {**before, **written}, as_written=True))
-    new = interview.answers(session)  # says what it can't use
+    new = interview.answers(session)  # also reports values that it can't use
     for line in from_yaml.corrections(job, answers, new, session.given.keys()):
         console.say(f"note: {line}", style="yellow", wrap=True)
     return Original(path, job, answers, written.keys())

@@ -16,7 +16,7 @@ def always(value: Any, reason: str) -> Callable[[Context], tuple[Any, str]]:
 
 
 def gpus(context: Context) -> tuple[str, str]:
-    text = machines.describe(context.found)
+    text = machines.describe(context.detected)
     return text, "no GPU here: describe the target, or rehearse on this CPU" if text == "cpu" else "found here"
 
 

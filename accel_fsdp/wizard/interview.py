@@ -48,7 +48,7 @@ class Interview:
         context = Context(given={})
         for question in QUESTIONS:
             if question.field == "gpus" and "gpus" not in self.given:
-                context = replace(context, found=_machine())
+                context = replace(context, detected=_machine())
             if question.field == until:
                 break
             context = self._settle(question, context)

@@ -37,7 +37,7 @@ class Context:
     """
 
     given: GivenAnswers
-    found: MachineFacts = machines.CPU
+    detected: MachineFacts = machines.CPU
     model: ModelFacts | None = None
     traced: "tuple[ModelShape, Mapping[str, Tapes]] | None" = None
     unread: bool = False
@@ -53,7 +53,7 @@ class Context:
     @property
     def machine(self) -> MachineFacts:
         """One of the machines that will train, as answered; before that, the one that was found."""
-        return machines.parse(self.given["gpus"])[0] if "gpus" in self.given else self.found
+        return machines.parse(self.given["gpus"])[0] if "gpus" in self.given else self.detected
 
     def __getitem__(self, name: str) -> Any:
         return self.given[name]

@@ -24,7 +24,7 @@ from accel_fsdp.wizard.question import engine_of
 from accel_fsdp.wizard.questions import SEQ_LEN, applying
 
 OWN_SCRIPT = "YOUR_SCRIPT.py"
-"""The placeholder for a script, for models that ours doesn't train."""
+"""The placeholder for a script, for models that train/sft.py doesn't train."""
 
 
 def to_mapping(answers: Answers) -> dict[str, Any]:

@@ -19,7 +19,7 @@ LONGEST_PATH, LONGEST_SHOWN = 1024, 80
 MORE_MEMORY = 1.5
 """The factor over the largest card of a name that is accepted, for new editions of it."""
 MOST_RANKS = 1_000_000
-"""More machines or processes than any cluster has: a slip of the key."""
+"""The largest plausible number of machines or processes; a larger one is taken for a typing error."""
 
 
 def reason(question: str, value: Any, context: Context) -> str:
@@ -106,7 +106,7 @@ def check_gpus(context: Context, value: Any) -> str:
     except UsageError as error:
         raise UsageError(error.what, why=error.why, fix=f"{error.fix}; --gpus cpu without any") from error
     name = machine.accelerator
-    if name is None or text == machines.describe(context.found):
+    if name is None or text == machines.describe(context.detected):
         return text
     if name.lower() == "cpu":
         raise _wrong_gpus(text, "a machine without GPUs is called cpu", "processes have a separate flag", "cpu")

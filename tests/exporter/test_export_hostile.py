@@ -286,5 +286,5 @@ def test_tensors_whose_numbers_are_not_as_stored_are_refused(kind: str, tmp_path
     made = torch._neg_view(torch.ones(3)) if kind == "negative" else torch.ones(3, dtype=torch.complex64).conj()
     torch.save({"w": made, "v": torch.ones(3)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"with marks beside its numbers: (neg|conj)(?s:.*)resolve_neg"):
+    with pytest.raises(UserError, match=r"with flags that change its values: (neg|conj)(?s:.*)resolve_neg"):
         exporter.run(exporter.ExportCommand(tmp_path, tmp_path / "out", verify="bytes"))

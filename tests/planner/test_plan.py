@@ -234,11 +234,11 @@ def test_the_table_of_the_zero_paper(stage: int, gigabytes: float) -> None:
         Layout(Engine.DEEPSPEED, stage, 64, 8) if stage else Layout(Engine.DDP, 1, 64, 8)
     )  # 16 bytes each without ZeRO
     units = step.units_of(shape, recipe, layout)
-    engine = step.ENGINES[layout.engine](meter, [unit for unit in units if unit.held], [1] * 30, recipe, layout)
+    engine = step.ENGINES[layout.engine](meter, [unit for unit in units if unit.parameters], [1] * 30, recipe, layout)
     engine.load()
     engine.make_states()
     for number, unit in enumerate(engine.units):
-        grad_bytes = sum(element.numel for element in unit.held) * (2 if stage else 4)
+        grad_bytes = sum(element.numel for element in unit.parameters) * (2 if stage else 4)
         meter.add(GRADIENTS, grad_bytes)
         engine.after_backward(number, grad_bytes)
     held = sum(meter.live[kind] for kind in (PARAMETERS, GRADIENTS, OPTIMIZER)) / 1e9

@@ -98,7 +98,7 @@ def test_adafactor_factors_each_expert_s_matrix(ranks: int) -> None:
     block = Block("Layer", (0,), (experts,))
     shape = ModelShape("one", "qwen3_moe", 32, 64, 4, 8, (block,), (), tied=False)
     recipe, layout = Recipe("full", "no", "float32", optimizer="adafactor"), Layout(Engine.FSDP2, 1, ranks, ranks)
-    [unit] = [unit for unit in step.units_of(shape, recipe, layout) if unit.held]
+    [unit] = [unit for unit in step.units_of(shape, recipe, layout) if unit.parameters]
     assert shards.optimizer_bytes(unit, recipe, layout) == 8 // ranks * (48 + 32) * 4
 
 

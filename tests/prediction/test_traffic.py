@@ -35,7 +35,7 @@ def sent(traffic: Traffic) -> float:
 
 def test_the_test_model_has_its_published_size() -> None:
     units_of_llama = units(LLAMA, MIXED, layout("fsdp1"))
-    assert sum(unit.count * sum(param.numel for param in unit.held) for unit in units_of_llama) == P
+    assert sum(unit.count * sum(param.numel for param in unit.parameters) for unit in units_of_llama) == P
 
 
 @pytest.mark.parametrize(("stage", "volumes"), [(1, 2), (2, 2), (3, 3)])

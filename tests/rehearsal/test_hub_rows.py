@@ -162,7 +162,7 @@ def test_made_up_rows_need_no_columns(name: str, said: str, tiny_model: Path, tm
     words = ("--dataset_name", name, *WORDS)
     alone = Layout.alone()
     made = prepare.prepare(JobConfig({}), str(tiny_model), words, Rehearsed(tmp_path, tmp_path), alone, alone)
-    assert made.said.endswith(f"; tokenizer real, {said}")
+    assert made.sentence.endswith(f"; tokenizer real, {said}")
     assert made.run.kept == ("--dataset_train_split", "train_sft", "--seed", "7")
     assert [file.name for file in made.rows.rglob("*.jsonl")] == ["train_sft-00000-of-00001.jsonl"]
 

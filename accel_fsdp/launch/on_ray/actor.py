@@ -79,7 +79,7 @@ class Messages:
         self._signalled.set()
         return self.running
 
-    async def wanted(self) -> int:
+    async def next_signal(self) -> int:
         """Waits for a signal from the driver, and returns it."""
         await self._signalled.wait()
         return self.signal

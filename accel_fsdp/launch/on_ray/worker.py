@@ -25,7 +25,7 @@ TAIL_LINES = 10
 """Lines of a failed rank's stderr in the error that Ray shows."""
 RANK = "accel_fsdp.launch.on_ray.rank"
 _kept: list[Any] = []
-"""The store, which ranks may ask for longer than that of rank 0 lives; it ends with the worker."""
+"""The store. It ends with the worker, because ranks may need it after rank 0's process has ended."""
 
 
 class RankFailed(RuntimeError):
@@ -45,7 +45,7 @@ def run_rank(job: Mapping[str, Any]) -> None:
     _, over, _ = ray.get(messages.outcome.remote())
     if over is not None:
         return
-    signalled = messages.wanted.remote()
+    signalled = messages.next_signal.remote()
     process = _start(job, _variables(messages))
     tail: deque[str] = deque(maxlen=TAIL_LINES)
     copying = threading.Thread(target=_copy, args=(process.stderr, tail), daemon=True)

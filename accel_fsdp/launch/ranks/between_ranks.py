@@ -22,9 +22,9 @@ def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
     for name in updates[0]["trained"]:
         seen: dict[str, tuple[int, torch.Tensor]] = {}
         for rank, update in enumerate(updates):
-            if (held := update[kind].get(name)) is None:
+            if (placed := update[kind].get(name)) is None:
                 continue
-            start, part = held
+            start, part = placed
             first, same = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
             apart = norm(part - same) / max(norm(same), 1e-12)
             if part.numel() and apart > EXACT:
@@ -58,8 +58,8 @@ def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int
     """A rank whose weights differ from those of the `plain` model before sharding, and one whose weights are equal."""
     shares = []
     for update in updates:
-        held = [(plain[name].detach(), *of) for name, of in update["weights"].items() if name in plain]
-        changes = [(parts.region(weight, start, part) != part).flatten() for weight, start, part in held]
+        weights = [(plain[name].detach(), *of) for name, of in update["weights"].items() if name in plain]
+        changes = [(parts.region(weight, start, part) != part).flatten() for weight, start, part in weights]
         elements = sum(change.numel() for change in changes)
         shares.append(sum(int(change.sum()) for change in changes) / elements if elements else 0.0)
     return [shares.index(max(shares)), shares.index(0)] if max(shares) > MOSTLY and min(shares) == 0 else None

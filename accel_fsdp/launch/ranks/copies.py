@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 OF_TRANSFORMERS = ("transformers.", "accel_fsdp.training.")
-"""Modules whose hooks on weights make a mesh of ranks train as one process."""
+"""Modules whose hooks on weights keep the ranks of a mesh equal to one process."""
 MOST_BYTES = 2**29
 """Of a model's weights: a rank keeps several copies of its part, and rank 0 two of the whole."""
 
@@ -35,8 +35,8 @@ def outermost(module: "nn.Module") -> "nn.Module":
     """The model that a module is a part of, or itself."""
     from torch import nn
 
-    made = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
-    holders = [holder for holder in made if any(inner is module for inner in holder.modules())]
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
+    holders = [holder for holder in modules if any(inner is module for inner in holder.modules())]
     return max(holders, key=lambda holder: sum(1 for _ in holder.modules()), default=module)
 
 

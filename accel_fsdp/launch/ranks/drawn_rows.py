@@ -201,13 +201,13 @@ def hashes_of(batch: Any, rows: int | None = None) -> list[int] | None:
         mask = batch.get("attention_mask")
         batch = [batch["input_ids"]] if "input_ids" in batch else list(batch.values())
     several = batch if isinstance(batch, list | tuple) else [batch]
-    tensors = [each for each in several if isinstance(each, torch.Tensor) and each.dim() and not each.is_meta]
-    tensors = [each for each in tensors if len(each) == (rows or len(tensors[0]))]
+    tensors = [tensor for tensor in several if isinstance(tensor, torch.Tensor) and tensor.dim() and not tensor.is_meta]
+    tensors = [tensor for tensor in tensors if len(tensor) == (rows or len(tensors[0]))]
     if not tensors:
         return None
     if len(tensors) == 1 and isinstance(mask, torch.Tensor) and mask.shape == tensors[0].shape:
         return [_hash([ids[real.bool()]]) for ids, real in zip(tensors[0], mask, strict=True)]  # without padding
-    return [_hash([each[row] for each in tensors]) for row in range(len(tensors[0]))]
+    return [_hash([tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
 
 
 def _hash(parts: "list[torch.Tensor]") -> int:
@@ -242,8 +242,10 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
     if isinstance(epoch := getattr(sampler, "epoch", None), int) and hasattr(sampler, "set_epoch"):
         facts["sampler_epoch"] = epoch
     if facts["length"] is not None and _gives_once(sampler, facts["length"]):
-        each = indices.batch_size // indices.num_processes if is_shard and indices.split_batches else batches.batch_size
-        facts |= {"once": True, "planned": len(indices) * each}
+        batch_size = (
+            indices.batch_size // indices.num_processes if is_shard and indices.split_batches else batches.batch_size
+        )
+        facts |= {"once": True, "planned": len(indices) * batch_size}
     return facts
 
 

@@ -19,7 +19,7 @@ from accel_fsdp.launch.ranks import collectives, events, script
 from accel_fsdp.launch_environment import LaunchEnvironment
 
 WATCHES = "accel-fsdp watch"
-"""The name of threads that watch the script, and read much of what the system says of processes."""
+"""The name of the threads that watch the script, which often read the system's figures about processes."""
 EVERY_SECONDS = 1.0
 IDLE_SECONDS, COLLECTIVE_SECONDS, OTHER_SECONDS = 3.0, 10.0, 40.0
 """How long a rank may stay on the same lines without computing before it reports that: in a collective where the

@@ -22,7 +22,7 @@ def run() -> None:
         gpu_as_cpu.install()
         keep_closed_groups()
     kind = zero.ZeroRecorder if LaunchEnvironment.now().uses_deepspeed else recording.Recorder
-    recorder = recording.begin(kind)  # before the watch, which asks whether the script itself is the caller
+    recorder = recording.begin(kind)  # before the watch, whose functions check whether the script itself is the caller
     report_end = watch.begin()
     if recorder is not None:
         cpu.at_end(partial(replay.compare, recorder))

@@ -31,7 +31,7 @@ def stepped(
         group.update({key: value for key, value in settings.items() if value is not None})
     for name, weight in weights.items():
         weight.grad = used[name].to(weight.dtype) if name in used else None
-        if state := _state(weight, [held.get(name, {}) for held in states]):
+        if state := _state(weight, [rank_states.get(name, {}) for rank_states in states]):
             optimizer.state[weight] = state
     optimizer.step()
     return {name: weight.detach() for name, weight in weights.items()}
@@ -39,8 +39,8 @@ def stepped(
 
 def _state(weight: "torch.Tensor", of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     state: dict[str, Any] = {}
-    for key in dict.fromkeys(key for held in of_ranks for key in held):
-        values = [held[key] for held in of_ranks if key in held]
+    for key in dict.fromkeys(key for rank_state in of_ranks for key in rank_state):
+        values = [rank_state[key] for rank_state in of_ranks if key in rank_state]
         if isinstance(values[0], list):
             state[key] = parts.whole(weight.shape, key, [{key: value} for value in values])
         else:

@@ -25,7 +25,7 @@ def members(value: Any) -> list[tuple[Any, Any]]:
         return list(value.items())
     if isinstance(value, list | tuple):
         return list(enumerate(value))
-    return [(each.name, getattr(value, each.name)) for each in fields(value)] if is_dataclass(value) else []
+    return [(field.name, getattr(value, field.name)) for field in fields(value)] if is_dataclass(value) else []
 
 
 def with_member(container: Any, key: Any, value: Any) -> Any:

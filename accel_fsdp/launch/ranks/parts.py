@@ -76,30 +76,30 @@ def places(model: "nn.Module") -> list[Place]:
     """The places of all parts that this rank holds of a prepared model."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    found: list[Place] = []
+    places: list[Place] = []
     paths = {id(module): user_name(path) for path, module in model.named_modules()}
     sharded: set[int] = set()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            found += _of_flat(module._handle.flat_param, paths)
+            places += _of_flat(module._handle.flat_param, paths)
             sharded |= {id(parameter) for parameter in (module._handle.flat_param, *_originals(module))}
         elif isinstance(module, FSDPModule):
             for param in (param for group in groups(module._get_fsdp_state()) for param in group.fsdp_params):
                 own = _sharded(param)
                 if id(own) not in sharded:
-                    found.append(_of_fsdp2(param, own, paths))
+                    places.append(_of_fsdp2(param, own, paths))
                     sharded |= {id(own), id(getattr(param, "_unsharded_param", None))}
     for path, parameter in model.named_parameters():
         if id(parameter) not in sharded:
-            found.append(Place(user_name(path), parameter, _offsets(parameter), tuple(parameter.shape)))
-    return found
+            places.append(Place(user_name(path), parameter, _offsets(parameter), tuple(parameter.shape)))
+    return places
 
 
 def unsharded(of: Iterable[Place]) -> list[str]:
     """The names of the weights that a rank holds whole beside sharded ones."""
-    held = list(of)
-    whole = [place.name for place in held if is_whole(place)]
-    return whole if len(whole) < len(held) else []
+    places = list(of)
+    whole = [place.name for place in places if is_whole(place)]
+    return whole if len(whole) < len(places) else []
 
 
 def is_whole(place: Place) -> bool:
@@ -110,12 +110,12 @@ def is_whole(place: Place) -> bool:
 
 def parts(of: Iterable[Place], values: Callable[["torch.Tensor"], Any]) -> Parts:
     """This rank's parts of the tensors that `values` returns for parameters, without None."""
-    given = ((place, values(place.parameter)) for place in of)
-    return {place.name: (place.start, place.part(tensor)) for place, tensor in given if tensor is not None}
+    tensors = ((place, values(place.parameter)) for place in of)
+    return {place.name: (place.start, place.part(tensor)) for place, tensor in tensors if tensor is not None}
 
 
-def not_zero(held: Parts) -> Parts:
-    return {name: (start, part) for name, (start, part) in held.items() if bool(part.any())}
+def not_zero(parts: Parts) -> Parts:
+    return {name: (start, part) for name, (start, part) in parts.items() if bool(part.any())}
 
 
 def same(first: Parts, other: Parts) -> bool:
@@ -131,7 +131,7 @@ def whole(shape: "torch.Size", name: str, of_ranks: Iterable[Parts]) -> "torch.T
     import torch
 
     total: torch.Tensor | None = None
-    for start, part in (held[name] for held in of_ranks if name in held):
+    for start, part in (parts[name] for parts in of_ranks if name in parts):
         total = torch.zeros(shape, dtype=part.dtype) if total is None else total
         (total.view(-1) if isinstance(start, int) else total)[_index(start, part)] = part
     return total
@@ -179,9 +179,9 @@ def _of_flat(flat: Any, paths: Mapping[int, str]) -> Iterator[Place]:
         if not shard.in_shard:
             continue
         name = ".".join(filter(None, (paths[id(info.module)], info.param_name)))
-        held = slice(shard.offset_in_shard, shard.offset_in_shard + shard.numel_in_shard)
-        of, within = (flat, held) if original is None else (original, None)
-        yield Place(name, of, shard.intra_param_start_idx, tuple(shape), within, flat, held)
+        shard_range = slice(shard.offset_in_shard, shard.offset_in_shard + shard.numel_in_shard)
+        parameter, within = (flat, shard_range) if original is None else (original, None)
+        yield Place(name, parameter, shard.intra_param_start_idx, tuple(shape), within, flat, shard_range)
 
 
 def _originals(module: Any) -> list["torch.Tensor"]:
@@ -211,13 +211,13 @@ def _of_strided(tensor: Any) -> list[int | list[int]]:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    held = [torch.arange(size) for size in tensor.shape]
+    indices = [torch.arange(size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
     for place, ranks, own in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
         if isinstance(place, Shard | _StridedShard):
             alone = _StridedShard(0, split_factor=place.split_factor) if isinstance(place, _StridedShard) else Shard(0)
-            held[place.dim] = alone._split_tensor(held[place.dim], ranks, with_padding=False)[0][own]
-    return [int(rows[0]) if _is_in_one_piece(rows) else rows.tolist() for rows in held]
+            indices[place.dim] = alone._split_tensor(indices[place.dim], ranks, with_padding=False)[0][own]
+    return [int(rows[0]) if _is_in_one_piece(rows) else rows.tolist() for rows in indices]
 
 
 def _is_in_one_piece(rows: "torch.Tensor") -> bool:

@@ -15,11 +15,13 @@ def norm(values: "torch.Tensor") -> float:
     return float(values.float().norm())
 
 
-def ratio(theirs: Mapping[str, "torch.Tensor"], alone: Mapping[str, "torch.Tensor"]) -> float:
-    """The ratio of the other gradients to the plain ones: the projection on the plain gradients."""
-    pairs = [(theirs[name].float().flatten(), alone[name].float().flatten()) for name in alone if name in theirs]
-    square = sum(float(ours.double().dot(ours.double())) for _, ours in pairs)
-    return sum(float(other.double().dot(ours.double())) for other, ours in pairs) / square if square else 0.0
+def ratio(gradients: Mapping[str, "torch.Tensor"], plain: Mapping[str, "torch.Tensor"]) -> float:
+    """The ratio of the gradients to the plain ones: their projection on the plain gradients."""
+    pairs = [(gradients[name].float().flatten(), plain[name].float().flatten()) for name in plain if name in gradients]
+    square = sum(float(reference.double().dot(reference.double())) for _, reference in pairs)
+    if not square:
+        return 0.0
+    return sum(float(gradient.double().dot(reference.double())) for gradient, reference in pairs) / square
 
 
 def is_changed(update: Mapping[str, Any]) -> bool:

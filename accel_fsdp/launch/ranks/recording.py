@@ -336,28 +336,30 @@ class Recorder:
         update.midway = accumulation.is_midway()
         update.unprepared |= bool(update.unsynced) and not accumulation.is_last()
         names = parts.names_of(self.places)
-        of = [[name for p in group["params"] for name in names.get(id(p), [])] for group in optimizer.param_groups]
-        held = self._held(of)
+        names_by_group = [
+            [name for p in group["params"] for name in names.get(id(p), [])] for group in optimizer.param_groups
+        ]
+        places = self._places(names_by_group)
         settings = [
             {key: setting(value) for key, value in g.items() if key != "params"} for g in optimizer.param_groups
         ]
-        states = {place.name: states_of(optimizer.state.get(place.parameter, {}), place) for place in held}
+        states = {place.name: states_of(optimizer.state.get(place.parameter, {}), place) for place in places}
         has_hooks = bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
-        update.steps.append(Step(of, settings, states, script.line_of_stack(sys._getframe(2)), has_hooks))
-        update.used |= parts.parts(held, lambda parameter: parameter.grad)
-        update.altered |= self.lines.of(held, lambda parameter: parameter.grad)
+        update.steps.append(Step(names_by_group, settings, states, script.line_of_stack(sys._getframe(2)), has_hooks))
+        update.used |= parts.parts(places, lambda parameter: parameter.grad)
+        update.altered |= self.lines.of(places, lambda parameter: parameter.grad)
         update.cleared = update.cleared or self.lines.cleared
 
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         self.in_step = False
         if self.update is None or not self.update.steps:
             return
-        self.update.after |= parts.parts(self._held(self.update.steps[-1].names), lambda parameter: parameter)
+        self.update.after |= parts.parts(self._places(self.update.steps[-1].names), lambda parameter: parameter)
         if len(self.optimizers) <= self.written:
             self.optimizers.append([])
         self.optimizers[self.written].append(optimizer)
 
-    def _held(self, names: Iterable[Iterable[str]]) -> list[Place]:
+    def _places(self, names: Iterable[Iterable[str]]) -> list[Place]:
         """The locations of the weights in an optimizer's groups."""
         own = {name for several in names for name in several}
         return [place for place in self.places if place.name in own]

@@ -34,7 +34,7 @@ most models, 0.08 for mixtures of experts, 0.11 for biases of GPT-2. A factor of
 ROUNDED_RATIO = 2e-3
 """How far from 1 the ratio of all gradients may be in 16 bits, where rounding cancels out. 1e-3 was measured."""
 ROUNDED_OUTPUTS = 0.1
-"""How far apart the outputs of a forward pass may be in 16 bits; else it depends on what is not recorded."""
+"""How far apart the outputs of a forward pass may be in 16 bits; more comes from unrecorded state."""
 FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
 UNREPEATED = ("fp8",)
@@ -196,7 +196,7 @@ class _Repeated:
 
     def _whole(self, kind: str) -> Tensors:
         of_ranks = [update[kind] for update in self.updates]
-        names = {name: None for held in of_ranks for name in held}
+        names = {name: None for rank_parts in of_ranks for name in rank_parts}
         wholes = {name: parts.whole(self.weights[name].shape, name, of_ranks) for name in names if name in self.weights}
         return {name: tensor for name, tensor in wholes.items() if tensor is not None}
 
@@ -280,8 +280,8 @@ class _Repeated:
         tolerance = EXACT if self.exact else ROUNDED
         worst, worst_name = 0.0, ""
         for name, gradient in alone.items():
-            theirs = reduced.get(name)
-            apart = norm(gradient - (theirs.float() if theirs is not None else 0)) / max(
+            on_ranks = reduced.get(name)
+            apart = norm(gradient - (on_ranks.float() if on_ranks is not None else 0)) / max(
                 norm(gradient), FLOOR * largest
             )
             if apart > worst or math.isnan(apart):
@@ -290,8 +290,8 @@ class _Repeated:
         if worst <= tolerance and not self.exact and abs(of_all - 1) > ROUNDED_RATIO:
             self._differs("all-gradients", self.first["line"], ratio=of_all)
         if not worst <= tolerance:
-            theirs = reduced.get(worst_name)
-            own = 0.0 if theirs is None else ratio({worst_name: theirs}, {worst_name: alone[worst_name]})
+            on_ranks = reduced.get(worst_name)
+            own = 0.0 if on_ranks is None else ratio({worst_name: on_ranks}, {worst_name: alone[worst_name]})
             self._differs(
                 "gradient",
                 (own == 0 and self.first["unsynced"]) or self.first["line"],

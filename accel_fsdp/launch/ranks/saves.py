@@ -77,7 +77,7 @@ RELIES_ON = (*(call.path for call in CALLS + LOADS), Internal("torch.distributed
 
 
 class _Writing(threading.local):
-    """The files of the call that this thread is in, if any; `async_save` writes in a thread of its own."""
+    """The files of the call that this thread is in, if any; `async_save` writes in a separate thread."""
 
     files: list[dict[str, Any]] | None = None
 
@@ -192,14 +192,14 @@ class ObservedSaves:
         model = self.model()
         if model is None:
             return
-        of = parts.places(model)
-        self.places = {place.name: place for place in of}
-        held = {place.name: [place.start, *sums(place.now())] for place in of}
-        shapes = {place.name: place.shape for place in of}
+        places = parts.places(model)
+        self.places = {place.name: place for place in places}
+        sums_by_name = {place.name: [place.start, *sums(place.now())] for place in places}
+        shapes = {place.name: place.shape for place in places}
         inner = holding.unwrapped(model)
         tensors = [*inner.named_parameters(remove_duplicate=False), *inner.named_buffers(remove_duplicate=False)]
         self.names = {tensor_names.clean_name(name) for name, _ in tensors if "_flat_param" not in name} | shapes.keys()
-        events.report("weight-parts", step=step, held=held, shapes=shapes, names=sorted(self.names))
+        events.report("weight-parts", step=step, held=sums_by_name, shapes=shapes, names=sorted(self.names))
 
     def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
         """The content of a file. DCP writes a whole DTensor, each rank its part."""

@@ -35,12 +35,15 @@ class TrainerLoss:
     def apart(self, model: "nn.Module") -> float:
         """How far the recorded gradients of the outputs are from a multiple of those with this model."""
         gradients = enumerate(self.forward.gradients)
-        theirs = {str(n): gradient for n, gradient in gradients if gradient is not None and n != self.forward.loss}
-        if not theirs:
+        recorded = {str(n): gradient for n, gradient in gradients if gradient is not None and n != self.forward.loss}
+        if not recorded:
             return 0.0
-        ours = {str(n): gradient for n, gradient in self._gradients(model).items()}
-        times = ratio(theirs, ours)
-        return max(norm(sent - times * ours[n]) / norm(sent) if n in ours else 1.0 for n, sent in theirs.items())
+        repeated = {str(n): gradient for n, gradient in self._gradients(model).items()}
+        times = ratio(recorded, repeated)
+        return max(
+            norm(gradient - times * repeated[n]) / norm(gradient) if n in repeated else 1.0
+            for n, gradient in recorded.items()
+        )
 
     def _gradients(self, model: "nn.Module") -> "Mapping[int, torch.Tensor]":
         """The gradients of this model's outputs for its loss, by the number of the output."""

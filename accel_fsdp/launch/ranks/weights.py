@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HANDLE = "torch.distributed.fsdp._flat_param:FlatParamHandle"
 SHARDED = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 SETTINGS = ("lr", "weight_decay", "betas", "momentum")
-"""What a group of an optimizer's parameters is updated with; all ranks need the same."""
+"""The settings with which an optimizer updates a group of parameters; they must be equal on all ranks."""
 OPTIMIZERS = Observation(
     "optimizers that are made", (Internal("torch.optim:Optimizer.__init__", "self params defaults"),)
 )
@@ -139,8 +139,8 @@ class ObservedWeights:
     def _not_numbers(self) -> int:
         """The weights of which this rank holds NaN, of those that an optimizer has updated."""
         groups = [group for optimizer in self.stepped for group in optimizer.param_groups]
-        held = [parts.local(weight) for group in groups for weight in group["params"] if not weight.is_meta]
-        return sum(math.isnan(sums(weight)[0]) for weight in held)
+        tensors = [parts.local(weight) for group in groups for weight in group["params"] if not weight.is_meta]
+        return sum(math.isnan(sums(weight)[0]) for weight in tensors)
 
     def shard_storages(self) -> set[int]:
         """The addresses of FSDP1's shards on this rank, and of the optimizer's states of them.

@@ -180,15 +180,15 @@ def _of_stage3(engine: Any, name: str, weight: Any) -> Place | None:
 
     size = weight.ds_tensor.ds_numel
     start = dist.get_rank(weight.ds_process_group) * size
-    held = min(size, weight.ds_numel - start)
-    if held <= 0:
+    length = min(size, weight.ds_numel - start)
+    if length <= 0:
         return None
     if not _has_copy(engine, weight):
         own = weight.ds_tensor.detach().requires_grad_(weight.requires_grad)
-        return Place(name, own, start, tuple(weight.ds_shape), slice(0, held))
+        return Place(name, own, start, tuple(weight.ds_shape), slice(0, length))
     group, at, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(weight)]
     flat = engine.optimizer.fp32_partitioned_groups_flat[group]
-    return Place(name, flat, start, tuple(weight.ds_shape), slice(at, at + held))
+    return Place(name, flat, start, tuple(weight.ds_shape), slice(at, at + length))
 
 
 def _has_copy(engine: Any, weight: Any) -> bool:

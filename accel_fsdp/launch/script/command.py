@@ -27,7 +27,7 @@ from accel_fsdp.units import counted
 
 CPUS_PER_GPU = 4
 FIRST_MACHINE = "machine-0"
-"""The address that an engine will tell, as the linter wants to see one."""
+"""A placeholder for the address that the engine provides, because the linter requires one."""
 LONGEST_NAME = 40
 TIME = re.compile(r"(?=.)(?:(?P<days>\d+)d)?(?:(?P<hours>\d+)h)?(?:(?P<minutes>\d+)m)?", re.ASCII)
 CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?P<hours>\d+):(?P<minutes>\d\d)(?::\d\d)?", re.ASCII)

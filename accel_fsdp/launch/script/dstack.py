@@ -9,7 +9,7 @@ SHM = "16GB"
 
 def text(job: JobFile) -> list[str]:
     """The task file. Its files are copied to the disk of each machine, so a run must be written elsewhere."""
-    refuse_own_disk(job, "dstack gives each start a disk of its own")
+    refuse_own_disk(job, "dstack gives each start a separate disk")
     command = f"exec {job.command()}".replace("$", "$$")  # dstack fills in ${{ NAME }}, and makes $ of $$
     return [
         *job.heading("It is in the folder that has both files; dstack copies it. Submit it: dstack apply -f FILE"),

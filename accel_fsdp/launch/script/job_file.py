@@ -113,5 +113,5 @@ def refuse_own_disk(job: JobFile, disks: str) -> None:
             f"--output_dir {output or 'is missing'}, and {disks}",
             why="a later start would find no checkpoint, and other machines not the shards of this one",
             fix=f"train/sft.py --output_dir {job.folder}/{output.lstrip('/') or 'runs/first'}; "
-            "or accel-fsdp script --shared FOLDER, in which it lies",
+            "or accel-fsdp script --shared FOLDER with a folder that contains it",
         )

@@ -20,7 +20,7 @@ TWICE_THE_MEMORY = {("A100", 80.0): "A100-80GB", ("V100", 32.0): "V100-32GB"}
 
 def text(job: JobFile) -> list[str]:
     """The task. Its working folder is copied to the disk of each machine, so a run must be written elsewhere."""
-    refuse_own_disk(job, "SkyPilot gives each start a disk of its own")
+    refuse_own_disk(job, "SkyPilot gives each start a separate disk")
     return [
         *job.heading("Submit it from the folder that has both files; SkyPilot copies it: sky jobs launch FILE"),
         f'name: "{job.name}"',

@@ -72,7 +72,7 @@ def _run(job: JobFile) -> list[str]:
         "fi",
     ]
     return [
-        "# One launcher for each machine, with a log of its own.",
+        "# One launcher for each machine, with a separate log.",
         "code=0",
         f"srun {_end_of_one(job)} --open-mode=append --output=%x-%j-machine-%n.log \\",
         f"    {job.command('    ')} || code=$?",

@@ -77,14 +77,14 @@ class EngineMemory:
         return self.has_grads
 
     @property
-    def held(self) -> Sequence[tuple[Unit, int]]:
+    def held_units(self) -> Sequence[tuple[Unit, int]]:
         """All units with their counts, including unused ones."""
         inner = ((unit, self.counts[place]) for place, unit in self.nested.items() if place)
         return (*zip(self.units, self.counts, strict=True), *inner, *((unit, 1) for unit in self.idle))
 
     def total(self, size: Callable[[Unit], int]) -> int:
         """Sums a size over all units."""
-        return sum(size(unit) * count for unit, count in self.held)
+        return sum(size(unit) * count for unit, count in self.held_units)
 
     @property
     def head_unit(self) -> int:
@@ -93,13 +93,13 @@ class EngineMemory:
     def load(self) -> None:
         """Allocates the memory that lives from the beginning."""
         if not self.layout.offload:
-            self.meter.add_each(PARAMETERS, ((self._at_rest(unit) * count, unit) for unit, count in self.held))
+            self.meter.add_each(PARAMETERS, ((self._at_rest(unit) * count, unit) for unit, count in self.held_units))
 
     def make_states(self) -> None:
         """Allocates the optimizer's states, which the first step makes and which stay."""
         if not self.layout.offload:
             recipe, layout = self.recipe, self.layout
-            sizes = ((shards.optimizer_bytes(unit, recipe, layout) * count, unit) for unit, count in self.held)
+            sizes = ((shards.optimizer_bytes(unit, recipe, layout) * count, unit) for unit, count in self.held_units)
             self.meter.add_each(OPTIMIZER, sizes)
 
     def _at_rest(self, unit: Unit) -> int:
@@ -142,7 +142,7 @@ class EngineMemory:
     def step(self) -> None:
         """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
         if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
-            sizes = [(self._master(unit, shard=True) * count, unit) for unit, count in self.held]
+            sizes = [(self._master(unit, shard=True) * count, unit) for unit, count in self.held_units]
             self.meter.add_each(OPTIMIZER, sizes, "temporaries")
             self.meter.add(OPTIMIZER, -sum(size for size, _ in sizes), "temporaries")
 
@@ -323,7 +323,7 @@ class Fsdp2(Fsdp):
         self.reducing = unsharded
         self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
         if self.unit(unit).nested and not self._output(unit):
-            self.meter.add(GRADIENTS, unsharded, "divided")  # one rank divides what it doesn't send
+            self.meter.add(GRADIENTS, unsharded, "divided")  # a single rank divides without sending
             self.meter.add(GRADIENTS, -unsharded, "divided")
         self._keep(unit, shard)
 

@@ -61,8 +61,8 @@ def replay_model(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout
 
 def _gradients(experts: Unit | None, width: int) -> frozenset[int]:
     """The bytes of the gradients of a block's experts, as tapes round them."""
-    held = (param for param in (experts.held if experts else ()) if param.trained)
-    return frozenset(-(-param.numel * width // ROUND_BYTES) * ROUND_BYTES for param in held)
+    trained = (param for param in (experts.parameters if experts else ()) if param.trained)
+    return frozenset(-(-param.numel * width // ROUND_BYTES) * ROUND_BYTES for param in trained)
 
 
 def tape_of_block(shape: ModelShape, tapes: Tapes, recipe: Recipe, index: int) -> Tape:
@@ -95,7 +95,7 @@ def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     whole = layout.engine in (Engine.NONE, Engine.DDP) and recipe.recomputes
     if not casts or not whole or (recipe.kernels == "foak" and recipe.method == "qlora"):
         return 0
-    return state_bytes.LOW * sum(param.numel for param in unit.held if param.trained and len(param.shape) > 1)
+    return state_bytes.LOW * sum(param.numel for param in unit.parameters if param.trained and len(param.shape) > 1)
 
 
 def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:

@@ -162,7 +162,7 @@ class _AllocatingWalk(Walk):
         Gathering a full optimizer state takes no more: one state of a unit at a time (`_allgather_orig_param_states`).
         """
         allocator = self.meter.allocator
-        for unit, _ in self.engine.held:
+        for unit, _ in self.engine.held_units:
             sizes = [round(size) for size in shards.tensor_weights(unit, "stored", flat=False)]
             gathered = [sum(sizes)] if self.meter.flat else sizes
             for size in gathered:

@@ -57,7 +57,7 @@ def script_of(tape: Tape, at: At) -> Script:
     events = tape.backward
     backward = list(_requests(events, at, live, len(forward)))
     if events and events[-1].sign > 0 and any(request.slot == UPSTREAM for request in backward):
-        slot = backward.pop().slot  # stands for what the caller holds
+        slot = backward.pop().slot  # a placeholder for the tensors that the caller holds
         live[events[-1].size].remove(slot)
     left = [slot for slots in live.values() for slot in slots if slot != UPSTREAM]
     first = tuple(_requests(tape.first or tape.forward, at, {}, 0))

@@ -20,7 +20,7 @@ ALIGNMENT_BYTES = 16  # FSDP1 with use_orig_params pads each parameter to it (`_
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """One parameter as a rank holds it. `stored` and `compute` are bytes per element at rest and in use.
 
     `stored` of a 4-bit weight counts the packed weight alone: FSDP1 leaves the quantisation state on every rank.
@@ -54,7 +54,7 @@ class Unit:
     """
 
     name: str
-    held: tuple[Held, ...]
+    parameters: tuple[HeldParameter, ...]
     block: Block | None = None
     idle: bool = False
     nested: bool = False
@@ -67,7 +67,7 @@ class Unit:
     @property
     def trained_numel(self) -> int:
         """The number of elements with a gradient."""
-        return sum(param.numel for param in self.held if param.trained)
+        return sum(param.numel for param in self.parameters if param.trained)
 
 
 def compute_bytes(recipe: Recipe) -> int:
@@ -147,15 +147,20 @@ def resting_bytes(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[in
 @lru_cache(CACHED)
 def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
     def outside(name: str, parameters: tuple[Parameter, ...]) -> Unit:
-        return Unit(name, tuple(_held(parameters, recipe, layout, False)))
+        return Unit(name, tuple(_held_parameters(parameters, recipe, layout, False)))
 
     first, last = outer_parts(shape, layout)
-    held = [tuple(_held(block.parameters, recipe, layout, True)) for block in shape.blocks]
+    parameters = [tuple(_held_parameters(block.parameters, recipe, layout, True)) for block in shape.blocks]
     blocks = tuple(
-        Unit(block.name, tuple(param for param in held[index] if not param.dispatched), block, index in shape.untraced)
+        Unit(
+            block.name,
+            tuple(param for param in parameters[index] if not param.dispatched),
+            block,
+            index in shape.untraced,
+        )
         for index, block in enumerate(shape.blocks)
     )
-    apart = [tuple(param for param in params if param.dispatched) for params in held]
+    apart = [tuple(param for param in params if param.dispatched) for params in parameters]
     experts = tuple(
         Unit(f"{unit.name}'s experts", params, unit.block, unit.idle, nested=True) if params else None
         for unit, params in zip(blocks, apart, strict=True)
@@ -166,14 +171,16 @@ def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
     return Units(blocks, *units, experts, again)
 
 
-def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, inside: bool) -> Iterator[Held]:
+def _held_parameters(
+    parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, inside: bool
+) -> Iterator[HeldParameter]:
     """The parameters as the recipe trains them; with LoRA each linear layer inside a block adds its A and B."""
     full = recipe.method == "full"
     compute = compute_bytes(recipe)
     for param in parameters:
         quantized = inside and is_quantized(param, recipe)
         stored = 0.5 if quantized else master_bytes(recipe, layout) if full else state_bytes.DTYPE_BYTES[recipe.dtype]
-        yield Held(
+        yield HeldParameter(
             *(param.shape, stored, compute),
             trained=full,
             quantized=quantized,
@@ -183,8 +190,8 @@ def _held(parameters: tuple[Parameter, ...], recipe: Recipe, layout: Layout, ins
         if not full and inside and param.is_adapted(recipe.lora_targets):
             rows, columns = param.shape
             wide = master_bytes(recipe, layout)
-            yield Held((recipe.lora_rank, columns), wide, compute, trained=True, adapter=True)
-            yield Held((rows, recipe.lora_rank), wide, compute, trained=True, adapter=True)
+            yield HeldParameter((recipe.lora_rank, columns), wide, compute, trained=True, adapter=True)
+            yield HeldParameter((rows, recipe.lora_rank), wide, compute, trained=True, adapter=True)
 
 
 def is_quantized(parameter: Parameter, recipe: Recipe) -> bool:
@@ -193,7 +200,7 @@ def is_quantized(parameter: Parameter, recipe: Recipe) -> bool:
     return recipe.method == "qlora" and is_linear
 
 
-def pieces_of(param: Held, layout: Layout) -> int:
+def pieces_of(param: HeldParameter, layout: Layout) -> int:
     """The number of ranks that share a parameter, or a rank's part of it under tensor or expert parallelism.
 
     Adapters are added after transformers has sharded the model, so they are whole on each rank.
@@ -203,34 +210,34 @@ def pieces_of(param: Held, layout: Layout) -> int:
     return layout.sharers(of_experts=param.dispatched)
 
 
-def shard_shape(param: Held, layout: Layout) -> tuple[int, ...]:
+def shard_shape(param: HeldParameter, layout: Layout) -> tuple[int, ...]:
     """FSDP2's shard of one parameter on rank 0, padding included."""
     rows, *others = param.shape or (1,)
     return (-(-rows // pieces_of(param, layout)), *others)
 
 
-def shard_numel(param: Held, layout: Layout) -> int:
+def shard_numel(param: HeldParameter, layout: Layout) -> int:
     return math.prod(shard_shape(param, layout))
 
 
-def padded_numel(param: Held, layout: Layout) -> int:
+def padded_numel(param: HeldParameter, layout: Layout) -> int:
     return shard_numel(param, layout) * pieces_of(param, layout)
 
 
-def flat_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
+def flat_numel(parameters: tuple[HeldParameter, ...], layout: Layout) -> int:
     """The elements of FSDP1's shard of one flat parameter, padding included; NO_SHARD is padded to the ranks too."""
     pieces = layout.ranks if layout.shard_ranks == 1 else layout.shard_ranks
     end = _places(parameters)[-1][1] if parameters else 0
     return -(-end // pieces) * pieces // layout.shard_ranks
 
 
-def first_numel(parameters: tuple[Held, ...], layout: Layout) -> int:
+def first_numel(parameters: tuple[HeldParameter, ...], layout: Layout) -> int:
     """The elements of parameters in rank 0's shard, without padding: optimizers see views of them."""
     end = flat_numel(parameters, layout)
     return sum(max(min(stop, end) - start, 0) for start, stop in _places(parameters))
 
 
-def _places(parameters: tuple[Held, ...]) -> list[tuple[int, int]]:
+def _places(parameters: tuple[HeldParameter, ...]) -> list[tuple[int, int]]:
     """The first and last index of each parameter in the flat one."""
     places, total = [], 0
     for param in parameters:
@@ -245,11 +252,11 @@ def _places(parameters: tuple[Held, ...]) -> list[tuple[int, int]]:
 def shard_bytes(unit: Unit, layout: Layout) -> int:
     """The bytes of one unit's parameters at rest on rank 0."""
     if layout.engine is Engine.FSDP1:
-        return round(sum(_flat_bytes(group, layout, _stored_bytes) for group in _flat_groups(unit.held)))
-    return round(sum(shard_numel(param, layout) * param.stored for param in unit.held))
+        return round(sum(_flat_bytes(group, layout, _stored_bytes) for group in _flat_groups(unit.parameters)))
+    return round(sum(shard_numel(param, layout) * param.stored for param in unit.parameters))
 
 
-def _flat_bytes(group: tuple[Held, ...], layout: Layout, width: Callable[[Held], float]) -> float:
+def _flat_bytes(group: tuple[HeldParameter, ...], layout: Layout, width: Callable[[HeldParameter], float]) -> float:
     """The shard of one flat parameter; packed weights count as fewer elements of the 16-bit dtype."""
     widths = {width(param) for param in group}
     if len(widths) > 1:
@@ -257,7 +264,7 @@ def _flat_bytes(group: tuple[Held, ...], layout: Layout, width: Callable[[Held],
     return flat_numel(group, layout) * widths.pop() if group else 0
 
 
-def _flat_groups(params: tuple[Held, ...]) -> list[tuple[Held, ...]]:
+def _flat_groups(params: tuple[HeldParameter, ...]) -> list[tuple[HeldParameter, ...]]:
     """The groups that FSDP1 flattens: the base, and each adapter weight alone (PEFT's wrap policy)."""
     base = tuple(param for param in params if not param.adapter)
     return [base, *((param,) for param in params if param.adapter)]
@@ -267,7 +274,7 @@ def _flat_groups(params: tuple[Held, ...]) -> list[tuple[Held, ...]]:
 def quantization_bytes(unit: Unit, layout: Layout) -> int:
     """The quantisation state of a unit's 4-bit weights; FSDP1 keeps it whole on every rank."""
     whole = layout.engine is Engine.FSDP1
-    packed = (param for param in unit.held if param.quantized)
+    packed = (param for param in unit.parameters if param.quantized)
     elements = sum(param.numel / (1 if whole else pieces_of(param, layout)) for param in packed)
     return round(elements * (state_bytes.NF4_BYTES - 0.5))
 
@@ -291,46 +298,46 @@ def _optimizer_bytes(unit: Unit, optimizer: str, master: int, layout: Layout) ->
             embedding=param.embedding
             and layout.engine is not Engine.DEEPSPEED,  # whose partitions no longer belong to an embedding
         )
-        for param in unit.held
+        for param in unit.parameters
         if param.trained
     )
 
 
 def _optimized_numel(unit: Unit, layout: Layout) -> int:
     if layout.engine is Engine.FSDP1:
-        groups = (group for group in _flat_groups(unit.held) if group and group[0].trained)
+        groups = (group for group in _flat_groups(unit.parameters) if group and group[0].trained)
         return sum(first_numel(group, layout) for group in groups)
-    return sum(shard_numel(param, layout) for param in unit.held if param.trained)
+    return sum(shard_numel(param, layout) for param in unit.parameters if param.trained)
 
 
 @lru_cache(CACHED)
 def gathered_bytes(unit: Unit, layout: Layout) -> int:
     """The unit unsharded, in the dtype of forward and backward, padding included."""
     if layout.engine is Engine.FSDP1:
-        groups = _flat_groups(unit.held)
+        groups = _flat_groups(unit.parameters)
         return round(sum(_flat_bytes(group, layout, _used_bytes) for group in groups)) * layout.shard_ranks
-    return round(sum(padded_numel(param, layout) * _used_bytes(param) for param in unit.held))
+    return round(sum(padded_numel(param, layout) * _used_bytes(param) for param in unit.parameters))
 
 
 @lru_cache(CACHED)
 def cast_bytes(unit: Unit, layout: Layout) -> int:
     """The shard's copy in the dtype of forward and backward, if it differs from the stored one."""
-    if all(param.stored == _used_bytes(param) for param in unit.held):
+    if all(param.stored == _used_bytes(param) for param in unit.parameters):
         return 0
     if layout.engine is Engine.FSDP1:
         return gathered_bytes(unit, layout) // layout.shard_ranks
-    return round(sum(shard_numel(param, layout) * _used_bytes(param) for param in unit.held))
+    return round(sum(shard_numel(param, layout) * _used_bytes(param) for param in unit.parameters))
 
 
 @lru_cache(CACHED)
 def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -> int:
     """The trained parameters' elements, whole or as the shard, padding included, times `per_element`."""
     if layout.engine is Engine.FSDP1:
-        groups = [group for group in _flat_groups(unit.held) if group and any(param.trained for param in group)]
+        groups = [group for group in _flat_groups(unit.parameters) if group and any(param.trained for param in group)]
         elements = sum(flat_numel(group, layout) for group in groups)
         return round(elements * (1 if shard else layout.shard_ranks) * per_element)
     numel = shard_numel if shard else padded_numel
-    return round(sum(numel(param, layout) for param in unit.held if param.trained) * per_element)
+    return round(sum(numel(param, layout) for param in unit.parameters if param.trained) * per_element)
 
 
 @lru_cache(CACHED)
@@ -338,24 +345,26 @@ def tensor_weights(unit: Unit, how: Literal["stored", "used", "trained"], flat: 
     """The shares of a unit's tensors in its bytes: at rest, gathered, or trained."""
     width = {"stored": _stored_bytes, "used": _used_bytes, "trained": _trained}[how]
     if flat:
-        sums = tuple(sum(param.numel * width(param) for param in group) for group in _flat_groups(unit.held))
+        sums = tuple(sum(param.numel * width(param) for param in group) for group in _flat_groups(unit.parameters))
         return tuple(size for size in sums if size)
-    return tuple(param.numel * width(param) for param in unit.held if width(param))
+    return tuple(param.numel * width(param) for param in unit.parameters if width(param))
 
 
 @lru_cache(CACHED)
 def loaded_sizes(unit: Unit) -> tuple[int, ...]:
     """The bytes of each whole parameter when it reaches the GPU."""
-    return tuple(round(param.numel * (state_bytes.LOW if param.quantized else param.stored)) for param in unit.held)
+    return tuple(
+        round(param.numel * (state_bytes.LOW if param.quantized else param.stored)) for param in unit.parameters
+    )
 
 
-def _trained(param: Held) -> float:
+def _trained(param: HeldParameter) -> float:
     return float(param.trained)
 
 
-def _stored_bytes(param: Held) -> float:
+def _stored_bytes(param: HeldParameter) -> float:
     return param.stored
 
 
-def _used_bytes(param: Held) -> float:
+def _used_bytes(param: HeldParameter) -> float:
     return 0.5 if param.quantized else param.compute

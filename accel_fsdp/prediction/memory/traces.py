@@ -223,7 +223,7 @@ def variant_of(recipe: Recipe, engine: str, tensor: int = 1, experts: int = 1) -
     mixed = recipe.precision != "no"
     sharded = engine in SHARDING_KINDS
     low = recipe.dtype in LOW_DTYPES or (mixed and sharded)
-    # under FSDP1 adapters are flat parameters of their own
+    # under FSDP1 adapters are separate flat parameters
     kept_wide = not sharded or (engine is not Engine.DEEPSPEED and not mixed)
     return Variant(
         weights="bf16" if low else "fp32",

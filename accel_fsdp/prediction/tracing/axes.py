@@ -51,12 +51,12 @@ class Axes:
         tensor, experts = variant.tensor, variant.experts
         rows = max(experts // tensor, 1)
         sizes = {"tp_size": tensor, "ep_size": experts, "fsdp_size": rows}
-        said = logging.get_verbosity()
+        verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # rules for layers that this model doesn't have
         try:
             self.tensor_plan, self.expert_plan, _ = model._resolve_parallel_plans(DistributedConfig(**sizes))
         finally:
-            logging.set_verbosity(said)
+            logging.set_verbosity(verbosity)
         self._config = model.config
         self._tensor_mesh = init_device_mesh("cpu", (rows, tensor), mesh_dim_names=("fsdp", "tp"))["tp"]
         shares = rows * tensor // experts

@@ -208,7 +208,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._on or self._blind:
             return func(*args, **kwargs)
         if func is _WAIT:
-            return args[0]  # the shape function makes a tensor of its own
+            return args[0]  # the shape function makes another tensor
         inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):

@@ -23,7 +23,7 @@ from accel_fsdp.prediction.tracing.lora_layers import unpacked
 ROTARY = "apply_rotary_pos_emb"
 """The name of transformers' function for rotary embedding."""
 GATED = ("gate_proj", "up_proj", "down_proj")
-APART = ("Gemma2", "Gemma3")  # Liger's norm of these makes a gradient of its own (monkey_patch.py, in_place=False)
+APART = ("Gemma2", "Gemma3")  # Liger's norm of these makes a separate gradient (monkey_patch.py, in_place=False)
 
 
 def fuse(model: nn.Module, variant: Variant) -> None:

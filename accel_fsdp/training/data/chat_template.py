@@ -68,7 +68,7 @@ def _check_ends(tokenizer: "PreTrainedTokenizerBase") -> None:
             why="a template is a program, and this one may never end",
             fix="read it, in chat_template.jinja or tokenizer_config.json; --chat_template_path gives another one",
         ) from error
-    except Exception:  # templates raise what they like
+    except Exception:  # a template may raise any error
         pass
 
 
@@ -147,7 +147,7 @@ def _ending(tokenizer: "PreTrainedTokenizerBase", after: str) -> str:
 def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[dict[str, Any]], **options: Any) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # a template may raise any error
         raise UserError(
             f"the chat template fails on a question with its answer: {error}",
             why="no conversation can be written with it",
@@ -164,7 +164,7 @@ def written(
     """
     try:
         texts, generated = _written(tokenizer, chats, masked and marks is None)
-    except Exception as error:  # templates raise what they like
+    except Exception as error:  # a template may raise any error
         if len(chats) == 1:
             return [BadRow(f"the chat template refuses it: {error}")]
         return [row for chat in chats for row in written(tokenizer, [chat], marks, masked)]

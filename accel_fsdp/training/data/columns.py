@@ -17,7 +17,7 @@ ALIASES = {
     "input": ("input", "context"),
     "output": ("output", "response"),
 }
-"""The columns that are found by themselves, most usual name first; `--columns` names others."""
+"""The columns that are found without a flag, the most usual name first; `--columns` names others."""
 
 KINDS = {"messages": ("messages",), "pair": ("prompt", "completion"), "instruction": ("instruction", "output")}
 ANSWERS = ("completion", "output", "answer", "response")
@@ -38,7 +38,7 @@ class Empty(BadRow):
 
 
 def or_bad_row(make: Callable[..., T], *arguments: Any) -> T | BadRow:
-    """What `make` returns, or the BadRow that it raises: other rows of the batch go on."""
+    """The result of `make`, or the BadRow that it raises, so that the other rows of the batch are still encoded."""
     try:
         return make(*arguments)
     except BadRow as bad:

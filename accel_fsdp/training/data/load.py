@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 FILE_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 FILE_ENDINGS = (*FILE_BUILDERS, ".txt", ".arrow", ".zip", ".gz", ".tar")
-"""Endings that names on the hub don't have, to tell a path of two parts from such a name."""
+"""Endings that names on the hub don't have: they distinguish a path of two parts from such a name."""
 SAVED = ("dataset_dict.json", "state.json")
 """Files that `save_to_disk` writes into a folder."""
 

@@ -213,7 +213,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         if self.rank == 0:
             console.say(text, style="yellow")
 
-    # What a run reports
+    # Reports of the run
 
     def micro_batch(self, inputs: Mapping[str, Any]) -> None:
         if self.step is not None:
@@ -312,7 +312,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     def _backward(self, layer: ProfiledLayer, gradient: Any) -> None:
         self.mark("backward", layer.kind, layer.path, layer.place)
 
-    # What is written
+    # Written files
 
     def _write(self, step: ProfiledStep) -> None:
         device, seconds = -1, None

@@ -294,7 +294,7 @@ def _layer(name: str, layers: Mapping[str, str]) -> str:
     return next((kind for path, kind in layers.items() if name == path or name.startswith(f"{path}.")), "")
 
 
-# What differs
+# Differences
 
 
 def _differences(
@@ -302,7 +302,7 @@ def _differences(
 ) -> Iterator[StepDifference]:
     yield from _difference("memory", BETWEEN, "between steps there are {}", between, highest.measured)
     for row in rows:
-        if row.phase == "forward":  # what it leaves goes in backward, and would be reported twice
+        if row.phase == "forward":  # the memory that it leaves is freed in backward, and would be reported twice
             leaves = f"{row.of(row.ending)} leaves {{}}"
             yield from _difference("memory", row.unit, leaves, row.left_bytes, highest.measured)
         rises = f"{row.of(1)} rises above its start by {{}}"
@@ -355,7 +355,7 @@ def _notes(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[in
         yield f"With the profiler the step took {seconds}; the steps before it took {quick} in the median."
 
 
-# What the log and the page show
+# Tables and sentences for the log and the page
 
 
 def tables(step: StepComparison) -> Iterator[tuple[Sequence[str], list[Row]]]:
