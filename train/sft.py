@@ -25,6 +25,7 @@ def main() -> None:
     with together.Peers(training_args.ddp_timeout) as ranks:  # all ranks end if one fails or has other settings
         ranks.compare("arguments", together.of_arguments(model_args, data_args, training_args))
         checkpoint = resuming.chosen(training_args)
+        ranks.compare("checkpoint", together.of_checkpoint(checkpoint, training_args.save_on_each_node))
         record = training.begin(model_args, data_args, training_args)
 
         # Data: one rank per node tokenizes on all cores, and the others read its cache

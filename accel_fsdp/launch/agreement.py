@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,25 +32,28 @@ Settings = Mapping[str, Mapping[str, Any]]
 
 LIBRARIES = (
     *("torch", "accelerate", "transformers", "tokenizers", "datasets", "peft", "trl", "safetensors", "numpy"),
-    *("deepspeed", "bitsandbytes", "liger-kernel", "flash-attn", "torchao", "triton"),
+    *("deepspeed", "bitsandbytes", "liger-kernel", "flash-attn", "torchao", "triton", "kernels", "xformers"),
+    *("flash-linear-attention", "causal-conv1d", "mamba-ssm", "transformer-engine"),
 )
 NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 """The packages with NCCL that torch's wheels depend on."""
 VARIABLES = re.compile(
     r"(ACCELERATE|FSDP|PARALLELISM_CONFIG|CUBLAS|CUBLASLT|CUDNN|TORCHINDUCTOR|TORCHDYNAMO|TORCH_COMPILE|DS|LIGER"
-    r"|FLASH_ATTENTION|ROCBLAS|HIPBLASLT|MIOPEN|TRITON)_\w+"
-    r"|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|NCCL_(ALGO|PROTO)|XLA_FLAGS"
+    r"|FLASH_ATTENTION|ROCBLAS|HIPBLASLT|MIOPEN|TRITON|NVTE|PYTORCH_TUNABLEOP|TORCH_BLAS_PREFER)_\w+"
+    r"|NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE|DISABLE_ADDMM_CUDA_LT|NCCL_(ALGO|PROTO|NVLS_ENABLE)"
+    r"|XLA_(FLAGS|USE_BF16|DOWNCAST_BF16)|(ONEDNN|DNNL)_DEFAULT_FPMATH_MODE|ATEN_CPU_CAPABILITY|MKL_CBWR"
+    r"|HCCL_DETERMINISTIC|USE_HUB_KERNELS|TRANSFORMERS_(SDPA|DISABLE)_\w+"
 )
 """Environment variables that change results, or which collectives a rank calls."""
 OWN_VARIABLES = re.compile(
-    r"\w+_(DIR|PATH|HOME|FILE|ADDR|PORT|ACCELERATOR)|\w*(CACHE|LOG|DEBUG)\w*|ACCELERATE_(TORCH_DEVICE|ENABLE_RICH)"
+    r"\w+_(DIR|PATH|HOME|FILE|ADDR|PORT|ACCELERATOR)|(\w+_)?(CACHE|LOG(S|GING|INFO|DEST)?|DEBUG)(_\w+)?|ACCELERATE_(TORCH_DEVICE|ENABLE_RICH)"
     r"|TORCHINDUCTOR_COMPILE_THREADS|DS_BUILD_\w+"
 )
 """Exceptions, which may differ between machines: paths, caches, logs, devices."""
 CONFIG_FILES = ("ACCELERATE_DEEPSPEED_CONFIG_FILE",)
 """Variables that name a file; its content is compared."""
 OWN_ARGUMENTS = re.compile(
-    r"(out|output|log|logs|logging|cache|tmp|temp|scratch)|(\w+_)?(out|output|log|logs|logging|cache|tmp|temp|scratch)"
+    r"(out|output|log|logs|logging|cache|tmp)|(\w+_)?(out|output|log|logs|logging|cache|tmp|temp|scratch)"
     r"_(dir|path|folder|root|file)"
     r"|(local|node|machine)_?(rank|id|index)|host|host_?name|node_?name"
     r"|(gpu|device)(s|_ids?)?|(\w+_)?(addr|address|ip|port)"
@@ -126,6 +130,14 @@ def versions() -> dict[str, str]:
     return {"accel-fsdp": __version__} | {"nccl" if name in NCCL else name: installed[name] for name in installed}
 
 
+@cache
+def code_digest() -> str:
+    """A hash of this package's code: in a clone it changes without its version."""
+    package = Path(__file__).parents[1]
+    files = sorted(package.rglob("*.py"))
+    return digest_of("".join(f"{file.relative_to(package)} {digest_of(file)}\n" for file in files).encode())
+
+
 def is_compared(variable: str) -> bool:
     """Whether an environment variable must have the same value on all machines."""
     return bool(VARIABLES.fullmatch(variable)) and not OWN_VARIABLES.fullmatch(variable)
@@ -144,7 +156,7 @@ def of_job(variables: Mapping[str, str], script: Path, words: Sequence[str] = ()
         "environment": dict(sorted({**plain, **files}.items())),
         "script": {script.name: digest_of(script)},
         "arguments": flags_of(words),
-        "versions": {"python": platform.python_version(), **versions()},
+        "versions": {"python": platform.python_version(), **versions(), "accel-fsdp's code": code_digest()},
     }
 
 

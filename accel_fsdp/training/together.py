@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp import console, errors
+from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import LET_RANK_ZERO_SPEAK_SECONDS, UserError, in_a_line
 from accel_fsdp.launch import FAILED, Address, JsonStore, agreement, beats
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -149,6 +150,18 @@ def of_arguments(model: Any, data: Any, training: Any) -> agreement.Settings:
     last_part = {name: lineage.last_part if name in PATHS else agreement.portable for name in compared}
     arguments = {name: last_part[name](value) if isinstance(value, str) else value for name, value in compared.items()}
     return {**agreement.of_job(os.environ, Path(sys.argv[0])), "arguments": agreement.flat(arguments)}
+
+
+def of_checkpoint(checkpoint: str | None, apart: bool) -> agreement.Settings:
+    """The checkpoint that this rank resumes: its name, and a digest of its list of files, or else of Trainer's log.
+
+    `apart`: each machine has written a checkpoint of its own, with other files.
+    """
+    if checkpoint is None or apart:
+        return {"checkpoint": {"folder": Path(checkpoint).name if checkpoint else ""}}
+    paths = (Path(checkpoint) / name for name in (file_names.MARKER, file_names.TRAINER_STATE))
+    content = next((agreement.digest_of(path) for path in paths if path.exists()), "")
+    return {"checkpoint": {"folder": Path(checkpoint).name, "content": content}}
 
 
 def of_data(settings: agreement.Settings, held_out: Any, tokenizer: Any) -> agreement.Settings:

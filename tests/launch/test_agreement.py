@@ -57,6 +57,8 @@ def test_a_host_called_by_a_plain_word_changes_no_value(monkeypatch: pytest.Monk
         ("--rank 8", "--rank 16"),
         ("--model meta/Llama", "--model other/Llama"),
         ("model.lr=1e-3", "model.lr=1e-2"),
+        ("--temp 0.5", "--temp 0.9"),
+        ("--scratch true", "--scratch false"),
     ],
 )
 def test_arguments_that_differ_are_told_apart(ours: str, theirs: str) -> None:
@@ -90,14 +92,18 @@ def test_variables_that_are_compared(tmp_path: Path) -> None:
     variables = {
         "FSDP_VERSION": "2",
         "NVIDIA_TF32_OVERRIDE": "0",
+        "ONEDNN_DEFAULT_FPMATH_MODE": "BF16",
+        "TORCHINDUCTOR_LOGIT_SOFTCAP": "1",
         "TRITON_CACHE_DIR": "/tmp/a",
+        "CUBLAS_LOGINFO_DBG": "1",
         "NCCL_SOCKET_IFNAME": "eth0",
         "RANK": "1",
         "HF_TOKEN": "hf_abc",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "zero.json"),
     }
     found = agreement.of_job(variables, tmp_path / "train.py")
-    assert found["environment"].keys() == {"FSDP_VERSION", "NVIDIA_TF32_OVERRIDE", "ACCELERATE_DEEPSPEED_CONFIG_FILE"}
+    compared = {"FSDP_VERSION", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "TORCHINDUCTOR_LOGIT_SOFTCAP"}
+    assert found["environment"].keys() == {*compared, "ACCELERATE_DEEPSPEED_CONFIG_FILE"}
     assert found["script"] == {"train.py": "missing"}
 
 

@@ -279,6 +279,21 @@ def test_machines_that_were_told_the_same_train(job: Job) -> None:
     assert [process.code for process in done] == [0, 0], done[0].output + done[1].output
 
 
+def test_ranks_refuse_another_checkpoint_at_the_same_path(job: Job, sft: Callable[..., Finished]) -> None:
+    """Outside of `output_dir` each machine may have a disk of its own. Both checkpoints are complete."""
+    for name, rate in {"out": "1e-3", "other": "1e-2"}.items():
+        words = [*job.sides()[0].words, "--per_device_train_batch_size", "4", "--learning_rate", rate]
+        words += ["--save_strategy", "steps", "--save_steps", "2"]
+        assert (alone := sft(*words, "--output_dir", job.folder / name)).code == 0, alone.output
+    named, other = (job.folder / name / "checkpoint-2" for name in ("out", "other"))
+    sides = job.sides()
+    for side in sides:
+        side.words += ["--resume_from_checkpoint", str(named), "--max_steps", "3"]
+        side.words += ["--output_dir", str(job.folder / "resumed"), "--resume_with_changes", "true"]
+    with covered(job.machines[1], {named: other}):
+        refused(launched(job.machines, sides), r"checkpoint: content +\w+ +0 \(n1\)\n +\w+ +1 \(n2\)")
+
+
 OTHER_ARGUMENTS: Mapping[str, tuple[list[str], str, str]] = {
     "learning_rate": (["--learning_rate", "5e-2"], "0.001", "0.05"),
     "seed": (["--seed", "7"], "42", "7"),
