@@ -282,10 +282,10 @@ ESCAPES = {
 def test_a_pickle_makes_plain_data_or_ends_at_once(name: str, tmp_path: Path) -> None:
     """Names that are admitted, used otherwise than torch does; and what would take all time or memory."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(UserError, match="is damaged: "):
         unpickle(ESCAPES[name], {**TENSORS, **dcp.ADMITTED}, tmp_path)
-    assert time.monotonic() - started < 30
+    assert time.process_time() - started < 30
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
 
 

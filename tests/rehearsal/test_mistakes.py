@@ -212,7 +212,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "gradients that one rank alone changes": ("noise on a rank", FSDP2, "the script", ".add_(torch.tensor"),
     "weights that rank 0 alone changes": ("rank 0 writes", FSDP2, "the script", ".mul_(1.1)"),
 }  # fmt: skip
-DOCS = (ROOT / "docs/rehearse.md").read_text()
+DOCS = " ".join((ROOT / "docs/rehearse.md").read_text().split())
 
 
 def in_docs(said: str) -> bool:
