@@ -37,7 +37,7 @@ class Measured:
 
 def measured(words: Sequence[str | Path], out: Path, repeat: int) -> Measured:
     """The fastest of several runs; what they write is removed."""
-    return min((once(words, out) for _ in range(repeat)), key=lambda one: one.seconds)
+    return min((once(words, out) for _ in range(repeat)), key=lambda run: run.seconds)
 
 
 def once(words: Sequence[str | Path], out: Path) -> Measured:
@@ -91,8 +91,8 @@ def compare(place: Path, size_gb: float, repeat: int) -> str:
     shutil.rmtree(place / "run")
     cells = [f"{size_gb:g} GB", f"{merge.seconds:.1f} s, {merge.peak_bytes / 1e9:.2f} GB"]
     cells += [
-        f"{one.seconds:.1f} s, **{merge.seconds / one.seconds:.1f}x**, {one.peak_bytes / 1e9:.2f} GB"
-        for one in (whole, half, proven)
+        f"{run.seconds:.1f} s, **{merge.seconds / run.seconds:.1f}x**, {run.peak_bytes / 1e9:.2f} GB"
+        for run in (whole, half, proven)
     ]
     return "| " + " | ".join(cells) + " |"
 

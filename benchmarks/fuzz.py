@@ -82,7 +82,7 @@ TARGETS = (
     Target("run/run.json", RUN),
     *(Target(f"adapter/{name}", ADAPTER) for name in ("adapter_config.json", "adapter_model.safetensors")),
     Target("pth/pytorch_model_fsdp.bin", RUN[:1]),
-    *(Target("yaml/job.yaml", (one,)) for one in (*YAML, *YAML_MORE)),
+    *(Target("yaml/job.yaml", (text,)) for text in (*YAML, *YAML_MORE)),
 )
 
 
@@ -197,7 +197,7 @@ def mutate(value: Any, rng: random.Random, depth: int = 0) -> Any:
         key = rng.choice(list(value))
         action = rng.random()
         if action < 0.15:
-            return {name: one for name, one in value.items() if name != key}
+            return {name: item for name, item in value.items() if name != key}
         if action < 0.25:
             return {
                 **value,
@@ -255,7 +255,7 @@ def damage(path: Path, rng: random.Random) -> str:
     """Damages one file; returns how."""
     if rng.random() < 0.08:
         return replaced(path, rng)
-    chosen = rng.choices([one for one, _ in DAMAGES], [weight for _, weight in DAMAGES])[0]
+    chosen = rng.choices([kind for kind, _ in DAMAGES], [weight for _, weight in DAMAGES])[0]
     content = path.read_bytes()
     path.unlink()  # the original stays where the copy is a hard link
     path.write_bytes(chosen(content, rng))

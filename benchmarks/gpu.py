@@ -130,21 +130,21 @@ CPU = [
 """For a machine without a GPU: they show that the program works, no more."""
 
 
-def config_of(one: Case) -> dict[str, Any]:
+def config_of(case: Case) -> dict[str, Any]:
     """The model's configuration, cut."""
-    config = dict(catalogue.entries()[one.model]["config"])
-    config["n_layer" if "n_layer" in config or config["model_type"] == "gpt2" else "num_hidden_layers"] = one.layers
+    config = dict(catalogue.entries()[case.model]["config"])
+    config["n_layer" if "n_layer" in config or config["model_type"] == "gpt2" else "num_hidden_layers"] = case.layers
     if "layer_types" in config:
-        config["layer_types"] = config["layer_types"][: one.layers]
+        config["layer_types"] = config["layer_types"][: case.layers]
     return config
 
 
-def shape_and_tapes(one: Case) -> tuple[ModelShape, Tapes]:
+def shape_and_tapes(case: Case) -> tuple[ModelShape, Tapes]:
     """From the bundle."""
-    found = trace_store.find(one.model)
+    found = trace_store.find(case.model)
     assert found is not None
     shape, tapes = found
-    return cut(shape, one.layers), tapes[variant_of(one.recipe, one.layout.engine)]
+    return cut(shape, case.layers), tapes[variant_of(case.recipe, case.layout.engine)]
 
 
 def cut(shape: ModelShape, layers: int) -> ModelShape:
@@ -153,21 +153,21 @@ def cut(shape: ModelShape, layers: int) -> ModelShape:
     return replace(shape, blocks=blocks)
 
 
-def predicted(one: Case, workspace: int) -> dict[str, int]:
+def predicted(case: Case, workspace: int) -> dict[str, int]:
     """Bytes at the highest point of forward and backward together, of the optimizer step, and between steps."""
-    shape, tapes = shape_and_tapes(one)
-    made = predict(shape, tapes, one.recipe, one.layout, workspace)
+    shape, tapes = shape_and_tapes(case)
+    made = predict(shape, tapes, case.recipe, case.layout, workspace)
     step = max(moment.total for moment in made.moments if moment.phase == "optimizer step")
     run = max(moment.total for moment in made.moments if moment.phase != "optimizer step")
     return {"run": run, "step": step, "steady": made.steady, "peak": made.peak.total}
 
 
-def measure(one: Case, device: str) -> dict[str, Any]:
+def measure(case: Case, device: str) -> dict[str, Any]:
     """Runs a case; an error in its last lines if it fails."""
-    shape, _ = shape_and_tapes(one)
-    settings = asdict(one.recipe) | {"engine": one.layout.engine, "strategy": one.layout.strategy}
-    settings["ranks"] = 0 if one.layout.engine is Engine.NONE else one.layout.ranks
-    settings |= {"config": config_of(one), "blocks": [block.name for block in shape.blocks], "vocab": shape.vocab}
+    shape, _ = shape_and_tapes(case)
+    settings = asdict(case.recipe) | {"engine": case.layout.engine, "strategy": case.layout.strategy}
+    settings["ranks"] = 0 if case.layout.engine is Engine.NONE else case.layout.ranks
+    settings |= {"config": config_of(case), "blocks": [block.name for block in shape.blocks], "vocab": shape.vocab}
     command = [sys.executable, str(HERE / "gpu_case.py"), json.dumps(settings), device]
     environment = {"PYTHONPATH": str(HERE.parent), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
@@ -183,18 +183,18 @@ def measure(one: Case, device: str) -> dict[str, Any]:
     return found
 
 
-def row_of(one: Case, found: dict[str, Any]) -> dict[str, Any]:
+def row_of(case: Case, found: dict[str, Any]) -> dict[str, Any]:
     """What is kept of a case."""
     hopper = capacity.HOPPER_WORKSPACE_BYTES if found.get("hopper") else capacity.WORKSPACE_BYTES
-    guess = predicted(one, hopper if found["device"] != "CPU" else 0)
+    guess = predicted(case, hopper if found["device"] != "CPU" else 0)
     measured = {name: value for name, value in found.items() if name not in ("versions", "device", "hopper")}
     measured["run"] = max(measured["forward"], measured["backward"])
     return {
-        "case": one.name,
-        "model": one.model,
-        "layers": one.layers,
-        "recipe": asdict(one.recipe),
-        "layout": asdict(one.layout),
+        "case": case.name,
+        "model": case.model,
+        "layers": case.layers,
+        "recipe": asdict(case.recipe),
+        "layout": asdict(case.layout),
         "device": found["device"],
         "versions": {name: version(name) for name in LIBRARIES},
         "measured": measured,
@@ -225,19 +225,19 @@ class Room:
             self._changed.notify_all()
 
 
-def needed(one: Case) -> int:
+def needed(case: Case) -> int:
     """Roughly what a case takes: its step, or its whole model beside the shards while it is prepared."""
-    shape, _ = shape_and_tapes(one)
-    width = 4 if one.recipe.precision != "no" and one.recipe.method == "full" else 2
-    loading = shape.numel * max(width, 4 if one.recipe.dtype == "float32" else 2)
-    return round(1.25 * max(predicted(one, 0)["peak"], 1.25 * loading)) + SPARE_BYTES
+    shape, _ = shape_and_tapes(case)
+    width = 4 if case.recipe.precision != "no" and case.recipe.method == "full" else 2
+    loading = shape.numel * max(width, 4 if case.recipe.dtype == "float32" else 2)
+    return round(1.25 * max(predicted(case, 0)["peak"], 1.25 * loading)) + SPARE_BYTES
 
 
 def run_all(cases: list[Case], device: str, room: Room, workers: int) -> list[dict[str, Any]]:
     """All cases, some at a time; prints each line as it comes."""
     rows: list[dict[str, Any]] = []
 
-    def one(each: Case) -> None:
+    def run_case(each: Case) -> None:
         taken = room.take(needed(each))
         began = time.monotonic()
         try:
@@ -252,7 +252,7 @@ def run_all(cases: list[Case], device: str, room: Room, workers: int) -> list[di
         print(line(rows[-1]) + f"  {seconds:.0f} s", flush=True)
 
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, cases))
+        list(pool.map(run_case, cases))
     order = {each.name: number for number, each in enumerate(cases)}
     return sorted(rows, key=lambda row: order[row["case"]])
 

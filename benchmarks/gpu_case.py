@@ -124,9 +124,9 @@ def main() -> None:
 
 def workspace() -> int:
     """What cuBLAS keeps after a first product in forward and backward, which run in threads of their own."""
-    one = torch.randn(WORKSPACE_OPERAND, WORKSPACE_OPERAND, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    (one @ one).sum().backward()  # type: ignore[no-untyped-call]
-    del one
+    operand = torch.randn(WORKSPACE_OPERAND, WORKSPACE_OPERAND, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (operand @ operand).sum().backward()  # type: ignore[no-untyped-call]
+    del operand
     gc.collect()
     return torch.cuda.memory_allocated()
 
@@ -270,10 +270,10 @@ def step(accelerator: Any, model: Any, optimizer: Any, batch: dict[str, Tensor],
     return found | most | {"peak": max(peaks)}
 
 
-def larger(one: dict[str, int], other: dict[str, int]) -> dict[str, int]:
+def larger(first: dict[str, int], other: dict[str, int]) -> dict[str, int]:
     """The larger value of each."""
-    names: Iterable[str] = one.keys() | other.keys()
-    return {name: max(one.get(name, 0), other.get(name, 0)) for name in names}
+    names: Iterable[str] = first.keys() | other.keys()
+    return {name: max(first.get(name, 0), other.get(name, 0)) for name in names}
 
 
 if __name__ == "__main__":

@@ -61,7 +61,7 @@ GPU = (
 CPU = (Case("HuggingFaceTB/SmolLM2-135M", 1, 64, precision="no", layers=2),)
 
 
-def write_model(one: Case, folder: Path) -> None:
+def write_model(case: Case, folder: Path) -> None:
     """Random bfloat16 weights of the case's shape, and a tokenizer of the shipped chats' words.
 
     On the GPU where there is one: filling 8 billion weights takes a CPU minutes.
@@ -70,8 +70,8 @@ def write_model(one: Case, folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    config = dict(catalogue.entries()[one.model]["config"])
-    config["num_hidden_layers"] = one.layers or config["num_hidden_layers"]
+    config = dict(catalogue.entries()[case.model]["config"])
+    config["num_hidden_layers"] = case.layers or config["num_hidden_layers"]
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         wanted = AutoConfig.for_model(config.pop("model_type"), **config)
         model = AutoModelForCausalLM.from_config(wanted, dtype=torch.bfloat16, trust_remote_code=False)
@@ -82,29 +82,29 @@ def write_model(one: Case, folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>", pad_token="<eos>").save_pretrained(folder)
 
 
-def write_data(one: Case, path: Path) -> None:
+def write_data(case: Case, path: Path) -> None:
     """Documents of the shipped chats, again and again, enough for all steps."""
     chats = [json.loads(line)["messages"] for line in CHATS.read_text().splitlines()]
     texts = ["\n".join(turn["content"] for turn in turns) for turns in chats]
-    wanted = 6 * one.rows * one.length * STEPS  # characters, of which no token has as many
+    wanted = 6 * case.rows * case.length * STEPS  # characters, of which no token has as many
     repeats = wanted // sum(map(len, texts)) + 1
     lines = [json.dumps({"text": f"{turn}: {text}"}) for turn in range(repeats) for text in texts]
     path.write_text("\n".join(lines) + "\n")
 
 
-def measure(one: Case, folder: Path) -> dict[str, Any]:
+def measure(case: Case, folder: Path) -> dict[str, Any]:
     """Trains a case in a process of its own; the script's account, or an error in the last lines of what it printed."""
     model, data, config, run = folder / "model", folder / "train.jsonl", folder / "fsdp.yaml", folder / "run"
-    write_model(one, model)
-    write_data(one, data)
-    asked = {"model": str(model), "num_processes": "1", "mixed_precision": one.precision}
+    write_model(case, model)
+    write_data(case, data)
+    asked = {"model": str(model), "num_processes": "1", "mixed_precision": case.precision}
     write_text(config, to_text(interview.answers(interview.interview(asked, {}, "defaults"))))
     where = ("--model_name_or_path", model, "--dataset_name", data, "--output_dir", run, "--save_strategy", "no")
-    batch = ("--packing", "true", "--max_length", one.length, "--per_device_train_batch_size", one.rows)
+    batch = ("--packing", "true", "--max_length", case.length, "--per_device_train_batch_size", case.rows)
     steps = ("--max_steps", STEPS, "--logging_steps", WINDOW, "--disable_tqdm", "true", "--report_to", "none")
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1")
     script = (ROOT / "train" / "sft.py", "--accelerate_config", config)
-    command = [*launcher, *script, *where, *batch, *steps, *one.flags]
+    command = [*launcher, *script, *where, *batch, *steps, *case.flags]
     ran = subprocess.run(
         list(map(str, command)),
         stdout=subprocess.PIPE,
@@ -119,7 +119,7 @@ def measure(one: Case, folder: Path) -> dict[str, Any]:
     return account
 
 
-def row(one: Case, account: dict[str, Any]) -> str:
+def row(case: Case, account: dict[str, Any]) -> str:
     """One line of the table, of the windows after the warm-up."""
     windows = [entry for entry in account["log"] if "tokens_per_second" in entry and entry["step"] > WARM_UP]
     rate = median(entry["tokens_per_second"] for entry in windows)
@@ -127,7 +127,7 @@ def row(one: Case, account: dict[str, Any]) -> str:
     peaks = account["results"]["peak_memory_bytes"]
     sizes = [f"{peaks[side] / GIB:.1f} GiB" if side in peaks else "unknown" for side in ("measured", "predicted")]
     share = f"{mfu:.1%}" if mfu is not None else "unknown"
-    return f"| {one.name} | {account['machine']['device']} | {rate:,.0f} | {share} | {' | '.join(sizes)} |"
+    return f"| {case.name} | {account['machine']['device']} | {rate:,.0f} | {share} | {' | '.join(sizes)} |"
 
 
 def run_all(cases: Sequence[Case]) -> list[str]:

@@ -231,7 +231,7 @@ def table(found: list[Result]) -> list[str]:
         "| rows | n | median | worst | within 1 % | within 4 % | steady, worst |",
         "|---|---|---|---|---|---|---|",
     ]
-    for group, mine in _grouped(found, lambda one: (*_group(one.row), one.row["kind"])):
+    for group, mine in _grouped(found, lambda finding: (*_group(finding.row), finding.row["kind"])):
         lines.append(_line(", ".join(group), mine))
     return [*lines, _line("all", found)]
 
@@ -266,7 +266,7 @@ def reserved_table(found: list[Verdict]) -> list[str]:
     ]
     for kind in ("reserved", "smi"):
         mine = [finding for finding in found if finding.against(kind)]
-        for group, some in _grouped(mine, lambda one: _group(one.row)):
+        for group, some in _grouped(mine, lambda finding: _group(finding.row)):
             lines.append(_reserved_line(", ".join(group), kind, some))
         lines.append(_reserved_line("all", kind, mine))
     return lines
@@ -292,7 +292,7 @@ def verdict_table(found: list[Verdict]) -> list[str]:
     """What the planner says of each group's runs, then those of which it is wrong, and those in doubt that ran out."""
     said = ("said to fit", "in doubt", "said not to")
     lines = [f"| rows | {' | '.join(('fitted', *said, 'ran out', *said))} |", "|---" * 9 + "|"]
-    for group, mine in [*_grouped(found, lambda one: (one.row["group"],)), (("all",), found)]:
+    for group, mine in [*_grouped(found, lambda finding: (finding.row["group"],)), (("all",), found)]:
         lines.append("| " + " | ".join([group[0], *_counted(mine, True), *_counted(mine, False)]) + " |")
     wrong = [finding for finding in found if finding.said == ("no" if finding.fits else "yes")]
     doubted = [finding for finding in found if not finding.fits and finding.said in DOUBTS]
@@ -314,13 +314,13 @@ def _counted(mine: list[Verdict], fits: bool) -> list[str]:
     return [str(count) for count in counts] if some else [""] * 4
 
 
-def _told(one: Verdict) -> str:
-    row, what = one.row, "fitted" if one.fits else "ran out of memory"
+def _told(finding: Verdict) -> str:
+    row, what = finding.row, "fitted" if finding.fits else "ran out of memory"
     words = [f"{row[key]}" for key in ("id", "model", "method", "engine")]
     size = f"{row['rows']} x {row['length']} on {row['gpus']} x {row['gpu']} of {row['card_gib']} GiB"
-    where = f" ({one.why})" if one.why else ""
+    where = f" ({finding.why})" if finding.why else ""
     note = f"; {row['note']}" if "note" in row else ""
-    return f"- {' '.join(words)}, {size}: {what}, said: {one.said}{where}{note}"
+    return f"- {' '.join(words)}, {size}: {what}, said: {finding.said}{where}{note}"
 
 
 def main() -> None:

@@ -78,12 +78,12 @@ def prepared_by_trl(rows: Dataset, tokenizer: PreTrainedTokenizerBase, processes
         return time.perf_counter() - started
 
 
-def compared(one: Callable[[], float], other: Callable[[], float], times: int) -> tuple[float, float]:
+def compared(first: Callable[[], float], other: Callable[[], float], times: int) -> tuple[float, float]:
     """The medians of two measurements that take turns, each first every other time."""
     found: tuple[list[float], list[float]] = ([], [])
     for turn in range(times):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            found[which].append((one, other)[which]())
+            found[which].append((first, other)[which]())
     return median(found[0]), median(found[1])
 
 
@@ -97,13 +97,13 @@ def preparation_lines(tokenizer: PreTrainedTokenizerBase, count: int, times: int
         (f"{cores} processes each, packed", cores, True),
     ):
 
-        def one(processes: int | None = processes, packing: bool = packing) -> float:
+        def ours(processes: int | None = processes, packing: bool = packing) -> float:
             return prepared_by_us(rows, tokenizer, processes, packing)
 
         def other(processes: int | None = processes, packing: bool = packing) -> float:
             return prepared_by_trl(rows, tokenizer, processes, packing)
 
-        mine, trl = compared(one, other, times)
+        mine, trl = compared(ours, other, times)
         lines.append(f"| {label} | {count / mine:,.0f} | {count / trl:,.0f} | {trl / mine:.2f} |")
         print(lines[-1], flush=True)
     return lines

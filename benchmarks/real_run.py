@@ -164,7 +164,7 @@ def export_offline(run: Path, target: Path) -> Path:
 
 def shared_words(text: str, reference: str) -> float:
     """F1 of the words two texts share, as SQuAD's metric counts them (Rajpurkar et al. 2016)."""
-    mine, theirs = (Counter(re.findall(r"\w+", one.lower())) for one in (text, reference))
+    mine, theirs = (Counter(re.findall(r"\w+", words.lower())) for words in (text, reference))
     both = (mine & theirs).total()
     return 2 * both / (mine.total() + theirs.total())
 
@@ -179,10 +179,10 @@ def compared(base: Path, exported: Path, offline: Path, wanted: dict[str, str]) 
     if answers(offline) != finals:
         raise UserError(f"{offline} answers otherwise than {exported}", why="one of them is wrong", fix="report it")
     print("offline export: the same ten answers, token for token")
-    for term, one, other in zip(ASKED, answers(base), finals, strict=True):
-        scores = (shared_words(one, wanted[term]), shared_words(other, wanted[term]))
-        found.append(Answer(term, one, other, scores))
-        print(f"\n{question(term)}\n  base, F1 {scores[0]:.2f}: {one}\n  exported, F1 {scores[1]:.2f}: {other}")
+    for term, answer, other in zip(ASKED, answers(base), finals, strict=True):
+        scores = (shared_words(answer, wanted[term]), shared_words(other, wanted[term]))
+        found.append(Answer(term, answer, other, scores))
+        print(f"\n{question(term)}\n  base, F1 {scores[0]:.2f}: {answer}\n  exported, F1 {scores[1]:.2f}: {other}")
     print(f"\n{verdict(found)}")
     return found
 

@@ -155,7 +155,7 @@ def measured(case: Case, model: Path, times: int) -> str:
             for side in SIDES if turn % 2 == 0 else reversed(SIDES):
                 seconds[side].append(train(case, side, model, Path(place) / "data", Path(place)))
     ours, trl = (tokens / median(seconds[side]) for side in SIDES)
-    ratios = sorted(other / one for one, other in zip(*seconds.values(), strict=True))
+    ratios = sorted(other / first for first, other in zip(*seconds.values(), strict=True))
     return f"| {case.name} | {ours:,.0f} | {trl:,.0f} | {ours / trl:.2f} | {ratios[0]:.2f} to {ratios[-1]:.2f} |"
 
 

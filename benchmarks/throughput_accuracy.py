@@ -128,7 +128,10 @@ def lightning(name: str, of: Mapping[str, Any], length: int) -> ModelShape:
     mlp = {"linear1": (inner, hidden), "linear2": (hidden, inner)}
     own, other = ({f"{part}_attn.{key}": size for key, size in attention.items()} for part in ("self", "multihead"))
     encoder = (*_linear(own | mlp), *_layer_norm("norm1", hidden), *_layer_norm("norm2", hidden))
-    decoder = (*_linear(own | other | mlp), *(one for n in "123" for one in _layer_norm(f"norm{n}", hidden)))
+    decoder = (
+        *_linear(own | other | mlp),
+        *(parameter for n in "123" for parameter in _layer_norm(f"norm{n}", hidden)),
+    )
     outer = (
         Parameter("embedding", (of["vocab"], hidden), "embedding"),
         Parameter("positions", (0, hidden), "other"),

@@ -43,5 +43,5 @@ def script(text: str) -> ScriptFacts:
     return ScriptFacts("train.py", ast.parse(text))
 
 
-def codes_of(one: Subject) -> set[str]:
-    return {found.code for found in run_rules(one)}
+def codes_of(subject: Subject) -> set[str]:
+    return {found.code for found in run_rules(subject)}

@@ -29,9 +29,9 @@ def assert_exports_offline(run_folder: Path, out: Path, trained_as: torch.dtype 
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: one for path in folder.glob("*model*.safetensors") for name, one in load_file(path).items()}
+    return {name: tensor for path in folder.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+def assert_same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == other.keys()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in first.items())

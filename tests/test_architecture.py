@@ -160,7 +160,7 @@ def imported_by_calls(tree: ast.AST) -> list[str]:
     """What `import_module("accel_fsdp.room")` and its like import, and their other names."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     named = [call for call in calls if ast.unparse(call.func).rpartition(".")[2] in IMPORTERS]
-    given = [one for call in named for one in (*call.args, *(keyword.value for keyword in call.keywords))]
+    given = [argument for call in named for argument in (*call.args, *(keyword.value for keyword in call.keywords))]
     renamed = [node.name for node in ast.walk(tree) if isinstance(node, ast.alias) and node.asname]
     return [
         text for argument in given if "accel_fsdp" in (text := ast.unparse(argument)) or isinstance(argument, ast.Name)

@@ -193,8 +193,10 @@ def bad_words(bad_data: Path, tiny_model: Path, text_data: Path) -> dict[str, li
 @pytest.fixture(scope="module")
 def bad_ends(fsdp: Path, bad_words: dict[str, list[str]]) -> dict[str, str]:
     """What each of the bad runs prints, with its exit code in the last line."""
-    one = ["--num_processes", "1"]
-    finished = accelerate_launch(fsdp, ROOT / "tests" / "several.py", launcher=one, SEVERAL=json.dumps(bad_words))
+    launcher_words = ["--num_processes", "1"]
+    finished = accelerate_launch(
+        fsdp, ROOT / "tests" / "several.py", launcher=launcher_words, SEVERAL=json.dumps(bad_words)
+    )
     assert finished.code == 0, finished.output
     parts = re.split(r"^job (.*)\n", finished.output, flags=re.M)[1:]
     return dict(zip(parts[::2], parts[1::2], strict=True))

@@ -46,9 +46,9 @@ from accel_fsdp.library_internals import Patch, flaw
 for module in {modules}:
     for name, value in vars(import_module("accel_fsdp." + module)).items():
         is_patch = isinstance(value, Patch)
-        for one in value.relies_on if is_patch else value if name == "RELIES_ON" else ():
-            print(module, flaw(one)) if flaw(one) and (not is_patch or value.is_needed) else None
-            print(one.path)
+        for internal in value.relies_on if is_patch else value if name == "RELIES_ON" else ():
+            print(module, flaw(internal)) if flaw(internal) and (not is_patch or value.is_needed) else None
+            print(internal.path)
 """
 OWN_AND_PYTHONS = {"accel_fsdp", *sys.stdlib_module_names}
 OPEN = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
@@ -114,7 +114,9 @@ def test_what_is_replaced_is_declared(module: str, declared: set[str]) -> None:
     for name, attribute in assigned(tree_of(module)):
         if name not in ("self", "module"):  # a layer of a model is the user's
             owner = resolved(places[name])
-            assert any(known is owner and attribute == one for known, one in members), f"{places[name]}.{attribute}"
+            assert any(known is owner and attribute == member_name for known, member_name in members), (
+                f"{places[name]}.{attribute}"
+            )
 
 
 def resolved(path: str) -> Any:
@@ -135,7 +137,9 @@ def parted(path: str) -> tuple[Any, str]:
 
 def is_declared(owner: type, name: str, members: list[tuple[Any, str]]) -> bool:
     """Of the class that has it, or of one that derives from that."""
-    return any(isinstance(known, type) and issubclass(known, owner) and name == one for known, one in members)
+    return any(
+        isinstance(known, type) and issubclass(known, owner) and name == member_name for known, member_name in members
+    )
 
 
 def imports(tree: ast.AST) -> dict[str, str]:
@@ -198,9 +202,9 @@ def method(owner: type, name: str) -> Any:
 def signature(node: ast.FunctionDef) -> inspect.Signature:
     """With a default where there is one, whatever it is."""
     bare = copy.deepcopy(node.args)
-    for one in ast.walk(bare):
-        if isinstance(one, ast.arg):
-            one.annotation = None
+    for node in ast.walk(bare):
+        if isinstance(node, ast.arg):
+            node.annotation = None
     bare.defaults = [ast.Constant(None) for _ in bare.defaults]
     bare.kw_defaults = [default and ast.Constant(None) for default in bare.kw_defaults]
     made = ast.fix_missing_locations(ast.Expression(ast.Lambda(bare, ast.Constant(None))))
@@ -214,17 +218,17 @@ def takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
     star = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in ours.parameters.values())
     rest = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in ours.parameters.values())
     places, wanted = positional(ours), positional(theirs)
-    for number, one in enumerate(wanted):
+    for number, expected in enumerate(wanted):
         if number >= len(places):
-            if not star or not (rest or one.name in ours.parameters):
+            if not star or not (rest or expected.name in ours.parameters):
                 return False
             continue
         place = places[number]
-        if (number and place.name != one.name) or (has_default(one) and not has_default(place)):
+        if (number and place.name != expected.name) or (has_default(expected) and not has_default(place)):
             return False
-    for one in theirs.parameters.values():
-        by_name = one.kind is Parameter.KEYWORD_ONLY and one.name in ours.parameters
-        if one.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD) and not (rest or by_name):
+    for parameter in theirs.parameters.values():
+        by_name = parameter.kind is Parameter.KEYWORD_ONLY and parameter.name in ours.parameters
+        if parameter.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD) and not (rest or by_name):
             return False
     needed = [
         parameter for parameter in ours.parameters.values() if parameter.kind not in OPEN and not has_default(parameter)
@@ -232,8 +236,8 @@ def takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
     return all(name.name in theirs.parameters or name in places[: len(wanted)] for name in needed)
 
 
-def has_default(one: Parameter) -> bool:
-    return one.default is not Parameter.empty
+def has_default(parameter: Parameter) -> bool:
+    return parameter.default is not Parameter.empty
 
 
 def positional(of: inspect.Signature) -> list[Parameter]:
@@ -404,7 +408,7 @@ def test_the_ranges_begin_with_the_oldest_tested_and_end_after_the_newest() -> N
     text = (ROOT / "pyproject.toml").read_text()
     named = [line.strip().strip('",') for line in text.splitlines() if line.strip().startswith('"')]
     for name, (oldest, newest) in errors.TESTED.items():
-        [range_of] = [Requirement(one).specifier for one in named if one.startswith(f"{name}>")]
+        [range_of] = [Requirement(requirement).specifier for requirement in named if requirement.startswith(f"{name}>")]
         assert Version(oldest) in range_of
         assert Version(newest) in range_of
         below = [Version(each.version) for each in range_of if each.operator == ">="]
@@ -417,8 +421,8 @@ def test_the_ranges_begin_with_the_oldest_tested_and_end_after_the_newest() -> N
 def test_the_check_reads_signatures() -> None:
     cases = {"name known": True, "name": False, "name *": True, "known *": False, "* known": True, "* other": False}
     for expected, fits in cases.items():
-        one = library_internals.Internal("accel_fsdp.errors:did_you_mean", expected)
-        assert (library_internals.flaw(one) == "") is fits
+        internal = library_internals.Internal("accel_fsdp.errors:did_you_mean", expected)
+        assert (library_internals.flaw(internal) == "") is fits
 
 
 OLD = {

@@ -66,7 +66,7 @@ def light(python: Path) -> Any:
 
 
 def test_the_light_set_has_none_of_the_heavy_libraries(python: Path) -> None:
-    asked = f"from importlib.util import find_spec; print([one for one in {list(LIBRARIES)} if find_spec(one)])"
+    asked = f"from importlib.util import find_spec; print([name for name in {list(LIBRARIES)} if find_spec(name)])"
     assert run([python, "-c", asked]).output.strip() == "[]"
 
 

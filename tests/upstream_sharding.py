@@ -197,7 +197,7 @@ def held_out_loss(folder: Path) -> Any:
     ids = torch.arange(24).view(3, 8)
     labels = torch.where(torch.tensor([[1], [1], [6]]) < torch.arange(8, 0, -1), -100, ids)
     args = TrainingArguments(str(folder), report_to="none", disable_tqdm=True, dataloader_pin_memory=False)
-    rows = [{"input_ids": one, "labels": wanted} for one, wanted in zip(ids, labels, strict=True)]
+    rows = [{"input_ids": row_ids, "labels": wanted} for row_ids, wanted in zip(ids, labels, strict=True)]
     with torch.no_grad():
         alone = llama()(input_ids=ids, labels=labels).loss.item()
     return {"Trainer": Trainer(llama(), args, eval_dataset=rows).evaluate()["eval_loss"], "alone": alone}

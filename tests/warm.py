@@ -214,8 +214,8 @@ class Server:
                     )
                 self.watch(client, child)
         namespaces.close()
-        for one in files:
-            os.close(one)
+        for descriptor in files:
+            os.close(descriptor)
 
     def watch(self, client: socket.socket, child: int) -> None:
         """Waits for the program's end beside everything else."""

@@ -148,8 +148,10 @@ def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pyte
     right = {".".join(path): tensor for path, tensor in dcp.read(plain, reader).items()}
     tensors = open_checkpoint.read(found, reader).tensors
     assert tensors.keys() == right.keys()
-    for name, one in right.items():
-        assert torch.equal(safetensors_writer.whole(reader, tensors[name]), safetensors_writer.whole(reader, one)), name
+    for name, source in right.items():
+        assert torch.equal(safetensors_writer.whole(reader, tensors[name]), safetensors_writer.whole(reader, source)), (
+            name
+        )
     reader.close()
     next(parts.glob("shard-00002-*")).unlink()
     with pytest.raises(UserError, match="and its siblings hold"):

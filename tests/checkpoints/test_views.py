@@ -39,14 +39,16 @@ def test_any_view_is_read_as_torch_reads_it(
         patch.setattr(tensor_storage, "SMALL_READ", data.draw(st.sampled_from([0, 16, 4096])))
         patch.setattr(tensor_storage, "LONGEST_ROW", data.draw(st.sampled_from([1, 4, 1 << 22])))
         for view, tensor in zip(torch_zip.load(reader, path), tensors, strict=True):
-            one = view.stored("w")
-            assert torch.equal(safetensors_writer.whole(reader, one), tensor)
+            source = view.stored("w")
+            assert torch.equal(safetensors_writer.whole(reader, source), tensor)
             low, high = (
-                sorted(data.draw(st.integers(0, tensor.numel() // one.unit)) * one.unit for _ in range(2))
-                if one.unit
+                sorted(data.draw(st.integers(0, tensor.numel() // source.unit)) * source.unit for _ in range(2))
+                if source.unit
                 else (0, 0)
             )
-            part = torch.frombuffer(tensor_storage.part_of(reader, one, low, high) or bytearray(8), dtype=torch.int64)
+            part = torch.frombuffer(
+                tensor_storage.part_of(reader, source, low, high) or bytearray(8), dtype=torch.int64
+            )
             assert torch.equal(part[: high - low], tensor.reshape(-1)[low:high])
     reader.check()
     reader.close()
@@ -57,11 +59,11 @@ def test_a_transposed_tensor_takes_little_time_and_memory(tmp_path: Path) -> Non
     size = 5_000
     torch.save({"w": torch.arange(size * size, dtype=torch.int32).view(size, size).T}, tmp_path / "w.pt")
     reader = FileReader()
-    one = torch_zip.load(reader, tmp_path / "w.pt")["w"].stored("w")
+    source = torch_zip.load(reader, tmp_path / "w.pt")["w"].stored("w")
     before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    step = max(1, safetensors_writer.BLOCK_ELEMENTS // one.unit) * one.unit
+    step = max(1, safetensors_writer.BLOCK_ELEMENTS // source.unit) * source.unit
     for at in range(0, size * size, step):
-        part = tensor_storage.part_of(reader, one, at, min(at + step, size * size))
+        part = tensor_storage.part_of(reader, source, at, min(at + step, size * size))
         assert int.from_bytes(part[4:8], "little") == int.from_bytes(part[:4], "little") + size
     assert reader.check() == 1
     reader.close()
@@ -72,7 +74,7 @@ def test_a_transposed_tensor_takes_little_time_and_memory(tmp_path: Path) -> Non
 def test_an_expanded_tensor_takes_little_memory(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(1).expand(1, 10**9)}, tmp_path / "w.pt")
     reader = FileReader()
-    one = torch_zip.load(reader, tmp_path / "w.pt")["w"].stored("w")
-    assert one.unit == 1
-    assert tensor_storage.part_of(reader, one, 10**9 - 2, 10**9) == bytearray(torch.ones(2).numpy().tobytes())
+    source = torch_zip.load(reader, tmp_path / "w.pt")["w"].stored("w")
+    assert source.unit == 1
+    assert tensor_storage.part_of(reader, source, 10**9 - 2, 10**9) == bytearray(torch.ones(2).numpy().tobytes())
     reader.close()

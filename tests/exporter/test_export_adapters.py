@@ -24,7 +24,7 @@ MODULES = ["q_proj", "up_proj"]
 
 def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
     assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
-    return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
+    return {name: tensor for path in out.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def trained(base: Path, name: str = "default", **settings: Any) -> PeftModel:
@@ -95,7 +95,7 @@ def test_settings_that_are_not_known_are_refused(key: str, tiny_model: Path, tmp
 @pytest.mark.parametrize(
     "settings",
     [{"r": 3}, {"rank_pattern": {"q_proj": 3}}, {"use_dora": True}, {"lora_alpha": "x"}],
-    ids=lambda one: next(iter(one)),
+    ids=lambda settings: next(iter(settings)),
 )
 def test_settings_of_another_adapter_are_refused(settings: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
     trained(tiny_model).save_pretrained(tmp_path / "adapter")

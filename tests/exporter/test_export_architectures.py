@@ -103,7 +103,7 @@ def test_the_files_are_those_of_save_pretrained(make: str, tmp_path: Path) -> No
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:
-    return {name: one for path in folder.glob("model*.safetensors") for name, one in load_file(path).items()}
+    return {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

@@ -150,7 +150,7 @@ def test_overlapping_chunks_are_found(run_folder: Path, tmp_path: Path) -> None:
 def test_boxes_fill_a_tensor_or_are_refused(data: st.DataObject) -> None:
     """Against counting each element; a grid of boxes, of which one may be moved."""
     inner = st.sets(st.integers(1, 5), max_size=3)
-    cuts = [[0, *sorted(one), 6] for one in data.draw(st.lists(inner, min_size=1, max_size=3))]
+    cuts = [[0, *sorted(positions), 6] for positions in data.draw(st.lists(inner, min_size=1, max_size=3))]
     spans = [list(pairwise(each)) for each in cuts]
     boxes = [([low for low, _ in box], [high - low for low, high in box]) for box in product(*spans)]
     moved = data.draw(st.sampled_from(boxes))[0]
@@ -453,7 +453,7 @@ def test_ended_between_two_renames_where_names_cannot_be_swapped(
     out = tmp_path / "out"
     export(run_folder, out, dtype="bfloat16")
     old = (out / "model.safetensors").read_bytes()
-    monkeypatch.setattr(atomic_files, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(atomic_files, "_exchange", lambda path, other: False)
     export(run_folder, out, force=True)
     assert (out / "model.safetensors").read_bytes() != old
     out.rename(tmp_path / ".out.old")  # as a kill between them leaves it

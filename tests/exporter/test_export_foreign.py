@@ -69,7 +69,7 @@ def test_lightnings_file_with_its_prefix(verify: str, tiny_model: Path, tmp_path
 
 def test_two_models_in_one_file_are_not_guessed_at(tiny_model: Path, tmp_path: Path) -> None:
     state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
-    both = {f"{name}.{key}": one for name in ("student", "teacher") for key, one in state.items()}
+    both = {f"{name}.{key}": tensor for name in ("student", "teacher") for key, tensor in state.items()}
     torch.save(both, tmp_path / "both.pt")
     with pytest.raises(UserError, match="isn't of the model"):
         export(tmp_path / "both.pt", tmp_path / "out", model=str(tiny_model))

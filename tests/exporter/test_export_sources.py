@@ -28,7 +28,7 @@ HEAD = "lm_head.weight"
 
 def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
     assert command.run(command.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
-    return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
+    return {name: tensor for path in out.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.fixture

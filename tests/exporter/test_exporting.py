@@ -50,12 +50,12 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 def export(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
     """Exports in this process, without transformers' own check unless asked for, and loads what came out."""
     assert exporter.run(exporter.ExportCommand(src, out, **{"verify": "bytes", "no_sync": True, **options})) == 0
-    return {name: one for path in out.glob("*model*.safetensors") for name, one in load_file(path).items()}
+    return {name: tensor for path in out.glob("*model*.safetensors") for name, tensor in load_file(path).items()}
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
+def same(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == other.keys()
+    for name, tensor in first.items():
         assert tensor.dtype == other[name].dtype, name
         assert torch.equal(tensor, other[name]), name
 
@@ -373,24 +373,24 @@ def test_another_model_than_the_config_says(
 
 
 TWICE = {
-    "keys": lambda one, other: {"model": one, "state_dict": other},
-    "depths": lambda one, other: {"model": {"module": one}, "state": {"model": other}},
-    "average": lambda one, other: {"model": one, "ema": other, "optim_states": {"exp_avg": other}},
-    "average first": lambda one, other: {"model_ema": {"module": other}, "state_dict": one},
-    "average of most": lambda one, other: {**one, "ema": {**dict(list(other.items())[:3]), "decay": torch.ones(1)}},
-    "prefixes": lambda one, other: {**one, **{f"module.{name}": tensor for name, tensor in other.items()}},
+    "keys": lambda state, other: {"model": state, "state_dict": other},
+    "depths": lambda state, other: {"model": {"module": state}, "state": {"model": other}},
+    "average": lambda state, other: {"model": state, "ema": other, "optim_states": {"exp_avg": other}},
+    "average first": lambda state, other: {"model_ema": {"module": other}, "state_dict": state},
+    "average of most": lambda state, other: {**state, "ema": {**dict(list(other.items())[:3]), "decay": torch.ones(1)}},
+    "prefixes": lambda state, other: {**state, **{f"module.{name}": tensor for name, tensor in other.items()}},
 }
 
 
 @pytest.mark.parametrize("how", TWICE)
 def test_two_models_in_one_checkpoint(how: str, tiny_model: Path, tmp_path: Path) -> None:
-    one = load_file(tiny_model / "model.safetensors")
+    state = load_file(tiny_model / "model.safetensors")
     without_weights(tiny_model, tmp_path / "run")
-    torch.save(TWICE[how](one, {name: tensor + 1 for name, tensor in one.items()}), tmp_path / "run" / "model.pth")
+    torch.save(TWICE[how](state, {name: tensor + 1 for name, tensor in state.items()}), tmp_path / "run" / "model.pth")
     with pytest.raises(UserError, match="holds two tensors named"):
         export(tmp_path / "run", tmp_path / "out")
-    torch.save(TWICE[how](one, {name: t.clone() for name, t in one.items()}), tmp_path / "run" / "model.pth")
-    same(export(tmp_path / "run", tmp_path / "out"), one)
+    torch.save(TWICE[how](state, {name: t.clone() for name, t in state.items()}), tmp_path / "run" / "model.pth")
+    same(export(tmp_path / "run", tmp_path / "out"), state)
 
 
 @pytest.mark.parametrize(

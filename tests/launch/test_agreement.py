@@ -111,7 +111,7 @@ def outcomes(members: list[tuple[Member, Settings]], seconds: float = 30.0, expe
     """What each member of one comparison says; empty where it goes on."""
     store = HashStore()
 
-    def one(member: Member, settings: Settings) -> str:
+    def outcome(member: Member, settings: Settings) -> str:
         try:
             agreement.compare(store, "test", member, expected or len(members), settings, seconds)
         except UserError as error:
@@ -119,7 +119,7 @@ def outcomes(members: list[tuple[Member, Settings]], seconds: float = 30.0, expe
         return ""
 
     with ThreadPoolExecutor(len(members)) as pool:
-        return list(pool.map(one, *zip(*members, strict=True)))
+        return list(pool.map(outcome, *zip(*members, strict=True)))
 
 
 def rank(number: int, machine: int, **settings: object) -> tuple[Member, Settings]:

@@ -182,7 +182,7 @@ def test_deepspeeds_own_launcher_would_start_every_rank_twice(dry: Dry) -> None:
 )
 def test_the_first_host_of_slurms_short_lists(name: str, numbers: list[int], wide: bool) -> None:
     names = [f"{name}{number:03d}" if wide else f"{name}{number}" for number in sorted(numbers)]
-    short = f"{name}[{','.join(one.removeprefix(name) for one in names)}],other1"
+    short = f"{name}[{','.join(host.removeprefix(name) for host in names)}],other1"
     assert place._first_of(short) == names[0]
     assert place._first_of(",".join(names)) == names[0]
 

@@ -224,7 +224,7 @@ def test_a_trainjob_is_one_for_the_models_of_kubeflow(write: Write) -> None:
         "limits": {"nvidia.com/gpu": 4},
         "requests": {"cpu": 16, "memory": "512Gi"},
     }
-    assert not [one for one in trainer.env or [] if one.name.startswith("PET_")]
+    assert not [variable for variable in trainer.env or [] if variable.name.startswith("PET_")]
     patch = manifest["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     pod = patch["template"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 300
@@ -552,7 +552,7 @@ def test_one_process_takes_one_gpu(write: Write) -> None:
     assert "job.yaml starts one process" in write("slurm", alone, "--gpus", "8xH100")
 
 
-@pytest.mark.parametrize("yaml_file", MADE, ids=lambda one: one.stem)
+@pytest.mark.parametrize("yaml_file", MADE, ids=lambda file: file.stem)
 @pytest.mark.parametrize("engine", ["slurm", "torchrun", "kubernetes", "ray"])
 def test_each_ready_made_yaml_has_a_job_file(engine: str, yaml_file: Path, write: Write) -> None:
     text = write(engine, yaml_file.read_text())

@@ -162,9 +162,9 @@ def test_what_hangs() -> None:
 SCRIPTS = {
     "names": "import sys, own_helper\nprint(sorted(globals()), __name__, __file__, __spec__, sys.argv, sys.path[0])\n",
     "spawn": (
-        "import multiprocessing\nclass Own:\n    pass\ndef show(one): print(type(one), flush=True)\n"
+        "import multiprocessing\nclass Own:\n    pass\ndef show(own): print(type(own), flush=True)\n"
         "spawn = multiprocessing.get_context('spawn')\n"
-        "if __name__ == '__main__':\n    one = spawn.Process(target=show, args=(Own(),))\n    one.start(); one.join()\n"
+        "if __name__ == '__main__':\n    own = spawn.Process(target=show, args=(Own(),))\n    own.start(); own.join()\n"
     ),
     "error": "def f():\n    raise ValueError('x')\ntry:\n    f()\nexcept ValueError as error:\n    {}['a']\n",
     "hook": "import sys\nsys.excepthook = lambda *all: print('own', all[0])\n1 / 0\n",

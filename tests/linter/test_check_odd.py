@@ -159,11 +159,11 @@ def test_an_odd_version_is_not_taken_for_fsdp1(version: str, repaired: int, tmp_
     assert section.get("fsdp_reshard_after_forward") is (False if rest else None)
 
 
-def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    both = {**one, **other}
-    for key in one.keys() & other.keys():
-        if isinstance(one[key], dict) and isinstance(other[key], dict):
-            both[key] = {**one[key], **other[key]}
+def merged(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    both = {**first, **other}
+    for key in first.keys() & other.keys():
+        if isinstance(first[key], dict) and isinstance(other[key], dict):
+            both[key] = {**first[key], **other[key]}
     return both
 
 
@@ -190,7 +190,7 @@ def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: 
     meant = tmp_path / "meant.yaml"
     meant.write_text(yaml.safe_dump({**content, **{key: now[key] for key in ("distributed_type",) if key in now}}))
     hidden = linter.lint(meant, linter.LintOptions())
-    edits = [edit for one in (*before, *hidden) for edit in one.edits]
+    edits = [edit for finding in (*before, *hidden) for edit in finding.edits]
     named = {edit.key for edit in edits} | {edit.new_key for edit in edits}
     errors = [
         {finding.code for finding in found if finding.severity == "error"} for found in ([*before, *hidden], after)
@@ -199,9 +199,9 @@ def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: 
     for key, value in content.items():
         if key not in named and not isinstance(value, dict):
             assert now[key] == value
-        for inner, one in value.items() if isinstance(value, dict) and isinstance(now.get(key), dict) else ():
+        for inner, finding in value.items() if isinstance(value, dict) and isinstance(now.get(key), dict) else ():
             if inner not in named and f"fsdp_{inner}" not in named and inner in now[key]:
-                assert now[key][inner] == one
+                assert now[key][inner] == finding
 
 
 @pytest.mark.parametrize("kind", ["FSDP", "MULTI_GPU"])

@@ -567,7 +567,7 @@ def test_one_error_is_one_finding(text: str, found: set[str]) -> None:
 def test_a_precision_in_any_case_is_the_same(word: str) -> None:
     """The launcher makes small letters of it."""
     text = V1.replace("es: 2", "es: 64")
-    small, given = (codes_of(subject(text.replace("'no'", one))) for one in (word.lower(), word))
+    small, given = (codes_of(subject(text.replace("'no'", spelling))) for spelling in (word.lower(), word))
     assert given == small
     assert ("AF318" in given) == ("16" in word)
 

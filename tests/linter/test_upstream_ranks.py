@@ -318,10 +318,10 @@ def test_fsdp1_resumes_no_adapter_from_a_gathered_checkpoint(saving: Seen) -> No
     """AF602: PEFT writes none, and where the file holds the whole adapter, the resumed one is zero all the same."""
     seen = {name: [resume[name] for resume in saving["gathered_adapter_resumes"]] for name in ("fsdp1", "fsdp2")}
     trained = seen["fsdp2"][0]["trained"]
-    assert [one["stored"] for one in seen["fsdp2"]] == [8, 8]
-    assert sum(one["resumed"] for one in seen["fsdp2"]) == pytest.approx(trained) != 0
+    assert [resume["stored"] for resume in seen["fsdp2"]] == [8, 8]
+    assert sum(resume["resumed"] for resume in seen["fsdp2"]) == pytest.approx(trained) != 0
     assert seen["fsdp1"][0]["trained"] == pytest.approx(trained)
-    assert [(one["stored"], one["resumed"]) for one in seen["fsdp1"]] == [(0, 0), (0, 0)]
+    assert [(resume["stored"], resume["resumed"]) for resume in seen["fsdp1"]] == [(0, 0), (0, 0)]
 
 
 @pytest.mark.pain("P98")

@@ -126,7 +126,7 @@ def test_there_and_back_means_the_same(wanted: Answers, tmp_path: Path) -> None:
     before, after = meaning(path), meaning(again)
     if before["strategy"] == "NO_SHARD":  # by way of DDP, which knows nothing of units and checkpoints
         keys = {"strategy", "processes", "precision"}
-        before, after = ({key: one[key] for key in keys} for one in (before, after))
+        before, after = ({key: mapping[key] for key in keys} for mapping in (before, after))
     if not there.broken and not back.broken:
         assert after == before
 

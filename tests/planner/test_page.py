@@ -93,14 +93,14 @@ def test_the_table_has_the_numbers_of_the_plan(written: tuple[str, dict[str, obj
     choice = content["choice"]
     assert isinstance(choice, dict)
     assert recommended[0] == f"{choice['strategy']} (recommended)"
-    for row, one in zip(rows, strategies, strict=True):
-        sizes = [one["peak_bytes"], *(one["breakdown_bytes"].get(kind, 0) for kind in KINDS)]
-        how = [one["strategy"], str(one["batch_per_gpu"]), one["checkpointing"], one["fits"]]
-        speed = [f"{one['step_seconds']:.2f}", f"{one['tokens_per_s_per_gpu']:,.0f}"]
-        assert row == [*how, *map(str, sizes), one["peak_phase"], *speed]
-        note = {"yes": "fits", "no": "over", "tight": "tight"}[one["fits"]]
-        assert text.count(f">{one['peak_bytes'] / GIB:,.1f} GiB, {note}</text>") >= len(html_report.WIDTHS)
-        assert text.count(f'class="name">{one["strategy"]}</text>') == len(html_report.WIDTHS)
+    for row, strategy in zip(rows, strategies, strict=True):
+        sizes = [strategy["peak_bytes"], *(strategy["breakdown_bytes"].get(kind, 0) for kind in KINDS)]
+        how = [strategy["strategy"], str(strategy["batch_per_gpu"]), strategy["checkpointing"], strategy["fits"]]
+        speed = [f"{strategy['step_seconds']:.2f}", f"{strategy['tokens_per_s_per_gpu']:,.0f}"]
+        assert row == [*how, *map(str, sizes), strategy["peak_phase"], *speed]
+        note = {"yes": "fits", "no": "over", "tight": "tight"}[strategy["fits"]]
+        assert text.count(f">{strategy['peak_bytes'] / GIB:,.1f} GiB, {note}</text>") >= len(html_report.WIDTHS)
+        assert text.count(f'class="name">{strategy["strategy"]}</text>') == len(html_report.WIDTHS)
 
 
 def test_every_figure_says_what_it_shows(written: tuple[str, dict[str, object], Path]) -> None:

@@ -79,7 +79,7 @@ def test_what_is_recommended_can_be_written_and_fits_as_it_was_said(flags: tuple
     assert ("--seq-len" in words) == ("16384" in flags)
     here("config", "--yes", "-o", path, *words[5:])
     launched = launch_words(own)
-    short, whole = (one.read_text().splitlines() for one in (path, own))
+    short, whole = (file.read_text().splitlines() for file in (path, own))
     at = short.index("# Launch:") + 1
     assert short[:at] + short[at + 1 :] == whole[:at] + whole[at + 1 :]
     by_wizard = launch_words(path)
@@ -140,14 +140,14 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
     for number, name in enumerate(distinct[place::3]):
         found = told(name, MACHINES[(number + place) % len(MACHINES)], method)
         ways = [found.plan.choice, *found.plan.ties, found.plan.runner_up]
-        for one in (way for way in ways if way is not None):
-            assert one.fits, name
-            assert found.problem.is_hosted(one.job), name
-            if one.layout.engine is Engine.NONE:
+        for candidate in (way for way in ways if way is not None):
+            assert candidate.fits, name
+            assert found.problem.is_hosted(candidate.job), name
+            if candidate.layout.engine is Engine.NONE:
                 continue
             assert found.proposer is not None
-            values = to_yaml.to_mapping(found.proposer.answers(one.job))
-            faults = run(Subject(values, args=proposal.arguments(one.job)), rules)
+            values = to_yaml.to_mapping(found.proposer.answers(candidate.job))
+            faults = run(Subject(values, args=proposal.arguments(candidate.job)), rules)
             assert [fault for fault in faults if fault.severity != "note"] == [], name
 
 

@@ -110,17 +110,17 @@ def test_the_numbers_are_those_of_the_command(page: Page, link: str) -> None:
     assert list(map(int, cells)) == [row["peak_bytes"] for row in rows]
 
 
-def same(one: Any, other: Any) -> None:
+def same(first: Any, other: Any) -> None:
     """Equal, but for the last digits of what isn't whole: Python 3.12 and later add up more precisely."""
     if isinstance(other, dict):
-        assert one.keys() == other.keys()
+        assert first.keys() == other.keys()
         for key in other:
-            same(one[key], other[key])
+            same(first[key], other[key])
     elif isinstance(other, list):
-        for mine, theirs in zip(one, other, strict=True):
+        for mine, theirs in zip(first, other, strict=True):
             same(mine, theirs)
     else:
-        assert one == (pytest.approx(other, rel=1e-12) if isinstance(other, float) else other)
+        assert first == (pytest.approx(other, rel=1e-12) if isinstance(other, float) else other)
 
 
 def test_a_link_fills_the_form_and_the_form_writes_the_link(page: Page) -> None:
@@ -128,7 +128,7 @@ def test_a_link_fills_the_form_and_the_form_writes_the_link(page: Page) -> None:
         page.go(link)
         found = dict(parse_qsl(page.browser.execute_script("return location.hash.slice(1)")))
         assert found == dict(parse_qsl(link[1:]))
-    form = "return Object.fromEntries([...document.querySelectorAll('form [name]')].map(one => [one.name, one.value]))"
+    form = "return Object.fromEntries([...document.querySelectorAll('form [name]')].map(f => [f.name, f.value]))"
     values = page.browser.execute_script(form)
     wanted = {"model": "microsoft/phi-4", "count": "1", "gpus": "RTX 4090-24GB", "precision": "fp16", "nodes": ""}
     assert values.items() >= wanted.items()
@@ -145,7 +145,9 @@ def test_a_price_with_a_fraction_is_in_its_field(page: Page) -> None:
 def test_a_button_that_is_pressed_twice_has_its_name_back(page: Page) -> None:
     page.go(LINKS[0])
     named = "document.querySelector('[data-copy=link]').textContent"
-    page.browser.execute_script("const one = document.querySelector('[data-copy=link]'); one.click(); one.click()")
+    page.browser.execute_script(
+        "const button = document.querySelector('[data-copy=link]'); button.click(); button.click()"
+    )
     chromium.until(page.browser, f"{named} === 'Copied'")
     time.sleep(1.5)
     assert page.browser.execute_script(f"return {named}") == "Copy link"
@@ -195,7 +197,7 @@ def test_no_width_scrolls_sideways(page: Page, width: int) -> None:
     chromium.sized(page.browser, width)
     for link in (LINKS[2], "#model=gpt2&gpus=8xH10"):
         page.go(link)
-        page.browser.execute_script("document.querySelectorAll('details').forEach(one => one.open = true)")
+        page.browser.execute_script("document.querySelectorAll('details').forEach(details => details.open = true)")
         wide = page.browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
         assert wide == [width, width]
 
@@ -221,7 +223,7 @@ def test_what_is_wrong_is_said_as_the_command_says_it(page: Page, link: str) -> 
         assert f"error: {what} why: {why} fix: {fix}" in output
     else:
         assert "<img src=x onerror=alert(1)> isn't on this page" in page.text("#error h1")
-    hidden = "return [...document.querySelectorAll('#take, #texts')].every(one => one.hidden)"
+    hidden = "return [...document.querySelectorAll('#take, #texts')].every(element => element.hidden)"
     assert page.browser.execute_script(hidden)
     page.go(LINKS[0])
     assert not page.browser.execute_script("return document.querySelector('#error').offsetHeight")

@@ -45,8 +45,8 @@ def test_it_times_the_training_step_of_the_script_on_the_cpu() -> None:
 
 
 def test_every_shape_of_the_training_step_is_in_the_catalogue() -> None:
-    for one in (*gpu_training.GPU, *gpu_training.CPU):
-        assert one.model in catalogue.entries()
+    for case in (*gpu_training.GPU, *gpu_training.CPU):
+        assert case.model in catalogue.entries()
 
 
 def test_every_case_is_bundled_and_has_a_name_of_its_own() -> None:
@@ -59,7 +59,7 @@ def test_every_case_is_bundled_and_has_a_name_of_its_own() -> None:
 
 
 def test_a_cut_model_is_built_and_predicted_alike() -> None:
-    one = next(case for case in gpu.MORE if case.model == gpu.GEMMA2 and case.layers == 8)
-    shape, _ = gpu.shape_and_tapes(one)
+    case = next(case for case in gpu.MORE if case.model == gpu.GEMMA2 and case.layers == 8)
+    shape, _ = gpu.shape_and_tapes(case)
     assert sum(len(block.layers) for block in shape.blocks) == 8
-    assert len(gpu.config_of(one).get("layer_types", range(8))) == 8
+    assert len(gpu.config_of(case).get("layer_types", range(8))) == 8

@@ -70,7 +70,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     assert finished.code == 0, finished.output[-3000:]
     line = next(line for line in finished.output.splitlines() if line.startswith("TRACKED "))
     found = json.loads(line.removeprefix("TRACKED "))
-    return {name(setting): one for setting, one in zip(settings(), found, strict=True)}
+    return {name(setting): result for setting, result in zip(settings(), found, strict=True)}
 
 
 @pytest.fixture(scope="module")

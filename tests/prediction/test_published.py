@@ -48,8 +48,8 @@ def test_a_published_row_is_met(row: str, limit: float) -> None:
 
 def test_every_row_outside_of_the_limits_has_an_explanation() -> None:
     rows = (row for row in ROWS.values() if row["model"] == "Llama-2-7B" and row["kind"] != "reserved")
-    for one in map(memory_accuracy.result, rows):
-        assert abs(one.peak) < 0.01 or (one.row["note"] and abs(one.peak) < 0.05), one.row["id"]
+    for finding in map(memory_accuracy.result, rows):
+        assert abs(finding.peak) < 0.01 or (finding.row["note"] and abs(finding.peak) < 0.05), finding.row["id"]
 
 
 @pytest.mark.parametrize("row", ["E-7b-q-4", "E-7b-q-ddp8", "C-165-fsdp2-sac"])

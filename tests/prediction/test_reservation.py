@@ -71,8 +71,8 @@ def test_gradient_accumulation(layout: Layout) -> None:
 
 def test_only_fsdp1_lets_blocks_wait_for_other_streams() -> None:
     """`record_stream` frees late: active bytes are more than the allocated ones (torchtitan, pull request 165)."""
-    one, two = reserved(FULL, FSDP1), reserved(FULL, FSDP2)
-    assert one.active > one.allocated
+    fsdp1, two = reserved(FULL, FSDP1), reserved(FULL, FSDP2)
+    assert fsdp1.active > fsdp1.allocated
     assert two.active == two.allocated
 
 

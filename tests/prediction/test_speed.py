@@ -55,8 +55,8 @@ def test_mfu_agrees_with_the_one_that_was_published() -> None:
 
 def test_twice_the_rows_is_twice_the_work_and_never_slower_per_token() -> None:
     block = LLAMA.blocks[0]
-    one, two = (block_work(block, LLAMA, Recipe(rows=rows)) for rows in (1, 2))
-    for less, more in zip(one, two, strict=True):
+    one_row, two = (block_work(block, LLAMA, Recipe(rows=rows)) for rows in (1, 2))
+    for less, more in zip(one_row, two, strict=True):
         assert more.flops == 2 * less.flops
         assert less.moved_bytes < more.moved_bytes < 2 * less.moved_bytes  # weights are read once either way
     for layout in (
@@ -219,8 +219,8 @@ def test_a_slow_network_asks_for_hybrid_sharding() -> None:
 def test_accumulating_without_sync_hides_what_it_sends() -> None:
     slow = dataclasses.replace(H100, link_bytes_per_s=5e9)
     ddp = Layout(Engine.DDP, 3, 8, 8)
-    one, eight = (step_time(LLAMA, Recipe(accumulation=n), ddp, slow).step_seconds for n in (1, 8))
-    assert eight < 4 * one
+    one_batch, eight = (step_time(LLAMA, Recipe(accumulation=n), ddp, slow).step_seconds for n in (1, 8))
+    assert eight < 4 * one_batch
 
 
 def test_assumptions_are_said() -> None:

@@ -410,7 +410,10 @@ def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
     count = len(shape.untraced)
     assert tapes["fp32-full-sdpa"].blocks[count:] == blind["fp32-full-sdpa"].blocks
     layout, recipe = Layout(Engine.NONE, 1, 1, 1), Recipe(precision="no", rows=1, length=128)
-    made = [predict(one, each["fp32-full-sdpa"], recipe, layout) for one, each in ((shape, tapes), (alone, blind))]
+    made = [
+        predict(model_shape, each["fp32-full-sdpa"], recipe, layout)
+        for model_shape, each in ((shape, tapes), (alone, blind))
+    ]
     model = models.build("sees", config)
     beside, layers = models.beside_text(model), "encoder.layers"
     more = sum(p.numel() for name, p in model.named_parameters() if name in beside and layers not in name)

@@ -78,9 +78,9 @@ def test_one_rank_sends_nothing_and_many_ranks_send_a_bounded_volume() -> None:
 
 
 def test_a_ring_over_machines_crosses_the_network_once_per_machine() -> None:
-    one, two = (step_traffic(LLAMA, MIXED, layout("fsdp2", ranks=ranks)) for ranks in (8, 16))
-    assert one.inter_bytes == 0
-    assert isclose(sent(two), sent(one) * (15 / 16) / (7 / 8))
+    one_machine, two = (step_traffic(LLAMA, MIXED, layout("fsdp2", ranks=ranks)) for ranks in (8, 16))
+    assert one_machine.inter_bytes == 0
+    assert isclose(sent(two), sent(one_machine) * (15 / 16) / (7 / 8))
     assert isclose(two.inter_bytes, sent(two) / 8)
     alone = step_traffic(LLAMA, MIXED, layout("fsdp2", ranks=16, per_node=1))
     assert alone.intra_bytes == 0

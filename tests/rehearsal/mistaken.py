@@ -95,12 +95,12 @@ if NAME == "loads before prepare":
 if NAME == "head ignored":
     accelerator.state.fsdp_plugin.ignored_modules = [model.lm_head]
 rate = {"rates apart": 1e-3 * (1 + accelerator.process_index), "rate of 0": 0.0}.get(NAME, 1e-3)
-trained = [one for one in model.parameters() if one.requires_grad]
+trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.AdamW(trained or model.parameters(), lr=rate)
 if NAME == "head forgotten":
     optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-3)
 if NAME == "optimizer of other weights":
-    optimizer = torch.optim.AdamW([nn.Parameter(one.detach().clone()) for one in model.parameters()], lr=1e-3)
+    optimizer = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in model.parameters()], lr=1e-3)
     model = accelerator.prepare(model)
 elif NAME == "optimizer not prepared":
     model, loader = accelerator.prepare(model, loader)
@@ -140,8 +140,8 @@ if NAME == "evaluates on":
     model.train(accelerator.process_index > 0)
 if NAME == "begins apart" and not accelerator.is_main_process:
     with torch.no_grad():
-        for one in model.parameters():
-            getattr(one, "_local_tensor", one).normal_()
+        for parameter in model.parameters():
+            getattr(parameter, "_local_tensor", parameter).normal_()
 steps = {"no step": False, "steps on one rank": accelerator.is_main_process}.get(NAME, True)
 epochs = itertools.chain.from_iterable([loader] * (1 if NAME == "uneven batches" else 2))
 for step, batch in enumerate(epochs):  # twice
@@ -193,18 +193,18 @@ for step, batch in enumerate(epochs):  # twice
     if NAME == "torch clips":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if NAME == "clips by another function":
-        gradients = [one.grad for one in model.parameters() if one.grad is not None]
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1e-3, norm)
     if NAME == "noise on a rank" and accelerator.process_index == 1:
-        for one in model.parameters():
-            getattr(one.grad, "_local_tensor", one.grad).add_(torch.tensor(0.01))
+        for parameter in model.parameters():
+            getattr(parameter.grad, "_local_tensor", parameter.grad).add_(torch.tensor(0.01))
     if NAME == "summed again":
-        for one in model.parameters():
-            torch.distributed.all_reduce(one.grad)
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad)
     if NAME == "NaN replaced":
-        for one in model.parameters():
-            one.grad.nan_to_num_()
+        for parameter in model.parameters():
+            parameter.grad.nan_to_num_()
     if NAME == "cleared before the step":
         optimizer.zero_grad()
     if steps:
@@ -217,8 +217,8 @@ for step, batch in enumerate(epochs):  # twice
         accelerator.print("apart by", (copied / accelerator.num_processes - model.module.lm_head.weight).norm())
     if NAME == "rank 0 writes" and accelerator.is_main_process:
         with torch.no_grad():
-            for one in model.parameters():
-                getattr(one, "_local_tensor", one).mul_(1.1)
+            for parameter in model.parameters():
+                getattr(parameter, "_local_tensor", parameter).mul_(1.1)
     if NAME == "other seeds":
         model.zero_grad()
     elif NAME != "never cleared":
@@ -227,11 +227,11 @@ for step, batch in enumerate(epochs):  # twice
         break
 
 if NAME == "weights after evaluation":
-    averages = [one.detach().clone() for one in model.parameters()]
+    averages = [parameter.detach().clone() for parameter in model.parameters()]
     with torch.no_grad():
         model(input_ids=rows[:1].to(accelerator.device))
-        for one, average in zip(model.parameters(), averages, strict=True):
-            one.copy_(average)
+        for parameter, average in zip(model.parameters(), averages, strict=True):
+            parameter.copy_(average)
 if NAME == "generate":
     accelerator.unwrap_model(model).generate(rows[:1].to(accelerator.device), max_new_tokens=2)
 if NAME == "barrier on one rank" and accelerator.is_main_process:
@@ -255,26 +255,26 @@ if NAME == "torch saves shards":
 if NAME == "saves shards":
     accelerator.unwrap_model(model).save_pretrained(FOLDER)
 if NAME == "saves local tensors" and accelerator.is_main_process:
-    save_file({name: one.to_local() for name, one in model.named_parameters()}, f"{FOLDER}.safetensors")
+    save_file({name: parameter.to_local() for name, parameter in model.named_parameters()}, f"{FOLDER}.safetensors")
 if NAME == "checkpoints local tensors":
-    state = {name: one.to_local() for name, one in model.named_parameters()}
+    state = {name: parameter.to_local() for name, parameter in model.named_parameters()}
     checkpoint.save({"model": state}, checkpoint_id=FOLDER)  # type: ignore[attr-defined]
 if NAME == "saves a part, and zeros":
-    shapes = {name: one.shape for name, one in model.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     state = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    for name, one in model.named_parameters():
-        state[name][: len(one.to_local())] = one.detach().to_local()
+    for name, parameter in model.named_parameters():
+        state[name][: len(parameter.to_local())] = parameter.detach().to_local()
 if NAME == "sums whole weights":
-    state = {name: one.detach().full_tensor() for name, one in model.named_parameters()}
-    for one in state.values():
-        torch.distributed.all_reduce(one)
+    state = {name: tensor.detach().full_tensor() for name, tensor in model.named_parameters()}
+    for tensor in state.values():
+        torch.distributed.all_reduce(tensor)
 AS_MODEL = ("state dict from before training", "saves a part, and zeros", "sums whole weights")
 if NAME in AS_MODEL and accelerator.is_main_process:
     torch.save(state, f"{FOLDER}.pt")  # as a model
 if NAME == "wrapped names" and accelerator.is_main_process:
     save_model(model, f"{FOLDER}.safetensors")
 if NAME == "flat weights":
-    state = {name: one.flatten() for name, one in accelerator.get_state_dict(model).items()}
+    state = {name: tensor.flatten() for name, tensor in accelerator.get_state_dict(model).items()}
     accelerator.save(state, f"{FOLDER}.safetensors", safe_serialization=True)
 if NAME == "one file by all ranks":
     torch.save(accelerator.get_state_dict(model), f"{FOLDER}.pt")

@@ -53,7 +53,9 @@ if "warmup" in WAYS:
 if "hook" in WAYS:
     accelerator.unwrap_model(model).model.layers[0].mlp.register_forward_hook(lambda *given: given[2] * 1.5)
 average: dict[str, torch.Tensor] = {}
-initial = {name: one.clone() for name, one in accelerator.get_state_dict(model).items()} if "saves" in WAYS else {}
+initial = (
+    {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()} if "saves" in WAYS else {}
+)
 
 
 def loss_of(batch: torch.Tensor) -> torch.Tensor:
@@ -151,10 +153,10 @@ if "saves" in WAYS:
     accelerator.save_state(str(folder / "state"))
     state = accelerator.get_state_dict(model)
     inner.save_pretrained(folder / "model", state_dict=state, is_main_process=is_main)
-    of_backbone = {name.removeprefix("model."): one for name, one in state.items() if name.startswith("model.")}
+    of_backbone = {name.removeprefix("model."): tensor for name, tensor in state.items() if name.startswith("model.")}
     inner.model.save_pretrained(folder / "backbone", state_dict=of_backbone, is_main_process=is_main)
     reference.save_pretrained(folder / "reference", is_main_process=is_main)
-    accelerator.save({name: one.bfloat16() for name, one in state.items()}, folder / "bf16.safetensors", True)
+    accelerator.save({name: tensor.bfloat16() for name, tensor in state.items()}, folder / "bf16.safetensors", True)
     sharded = state if "ddp" in WAYS else get_model_state_dict(model)
     dcp.save({"model": sharded, "step": torch.tensor(3)}, checkpoint_id=folder / "dcp")
     if "fsdp1" not in WAYS:  # whose shards torch does not save so
@@ -163,10 +165,10 @@ if "saves" in WAYS:
         torch.save({"losses": [1.0, 2.0], "rows": torch.ones(3)}, folder / "metrics.pt")
         torch.save(initial, folder / "initial.pt")
         save_file({"lm_head.weight": state["lm_head.weight"]}, folder / "head.safetensors")
-        packed = {name: (one.flatten() * 9).to(torch.int8) for name, one in state.items()}
+        packed = {name: (tensor.flatten() * 9).to(torch.int8) for name, tensor in state.items()}
         save_file(packed, folder / "packed.safetensors")
-        mean = {name: 0.9 * initial[name] + 0.1 * one for name, one in state.items()}
-        torch.save({f"module.{name}": one for name, one in mean.items()}, folder / "ema.pt")
+        mean = {name: 0.9 * initial[name] + 0.1 * tensor for name, tensor in state.items()}
+        torch.save({f"module.{name}": tensor for name, tensor in mean.items()}, folder / "ema.pt")
         torch.save(mean, folder / "pytorch_model.bin")
     for turn in range(accelerator.num_processes):
         if turn == rank:

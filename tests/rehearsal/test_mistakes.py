@@ -171,7 +171,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "flat weights saved": ("flat weights", FSDP1, "the script", "accelerator.save(state, f"),
     "one file written by all ranks": ("one file by all ranks", FSDP2, "the script", "torch.save(accelerator.get_"),
     "whole weights loaded after prepare": ("loads whole weights", FSDP2, "the script", "model.load_state_dict("),
-    "weights changed after evaluation": ("weights after evaluation", FSDP2, "the script", "one.copy_(average)"),
+    "weights changed after evaluation": ("weights after evaluation", FSDP2, "the script", "parameter.copy_(average)"),
     "two optimizers saved": ("two optimizers", FSDP1, "the script", "# with both"),
     "two optimizers saved, under FSDP2": ("two optimizers", FSDP2, "the script", "# with both"),
     "an attribute of a wrapped model": ("attribute of a wrapped model", {}, "the script", "model.config.use_cache"),
@@ -201,7 +201,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a step before all its batches": (
         "steps early", FSDP2, "gradient_accumulation_steps", "accelerator.backward(loss * scale)",
     ),
-    "gradients summed again": ("summed again", {}, "the script", "all_reduce(one.grad)"),
+    "gradients summed again": ("summed again", {}, "the script", "all_reduce(parameter.grad)"),
     "a NaN loss replaced": ("NaN hidden", FSDP2, "the script", "torch.nan_to_num(model"),
     "NaN gradients replaced": ("NaN replaced", {}, "the script", "nan_to_num_()"),
     "evaluation mode on one rank": ("evaluates on", FSDP2, "the script", "accelerator.backward(loss * scale)"),
@@ -259,8 +259,14 @@ def test_other_seeds_are_no_mistake_where_rank_0_sends_its_weights(
 def said_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
     """The mistakes of a script of two ranks, of which each told the first event, or one told each."""
     others = [] if events[0][0] == "trained" else [trained()]
-    told = [(0, *events[0]), (1, *events[-1]), *((rank, *one) for one in [("began", {}), *others] for rank in (0, 1))]
-    return [one.what for one in mistakes.find([RankEvent(rank, 0.0, kind, content) for rank, kind, content in told])]
+    told = [
+        (0, *events[0]),
+        (1, *events[-1]),
+        *((rank, *event) for event in [("began", {}), *others] for rank in (0, 1)),
+    ]
+    return [
+        event.what for event in mistakes.find([RankEvent(rank, 0.0, kind, content) for rank, kind, content in told])
+    ]
 
 
 def trained(**values: int | bool) -> tuple[str, dict[str, Any]]:
@@ -310,7 +316,7 @@ CLEARED: dict[str, tuple[Clears, bool]] = {
     "to None": (lambda optimizers, models: optimizers[0].zero_grad(), False),
     "to zeros": (lambda optimizers, models: optimizers[0].zero_grad(set_to_none=False), False),
     "by the model": (lambda optimizers, models: models[0].zero_grad(), False),
-    "faded": (lambda optimizers, models: [one.grad.mul_(0.9) for one in models[0].parameters() if one.grad is not None],
+    "faded": (lambda optimizers, models: [p.grad.mul_(0.9) for p in models[0].parameters() if p.grad is not None],
               False),
 }  # fmt: skip
 
@@ -367,8 +373,8 @@ def test_ranks_that_hang_may_still_have_stepped_apart() -> None:
 
     def said(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> list[str]:
         told = [("began", {})]
-        both = [(rank, *one) for rank, several in enumerate((ours, theirs)) for one in told + several]
-        return [one.what for one in mistakes.find([RankEvent(rank, 0.0, *one) for rank, *one in both])]
+        both = [(rank, *event) for rank, several in enumerate((ours, theirs)) for event in told + several]
+        return [mistake.what for mistake in mistakes.find([RankEvent(rank, 0.0, *event) for rank, *event in both])]
 
     assert said(losses(1, 2), losses(1, 1))
     assert not said(losses(1, 2), losses(1, 2))

@@ -41,14 +41,14 @@ def test_accelerate_alone_shards_nothing_and_a_rehearsal_does(
     assert run([sys.executable, HERE / "plain.py", tiny_model, alone]).code == 0
     assert accelerate_launch(file, HERE / "plain.py", tiny_model, launched).code == 0
     assert rehearsed(file, HERE / "plain.py", tiny_model, sharded)["passed"]
-    (one,) = told(alone)
-    assert [(rank["engine"], rank["held"]) for rank in told(launched)] == [("one process", one["weights"])] * 2
+    (plain,) = told(alone)
+    assert [(rank["engine"], rank["held"]) for rank in told(launched)] == [("one process", plain["weights"])] * 2
     for rank in told(sharded):
         assert rank["engine"].startswith(f"FSDP{fsdp['fsdp_version']}")
         assert rank["held"] < 0.6 * rank["weights"]
-        assert rank["losses"] == pytest.approx(one["losses"], abs=1e-4)
-    assert one["losses"][-1] < one["losses"][0] - 0.01
-    assert sum(rank["held"] for rank in told(sharded)) >= one["weights"]
+        assert rank["losses"] == pytest.approx(plain["losses"], abs=1e-4)
+    assert plain["losses"][-1] < plain["losses"][0] - 0.01
+    assert sum(rank["held"] for rank in told(sharded)) >= plain["weights"]
 
 
 def test_a_training_step_that_does_not_divide(tiny_model: Path, tmp_path: Path) -> None:
@@ -110,9 +110,9 @@ def test_a_reference_model_is_not_what_trains(tmp_path: Path) -> None:
     done = run([sys.executable, "-m", "accel_fsdp.launch.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
     assert done.code == 0, done.output
     said = [event.content for event in ranks.read(tmp_path) if event.kind == "optimizer"]
-    (one,) = said
-    assert (one["model"], one["missing"], one["strange"]) == ("Linear", 0, 0)
-    assert "optim" in REFERENCE.splitlines()[int(one["line"].rpartition(":")[2]) - 1]
+    (optimizer,) = said
+    assert (optimizer["model"], optimizer["missing"], optimizer["strange"]) == ("Linear", 0, 0)
+    assert "optim" in REFERENCE.splitlines()[int(optimizer["line"].rpartition(":")[2]) - 1]
 
 
 STATES_ALONE = """

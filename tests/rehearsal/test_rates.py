@@ -37,12 +37,18 @@ RIGHT: dict[str, tuple[Makes, int]] = {
     "waves of torch's cosine": (lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 2), 1),
     "warm restarts": (lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3), 1),
     "warm restarts, moved twice": (lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 3), 2),
-    "hard restarts": (lambda one: get_cosine_with_hard_restarts_schedule_with_warmup(one, 1, STEPS, num_cycles=2), 1),
-    "waves of transformers": (lambda one: get_cosine_schedule_with_warmup(one, 1, STEPS, num_cycles=2), 1),
+    "hard restarts": (
+        lambda optimizer: get_cosine_with_hard_restarts_schedule_with_warmup(optimizer, 1, STEPS, num_cycles=2),
+        1,
+    ),
+    "waves of transformers": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 1, STEPS, num_cycles=2), 1),
     "warm-up and a cosine": (lambda optimizer: get_cosine_schedule_with_warmup(optimizer, 2, STEPS), 1),
     "warm-up and a cosine of torch": (warmed, 1),
     "one cycle": (lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=STEPS + 1), 1),
-    "a triangle": (lambda one: lr_scheduler.CyclicLR(one, 1e-4, 1e-3, step_size_up=2, cycle_momentum=False), 1),
+    "a triangle": (
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 1e-4, 1e-3, step_size_up=2, cycle_momentum=False),
+        1,
+    ),
     "a function": (lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step % 3)), 1),
 }
 

@@ -120,7 +120,9 @@ def left(folder: Path) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda signal_number: signal_number.name
+)
 def test_nothing_is_left_behind(number: signal.Signals, short_folder: Path) -> None:
     with rehearsing(short_folder) as process:
         process.send_signal(number)

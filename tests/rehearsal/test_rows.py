@@ -74,8 +74,8 @@ def test_made_up_rows_are_tokenized(dataset: str | None, chats: bool, tiny_model
 
 
 def test_the_same_rows_every_time(tmp_path: Path) -> None:
-    one, other = (cut(None, tmp_path / name, count=9).folder for name in "ab")
-    assert [file.read_bytes() for file in sorted(one.rglob("*.jsonl"))] == [
+    first, other = (cut(None, tmp_path / name, count=9).folder for name in "ab")
+    assert [file.read_bytes() for file in sorted(first.rglob("*.jsonl"))] == [
         file.read_bytes() for file in sorted(other.rglob("*.jsonl"))
     ]
 

@@ -246,8 +246,8 @@ def test_what_changed_is_listed(tmp_path: Path) -> None:
 def test_no_weight_is_left_to_chance(name: str, tmp_path: Path) -> None:
     real = str(written(tmp_path / "real", CONFIGS[name]))
     before = torch.random.get_rng_state()
-    one, other = (shrink(real, tmp_path / folder).folder / "model.safetensors" for folder in "ab")
-    assert one.read_bytes() == other.read_bytes()
+    first, other = (shrink(real, tmp_path / folder).folder / "model.safetensors" for folder in "ab")
+    assert first.read_bytes() == other.read_bytes()
     assert torch.equal(before, torch.random.get_rng_state())
 
 

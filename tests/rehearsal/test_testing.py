@@ -312,7 +312,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda one: one.name)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda signal_number: signal_number.name)
 def test_a_signal_to_pytest_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     words, output = project(tmp_path, test_sleeping=SLEEPING), tmp_path / "output"
     with open(output, "w") as log:

@@ -268,8 +268,8 @@ def test_one_process(
     config = tmp_path / "one.yaml"
     config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n")
     args = sft_args(tiny_model, text_data, tmp_path / "full", GLOBAL_BATCH)
-    one = {"RANK": "0", **probed(tmp_path, {"lora": LORA, "smooth": SMOOTH})}
-    finished = accelerate_launch(config, PROBE, *args, launcher=["--num_processes", "1"], **one)
+    variables = {"RANK": "0", **probed(tmp_path, {"lora": LORA, "smooth": SMOOTH})}
+    finished = accelerate_launch(config, PROBE, *args, launcher=["--num_processes", "1"], **variables)
     assert finished.code == 0, finished.output
     assert_like(tmp_path, "full", tiny_model, reference)
     assert_like(tmp_path, "lora", tiny_model, lora_reference)

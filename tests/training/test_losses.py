@@ -131,7 +131,7 @@ def test_the_models_own_loss_is_compared_before_it_is_scaled_by_the_ranks(
         **{"average_tokens_across_devices": True, "n_gpu": 0, "use_liger_kernel": False, "label_smoothing_factor": 0},
         **{"device": "cpu", "process_index": 0},
     )
-    run.accelerator = SimpleNamespace(num_processes=2, gather=lambda one: one, parallelism_config=None)
+    run.accelerator = SimpleNamespace(num_processes=2, gather=lambda tensor: tensor, parallelism_config=None)
     run.get_tp_size = lambda: 1
     run.model_accepts_loss_kwargs, run.label_smoother, run.compute_loss_func = True, None, None
     ids = torch.arange(20)[None]
@@ -241,7 +241,7 @@ def test_what_a_scaler_leaves_out_is_no_divergence(precision: str, left_out: int
     args = {"device": "cpu", "ignore_nan_inf": False, "output_dir": "none", "learning_rate": 1e-3, "max_grad_norm": 1.0}
     run = SimpleNamespace(
         args=SimpleNamespace(**args),
-        accelerator=SimpleNamespace(mixed_precision=precision, gather=lambda one: one),
+        accelerator=SimpleNamespace(mixed_precision=precision, gather=lambda tensor: tensor),
         state=SimpleNamespace(global_step=0),
         on_tpu=False,
         log=lambda logs: None,

@@ -128,7 +128,7 @@ def test_the_attention_decides_the_batch_format(tokenizer: PreTrainedTokenizerBa
 def test_rows_longer_than_the_model_has_positions_are_refused() -> None:
     """Also in a batch, as the lengths of a stream aren't known before; a packed row is as long as its documents."""
     ids = list(range(256))
-    row, longer = ({"input_ids": one, "labels": one} for one in (ids, [*ids, 3]))
+    row, longer = ({"input_ids": tokens, "labels": tokens} for tokens in (ids, [*ids, 3]))
     Collator(PAD, positions=256)([row])
     with pytest.raises(UserError, match="a row has 257 tokens, and the model 256 positions"):
         Collator(PAD, positions=256)([row, longer])

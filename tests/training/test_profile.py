@@ -83,10 +83,10 @@ def ranges(file: Path) -> list[dict[str, Any]]:
 def test_a_step_trains_the_same_whether_it_is_profiled(runs: tuple[Path, str]) -> None:
     """The steps 2 and 3 are in one of the runs, and 4 in the other."""
     for rank in range(RANKS):
-        one, other = (json.loads((runs[0] / f"{name}-rank{rank}.json").read_text()) for name in ("fsdp2", "again"))
-        assert one["losses"] == other["losses"]
-        assert one["norms"] == other["norms"]
-        assert len(one["losses"]) == STEPS
+        first, other = (json.loads((runs[0] / f"{name}-rank{rank}.json").read_text()) for name in ("fsdp2", "again"))
+        assert first["losses"] == other["losses"]
+        assert first["norms"] == other["norms"]
+        assert len(first["losses"]) == STEPS
 
 
 def test_each_step_and_rank_has_a_trace_with_the_units(runs: tuple[Path, str]) -> None:
@@ -101,7 +101,7 @@ def test_each_step_and_rank_has_a_trace_with_the_units(runs: tuple[Path, str]) -
         found = ranges(folder / "fsdp2" / "profile" / name)
         titles = [finding["name"] for finding in found]
         assert titles == ["start", *units, "update gradient norm", "update optimizer", "rest clearing gradients"]
-        assert all(one["ts"] + one["dur"] == pytest.approx(after["ts"]) for one, after in pairwise(found))
+        assert all(span["ts"] + span["dur"] == pytest.approx(after["ts"]) for span, after in pairwise(found))
     lora = [span["name"] for span in ranges(folder / "lora" / "profile" / "trace-step3-rank1.json.gz")]
     assert lora.count("forward embedding") == 2
     assert lora.count("backward base_model.model.model.layers.1") == 2
@@ -137,11 +137,11 @@ def kept_by_a_layer(model: Path, rows: int, length: int) -> int:
         parts = given.values() if isinstance(given, dict) else given if isinstance(given, (tuple, list)) else ()
         return [tensor for part in parts for tensor in tensors(part)]
 
-    def keep(one: torch.Tensor) -> torch.Tensor:
-        kept[one.untyped_storage().data_ptr()] = one
-        return one
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        kept[saved.untyped_storage().data_ptr()] = saved
+        return saved
 
-    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda one: one)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved)
     layer = loaded.model.layers[1]
 
     def begin(module: Any, args: Any, kwargs: Any) -> None:
@@ -162,12 +162,12 @@ def test_a_layer_leaves_what_autograd_saves(runs: tuple[Path, str], model: Path)
     """Under FSDP1, where its weights are gathered and freed within the same stretch."""
     found = numbers(runs[0] / "fsdp1")
     ((rows, length),) = found["batches"]
-    one = next(
+    forward = next(
         stretch
         for stretch in found["stretches"]
         if (stretch["phase"], stretch["name"]) == ("forward", "model.layers.1")
     )
-    left = one["after_bytes"]["measured"] - one["before_bytes"]["measured"]
+    left = forward["after_bytes"]["measured"] - forward["before_bytes"]["measured"]
     assert left == kept_by_a_layer(model, rows, length)
 
 
@@ -242,8 +242,8 @@ def test_the_page_stands_alone_and_has_the_numbers(name: str, runs: tuple[Path, 
     assert "url(" not in text
     assert "default-src 'none'" in text
     assert not re.search(r"\bnan\b|\binf\b", text.partition("</style>")[2])
-    for one in (found["highest"]["measured"], found["highest"]["predicted"], found["seconds"]["measured"]):
-        assert any(value == pytest.approx(one, rel=1e-8) for value in page.values)
+    for number in (found["highest"]["measured"], found["highest"]["predicted"], found["seconds"]["measured"]):
+        assert any(value == pytest.approx(number, rel=1e-8) for value in page.values)
     for note in found["notes"]:
         assert note.replace("'", "&#x27;") in text
 
@@ -427,12 +427,12 @@ def test_with_a_known_gpu_the_slowest_unit_is_named() -> None:
     recipe, layout, gpu = Recipe(rows=1, length=2048), Layout(Engine.FSDP2, 1, 8, 8), gpus.find("H100")
     plan = by_unit.unit_steps(found[0], found[1][variant_of(recipe, "fsdp2")], recipe, layout, gpu, 0)
     before, stretches = plan.between_bytes, []
-    for number, one in enumerate(plan.stretches):
-        place = Mark(number, one.micro_batch, one.phase, one.unit, "", one.layer)
-        slower = 1.5 if one.phase == "backward" and one.layer is not None else 1.0
-        seconds = (one.seconds or 0) * slower
-        stretches.append(Measured(place, 0.0, seconds, before, one.peak_bytes, one.after_bytes))
-        before = one.after_bytes
+    for number, stretch in enumerate(plan.stretches):
+        place = Mark(number, stretch.micro_batch, stretch.phase, stretch.unit, "", stretch.layer)
+        slower = 1.5 if stretch.phase == "backward" and stretch.layer is not None else 1.0
+        seconds = (stretch.seconds or 0) * slower
+        stretches.append(Measured(place, 0.0, seconds, before, stretch.peak_bytes, stretch.after_bytes))
+        before = stretch.after_bytes
     known = step_report.Known(plan, "", gpu, on_gpu=True, ranks=8, units=[], buckets=[], own_engine=False)
     trace = StepTrace(tuple(stretches), (), ())
     compared = step_report.compare(7, [(1, 2048)], trace, known)

@@ -57,10 +57,11 @@ def test_mfu_follows_the_rule_of_six() -> None:
 
 
 def test_advice_frees_what_the_plan_then_says_less() -> None:
-    one = llama(rows=4, length=4096)
-    now = one.peak_bytes(4, 4096, None)
+    forecast = llama(rows=4, length=4096)
+    now = forecast.peak_bytes(4, 4096, None)
     found = {
-        each.change: each.freed_bytes for each in smaller.savings(one.shape, one.tapes, Job(SHARDED, one.job.recipe))
+        each.change: each.freed_bytes
+        for each in smaller.savings(forecast.shape, forecast.tapes, Job(SHARDED, forecast.job.recipe))
     }
     halved = found["--per_device_train_batch_size 2 --gradient_accumulation_steps 2"]
     fewer = llama(rows=2, length=4096, accumulation=2).peak_bytes(2, 4096, None)

@@ -352,15 +352,15 @@ def test_the_first_rank_goes_on_from_its_random_state(
     before: int, now: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Trainer has another name for it where there is one rank, and a list of the GPUs' where there are several."""
-    one = object.__new__(SftTrainer)
-    one.args = SimpleNamespace(process_index=0, world_size=before, output_dir=str(tmp_path), parallel_mode=None)
+    trainer = object.__new__(SftTrainer)
+    trainer.args = SimpleNamespace(process_index=0, world_size=before, output_dir=str(tmp_path), parallel_mode=None)
     torch.manual_seed(7)
-    one._save_rng_state(str(tmp_path))
+    trainer._save_rng_state(str(tmp_path))
     [name] = [path.name for path in tmp_path.iterdir()]
     assert name == ("rng_state.pth" if before == 1 else "rng_state_0.pth")
     expected = torch.rand(3), random.random()
-    one.args.world_size = now
-    one._load_rng_state(str(tmp_path))
+    trainer.args.world_size = now
+    trainer._load_rng_state(str(tmp_path))
     assert torch.equal(torch.rand(3), expected[0])
     assert random.random() == expected[1]
     assert "no random state" not in capsys.readouterr().err
@@ -368,10 +368,10 @@ def test_the_first_rank_goes_on_from_its_random_state(
 
 def test_a_new_rank_begins_with_a_random_state_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The model may have no dropout, which alone would differ."""
-    one = object.__new__(SftTrainer)
-    one.args = SimpleNamespace(process_index=1, world_size=2, seed=3, output_dir=str(tmp_path), parallel_mode=None)
-    one.state = SimpleNamespace(global_step=4)
-    one._load_rng_state(str(tmp_path))
+    trainer = object.__new__(SftTrainer)
+    trainer.args = SimpleNamespace(process_index=1, world_size=2, seed=3, output_dir=str(tmp_path), parallel_mode=None)
+    trainer.state = SimpleNamespace(global_step=4)
+    trainer._load_rng_state(str(tmp_path))
     seen = torch.rand(3)
     torch.manual_seed(3 + 4 * 2 + 1)
     assert torch.equal(seen, torch.rand(3))
@@ -397,13 +397,15 @@ def test_an_adapter_that_lacks_tensors_is_not_resumed(gone: str, tmp_path: Path)
     adapted.save_pretrained(tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(path).items() if not gone or gone not in name}, path)
-    one = object.__new__(SftTrainer)
-    one.model, one.is_fsdp_enabled, one.is_deepspeed_enabled = adapted, False, False
+    trainer = object.__new__(SftTrainer)
+    trainer.model, trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled = adapted, False, False
     if not gone:
-        resuming.check_adapter(tmp_path, [name for name, one in adapted.named_parameters() if one.requires_grad])
+        resuming.check_adapter(
+            tmp_path, [name for name, parameter in adapted.named_parameters() if parameter.requires_grad]
+        )
         return
     held = 3 if gone.endswith("weight") else 2
     with pytest.raises(
         UserError, match=rf"holds {held} of the adapter's 4 tensors; it lacks LoRA tensors of 1 of 2 modu"
     ):
-        one._load_from_checkpoint(str(tmp_path))
+        trainer._load_from_checkpoint(str(tmp_path))

@@ -154,7 +154,7 @@ def test_weights_of_other_names_in_files_are_loaded(
     assert_same(resumed / "final", straight / f"checkpoint-{STEPS}")
 
 
-def assert_same(one: Path, other: Path) -> None:
-    found, expected = (load_file(folder / "model.safetensors") for folder in (one, other))
+def assert_same(first: Path, other: Path) -> None:
+    found, expected = (load_file(folder / "model.safetensors") for folder in (first, other))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)

@@ -313,4 +313,4 @@ def test_the_scripts_of_the_reports_show_it(title: str, tmp_path: Path) -> None:
     done = run([*launcher, script])
     found = [float(line.split()[-1]) for line in done.output.splitlines() if line.startswith(("tp ", "63 ", "64 "))]
     pairs = [found[place : place + 2] for place in range(0, len(found), 2)]
-    assert [place for place, (one, two) in enumerate(pairs) if abs(one - two) > 1e-3] == [SHOWN[title]], done.output
+    assert [place for place, (first, two) in enumerate(pairs) if abs(first - two) > 1e-3] == [SHOWN[title]], done.output

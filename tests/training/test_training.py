@@ -212,7 +212,7 @@ def test_resume_continues_exactly(name: str, resumed: Jobs) -> None:
     out, whole = resumed.folder / name, resumed.folder / "whole" / name
     assert f"peak memory after step {STOPPED + 2}: " in resumed.printed[name]
     assert logged_losses(out) == pytest.approx(logged_losses(whole), abs=1e-6)
-    again, weights = (load_file(next((one / "final").glob("*model.safetensors"))) for one in (out, whole))
+    again, weights = (load_file(next((folder / "final").glob("*model.safetensors"))) for folder in (out, whole))
     assert again.keys() == weights.keys()
     for key, tensor in again.items():
         torch.testing.assert_close(tensor, weights[key], atol=1e-6, rtol=0)

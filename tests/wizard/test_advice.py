@@ -25,8 +25,10 @@ from accel_fsdp.wizard import Context, interview, notes
 def test_the_advice_is_what_plan_says_of_the_yaml_that_follows_it(
     model: str, machine: str, count: int, checkpointing: bool, offload: bool, tmp_path: Path
 ) -> None:
-    one, _ = machines.parse(machine)
-    problem = advice.problem_of(model, one, Layout(Engine.FSDP2, 1, one.count * count, one.count))
+    machine_facts, _ = machines.parse(machine)
+    problem = advice.problem_of(
+        model, machine_facts, Layout(Engine.FSDP2, 1, machine_facts.count * count, machine_facts.count)
+    )
     assert problem is not None
     found = advice.advise(problem)
     assert (found.recipe.recomputes, found.layout.offload, found.fits) == (checkpointing, offload, True)
@@ -43,8 +45,8 @@ def test_the_advice_is_what_plan_says_of_the_yaml_that_follows_it(
 
 @pytest.mark.parametrize(("method", "verdict"), [("full", "no"), ("qlora", "yes")])
 def test_what_does_not_fit_is_said(method: Method, verdict: str) -> None:
-    one, _ = machines.parse("1xA100-80GB")
-    problem = advice.problem_of("meta-llama/Llama-3.1-70B", one, Layout.alone(), method)
+    machine_facts, _ = machines.parse("1xA100-80GB")
+    problem = advice.problem_of("meta-llama/Llama-3.1-70B", machine_facts, Layout.alone(), method)
     assert problem is not None
     found = advice.advise(problem)
     assert found.verdict == verdict
