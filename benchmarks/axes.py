@@ -135,8 +135,8 @@ def _told(word: str, words: Sequence[str], environment: Mapping[str, str] | None
 
 def measured(asked: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, int]]:
     """What one rank held in each setting."""
-    found: list[dict[str, int]] = _told("TRACKED", [str(TESTS / "tracked_axes.py"), json.dumps(asked), str(folder)])
-    return found
+    tracked: list[dict[str, int]] = _told("TRACKED", [str(TESTS / "tracked_axes.py"), json.dumps(asked), str(folder)])
+    return tracked
 
 
 def predicted(setting: dict[str, Any]) -> dict[str, int]:

@@ -121,12 +121,12 @@ def by_ranks(place: Path, size_gb: float, repeat: int) -> str:
     """The same model written by more ranks, read in turns that begin with another each time."""
     inner, out = {ranks: made(place / f"run-{ranks}", size_gb, ranks) for ranks in RANKS}, place / "out"
     fast = ("--no-sync", "--dtype", "float32", "--verify", "bytes")
-    found: dict[int, list[Measured]] = {ranks: [] for ranks in RANKS}
+    runs_by_ranks: dict[int, list[Measured]] = {ranks: [] for ranks in RANKS}
     for turn in range(2 * repeat):
         for ranks in (*RANKS[turn % len(RANKS) :], *RANKS[: turn % len(RANKS)]):
-            found[ranks].append(once([*EXPORT, inner[ranks], out, *fast], out))
-    wall = ", ".join(f"{ranks} ranks {min(finding.seconds for finding in found[ranks]):.1f} s" for ranks in RANKS)
-    user = ", ".join(f"{min(finding.user_seconds for finding in found[ranks]):.2f}" for ranks in RANKS)
+            runs_by_ranks[ranks].append(once([*EXPORT, inner[ranks], out, *fast], out))
+    wall = ", ".join(f"{ranks} ranks {min(run.seconds for run in runs_by_ranks[ranks]):.1f} s" for ranks in RANKS)
+    user = ", ".join(f"{min(run.user_seconds for run in runs_by_ranks[ranks]):.2f}" for ranks in RANKS)
     return f"{size_gb:g} GB written by {wall}; outside of the kernel {user} s of a core."
 
 

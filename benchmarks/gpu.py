@@ -141,9 +141,9 @@ def config_of(case: Case) -> dict[str, Any]:
 
 def shape_and_tapes(case: Case) -> tuple[ModelShape, Tapes]:
     """From the bundle."""
-    found = trace_store.find(case.model)
-    assert found is not None
-    shape, tapes = found
+    stored = trace_store.find(case.model)
+    assert stored is not None
+    shape, tapes = stored
     return cut(shape, case.layers), tapes[variant_of(case.recipe, case.layout.engine)]
 
 
@@ -179,15 +179,15 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     marked = [line for line in ran.stdout.splitlines() if line.startswith("MEASURED ")]
     if not marked:
         return {"error": " | ".join((ran.stderr or ran.stdout).strip().splitlines()[-3:])}
-    found: dict[str, Any] = json.loads(marked[-1].removeprefix("MEASURED "))
-    return found
+    outcome: dict[str, Any] = json.loads(marked[-1].removeprefix("MEASURED "))
+    return outcome
 
 
-def row_of(case: Case, found: dict[str, Any]) -> dict[str, Any]:
+def row_of(case: Case, outcome: dict[str, Any]) -> dict[str, Any]:
     """What is kept of a case."""
-    hopper = capacity.HOPPER_WORKSPACE_BYTES if found.get("hopper") else capacity.WORKSPACE_BYTES
-    guess = predicted(case, hopper if found["device"] != "CPU" else 0)
-    measured = {name: value for name, value in found.items() if name not in ("versions", "device", "hopper")}
+    hopper = capacity.HOPPER_WORKSPACE_BYTES if outcome.get("hopper") else capacity.WORKSPACE_BYTES
+    guess = predicted(case, hopper if outcome["device"] != "CPU" else 0)
+    measured = {name: value for name, value in outcome.items() if name not in ("versions", "device", "hopper")}
     measured["run"] = max(measured["forward"], measured["backward"])
     return {
         "case": case.name,
@@ -195,7 +195,7 @@ def row_of(case: Case, found: dict[str, Any]) -> dict[str, Any]:
         "layers": case.layers,
         "recipe": asdict(case.recipe),
         "layout": asdict(case.layout),
-        "device": found["device"],
+        "device": outcome["device"],
         "versions": {name: version(name) for name in LIBRARIES},
         "measured": measured,
         "predicted": guess,
@@ -241,14 +241,14 @@ def run_all(cases: list[Case], device: str, room: Room, workers: int) -> list[di
         taken = room.take(needed(each))
         began = time.monotonic()
         try:
-            found = measure(each, device)
+            outcome = measure(each, device)
         finally:
             room.give(taken)
         seconds = time.monotonic() - began
-        if "error" in found:
-            print(f"{each.name}: FAILED after {seconds:.0f} s: {found['error']}", flush=True)
+        if "error" in outcome:
+            print(f"{each.name}: FAILED after {seconds:.0f} s: {outcome['error']}", flush=True)
             return
-        rows.append(row_of(each, found))
+        rows.append(row_of(each, outcome))
         print(line(rows[-1]) + f"  {seconds:.0f} s", flush=True)
 
     with ThreadPoolExecutor(workers) as pool:

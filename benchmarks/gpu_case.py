@@ -106,7 +106,7 @@ def main() -> None:
     case, device = json.loads(sys.argv[1]), sys.argv[2]
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    found: dict[str, Any] = {"workspace": workspace() if device == "cuda" else 0}
+    results: dict[str, Any] = {"workspace": workspace() if device == "cuda" else 0}
     join(case["ranks"], device)
     accelerator = accelerator_of(case, device)
     model, optimizer = prepared(accelerator, case, device)
@@ -114,11 +114,11 @@ def main() -> None:
     meter = CudaMeter() if device == "cuda" else CpuMeter()
     meter.begin(model, optimizer, batch)
     steps = [step(accelerator, model, optimizer, batch, meter) for _ in range(STEPS)]
-    found |= {**steps[1], "third_peak": steps[2]["peak"]}
-    found["versions"] = {module.__name__: module.__version__ for module in (torch, transformers)}
-    found["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    found["hopper"] = device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
-    print("MEASURED " + json.dumps(found), flush=True)
+    results |= {**steps[1], "third_peak": steps[2]["peak"]}
+    results["versions"] = {module.__name__: module.__version__ for module in (torch, transformers)}
+    results["device"] = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    results["hopper"] = device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
+    print("MEASURED " + json.dumps(results), flush=True)
     os._exit(0)  # no teardown of a process group that has no other ranks
 
 
@@ -247,14 +247,14 @@ def step(accelerator: Any, model: Any, optimizer: Any, batch: dict[str, Tensor],
     """One training step as Trainer makes it, its phases apart."""
     meter.reset()
     optimizer.zero_grad()
-    found = {"steady": meter.alive()}
+    results = {"steady": meter.alive()}
     peaks: list[int] = []
 
     def phase(name: str, run: Callable[[], Any]) -> Any:
         meter.reset()
         result = run()
         peaks.append(meter.peak())
-        found[name] = peaks[-1]
+        results[name] = peaks[-1]
         return result
 
     count = batch["labels"].numel()
@@ -267,7 +267,7 @@ def step(accelerator: Any, model: Any, optimizer: Any, batch: dict[str, Tensor],
     del loss
     phase("step", optimizer.step)
     most = larger(most, meter.more())
-    return found | most | {"peak": max(peaks)}
+    return results | most | {"peak": max(peaks)}
 
 
 def larger(first: dict[str, int], other: dict[str, int]) -> dict[str, int]:

@@ -51,19 +51,19 @@ def once(gib: float, place: Path) -> dict[str, float]:
         atomic_files.sync_folder(folder)
 
     names = lambda: [path.name for path in folder.iterdir()]  # noqa: E731
-    found = {"save": seconds(save), "hash": seconds(lambda: marker.hashes_of(folder, names()))}
+    times = {"save": seconds(save), "hash": seconds(lambda: marker.hashes_of(folder, names()))}
     completeness.seal(folder, Origin("FSDP"))
     drop_from_memory(folder)
-    found["load"] = seconds(lambda: dcp.load(state, checkpoint_id=folder, no_dist=True))
+    times["load"] = seconds(lambda: dcp.load(state, checkpoint_id=folder, no_dist=True))
     drop_from_memory(folder)
 
     def checked() -> None:
         assert marker.damage(folder) == ""
         dcp.load(state, checkpoint_id=folder, no_dist=True)
 
-    found["checked load"] = seconds(checked)
+    times["checked load"] = seconds(checked)
     shutil.rmtree(folder)
-    return found
+    return times
 
 
 def main() -> None:

@@ -29,9 +29,9 @@ def seconds(*words: str | Path) -> float:
     return time.perf_counter() - start
 
 
-def unpacked_bytes(found: Distribution) -> int:
+def unpacked_bytes(distribution: Distribution) -> int:
     """What pip unpacked of a distribution, without the bytecode that Python makes of it."""
-    paths = (Path(str(found.locate_file(part))) for part in found.files or () if part.suffix != ".pyc")
+    paths = (Path(str(distribution.locate_file(part))) for part in distribution.files or () if part.suffix != ".pyc")
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
@@ -41,13 +41,13 @@ def row(name: str, steps: list[list[str]], folder: Path) -> str:
     pip = [folder / "bin" / "pip", "install", "--quiet", "--constraint", "constraints.txt"]
     took = sum(seconds(*pip, *step) for step in steps)
     site = str(next(folder.glob("lib/python*/site-packages")))
-    found = [
+    installed = [
         distribution for distribution in distributions(path=[site]) if distribution.metadata["Name"] not in NOT_OURS
     ]
-    size = sum(map(unpacked_bytes, found))
+    size = sum(map(unpacked_bytes, installed))
     command = folder / "bin" / "accel-fsdp"
     check, plan = (median(seconds(command, *words) for _ in range(REPEATS)) for words in (CHECK, PLAN))
-    return f"| {name} | {len(found)} | {size / 1e6:,.0f} MB | {took:.0f} s | {check:.2f} s | {plan:.2f} s |"
+    return f"| {name} | {len(installed)} | {size / 1e6:,.0f} MB | {took:.0f} s | {check:.2f} s | {plan:.2f} s |"
 
 
 def main() -> None:

@@ -175,11 +175,11 @@ def fixtures(work: Path, mixture: bool) -> tuple[Path, Path]:
 
 def keep(number: int, rows: list[dict[str, Any]]) -> None:
     """Puts a chain's rows in place of those that it had."""
-    found = json.loads(DATA.read_text()) if DATA.exists() else {}
-    DATA.write_text(json.dumps({**found, str(number): rows}, indent=1) + "\n")
+    deaths_by_life = json.loads(DATA.read_text()) if DATA.exists() else {}
+    DATA.write_text(json.dumps({**deaths_by_life, str(number): rows}, indent=1) + "\n")
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
+def table(deaths_by_life: dict[str, list[dict[str, Any]]]) -> list[str]:
     """One line per chain: kills, those inside a save, steps lost to them, and the losses of the run that came of it."""
     titles = [
         "run",
@@ -191,7 +191,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     ]
     lines = ["| " + " | ".join([*titles, "losses apart"]) + " |", "|---" * (len(titles) + 1) + "|"]
     for number, (engine, method, *_) in enumerate(CHAINS):
-        *kills, end = found[str(number)]
+        *kills, end = deaths_by_life[str(number)]
         right = sum(kill["resumed"] == kill["expected"] for kill in kills)
         counts = [len(kills), sum(kill["saving"] for kill in kills), sum(kill["half_written"] > 0 for kill in kills)]
         cells = [f"{engine}, {method}", *map(str, counts), f"{right}/{len(kills)}"]
@@ -201,9 +201,9 @@ def table(found: dict[str, list[dict[str, Any]]]) -> list[str]:
     return lines
 
 
-def write(found: dict[str, list[dict[str, Any]]]) -> None:
+def write(deaths_by_life: dict[str, list[dict[str, Any]]]) -> None:
     """Replaces this benchmark's part of RESULTS.md."""
-    kills = sum(len(rows) - 1 for rows in found.values())
+    kills = sum(len(rows) - 1 for rows in deaths_by_life.values())
     text = f"SIGKILL to all ranks, {kills} times; seed {SEED}, {RANKS} ranks, on some meshes 4, "
     text += f"a checkpoint every {SAVE_STEPS} steps."
     part = [
@@ -214,7 +214,7 @@ def write(found: dict[str, list[dict[str, Any]]]) -> None:
         text,
         "",
     ]
-    results.keep("kills", [*part, *table(found)])
+    results.keep("kills", [*part, *table(deaths_by_life)])
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def shape_and_tapes() -> tuple[ModelShape, Tapes]:
         ids = torch.zeros(1, TOKENS, dtype=torch.long)
 
         def loss(x: Tensor) -> Tensor:
-            found = nn.functional.log_softmax(head(norm(x)), dim=-1).view(-1, VOCAB)
-            return nn.functional.nll_loss(found, ids.view(-1))
+            log_probabilities = nn.functional.log_softmax(head(norm(x)), dim=-1).view(-1, VOCAB)
+            return nn.functional.nll_loss(log_probabilities, ids.view(-1))
 
         tapes = Tapes(
             blocks=(

@@ -111,8 +111,8 @@ class Verdict:
 
 def content() -> dict[str, Any]:
     """The file."""
-    found: dict[str, Any] = json.loads(DATA.read_text())
-    return found
+    rows: dict[str, Any] = json.loads(DATA.read_text())
+    return rows
 
 
 def results() -> Iterator[Result]:
@@ -185,9 +185,9 @@ def verdict(row: Mapping[str, Any]) -> Verdict:
 
 def _throughput_rows() -> Iterator[dict[str, Any]]:
     """The runs that only tokens per second are published of, in the words of `data/memory.json`."""
-    found, decided = json.loads(THROUGHPUT.read_text()), json.loads(VERDICTS.read_text())
+    runs, decided = json.loads(THROUGHPUT.read_text()), json.loads(VERDICTS.read_text())
     known, groups = {row["id"] for row in content()["rows"]} | decided["left_out"].keys(), tuple(decided["throughput"])
-    for row in found["rows"]:
+    for row in runs["rows"]:
         if row["id"] not in known and row["model"] in _models() and row["group"].startswith(groups):
             layout = row["layout"]
             yield {
@@ -212,10 +212,10 @@ def model(name: str, variant: str, wide: str = "none") -> tuple[ModelShape, Tape
         return lightning_demo.shape_and_tapes()
     known = _models()[name]
     if isinstance(known, str):
-        found = trace_store.find(known)
-        assert found is not None
-        if variant in found[1] and wide == "none":
-            return found[0], found[1][variant]
+        stored = trace_store.find(known)
+        assert stored is not None
+        if variant in stored[1] and wide == "none":
+            return stored[0], stored[1][variant]
         from accel_fsdp.models import catalogue
 
         known = catalogue.entries()[known]["config"]
@@ -225,15 +225,15 @@ def model(name: str, variant: str, wide: str = "none") -> tuple[ModelShape, Tape
     return tapes_of(name, config, variant, wide)
 
 
-def table(found: list[Result]) -> list[str]:
+def table(results: list[Result]) -> list[str]:
     """One line per group and method."""
     lines = [
         "| rows | n | median | worst | within 1 % | within 4 % | steady, worst |",
         "|---|---|---|---|---|---|---|",
     ]
-    for group, mine in _grouped(found, lambda finding: (*_group(finding.row), finding.row["kind"])):
+    for group, mine in _grouped(results, lambda finding: (*_group(finding.row), finding.row["kind"])):
         lines.append(_line(", ".join(group), mine))
-    return [*lines, _line("all", found)]
+    return [*lines, _line("all", results)]
 
 
 def _group(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -241,10 +241,10 @@ def _group(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _grouped(
-    found: Iterable[One], key: Callable[[One], tuple[str, ...]]
+    items: Iterable[One], key: Callable[[One], tuple[str, ...]]
 ) -> Iterable[tuple[tuple[str, ...], list[One]]]:
     groups: dict[tuple[str, ...], list[One]] = {}
-    for finding in found:
+    for finding in items:
         groups.setdefault(key(finding), []).append(finding)
     return groups.items()
 
@@ -258,14 +258,14 @@ def _line(name: str, mine: list[Result]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def reserved_table(found: list[Verdict]) -> list[str]:
+def reserved_table(verdicts: list[Verdict]) -> list[str]:
     """One line per group, method and what was measured."""
     lines = [
         "| rows | measured | n | median | within 5 % | within 10 % | worst | measured - predicted, median |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for kind in ("reserved", "smi"):
-        mine = [finding for finding in found if finding.against(kind)]
+        mine = [finding for finding in verdicts if finding.against(kind)]
         for group, some in _grouped(mine, lambda finding: _group(finding.row)):
             lines.append(_reserved_line(", ".join(group), kind, some))
         lines.append(_reserved_line("all", kind, mine))
@@ -288,22 +288,22 @@ VERDICT_WORDS = (
 )
 
 
-def verdict_table(found: list[Verdict]) -> list[str]:
+def verdict_table(verdicts: list[Verdict]) -> list[str]:
     """What the planner says of each group's runs, then those of which it is wrong, and those in doubt that ran out."""
     said = ("said to fit", "in doubt", "said not to")
     lines = [f"| rows | {' | '.join(('fitted', *said, 'ran out', *said))} |", "|---" * 9 + "|"]
-    for group, mine in [*_grouped(found, lambda finding: (finding.row["group"],)), (("all",), found)]:
+    for group, mine in [*_grouped(verdicts, lambda finding: (finding.row["group"],)), (("all",), verdicts)]:
         lines.append("| " + " | ".join([group[0], *_counted(mine, True), *_counted(mine, False)]) + " |")
-    wrong = [finding for finding in found if finding.said == ("no" if finding.fits else "yes")]
-    doubted = [finding for finding in found if not finding.fits and finding.said in DOUBTS]
+    wrong = [finding for finding in verdicts if finding.said == ("no" if finding.fits else "yes")]
+    doubted = [finding for finding in verdicts if not finding.fits and finding.said in DOUBTS]
     for title, some in (("Wrong:", wrong), ("In doubt, and ran out:", doubted)):
         lines += ["", title, "", *(_told(result) for result in some)] if some else []
-    return [*lines, "", VERDICT_WORDS, *_near(found)]
+    return [*lines, "", VERDICT_WORDS, *_near(verdicts)]
 
 
-def _near(found: list[Verdict]) -> list[str]:
+def _near(verdicts: list[Verdict]) -> list[str]:
     """How many of those that ran out were near to fitting: far ones prove little."""
-    shares = [finding.share for finding in found if not finding.fits]
+    shares = [finding.share for finding in verdicts if not finding.fits]
     near = [f"{sum(share < limit for share in shares)} needed less than {limit:g} times" for limit in (1.25, 1.5, 2)]
     return ["", f"Of the {len(shares)} that ran out, {', '.join(near)} their card."] if shares else []
 
@@ -329,18 +329,18 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
-    found, decided = list(results()), list(verdicts())
+    runs, decided = list(results()), list(verdicts())
     if options.rows:
-        _print_rows(found, decided)
-    tables = table(found), reserved_table(decided), verdict_table(decided)
+        _print_rows(runs, decided)
+    tables = table(runs), reserved_table(decided), verdict_table(decided)
     print("\n\n".join("\n".join(lines) for lines in tables))
     if options.write:
-        write(found, *tables)
+        write(runs, *tables)
 
 
-def _print_rows(found: list[Result], decided: list[Verdict]) -> None:
+def _print_rows(results: list[Result], decided: list[Verdict]) -> None:
     keys = ("id", "model", "method", "engine", "gpus", "rows", "length")
-    for finding in found:
+    for finding in results:
         steady = "" if finding.steady is None else f"{finding.steady:+.2%}"
         print(*(finding.row[key] for key in keys), f"{finding.peak:+.2%}", steady, finding.phase)
     for each in decided:
@@ -353,9 +353,9 @@ def _print_rows(found: list[Result], decided: list[Verdict]) -> None:
         print("fitted" if each.fits else "ran out", each.said, each.why)
 
 
-def _outside(found: list[Result]) -> Iterator[str]:
+def _outside(results: list[Result]) -> Iterator[str]:
     """What is further off than 1 % (peak) or 0.5 % (between steps), with the best explanation."""
-    for finding in found:
+    for finding in results:
         why = finding.row.get("note", "not explained")
         if abs(finding.peak) > 0.01:
             yield f"- {finding.row['id']} {finding.peak:+.2%}: {why}"
@@ -363,7 +363,7 @@ def _outside(found: list[Result]) -> Iterator[str]:
             yield f"- {finding.row['id']} {finding.steady:+.2%} between steps: {why}"
 
 
-def write(found: list[Result], allocated: list[str], reserved: list[str], decided: list[str]) -> None:
+def write(results: list[Result], allocated: list[str], reserved: list[str], decided: list[str]) -> None:
     """Replaces this benchmark's part of RESULTS.md."""
     left = content()["left_out"] | json.loads(VERDICTS.read_text())["left_out"]
     reasons = {why: [name for name in left if left[name] == why] for why in dict.fromkeys(left.values())}
@@ -378,7 +378,7 @@ def write(found: list[Result], allocated: list[str], reserved: list[str], decide
         "",
         "Rows whose peak is outside of 1 %, or whose steady state is outside of 0.5 %:",
         "",
-        *_outside(found),
+        *_outside(results),
         "",
         "What the allocator reserves, simulated; for nvidia-smi with context and communicators:",
         "",

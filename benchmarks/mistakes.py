@@ -103,11 +103,11 @@ def judged(name: str, limit: int) -> Judged:
     step = next((step for step in report["steps"] if not step["passed"]), None)
     if step is None:
         return Judged(name, False, report["steps"][-1]["said"], "", False, False)
-    found = bool("says" in row and re.search(row["says"], step["said"]))
+    is_found = bool("says" in row and re.search(row["says"], step["said"]))
     blamed = " ".join(filter(None, [step["key"], step["line"]]))
     named = set(re.findall(r"\w+\.py:\d+", f"{step['line']} {step['said']}"))
     placed = row.get("key") == step["key"] != "" or bool(marked(script) & named)
-    return Judged(name, True, step["said"], blamed, found, found and placed)
+    return Judged(name, True, step["said"], blamed, is_found, is_found and placed)
 
 
 def of_others(name: str, clones: Path, limit: int) -> Judged:

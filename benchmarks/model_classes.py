@@ -50,11 +50,11 @@ def main() -> int:
     transformers.logging.set_verbosity_error()
     names = sorted(name for name in dir(transformers) if name.endswith(SUFFIX))
     with tempfile.TemporaryDirectory() as folder:
-        found = {name: compared(name, Path(folder)) for name in names}
-    for name, verdict in found.items():
+        by_name = {name: compared(name, Path(folder)) for name in names}
+    for name, verdict in by_name.items():
         if verdict != SAME:
             sys.stdout.write(f"{name}: {verdict}\n")
-    sums = Counter(verdict.partition(":")[0] for verdict in found.values())
+    sums = Counter(verdict.partition(":")[0] for verdict in by_name.values())
     lines = [f"- {verdict}: {count}" for verdict, count in sums.items()]
     sys.stdout.write("\n".join([*lines, ""]))
     if options.write:

@@ -80,11 +80,11 @@ def prepared_by_trl(rows: Dataset, tokenizer: PreTrainedTokenizerBase, processes
 
 def compared(first: Callable[[], float], other: Callable[[], float], times: int) -> tuple[float, float]:
     """The medians of two measurements that take turns, each first every other time."""
-    found: tuple[list[float], list[float]] = ([], [])
+    seconds: tuple[list[float], list[float]] = ([], [])
     for turn in range(times):
         for which in (0, 1) if turn % 2 == 0 else (1, 0):
-            found[which].append((first, other)[which]())
-    return median(found[0]), median(found[1])
+            seconds[which].append((first, other)[which]())
+    return median(seconds[0]), median(seconds[1])
 
 
 def preparation_lines(tokenizer: PreTrainedTokenizerBase, count: int, times: int) -> list[str]:

@@ -197,13 +197,13 @@ def compared_with_plain(result: Result, compare: Callable[[], list[proofs_plain.
 
 
 def versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in VERSIONS:
         try:
-            found[name] = metadata.version(name).partition("+")[0]
+            versions[name] = metadata.version(name).partition("+")[0]
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def run(chosen: Sequence[Cell], file: Path) -> Iterator[Result]:

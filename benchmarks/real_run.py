@@ -113,14 +113,14 @@ def definition(entry: str) -> Definition | None:
     return Definition(tuple(head.strip().split("\n")), paragraph) if usual and not head.startswith("00-") else None
 
 
-def write_data(folder: Path, found: list[Definition]) -> dict[str, str]:
+def write_data(folder: Path, definitions: list[Definition]) -> dict[str, str]:
     """Writes `train.jsonl` and `test.jsonl`; returns the dictionary's words on the ten terms, which are in neither."""
-    wanted = {finding.names[0]: finding.text for finding in found if finding.names[0] in ASKED}
+    wanted = {definition.names[0]: definition.text for definition in definitions if definition.names[0] in ASKED}
     missing = set(ASKED) - set(wanted)
     if missing:
         raise UserError(f"no definition of {sorted(missing)}", why="it may be another edition", fix=FIX)
     named = re.compile("|".join(rf"\b{re.escape(term)}\b" for term in ASKED), re.IGNORECASE)
-    others = [finding for finding in found if not any(named.fullmatch(name) for name in finding.names)]
+    others = [definition for definition in definitions if not any(named.fullmatch(name) for name in definition.names)]
     others = [other for other in others if not named.search(other.text[:40])]  # nor another one's words on them
     random.Random(SEED).shuffle(others)
     folder.mkdir(parents=True, exist_ok=True)
@@ -175,28 +175,28 @@ def compared(base: Path, exported: Path, offline: Path, wanted: dict[str, str]) 
     Raises:
         UserError: the offline export answers otherwise than the run's own.
     """
-    found, finals = [], answers(exported)
+    results, finals = [], answers(exported)
     if answers(offline) != finals:
         raise UserError(f"{offline} answers otherwise than {exported}", why="one of them is wrong", fix="report it")
     print("offline export: the same ten answers, token for token")
     for term, answer, other in zip(ASKED, answers(base), finals, strict=True):
         scores = (shared_words(answer, wanted[term]), shared_words(other, wanted[term]))
-        found.append(Answer(term, answer, other, scores))
+        results.append(Answer(term, answer, other, scores))
         print(f"\n{question(term)}\n  base, F1 {scores[0]:.2f}: {answer}\n  exported, F1 {scores[1]:.2f}: {other}")
-    print(f"\n{verdict(found)}")
-    return found
+    print(f"\n{verdict(results)}")
+    return results
 
 
-def verdict(found: list[Answer]) -> str:
+def verdict(results: list[Answer]) -> str:
     """Both means, and how often the exported model shares more."""
-    base, exported = (mean(finding.scores[side] for finding in found) for side in (0, 1))
-    better = sum(finding.scores[1] > finding.scores[0] for finding in found)
+    base, exported = (mean(answer.scores[side] for answer in results) for side in (0, 1))
+    better = sum(answer.scores[1] > answer.scores[0] for answer in results)
     return (
         f"words shared with the dictionary, mean F1: base {base:.3f}, exported {exported:.3f}; more in {better} of 10"
     )
 
 
-def page(run: Path, found: list[Answer]) -> str:
+def page(run: Path, scored: list[Answer]) -> str:
     """The document."""
     record = run_record.read(run)
     results, machine = record["results"], record["machine"]
@@ -207,10 +207,10 @@ def page(run: Path, found: list[Answer]) -> str:
     ]
     device = machine["device"] if machine["device"] != "cpu" else f"CPU, {machine['cores']} cores"
     asked = [
-        f"**{question(finding.term)}**\n\n"
-        f"- base ({finding.scores[0]:.2f}): {one_line(finding.base)}\n"
-        f"- exported ({finding.scores[1]:.2f}): {one_line(finding.exported)}\n"
-        for finding in found
+        f"**{question(answer.term)}**\n\n"
+        f"- base ({answer.scores[0]:.2f}): {one_line(answer.base)}\n"
+        f"- exported ({answer.scores[1]:.2f}): {one_line(answer.exported)}\n"
+        for answer in scored
     ]
     flags = " ".join(f"`--{name} {value}`" for name, value in TRAINING.items())
     return "\n".join(
@@ -224,7 +224,7 @@ def page(run: Path, found: list[Answer]) -> str:
             "![Loss over steps](real_run.svg)\n",
             *("| loss | first | best | last |", "|---|---|---|---|", *rows, ""),
             "## Ten terms that were held out\n",
-            f"In brackets: {verdict(found)}.",
+            f"In brackets: {verdict(scored)}.",
             "The last checkpoint, exported offline by `accel-fsdp export`, gives the same answers token for token.\n",
             *asked,
         ]
@@ -248,9 +248,9 @@ def main() -> None:
     wanted = write_data(options.folder / "data", definitions(options.foldoc))
     run = options.folder / "run" if options.ask_only else train(options.model, options.folder)
     offline = export_offline(run, options.folder / "offline")
-    found = compared(options.model, run / "final", offline, wanted)
+    results = compared(options.model, run / "final", offline, wanted)
     if options.write:
-        atomic_files.write_text(PAGE, page(run, found))
+        atomic_files.write_text(PAGE, page(run, results))
         shutil.copyfile(run / file_names.CURVE, PICTURE)
 
 

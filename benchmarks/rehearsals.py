@@ -83,8 +83,8 @@ def architecture(name: str, folder: Path) -> str:
             continue
         classes = yaml.safe_load(file.read_text())["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
         report = rehearsed(str(file), "--model", str(model))
-        found = outcome(report)
-        said.append(found if "**" not in found or found not in said else "as under FSDP1")
+        result = outcome(report)
+        said.append(result if "**" not in result or result not in said else "as under FSDP1")
         seconds.append(f"{report['seconds']:.0f}")
     cells = [ARCHITECTURES[name], classes.replace(",", ", "), *said, ", ".join(seconds)]
     return " | ".join(["", *cells, ""]).strip()

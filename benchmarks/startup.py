@@ -67,9 +67,9 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     write = parser.parse_args().write
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    found = {name: seconds(case) for name, case in CASES.items()}
-    empty, torch = next(iter(found.values())), found[TORCH]
-    rows = [f"| {name} | {taken:.2f} | {taken / empty:.1f} | {taken / torch:.2f} |" for name, taken in found.items()]
+    times = {name: seconds(case) for name, case in CASES.items()}
+    empty, torch = next(iter(times.values())), times[TORCH]
+    rows = [f"| {name} | {taken:.2f} | {taken / empty:.1f} | {taken / torch:.2f} |" for name, taken in times.items()]
     print("\n".join(rows))
     if write:
         head = ["## Startup", "", f"`python benchmarks/startup.py --write`: medians of {REPEATS}, files in memory.", ""]

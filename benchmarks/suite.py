@@ -29,10 +29,10 @@ HEAD = [
 
 def by_file(report: Path) -> dict[str, float]:
     """The seconds of each file with its fixtures, longest first."""
-    found: Counter[str] = Counter()
+    seconds_by_file: Counter[str] = Counter()
     for case in ElementTree.parse(report).getroot().iter("testcase"):
-        found[case.attrib["classname"].replace(".", "/") + ".py"] += float(case.attrib["time"])
-    return {name: round(seconds, 1) for name, seconds in found.most_common()}
+        seconds_by_file[case.attrib["classname"].replace(".", "/") + ".py"] += float(case.attrib["time"])
+    return {name: round(seconds, 1) for name, seconds in seconds_by_file.most_common()}
 
 
 def row(name: str, reports: list[Path]) -> str:

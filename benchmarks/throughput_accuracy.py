@@ -302,8 +302,8 @@ def _loss(rows: Iterable[Case], chips: Mapping[str, float]) -> float:
 
 def range_of(rows: Iterable[Case]) -> tuple[float, float]:
     """Between which multiples of the predicted step 9 of 10 measured ones lie."""
-    found = sorted(1 + case.error for case in rows)
-    return found[round(0.05 * len(found))], found[round(0.95 * len(found)) - 1]
+    ratios = sorted(1 + case.error for case in rows)
+    return ratios[round(0.05 * len(ratios))], ratios[round(0.95 * len(ratios)) - 1]
 
 
 def main() -> None:

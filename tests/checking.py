@@ -44,4 +44,4 @@ def script(text: str) -> ScriptFacts:
 
 
 def codes_of(subject: Subject) -> set[str]:
-    return {found.code for found in run_rules(subject)}
+    return {finding.code for finding in run_rules(subject)}

@@ -107,10 +107,10 @@ def run(words: Sequence[str | Path], **environment: str) -> Finished:
     if env.get("WARM", "1") != "0" and words[0] == sys.executable and _may_be_warm(words[1:]):
         env.update(warm_python())
         words[0] = env["PYTHON_EXEC"]
-    found = ended(start(words, env), LAUNCH_SECONDS)
-    if found.late:
-        pytest.fail(f"still running after {LAUNCH_SECONDS} s: {words}\n{found.output[-OUTPUT_LETTERS:]}")
-    return found
+    finished = ended(start(words, env), LAUNCH_SECONDS)
+    if finished.late:
+        pytest.fail(f"still running after {LAUNCH_SECONDS} s: {words}\n{finished.output[-OUTPUT_LETTERS:]}")
+    return finished
 
 
 def start(words: Sequence[str], env: Mapping[str, str]) -> "subprocess.Popen[str]":

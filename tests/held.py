@@ -21,20 +21,22 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 def settings() -> dict[str, tuple[dict[str, Any] | None, bool]]:
     """By name: the FSDP settings, None for DDP, and whether adapters are trained."""
     ranks = int(os.environ["WORLD_SIZE"])
-    found: dict[str, tuple[dict[str, Any] | None, bool]] = {"ddp": (None, False)}
+    layouts: dict[str, tuple[dict[str, Any] | None, bool]] = {"ddp": (None, False)}
     for number, name in enumerate(STRATEGIES, start=1):
-        found[f"fsdp1 {number}"] = ({**V1, "fsdp_sharding_strategy": name}, False)
+        layouts[f"fsdp1 {number}"] = ({**V1, "fsdp_sharding_strategy": name}, False)
     for number in (1, 2):
-        found[f"fsdp2 {number}"] = ({**V2, "fsdp_reshard_after_forward": number == 1}, False)
-    found["fsdp2 1 lora"] = (V2, True)
+        layouts[f"fsdp2 {number}"] = ({**V2, "fsdp_reshard_after_forward": number == 1}, False)
+    layouts["fsdp2 1 lora"] = (V2, True)
     assert ranks in (2, 4)
-    return found
+    return layouts
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> int:
     """The bytes of all different storages behind the tensors of this rank."""
-    found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in map(local, tensors)}
-    return sum(found.values())
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in map(local, tensors)
+    }
+    return sum(storages.values())
 
 
 def held(fsdp: dict[str, Any] | None, adapters: bool) -> dict[str, int]:

@@ -21,9 +21,9 @@ load = trainer.SftTrainer._load_optimizer_and_scheduler
 def load_and_note(self: Any, checkpoint: str | None) -> None:
     load(self, checkpoint)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    found = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=options)
+    state_dict = get_optimizer_state_dict(self.model, self.optimizer.optimizer, options=options)
     if os.environ["RANK"] == "0":
-        torch.save(found["state"], Path(os.environ["PROBE_OUT"]) / "moments.pt")
+        torch.save(state_dict["state"], Path(os.environ["PROBE_OUT"]) / "moments.pt")
 
 
 trainer.SftTrainer._load_optimizer_and_scheduler = load_and_note

@@ -17,8 +17,8 @@ def assert_exports_offline(run_folder: Path, out: Path, trained_as: torch.dtype 
     gathered = tensors_in(run_folder / "final")
     dtype = str(next(iter(gathered.values())).dtype).removeprefix("torch.")
     assert exporter.run(exporter.ExportCommand(run_folder, out, dtype=dtype, verify="bytes", no_sync=True)) == 0
-    found = {name: tensor.to(trained_as).to(tensor.dtype) for name, tensor in tensors_in(out).items()}
-    assert_same(found, gathered)
+    tensors = {name: tensor.to(trained_as).to(tensor.dtype) for name, tensor in tensors_in(out).items()}
+    assert_same(tensors, gathered)
     newest = discover.find(run_folder)[0].folder
     if any(newest.glob("global_step*")):
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

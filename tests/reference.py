@@ -85,16 +85,16 @@ def train(
         place = step % -(-len(rows) // global_batch) * global_batch
         batch = rows[place : place + global_batch]
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            found = [_loss_and_right(model, row, smoothing) for row in batch]
+            results = [_loss_and_right(model, row, smoothing) for row in batch]
         tokens = sum(len(row) - 1 for row in batch)
-        total = sum(loss for loss, _ in found) / tokens
+        total = sum(loss for loss, _ in results) / tokens
         optimizer.zero_grad()
         total.backward()
         limit = math.inf if sgd else GRADIENT_NORM
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
         optimizer.step()
         losses.append(total.item())
-        accuracies.append(sum(right for _, right in found) / tokens)
+        accuracies.append(sum(right for _, right in results) / tokens)
     moments = {
         f"state.{name}.{key}": optimizer.state[parameter][key]
         for name, parameter in model.named_parameters()
@@ -104,9 +104,9 @@ def train(
     model = model.merge_and_unload() if lora and not quantized else model
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():  # not in eval mode: nothing drops out here, and 4-bit layers would be packed for the CPU
-        found = [_loss_and_right(model, row) for row in rows]
+        results = [_loss_and_right(model, row) for row in rows]
     tokens = sum(len(row) - 1 for row in rows)
-    held_out, right = (sum(finding[place] for finding in found) / tokens for place in (0, 1))
+    held_out, right = (sum(finding[place] for finding in results) / tokens for place in (0, 1))
     return Reference(losses, norms, accuracies, weights, moments, float(held_out), float(right))
 
 

@@ -50,12 +50,12 @@ def known() -> dict[str, set[str]]:
         "torchrun": get_args_parser(),
         "train/sft.py": arguments._Parser(groups, allow_abbrev=False),
     }
-    found = {
+    flags_of = {
         name: {string for action in parser._actions for string in action.option_strings}
         for name, parser in parsers.items()
     }
-    found["train/sft.py"] |= found["accelerate launch"]  # they stand on one command line
-    return {name: {flag.replace("_", "-") for flag in flags} for name, flags in found.items()} | {
+    flags_of["train/sft.py"] |= flags_of["accelerate launch"]  # they stand on one command line
+    return {name: {flag.replace("_", "-") for flag in flags} for name, flags in flags_of.items()} | {
         "pip": {"--upgrade"},
         "srun": {"--ntasks-per-node"},
         "ray": {"--working-dir"},

@@ -84,15 +84,15 @@ def room_of(module: str) -> str:
 
 def imported(module: str) -> set[str]:
     """What a module imports from this package: `room.module`, `room` for names of its face, or `module` at the top."""
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in ast.walk(tree_of(module)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             inside = {name for name in names if name.removeprefix("accel_fsdp.") in MODULES or is_room(name)}
-            found |= inside if inside == names else inside | {node.module}
-    return {name.removeprefix("accel_fsdp.") for name in found if name.startswith("accel_fsdp.")}
+            imported |= inside if inside == names else inside | {node.module}
+    return {name.removeprefix("accel_fsdp.") for name in imported if name.startswith("accel_fsdp.")}
 
 
 def is_room(name: str) -> bool:

@@ -65,9 +65,9 @@ def declared() -> set[str]:
     """All paths that are declared; in a process of its own, as what is patched here looks otherwise."""
     done = python(LISTED.format(modules=DECLARING))
     assert done.code == 0, done.output
-    found = {line for line in done.output.splitlines() if ":" in line and " " not in line}
+    lines = {line for line in done.output.splitlines() if ":" in line and " " not in line}
     assert [line for line in done.output.splitlines() if line.partition(" ")[0] in DECLARING] == []
-    return found
+    return lines
 
 
 def test_what_is_declared_is_there(declared: set[str]) -> None:
@@ -88,11 +88,15 @@ class Override:
 
 
 def test_each_override_is_declared_or_takes_what_the_library_passes(declared: set[str]) -> None:
-    found = list(overrides())
-    assert {"train", "_run_epoch", "on_log", "parse_args_into_dataclasses"} & {finding.name for finding in found}
-    assert {"torch", "transformers", "rich"} <= {finding.owner.__module__.partition(".")[0] for finding in found}
+    all_overrides = list(overrides())
+    assert {"train", "_run_epoch", "on_log", "parse_args_into_dataclasses"} & {
+        finding.name for finding in all_overrides
+    }
+    assert {"torch", "transformers", "rich"} <= {
+        finding.owner.__module__.partition(".")[0] for finding in all_overrides
+    }
     members = [parted(path) for path in declared]
-    for finding in found:
+    for finding in all_overrides:
         theirs = inspect.signature(method(finding.owner, finding.name))
         stands = is_declared(finding.owner, finding.name, members) or takes(finding.signature, theirs)
         assert stands, f"{finding}{theirs} is overridden by {finding.signature}"
@@ -122,10 +126,10 @@ def test_what_is_replaced_is_declared(module: str, declared: set[str]) -> None:
 def resolved(path: str) -> Any:
     """What lies at module:name, or the module."""
     module, _, names = path.partition(":")
-    found: Any = import_module(module)
+    member: Any = import_module(module)
     for name in filter(None, names.split(".")):
-        found = getattr(found, name)
-    return found
+        member = getattr(member, name)
+    return member
 
 
 def parted(path: str) -> tuple[Any, str]:
@@ -144,16 +148,16 @@ def is_declared(owner: type, name: str, members: list[tuple[Any, str]]) -> bool:
 
 def imports(tree: ast.AST) -> dict[str, str]:
     """Where the names that a module imports lie, anywhere in it, as module:name, or as a module."""
-    found: dict[str, str] = {}
+    places_by_name: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.asname or alias.name: alias.name for alias in node.names}
+            places_by_name |= {alias.asname or alias.name: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 is_module = _is_module(node.module) and _is_module(f"{node.module}.{alias.name}")
                 place = f"{node.module}.{alias.name}" if is_module else f"{node.module}:{alias.name}"
-                found[alias.asname or alias.name] = place
-    return found
+                places_by_name[alias.asname or alias.name] = place
+    return places_by_name
 
 
 def _is_module(name: str) -> bool:
@@ -195,16 +199,16 @@ def overrides() -> Iterator[Override]:
 
 
 def method(owner: type, name: str) -> Any:
-    found = vars(owner)[name]
-    return getattr(found, "__func__", found)
+    member = vars(owner)[name]
+    return getattr(member, "__func__", member)
 
 
 def signature(node: ast.FunctionDef) -> inspect.Signature:
     """With a default where there is one, whatever it is."""
     bare = copy.deepcopy(node.args)
-    for node in ast.walk(bare):
-        if isinstance(node, ast.arg):
-            node.annotation = None
+    for child in ast.walk(bare):
+        if isinstance(child, ast.arg):
+            child.annotation = None
     bare.defaults = [ast.Constant(None) for _ in bare.defaults]
     bare.kw_defaults = [default and ast.Constant(None) for default in bare.kw_defaults]
     made = ast.fix_missing_locations(ast.Expression(ast.Lambda(bare, ast.Constant(None))))

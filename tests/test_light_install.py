@@ -50,10 +50,10 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = next(folder.glob("lib/python*/site-packages"))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name in closure(project["dependencies"]):
-        found = distribution(name)
-        tops = {Path(part).parts[0] for part in found.files or ()} - {"..", "__pycache__"}
+        installed = distribution(name)
+        tops = {Path(part).parts[0] for part in installed.files or ()} - {"..", "__pycache__"}
         for top in tops:
-            os.symlink(Path(str(found.locate_file(top))).resolve(), site / top)
+            os.symlink(Path(str(installed.locate_file(top))).resolve(), site / top)
     return folder / "bin" / "python"
 
 
@@ -269,9 +269,9 @@ def test_the_types_whose_files_need_no_transformers_are_as_they_are_taken_for(tm
         config = AutoConfig.for_model(kind, **small, pad_token_id=None)
         config.save_pretrained(tmp_path / kind)
         for dtype in ("BF16", "F16"):
-            found = transformers_probe.describe(tmp_path / kind, dtype)
-            assert (found.converts, dict(found.wider), found.ties) == (False, {}, ()), kind
-            assert found.files == found.memory
+            description = transformers_probe.describe(tmp_path / kind, dtype)
+            assert (description.converts, dict(description.wider), description.ties) == (False, {}, ()), kind
+            assert description.files == description.memory
 
 
 def test_extras_name_what_they_bring() -> None:

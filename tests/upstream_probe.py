@@ -125,9 +125,9 @@ def units(model: Any) -> list[str]:
     """The classes of the modules that are FSDP units."""
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-    found = [m.module for m in FullyShardedDataParallel.fsdp_modules(model)]
-    found += [m for m in model.modules() if isinstance(m, FSDPModule)]
-    return sorted(type(m).__name__.removeprefix("FSDP") for m in found)
+    units = [m.module for m in FullyShardedDataParallel.fsdp_modules(model)]
+    units += [m for m in model.modules() if isinstance(m, FSDPModule)]
+    return sorted(type(m).__name__.removeprefix("FSDP") for m in units)
 
 
 def raised(action: Callable[..., Any], *given: Any, **options: Any) -> str:

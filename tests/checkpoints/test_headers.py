@@ -81,10 +81,10 @@ def theirs(content: bytes) -> dict[str, tuple[str, tuple[int, ...], bytes]] | No
 def ours(content: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]] | None:
     path.write_bytes(content)
     try:
-        found = safetensors_header.read(path)
+        tensors = safetensors_header.read(path)
     except UserError:
         return None
-    return {name: (value.dtype, value.shape, content[value.start : value.end]) for name, value in found.items()}
+    return {name: (value.dtype, value.shape, content[value.start : value.end]) for name, value in tensors.items()}
 
 
 @pytest.mark.parametrize("name", [*ODD, *SAME, *STRICTER])
@@ -142,11 +142,11 @@ def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pyte
     parts = sharded.make(tmp_path / "parts", config, ranks=3) / "pytorch_model_fsdp_0"
     assert not (parts / ".metadata").exists()
     assert len(list(parts.iterdir())) == 3
-    found = discover.look(parts)
-    assert found is not None
+    location = discover.look(parts)
+    assert location is not None
     reader = FileReader()
     right = {".".join(path): tensor for path, tensor in dcp.read(plain, reader).items()}
-    tensors = open_checkpoint.read(found, reader).tensors
+    tensors = open_checkpoint.read(location, reader).tensors
     assert tensors.keys() == right.keys()
     for name, source in right.items():
         assert torch.equal(safetensors_writer.whole(reader, tensors[name]), safetensors_writer.whole(reader, source)), (
@@ -155,4 +155,4 @@ def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pyte
     reader.close()
     next(parts.glob("shard-00002-*")).unlink()
     with pytest.raises(UserError, match="and its siblings hold"):
-        open_checkpoint.read(found, FileReader())
+        open_checkpoint.read(location, FileReader())

@@ -75,9 +75,9 @@ def answer_accelerate(child: pexpect.spawn, answers: dict[str, str]) -> None:
     unused = set(answers)
     while child.expect([MENU, FIELD, "WRITTEN\r\n"]) != 2:
         question = child.before + child.after
-        found = [words for words in answers if words in question]
-        unused -= set(found)
-        child.send(answers[found[0]] if found else ENTER)
+        answered = [words for words in answers if words in question]
+        unused -= set(answered)
+        child.send(answers[answered[0]] if answered else ENTER)
     assert not unused, child.before
 
 
@@ -134,12 +134,12 @@ def test_the_documentation_example(tmp_path: Path) -> None:
     """It names a retired key and no version. What Accelerate does with it stays the same after the repair."""
     path = tmp_path / "fsdp.yaml"
     path.write_text(DOCUMENTATION_EXAMPLE)
-    found = {
+    findings = {
         (finding.code, finding.line)
         for finding in linter.lint(path, linter.LintOptions())
         if finding.severity != "note"
     }
-    assert found == {("AF104", 7)}
+    assert findings == {("AF104", 7)}
     assert worth_acting_on(path, linter.LintOptions(fix=True)) == set()
     repaired = yaml.safe_load(path.read_text())["fsdp_config"]
     assert repaired.pop("fsdp_version") == 1

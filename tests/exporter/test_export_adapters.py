@@ -394,8 +394,8 @@ def tied_adapter(folder: Path, **settings: Any) -> PeftModel:
 
 def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model.eval()(torch.arange(1, 9)[None]).logits
-    return found
+        logits: torch.Tensor = model.eval()(torch.arange(1, 9)[None]).logits
+    return logits
 
 
 @pytest.mark.parametrize("what", APART)

@@ -118,18 +118,18 @@ def test_any_flipped_bit_is_found_or_harmless(file: str, run_folder: Path, tmp_p
     whole = path.read_bytes()
     export(run_folder, tmp_path / "right")
     right = load_file(tmp_path / "right" / "model.safetensors")
-    found = 0
+    count = 0
     for _ in range(60):
         content = bytearray(whole)
         content[random_place.randrange(len(content))] ^= 1 << random_place.randrange(8)
         path.write_bytes(content)
         with contextlib.suppress(UserError):
-            found += 1
+            count += 1
             export(run_folder, tmp_path / "out", force=True)
-            found -= 1
+            count -= 1
             tensors = load_file(tmp_path / "out" / "model.safetensors")
             assert all(torch.equal(tensors[name], right[name]) for name in right.keys() & tensors.keys())
-    assert found > 10
+    assert count > 10
 
 
 def test_overlapping_chunks_are_found(run_folder: Path, tmp_path: Path) -> None:

@@ -37,8 +37,8 @@ def settings() -> dict[str, Any]:
 def test_settings_beside_the_weights_carry_none(tiny_model: Path, tmp_path: Path) -> None:
     state = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     torch.save({"model": state, **settings()}, tmp_path / "run.pth")
-    found = export(tmp_path / "run.pth", tmp_path / "out", model=str(tiny_model))
-    assert all(torch.equal(found[name], state[name]) for name in found)
+    tensors = export(tmp_path / "run.pth", tmp_path / "out", model=str(tiny_model))
+    assert all(torch.equal(tensors[name], state[name]) for name in tensors)
 
 
 class Unknown:
@@ -63,8 +63,8 @@ def test_lightnings_file_with_its_prefix(verify: str, tiny_model: Path, tmp_path
         **{"loops": {"fit_loop": {"state_dict": {}}}, "hyper_parameters": {"lr": 0.1}},
     }
     torch.save(content, tmp_path / "last.ckpt")
-    found = export(tmp_path / "last.ckpt", tmp_path / "out", model=str(tiny_model), verify=verify)
-    assert all(torch.equal(found[name], state[name]) for name in found)
+    tensors = export(tmp_path / "last.ckpt", tmp_path / "out", model=str(tiny_model), verify=verify)
+    assert all(torch.equal(tensors[name], state[name]) for name in tensors)
 
 
 def test_two_models_in_one_file_are_not_guessed_at(tiny_model: Path, tmp_path: Path) -> None:

@@ -96,9 +96,9 @@ def test_logits_are_compared_through_our_readers_alone(
     proof, out = tmp_path / "proof", tmp_path / "out"
     export(run_folder, out)
     hide(run_folder, proof)
-    found, _ = discover.find(run_folder)
+    location, _ = discover.find(run_folder)
     with pytest.raises(UserError, match="no archive") if hide is hide_record else contextlib.nullcontext():
-        compare_logits.difference(out, found, companion_files.find(found, None))
+        compare_logits.difference(out, location, companion_files.find(location, None))
     assert not proof.exists()
 
 
@@ -122,14 +122,14 @@ def test_logits_of_every_kind_of_checkpoint(run_folder: Path, tmp_path: Path) ->
     kinds["sharded"] = run_folder / "checkpoint-1"
     for folder in kinds.values():
         (folder / "config.json").write_text(config)
-        found, _ = discover.find(folder)
-        difference, largest = compare_logits.difference(out, found, companion_files.find(found, None))
-        assert difference == 0 < largest, found.kind
+        location, _ = discover.find(folder)
+        difference, largest = compare_logits.difference(out, location, companion_files.find(location, None))
+        assert difference == 0 < largest, location.kind
     state["model.norm.weight"] *= 2
     save_file(state, out / "model.safetensors", {"format": "pt"})
     for folder in kinds.values():
-        found, _ = discover.find(folder)
-        assert compare_logits.difference(out, found, companion_files.find(found, None))[0] > 0
+        location, _ = discover.find(folder)
+        assert compare_logits.difference(out, location, companion_files.find(location, None))[0] > 0
 
 
 def elsewhere(name: str, run: Path) -> None:
@@ -267,9 +267,9 @@ def test_all_dtypes_that_safetensors_can_name(dtype: str, tmp_path: Path) -> Non
     torch.save(tensors, tmp_path / "w.pth")
     reader = FileReader()
     for name, view in torch_zip.load(reader, tmp_path / "w.pth").items():
-        found = safetensors_writer.whole(reader, view.stored(name))
-        assert found.dtype == tensors[name].dtype
-        assert torch.equal(found.view(torch.uint8), tensors[name].view(torch.uint8))
+        elements = safetensors_writer.whole(reader, view.stored(name))
+        assert elements.dtype == tensors[name].dtype
+        assert torch.equal(elements.view(torch.uint8), tensors[name].view(torch.uint8))
     reader.close()
 
 

@@ -305,9 +305,9 @@ def assert_converted(tmp_path: Path) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
     assert torch.equal(theirs[name], model.state_dict()[name].T)
 
-    reader, found = FileReader(), discover.find(tmp_path / "model.pth")[0]
-    companions = companion_files.find(found, str(tmp_path / "model"))
-    outputs = Planner(open_checkpoint.read(found, reader), companions, reader, None).outputs(
+    reader, location = FileReader(), discover.find(tmp_path / "model.pth")[0]
+    companions = companion_files.find(location, str(tmp_path / "model"))
+    outputs = Planner(open_checkpoint.read(location, reader), companions, reader, None).outputs(
         transformers_probe.describe(tmp_path / "model")
     )
     same({output.name: safetensors_writer.whole(reader, output.source) for output in outputs}, theirs)
@@ -365,8 +365,8 @@ def test_another_model_than_the_config_says(
     """What would load with random or wrong weights is refused; equal copies of a tied tensor are one."""
     torch.save({"a": torch.ones(2, 3), "b": torch.zeros(2, 3)}, tmp_path / "model.pth")
     (tmp_path / "config.json").write_text("{}")
-    reader, found = FileReader(), discover.find(tmp_path)[0]
-    planner = Planner(open_checkpoint.read(found, reader), companion_files.find(found, None), reader, None)
+    reader, location = FileReader(), discover.find(tmp_path)[0]
+    planner = Planner(open_checkpoint.read(location, reader), companion_files.find(location, None), reader, None)
     with pytest.raises(UserError, match=message):
         planner.outputs(Description(memory, memory, ties))
     reader.close()
@@ -487,9 +487,9 @@ def test_frozen_parameters_under_zero1(tmp_path: Path) -> None:
     torch.save(model, tmp_path / "mp_rank_00_model_states.pt")
     torch.save({"optimizer_state_dict": state}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
     reader = FileReader()
-    found = deepspeed.read(tmp_path, reader)
+    tensors = deepspeed.read(tmp_path, reader)
     same(
-        {name: safetensors_writer.whole(reader, value) for (name,), value in found.items()},
+        {name: safetensors_writer.whole(reader, value) for (name,), value in tensors.items()},
         {**module, "trained": torch.ones(4)},
     )
     reader.close()
@@ -523,8 +523,8 @@ def test_the_newest_complete_checkpoint_is_taken(written: Path, tmp_path: Path) 
         completeness.seal(folder, Origin("FSDP"))
     shutil.copytree(run_folder / "checkpoint-10", run_folder / "checkpoint-11")
     (run_folder / "checkpoint-11" / "complete.json").write_text('{"complete": false}')
-    found, newer = discover.find(run_folder)
-    assert found.folder.name == "checkpoint-10"
+    location, newer = discover.find(run_folder)
+    assert location.folder.name == "checkpoint-10"
     assert [checkpoint.missing for checkpoint in newer] == [("its end",), ("pytorch_model_fsdp_0/.metadata",)]
     listed = accel_fsdp("export", run_folder, "--list", "--json")
     numbers = [Path(entry["folder"]).name.removeprefix("checkpoint-") for entry in json.loads(listed.output)]

@@ -111,12 +111,12 @@ def all_ended(processes: Sequence["subprocess.Popen[str]"], seconds: float) -> l
 def processes_of(host: Host) -> list[psutil.Process]:
     """What runs there, whoever started it, but the first process, which is the machine's life."""
     namespace = os.readlink(f"/proc/{host.first.pid}/ns/net")
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process != host.first and os.readlink(f"/proc/{process.pid}/ns/net") == namespace:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 @contextlib.contextmanager

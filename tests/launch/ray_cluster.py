@@ -90,12 +90,12 @@ class Cluster:
 
 def processes(folder: Path) -> list[psutil.Process]:
     """Those that have a cluster's folder in their command line or environment."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if str(folder) in f"{process.cmdline()} {process.environ()}":
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 @contextlib.contextmanager

@@ -93,10 +93,10 @@ class Cluster:
     def wait(self, number: str, until: Callable[[dict[str, str]], bool], seconds: float) -> dict[str, str]:
         """What SLURM says of a job once that holds."""
         deadline = time.monotonic() + seconds
-        while not until(found := self.job(number)):
-            assert time.monotonic() < deadline, f"{found}\n{self.logs()}"
+        while not until(job := self.job(number)):
+            assert time.monotonic() < deadline, f"{job}\n{self.logs()}"
             time.sleep(POLL_SECONDS)
-        return found
+        return job
 
     def logs(self) -> str:
         """The ends of what the daemons wrote."""
@@ -114,13 +114,13 @@ def cluster(*names: str) -> Iterator[Cluster]:
         os.environ |= {"PATH": f"{folder}/bin:{before['PATH']}", "HF_HOME": f"{folder}/hf", "TMPDIR": f"{folder}/tmp"}
         with hosts.network(*names) as machines:
             _write(folder, machines)
-            found = Cluster(machines, folder)
+            cluster_found = Cluster(machines, folder)
             with _daemons(folder, machines):
                 deadline = time.monotonic() + READY_SECONDS
-                while found.says("sinfo", "--noheader", "--format=%T %D") != f"idle {len(names)}":
-                    assert time.monotonic() < deadline, found.logs()
+                while cluster_found.says("sinfo", "--noheader", "--format=%T %D") != f"idle {len(names)}":
+                    assert time.monotonic() < deadline, cluster_found.logs()
                     time.sleep(POLL_SECONDS)
-                yield found
+                yield cluster_found
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})

@@ -101,10 +101,10 @@ def test_variables_that_are_compared(tmp_path: Path) -> None:
         "HF_TOKEN": "hf_abc",
         "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(tmp_path / "zero.json"),
     }
-    found = agreement.of_job(variables, tmp_path / "train.py")
+    settings = agreement.of_job(variables, tmp_path / "train.py")
     compared = {"FSDP_VERSION", "NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE", "TORCHINDUCTOR_LOGIT_SOFTCAP"}
-    assert found["environment"].keys() == {*compared, "ACCELERATE_DEEPSPEED_CONFIG_FILE"}
-    assert found["script"] == {"train.py": "missing"}
+    assert settings["environment"].keys() == {*compared, "ACCELERATE_DEEPSPEED_CONFIG_FILE"}
+    assert settings["script"] == {"train.py": "missing"}
 
 
 def outcomes(members: list[tuple[Member, Settings]], seconds: float = 30.0, expected: int = 0) -> list[str]:
@@ -127,9 +127,9 @@ def rank(number: int, machine: int, **settings: object) -> tuple[Member, Setting
 
 
 def test_all_members_say_the_same() -> None:
-    found = outcomes([rank(0, 0, seed=1), rank(1, 1, seed=1), rank(2, 2, seed=2)])
-    assert len(set(found)) == 1
-    table = [line.split() for line in found[0].splitlines()[1:4]]
+    tables = outcomes([rank(0, 0, seed=1), rank(1, 1, seed=1), rank(2, 2, seed=2)])
+    assert len(set(tables)) == 1
+    table = [line.split() for line in tables[0].splitlines()[1:4]]
     assert table[1:] == [["arguments:", "seed", "1", "0", "(n0),", "1", "(n1)"], ["2", "2", "(n2)"]]
 
 

@@ -25,8 +25,8 @@ SCRIPT = "import os\nimport accel_fsdp.cpu\nprint('rank', os.environ['RANK'], 't
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[hosts.Host]]:
-    with hosts.network("n1", "n2") as found:
-        yield found
+    with hosts.network("n1", "n2") as machines:
+        yield machines
 
 
 @dataclass

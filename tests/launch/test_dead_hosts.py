@@ -38,8 +38,8 @@ ELASTIC = {
 
 @pytest.fixture
 def machines() -> Iterator[list[hosts.Host]]:
-    with hosts.network("n1", "n2") as found:
-        yield found
+    with hosts.network("n1", "n2") as machines:
+        yield machines
 
 
 @pytest.fixture(scope="module")

@@ -28,11 +28,11 @@ def with_full_shared_memory(*words: str | Path) -> Finished:
 
 
 def test_a_healthy_machine() -> None:
-    found = doctor()
-    assert found.code == 0, found.output
+    finished = doctor()
+    assert finished.code == 0, finished.output
     for subject in ("system", "libraries", "GPUs", "memory", "/dev/shm", "limits", "disk", "host name", "interfaces"):
-        assert re.search(rf"^  (ok|warning) +{subject} ", found.output, flags=re.MULTILINE), subject
-    assert "healthy" in found.output
+        assert re.search(rf"^  (ok|warning) +{subject} ", finished.output, flags=re.MULTILINE), subject
+    assert "healthy" in finished.output
 
 
 def test_ranks_of_one_machine_are_measured() -> None:
@@ -47,31 +47,31 @@ def test_ranks_of_one_machine_are_measured() -> None:
 def test_what_a_yaml_asks_for_and_this_machine_has_not(tmp_path: Path) -> None:
     yaml = tmp_path / "job.yaml"
     yaml.write_text(made_yaml(model="llama-3.1-8b", num_processes="2").replace("fsdp_version", "fsdp_versoin"))
-    found = doctor(yaml)
-    assert found.code == 1
-    assert re.search(r"error +AF\d{3} .*fsdp_versoin", found.output)
+    finished = doctor(yaml)
+    assert finished.code == 1
+    assert re.search(r"error +AF\d{3} .*fsdp_versoin", finished.output)
 
 
 @pytest.mark.skipif(not MOUNTS, reason="mounts of its own are not allowed")
 def test_full_shared_memory() -> None:
-    found = with_full_shared_memory(sys.executable, "-m", "accel_fsdp", "doctor")
-    assert found.code == 1
-    assert re.search(r"error +/dev/shm +0\.0 MiB free of 1\.0 MiB", found.output)
+    finished = with_full_shared_memory(sys.executable, "-m", "accel_fsdp", "doctor")
+    assert finished.code == 1
+    assert re.search(r"error +/dev/shm +0\.0 MiB free of 1\.0 MiB", finished.output)
     real = with_full_shared_memory(sys.executable, ERRORS, "shared_memory").output
     assert doctor("--explain", real[-2000:]).output.startswith("shared-memory\n")
 
 
 def test_an_interface_that_is_not_there() -> None:
-    found = doctor(NCCL_SOCKET_IFNAME="ib7")
-    assert found.code == 1
-    assert "NCCL_SOCKET_IFNAME=ib7: this machine has no interface ib7" in found.output
+    finished = doctor(NCCL_SOCKET_IFNAME="ib7")
+    assert finished.code == 1
+    assert "NCCL_SOCKET_IFNAME=ib7: this machine has no interface ib7" in finished.output
 
 
 def test_variables_that_slow_a_job_down() -> None:
-    found = doctor(CUDA_LAUNCH_BLOCKING="1")
-    assert found.code == 0
-    assert "CUDA_LAUNCH_BLOCKING=1" in found.output
-    assert "unset CUDA_LAUNCH_BLOCKING" in found.output
+    finished = doctor(CUDA_LAUNCH_BLOCKING="1")
+    assert finished.code == 0
+    assert "CUDA_LAUNCH_BLOCKING=1" in finished.output
+    assert "unset CUDA_LAUNCH_BLOCKING" in finished.output
 
 
 def test_a_full_disk(tmp_path: Path) -> None:
@@ -79,33 +79,35 @@ def test_a_full_disk(tmp_path: Path) -> None:
         pytest.skip("mounts of its own are not allowed")
     small = f'mount -t tmpfs -o size=1m tmpfs {tmp_path}; exec "$@"'
     words = [sys.executable, "-m", "accel_fsdp", "doctor", "--folder", tmp_path / "runs" / "first"]
-    found = run(["unshare", "--mount", "bash", "-c", small, "bash", *words])
-    assert found.code == 1
-    assert re.search(r"error +disk +No space left on device on tmpfs", found.output)
+    finished = run(["unshare", "--mount", "bash", "-c", small, "bash", *words])
+    assert finished.code == 1
+    assert re.search(r"error +disk +No space left on device on tmpfs", finished.output)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_message_from_a_pipe() -> None:
     words = [sys.executable, "-m", "accel_fsdp", "doctor", "--explain", "-"]
-    found = subprocess.run(words, input="EADDRINUSE", text=True, capture_output=True, cwd=ROOT, timeout=60, check=False)
-    assert "main_process_port" in found.stdout
+    finished = subprocess.run(
+        words, input="EADDRINUSE", text=True, capture_output=True, cwd=ROOT, timeout=60, check=False
+    )
+    assert "main_process_port" in finished.stdout
 
 
 def test_ranks_that_another_launcher_started(tmp_path: Path) -> None:
     """Under torchrun one process of the machine speaks."""
     words = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "accel_fsdp", "doctor", "--folder", tmp_path]
-    found = run(words)
-    assert found.code == 0, found.output
-    assert found.output.count("2 ranks: each collective gives the right result") == 1
+    finished = run(words)
+    assert finished.code == 0, finished.output
+    assert finished.output.count("2 ranks: each collective gives the right result") == 1
 
 
 def test_a_launcher_that_does_not_see_the_other_machines(tmp_path: Path) -> None:
     """Accelerate's, which starts one process alone in each pod of Kubeflow."""
     words = ["--cpu", "--num_processes", "1", "--module", "accel_fsdp", "doctor", "--folder", str(tmp_path)]
     pod = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "localhost"}
-    found = run([sys.executable, "-m", "accelerate.commands.launch", *words], **pod)
-    assert found.code != 0
-    assert "PET_NNODES says num_machines 2, and the launcher started 1" in found.output
+    finished = run([sys.executable, "-m", "accelerate.commands.launch", *words], **pod)
+    assert finished.code != 0
+    assert "PET_NNODES says num_machines 2, and the launcher started 1" in finished.output
 
 
 def test_a_broken_yaml_is_one_row_of_many(tmp_path: Path) -> None:
@@ -117,9 +119,9 @@ def test_a_broken_yaml_is_one_row_of_many(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flags", [("--num-machines", "0"), ("--timeout", "0"), ("--main-process-port", "99999")])
 def test_numbers_that_cannot_be(flags: tuple[str, str]) -> None:
-    found = doctor(*flags)
-    assert found.code == 2
-    assert f"error: {flags[0]} {flags[1]}" in found.output
+    finished = doctor(*flags)
+    assert finished.code == 2
+    assert f"error: {flags[0]} {flags[1]}" in finished.output
 
 
 def test_another_program_at_the_port_of_machine_0() -> None:
@@ -128,9 +130,9 @@ def test_another_program_at_the_port_of_machine_0() -> None:
         silent.bind(("0.0.0.0", 0))
         silent.listen()
         place = ["--num-machines", 2, "--machine-rank", 1, "--main-process-ip", own_address()]
-        found = doctor(*place, "--main-process-port", silent.getsockname()[1], "--timeout", 3)
-    assert found.code == 1
-    assert "another program answers there" in found.output
+        finished = doctor(*place, "--main-process-port", silent.getsockname()[1], "--timeout", 3)
+    assert finished.code == 1
+    assert "another program answers there" in finished.output
 
 
 def own_address() -> str:

@@ -38,15 +38,15 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
         folder = tmp_path_factory.mktemp(name)
         return lambda machines: CASES[name](machines, folder)
 
-    with hosts.at_once({name: runs(name) for name in CASES}, count=3, width=6) as found:
-        yield found
+    with hosts.at_once({name: runs(name) for name in CASES}, count=3, width=6) as outcomes:
+        yield outcomes
 
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[Host]]:
     """Those of measurements, which nothing of this file may disturb."""
-    with hosts.network("n1", "n2", "n3") as found:
-        yield found
+    with hosts.network("n1", "n2", "n3") as machines:
+        yield machines
 
 
 def started(host: Host, rank: int, count: int, *words: str | Path, **environment: str) -> "subprocess.Popen[str]":
@@ -113,9 +113,9 @@ def all_first(machines: list[Host], folder: Path) -> list[Finished]:
 
 
 def test_machines_that_were_all_told_to_be_the_first(ended: Ended) -> None:
-    found = ended("all_first")
-    assert all(finding.code == 1 for finding in found)
-    assert any("another machine 0 already runs at n1" in finding.output for finding in found)
+    results = ended("all_first")
+    assert all(result.code == 1 for result in results)
+    assert any("another machine 0 already runs at n1" in result.output for result in results)
 
 
 @case

@@ -17,8 +17,8 @@ SECONDS = 120
 
 @pytest.fixture(scope="module")
 def machines() -> Iterator[list[hosts.Host]]:
-    with hosts.network("n1", "n2") as found:
-        yield found
+    with hosts.network("n1", "n2") as machines:
+        yield machines
 
 
 @pytest.fixture(scope="module")

@@ -211,7 +211,7 @@ def test_a_port_that_is_taken_is_said_with_one_that_is_free() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"port {port} is taken") as found:
+        with pytest.raises(UserError, match=f"port {port} is taken") as refused:
             rendezvous.check_place("10.77.0.1", port, 0)
-        assert "--main-process-port" in found.value.fix
+        assert "--main-process-port" in refused.value.fix
         rendezvous.check_place("10.77.0.1", port, 1)

@@ -141,9 +141,9 @@ def test_a_script_gets_what_accelerate_launch_gives_and_a_signal_to_the_driver_s
     driver.process.send_signal(signal.SIGUSR1)
     done = driver.ended()
     assert done.code == 75, done.output
-    found = ranks_of(tmp_path)
-    assert len(found) == RANKS
-    for rank, (words, variables, folder) in enumerate(found):
+    ranks = ranks_of(tmp_path)
+    assert len(ranks) == RANKS
+    for rank, (words, variables, folder) in enumerate(ranks):
         assert (words, folder) == (["it's"], str(tmp_path))
         told = {
             "RANK": str(rank),

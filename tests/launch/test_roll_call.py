@@ -130,8 +130,8 @@ def ended(folder: Path) -> Iterator[Callable[[str], list[Finished]]]:
     def runs(case: str) -> Callable[[list[Host]], list[Finished]]:
         return lambda machines: CASES[case][0](Launch(folder, machines))
 
-    with hosts.at_once({case: runs(case) for case in CASES}, count=3, width=len(CASES)) as found:
-        yield found
+    with hosts.at_once({case: runs(case) for case in CASES}, count=3, width=len(CASES)) as outcomes:
+        yield outcomes
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -82,9 +82,9 @@ def batch(write: Write) -> str:
 def asked(text: str) -> dict[str, str]:
     """What sbatch reads: the #SBATCH lines before the first command."""
     head = text.partition("\nset -euo pipefail")[0]
-    found = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE)
-    assert len(found) == head.count("\n#SBATCH")
-    return dict(found)
+    options = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", head, re.MULTILINE)
+    assert len(options) == head.count("\n#SBATCH")
+    return dict(options)
 
 
 def test_slurm_is_asked_for_what_the_yaml_says(batch: str) -> None:
@@ -250,15 +250,15 @@ def _unknown(content: Any, kind: Any, models: Any) -> list[str]:
     import kubernetes.client as core
 
     known = {name: kind.openapi_types[field] for field, name in kind.attribute_map.items()}
-    found = [f"{kind.__name__}.{key}" for key in content if key not in known]
+    unknown = [f"{kind.__name__}.{key}" for key in content if key not in known]
     for key, value in content.items():
         inner = re.sub(r"^(list\[|dict\(str, )(.*)[\])]$", r"\2", known.get(key, ""))
         below = getattr(models, inner, None) or getattr(core, inner, None)
         parts = [value] if isinstance(value, dict) and inner == known.get(key) else value
         parts = list(parts.values()) if isinstance(parts, dict) else parts
         if below is not None:
-            found += [name for part in parts for name in _unknown(part, below, models)]
-    return found
+            unknown += [name for part in parts for name in _unknown(part, below, models)]
+    return unknown
 
 
 def as_kubernetes_expands(text: str) -> str:
@@ -342,8 +342,8 @@ def test_a_skypilot_task_is_one_for_its_schema(write: Write) -> None:
     assert (task["num_nodes"], task["resources"]["accelerators"]) == (2, "A100-80GB:4")
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 138, 143]
     sky = pytest.importorskip("sky", reason="SkyPilot pulls in a hundred packages")
-    found = sky.Task.from_yaml_config(task)
-    assert found.num_nodes == 2
+    task_read = sky.Task.from_yaml_config(task)
+    assert task_read.num_nodes == 2
 
 
 def test_skypilot_wants_to_know_which_gpu(write: Write) -> None:
@@ -359,10 +359,10 @@ def test_a_dstack_task_is_one_for_its_models(write: Write) -> None:
     models = pytest.importorskip(
         "dstack._internal.core.models.configurations", reason="dstack pulls in a hundred packages"
     )
-    found = models.parse_apply_configuration(task)
-    assert (found.nodes, found.resources.gpu.count.min, found.max_duration) == (2, 4, 36 * 3600)
+    configuration = models.parse_apply_configuration(task)
+    assert (configuration.nodes, configuration.resources.gpu.count.min, configuration.max_duration) == (2, 4, 36 * 3600)
     interpolator = pytest.importorskip("dstack._internal.utils.interpolator").VariablesInterpolator({"run": {}})
-    [command] = found.commands
+    [command] = configuration.commands
     assert interpolator.interpolate_or_error(command) == as_dstack_expands(command)
 
 

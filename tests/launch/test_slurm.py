@@ -23,8 +23,8 @@ ENDED = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"})
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[slurm.Cluster]:
-    with slurm.cluster("n1", "n2") as found:
-        yield found
+    with slurm.cluster("n1", "n2") as machines:
+        yield machines
 
 
 @pytest.fixture(scope="module")
@@ -89,9 +89,9 @@ def goes_on(folder: Path, number: str, cluster: slurm.Cluster, reference: Refere
 
 def stopped_at(folder: Path, name: str) -> int:
     """The step after which the ranks ended of that signal."""
-    found = re.findall(rf"stopped: {name} after step (\d+)", printed(folder))
-    assert len(found) == 1, printed(folder)
-    return int(found[0])
+    steps = re.findall(rf"stopped: {name} after step (\d+)", printed(folder))
+    assert len(steps) == 1, printed(folder)
+    return int(steps[0])
 
 
 def test_a_job_on_two_machines_learns_as_one_process_does(

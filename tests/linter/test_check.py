@@ -156,7 +156,7 @@ def codes(text: str, args: str = "") -> set[str]:
     given = flag_words.parse_command_line(args.split()) if args else None
     twice, versions = yaml_file.doubled_keys(text), {"accelerate": "1.15.0"}
     subject = Subject(yaml.safe_load(text), source=text, doubled=twice, args=given, model=LLAMA, versions=versions)
-    return {found.code for found in run_rules(subject)}
+    return {finding.code for finding in run_rules(subject)}
 
 
 @pytest.mark.parametrize("code", sorted(GOLDEN))
@@ -190,13 +190,13 @@ def test_a_repair_leaves_no_fixable_finding_and_keeps_comments(code: str, tmp_pa
     path = tmp_path / "fsdp.yaml"
     text = "# first\n" + GOLDEN[code][0].replace("distributed_type", "# mine\ndistributed_type")
     path.write_text(text)
-    before = {found.code for found in linter.lint(path, linter.LintOptions()) if found.edits}
+    before = {finding.code for finding in linter.lint(path, linter.LintOptions()) if finding.edits}
     left = linter.lint(path, linter.LintOptions(fix=True))
-    assert [found.code for found in left if found.edits] == []
+    assert [finding.code for finding in left if finding.edits] == []
     assert path.read_text().startswith("# first\n")
     if not before:
         assert path.read_text() == text
-    assert not before & {found.code for found in left}
+    assert not before & {finding.code for finding in left}
 
 
 SCALARS = st.one_of(
@@ -251,8 +251,8 @@ def test_json_is_for_programs(tmp_path: Path) -> None:
     bad = tmp_path / "bad.yaml"
     bad.write_text(V2 + "  fsdp_ofload_params: true\n")
     command = [sys.executable, "-m", "accel_fsdp", "check", str(bad), "--json"]
-    (found,) = json.loads(run(command).output)
-    assert (found["code"], found["line"], found["severity"], found["fixable"]) == ("AF103", 8, "error", True)
+    (finding,) = json.loads(run(command).output)
+    assert (finding["code"], finding["line"], finding["severity"], finding["fixable"]) == ("AF103", 8, "error", True)
 
 
 def test_an_unreadable_file_hides_nothing(tmp_path: Path) -> None:
@@ -308,8 +308,8 @@ def test_a_command_line_without_flags(line: str, tmp_path: Path) -> None:
     path, args = tmp_path / "good.yaml", tmp_path / "args.sh"
     path.write_text(V2)
     args.write_text(line)
-    found = {finding.code for finding in linter.lint(path, linter.LintOptions(args=args))}
-    assert found == ({"AF408"} if line.startswith(("python", "torchrun")) else set())
+    codes = {finding.code for finding in linter.lint(path, linter.LintOptions(args=args))}
+    assert codes == ({"AF408"} if line.startswith(("python", "torchrun")) else set())
 
 
 @pytest.mark.parametrize("content", [None, b"just prose", b"", b"don't", b"\xff\xfe", b"- a\n- b\n"])
@@ -348,15 +348,19 @@ def test_arguments_come_in_three_forms(tmp_path: Path) -> None:
 def test_a_key_without_its_prefix_is_named_as_the_file_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "short.yaml"
     path.write_text(V2 + "  zzz: 1\n  ofload_params: true\n  fsdp_yyy: 1\n")
-    found = [finding for finding in linter.lint(path, linter.LintOptions()) if finding.code == "AF103"]
-    assert [finding.what for finding in found] == [
+    findings = [finding for finding in linter.lint(path, linter.LintOptions()) if finding.code == "AF103"]
+    assert [finding.what for finding in findings] == [
         "nothing reads zzz.",
         "nothing reads ofload_params. Did you mean fsdp_offload_params?",
         "nothing reads fsdp_yyy.",
     ]
-    assert [finding.fix for finding in found] == ["remove zzz", "rename it to fsdp_offload_params", "remove fsdp_yyy"]
+    assert [finding.fix for finding in findings] == [
+        "remove zzz",
+        "rename it to fsdp_offload_params",
+        "remove fsdp_yyy",
+    ]
     lines = path.read_text().splitlines()
-    assert [lines[(finding.line or 0) - 1].strip() for finding in found] == [
+    assert [lines[(finding.line or 0) - 1].strip() for finding in findings] == [
         "zzz: 1",
         "ofload_params: true",
         "fsdp_yyy: 1",

@@ -86,8 +86,8 @@ def test_a_class_with_its_module_is_no_class_of_the_model(name: str, tmp_path: P
     ],
 )
 def test_an_address_that_nobody_filled_in(address: str, severity: str, tmp_path: Path) -> None:
-    found = [finding.severity for finding in findings(TWO.format(address), tmp_path) if finding.code == "AF415"]
-    assert found == ([severity] if severity else [])
+    severities = [finding.severity for finding in findings(TWO.format(address), tmp_path) if finding.code == "AF415"]
+    assert severities == ([severity] if severity else [])
     strict = accel_fsdp("check", "--strict", tmp_path / "checked.yaml")
     assert strict.code == (severity in ("error", "warning"))
 
@@ -121,10 +121,10 @@ def test_an_engine_is_added_where_one_section_says_which(tmp_path: Path) -> None
 
 def test_a_key_that_stands_twice_hides_nothing(tmp_path: Path) -> None:
     text = V2 + INSIDE + "debug: false\n  # why\ndebug: true\nfsdp_ofload: 1\n"
-    found = findings(text, tmp_path)
-    twice = next(finding for finding in found if finding.code == "AF111")
+    all_findings = findings(text, tmp_path)
+    twice = next(finding for finding in all_findings if finding.code == "AF111")
     assert (twice.key, twice.line) == ("debug", text.splitlines().index("debug: true") + 1)
-    assert {finding.code for finding in found} >= codes_of(subject(V2 + INSIDE)) | {"AF102", "AF111"}
+    assert {finding.code for finding in all_findings} >= codes_of(subject(V2 + INSIDE)) | {"AF102", "AF111"}
     refused = accel_fsdp("check", "--json", tmp_path / "checked.yaml")
     assert refused.code == 1
     listed = json.loads(refused.output[refused.output.index("[") :])
@@ -145,9 +145,9 @@ def test_a_key_that_stands_twice_hides_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_a_file_of_another_tool_is_named_and_left_alone(text: str, tool: str, tmp_path: Path) -> None:
-    (found,) = findings(text, tmp_path, fix=True)
-    assert (found.code, found.severity) == ("AF112", "error")
-    assert f"a configuration of {tool}," in found.what
+    (finding,) = findings(text, tmp_path, fix=True)
+    assert (finding.code, finding.severity) == ("AF112", "error")
+    assert f"a configuration of {tool}," in finding.what
     assert (tmp_path / "checked.yaml").read_text() == text
     edited = accel_fsdp("config", "--yes", "--from", tmp_path / "checked.yaml", "--model", "gpt2")
     assert edited.code == 2
@@ -158,8 +158,8 @@ def test_a_file_of_another_tool_is_named_and_left_alone(text: str, tool: str, tm
 def test_a_repair_does_not_choose_the_engine(text: str, tmp_path: Path) -> None:
     """One section or the other is wrong; which one, nobody has said."""
     before = yaml.safe_load(text)["distributed_type"]
-    found = findings(text, tmp_path, fix=True)
-    assert "AF314" in {finding.code for finding in found}
+    all_findings = findings(text, tmp_path, fix=True)
+    assert "AF314" in {finding.code for finding in all_findings}
     assert yaml_file.load(tmp_path / "checked.yaml")["distributed_type"] == before
 
 

@@ -402,5 +402,5 @@ NAMES = st.sampled_from([
 def test_odd_arguments_break_no_rule(args: dict[str, Any]) -> None:
     """Whatever stands in the arguments, on whatever engine, rules answer and don't raise."""
     for text in (V1, V2 + "gpu_ids: [a]\nmain_process_port: x\n", "distributed_type: XLA\nfp8_config: 3\n"):
-        found = codes_of(replace(subject(text, model=BIG, here=EIGHT, checkpoint=EXPORT), args=args))
-        assert found <= set(RULES)
+        codes = codes_of(replace(subject(text, model=BIG, here=EIGHT, checkpoint=EXPORT), args=args))
+        assert codes <= set(RULES)

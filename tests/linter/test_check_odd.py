@@ -150,9 +150,9 @@ def test_an_odd_version_is_not_taken_for_fsdp1(version: str, repaired: int, tmp_
     path = tmp_path / "fsdp.yaml"
     rest = "  fsdp_reshard_after_forward: false\n" if repaired != 1 else ""
     path.write_text(V2.replace("fsdp_version: 2", f"fsdp_version: {version}") + rest)
-    found = {finding.code for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error"}
-    assert found <= {"AF203", "AF204", "AF205"}
-    assert found
+    codes = {finding.code for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error"}
+    assert codes <= {"AF203", "AF204", "AF205"}
+    assert codes
     linter.lint(path, linter.LintOptions(fix=True))
     section = yaml.safe_load(path.read_text())["fsdp_config"]
     assert section["fsdp_version"] == repaired
@@ -193,7 +193,7 @@ def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: 
     edits = [edit for finding in (*before, *hidden) for edit in finding.edits]
     named = {edit.key for edit in edits} | {edit.new_key for edit in edits}
     errors = [
-        {finding.code for finding in found if finding.severity == "error"} for found in ([*before, *hidden], after)
+        {finding.code for finding in group if finding.severity == "error"} for group in ([*before, *hidden], after)
     ]
     assert errors[1] - errors[0] == set(), content
     for key, value in content.items():

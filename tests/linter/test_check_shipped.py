@@ -37,8 +37,8 @@ def test_a_shipped_file_passes(path: Path, beside: Path) -> None:
     copy.write_bytes(path.read_bytes())
     options = linter.LintOptions(args=args, strict=True)
     known = NOT_WITH_THESE_VERSIONS.get(path.stem)
-    found = [(finding.code, finding.what) for finding in linter.lint(copy, options) if finding.severity != "note"]
-    assert [entry for entry in found if entry[0] != known] == []
+    findings = [(finding.code, finding.what) for finding in linter.lint(copy, options) if finding.severity != "note"]
+    assert [entry for entry in findings if entry[0] != known] == []
     assert linter.lint_all((copy,), options) == (1 if known else 0)
     unused = [
         finding
@@ -64,20 +64,20 @@ def test_a_wrong_number_of_batches_beside_sequences(size: int, tmp_path: Path) -
     """Accelerate tells DeepSpeed a batch of as many rows as `dp_shard_size` says (accelerator.py, `pc.sp_size > 1`)."""
     path = tmp_path / "ulysses.yaml"
     path.write_text(ULYSSES.replace("dp_shard_size: 2 ", f"dp_shard_size: {size} "))
-    (found,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error")
-    assert (found.code, found.key.rpartition("_config_")[2]) == ("AF316", "sp_size" if size == 1 else "dp_shard_size")
-    assert "train_batch_size" in found.why
+    (error,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error")
+    assert (error.code, error.key.rpartition("_config_")[2]) == ("AF316", "sp_size" if size == 1 else "dp_shard_size")
+    assert "train_batch_size" in error.why
 
 
 def test_replicas_under_deepspeed_without_sequences(tmp_path: Path) -> None:
     path = tmp_path / "zero.yaml"
     path.write_text(ULYSSES.replace("sp_size: 2 ", "sp_size: 1 ").replace("dp_shard_size: 2 ", "dp_shard_size: 4 "))
-    found = [
+    findings = [
         (finding.code, finding.severity)
         for finding in linter.lint(path, linter.LintOptions())
         if finding.severity != "note"
     ]
-    assert found == [("AF315", "warning")]
+    assert findings == [("AF315", "warning")]
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_how_bad_a_key_of_fsdp2_is_under_fsdp1(keys: str, severity: str, tmp_pat
     path = tmp_path / "fsdp1.yaml"
     text = (Path(__file__).parent / "shipped/trl/fsdp1.yaml").read_text()
     path.write_text(text.replace("fsdp_reshard_after_forward: FULL_SHARD", keys))
-    (found,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.code == "AF302")
-    assert found.severity == severity
+    (reported,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.code == "AF302")
+    assert reported.severity == severity
 
 
 MISSPELT = {
@@ -118,11 +118,11 @@ def test_a_misspelt_name_is_one_finding_and_is_renamed(name: str, tmp_path: Path
         wrong = wrong.replace("fsdp_offload_params", "fsdp_ofload_params")
     path = tmp_path / "typo.yaml"
     path.write_text(wrong)
-    found = [finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity != "note"]
-    assert [finding.code for finding in found] == (
-        ["AF102", "AF103"] if name == "both" else found[:1] and [found[0].code]
+    findings = [finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity != "note"]
+    assert [finding.code for finding in findings] == (
+        ["AF102", "AF103"] if name == "both" else findings[:1] and [findings[0].code]
     )
-    assert all("rename it" in finding.fix for finding in found)
+    assert all("rename it" in finding.fix for finding in findings)
     linter.lint(path, linter.LintOptions(fix=True))
     assert path.read_text() == right
 

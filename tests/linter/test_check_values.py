@@ -128,7 +128,7 @@ def test_what_accelerate_stops_at_is_found(name: str, tmp_path: Path) -> None:
     code, text = REFUSED[name]
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 2}}')
     text = text.replace("FILE", str(tmp_path / "ds.json"))
-    assert code in {found.code for found in run(subject(text)) if found.severity == "error"}
+    assert code in {finding.code for finding in run(subject(text)) if finding.severity == "error"}
     with pytest.raises((ValueError, TypeError, OverflowError, AttributeError)):
         accelerate_takes(text, tmp_path)
 
@@ -185,8 +185,8 @@ def test_a_value_of_debug_that_stops_nothing_is_no_error(value: str, taken: str,
     assert accelerate_takes(text, tmp_path).get("ACCELERATE_DEBUG_MODE", "false") == taken
     path = tmp_path / "checked.yaml"
     path.write_text(text)
-    (found,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.code in ("AF204", "AF209"))
-    assert (found.code, found.severity, found.why) == ("AF209", "warning", f"Accelerate reads it as {taken}")
+    (reported,) = (finding for finding in linter.lint(path, linter.LintOptions()) if finding.code in ("AF204", "AF209"))
+    assert (reported.code, reported.severity, reported.why) == ("AF209", "warning", f"Accelerate reads it as {taken}")
 
 
 @pytest.mark.parametrize("key", ["use_cpu", "same_network", "enable_cpu_affinity"])
@@ -196,15 +196,15 @@ def test_which_booleans_at_the_top_stop_it(key: str, tmp_path: Path) -> None:
     for text in (EIGHT, alone):
         path = tmp_path / "checked.yaml"
         path.write_text(text + f"{key}: 1000\n")
-        found = {finding.code for finding in linter.lint(path, linter.LintOptions())}
+        codes = {finding.code for finding in linter.lint(path, linter.LintOptions())}
         if key == "use_cpu" and text == alone:
             with pytest.raises(Exception, match="invalid truth value 1000"):
                 accelerate_takes(path.read_text(), tmp_path)
-            assert "AF204" in found
+            assert "AF204" in codes
         else:
             accelerate_takes(path.read_text(), tmp_path)
-            assert "AF204" not in found
-            assert found
+            assert "AF204" not in codes
+            assert codes
 
 
 @pytest.mark.parametrize("keys", [("offload_params", "fsdp_offload_params"), ("fsdp_offload_params", "offload_params")])
@@ -212,10 +212,10 @@ def test_the_last_of_two_spellings_wins(keys: tuple[str, str], tmp_path: Path) -
     text = EIGHT + f"  {keys[0]}: false\n  {keys[1]}: true\n"
     assert accelerate_takes(text, tmp_path)["FSDP_OFFLOAD_PARAMS"] == "true"
     (tmp_path / "two.yaml").write_text(text)
-    (found,) = (
+    (reported,) = (
         finding for finding in linter.lint(tmp_path / "two.yaml", linter.LintOptions()) if finding.code == "AF108"
     )
-    assert (found.edits, "wins: True" in found.why) == ((), True)
+    assert (reported.edits, "wins: True" in reported.why) == ((), True)
 
 
 def test_a_list_of_ignored_modules_fits_no_module(tmp_path: Path) -> None:
@@ -286,8 +286,8 @@ def test_a_launcher_flag_wins_over_the_file(flag: str, value: str, key: str, tmp
     assert str(getattr(args, key)) == value
     line = tmp_path / "args.sh"
     line.write_text(f"accelerate launch {flag} {value} train.py --num_machines 9\n")
-    found = linter.lint(tmp_path / "config.yaml", linter.LintOptions(args=line))
-    assert [finding.key.rpartition(".")[2] for finding in found if finding.code == "AF414"] == [key]
+    findings = linter.lint(tmp_path / "config.yaml", linter.LintOptions(args=line))
+    assert [finding.key.rpartition(".")[2] for finding in findings if finding.code == "AF414"] == [key]
     line.write_text(f"accelerate launch --machine_rank 3 train.py {flag} {value}\n")
     assert "AF414" not in {
         finding.code for finding in linter.lint(tmp_path / "config.yaml", linter.LintOptions(args=line))
@@ -345,9 +345,9 @@ def test_who_else_knows_the_address_of_several_machines_is_said(
 def test_a_bare_no_is_named_and_quoted(word: str, tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(f"distributed_type: {word}\nnum_processes: 1\nmixed_precision: {word.lower()}\n")
-    found = {finding.code: finding.what for finding in linter.lint(path, linter.LintOptions())}
-    assert f"distributed_type: {word} without quotes" in found["AF208"]
-    assert f"mixed_precision: {word.lower()} without quotes" in found["AF201"]
+    texts = {finding.code: finding.what for finding in linter.lint(path, linter.LintOptions())}
+    assert f"distributed_type: {word} without quotes" in texts["AF208"]
+    assert f"mixed_precision: {word.lower()} without quotes" in texts["AF201"]
     assert linter.lint(path, linter.LintOptions(fix=True)) == []
     assert yaml.safe_load(path.read_text()) == {"distributed_type": "NO", "num_processes": 1, "mixed_precision": "no"}
 
@@ -374,11 +374,11 @@ def repaired(text: str, folder: Path) -> Any:
 def test_what_is_no_sure_typo_is_not_renamed(section: str, key: str, meant: str, tmp_path: Path) -> None:
     text = f"distributed_type: FSDP\nnum_processes: 2\n{section}: {{{key}: 2}}\n"
     assert repaired(text, tmp_path)[section][key] == 2
-    (found,) = (
+    (reported,) = (
         finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions()) if finding.code == "AF103"
     )
-    assert ("Did you mean" in found.what) == bool(meant)
-    assert not meant or f"Did you mean {meant}?" in found.what
+    assert ("Did you mean" in reported.what) == bool(meant)
+    assert not meant or f"Did you mean {meant}?" in reported.what
 
 
 @pytest.mark.parametrize(
@@ -438,9 +438,9 @@ def test_gpu_ids_are_repaired_where_yaml_reads_what_was_typed(
     """YAML 1.1 has numbers in base 60 and 8, and underscores in them."""
     path = tmp_path / "config.yaml"
     path.write_text(V2.replace("num_processes: 2", "num_processes: 1") + f"gpu_ids: {written}\n")
-    findings = [found for found in linter.lint(path, linter.LintOptions(fix=True)) if "gpu_ids" in found.what]
+    findings = [finding for finding in linter.lint(path, linter.LintOptions(fix=True)) if "gpu_ids" in finding.what]
     assert path.read_text().endswith(f"\ngpu_ids: {left}\n")
-    assert [(found.code, found.what) for found in findings] == ([("AF207", said)] if said else [])
+    assert [(finding.code, finding.what) for finding in findings] == ([("AF207", said)] if said else [])
 
 
 @pytest.mark.parametrize(
@@ -457,7 +457,7 @@ def test_a_number_in_base_8_or_60_is_named(key: str, spelt: str, number: int, tm
     """What Accelerate takes for it is said; what is in base 16 is so to people too."""
     path = tmp_path / "config.yaml"
     path.write_text(V2.replace("num_processes: 2\n", "") + f"{key}: {spelt}\n")
-    findings = [found.what for found in linter.lint(path, linter.LintOptions(fix=True)) if found.code == "AF215"]
+    findings = [finding.what for finding in linter.lint(path, linter.LintOptions(fix=True)) if finding.code == "AF215"]
     assert findings == ([f"{key}: {spelt} is {number} to YAML"] if number in (62, 8) else [])
     assert getattr(load_config_from_file(str(path)), key) == number
 
@@ -469,11 +469,11 @@ def test_a_choice_between_versions_is_left_to_the_user(value: str, version: str,
     text = TOP + "fsdp_config:\n" + WRAP + f"  fsdp_reshard_after_forward: {value}\n"
     assert ("AF302" in codes_of(subject(text + version))) == (not version)  # Accelerate stops before it trains
     assert repaired(text + version, tmp_path) == yaml.safe_load(text)
-    found = {finding.code: finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions())}
+    by_code = {finding.code: finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions())}
     for code in ("AF301", "AF302"):
-        assert found[code].edits == ()
-        assert "fsdp_version: 2" in found[code].fix
-        assert "fsdp_version: 1" in found[code].fix
+        assert by_code[code].edits == ()
+        assert "fsdp_version: 2" in by_code[code].fix
+        assert "fsdp_version: 1" in by_code[code].fix
 
 
 @pytest.mark.parametrize(
@@ -494,11 +494,11 @@ def test_reshard_under_fsdp1_keeps_its_meaning(rest: str, left: dict[str, Any], 
 def test_an_nvme_path_is_not_taken_away_from_its_device(tmp_path: Path) -> None:
     text = DS + "  zero_stage: 2\n  offload_param_device: nvme\n  offload_param_nvme_path: /local\n"
     assert repaired(text, tmp_path) == yaml.safe_load(text)
-    (found,) = (
+    (reported,) = (
         finding for finding in linter.lint(tmp_path / "fixed.yaml", linter.LintOptions()) if finding.code == "AF216"
     )
-    assert "deepspeed_config_file" in found.fix
-    assert "as above" not in found.why
+    assert "deepspeed_config_file" in reported.fix
+    assert "as above" not in reported.why
     useless = repaired(text.replace("nvme\n", "cpu\n"), tmp_path)["deepspeed_config"]
     assert "offload_param_nvme_path" not in useless
 
@@ -592,8 +592,8 @@ OWN_KEYS = "ec2_instance_type: ml.p3.2xlarge\niam_role_name: trainer\n"
 def test_a_file_for_sagemaker_is_an_error_where_accelerate_refuses_it(text: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "sagemaker.yaml"
     path.write_text(SAGEMAKER + text)
-    errors = [found for found in run(subject(SAGEMAKER + text)) if found.severity == "error"]
-    assert [found.what.endswith(said) for found in errors if found.code == "AF109"] == [True] * bool(said)
+    errors = [finding for finding in run(subject(SAGEMAKER + text)) if finding.severity == "error"]
+    assert [finding.what.endswith(said) for finding in errors if finding.code == "AF109"] == [True] * bool(said)
     assert said or not errors
     refusal = pytest.raises((TypeError, ValueError)) if said else contextlib.nullcontext()
     with refusal:

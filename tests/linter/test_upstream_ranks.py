@@ -49,7 +49,7 @@ def launch(folder: Path, group: str, processes: int = 2) -> Seen:
     finished = accelerate_launch(config, PROBE, group, folder / group, CUDA_VISIBLE_DEVICES="")
     assert finished.code == 0, finished.output[-5000:]
     lines = [line.partition("PROBE ")[2] for line in finished.output.splitlines() if "PROBE {" in line]
-    return {found["name"]: found["ranks"] for found in map(json.loads, lines)}
+    return {record["name"]: record["ranks"] for record in map(json.loads, lines)}
 
 
 @pytest.fixture(scope="module")

@@ -342,8 +342,8 @@ def marked_rows() -> set[str]:
     """The rows in the `pain` marks of all tests."""
     trees = [ast.parse(path.read_text()) for path in (ROOT / "tests").rglob("test_*.py")]
     marks = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    found = [mark for mark in marks if ast.unparse(mark.func) == "pytest.mark.pain"]
-    return {ast.literal_eval(row) for mark in found for row in mark.args}
+    pains = [mark for mark in marks if ast.unparse(mark.func) == "pytest.mark.pain"]
+    return {ast.literal_eval(row) for mark in pains for row in mark.args}
 
 
 def test_every_reproduced_row_is_shown() -> None:

@@ -47,9 +47,9 @@ def test_an_optimizer_keeps_what_is_counted(optim: str, dtype: torch.dtype, tmp_
         weight.grad = torch.ones_like(weight)
         optimizer = kind([weight], **options)
         optimizer.step()
-        found = list(state_tensors(optimizer))
-        maps = sum(finding.numel() == QUANTISATION_MAP // 4 for finding in found) if optim.endswith("_8bit") else 0
-        kept = sum(finding.numel() * finding.element_size() for finding in found) - maps * QUANTISATION_MAP
+        tensors = list(state_tensors(optimizer))
+        maps = sum(finding.numel() == QUANTISATION_MAP // 4 for finding in tensors) if optim.endswith("_8bit") else 0
+        kept = sum(finding.numel() * finding.element_size() for finding in tensors) - maps * QUANTISATION_MAP
         counted = optimizers.tensor_bytes(optim, shape, weight.element_size())
         assert counted <= kept <= counted * (1 + MOST_MORE), shape
         if weight.dim() > 1 and weight.numel() >= optimizers.EIGHT_BIT_FROM and optim != "adafactor":

@@ -25,8 +25,8 @@ def asked(**given: str) -> list[dict[str, Any]]:
 
 def first(**given: str) -> dict[str, Any]:
     """The first message alone, which is there before any figure is drawn."""
-    found: dict[str, Any] = json.loads(next(browser.answer(json.dumps(given))))
-    return found
+    answer: dict[str, Any] = json.loads(next(browser.answer(json.dumps(given))))
+    return answer
 
 
 def test_each_flag_is_on_the_page_or_left_out_on_purpose() -> None:
@@ -68,8 +68,8 @@ def test_choices_that_meet_need_no_torch_but_adapters_in_float32() -> None:
     choices = [field.choices for field in browser.form() if field.name in ("method", "precision", "dtype")]
     late = []
     for method, precision, dtype in product(*choices):
-        found = first(model="gpt2", gpus="2xA100", batch="1", method=method, precision=precision, dtype=dtype)
-        late += [(method, precision)] if "This choice isn't" in str(found.get("error")) else []
+        answer = first(model="gpt2", gpus="2xA100", batch="1", method=method, precision=precision, dtype=dtype)
+        late += [(method, precision)] if "This choice isn't" in str(answer.get("error")) else []
     assert {precision for _, precision in late} == {"no"}
     assert "full" not in {method for method, _ in late}
 

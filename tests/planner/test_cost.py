@@ -41,8 +41,8 @@ ARGUMENTS = {
 def planned(*words: str | Path, code: int = 0) -> dict[str, Any]:
     finished = accel_fsdp("plan", *words, "--json")
     assert finished.code == code, finished.output
-    found: dict[str, Any] = json.loads(finished.output)
-    return found
+    report: dict[str, Any] = json.loads(finished.output)
+    return report
 
 
 def told(*words: str | Path) -> str:
@@ -87,8 +87,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ],
 )
 def test_steps_hours_energy_and_money_are_those_of_the_step(words: tuple[str, ...], steps: Any) -> None:
-    found = planned(*H100S, *words, "--price", "2.5")
-    choice, spent = found["choice"], found["cost"]
+    report = planned(*H100S, *words, "--price", "2.5")
+    choice, spent = report["choice"], report["cost"]
     assert spent["steps"] == steps(choice["global_batch"])
     assert spent["tokens"] == spent["steps"] * choice["global_batch"] * 4096
     hours = spent["steps"] * choice["step_seconds"] / 3600
@@ -155,8 +155,8 @@ def test_a_comma_that_parts_no_thousands_is_refused(text: str) -> None:
 
 @given(st.text(max_size=60))
 def test_any_other_text_is_a_count_or_refused(text: str) -> None:
-    found = or_refused(lambda: workload.count_of(text))
-    assert "is not a number of tokens" in found if isinstance(found, str) else found > 0
+    count = or_refused(lambda: workload.count_of(text))
+    assert "is not a number of tokens" in count if isinstance(count, str) else count > 0
 
 
 KINDS = st.sampled_from([gpu.name for gpu in GPUS if " " not in gpu.name])
@@ -165,15 +165,15 @@ KINDS = st.sampled_from([gpu.name for gpu in GPUS if " " not in gpu.name])
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 16), KINDS), min_size=1, max_size=9, unique=True))
 def test_a_list_of_machines_is_read_as_each_alone(asked: list[tuple[int, int, str]]) -> None:
     words = [f"{several}x{count}x{name}" for several, count, name in asked]
-    found = machines.parse_list(" , ".join(words), "--compare")
-    assert list(found) == words
-    assert list(found.values()) == [machines.parse(word) for word in words]
+    parsed = machines.parse_list(" , ".join(words), "--compare")
+    assert list(parsed) == words
+    assert list(parsed.values()) == [machines.parse(word) for word in words]
 
 
 @given(st.text(alphabet="8x,H10 -GBa", max_size=30))
 def test_any_list_of_machines_is_read_or_refused(text: str) -> None:
-    found = or_refused(lambda: machines.parse_list(text, "--compare"))
-    assert "--compare" in found if isinstance(found, str) else found
+    parsed = or_refused(lambda: machines.parse_list(text, "--compare"))
+    assert "--compare" in parsed if isinstance(parsed, str) else parsed
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,9 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 
 
 def test_each_machine_has_the_choice_of_its_own_plan(compared: tuple[dict[str, Any], str, str]) -> None:
-    found, _, _ = compared
-    assert [machine["machine"] for machine in found["machines"]] == COMPARED.split(",")
-    for machine in found["machines"][:5]:
+    report, _, _ = compared
+    assert [machine["machine"] for machine in report["machines"]] == COMPARED.split(",")
+    for machine in report["machines"][:5]:
         alone = planned(
             *LLAMA,
             "--gpus",
@@ -274,26 +274,26 @@ def test_each_machine_has_the_choice_of_its_own_plan(compared: tuple[dict[str, A
 
 
 def test_the_cheapest_and_the_fastest_are_marked(compared: tuple[dict[str, Any], str, str]) -> None:
-    found, text, _ = compared
-    fit = [machine for machine in found["machines"] if machine["fits"]]
-    assert found["fastest"] == min(fit, key=lambda result: result["cost"]["hours"])["machine"]
+    report, text, _ = compared
+    fit = [machine for machine in report["machines"] if machine["fits"]]
+    assert report["fastest"] == min(fit, key=lambda result: result["cost"]["hours"])["machine"]
     priced = [result for result in fit if result["cost"]["money"] is not None]
-    assert found["cheapest"] == min(priced, key=lambda result: result["cost"]["money"])["machine"]
-    assert f"Cheapest: {found['cheapest']}, " in text
-    assert f"Fastest: {found['fastest']}, " in text
+    assert report["cheapest"] == min(priced, key=lambda result: result["cost"]["money"])["machine"]
+    assert f"Cheapest: {report['cheapest']}, " in text
+    assert f"Fastest: {report['fastest']}, " in text
     assert "8xL40S: --prices FILE has no price" in text
     by_word = {"Cheapest": ("cheapest", "money", priced), "Fastest": ("fastest", "hours", fit)}
     for word, (key, amount, among) in by_word.items():
         least = min(result["cost"][amount] for result in among)
         near = [result["machine"] for result in among if result["cost"][amount] * RANGE[0] <= least]
         line = text.partition(f"{word}: ")[2].partition(" per GPU-hour.")[2]
-        said = f" A prediction can't distinguish it from {', '.join(name for name in near if name != found[key])}."
+        said = f" A prediction can't distinguish it from {', '.join(name for name in near if name != report[key])}."
         assert line.startswith(said) == (len(near) > 1)
 
 
 def test_a_machine_on_which_nothing_fits_says_why(compared: tuple[dict[str, Any], str, str]) -> None:
-    found, text, _ = compared
-    (t4,) = (machine for machine in found["machines"] if not machine["fits"])
+    report, text, _ = compared
+    (t4,) = (machine for machine in report["machines"] if not machine["fits"])
     assert t4["machine"] == "1xT4"
     assert re.search(r"the least that a GPU needs are [\d.]+ of 14\.8 GiB", t4["why"])
     assert "1xT4: the least that a GPU needs" in text
@@ -305,13 +305,13 @@ def test_a_machine_that_can_not_load_the_model_says_what_loading_takes() -> None
 
 
 def test_the_page_of_a_comparison_is_whole(compared: tuple[dict[str, Any], str, str]) -> None:
-    found, _, page = compared
+    report, _, page = compared
     tags = Balance(page).tags
     assert not re.search(r"https?:|//[a-z]|@import|url\(", page)
     assert "script" not in {tag for tag, _ in tags}
     figures = re.findall(r"<svg role=\"img\".*?</svg>", page)
     assert len(figures) == 4  # hours and cost, for a window and for a phone
-    for machine in found["machines"]:
+    for machine in report["machines"]:
         assert page.count(f">{machine['machine']}</text>") == 2 * (
             machine["fits"] + bool(machine["fits"] and machine["cost"]["money"])
         )
@@ -339,22 +339,22 @@ def test_a_comparison_that_cannot_be_is_one_clear_error(words: tuple[str, ...], 
 
 
 def test_what_one_machine_lacks_stands_in_its_row() -> None:
-    found = planned(*LLAMA, "--compare", "8xH100,8xV100-32GB", "--attention", "flash", "--method", "lora")
-    first, second = found["machines"]
+    report = planned(*LLAMA, "--compare", "8xH100,8xV100-32GB", "--attention", "flash", "--method", "lora")
+    first, second = report["machines"]
     assert first["fits"]
     assert "flash doesn't run on V100" in second["why"]
 
 
 def test_nothing_fits_anywhere() -> None:
-    found = planned("--model", "llama-3.1-70b", "--compare", "1xT4,1xL4", code=1)
-    assert (found["cheapest"], found["fastest"]) == (None, None)
+    report = planned("--model", "llama-3.1-70b", "--compare", "1xT4,1xL4", code=1)
+    assert (report["cheapest"], report["fastest"]) == (None, None)
 
 
 def test_from_python() -> None:
-    found = package.compare("gpt2", ["8xH100", "2xA100-40GB"], tokens="1B", price=None)
-    assert [machine.name for machine in found.machines] == ["8xH100", "2xA100-40GB"]
-    assert found.cheapest is None
-    assert found.fastest is found.machines[0]
+    report = package.compare("gpt2", ["8xH100", "2xA100-40GB"], tokens="1B", price=None)
+    assert [machine.name for machine in report.machines] == ["8xH100", "2xA100-40GB"]
+    assert report.cheapest is None
+    assert report.fastest is report.machines[0]
     assert package.plan("gpt2", "2xA100", tokens="1B", price=2).spent.money is not None  # type: ignore[union-attr]
     with pytest.raises(UsageError, match="plan has no compare"):
         package.plan("gpt2", "8xH100", compare="8xH100")
@@ -364,9 +364,9 @@ def test_from_python() -> None:
 
 
 def test_the_arguments_decide_the_job(job: Any) -> None:
-    found = planned(*job(), "--price", "2", "--disk-speed", "2")
-    choice, spent = found["choice"], found["cost"]
-    assert (choice["batch_per_gpu"], choice["accumulation"], found["sequence_length"]) == (1, 2, 2048)
+    report = planned(*job(), "--price", "2", "--disk-speed", "2")
+    choice, spent = report["choice"], report["cost"]
+    assert (choice["batch_per_gpu"], choice["accumulation"], report["sequence_length"]) == (1, 2, 2048)
     assert spent["steps"] == 1000
     assert (spent["checkpoints"], spent["checkpoints_at_once"]) == (4, 3)  # 300, 600, 900, 1000; the newest and two
     each = choice["checkpoint_bytes"]
@@ -388,9 +388,9 @@ def test_a_stall_is_not_made_up(job: Any) -> None:
 
 
 def test_full_checkpoints_hold_the_weights_twice(job: Any) -> None:
-    found = planned(*job(("SHARDED_STATE_DICT", "FULL_STATE_DICT")))
-    weights = found["parameters"] * 4
-    assert found["cost"]["checkpoint_bytes"] - found["choice"]["checkpoint_bytes"] == pytest.approx(weights, rel=0.01)
+    report = planned(*job(("SHARDED_STATE_DICT", "FULL_STATE_DICT")))
+    weights = report["parameters"] * 4
+    assert report["cost"]["checkpoint_bytes"] - report["choice"]["checkpoint_bytes"] == pytest.approx(weights, rel=0.01)
 
 
 def test_epochs_need_the_rows(job: Any) -> None:
@@ -402,11 +402,11 @@ def test_epochs_need_the_rows(job: Any) -> None:
 
 def test_evaluations_take_their_forward_pass(job: Any) -> None:
     words = job(eval_strategy="steps", eval_steps=400, eval_on_start=True)
-    found = planned(*words, "--eval-rows", "160")
-    spent, gpu = found["cost"], gpus.find(found["gpu"])
+    report = planned(*words, "--eval-rows", "160")
+    spent, gpu = report["cost"], gpus.find(report["gpu"])
     assert spent["evaluations"] == 4  # before the first step, after 400, 800 and 1000
-    tokens = 2 * 8 * found["sequence_length"]  # 16 ranks with Trainer's 8 rows at once
-    products = 2 * found["parameters"] * tokens / (gpu.half_flops * gpu.efficiency)
+    tokens = 2 * 8 * report["sequence_length"]  # 16 ranks with Trainer's 8 rows at once
+    products = 2 * report["parameters"] * tokens / (gpu.half_flops * gpu.efficiency)
     assert 1 < spent["evaluation_seconds"] / products < 1.5  # attention, norms and the loss besides
     assert planned(*words)["cost"]["evaluation_seconds"] is None
 
@@ -433,8 +433,8 @@ def test_arguments_of_another_model_are_refused(job: Any) -> None:
 
 def test_arguments_that_would_fail_are_no_plan(job: Any) -> None:
     """What the linter finds in the arguments themselves, not in those that a plan would write."""
-    found = planned(*job(fsdp="full_shard"), code=1)
-    assert "AF" in found["strategies"][0]["refused"]
+    report = planned(*job(fsdp="full_shard"), code=1)
+    assert "AF" in report["strategies"][0]["refused"]
 
 
 def test_a_job_file_and_a_plan_have_the_same_steps_and_seconds(job: Any) -> None:
@@ -555,8 +555,8 @@ def test_the_largest_that_fits_is_found_with_few_tries(
 
     tried.clear()
     known = min(limit, most) // 2
-    found = search._largest(needs, has, most, known)  # type: ignore[arg-type]
-    assert known <= found <= min(limit, most) <= found + known // search.FINE
+    largest = search._largest(needs, has, most, known)  # type: ignore[arg-type]
+    assert known <= largest <= min(limit, most) <= largest + known // search.FINE
     assert len(tried) == len(set(tried))
 
 

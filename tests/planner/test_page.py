@@ -54,10 +54,10 @@ class Balance(HTMLParser):
 
 
 def problem(recipe: Recipe, model: str = LLAMA, gpu: str = "H100", ranks: int = 8, per_node: int = 8) -> Problem:
-    found = trace_store.find(model)
-    assert found is not None
+    stored = trace_store.find(model)
+    assert stored is not None
     layout = Layout.ddp(ranks, per_node) if ranks > 1 else Layout.alone()
-    return Problem(*found, gpus.find(gpu, 80), Job(layout, recipe))
+    return Problem(*stored, gpus.find(gpu, 80), Job(layout, recipe))
 
 
 def made(given: Problem) -> str:
@@ -162,9 +162,9 @@ def test_odd_plans_make_a_page(given: Problem) -> None:
 def test_the_timeline_has_the_peaks_of_the_prediction(engine: str, strategy: int, model: str, recipe: Recipe) -> None:
     """A timeline sees each layer; a prediction goes through those in the middle once, also where kinds alternate."""
     layout = Layout(engine, strategy, 8, 8, offload=engine == "fsdp1" and strategy == 2)  # type: ignore[arg-type]
-    found = trace_store.find(model)
-    assert found is not None
-    shape, tapes = found[0], found[1][variant_of(recipe, layout.engine)]
+    stored = trace_store.find(model)
+    assert stored is not None
+    shape, tapes = stored[0], stored[1][variant_of(recipe, layout.engine)]
     moments = step.predict(shape, tapes, recipe, layout, 1000).moments
     drawn = step.timeline(shape, tapes, recipe, layout, 1000)
     for moment in moments:

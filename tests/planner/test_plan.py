@@ -30,9 +30,9 @@ LLAMA = "meta-llama/Llama-3.1-8B"
 
 
 def predicted(recipe: Recipe, layout: Layout, name: str = LLAMA) -> step.Prediction:
-    found = trace_store.find(name)
-    assert found is not None
-    return step.predict(found[0], found[1][variant_of(recipe, layout.engine)], recipe, layout)
+    stored = trace_store.find(name)
+    assert stored is not None
+    return step.predict(stored[0], stored[1][variant_of(recipe, layout.engine)], recipe, layout)
 
 
 def planned(*flags: str | Path) -> dict[str, object]:
@@ -97,9 +97,9 @@ def test_bad_input_is_one_clear_error(flags: list[str], said: str) -> None:
 
 
 def test_what_does_not_fit_comes_with_what_would() -> None:
-    found = accel_fsdp("plan", "--model", "llama-3.1-70b", "--gpus", "1xA100", "--json")
-    assert found.code == 1
-    content = json.loads(found.output)
+    finished = accel_fsdp("plan", "--model", "llama-3.1-70b", "--gpus", "1xA100", "--json")
+    assert finished.code == 1
+    content = json.loads(finished.output)
     assert content["choice"] is None
     assert content["changes"]
 
@@ -128,10 +128,10 @@ def test_more_ranks_never_take_more_memory_each(ranks: int) -> None:
 
 
 def test_the_largest_micro_batch_fits_and_one_more_row_does_not() -> None:
-    found = trace_store.find(LLAMA)
-    assert found is not None
+    stored = trace_store.find(LLAMA)
+    assert stored is not None
     job = Job(Layout(Engine.FSDP2, 1, 8, 8), Recipe(length=2048, checkpointing="full"))
-    problem = Problem(*found, gpus.find("H100", 80), job)
+    problem = Problem(*stored, gpus.find("H100", 80), job)
     rows = search.largest(problem, job, "rows", search.MOST_ROWS)
     assert problem.evaluate(job.with_recipe(rows=rows)).fits
     at, above = (problem.has_room(job.with_recipe(rows=count)) for count in (rows, rows + 1))
@@ -212,9 +212,9 @@ def test_a_yaml_made_here_says_its_model_and_machine(tmp_path: Path) -> None:
 
 
 def peak_of(layout: Layout, recipe: Recipe) -> int:
-    found = trace_store.find(LLAMA)
-    assert found is not None
-    return Problem(*found, gpus.find("H100", None), Job(layout, recipe)).evaluate(Job(layout, recipe)).device.allocated
+    stored = trace_store.find(LLAMA)
+    assert stored is not None
+    return Problem(*stored, gpus.find("H100", None), Job(layout, recipe)).evaluate(Job(layout, recipe)).device.allocated
 
 
 def test_a_yaml_for_other_gpus_is_refused() -> None:
@@ -305,8 +305,8 @@ def test_advice_for_a_yaml_that_does_not_fit_names_the_strategy_it_is_about() ->
 
 
 def test_a_checkpoint_of_an_adapter_is_the_adapter_s() -> None:
-    found = planned("--model", "llama-3.1-8b", "--gpus", "8xH100", "--method", "lora", "--lora-rank", "16")
-    choice = found["choice"]
+    report = planned("--model", "llama-3.1-8b", "--gpus", "8xH100", "--method", "lora", "--lora-rank", "16")
+    choice = report["choice"]
     assert isinstance(choice, dict)
     trained = 16 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))  # q, o; k, v; gate, up, down
     assert choice["checkpoint_bytes"] == 12 * trained

@@ -138,15 +138,15 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
     planned = [name for name in entries if method in entries[name].get("methods", [method])]
     distinct = [name for name in planned if trace_store.first_alike(name) == name]
     for number, name in enumerate(distinct[place::3]):
-        found = told(name, MACHINES[(number + place) % len(MACHINES)], method)
-        ways = [found.plan.choice, *found.plan.ties, found.plan.runner_up]
+        report = told(name, MACHINES[(number + place) % len(MACHINES)], method)
+        ways = [report.plan.choice, *report.plan.ties, report.plan.runner_up]
         for candidate in (way for way in ways if way is not None):
             assert candidate.fits, name
-            assert found.problem.is_hosted(candidate.job), name
+            assert report.problem.is_hosted(candidate.job), name
             if candidate.layout.engine is Engine.NONE:
                 continue
-            assert found.proposer is not None
-            values = to_yaml.to_mapping(found.proposer.answers(candidate.job))
+            assert report.proposer is not None
+            values = to_yaml.to_mapping(report.proposer.answers(candidate.job))
             faults = run(Subject(values, args=proposal.arguments(candidate.job)), rules)
             assert [fault for fault in faults if fault.severity != "note"] == [], name
 
@@ -276,12 +276,12 @@ def test_weights_that_are_published_in_fp8_are_named() -> None:
 
 def test_attention_without_a_kernel_computes_all_keys() -> None:
     """gpt-oss has no sdpa: it computes the half of the products that a kernel which knows the mask leaves out."""
-    found = trace_store.find("gpt-oss-20b")
-    assert found is not None
+    stored = trace_store.find("gpt-oss-20b")
+    assert stored is not None
     recipe, layout, gpu = Recipe(length=8192), Layout(Engine.FSDP2, 1, 8, 8), gpus.find("H100")
-    eager = speed.step_time(found[0], replace(recipe, attention="eager"), layout, gpu)
-    assert speed.step_time(found[0], recipe, layout, gpu) == eager
-    kernel = speed.step_time(replace(found[0], eager_only=False), recipe, layout, gpu)
+    eager = speed.step_time(stored[0], replace(recipe, attention="eager"), layout, gpu)
+    assert speed.step_time(stored[0], recipe, layout, gpu) == eager
+    kernel = speed.step_time(replace(stored[0], eager_only=False), recipe, layout, gpu)
     assert eager.step_seconds > kernel.step_seconds
 
 
@@ -448,15 +448,15 @@ def test_what_fits_anyhow_needs_no_variable(tmp_path: Path) -> None:
 @pytest.mark.parametrize("length", [3872, 4096])
 def test_a_way_near_the_limit_is_taken_where_the_replay_says_that_it_fits(length: int) -> None:
     """What the allocator usually wastes would be too much, and offload takes half as long again."""
-    found = planned(
+    report = planned(
         "--model", "llama-3.1-8b", "--gpus", "8xRTX4090", "--seq-len", str(length), "--checkpointing", "full"
     )
-    choice = found["choice"]
+    choice = report["choice"]
     assert (choice["strategy"], choice["fits"]) == ("FSDP2 FULL_SHARD", "expandable")
-    low, high = found["allocator"]["reserved_bytes_range"]
-    assert low <= found["allocator"]["reserved_bytes"] <= high <= found["gpu_memory_usable_bytes"]
-    assert found["allocator"]["runs_out"]
-    assert found["allocator"]["expandable_reserved_bytes"] < found["gpu_memory_usable_bytes"]
+    low, high = report["allocator"]["reserved_bytes_range"]
+    assert low <= report["allocator"]["reserved_bytes"] <= high <= report["gpu_memory_usable_bytes"]
+    assert report["allocator"]["runs_out"]
+    assert report["allocator"]["expandable_reserved_bytes"] < report["gpu_memory_usable_bytes"]
 
 
 @pytest.fixture

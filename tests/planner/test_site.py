@@ -126,8 +126,8 @@ def same(first: Any, other: Any) -> None:
 def test_a_link_fills_the_form_and_the_form_writes_the_link(page: Page) -> None:
     for link in LINKS:
         page.go(link)
-        found = dict(parse_qsl(page.browser.execute_script("return location.hash.slice(1)")))
-        assert found == dict(parse_qsl(link[1:]))
+        inputs = dict(parse_qsl(page.browser.execute_script("return location.hash.slice(1)")))
+        assert inputs == dict(parse_qsl(link[1:]))
     form = "return Object.fromEntries([...document.querySelectorAll('form [name]')].map(f => [f.name, f.value]))"
     values = page.browser.execute_script(form)
     wanted = {"model": "microsoft/phi-4", "count": "1", "gpus": "RTX 4090-24GB", "precision": "fp16", "nodes": ""}

@@ -119,19 +119,19 @@ class Reference:
         self.notice_completed_events()
         size = self.rounded(size)
         small = size <= LARGEST_SMALL
-        found = self.best_fit(size, stream, small)
-        if found is None:
-            found = self.new_block(size, stream, small)
-        if found is None:
+        block = self.best_fit(size, stream, small)
+        if block is None:
+            block = self.new_block(size, stream, small)
+        if block is None:
             self.release_everything_free()
-            found = self.new_block(size, stream, small)
-        if found is None:
+            block = self.new_block(size, stream, small)
+        if block is None:
             raise MemoryError(f"{size} bytes")
-        self.split(found, size, small)
-        found.state = USED
+        self.split(block, size, small)
+        block.state = USED
         self.note_peaks()
         handle, self.next_handle = self.next_handle, self.next_handle + 1
-        self.handles[handle] = found
+        self.handles[handle] = block
         return handle
 
     def free(self, handle: int) -> None:

@@ -30,9 +30,9 @@ def sizes_of_segments(allocator: Reference) -> list[int]:
 )
 def test_sizes_are_those_of_the_installed_torch(name: str, header: str, size: int) -> None:
     text = (Path(torch.__file__).parent / "include" / "c10" / "core" / header).read_text()
-    found = re.search(rf"\b{name}\s*(?:=\s*|\{{)(\d+)", text)
-    assert found, f"{header} no longer defines {name}"
-    assert int(found[1]) == size
+    match = re.search(rf"\b{name}\s*(?:=\s*|\{{)(\d+)", text)
+    assert match, f"{header} no longer defines {name}"
+    assert int(match[1]) == size
 
 
 @pytest.mark.parametrize(

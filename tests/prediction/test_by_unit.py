@@ -20,11 +20,11 @@ RECIPES = {
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_units_add_up_to_the_step(engine: str, recipe: Recipe) -> None:
     """Three micro-batches at most: of more than that the second stands for all between."""
-    found = trace_store.find(LLAMA)
-    assert found
+    stored = trace_store.find(LLAMA)
+    assert stored
     ranks = 1 if engine == "single" else 16
     layout = Layout(engine, 1, ranks, min(ranks, 8))  # type: ignore[arg-type]
-    shape, tapes, gpu = found[0], found[1][variant_of(recipe, layout.engine)], gpus.find("H100")
+    shape, tapes, gpu = stored[0], stored[1][variant_of(recipe, layout.engine)], gpus.find("H100")
     steps = by_unit.unit_steps(shape, tapes, recipe, layout, gpu, 1000)
 
     whole = step_time(shape, recipe, layout, gpu).step_seconds
@@ -47,10 +47,10 @@ def test_units_add_up_to_the_step(engine: str, recipe: Recipe) -> None:
 
 
 def test_without_a_known_gpu_there_is_no_time() -> None:
-    found = trace_store.find(LLAMA)
-    assert found
+    stored = trace_store.find(LLAMA)
+    assert stored
     recipe, layout = Recipe(), Layout(Engine.FSDP2, 1, 2, 2)
-    steps = by_unit.unit_steps(found[0], found[1][variant_of(recipe, "fsdp2")], recipe, layout, None, 0)
+    steps = by_unit.unit_steps(stored[0], stored[1][variant_of(recipe, "fsdp2")], recipe, layout, None, 0)
     assert {stretch.seconds for stretch in steps.stretches} == {None}
     assert steps.sent
 

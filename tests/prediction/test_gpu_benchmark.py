@@ -37,11 +37,11 @@ def test_it_times_the_training_step_of_the_script_on_the_cpu() -> None:
     words = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--training"]
     finished = run(words, CUDA_VISIBLE_DEVICES="")
     assert finished.code == 0, finished.output[-3000:]
-    found = re.search(
+    match = re.search(
         r"\| SmolLM2-135M 1x64 full \| cpu \| ([\d,]+) \| unknown \| unknown \| unknown \|", finished.output
     )
-    assert found, finished.output[-3000:]
-    assert int(found[1].replace(",", "")) > 0
+    assert match, finished.output[-3000:]
+    assert int(match[1].replace(",", "")) > 0
 
 
 def test_every_shape_of_the_training_step_is_in_the_catalogue() -> None:
@@ -53,9 +53,9 @@ def test_every_case_is_bundled_and_has_a_name_of_its_own() -> None:
     cases = [*gpu.QUICK, *gpu.MORE, *gpu.CPU]
     assert len({case.name for case in cases}) == len(cases) >= 27
     for case in cases:
-        found = trace_store.find(case.model)
-        assert found is not None
-        assert variant_of(case.recipe, case.layout.engine) in found[1]
+        stored = trace_store.find(case.model)
+        assert stored is not None
+        assert variant_of(case.recipe, case.layout.engine) in stored[1]
 
 
 def test_a_cut_model_is_built_and_predicted_alike() -> None:

@@ -69,8 +69,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
     finished = run(words, CUDA_VISIBLE_DEVICES="")
     assert finished.code == 0, finished.output[-3000:]
     line = next(line for line in finished.output.splitlines() if line.startswith("TRACKED "))
-    found = json.loads(line.removeprefix("TRACKED "))
-    return {name(setting): result for setting, result in zip(settings(), found, strict=True)}
+    tracked = json.loads(line.removeprefix("TRACKED "))
+    return {name(setting): result for setting, result in zip(settings(), tracked, strict=True)}
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +137,6 @@ def test_fsdp2_frees_gathered_outputs_earlier_since_2_15(
     torch: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "version.py").write_text(f"__version__ = '{torch}'\n")
-    found = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(engines, "find_spec", lambda name: found)
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(engines, "find_spec", lambda name: spec)
     assert engines.frees_output_late.__wrapped__() == late

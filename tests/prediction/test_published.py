@@ -41,9 +41,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     ],
 )
 def test_a_published_row_is_met(row: str, limit: float) -> None:
-    found = memory_accuracy.result(ROWS[row])
-    assert abs(found.peak) < limit, found
-    assert found.steady is None or abs(found.steady) < 0.005
+    result = memory_accuracy.result(ROWS[row])
+    assert abs(result.peak) < limit, result
+    assert result.steady is None or abs(result.steady) < 0.005
 
 
 def test_every_row_outside_of_the_limits_has_an_explanation() -> None:
@@ -54,9 +54,9 @@ def test_every_row_outside_of_the_limits_has_an_explanation() -> None:
 
 @pytest.mark.parametrize("row", ["E-7b-q-4", "E-7b-q-ddp8", "C-165-fsdp2-sac"])
 def test_what_a_published_run_reserved_is_met(row: str) -> None:
-    found = memory_accuracy.verdict(ROWS[row])
-    predicted, measured = found.against("reserved") or pytest.fail("no figure")
-    assert found.said != "no"
+    verdict = memory_accuracy.verdict(ROWS[row])
+    predicted, measured = verdict.against("reserved") or pytest.fail("no figure")
+    assert verdict.said != "no"
     assert abs(predicted / measured - 1) < 0.05
 
 
@@ -70,9 +70,9 @@ def test_what_a_published_run_reserved_is_met(row: str) -> None:
 )
 def test_published_runs_fit_and_run_out_as_said(fitted: str, ran_out: str) -> None:
     assert memory_accuracy.verdict(DECIDED[fitted]).said in ("yes", *memory_accuracy.DOUBTS)
-    found = memory_accuracy.verdict(DECIDED[ran_out])
-    assert (found.fits, found.said) == (False, "no")
-    assert found.share < 2, "it says little of a run that is far from fitting"
+    verdict = memory_accuracy.verdict(DECIDED[ran_out])
+    assert (verdict.fits, verdict.said) == (False, "no")
+    assert verdict.share < 2, "it says little of a run that is far from fitting"
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,9 @@ def test_published_runs_fit_and_run_out_as_said(fitted: str, ran_out: str) -> No
     ],
 )
 def test_a_published_run_that_ran_out_is_not_said_to_fit(row: str, phase: str) -> None:
-    found = memory_accuracy.verdict(DECIDED[row])
-    assert found.said == "no"
-    assert phase in found.why
+    verdict = memory_accuracy.verdict(DECIDED[row])
+    assert verdict.said == "no"
+    assert phase in verdict.why
 
 
 def test_a_run_near_its_card_is_in_doubt_whether_it_fitted_or_ran_out() -> None:
@@ -130,8 +130,8 @@ def test_a_fused_head_holds_the_logits_of_one_part() -> None:
 
 
 def test_fused_kernels_take_less_everywhere() -> None:
-    found = trace_store.find("mistralai/Mistral-7B-v0.1") or pytest.fail("not bundled")
-    plain = found[1]["bf16-amp-full-sdpa"]
+    stored = trace_store.find("mistralai/Mistral-7B-v0.1") or pytest.fail("not bundled")
+    plain = stored[1]["bf16-amp-full-sdpa"]
     _, fused = memory_accuracy.model("Mistral-7B-v0.1", "bf16-amp-full-sdpa-foak")
     for at in (At(1, 128), At(4, 4096), At(1, 32768)):
         assert _peak(fused.blocks[0], at) < _peak(plain.blocks[0], at)

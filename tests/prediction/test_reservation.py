@@ -34,9 +34,9 @@ SMALL, LARGE = "meta-llama/Llama-3.2-1B", "mistralai/Mistral-7B-v0.1"
 
 
 def model(recipe: Recipe, layout: Layout, name: str = SMALL) -> tuple[ModelShape, Tapes]:
-    found = trace_store.find(name)
-    assert found is not None
-    return found[0], found[1][variant_of(recipe, layout.engine)]
+    stored = trace_store.find(name)
+    assert stored is not None
+    return stored[0], stored[1][variant_of(recipe, layout.engine)]
 
 
 def reserved(
@@ -56,9 +56,9 @@ def test_the_steps_allocate_what_is_predicted_of_one(
     dtype = "float32" if method == "full" else "bfloat16"
     recipe = Recipe(method, dtype=dtype, rows=2, checkpointing=checkpointing, optimizer=optimizer)  # type: ignore[arg-type]
     expected = predict(*model(recipe, layout), recipe, layout).peak.total
-    found = reserved(recipe, layout, exports=False)
-    assert found.allocated == pytest.approx(expected, rel=0.015)
-    assert found.allocated <= found.active <= found.reserved
+    reservation = reserved(recipe, layout, exports=False)
+    assert reservation.allocated == pytest.approx(expected, rel=0.015)
+    assert reservation.allocated <= reservation.active <= reservation.reserved
 
 
 @pytest.mark.parametrize("layout", [FSDP1, FSDP2, replace(FSDP2, ranks=7, ranks_per_node=7)])
@@ -101,13 +101,13 @@ def test_rows_of_many_lengths_leave_gaps_that_expandable_segments_do_not(layout:
 def test_growing_lengths_stand_for_random_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps of lengths that are spread evenly, one after the other, reserve about as much."""
     recipe = replace(LORA, checkpointing="full", varied=True)
-    found = reserved(recipe, ONE).reserved
+    usual = reserved(recipe, ONE).reserved
     drawn = []
     for seed in range(5):
         shares = random.Random(seed)
         monkeypatch.setattr(reservation, "GROWING", [shares.random() for _ in range(30)])
         drawn.append(reserved(recipe, ONE).reserved)
-    assert found == pytest.approx(median(drawn), rel=0.2)
+    assert usual == pytest.approx(median(drawn), rel=0.2)
 
 
 def test_where_it_runs_out() -> None:
@@ -154,8 +154,8 @@ def test_the_plan_says_whether_it_fits_and_how_surely() -> None:
     for memory in (80, 48, 44, 42, 41, 40, 39, 38, 37, 36, 32):
         words = ["--model", LARGE, "--gpus", f"1xA100-{memory}GB", "--seq-len", "4096", "--batch", "8"]
         asked = [*words, "--method", "lora", "--checkpointing", "full", "--json"]
-        found = json.loads(accel_fsdp("plan", *asked).output)
-        seen.append(found["strategies"][0]["fits"])
+        report = json.loads(accel_fsdp("plan", *asked).output)
+        seen.append(report["strategies"][0]["fits"])
     order = ["yes", "expandable", "tight", "no"]
     assert [order.index(value) for value in seen] == sorted(order.index(value) for value in seen)
     assert {seen[0], seen[-1]} == {"yes", "no"}
@@ -188,8 +188,8 @@ def test_a_job_whose_evaluation_is_larger_than_its_steps(tmp_path: Path) -> None
         line = tmp_path / "arguments"
         line.write_text(f"accelerate launch train/sft.py --model_name_or_path {SMALL} {job} {more}\n")
         asked = [*machine, "--config", yaml, "--args", line, "--json"]
-        found: dict[str, Any] = json.loads(accel_fsdp("plan", *asked).output)["strategies"][0]
-        return found
+        strategy: dict[str, Any] = json.loads(accel_fsdp("plan", *asked).output)["strategies"][0]
+        return strategy
 
     assert told("")["fits"] == "yes"
     evaluated = told("--eval_strategy steps")

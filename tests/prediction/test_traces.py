@@ -365,8 +365,8 @@ def test_tapes_of_other_models_are_cached(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_blocks_are_grouped_by_what_they_hold_and_how_they_attend() -> None:
-    found = trace_store.find("google/gemma-2-2b") or pytest.fail("not bundled")
-    assert [block.layers for block in found[0].blocks] == [tuple(range(0, 26, 2)), tuple(range(1, 26, 2))]
+    stored = trace_store.find("google/gemma-2-2b") or pytest.fail("not bundled")
+    assert [block.layers for block in stored[0].blocks] == [tuple(range(0, 26, 2)), tuple(range(1, 26, 2))]
     shape = model_shape.shape_of("tiny", MIXTRAL, models.build("tiny", MIXTRAL))
     kinds = {parameter.name: parameter.kind for parameter in shape.blocks[0].parameters}
     assert kinds["self_attn.q_proj.weight"] == "linear"

@@ -68,12 +68,12 @@ class Hub(BaseHTTPRequestHandler):
 
     def listed(self, folder: str) -> None:
         """What is in a folder; at the top that is the folder of the files."""
-        found: list[dict[str, Any]] = [{"type": "directory", "oid": COMMIT, "size": 0, "path": "data"}]
+        entries: list[dict[str, Any]] = [{"type": "directory", "oid": COMMIT, "size": 0, "path": "data"}]
         if folder == "data":
-            found = [
+            entries = [
                 {"type": "file", "oid": COMMIT, "size": len(body), "path": name} for name, body in self.files.items()
             ]
-        self.answer(json.dumps(found).encode())
+        self.answer(json.dumps(entries).encode())
 
     def file(self, name: str) -> None:
         body = self.files.get(name)

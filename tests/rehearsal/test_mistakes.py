@@ -234,9 +234,9 @@ def test_of_the_script(name: str, tiny_model: Path, tmp_path: Path) -> None:
         assert "with 0 tensors" in failed["said"]
         assert "PEFT" in failed["fix"]
     if line:
-        found = AT.search(failed["line"])
-        assert found, failed
-        assert abs(int(found[1]) - line_of(line)) <= 2
+        match = AT.search(failed["line"])
+        assert match, failed
+        assert abs(int(match[1]) - line_of(line)) <= 2
 
 
 def test_a_count_that_fsdp_rounds_is_a_mistake(tiny_model: Path, tmp_path: Path) -> None:

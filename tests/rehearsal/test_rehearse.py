@@ -109,15 +109,15 @@ def rehearsing(folder: Path) -> Iterator["subprocess.Popen[str]"]:
 
 def left(folder: Path) -> list[object]:
     """Processes of a rehearsal in this folder, and what lies there."""
-    found: list[object] = list(folder.iterdir())
+    left: list[object] = list(folder.iterdir())
     for process in psutil.process_iter():
         try:
             place = process.environ().get(janitor.FOLDER, "")
         except (psutil.Error, OSError):
             continue
         if place.startswith(str(folder)) and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
+            left.append(process)
+    return left
 
 
 @pytest.mark.parametrize(

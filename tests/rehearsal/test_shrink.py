@@ -209,9 +209,9 @@ def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> Non
 
     torch.manual_seed(0)
     model.train()
-    found = model(**batch(model, case))
-    found.loss.backward()
-    assert torch.isfinite(found.loss)
+    outputs = model(**batch(model, case))
+    outputs.loss.backward()
+    assert torch.isfinite(outputs.loss)
     lacking = [
         name
         for name, parameter in model.named_parameters()
@@ -279,9 +279,9 @@ def test_a_real_tokenizer_goes_along(tiny_model: Path, tmp_path: Path) -> None:
     assert small.tokenizer == "real"
     assert tokenizer.get_vocab() == before.get_vocab()
     assert tokenizer.chat_template == before.chat_template
-    found = models.read_config(str(small.folder))
-    assert found.vocab_size == 512  # the tokenizer's 509
-    assert found.eos_token_id == config["eos_token_id"]
+    small_config = models.read_config(str(small.folder))
+    assert small_config.vocab_size == 512  # the tokenizer's 509
+    assert small_config.eos_token_id == config["eos_token_id"]
     assert loaded(small).num_parameters() == small.parameters
 
 
@@ -303,8 +303,8 @@ def test_its_generation_config_goes_along(tmp_path: Path) -> None:
     said = {"do_sample": True, "temperature": 0.6, "bos_token_id": 128000, "eos_token_id": [128001, 128008]}
     (real / "generation_config.json").write_text(json.dumps(said))
     small = shrink(str(real), tmp_path / "small")
-    found = json.loads((small.folder / "generation_config.json").read_text())
-    assert (found["temperature"], found["bos_token_id"], found["eos_token_id"]) == (0.6, 256, [257, 258])
+    settings = json.loads((small.folder / "generation_config.json").read_text())
+    assert (settings["temperature"], settings["bos_token_id"], settings["eos_token_id"]) == (0.6, 256, [257, 258])
 
 
 def test_nothing_becomes_larger(tiny_model: Path, tmp_path: Path) -> None:
@@ -366,11 +366,11 @@ def test_any_sizes(
         "vocab_size": 1000,
     }
     small = shrink(str(written(folder / "real", config)), folder / "small")
-    found = models.read_config(str(small.folder))
-    assert found.num_hidden_layers == min(layers, 2)
-    assert found.head_dim % 2 == 0
-    assert found.head_dim <= head
-    assert (found.num_key_value_heads == 1) == (groups == 1) or ratio == 1
+    small_config = models.read_config(str(small.folder))
+    assert small_config.num_hidden_layers == min(layers, 2)
+    assert small_config.head_dim % 2 == 0
+    assert small_config.head_dim <= head
+    assert (small_config.num_key_value_heads == 1) == (groups == 1) or ratio == 1
     if groups > 1:
-        assert found.num_attention_heads // found.num_key_value_heads == ratio
+        assert small_config.num_attention_heads // small_config.num_key_value_heads == ratio
     assert not [said for said in small.not_shown if said.startswith(("nothing more", "that it runs", "some kinds"))]

@@ -298,14 +298,14 @@ def project(folder: Path, **files: str) -> list[str]:
 
 def left(folder: Path) -> list[object]:
     """What is in its folder for temporary files, and processes that have it in their environment."""
-    found: list[object] = [path for path in (folder / "tmp").iterdir() if path.name.startswith("accel-fsdp")]
+    left: list[object] = [path for path in (folder / "tmp").iterdir() if path.name.startswith("accel-fsdp")]
     for process in psutil.process_iter():
         try:
             if process.environ().get("TMPDIR") == str(folder / "tmp") and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                left.append(process)
         except (psutil.Error, OSError):
             continue
-    return found
+    return left
 
 
 def environment(folder: Path) -> dict[str, str]:

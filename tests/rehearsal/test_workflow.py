@@ -21,8 +21,8 @@ INSTALLED = [
 def workflow() -> dict[str, Any]:
     """The YAML of the page that has jobs."""
     blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs/rehearse.md").read_text(), flags=re.DOTALL)
-    (found,) = [block for block in map(yaml.safe_load, blocks) if "jobs" in block]
-    return dict(found)
+    (workflow,) = [block for block in map(yaml.safe_load, blocks) if "jobs" in block]
+    return dict(workflow)
 
 
 def in_clean_clone(folder: Path, **texts: str) -> Finished:

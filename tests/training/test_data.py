@@ -30,8 +30,8 @@ def write(path: Path, *rows: object) -> Path:
 
 def tokens_of(path: Path, tokenizer: PreTrainedTokenizerBase, **flags: Any) -> tuple[Dataset, str]:
     options = DataArguments(str(path), **{"max_length": 256, **flags})
-    found, summary = tokenizing.tokenize(load.split(load.load(str(path)), "train"), tokenizer, options)
-    return found, str(summary)
+    tokenized, summary = tokenizing.tokenize(load.split(load.load(str(path)), "train"), tokenizer, options)
+    return tokenized, str(summary)
 
 
 def texts_of(path: Path, tokenizer: PreTrainedTokenizerBase, **flags: Any) -> list[str]:

@@ -47,9 +47,7 @@ def losses_one_by_one(model_folder: Path, path: Path) -> list[float]:
     documents = []
     for line in path.read_text().splitlines():
         text = "".join(f"<|im_start|>{t['role']}\n{t['content']}<|im_end|>\n" for t in json.loads(line)["messages"])
-        spoken = [
-            found.span(1) for found in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.DOTALL)
-        ]
+        spoken = [turn.span(1) for turn in re.finditer(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", text, re.DOTALL)]
         encoded = tokenizer(text, return_offsets_mapping=True)
         inside = [any(start <= a and b <= end for start, end in spoken) for a, b in encoded["offset_mapping"]]
         documents.append((torch.tensor(encoded["input_ids"]), torch.tensor(inside)))

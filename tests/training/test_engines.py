@@ -82,8 +82,8 @@ def noted(folder: Path, name: str, rank: int = 0) -> dict:
 def said_of(finished: Finished, job: str, pattern: str) -> str:
     """What a job of `probe.py` said, by a pattern with one group."""
     own = finished.output.partition(f"\njob {job}\n")[2].partition("\njob ")[0]
-    found = re.search(pattern, own)
-    return found[1] if found else ""
+    match = re.search(pattern, own)
+    return match[1] if match else ""
 
 
 @pytest.fixture(scope="module")
@@ -236,10 +236,10 @@ def assert_exports_moments(run_folder: Path, out: Path, reference: Reference) ->
     """Those of ZeRO's flat partitions, each under its parameter's name."""
     options = exporter.ExportCommand(run_folder, out, with_optimizer=True, verify="bytes", no_sync=True)
     assert exporter.run(options) == 0
-    found = load_file(out / "optimizer.safetensors")
-    assert found.keys() == reference.moments.keys()
+    tensors = load_file(out / "optimizer.safetensors")
+    assert tensors.keys() == reference.moments.keys()
     for name, moment in reference.moments.items():
-        torch.testing.assert_close(found[name], moment, rtol=1e-3, atol=1e-3 * moment.abs().max().item())
+        torch.testing.assert_close(tensors[name], moment, rtol=1e-3, atol=1e-3 * moment.abs().max().item())
 
 
 def assert_takes_what_is_predicted(checkpoint: Path, stage: int, reference: Reference) -> None:
@@ -252,9 +252,9 @@ def assert_takes_what_is_predicted(checkpoint: Path, stage: int, reference: Refe
 
 def reported_share(output: str) -> float:
     """The share of the parameters that each rank holds, as the first run reported it."""
-    found = re.search(r"each rank holds ([\d.]+) M of ([\d.]+) M", output)
-    assert found, output
-    return float(found[1]) / float(found[2])
+    match = re.search(r"each rank holds ([\d.]+) M of ([\d.]+) M", output)
+    assert match, output
+    return float(match[1]) / float(match[2])
 
 
 def test_one_process(
@@ -431,9 +431,9 @@ def test_only_rank_0_holds_the_weights_it_reads(tiny_model: Path, text_data: Pat
     args = [*sft_args(tmp_path / "model", text_data, tmp_path / "run"), "--max_steps", "1"]
     finished = accelerate_launch(config, ROOT / "train" / "sft.py", *args)
     assert finished.code == 0, finished.output
-    found = re.search(r"peak of rank 0 ([\d.]+) ([GM]iB), of the others at most ([\d.]+) ([GM]iB)", finished.output)
-    assert found, finished.output
-    first, other = (float(found[place]) * {"GiB": GIB, "MiB": MIB}[found[place + 1]] for place in (1, 3))
+    match = re.search(r"peak of rank 0 ([\d.]+) ([GM]iB), of the others at most ([\d.]+) ([GM]iB)", finished.output)
+    assert match, finished.output
+    first, other = (float(match[place]) * {"GiB": GIB, "MiB": MIB}[match[place + 1]] for place in (1, 3))
     assert first - other > 0.5 * 4 * total  # its shards and one tensor are there too
 
 

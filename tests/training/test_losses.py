@@ -102,7 +102,7 @@ def losses_with_a_router(folder: Path, data: Path) -> list[float]:
     texts = [json.loads(line)["text"] for line in data.read_text().splitlines()]
     rows = [torch.tensor([*tokenizer(text)["input_ids"], tokenizer.eos_token_id]) for text in texts]
     optimizer = torch.optim.SGD(model.parameters(), lr=SGD_LEARNING_RATE)
-    found = []
+    losses_seen = []
     for step in range(STEPS):
         batches = [rows[start : start + PER_RANK] for start in range(step * 4, step * 4 + 4, PER_RANK)]
         tokens = sum(len(row) - 1 for batch in batches for row in batch)
@@ -117,8 +117,8 @@ def losses_with_a_router(folder: Path, data: Path) -> list[float]:
         optimizer.zero_grad()
         (lost / tokens + routed).backward()
         optimizer.step()
-        found.append((lost / tokens + routed).item())
-    return found
+        losses_seen.append((lost / tokens + routed).item())
+    return losses_seen
 
 
 def test_the_models_own_loss_is_compared_before_it_is_scaled_by_the_ranks(

@@ -57,9 +57,9 @@ def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
 
 def tokens_of(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **flags: Any) -> Dataset:
     options = DataArguments("rows", max_length=4096, **flags)
-    found = tokenizing.tokenize(Dataset.from_list(rows), tokenizer, options)[0]
-    assert isinstance(found, Dataset)
-    return found
+    tokenized = tokenizing.tokenize(Dataset.from_list(rows), tokenizer, options)[0]
+    assert isinstance(tokenized, Dataset)
+    return tokenized
 
 
 def trained(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -79,8 +79,8 @@ def test_exactly_the_assistants_text_and_its_end_token_are_trained(template: str
         turns("Is it sharded?\n", "Yes:\n\n- all of it, naïve 😀 too\n", "assistant\nSure?", "No.", system="Be brief."),
         turns("Q", "\n\nA new line first", "again", "x"),
     ]
-    found = tokens_of([{"messages": row} for row in rows], made, assistant_only_loss=True)
-    for row, encoded in zip(rows, found, strict=True):
+    tokens = tokens_of([{"messages": row} for row in rows], made, assistant_only_loss=True)
+    for row, encoded in zip(rows, tokens, strict=True):
         spoken = [turn["content"] for turn in row if turn["role"] == "assistant"]
         end = END[template]
         shown = trained(encoded, made)
@@ -95,8 +95,8 @@ def test_exactly_the_assistants_text_and_its_end_token_are_trained(template: str
 def test_any_text_is_masked_exactly(template: str, texts: list[str], tokenizer: Made) -> None:
     made = tokenizer(template)
     rows = [{"messages": turns(*[part for text in texts for part in ("Why?", text)])}]
-    found = tokens_of(rows, made, assistant_only_loss=True)
-    shown = [text.removesuffix(END[template]).strip() for text in trained(found[0], made)]
+    tokens = tokens_of(rows, made, assistant_only_loss=True)
+    shown = [text.removesuffix(END[template]).strip() for text in trained(tokens[0], made)]
     assert shown == [text.strip() for text in texts]
 
 

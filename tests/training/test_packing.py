@@ -46,9 +46,9 @@ def packed(tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, packing.Packed]
     rows = Dataset.from_dict({"messages": short})
     flags = {"max_length": LIMIT, "assistant_only_loss": True, "truncation_mode": "keep_end"}
     alone = tokenizing.tokenize(rows, tokenizer, DataArguments("chats", **flags))[0]
-    found = tokenizing.tokenize(rows, tokenizer, DataArguments("chats", packing=True, **flags))[0]
-    assert isinstance(found, packing.Packed)
-    return alone, found
+    packed = tokenizing.tokenize(rows, tokenizer, DataArguments("chats", packing=True, **flags))[0]
+    assert isinstance(packed, packing.Packed)
+    return alone, packed
 
 
 def slow_best_fit(lengths: list[int], limit: int) -> list[list[int]]:
@@ -66,9 +66,9 @@ def slow_best_fit(lengths: list[int], limit: int) -> list[list[int]]:
 
 @given(lengths=st.lists(st.integers(1, 50), min_size=1, max_size=60), limit=st.integers(50, 90))
 def test_documents_are_packed_whole_by_best_fit_decreasing(lengths: list[int], limit: int) -> None:
-    found = packing.best_fit(np.asarray(lengths), limit)
-    filled = [sum(lengths[document] for document in row) for row in found]
-    assert sorted(document for row in found for document in row) == list(range(len(lengths)))
+    bins = packing.best_fit(np.asarray(lengths), limit)
+    filled = [sum(lengths[document] for document in row) for row in bins]
+    assert sorted(document for row in bins for document in row) == list(range(len(lengths)))
     assert max(filled) <= limit
     assert sorted(filled) == sorted(sum(lengths[document] for document in row) for row in slow_best_fit(lengths, limit))
 
@@ -160,7 +160,7 @@ def test_padding_is_reported_before_and_after(tokenizer: PreTrainedTokenizerBase
     """Lengths 8, 8, 2, 2, ... in batches of two, whatever the order: padding only where an 8 meets a 2."""
     rows = Dataset.from_dict({"text": ["a" * 7, "b"] * 20})
     lengths = [len(tokenizer(text)["input_ids"]) + 1 for text in rows["text"]]
-    found, summary = tokenizing.tokenize(rows, tokenizer, DataArguments("x", max_length=20, packing=True), 2)
+    packed, summary = tokenizing.tokenize(rows, tokenizer, DataArguments("x", max_length=20, packing=True), 2)
     mixed = [
         [sum(max(pair) * 2 for pair in pairs)]
         for pairs in [[(max(lengths), min(lengths))] * 20, [(max(lengths),) * 2] * 10 + [(min(lengths),) * 2] * 10]
@@ -169,7 +169,7 @@ def test_padding_is_reported_before_and_after(tokenizer: PreTrainedTokenizerBase
     before, after = (float(part.rstrip("%")) / 100 for part in str(summary).partition("padding ")[2].split(" -> "))
     assert best < before < worst
     assert after < before / 2
-    assert f"packed into {len(found)}" in str(summary)
+    assert f"packed into {len(packed)}" in str(summary)
 
 
 def test_a_batch_without_a_token_to_train_is_an_error() -> None:
@@ -193,10 +193,10 @@ def test_a_stream_is_packed_in_windows(tokenizer: PreTrainedTokenizerBase, tmp_p
     path.write_text("".join(f'{{"text": "{"word " * (n + 1)}"}}\n' for n in range(10)))
     rows = load.split(load.load(str(path), streaming=True), "train")
     options = DataArguments(str(path), max_length=40, packing=True, streaming=True, streaming_buffer=20)
-    found = list(tokenizing.stream(rows, tokenizer, options, seed=0).take(12))
+    stream_rows = list(tokenizing.stream(rows, tokenizer, options, seed=0).take(12))
     lengths = [len(tokenizer("word " * (n + 1))["input_ids"]) + 1 for n in range(10)]
     documents = []
-    for row in found:
+    for row in stream_rows:
         starts = [*np.flatnonzero(np.asarray(row["position_ids"]) == 0).tolist(), len(row["input_ids"])]
         documents += np.diff(starts).tolist()
         assert starts[-1] <= 40

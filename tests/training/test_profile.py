@@ -98,10 +98,10 @@ def test_each_step_and_rank_has_a_trace_with_the_units(runs: tuple[Path, str]) -
     forward = ["embedding", *layers, "head and loss"]
     units = [f"forward {event}" for event in forward] + [f"backward {event}" for event in reversed(forward)]
     for name in sorted(traces):
-        found = ranges(folder / "fsdp2" / "profile" / name)
-        titles = [finding["name"] for finding in found]
+        spans = ranges(folder / "fsdp2" / "profile" / name)
+        titles = [finding["name"] for finding in spans]
         assert titles == ["start", *units, "update gradient norm", "update optimizer", "rest clearing gradients"]
-        assert all(span["ts"] + span["dur"] == pytest.approx(after["ts"]) for span, after in pairwise(found))
+        assert all(span["ts"] + span["dur"] == pytest.approx(after["ts"]) for span, after in pairwise(spans))
     lora = [span["name"] for span in ranges(folder / "lora" / "profile" / "trace-step3-rank1.json.gz")]
     assert lora.count("forward embedding") == 2
     assert lora.count("backward base_model.model.model.layers.1") == 2
@@ -160,11 +160,11 @@ def kept_by_a_layer(model: Path, rows: int, length: int) -> int:
 
 def test_a_layer_leaves_what_autograd_saves(runs: tuple[Path, str], model: Path) -> None:
     """Under FSDP1, where its weights are gathered and freed within the same stretch."""
-    found = numbers(runs[0] / "fsdp1")
-    ((rows, length),) = found["batches"]
+    report = numbers(runs[0] / "fsdp1")
+    ((rows, length),) = report["batches"]
     forward = next(
         stretch
-        for stretch in found["stretches"]
+        for stretch in report["stretches"]
         if (stretch["phase"], stretch["name"]) == ("forward", "model.layers.1")
     )
     left = forward["after_bytes"]["measured"] - forward["before_bytes"]["measured"]
@@ -195,11 +195,11 @@ def test_each_unit_sends_its_shard_as_often_as_the_engine_gathers_it(name: str, 
 
 def test_memory_is_as_predicted_unit_by_unit(runs: tuple[Path, str]) -> None:
     """Above what lives between steps; several jobs in one process leave something of each other."""
-    found = numbers(runs[0] / "fsdp1")
-    extra = found["between"]["measured"] - found["between"]["predicted"]
-    highest = found["highest"]
+    report = numbers(runs[0] / "fsdp1")
+    extra = report["between"]["measured"] - report["between"]["predicted"]
+    highest = report["highest"]
     assert highest["measured"] - extra == pytest.approx(highest["predicted"], rel=CLOSE)
-    compared = [stretch for stretch in found["stretches"] if stretch["peak_bytes"]["predicted"] is not None]
+    compared = [stretch for stretch in report["stretches"] if stretch["peak_bytes"]["predicted"] is not None]
     assert len(compared) == 2 * LAYERS + 5
     for row in compared:
         for size in (row["peak_bytes"], row["after_bytes"]):
@@ -237,27 +237,27 @@ class Page(HTMLParser):
 @pytest.mark.parametrize("name", ["fsdp2", "lora"])
 def test_the_page_stands_alone_and_has_the_numbers(name: str, runs: tuple[Path, str]) -> None:
     text = (runs[0] / name / "profile" / "step.html").read_text(encoding="utf-8")
-    page, found = Page(text), numbers(runs[0] / name)
+    page, report = Page(text), numbers(runs[0] / name)
     assert page.loads == ["data:,"]
     assert "url(" not in text
     assert "default-src 'none'" in text
     assert not re.search(r"\bnan\b|\binf\b", text.partition("</style>")[2])
-    for number in (found["highest"]["measured"], found["highest"]["predicted"], found["seconds"]["measured"]):
+    for number in (report["highest"]["measured"], report["highest"]["predicted"], report["seconds"]["measured"]):
         assert any(value == pytest.approx(number, rel=1e-8) for value in page.values)
-    for note in found["notes"]:
+    for note in report["notes"]:
         assert note.replace("'", "&#x27;") in text
 
 
 def test_the_run_says_what_differs(runs: tuple[Path, str]) -> None:
     said = runs[1].partition("\njob ")[0]
-    found = numbers(runs[0] / "fsdp2")
-    assert f"profile of step 3: {PER_RANK} x {found['batches'][0][1]} tokens on each of 2 ranks" in said
+    report = numbers(runs[0] / "fsdp2")
+    assert f"profile of step 3: {PER_RANK} x {report['batches'][0][1]} tokens on each of 2 ranks" in said
     assert re.search(r"backward of 3 x LlamaDecoderLayer +[\d.]+ MiB +[\d.]+ MiB +[\d.,]+ ms\n", said)
-    assert "No time is predicted: there is no GPU." in found["notes"]
-    assert found["seconds"]["predicted"] is None
-    shares = [difference["share"] for difference in found["differences"]]
+    assert "No time is predicted: there is no GPU." in report["notes"]
+    assert report["seconds"]["predicted"] is None
+    shares = [difference["share"] for difference in report["differences"]]
     assert shares == sorted(shares, reverse=True)
-    for difference in found["differences"][:6]:
+    for difference in report["differences"][:6]:
         assert f"{difference['what']}: {difference['text']}" in said
     assert "step.html; the traces are beside it" in said
 
@@ -269,11 +269,11 @@ def test_ddp_counts_its_buckets(model: Path, text_data: Path, tmp_path: Path) ->
     words = sft_args(model, text_data, out, "--save_strategy", "no", "--profile_steps", "3")
     finished = accelerate_launch(config, SFT, *words)
     assert finished.code == 0, finished.output
-    found = numbers(out)
-    assert found["highest"]["measured"] == pytest.approx(found["highest"]["predicted"], rel=CLOSE)
-    assert found["between"]["measured"] == pytest.approx(found["between"]["predicted"], abs=STARTED)
+    report = numbers(out)
+    assert report["highest"]["measured"] == pytest.approx(report["highest"]["predicted"], rel=CLOSE)
+    assert report["between"]["measured"] == pytest.approx(report["between"]["predicted"], abs=STARTED)
     weights = LAYERS * layer_numel() + 2 * VOCAB * HIDDEN + HIDDEN
-    (gradients,) = [row for row in found["sent"] if row["unit"] == "all gradients"]
+    (gradients,) = [row for row in report["sent"] if row["unit"] == "all gradients"]
     assert gradients["reduces"]["measured"] == 2 * weights * FLOAT * (RANKS - 1) / RANKS
 
 
@@ -292,19 +292,19 @@ def test_one_process_with_checkpointing(
     logs = [run_record.read(tmp_path / name)["log"] for name in ("run", "plain")]
     losses = [[(entry["loss"], entry["grad_norm"]) for entry in log if "loss" in entry] for log in logs]
     assert losses[0] == losses[1]
-    found = numbers(tmp_path / "run")
-    names = [f"{stretch['phase']} {stretch['name'] or stretch['unit']}" for stretch in found["stretches"]]
+    report = numbers(tmp_path / "run")
+    names = [f"{stretch['phase']} {stretch['name'] or stretch['unit']}" for stretch in report["stretches"]]
     forward = ["embedding", "model.layers.0", "model.layers.1", "head and loss"]
     units = [f"forward {event}" for event in forward] + [f"backward {event}" for event in reversed(forward)]
     assert names[1:-3] == units
     layer = next(
         stretch
-        for stretch in found["stretches"]
+        for stretch in report["stretches"]
         if stretch["name"] == "model.layers.1" and stretch["phase"] == "forward"
     )
-    ((rows, length),) = found["batches"]
+    ((rows, length),) = report["batches"]
     assert layer["after_bytes"]["measured"] - layer["before_bytes"]["measured"] < 3 * rows * length * 36 * FLOAT
-    assert found["sent"] == []
+    assert report["sent"] == []
 
 
 def test_a_resumed_run_profiles_steps_to_come(
@@ -422,10 +422,10 @@ def test_other_steps_are_refused_before_anything_is_loaded(
 
 def test_with_a_known_gpu_the_slowest_unit_is_named() -> None:
     """A step as predicted for eight H100, but for the blocks' backward, which takes half as long again."""
-    found = trace_store.find("meta-llama/Llama-3.1-8B")
-    assert found
+    stored = trace_store.find("meta-llama/Llama-3.1-8B")
+    assert stored
     recipe, layout, gpu = Recipe(rows=1, length=2048), Layout(Engine.FSDP2, 1, 8, 8), gpus.find("H100")
-    plan = by_unit.unit_steps(found[0], found[1][variant_of(recipe, "fsdp2")], recipe, layout, gpu, 0)
+    plan = by_unit.unit_steps(stored[0], stored[1][variant_of(recipe, "fsdp2")], recipe, layout, gpu, 0)
     before, stretches = plan.between_bytes, []
     for number, stretch in enumerate(plan.stretches):
         place = Mark(number, stretch.micro_batch, stretch.phase, stretch.unit, "", stretch.layer)
@@ -458,10 +458,10 @@ def test_what_layers_leave_is_said_of_one_micro_batch() -> None:
             marks += 1
     sent = (by_unit.SentUnit("Layer", 2, Traffic(), Traffic()),)
     known = step_report.Known(by_unit.UnitSteps(0, tuple(plan), sent), "", None, True, 1, [], [], own_engine=False)
-    found = step_report.compare(1, [(1, 8)] * 3, StepTrace(tuple(stretches), (), ()), known)
-    (left,) = [difference for difference in found.differences if "leaves" in difference.text]
+    comparison = step_report.compare(1, [(1, 8)] * 3, StepTrace(tuple(stretches), (), ()), known)
+    (left,) = [difference for difference in comparison.differences if "leaves" in difference.text]
     assert left.text.startswith("forward of 2 x Layer leaves 3.91 KiB")
-    assert [row.name for row in found.rows] == ["forward of 6 x Layer"]
+    assert [row.name for row in comparison.rows] == ["forward of 6 x Layer"]
 
 
 def memory(when: float, size: int, place: int, tid: int = 1, total: int = 0, device: tuple[int, int] = (0, -1)) -> Any:
@@ -483,11 +483,11 @@ def test_a_gpu_is_measured_by_its_allocator_and_its_clock() -> None:
     events += [memory(4, 4096, 8, total=5632, device=own), memory(5, -4096, 8, total=1536, device=own)]
     events += [memory(5, 4096, 8, total=999999, device=other), mark(2, 6)]
     trace = {"traceEvents": [*events, {"ph": "M", "name": "thread_name"}]}
-    found = step_trace.read(trace, MARKS, before_bytes=1024, seconds=[0.5, 2.0], device=0)
-    sizes = [(stretch.before_bytes, stretch.peak_bytes, stretch.after_bytes) for stretch in found.stretches]
+    step = step_trace.read(trace, MARKS, before_bytes=1024, seconds=[0.5, 2.0], device=0)
+    sizes = [(stretch.before_bytes, stretch.peak_bytes, stretch.after_bytes) for stretch in step.stretches]
     assert sizes == [(1024, 1536, 1536), (1536, 5632, 1536)]
-    assert [stretch.seconds for stretch in found.stretches] == [0.5, 2.0]
-    drawn = step_trace.annotated(trace, found)["traceEvents"]
+    assert [stretch.seconds for stretch in step.stretches] == [0.5, 2.0]
+    drawn = step_trace.annotated(trace, step)["traceEvents"]
     assert [value["args"]["bytes"] for value in drawn if value.get("ph") == "C"] == [1536, 5632, 1536]
     assert not [value for value in drawn if str(value["name"]).startswith(step_trace.MARK)]
 
@@ -499,7 +499,7 @@ def test_what_gloo_allocates_is_told_apart() -> None:
     events = [mark(0, 0), mark(1, 1), memory(2, 100, 1), gloo, call, memory(3.5, 40, 2), memory(3.6, 30, 3, tid=2)]
     events += [memory(3.7, -30, 3, tid=2), memory(4, -40, 2, tid=2), memory(5.5, -100, 1), memory(5.6, -10, 99)]
     events += [mark(2, 6)]
-    found = step_trace.read({"traceEvents": events}, MARKS, before_bytes=1000, seconds=None, device=-1)
-    assert (found.stretches[1].peak_bytes, found.stretches[1].after_bytes) == (1100, 990)
-    assert found.backend_bytes == 70
-    assert found.stretches[1].seconds == pytest.approx(5e-6)
+    step = step_trace.read({"traceEvents": events}, MARKS, before_bytes=1000, seconds=None, device=-1)
+    assert (step.stretches[1].peak_bytes, step.stretches[1].after_bytes) == (1100, 990)
+    assert step.backend_bytes == 70
+    assert step.stretches[1].seconds == pytest.approx(5e-6)

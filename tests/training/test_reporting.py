@@ -42,9 +42,9 @@ SHARDED = Layout(Engine.FSDP2, 1, 8, 8)
 
 
 def llama(**recipe: object) -> run_plan.Forecast:
-    found = trace_store.find(LLAMA)
-    assert found
-    return run_plan.Forecast(Job(SHARDED, Recipe(**recipe), model=LLAMA), *found)  # type: ignore[arg-type]
+    stored = trace_store.find(LLAMA)
+    assert stored
+    return run_plan.Forecast(Job(SHARDED, Recipe(**recipe), model=LLAMA), *stored)  # type: ignore[arg-type]
 
 
 def test_mfu_follows_the_rule_of_six() -> None:
@@ -59,17 +59,17 @@ def test_mfu_follows_the_rule_of_six() -> None:
 def test_advice_frees_what_the_plan_then_says_less() -> None:
     forecast = llama(rows=4, length=4096)
     now = forecast.peak_bytes(4, 4096, None)
-    found = {
+    savings = {
         each.change: each.freed_bytes
         for each in smaller.savings(forecast.shape, forecast.tapes, Job(SHARDED, forecast.job.recipe))
     }
-    halved = found["--per_device_train_batch_size 2 --gradient_accumulation_steps 2"]
+    halved = savings["--per_device_train_batch_size 2 --gradient_accumulation_steps 2"]
     fewer = llama(rows=2, length=4096, accumulation=2).peak_bytes(2, 4096, None)
     assert halved == now - fewer
-    assert found["--max_length 2048"] > 0
-    assert found["fsdp_activation_checkpointing: true in the YAML"] > halved
-    assert "fsdp_reshard_after_forward: true in the YAML" not in found  # it is on
-    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert savings["--max_length 2048"] > 0
+    assert savings["fsdp_activation_checkpointing: true in the YAML"] > halved
+    assert "fsdp_reshard_after_forward: true in the YAML" not in savings  # it is on
+    assert list(savings.values()) == sorted(savings.values(), reverse=True)
 
 
 def test_tokens_are_counted_without_padding_and_documents_apart() -> None:
@@ -278,11 +278,11 @@ def test_the_best_model_is_read_as_it_was_stored(tiny_model: Path, text_data: Pa
 def assert_on_the_board(folder: Path, account: dict) -> None:
     """TensorBoard has what was printed."""
     [events] = folder.rglob("events.out.*")
-    found = EventAccumulator(str(events)).Reload()
+    accumulator = EventAccumulator(str(events)).Reload()
     for name, tag in (("loss", "train/loss"), ("tokens_per_second", "train/tokens_per_second")):
         logged = [entry[name] for entry in account["log"] if name in entry]
-        assert [event.value for event in found.Scalars(tag)] == pytest.approx(logged)
-    assert found.Scalars("train/peak_host_memory_gib")
+        assert [event.value for event in accumulator.Scalars(tag)] == pytest.approx(logged)
+    assert accumulator.Scalars("train/peak_host_memory_gib")
 
 
 def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Path, data: Path, steps: int) -> None:

@@ -330,8 +330,8 @@ def test_a_marker_that_is_cut_or_odd_is_damaged_and_not_none(text: str, tmp_path
     assert "damaged" in choice.skipped[folder]
     with pytest.raises(UserError, match="damaged"):
         marker.read(folder)
-    found, passed = discover.find(tmp_path)
-    assert found.folder == older
+    location, passed = discover.find(tmp_path)
+    assert location.folder == older
     assert "marker" in str(passed[0])
 
 

@@ -155,6 +155,6 @@ def test_weights_of_other_names_in_files_are_loaded(
 
 
 def assert_same(first: Path, other: Path) -> None:
-    found, expected = (load_file(folder / "model.safetensors") for folder in (first, other))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    saved, expected = (load_file(folder / "model.safetensors") for folder in (first, other))
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name], expected[name]) for name in saved)

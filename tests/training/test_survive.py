@@ -68,8 +68,8 @@ def expected_lora(tiny_model: Path, rows: Path, tmp_path_factory: pytest.TempPat
 def stored_moments(checkpoint: Path, folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     """The optimizer's state as torch reads it from a sharded checkpoint, in this one process."""
     dcp_to_torch_save(checkpoint / "optimizer_0", folder / "stored.pt")
-    found = torch.load(folder / "stored.pt", weights_only=True)["optimizer"]["state"]
-    return {name: state for name, state in found.items() if state}
+    states = torch.load(folder / "stored.pt", weights_only=True)["optimizer"]["state"]
+    return {name: state for name, state in states.items() if state}
 
 
 def assert_resumes(

@@ -311,6 +311,6 @@ def test_the_scripts_of_the_reports_show_it(title: str, tmp_path: Path) -> None:
     script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{code}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run([*launcher, script])
-    found = [float(line.split()[-1]) for line in done.output.splitlines() if line.startswith(("tp ", "63 ", "64 "))]
-    pairs = [found[place : place + 2] for place in range(0, len(found), 2)]
+    printed = [float(line.split()[-1]) for line in done.output.splitlines() if line.startswith(("tp ", "63 ", "64 "))]
+    pairs = [printed[place : place + 2] for place in range(0, len(printed), 2)]
     assert [place for place, (first, two) in enumerate(pairs) if abs(first - two) > 1e-3] == [SHOWN[title]], done.output

@@ -30,8 +30,8 @@ def test_the_advice_is_what_plan_says_of_the_yaml_that_follows_it(
         model, machine_facts, Layout(Engine.FSDP2, 1, machine_facts.count * count, machine_facts.count)
     )
     assert problem is not None
-    found = advice.advise(problem)
-    assert (found.recipe.recomputes, found.layout.offload, found.fits) == (checkpointing, offload, True)
+    advised = advice.advise(problem)
+    assert (advised.recipe.recomputes, advised.layout.offload, advised.fits) == (checkpointing, offload, True)
     path, number = tmp_path / "fsdp.yaml", str(count)
     switched = {True: "true", False: "false"}
     config = ("config", "--yes", "-o", path, "--model", model, "--gpus", machine, "--num-machines", number)
@@ -40,7 +40,7 @@ def test_the_advice_is_what_plan_says_of_the_yaml_that_follows_it(
     assert accel_fsdp(*config, *where, *how).code == 0
     judged = accel_fsdp("plan", "--config", path, "--model", model, "--gpus", machine, "--nodes", number, "--json")
     row = json.loads(judged.output)["strategies"][0]
-    assert (row["fits"], row["peak_bytes"]) == ("yes", found.prediction.peak.total)
+    assert (row["fits"], row["peak_bytes"]) == ("yes", advised.prediction.peak.total)
 
 
 @pytest.mark.parametrize(("method", "verdict"), [("full", "no"), ("qlora", "yes")])
@@ -48,10 +48,10 @@ def test_what_does_not_fit_is_said(method: Method, verdict: str) -> None:
     machine_facts, _ = machines.parse("1xA100-80GB")
     problem = advice.problem_of("meta-llama/Llama-3.1-70B", machine_facts, Layout.alone(), method)
     assert problem is not None
-    found = advice.advise(problem)
-    assert found.verdict == verdict
-    assert found.words.startswith(f"needs {found.device.needed / GIB:,.1f} of 79.2 GiB")
-    assert not found.layout.offload  # one GPU has nobody to shard with
+    advised = advice.advise(problem)
+    assert advised.verdict == verdict
+    assert advised.words.startswith(f"needs {advised.device.needed / GIB:,.1f} of 79.2 GiB")
+    assert not advised.layout.offload  # one GPU has nobody to shard with
 
 
 def test_there_is_no_advice_without_the_model_or_the_gpu() -> None:

@@ -196,8 +196,8 @@ class Review:
         return shown if shown != before else self.settled(before)
 
     def rows(self) -> dict[str, str]:
-        found = (re.match(r"[ »]+([a-z][a-z _]+?) {2,}(\S+)", line) for line in self.screen.display)
-        return {match[1].replace(" ", "_"): match[2].lower() for match in found if match}
+        matches = (re.match(r"[ »]+([a-z][a-z _]+?) {2,}(\S+)", line) for line in self.screen.display)
+        return {match[1].replace(" ", "_"): match[2].lower() for match in matches if match}
 
     def write(self) -> None:
         self.child.send(screens.ENTER)
@@ -239,7 +239,7 @@ def test_what_is_written_is_what_was_settled(engine: str, value: Any, data: st.D
     path.write_text(yaml.safe_dump(with_value(engine, value, key)))
     wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA)
     text = path.read_text()
-    wrong = [found for found in linter.lint(path, linter.LintOptions()) if found.code.startswith("AF2")]
+    wrong = [finding for finding in linter.lint(path, linter.LintOptions()) if finding.code.startswith("AF2")]
     assert wrong == [], (engine, key, value)
     wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA)
     assert path.read_text() == text
