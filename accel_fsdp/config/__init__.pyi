@@ -1,5 +1,6 @@
 from . import header as header
 from . import schema as schema
+from . import yaml_checks as yaml_checks
 from . import yaml_edit as yaml_edit
 from . import yaml_file as yaml_file
 from .cluster_engines import CLUSTER_ENGINES as CLUSTER_ENGINES

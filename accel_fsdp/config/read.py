@@ -6,14 +6,11 @@ from typing import Any, TypeAlias
 
 import yaml
 
-from accel_fsdp.config import yaml_file
+from accel_fsdp.config import yaml_checks, yaml_file
 from accel_fsdp.config.job_config import JobConfig
 from accel_fsdp.errors import UsageError
 
 LONGEST_PATH = 4096
-MOST_VALUES = 10_000
-"""The most values in one YAML with all aliases expanded: Accelerate and messages turn values into text."""
-
 
 ReadConfig: TypeAlias = tuple[JobConfig, Any]
 """The configuration, and the ruamel.yaml document for lines and edits."""
@@ -26,29 +23,20 @@ def read_config(path: Path, doubled: bool = False) -> ReadConfig:
     """
     document = yaml_file.load(path, doubled)
     try:
-        values = json.loads(document.source) if document.is_json else yaml.safe_load(document.source)
-    except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+        values = json.loads(document.source) if document.is_json else yaml_checks.plain_values(document.source, path)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         kind = "not JSON, which Accelerate reads from a file of that name: " if document.is_json else ""
-        raise unreadable(path, kind + str(error).splitlines()[0]) from error
+        raise unreadable(path, kind + _problem(error)) from error
     if not isinstance(values, dict):
         raise unreadable(path, "it holds no keys for PyYAML")
-    if _expanded(values, frozenset()) > MOST_VALUES:
-        raise unreadable(path, "written out, its aliases make more values than any config has")
     twice = yaml_file.doubled_keys(document.source) if doubled else {}
     return JobConfig(values, document.source, _absent(values, path), twice), document
 
 
-def _expanded(value: Any, above: frozenset[int], sizes: dict[int, int] | None = None) -> int:
-    """The number of values once each alias is expanded; infinite where one holds itself."""
-    sizes = {} if sizes is None else sizes
-    if id(value) in above:
-        return MOST_VALUES + 1
-    if not isinstance(value, dict | list | tuple | set):
-        return 1
-    if id(value) not in sizes:
-        inner = value.values() if isinstance(value, dict) else value
-        sizes[id(value)] = 1 + sum(_expanded(item, above | {id(value)}, sizes) for item in inner)
-    return sizes[id(value)]
+def _problem(error: Exception) -> str:
+    """The first line of a parser's message, with the line of the file if it is known."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    return (f"line {mark.line + 1}: " if mark else "") + str(error).splitlines()[0]
 
 
 def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:

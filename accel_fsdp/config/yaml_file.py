@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.config import yaml_checks
 from accel_fsdp.errors import UsageError
 from accel_fsdp.units import MIB, gib_or_mib
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
 STDIN = "-"
 """The name under which a command reads its standard input."""
 DEEPEST = 100
-LONGEST_NUMBER = 1_000
-"""Characters of a number: Python converts 4,300 digits at most, and needs a minute for 100,000 parts in base 60."""
 LARGEST = MIB
 """Bytes of a YAML; ruamel.yaml needs a minute for ten times as many."""
 
@@ -122,21 +121,9 @@ def _text(path: Path) -> str:
             why="an Accelerate YAML has two levels, and a parser takes minutes for thousands",
             fix="give the YAML that accelerate launch --config_file takes",
         )
-    check_numbers(text, path)
+    yaml_checks.check_printable(text, path)
+    yaml_checks.check_text(text, path)
     return text
-
-
-def check_numbers(text: str, path: Path) -> None:
-    """Refuses a number of absurd length, before a parser converts it."""
-    if match := re.search(rf"(?<![\w:.])\d[\da-fx:_.]{{{LONGEST_NUMBER},}}", text, re.IGNORECASE):
-        *lines, line = text[: match.start()].split("\n")
-        key = re.search(r"([\w.-]+)['\"]?\s*:[^:]*$", line)
-        place = f"{path}:{len(lines) + 1}: {key[1]}" if key else f"{path}:{len(lines) + 1}"
-        raise UsageError(
-            f"{place}: a number of more than {LONGEST_NUMBER:,} characters",
-            why="no setting has such a value, and a parser refuses it, or takes minutes for it",
-            fix="correct that line",
-        )
 
 
 def _depth(text: str) -> int:
@@ -185,7 +172,10 @@ def load(path: Path, doubled: bool = False) -> Any:
             why="Accelerate takes the last one silently, and other readers refuse the file",
             fix="remove all but one",
         ) from error
-    except (YAMLError, ValueError, TypeError, IndexError, RecursionError) as error:  # IndexError: the number -_
+    except (YAMLError, RecursionError, *yaml_checks.NO_VALUE) as error:
+        if not isinstance(error, YAMLError | RecursionError):
+            parser = _round_trip()
+            yaml_checks.refuse_scalar(path, parser.compose(text), parser.constructor.construct_object)
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or getattr(error, "reason", "not YAML")

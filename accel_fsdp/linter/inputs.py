@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from accel_fsdp import flag_words
-from accel_fsdp.config import DEFAULT_PORT, ReadConfig, read_config, yaml_file
+from accel_fsdp.config import DEFAULT_PORT, ReadConfig, read_config, yaml_checks, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.linter.flags import Sources
@@ -169,15 +169,16 @@ def _script_in(words: list[str]) -> str:
 
 
 def _arguments(path: Path, text: str) -> dict[str, Any]:
-    yaml_file.check_numbers(text, path)
+    yaml_checks.check_text(text, path)
     try:
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = json.loads(text) if path.suffix == ".json" else yaml_checks.plain_values(text, path)
     except (yaml.YAMLError, ValueError, RecursionError):
         content = None
     if isinstance(content, dict):
         return {str(key): value for key, value in content.items()}
     words = command_words(text)
     if not any(word.startswith("--") or word.endswith((".py", ".sh")) for word in words) and not launcher_of(words):
+        yaml_checks.check_printable(text, path)
         raise UsageError(
             f"cannot read {path}: neither a mapping nor a command line", why=NO_ARGUMENTS, fix=GIVE_ARGUMENTS
         )
