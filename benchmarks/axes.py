@@ -111,7 +111,7 @@ def held(ranks: int, folder: Path) -> dict[str, dict[str, dict[str, int]]]:
     }
     words = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(TESTS / "held_axes.py")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(TESTS.parent)}
-    return _told("HELD", [*words, json.dumps(asked), str(folder)], environment)
+    return _reported("HELD", [*words, json.dumps(asked), str(folder)], environment)
 
 
 def resting(kind: str, mesh: str) -> dict[str, int]:
@@ -124,7 +124,7 @@ def resting(kind: str, mesh: str) -> dict[str, int]:
     return {"parameters": stored, "optimizer": optimizer}
 
 
-def _told(word: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> Any:
+def _reported(word: str, words: Sequence[str], environment: Mapping[str, str] | None = None) -> Any:
     """What a Python program prints as JSON after this word."""
     finished = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=False, env=environment)
     lines = [line for line in finished.stdout.splitlines() if f"{word} " in line]
@@ -135,7 +135,9 @@ def _told(word: str, words: Sequence[str], environment: Mapping[str, str] | None
 
 def measured(asked: Sequence[dict[str, Any]], folder: Path) -> list[dict[str, int]]:
     """What one rank held in each setting."""
-    tracked: list[dict[str, int]] = _told("TRACKED", [str(TESTS / "tracked_axes.py"), json.dumps(asked), str(folder)])
+    tracked: list[dict[str, int]] = _reported(
+        "TRACKED", [str(TESTS / "tracked_axes.py"), json.dumps(asked), str(folder)]
+    )
     return tracked
 
 
@@ -148,11 +150,11 @@ def predicted(setting: dict[str, Any]) -> dict[str, int]:
     layout, options = layout_of(setting["mesh"]), dict(setting["config"])
     config = AutoConfig.for_model(options.pop("model_type"), **options)
     shape, tapes = tapes_of(setting["model"], config, variant_for(recipe, layout))
-    made = step.predict(shape, tapes, recipe, layout)
+    prediction = step.predict(shape, tapes, recipe, layout)
     return {
-        "parameters": made.moments[0].live[PARAMETERS],
-        "gradients": made.moments[-1].live[GRADIENTS],
-        "peak": max(moment.total - moment.live[OPTIMIZER] for moment in made.moments[:-1]),
+        "parameters": prediction.moments[0].live[PARAMETERS],
+        "gradients": prediction.moments[-1].live[GRADIENTS],
+        "peak": max(moment.total - moment.live[OPTIMIZER] for moment in prediction.moments[:-1]),
     }
 
 
@@ -242,9 +244,9 @@ def published() -> Iterator[str]:
         gpu, recipe = gpus.find(row["gpu"]), row["recipe"]
         layout = Layout(Engine.FSDP2, 1, divided * tensor, 8, tensor=tensor, experts=experts)
         shape, tapes = _recorded(row, variant_for(recipe, layout))
-        made = step.predict(shape, tapes, recipe, layout, capacity.workspace_bytes(gpu)).peak.total / GIB
+        prediction = step.predict(shape, tapes, recipe, layout, capacity.workspace_bytes(gpu)).peak.total / GIB
         speed = step_time(shape, recipe, layout, gpu).tokens_per_s_per_gpu
-        memory = f"{made:.1f} of {row['gib']:.1f} ({made / row['gib'] - 1:+.0%})" if "gib" in row else "-"
+        memory = f"{prediction:.1f} of {row['gib']:.1f} ({prediction / row['gib'] - 1:+.0%})" if "gib" in row else "-"
         pace = f"{speed:,.0f} of {row['tokens']:,.0f} ({speed / row['tokens'] - 1:+.0%})" if "tokens" in row else "-"
         mesh = f"tp {tensor} x fsdp {divided}" if experts == 1 else f"fsdp {divided}, ep {experts}"
         yield f"| {row['id']} | {mesh} | {memory} | {pace} |"

@@ -67,7 +67,7 @@ def _resident(process: psutil.Popen) -> int:
     return total
 
 
-def made(folder: Path, size_gb: float, ranks: int) -> Path:
+def write_run(folder: Path, size_gb: float, ranks: int) -> Path:
     """The inner folder of a checkpoint, made by a process of its own."""
     call = f"sharded.make(Path({str(folder)!r}), sharded.llama({size_gb}), {ranks})"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), *sys.path))}
@@ -82,7 +82,7 @@ def made(folder: Path, size_gb: float, ranks: int) -> Path:
 
 def compare(place: Path, size_gb: float, repeat: int) -> str:
     """One row: both tools on one checkpoint."""
-    inner, out = made(place / "run", size_gb, 2), place / "out"
+    inner, out = write_run(place / "run", size_gb, 2), place / "out"
     fast = ("--no-sync", "--dtype")
     merge = measured([*MERGE, inner, out], out, repeat)
     whole = measured([*EXPORT, inner, out, *fast, "float32", "--verify", "bytes"], out, repeat)
@@ -99,7 +99,7 @@ def compare(place: Path, size_gb: float, repeat: int) -> str:
 
 def durable(place: Path, size_gb: float, repeat: int) -> str:
     """What the disk takes, and how much of it the default export reaches."""
-    inner, out = made(place / "run", size_gb, 2), place / "out"
+    inner, out = write_run(place / "run", size_gb, 2), place / "out"
     count = sum(path.stat().st_size for path in inner.glob("*.distcp"))
     copy = ["dd", "if=/dev/zero", f"of={place / 'zeros'}", "bs=16M", f"count={count >> 24}", "conv=fdatasync"]
     raw, streamed, proven = [], [], []
@@ -119,7 +119,7 @@ def durable(place: Path, size_gb: float, repeat: int) -> str:
 
 def by_ranks(place: Path, size_gb: float, repeat: int) -> str:
     """The same model written by more ranks, read in turns that begin with another each time."""
-    inner, out = {ranks: made(place / f"run-{ranks}", size_gb, ranks) for ranks in RANKS}, place / "out"
+    inner, out = {ranks: write_run(place / f"run-{ranks}", size_gb, ranks) for ranks in RANKS}, place / "out"
     fast = ("--no-sync", "--dtype", "float32", "--verify", "bytes")
     runs_by_ranks: dict[int, list[Measured]] = {ranks: [] for ranks in RANKS}
     for turn in range(2 * repeat):

@@ -224,8 +224,8 @@ def json_damage(content: bytes, rng: random.Random) -> bytes:
         value = mutate(value, rng)
     if isinstance(value, dict) and not head and rng.random() < 0.15:
         value |= AUTO_MAP
-    made = json.dumps(value).encode()
-    return len(made).to_bytes(8, "little") + made + tail if head else made
+    encoded = json.dumps(value).encode()
+    return len(encoded).to_bytes(8, "little") + encoded + tail if head else encoded
 
 
 def replaced(path: Path, rng: random.Random) -> str:

@@ -156,10 +156,10 @@ def cut(shape: ModelShape, layers: int) -> ModelShape:
 def predicted(case: Case, workspace: int) -> dict[str, int]:
     """Bytes at the highest point of forward and backward together, of the optimizer step, and between steps."""
     shape, tapes = shape_and_tapes(case)
-    made = predict(shape, tapes, case.recipe, case.layout, workspace)
-    step = max(moment.total for moment in made.moments if moment.phase == "optimizer step")
-    run = max(moment.total for moment in made.moments if moment.phase != "optimizer step")
-    return {"run": run, "step": step, "steady": made.steady, "peak": made.peak.total}
+    prediction = predict(shape, tapes, case.recipe, case.layout, workspace)
+    step = max(moment.total for moment in prediction.moments if moment.phase == "optimizer step")
+    run = max(moment.total for moment in prediction.moments if moment.phase != "optimizer step")
+    return {"run": run, "step": step, "steady": prediction.steady, "peak": prediction.peak.total}
 
 
 def measure(case: Case, device: str) -> dict[str, Any]:

@@ -125,9 +125,9 @@ def results() -> Iterator[Result]:
 def result(row: dict[str, Any]) -> Result:
     """Predicts one row."""
     run = run_of(row)
-    made = run.prediction
-    steady = made.steady / row["steady_bytes"] - 1 if "steady_bytes" in row else None
-    return Result(row, made.peak.total / row["peak_bytes"] - 1, steady, made.peak.phase)
+    prediction = run.prediction
+    steady = prediction.steady / row["steady_bytes"] - 1 if "steady_bytes" in row else None
+    return Result(row, prediction.peak.total / row["peak_bytes"] - 1, steady, prediction.peak.phase)
 
 
 def run_of(row: Mapping[str, Any]) -> Run:
@@ -156,9 +156,9 @@ def _gpu(name: str) -> Gpu | None:
         return None
 
 
-def _loss(said: str | Mapping[str, str]) -> losses.Loss:
+def _loss(measured: str | Mapping[str, str]) -> losses.Loss:
     """One of the known sequences by its name, or one spelt out."""
-    known: losses.Loss = getattr(older_libraries, said) if isinstance(said, str) else losses.Loss(**said)
+    known: losses.Loss = getattr(older_libraries, measured) if isinstance(measured, str) else losses.Loss(**measured)
     return known
 
 
@@ -290,14 +290,14 @@ VERDICT_WORDS = (
 
 def verdict_table(verdicts: list[Verdict]) -> list[str]:
     """What the planner says of each group's runs, then those of which it is wrong, and those in doubt that ran out."""
-    said = ("said to fit", "in doubt", "said not to")
-    lines = [f"| rows | {' | '.join(('fitted', *said, 'ran out', *said))} |", "|---" * 9 + "|"]
+    titles = ("said to fit", "in doubt", "said not to")
+    lines = [f"| rows | {' | '.join(('fitted', *titles, 'ran out', *titles))} |", "|---" * 9 + "|"]
     for group, mine in [*_grouped(verdicts, lambda finding: (finding.row["group"],)), (("all",), verdicts)]:
         lines.append("| " + " | ".join([group[0], *_counted(mine, True), *_counted(mine, False)]) + " |")
     wrong = [finding for finding in verdicts if finding.said == ("no" if finding.fits else "yes")]
     doubted = [finding for finding in verdicts if not finding.fits and finding.said in DOUBTS]
     for title, some in (("Wrong:", wrong), ("In doubt, and ran out:", doubted)):
-        lines += ["", title, "", *(_told(result) for result in some)] if some else []
+        lines += ["", title, "", *(_line_of(result) for result in some)] if some else []
     return [*lines, "", VERDICT_WORDS, *_near(verdicts)]
 
 
@@ -310,11 +310,11 @@ def _near(verdicts: list[Verdict]) -> list[str]:
 
 def _counted(mine: list[Verdict], fits: bool) -> list[str]:
     some = [result.said for result in mine if result.fits is fits]
-    counts = [len(some), *(sum(said in kinds for said in some) for kinds in (("yes",), DOUBTS, ("no",)))]
+    counts = [len(some), *(sum(verdict in kinds for verdict in some) for kinds in (("yes",), DOUBTS, ("no",)))]
     return [str(count) for count in counts] if some else [""] * 4
 
 
-def _told(finding: Verdict) -> str:
+def _line_of(finding: Verdict) -> str:
     row, what = finding.row, "fitted" if finding.fits else "ran out of memory"
     words = [f"{row[key]}" for key in ("id", "model", "method", "engine")]
     size = f"{row['rows']} x {row['length']} on {row['gpus']} x {row['gpu']} of {row['card_gib']} GiB"

@@ -122,8 +122,8 @@ def of_others(name: str, clones: Path, limit: int) -> Judged:
         keys = config({"engine": row["engine"], "config": own})
         report = rehearsed(clones / name.replace(":", "/"), keys, row.get("arguments", []), Path(folder), limit)
     step = next((step for step in report["steps"] if not step["passed"]), None)
-    said = (step or report["steps"][-1])["said"]
-    return Judged(name, step is not None, said, " ".join([step["key"], step["line"]]) if step else "", False, False)
+    sentence = (step or report["steps"][-1])["said"]
+    return Judged(name, step is not None, sentence, " ".join([step["key"], step["line"]]) if step else "", False, False)
 
 
 def counted(outcomes: list[Judged], prefix: str) -> str:
@@ -175,8 +175,8 @@ Right scripts that fail: {sum(script.failed for script in right)} of {len(right)
         verdict = "placed" if outcome.placed else "found" if outcome.found else "**missed**"
         lines.append(f"| {title}{source} | {brief(outcome.said) if outcome.failed else 'passes'} | {verdict} |")
     for outcome in wrong:
-        cause, said = PUBLIC[outcome.name]["mistake"], brief(outcome.said) if outcome.failed else "passes"
-        lines += ["", f"Taken for right, and it is not: {outcome.name}, where {cause}. The rehearsal: {said}."]
+        cause, sentence = PUBLIC[outcome.name]["mistake"], brief(outcome.said) if outcome.failed else "passes"
+        lines += ["", f"Taken for right, and it is not: {outcome.name}, where {cause}. The rehearsal: {sentence}."]
     lines += ["", "| right script that fails | what the rehearsal says |", "|---|---|"] if alarms else []
     lines += [f"| {outcome.name} | {brief(outcome.said)} |" for outcome in alarms]
     results.keep("mistakes", lines)

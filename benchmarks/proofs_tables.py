@@ -105,12 +105,12 @@ def shown(row: Mapping[str, Any], notes: Notes) -> str:
     outcome, apart = row["outcome"], row["apart"]
     if outcome == "right":
         return f"{apart:.0e}"
-    said = first_sentence(row["said"])
+    sentence = first_sentence(row["said"])
     if outcome == "refused":
-        return "refused " + notes.mark(f"{row['by']}: {said}")
+        return "refused " + notes.mark(f"{row['by']}: {sentence}")
     if outcome == "not repeated":
         alone = f"{apart:.0e}" if row["plain"] == "right" else ""
-        return f"{alone} {notes.mark(f'not repeated: {said}')}"
+        return f"{alone} {notes.mark(f'not repeated: {sentence}')}"
     ratio = "wrong" if row["ratio"] is None else f"{row['ratio']:.4g}"
     return f"**{ratio}** {notes.mark(cause(row))}"
 

@@ -62,10 +62,10 @@ def row(name: str, report: dict[str, Any]) -> str:
     if "refused" in report:
         return f"| {name} | | | refused: {report['refused']} |"
     steps = report["steps"]
-    said = "all pass" if report["passed"] else f"**{steps[-1]['name']} failed: {steps[-1]['said']}**"
+    sentence = "all pass" if report["passed"] else f"**{steps[-1]['name']} failed: {steps[-1]['said']}**"
     launch = next((step["seconds"] for step in steps if step["name"] == "train and save"), 0.0)
     ratio = f"{report['seconds'] / launch:.1f}" if launch else ""
-    return f"| {name} | {report['seconds']:.0f} | {ratio} | {len(steps)} steps, {said} |"
+    return f"| {name} | {report['seconds']:.0f} | {ratio} | {len(steps)} steps, {sentence} |"
 
 
 def architecture(name: str, folder: Path) -> str:
@@ -73,20 +73,20 @@ def architecture(name: str, folder: Path) -> str:
     model = folder / name
     model.mkdir()
     (model / "config.json").write_text(json.dumps(json.loads(PUBLISHED.read_text())[name]))
-    classes, said, seconds = "", [], []
+    classes, sentences, seconds = "", [], []
     for version in VERSIONS:
         file = folder / f"{name}-{version}.yaml"
         wizard = ["config", "--yes", "--model", str(model), "--gpus", "8xH100-80GB", "--engine", "fsdp"]
         written = command(*wizard, "--fsdp-version", str(version), "--strategy", "1", "-o", str(file))
         if written.returncode:
-            said.append(f"**not written**: {written.stderr.strip().splitlines()[0]}")
+            sentences.append(f"**not written**: {written.stderr.strip().splitlines()[0]}")
             continue
         classes = yaml.safe_load(file.read_text())["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"]
         report = rehearsed(str(file), "--model", str(model))
         result = outcome(report)
-        said.append(result if "**" not in result or result not in said else "as under FSDP1")
+        sentences.append(result if "**" not in result or result not in sentences else "as under FSDP1")
         seconds.append(f"{report['seconds']:.0f}")
-    cells = [ARCHITECTURES[name], classes.replace(",", ", "), *said, ", ".join(seconds)]
+    cells = [ARCHITECTURES[name], classes.replace(",", ", "), *sentences, ", ".join(seconds)]
     return " | ".join(["", *cells, ""]).strip()
 
 

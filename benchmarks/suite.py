@@ -50,11 +50,11 @@ def main() -> None:
     parser.add_argument("--write", metavar="NAME")
     given = parser.parse_args()
     KEPT.write_text(json.dumps(by_file(given.reports[-1]), indent=1) + "\n")
-    made = row(given.write or "these", given.reports)
-    print(made)
+    line = row(given.write or "these", given.reports)
+    print(line)
     if given.write:
         others = [line for line in results.kept("tests")[len(HEAD) :] if not line.startswith(f"| {given.write} |")]
-        results.keep("tests", [*HEAD, *others, made])
+        results.keep("tests", [*HEAD, *others, line])
 
 
 if __name__ == "__main__":

@@ -75,9 +75,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
     """Why a fixture failed, once and last: the summary has one line for each of its tests, too short for a launch."""
     yield
     crashes = (getattr(report.longrepr, "reprcrash", None) for report in terminalreporter.getreports("error"))
-    for said in dict.fromkeys(crash.message for crash in crashes if crash is not None):
+    for message in dict.fromkeys(crash.message for crash in crashes if crash is not None):
         terminalreporter.section("a fixture failed")
-        terminalreporter.write_line(said[-OUTPUT_LETTERS:])
+        terminalreporter.write_line(message[-OUTPUT_LETTERS:])
     cold = Path(os.environ.get(SHARED, "")) / warm.COLD
     if cold.is_file():  # each costs ten seconds: a worker's environment has changed
         reasons = Counter(cold.read_text().splitlines())
@@ -137,8 +137,8 @@ def ended(process: "subprocess.Popen[str]", seconds: float) -> Finished:
         ):  # what it started keeps the pipe open: a server that starts warm, once in a while
             assert process.stdout is not None
             process.stdout.close()
-            said = expired.output or b""
-            text = said if isinstance(said, str) else said.decode(errors="replace")
+            printed = expired.output or b""
+            text = printed if isinstance(printed, str) else printed.decode(errors="replace")
             return Finished(process.returncode, text.replace("\r", "\n"))
         late = True
         for child in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks have groups of their own

@@ -192,8 +192,8 @@ DRAWN = {
 @cache
 def plan_figures() -> dict[str, str]:
     """The figures of `docs/plan.md`, as the page of its example draws them."""
-    told = api.plan("llama-3.1-8b", "8xH100-80GB", seq_len=4096)
-    page = html_report.make_page(told)
+    report = api.plan("llama-3.1-8b", "8xH100-80GB", seq_len=4096)
+    page = html_report.make_page(report)
     drawn = re.findall(r'<svg role="img" class="w720".*?</svg>', page, flags=re.DOTALL)
     return {
         path: svg.standalone(next(figure for figure in drawn if f"<title>{title}" in figure))

@@ -89,8 +89,8 @@ def test_each_command_that_is_named_exists() -> None:
 
 @pytest.mark.parametrize("program", ["train/sft.py", "accelerate launch", "torchrun", "pip", "srun", "ray"])
 def test_other_programs_know_the_flags_of_the_fixes(program: str, known: dict[str, set[str]]) -> None:
-    said = [(flag, place) for name, flag, place in advised() if name == program]
-    assert [f"{place} {flag}" for flag, place in said if flag not in known[program]] == []
+    flags_advised = [(flag, place) for name, flag, place in advised() if name == program]
+    assert [f"{place} {flag}" for flag, place in flags_advised if flag not in known[program]] == []
 
 
 def test_no_fix_leaves_open_whose_flag_it_means() -> None:

@@ -46,7 +46,7 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "message"),
     [
         (lambda: api.plan("gpt2", "8xH100", sequence_length=1), "plan has no sequence_length. Did you mean"),
         (lambda: api.to_yaml({"modle": "gpt2"}), "there is no question modle. Did you mean model?"),
@@ -77,8 +77,8 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
         (lambda: api.export("nowhere", "out"), "nowhere"),
     ],
 )
-def test_what_is_wrong_is_one_error(call: object, said: str) -> None:
-    with pytest.raises(api.UserError, match=re.escape(said)):
+def test_what_is_wrong_is_one_error(call: object, message: str) -> None:
+    with pytest.raises(api.UserError, match=re.escape(message)):
         call()  # type: ignore[operator]
 
 

@@ -182,12 +182,12 @@ def fsdp(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
 def bad_words(bad_data: Path, tiny_model: Path, text_data: Path) -> dict[str, list[str]]:
     """The arguments of each of the bad runs."""
     right = {"--model_name_or_path": str(tiny_model), "--dataset_name": str(text_data)}
-    made = {}
+    words_of = {}
     for name, (changed, _) in BAD_RUNS.items():
         flags = {**right, "--output_dir": str(bad_data / "runs" / name)}
         flags |= {flag: value.format(folder=bad_data) for flag, value in changed.items()}
-        made[name] = [word for pair in flags.items() for word in pair]
-    return made
+        words_of[name] = [word for pair in flags.items() for word in pair]
+    return words_of
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +299,7 @@ def test_version_and_a_closed_pipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["launch", "--dryrun", "FILE", "SCRIPT", "--steps", "3"],
          "--dryrun is not a flag of accel-fsdp launch. Did you mean --dry-run?"),
@@ -324,8 +324,8 @@ def test_version_and_a_closed_pipe() -> None:
         (["--chek"], "unknown command: --chek. Did you mean check?"),
     ],
 )  # fmt: skip
-def test_a_word_that_no_flag_takes_is_named(words: list[str], said: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(said)):
+def test_a_word_that_no_flag_takes_is_named(words: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
         cli.call(words)
 
 
@@ -338,8 +338,8 @@ def test_the_default_config_file_is_told_apart(
     assert f"written: {tmp_path / 'mine.yaml'}\n" in capsys.readouterr().err
     assert cli.call(["config", "--yes", *CATALOGUED]) == 0
     place = tmp_path / "accelerate" / "default_config.yaml"
-    said = f"written: {place}, which accelerate launch reads where no --config_file is given\n"
-    assert said in capsys.readouterr().err
+    message = f"written: {place}, which accelerate launch reads where no --config_file is given\n"
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", cli.COMMANDS)
@@ -361,7 +361,7 @@ def test_words_that_are_taken_as_they_are(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--machine-rank 1 --machine_rank=2", "note: --machine-rank is given 2 times; the last one counts: 2\n"),
         ("--machine-rank 1 --machine-rank 1", ""),
@@ -369,10 +369,10 @@ def test_words_that_are_taken_as_they_are(words: list[str]) -> None:
     ],
 )
 def test_of_a_flag_that_is_given_twice_the_last_one_counts(
-    words: str, said: str, capsys: pytest.CaptureFixture[str]
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, flags, script_args = cli._parse(["launch", *words.split(), "job.yaml", "train.py", "--lr", "1", "--lr", "2"])
-    assert capsys.readouterr() == ("", said)
+    assert capsys.readouterr() == ("", message)
     assert flags.machine_rank == {"2": 2, "1": 1}.get(words[-1])
     assert script_args == ("--lr", "1", "--lr", "2")
 
@@ -421,6 +421,6 @@ def test_a_hub_that_cannot_be_reached_takes_one_line() -> None:
     hub = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HUB_OFFLINE": "0", "WARM": "0"}
     finished = run([sys.executable, "-c", impatient, *words], **hub)
     assert finished.code == 2, finished.output
-    said = [line for line in finished.output.splitlines() if re.search("thrown while|Retrying in", line)]
-    assert len(said) == 1, finished.output
-    assert said[0].endswith("/nobody/nothing/resolve/main/config.json; trying again")
+    warnings_shown = [line for line in finished.output.splitlines() if re.search("thrown while|Retrying in", line)]
+    assert len(warnings_shown) == 1, finished.output
+    assert warnings_shown[0].endswith("/nobody/nothing/resolve/main/config.json; trying again")

@@ -222,10 +222,10 @@ def test_a_stdout_that_takes_no_more(words: tuple[str, ...]) -> None:
     ("output", "message"), [("", "-o is empty, or ."), ("{folder}", "{folder} is a folder"), ("-", "")]
 )
 def test_an_output_that_is_no_file(output: str, message: str, tmp_path: Path) -> None:
-    made = accel_fsdp("config", "--yes", *CATALOGUED, "-o", output.format(folder=tmp_path))
-    assert made.code == (1 if message else 0)
-    assert message.format(folder=tmp_path) in made.output
-    assert "--force" not in made.output
+    finished = accel_fsdp("config", "--yes", *CATALOGUED, "-o", output.format(folder=tmp_path))
+    assert finished.code == (1 if message else 0)
+    assert message.format(folder=tmp_path) in finished.output
+    assert "--force" not in finished.output
 
 
 def test_stdin_is_rewritten_nowhere_but_where_it_is_told(tmp_path: Path) -> None:

@@ -59,11 +59,11 @@ def _through_folder(path: Path) -> None:
 
 
 def _socket(path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
+    with socket.socket(socket.AF_UNIX) as unix_socket:
         here = Path.cwd()
         os.chdir(path.parent)  # names of sockets are short
         try:
-            made.bind(path.name)
+            unix_socket.bind(path.name)
         finally:
             os.chdir(here)
 

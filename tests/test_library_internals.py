@@ -211,8 +211,8 @@ def signature(node: ast.FunctionDef) -> inspect.Signature:
             child.annotation = None
     bare.defaults = [ast.Constant(None) for _ in bare.defaults]
     bare.kw_defaults = [default and ast.Constant(None) for default in bare.kw_defaults]
-    made = ast.fix_missing_locations(ast.Expression(ast.Lambda(bare, ast.Constant(None))))
-    return inspect.signature(eval(compile(made, node.name, "eval")))
+    function = ast.fix_missing_locations(ast.Expression(ast.Lambda(bare, ast.Constant(None))))
+    return inspect.signature(eval(compile(function, node.name, "eval")))
 
 
 def takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
@@ -275,7 +275,7 @@ def called_by_super(tree: ast.AST) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("del {0}._init_utils._check_module_states_for_sync_module_states",
          "has no torch.distributed.fsdp._init_utils._check_module_states_for_sync_module_states\n"),
@@ -287,7 +287,7 @@ def called_by_super(tree: ast.AST) -> set[str]:
          " not (global_process_group, num_devices_per_node)\n"),
     ],
 )  # fmt: skip
-def test_fsdp_on_cpu_is_refused_where_torch_has_changed(change: str, said: str) -> None:
+def test_fsdp_on_cpu_is_refused_where_torch_has_changed(change: str, message: str) -> None:
     code = f"""
 import sys
 import torch.distributed.fsdp
@@ -299,7 +299,7 @@ sys.exit(guard(cpu.enable))
     done = python(code, **RANK)
     assert done.code == 1
     oldest, newest = errors.TESTED["torch"]
-    expected = f"error: torch {metadata.version('torch')} {said}"
+    expected = f"error: torch {metadata.version('torch')} {message}"
     expected += "  why: FSDP1 on CPU tensors would fail, or save wrong states\n"
     assert done.output.endswith(f"{expected}  fix: pip install 'torch>={oldest},<={newest}', which is tested\n")
 
@@ -316,23 +316,23 @@ def test_a_patch_asks_for_nothing_where_it_is_not_needed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ("import accelerate; del accelerate.PartialState._prepare_backend", "has no accelerate.PartialState._prepare"),
         ("import accelerate; accelerate.PartialState._prepare_backend = lambda self, cpu, sagemaker_dp: None",
          "has accelerate.PartialState._prepare_backend(self, cpu, sagemaker_dp), not (self, cpu, sagemaker_dp, back"),
     ],
 )  # fmt: skip
-def test_fsdp_on_cpu_is_refused_where_accelerate_has_changed(change: str, said: str) -> None:
+def test_fsdp_on_cpu_is_refused_where_accelerate_has_changed(change: str, message: str) -> None:
     code = f"{change}\nimport sys\nfrom accel_fsdp import cpu, errors\nsys.exit(errors.guard(cpu.enable))"
     done = python(code, **RANK)
     assert done.code == 1
-    assert f"error: accelerate {metadata.version('accelerate')} {said}" in done.output
+    assert f"error: accelerate {metadata.version('accelerate')} {message}" in done.output
     assert "fix: pip install 'accelerate==1.15.0', which is tested" in done.output
 
 
 @pytest.mark.parametrize(
-    ("name", "other", "said"),
+    ("name", "other", "message"),
     [
         ("_get_grad_norm", None, "has no transformers.Trainer._get_grad_norm\n"),
         ("_load_rng_state", lambda self: None,
@@ -344,7 +344,7 @@ def test_fsdp_on_cpu_is_refused_where_accelerate_has_changed(change: str, said: 
 def test_training_is_refused_where_trainer_has_changed(
     name: str,
     other: Callable[..., None] | None,
-    said: str,
+    message: str,
     sft: Callable[..., Finished],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -357,21 +357,21 @@ def test_training_is_refused_where_trainer_has_changed(
     words = ["--model_name_or_path", tmp_path, "--dataset_name", CHAT_DATA, "--output_dir", tmp_path / "run"]
     done = sft(*words, "--report_to", "none")
     assert done.code == 1
-    assert f"error: transformers {metadata.version('transformers')} {said}" in done.output
+    assert f"error: transformers {metadata.version('transformers')} {message}" in done.output
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "message"),
     [
         ("from torch.distributed import no_such_name", "has no torch.distributed.no_such_name\n"),
         ("import torch._no_such_module", "has no torch._no_such_module\n"),
     ],
 )
 def test_a_name_that_a_command_imports_and_a_library_lacks(
-    code: str, said: str, capsys: pytest.CaptureFixture[str]
+    code: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert errors.guard(lambda: exec(code)) == 1
-    assert f"error: torch {metadata.version('torch')} {said}" in capsys.readouterr().err
+    assert f"error: torch {metadata.version('torch')} {message}" in capsys.readouterr().err
 
 
 def test_other_failed_imports_are_bugs() -> None:
@@ -460,7 +460,7 @@ def same(a):
 
 
 @pytest.mark.parametrize(
-    ("path", "parameters", "said"),
+    ("path", "parameters", "message"),
     [
         ("lib:gone", None, "is gone"),
         ("lib:Kind.step", "self loss", "now takes (self, scale, loss)"),
@@ -471,6 +471,6 @@ def same(a):
         ("lib:same", "a", ""),
     ],
 )
-def test_a_new_version_is_compared_without_being_installed(path: str, parameters: str | None, said: str) -> None:
+def test_a_new_version_is_compared_without_being_installed(path: str, parameters: str | None, message: str) -> None:
     before, after = upgrades.Sources(OLD.get), upgrades.Sources(NEW.get)
-    assert upgrades.change(library_internals.Internal(path, parameters), before, after) == said
+    assert upgrades.change(library_internals.Internal(path, parameters), before, after) == message

@@ -78,8 +78,8 @@ def test_config_check_migrate_plan_and_init_do_what_they_do_with_everything_inst
         folder = tmp_path / name
         folder.mkdir()
         yaml = folder / "fsdp.yaml"
-        made = run_it("config", "--yes", "--model", MODEL, "--gpus", "8xH100-80GB", "-o", yaml)
-        assert (made.code, yaml.is_file()) == (0, True), made.output
+        finished = run_it("config", "--yes", "--model", MODEL, "--gpus", "8xH100-80GB", "-o", yaml)
+        assert (finished.code, yaml.is_file()) == (0, True), finished.output
         assert run_it("check", "--strict", "--model", MODEL, yaml).code == 0
         assert run_it("migrate", yaml, "--to", "zero3", "-o", folder / "zero3.yaml").code == 0
         drawn = folder / "plan.html"
@@ -99,33 +99,33 @@ def test_check_reads_arguments_script_checkpoint_and_machine(light: Any, tmp_pat
     (tmp_path / "args").write_text("--optim adamw_8bit")
     (tmp_path / "checkpoint-1").mkdir()
     words = ["check", YAML, "--args", tmp_path / "args", "--script", SFT, "--checkpoint", tmp_path / "checkpoint-1"]
-    said = light(*words, "--here")
-    assert said.code == 1
-    assert all(code in said.output for code in ("AF604", "AF812", "AF420")), said.output
+    finished = light(*words, "--here")
+    assert finished.code == 1
+    assert all(code in finished.output for code in ("AF604", "AF812", "AF420")), finished.output
 
 
 def test_a_dry_launch_shows_the_command_and_says_what_shows_the_rest(light: Any) -> None:
-    said = light("launch", "--dry-run", YAML, SFT, "--max_steps", "3")
-    lines = said.output.strip().splitlines()
-    assert said.code == 0
+    finished = light("launch", "--dry-run", YAML, SFT, "--max_steps", "3")
+    lines = finished.output.strip().splitlines()
+    assert finished.code == 0
     assert lines[0] == accel_fsdp("launch", "--dry-run", YAML, SFT, "--max_steps", "3").output.strip().splitlines()[-1]
     assert "Accelerate's parser was skipped" in lines[1]
     assert TRAIN in " ".join(lines[1:])
 
 
 def test_the_doctor_looks_at_this_machine_and_says_what_ranks_need(light: Any) -> None:
-    said = light("doctor")
-    assert said.code == 1, said.output
-    assert TRAIN in said.output
+    finished = light("doctor")
+    assert finished.code == 1, finished.output
+    assert TRAIN in finished.output
     assert "needs torch" in light("doctor", "--num-processes", "2").output
     assert "main_process_port" in light("doctor", "--explain", "EADDRINUSE").output
 
 
 @pytest.mark.parametrize("engine", ["slurm", "kubernetes", "torchrun"])
 def test_a_job_file_is_that_of_the_whole_installation(engine: str, light: Any) -> None:
-    said = light("script", engine, YAML, SFT, "--max_steps", "3")
-    assert said == accel_fsdp("script", engine, YAML, SFT, "--max_steps", "3")
-    assert said.code == 0
+    finished = light("script", engine, YAML, SFT, "--max_steps", "3")
+    assert finished == accel_fsdp("script", engine, YAML, SFT, "--max_steps", "3")
+    assert finished.code == 0
 
 
 def test_the_gpus_of_the_machine_are_those_that_the_driver_lists(light: Any, tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_the_gpus_of_the_machine_are_those_that_the_driver_lists(light: Any, tmp
     fake.write_text("#!/bin/sh\nfor i in 1 2 3 4; do echo 'NVIDIA H100 80GB HBM3, 81559'; done\n")
     fake.chmod(0o755)
     path = {"PATH": f"{fake.parent}:{os.environ['PATH']}"}
-    made = light("config", "--yes", "--model", MODEL, "-o", tmp_path / "all.yaml", **path)
-    assert made.code == 0, made.output
+    finished = light("config", "--yes", "--model", MODEL, "-o", tmp_path / "all.yaml", **path)
+    assert finished.code == 0, finished.output
     assert "num_processes: 4" in (tmp_path / "all.yaml").read_text()
     light("config", "--yes", "--model", MODEL, "-o", tmp_path / "two.yaml", **path, CUDA_VISIBLE_DEVICES="0,2")
     assert "num_processes: 2" in (tmp_path / "two.yaml").read_text()
@@ -163,9 +163,9 @@ def test_an_export_whose_bytes_are_verified_equals_the_one_with_everything_insta
     light: Any, sharded: Path, tmp_path: Path
 ) -> None:
     asked = ["export", sharded, "--verify", "bytes"]
-    said = light(*asked, tmp_path / "light")
-    assert said.code == 0, said.output
-    assert "names and ties are taken from the checkpoint: transformers isn't installed" in said.output
+    finished = light(*asked, tmp_path / "light")
+    assert finished.code == 0, finished.output
+    assert "names and ties are taken from the checkpoint: transformers isn't installed" in finished.output
     assert accel_fsdp(*asked, tmp_path / "whole").code == 0
     reports = [json.loads((tmp_path / name / "export.json").read_text()) for name in ("light", "whole")]
     assert reports[0]["tensors"] == reports[1]["tensors"]
@@ -188,9 +188,9 @@ except accel_fsdp.UserError as error:
     print(error)
 """  # config says on stderr which model it found
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    said = run([python, "-c", program])
-    assert said.code == 0, said.output
-    assert TRAIN in said.output.strip().splitlines()[-1]
+    finished = run([python, "-c", program])
+    assert finished.code == 0, finished.output
+    assert TRAIN in finished.output.strip().splitlines()[-1]
 
 
 LLAMA = {
@@ -228,12 +228,12 @@ def test_a_command_that_needs_more_says_so_in_one_line(
     (other / "model" / "config.json").write_text(json.dumps({**LLAMA, "model_type": "mixtral"}))
     places = {"FOLDER": tmp_path / "model", "OUT": tmp_path / "out", "RUN": sharded, "OTHER": other / "checkpoint-1"}
     before = sorted(tmp_path.rglob("*"))
-    said = light(*(places.get(str(word), word) for word in words))
-    errors = [line for line in said.output.splitlines() if line.startswith("error: ")]
-    assert said.code == (2 if words[0] == "check" else 1), said.output  # of a check, 1 is about the file
-    assert len(errors) == 1, said.output
+    finished = light(*(places.get(str(word), word) for word in words))
+    errors = [line for line in finished.output.splitlines() if line.startswith("error: ")]
+    assert finished.code == (2 if words[0] == "check" else 1), finished.output  # of a check, 1 is about the file
+    assert len(errors) == 1, finished.output
     assert TRAIN in errors[0]
-    assert "Traceback" not in said.output
+    assert "Traceback" not in finished.output
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -251,10 +251,10 @@ def test_a_misspelt_model_is_held_against_the_bundled_ones(
     words: list[str], light: Any, sharded: Path, tmp_path: Path
 ) -> None:
     places = {"OUT": tmp_path / "out", "RUN": sharded}
-    said = light(*(places.get(str(word), word) for word in words))
-    assert said.code == (2 if words[0] == "check" else 1), said.output
-    assert "Did you mean meta-llama/Llama-2-7b-hf?" in " ".join(said.output.split()), said.output
-    assert words[0] == "export" or TRAIN in said.output
+    finished = light(*(places.get(str(word), word) for word in words))
+    assert finished.code == (2 if words[0] == "check" else 1), finished.output
+    assert "Did you mean meta-llama/Llama-2-7b-hf?" in " ".join(finished.output.split()), finished.output
+    assert words[0] == "export" or TRAIN in finished.output
     assert not any(tmp_path.iterdir())
 
 

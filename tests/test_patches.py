@@ -191,8 +191,8 @@ def has_fault(name: str, script: Path) -> bool:
 def test_the_library_has_the_fault_as_long_as_the_patch_says(name: str, tmp_path: Path) -> None:
     patch = PATCHES[name]
     installed = f"{patch.library} {metadata.version(patch.library)}"
-    said = f"{installed} {'needs' if patch.is_needed else 'does not need'} {name}, by its until={patch.until!r}"
-    assert has_fault(name, tmp_path / "probe.py") == patch.is_needed, said
+    message = f"{installed} {'needs' if patch.is_needed else 'does not need'} {name}, by its until={patch.until!r}"
+    assert has_fault(name, tmp_path / "probe.py") == patch.is_needed, message
 
 
 @pytest.mark.parametrize("name", PATCHES)

@@ -72,7 +72,7 @@ def test_the_wheel_carries_the_files(tmp_path: Path) -> None:
     installed = run([*pip, "install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel])
     assert installed.code == 0, installed.output
     words = [sys.executable, "-P", "-m", "accel_fsdp", "init", tmp_path / "project", "--native"]
-    made = run(words, PYTHONPATH=str(tmp_path / "site"))
-    assert made.code == 0, made.output
+    finished = run(words, PYTHONPATH=str(tmp_path / "site"))
+    assert finished.code == 0, finished.output
     for name in ("train/sft.py", "train/native.py", "accelerate_configs/fsdp2.yaml"):
         assert (tmp_path / "project" / name).read_text() == (ROOT / name).read_text()

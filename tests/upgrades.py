@@ -159,8 +159,10 @@ def report(specification: str) -> list[str]:
             raise UsageError(f"{specification} can't be downloaded", why=why, fix="a version that has a wheel")
         before, after = installed(library), of_wheel(next(Path(folder).glob("*.whl")))
         used = {internal: patched for internal, patched in declared().items() if internal.library == library}
-        changes = {internal: said for internal in used if (said := change(internal, before, after))}
-    lines = [f"{inside.name} {said}{' (patched here)' if used[inside] else ''}" for inside, said in changes.items()]
+        changes = {internal: sentence for internal in used if (sentence := change(internal, before, after))}
+    lines = [
+        f"{inside.name} {sentence}{' (patched here)' if used[inside] else ''}" for inside, sentence in changes.items()
+    ]
     return [*lines, f"{len(used)} declared, {len(changes)} changed"]
 
 

@@ -38,8 +38,8 @@ def resume_on_one_rank(folder: Path) -> Any:
 
 def loss_in_16_bits(folder: Path) -> Any:
     ids = torch.tensor([[5, 6, 7, 8]])
-    made = {name: prepared(llama(), settings, "bf16")[1] for name, settings in {"FSDP1": V1, "FSDP2": V2}.items()}
-    return {name: str(model(input_ids=ids, labels=ids).loss.dtype) for name, model in made.items()}
+    models = {name: prepared(llama(), settings, "bf16")[1] for name, settings in {"FSDP1": V1, "FSDP2": V2}.items()}
+    return {name: str(model(input_ids=ids, labels=ids).loss.dtype) for name, model in models.items()}
 
 
 def count_in_16_bits(folder: Path) -> Any:

@@ -90,23 +90,25 @@ def ours(content: bytes, path: Path) -> dict[str, tuple[str, tuple[int, ...], by
 @pytest.mark.parametrize("name", [*ODD, *SAME, *STRICTER])
 def test_headers_are_read_as_the_library_reads_them(name: str, tmp_path: Path) -> None:
     content = file({**ODD, **SAME, **STRICTER}[name])
-    made = ours(content, tmp_path / "a.safetensors")
-    assert (made is None) == (name not in SAME)
-    assert made == (None if name in STRICTER else theirs(content))
+    outcome = ours(content, tmp_path / "a.safetensors")
+    assert (outcome is None) == (name not in SAME)
+    assert outcome == (None if name in STRICTER else theirs(content))
 
 
-@pytest.mark.parametrize(("begins", "said"), [((4, 4), "overlaps another"), ((4, 0), ""), ((0, 0), "overlaps another")])
-def test_two_tensors_at_one_place_are_said_to_be(begins: tuple[int, int], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("begins", "message"), [((4, 4), "overlaps another"), ((4, 0), ""), ((0, 0), "overlaps another")]
+)
+def test_two_tensors_at_one_place_are_said_to_be(begins: tuple[int, int], message: str, tmp_path: Path) -> None:
     """The place that one of them should have is then a hole, which is not what is wrong."""
     shapes = {
         name: {"dtype": "F32", "shape": [1], "data_offsets": [at, at + 4]}
         for name, at in zip("ab", begins, strict=True)
     }
     (tmp_path / "a.safetensors").write_bytes(file(json.dumps(shapes).encode(), bytes(8)))
-    if not said:
+    if not message:
         assert len(safetensors_header.read(tmp_path / "a.safetensors")) == 2
         return
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         safetensors_header.read(tmp_path / "a.safetensors")
 
 
@@ -119,9 +121,9 @@ def test_flipped_bits_and_cut_files(tmp_path: Path) -> None:
     refused = 0
     for bit in random.Random(0).sample(range(8 * length), 3000):
         content[bit // 8] ^= 1 << bit % 8
-        made, right = ours(bytes(content), tmp_path / "a.safetensors"), theirs(bytes(content))
+        outcome, right = ours(bytes(content), tmp_path / "a.safetensors"), theirs(bytes(content))
         one_hides_another = right is not None and len(right) < len(tensors)
-        assert made == (None if one_hides_another else right), bytes(content[:length])
+        assert outcome == (None if one_hides_another else right), bytes(content[:length])
         refused += right is None
         content[bit // 8] ^= 1 << bit % 8
     assert 1000 < refused < 3000

@@ -17,14 +17,14 @@ from accel_fsdp.exporter import safetensors_writer
 def views(draw: st.DrawFn) -> torch.Tensor:
     """A part of a tensor, with dimensions exchanged and some expanded."""
     shape = draw(st.lists(st.integers(0, 6), min_size=1, max_size=4))
-    made = torch.arange(torch.Size(shape).numel()).view(shape)
-    made = made.permute(*draw(st.permutations(range(len(shape)))))
-    for dimension, size in enumerate(made.shape):
+    tensor = torch.arange(torch.Size(shape).numel()).view(shape)
+    tensor = tensor.permute(*draw(st.permutations(range(len(shape)))))
+    for dimension, size in enumerate(tensor.shape):
         first = draw(st.integers(0, max(size - 1, 0)))
-        made = made[(slice(None),) * dimension + (slice(first, None, draw(st.integers(1, 3))),)]
+        tensor = tensor[(slice(None),) * dimension + (slice(first, None, draw(st.integers(1, 3))),)]
     if draw(st.booleans()):
-        made = made.unsqueeze(0).expand(draw(st.integers(1, 3)), *made.shape)
-    return made
+        tensor = tensor.unsqueeze(0).expand(draw(st.integers(1, 3)), *tensor.shape)
+    return tensor
 
 
 @given(tensors=st.lists(views(), min_size=1, max_size=3), data=st.data())

@@ -220,6 +220,6 @@ def test_lines_that_were_not_edited_come_back_byte_for_byte(made_file: Path) -> 
 
 def test_a_class_named_like_a_boolean_stays_text() -> None:
     flags = {"model": "gpt2", "gpus": "2xA100-80GB"}
-    made = dataclasses.replace(interview.answers(interview.interview(flags, {}, defaults=True)), layer_class=("NO",))
-    written = yaml.safe_load(to_yaml.to_text(made))
+    answers = dataclasses.replace(interview.answers(interview.interview(flags, {}, defaults=True)), layer_class=("NO",))
+    written = yaml.safe_load(to_yaml.to_text(answers))
     assert written["fsdp_config"]["fsdp_transformer_layer_cls_to_wrap"] == "NO"

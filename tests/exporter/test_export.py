@@ -60,7 +60,7 @@ def test_master_weights_are_expected_in_float32(model: LlamaForCausalLM) -> None
 
 
 @pytest.mark.parametrize(
-    ("held", "saved_as", "said"),
+    ("held", "saved_as", "message"),
     [
         ("float32", "bfloat16", "float32 weights rounded to bfloat16"),
         ("bfloat16", "float16", "bfloat16 weights rounded to float16"),
@@ -69,10 +69,10 @@ def test_master_weights_are_expected_in_float32(model: LlamaForCausalLM) -> None
         ("float32", None, "None"),
     ],
 )
-def test_an_export_that_loses_digits_says_so(held: str, saved_as: str | None, said: str, model: Any) -> None:
+def test_an_export_that_loses_digits_says_so(held: str, saved_as: str | None, message: str, model: Any) -> None:
     wanted = getattr(torch, saved_as) if saved_as else None
     expected = exported_folder.expected_tensors(model.to(getattr(torch, held)), None, wanted)
-    assert str(expected.rounding) == said
+    assert str(expected.rounding) == message
 
 
 def test_an_adapter_is_expected_without_its_base(model: LlamaForCausalLM, tmp_path: Path) -> None:

@@ -137,10 +137,10 @@ def test_lora_tensors_that_are_missing_are_counted(letter: str, targets: Any, ti
     modules = sorted({name.partition(".lora_")[0] for name in content})
     gone = f"{modules[-1]}.lora_{letter}"
     save_file({name: tensor for name, tensor in content.items() if not name.startswith(gone)}, path)
-    said = (
+    message = (
         rf"lacks LoRA tensors of 1 of {len(modules)} modules \({modules[-1].removeprefix('base_model.model.')}\), which"
     )
-    with pytest.raises(UserError, match=said) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         export(tmp_path / "adapter", tmp_path / "out", merge_adapter=True)
     assert "adapter_model.safetensors again" in refused.value.fix
     assert not (tmp_path / "out").exists()

@@ -56,13 +56,13 @@ def gemma3_with_images() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def made(make: str) -> Callable[[], Any]:
+def builder_of(make: str) -> Callable[[], Any]:
     name, sizes = MAKES[make]
     kind = getattr(transformers, name)
     return lambda: kind(kind.config_class(**{key: value for key, value in sizes.items() if value is not None}))
 
 
-WHOLE = {"llava": llava, "gemma3 with images": gemma3_with_images, **{make: made(make) for make in MAKES}}
+WHOLE = {"llava": llava, "gemma3 with images": gemma3_with_images, **{make: builder_of(make) for make in MAKES}}
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ def export(src: Path, out: Path | None = None, **options: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exported(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An export, and the checkpoint that it is of."""
     folder = tmp_path_factory.mktemp("made")
     shutil.copytree(tiny_model, folder / "run", ignore=shutil.ignore_patterns("*.safetensors"))
@@ -56,10 +56,10 @@ BROKEN: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_report_that_cannot_be_read_is_an_error(how: str, made: Path, tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_read_is_an_error(how: str, exported: Path, tmp_path: Path) -> None:
     """Or a changed weight would pass as an export without report."""
     out = tmp_path / "out"
-    shutil.copytree(made / "out", out)
+    shutil.copytree(exported / "out", out)
     report = out / "export.json"
     report.write_text(BROKEN[how](report.read_text()))
     with pytest.raises(UserError, match=r"export\.json is damaged"):
@@ -67,10 +67,10 @@ def test_a_report_that_cannot_be_read_is_an_error(how: str, made: Path, tmp_path
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"])
-def test_weights_beside_the_export_are_named(suffix: str, made: Path, tmp_path: Path) -> None:
+def test_weights_beside_the_export_are_named(suffix: str, exported: Path, tmp_path: Path) -> None:
     """from_pretrained prefers a model.safetensors without a tensor to the shards, and loads random numbers."""
     out = tmp_path / "out"
-    export(made / "run", out, max_shard_size="100KB")
+    export(exported / "run", out, max_shard_size="100KB")
     assert not (out / "model.safetensors").exists()
     save_file({}, out / f"model{suffix}", {"format": "pt"})
     with pytest.raises(UserError, match=rf"model\{suffix}( was not exported|, which was not exported)"):
@@ -79,9 +79,9 @@ def test_weights_beside_the_export_are_named(suffix: str, made: Path, tmp_path: 
 
 @pytest.mark.parametrize("name", ["additional_chat_templates", "code", "chat_template.jinja", "inner/x"])
 @pytest.mark.parametrize("target", ["{out}/../elsewhere", "gone", "{name}", "{out}/inner"])
-def test_links_to_folders_and_to_nothing_are_named(name: str, target: str, made: Path, tmp_path: Path) -> None:
+def test_links_to_folders_and_to_nothing_are_named(name: str, target: str, exported: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    shutil.copytree(made / "out", out)
+    shutil.copytree(exported / "out", out)
     (out / "inner").mkdir()
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "x.jinja").write_text("x")
@@ -94,9 +94,9 @@ def test_links_to_folders_and_to_nothing_are_named(name: str, target: str, made:
 
 @pytest.mark.parametrize("report", [True, False])
 @pytest.mark.parametrize("name", ["modeling_x.py", "inner/tokenization_x.py", "kernel.so"])
-def test_code_from_elsewhere_is_named(name: str, report: bool, made: Path, tmp_path: Path) -> None:
+def test_code_from_elsewhere_is_named(name: str, report: bool, exported: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    shutil.copytree(made / "out", out)
+    shutil.copytree(exported / "out", out)
     (out / name).parent.mkdir(exist_ok=True)
     (out / name).write_text("raise SystemExit")
     if not report:
@@ -109,10 +109,10 @@ def test_code_from_elsewhere_is_named(name: str, report: bool, made: Path, tmp_p
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_none_stop_an_export(
-    value: float, dtype: str, format: str, made: Path, tmp_path: Path
+    value: float, dtype: str, format: str, exported: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(made / "run", tmp_path / "run")
-    state = torch.load(made / "run" / "model.pth")
+    shutil.copytree(exported / "run", tmp_path / "run")
+    state = torch.load(exported / "run" / "model.pth")
     state[NAME][3, 5:8] = value
     state["model.norm.weight"][-1] = value
     torch.save(state, tmp_path / "run" / "model.pth")

@@ -75,8 +75,8 @@ def test_an_adapter_names_no_module_to_import(tiny_model: Path, tmp_path: Path) 
         mapping = {"base_model_class": "LlamaForCausalLM", "parent_library": library}
         path.write_text(json.dumps({**settings, "auto_mapping": mapping}))
         export(tmp_path / "adapter", tmp_path / "out", force=True, verify="load")
-        made = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-        assert made["auto_mapping"] == (mapping if kept else None)
+        config = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+        assert config["auto_mapping"] == (mapping if kept else None)
     path.write_text(json.dumps({**settings, "megatron_config": {"x": 1}, "megatron_core": "antigravity"}))
     with pytest.raises(UserError, match="megatron_core: antigravity"):
         export(tmp_path / "adapter", tmp_path / "megatron", verify="load")

@@ -65,13 +65,13 @@ STRANGE, ODD = (
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.make(tmp_path_factory, SIZES)
 
 
 @pytest.fixture
-def run_folder(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "run"))
+def run_folder(trained_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained_run, tmp_path / "run"))
 
 
 def flipped(at: int) -> Callable[[Path], None]:
@@ -321,8 +321,8 @@ def test_an_unpickler_cannot_be_led_around_its_list(tmp_path: Path) -> None:
     for content in pickles:
         with pytest.raises(UserError):
             unpickle(content, dcp.ADMITTED, path)
-    made = unpickle(pickle.dumps(collections.OrderedDict(a=torch.Size((1, 2)))), dcp.ADMITTED, path)
-    assert made == {"a": (1, 2)}
+    value = unpickle(pickle.dumps(collections.OrderedDict(a=torch.Size((1, 2)))), dcp.ADMITTED, path)
+    assert value == {"a": (1, 2)}
 
 
 @pytest.mark.parametrize("trick", ["../../secret", "/etc/passwd", "link", "inner/../../../secret", "\0", "."])
@@ -412,23 +412,23 @@ def test_two_sizes_of_which_one_is_too_large_look_different(
 
 
 @pytest.fixture(scope="module")
-def whole_export(made: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, bytes]:
+def whole_export(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[float, bytes]:
     """The seconds of an export that nothing ends, and the weights that it writes."""
     out, started = tmp_path_factory.mktemp("whole") / "out", time.monotonic()
-    command(made, out).communicate()
+    command(trained_run, out).communicate()
     return time.monotonic() - started, (out / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-def test_ended_at_any_moment(number: int, made: Path, whole_export: tuple[float, bytes], tmp_path: Path) -> None:
+def test_ended_at_any_moment(number: int, trained_run: Path, whole_export: tuple[float, bytes], tmp_path: Path) -> None:
     """Over an older export: it stays, or the new one is there; the next run cleans up."""
     out, moments = tmp_path / "out", random.Random(1)
-    export(made, out, dtype="bfloat16")
+    export(trained_run, out, dtype="bfloat16")
     old = (out / "model.safetensors").read_bytes()
     seconds, new = whole_export
     tries = ["bytes"] * 4 if number == signal.SIGKILL else ["bytes", "load"]
     for verify in tries:
-        process = command(made, out, "--force", verify=verify)
+        process = command(trained_run, out, "--force", verify=verify)
         time.sleep(seconds * moments.uniform(0.3, 1.0))
         process.send_signal(number)
         output, _ = process.communicate(timeout=60)
@@ -442,7 +442,7 @@ def test_ended_at_any_moment(number: int, made: Path, whole_export: tuple[float,
             assert ("OUT is as it was" in output or finished) == (process.returncode == 128 + number)
             assert not finished or (out / "model.safetensors").read_bytes() == new
             assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    export(made, out, force=True)
+    export(trained_run, out, force=True)
     assert (out / "model.safetensors").read_bytes() == new
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -798,8 +798,8 @@ def test_check_without_a_report(config: str | None, run_folder: Path, tmp_path: 
     (out / "export.json").unlink()
     export(out, out, check=True)
     (out / "config.json").write_text(config) if config else (out / "config.json").unlink()
-    said = rf"error: from_pretrained doesn't load {out}: (?!error)(?!(?s:.*)--model)|holds no config\.json"
-    with pytest.raises(UserError, match=said):
+    message = rf"error: from_pretrained doesn't load {out}: (?!error)(?!(?s:.*)--model)|holds no config\.json"
+    with pytest.raises(UserError, match=message):
         transformers_probe.loads(out) if config else export(out, out, check=True)
 
 

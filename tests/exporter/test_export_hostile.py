@@ -27,13 +27,13 @@ SIZES = {"vocab_size": 64, "hidden_size": 36, "intermediate_size": 40, "num_hidd
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs.make(tmp_path_factory, SIZES)
 
 
 @pytest.fixture
-def run_folder(made: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(made, tmp_path / "run"))
+def run_folder(trained_run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained_run, tmp_path / "run"))
 
 
 class Evil:
@@ -63,9 +63,9 @@ def hide_metadata(run: Path, proof: Path) -> None:
     """A `.metadata` that our reader takes and torch doesn't, so that torch looks for another one."""
     inner = run / INNER
     content = (inner / ".metadata").read_bytes()
-    made = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)R0"
+    pickled = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n)R0"
     assert content[:2] == b"\x80\x04"
-    (inner / ".metadata").write_bytes(content[:2] + made + pickle.dumps(FileSystemReader(inner).read_metadata())[2:])
+    (inner / ".metadata").write_bytes(content[:2] + pickled + pickle.dumps(FileSystemReader(inner).read_metadata())[2:])
     (inner / "__0.metadata").write_bytes(pickle.dumps(Evil(proof)))
 
 
@@ -283,8 +283,8 @@ def test_dtypes_that_safetensors_cannot_name(dtype: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("kind", ["negative", "conjugate"])
 def test_tensors_whose_numbers_are_not_as_stored_are_refused(kind: str, tmp_path: Path) -> None:
     """torch keeps a mark beside the tensor, and reads it again."""
-    made = torch._neg_view(torch.ones(3)) if kind == "negative" else torch.ones(3, dtype=torch.complex64).conj()
-    torch.save({"w": made, "v": torch.ones(3)}, tmp_path / "pytorch_model.bin")
+    tensor = torch._neg_view(torch.ones(3)) if kind == "negative" else torch.ones(3, dtype=torch.complex64).conj()
+    torch.save({"w": tensor, "v": torch.ones(3)}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"with flags that change its values: (neg|conj)(?s:.*)resolve_neg"):
         exporter.run(exporter.ExportCommand(tmp_path, tmp_path / "out", verify="bytes"))

@@ -283,8 +283,8 @@ def test_an_interrupt_after_the_export_does_not_deny_it(
             patch.setattr(command, place, interrupt)
             with pytest.raises(SystemExit):
                 cli.main()
-        said = capsys.readouterr().err
-        assert left in said.strip().splitlines()[-1], said
+        output = capsys.readouterr().err
+        assert left in output.strip().splitlines()[-1], output
 
 
 def test_lists_are_whole_without_a_terminal(tiny_model: Path, tmp_path: Path) -> None:
@@ -344,9 +344,9 @@ def test_a_file_that_is_named_is_the_one_that_is_read(
 ) -> None:
     if around:
         around(crowd)
-    made = export(crowd / "ema.safetensors", tmp_path / "out", verify="logits")
-    assert made
-    assert all((item == 9).all() for item in made.values())
+    tensors = export(crowd / "ema.safetensors", tmp_path / "out", verify="logits")
+    assert tensors
+    assert all((item == 9).all() for item in tensors.values())
     assert "ema.safetensors: safetensors" in capfd.readouterr().err.replace("\n", "")
     if around in (None, beside_an_index):
         name = "weights.safetensors" if around else "model.safetensors"

@@ -219,17 +219,17 @@ def other_kinds(model: LlamaForCausalLM, run_folder: Path) -> dict[str, Path]:
     """The same model as other loops save it: whole, nested, as DCP under other keys, as safetensors."""
     state = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
     adam = {"state": {0: {"step": torch.ones(())}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
-    made = {name: run_folder / name / "checkpoint-3" for name in ("full", "nested", "job", "plain", "safe")}
-    for folder in made.values():
+    checkpoints = {name: run_folder / name / "checkpoint-3" for name in ("full", "nested", "job", "plain", "safe")}
+    for folder in checkpoints.values():
         folder.mkdir(parents=True)
         model.config.save_pretrained(folder)
-    torch.save(state, made["full"] / "pytorch_model_fsdp.bin")
-    torch.save({"model": state, "optimizer": adam, "step": torch.tensor(3)}, made["nested"] / "state.pth")
-    torch.save({"cpu": torch.zeros(3)}, made["nested"] / "rng_state_0.pth")
-    save_dcp({"job": {"model": state, "optimizer": adam, "place": 7}}, checkpoint_id=made["job"], no_dist=True)
-    save_dcp(dict(model.state_dict()), checkpoint_id=made["plain"], no_dist=True)
-    model.save_pretrained(made["safe"], max_shard_size="100KB")
-    return made
+    torch.save(state, checkpoints["full"] / "pytorch_model_fsdp.bin")
+    torch.save({"model": state, "optimizer": adam, "step": torch.tensor(3)}, checkpoints["nested"] / "state.pth")
+    torch.save({"cpu": torch.zeros(3)}, checkpoints["nested"] / "rng_state_0.pth")
+    save_dcp({"job": {"model": state, "optimizer": adam, "place": 7}}, checkpoint_id=checkpoints["job"], no_dist=True)
+    save_dcp(dict(model.state_dict()), checkpoint_id=checkpoints["plain"], no_dist=True)
+    model.save_pretrained(checkpoints["safe"], max_shard_size="100KB")
+    return checkpoints
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -327,8 +327,8 @@ def test_what_comes_with_the_weights(written: Path, tiny_model: Path, tmp_path: 
     (folder / "x.py").write_text("raise SystemExit")
     (folder / "README.md").write_text("# card")
     export(run_folder, tmp_path / "out", verify="load")
-    made = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "auto_map" not in made
+    exported_config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "auto_map" not in exported_config
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.use_cache is True
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "README.md", "export.json"} <= names
@@ -410,8 +410,8 @@ def test_numbers_that_a_dtype_cannot_hold(
     state = state if dtype == "float32" else {name: tensor.float() for name, tensor in state.items()}
     state["model.norm.weight"][0] = torch.inf
     torch.save(state, tmp_path / "run" / "model.pth")
-    made = export(tmp_path / "run", tmp_path / "out", dtype=dtype, allow_non_finite=True)
-    assert made["model.norm.weight"][0] == torch.inf
+    tensors = export(tmp_path / "run", tmp_path / "out", dtype=dtype, allow_non_finite=True)
+    assert tensors["model.norm.weight"][0] == torch.inf
     state["model.norm.weight"][1] = -number
     torch.save(state, tmp_path / "run" / "model.pth")
     for allowed in (False, True):

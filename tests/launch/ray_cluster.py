@@ -100,11 +100,11 @@ def processes(folder: Path) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
-    made = Cluster()
+    nodes = Cluster()
     try:
-        yield made
+        yield nodes
     finally:
-        made.close()
+        nodes.close()
 
 
 def serve() -> None:

@@ -134,8 +134,8 @@ def test_all_members_say_the_same() -> None:
 
 
 def test_ranks_of_one_machine_are_named() -> None:
-    (said, _) = outcomes([rank(0, 0, seed=1), rank(1, 0, seed=2)])
-    assert "0 (n0) rank 1" in said
+    (table, _) = outcomes([rank(0, 0, seed=1), rank(1, 0, seed=2)])
+    assert "0 (n0) rank 1" in table
 
 
 def test_a_group_that_a_member_has_not_is_not_compared() -> None:
@@ -153,14 +153,14 @@ def test_what_one_machine_allows_may_differ() -> None:
 
 def test_many_differences_and_long_values_are_cut() -> None:
     sides = [rank(n, n, **{f"flag_{i}": f"{'x' * 200}{n}" for i in range(20)}) for n in range(2)]
-    said = outcomes(sides)[0]
-    assert "arguments: 14 more" in said
-    assert "x0 " in said
-    assert "x1 " in said
-    assert max(map(len, said.splitlines()[:10])) < 120
+    table = outcomes(sides)[0]
+    assert "arguments: 14 more" in table
+    assert "x0 " in table
+    assert "x1 " in table
+    assert max(map(len, table.splitlines()[:10])) < 120
 
 
 def test_a_member_that_does_not_come() -> None:
-    (said,) = outcomes([rank(0, 0, seed=1)], seconds=0.5, expected=2)
-    assert "1 of 2 processes came" in said
-    assert "machine 0 (n0) rank 0" in said
+    (table,) = outcomes([rank(0, 0, seed=1)], seconds=0.5, expected=2)
+    assert "1 of 2 processes came" in table
+    assert "machine 0 (n0) rank 0" in table

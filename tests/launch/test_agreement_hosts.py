@@ -112,12 +112,12 @@ OF_ANY_SCRIPT: Mapping[str, tuple[Callable[[Side, Path], object], str]] = {
 def test_launchers_refuse_what_differs_before_ranks_start(
     planted: str, machines: list[hosts.Host], tiny_model: Path, tmp_path: Path
 ) -> None:
-    change, said = OF_ANY_SCRIPT[planted]
+    change, message = OF_ANY_SCRIPT[planted]
     sides = [own_job(tmp_path / f"n{rank + 1}", rank, tiny_model) for rank in range(2)]
     change(sides[1], tmp_path)
     for done in launched(machines, sides):
         assert done.code == 1
-        assert re.search(said, done.output), done.output
+        assert re.search(message, done.output), done.output
         assert "Traceback" not in done.output
         assert "trains" not in done.output
         assert len(re.findall(r"^    \w+: ", done.output, re.MULTILINE)) == 1, done.output
@@ -182,11 +182,11 @@ IN_ROWS: Mapping[str, tuple[Callable[[list[str]], list[str]], str]] = {
 }
 
 
-def refused(finished: Sequence[Finished], said: str) -> None:
+def refused(finished: Sequence[Finished], message: str) -> None:
     """Both machines say what differs, and none has taken a step."""
     for done in finished:
         assert done.code == 1
-        assert re.search(said, done.output), done.output
+        assert re.search(message, done.output), done.output
         assert "host memory while loading" not in done.output
 
 
@@ -226,19 +226,19 @@ def job(machines: list[hosts.Host], tiny_model: Path, text_data: Path, tmp_path:
 
 @pytest.mark.parametrize("planted", IN_MODEL)
 def test_ranks_refuse_another_model_at_the_same_path(planted: str, job: Job) -> None:
-    change, said = IN_MODEL[planted]
+    change, message = IN_MODEL[planted]
     change(other := job.other(job.model))
     with covered(job.machines[1], {job.model: other}):
-        refused(launched(job.machines, job.sides()), said)
+        refused(launched(job.machines, job.sides()), message)
 
 
 @pytest.mark.parametrize("planted", IN_ROWS)
 def test_ranks_refuse_other_rows_at_the_same_path(planted: str, job: Job) -> None:
-    change, said = IN_ROWS[planted]
+    change, message = IN_ROWS[planted]
     other = job.other(job.rows)
     other.write_text("".join(change(other.read_text().splitlines(keepends=True))))
     with covered(job.machines[1], {job.rows: other}):
-        refused(launched(job.machines, job.sides()), said)
+        refused(launched(job.machines, job.sides()), message)
 
 
 def test_ranks_end_when_one_machine_cannot_load(job: Job) -> None:

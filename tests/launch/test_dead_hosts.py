@@ -100,9 +100,9 @@ def job(tmp_path: Path, tiny_model: Path, text_data: Path, machines: list[hosts.
     return Job(tmp_path, tiny_model, text_data, machines)
 
 
-def assert_says(ended: Finished, said: str) -> None:
+def assert_says(ended: Finished, message: str) -> None:
     assert ended.code == 1, ended.output
-    assert re.search(rf"error: (a collective failed: )?{said}", ended.output), ended.output
+    assert re.search(rf"error: (a collective failed: )?{message}", ended.output), ended.output
     assert f"checkpoint-{SAVED} is the newest complete checkpoint" in ended.output
 
 

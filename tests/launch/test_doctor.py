@@ -36,12 +36,12 @@ def test_a_healthy_machine() -> None:
 
 
 def test_ranks_of_one_machine_are_measured() -> None:
-    told = json.loads(doctor("--json", "--num-processes", 2).output)
-    assert told["healthy"]
-    kinds = {(collective["collective"], collective["size_bytes"]) for collective in told["collectives"]}
-    assert len(kinds) == len(told["collectives"]) == 12
+    report = json.loads(doctor("--json", "--num-processes", 2).output)
+    assert report["healthy"]
+    kinds = {(collective["collective"], collective["size_bytes"]) for collective in report["collectives"]}
+    assert len(kinds) == len(report["collectives"]) == 12
     assert {"all_reduce", "all_gather", "reduce_scatter", "broadcast"} == {kind for kind, _ in kinds}
-    assert all(collective["seconds"] > 0 and collective["bytes_per_second"] > 0 for collective in told["collectives"])
+    assert all(collective["seconds"] > 0 and collective["bytes_per_second"] > 0 for collective in report["collectives"])
 
 
 def test_what_a_yaml_asks_for_and_this_machine_has_not(tmp_path: Path) -> None:
@@ -111,10 +111,10 @@ def test_a_launcher_that_does_not_see_the_other_machines(tmp_path: Path) -> None
 
 
 def test_a_broken_yaml_is_one_row_of_many(tmp_path: Path) -> None:
-    told = json.loads(run([sys.executable, "-m", "accel_fsdp", "doctor", "--json", str(tmp_path / "none")]).output)
-    assert not told["healthy"]
-    assert [row["subject"] for row in told["rows"] if row["verdict"] == "error"] == ["YAML"]
-    assert any(row["subject"] == "disk" for row in told["rows"])
+    report = json.loads(run([sys.executable, "-m", "accel_fsdp", "doctor", "--json", str(tmp_path / "none")]).output)
+    assert not report["healthy"]
+    assert [row["subject"] for row in report["rows"] if row["verdict"] == "error"] == ["YAML"]
+    assert any(row["subject"] == "disk" for row in report["rows"])
 
 
 @pytest.mark.parametrize("flags", [("--num-machines", "0"), ("--timeout", "0"), ("--main-process-port", "99999")])
@@ -151,16 +151,16 @@ def test_nothing_is_left_of_one_that_is_ended(number: signal.Signals, tmp_path: 
         assert time.monotonic() < until
         time.sleep(0.05)
     process.send_signal(number)
-    _, said = process.communicate(timeout=30)
-    assert "Traceback" not in said
+    _, output = process.communicate(timeout=30)
+    assert "Traceback" not in output
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_report_shows_no_values_that_may_be_secret() -> None:
     private = {"NCCL_TOPO_FILE": "/home/bob smith/x y.xml", "NCCL_KEY": "sk-proj-abcDEF-123", "NCCL_DEBUG": "INFO"}
-    said = doctor("--report", **private).output
-    assert "NCCL_TOPO_FILE=<set>" in said
-    assert "NCCL_KEY=<set>" in said
-    assert "NCCL_DEBUG=INFO" in said
-    assert "torch 2." in said
+    output = doctor("--report", **private).output
+    assert "NCCL_TOPO_FILE=<set>" in output
+    assert "NCCL_KEY=<set>" in output
+    assert "NCCL_DEBUG=INFO" in output
+    assert "torch 2." in output

@@ -175,8 +175,8 @@ CASES |= {address: functools.partial(named_elsewhere, address=address) for addre
 def test_a_host_name_that_leads_elsewhere(address: str, ended: Ended) -> None:
     """An error where the machines can't reach each other, and a warning where they do all the same."""
     first, _ = ended(address)
-    said = "its own alone" if address.startswith("127") else "an address that none of its interfaces has"
-    row = re.search(rf"(error|warning) +host name +n2 is {re.escape(address)}, {said}", first.output)
+    message = "its own alone" if address.startswith("127") else "an address that none of its interfaces has"
+    row = re.search(rf"(error|warning) +host name +n2 is {re.escape(address)}, {message}", first.output)
     assert row, first.output
     communicated = "each collective gives the right result" in first.output
     assert (row[1], first.code) == (("warning", 0) if communicated else ("error", 1)), first.output
@@ -186,8 +186,8 @@ def test_a_host_name_that_leads_elsewhere(address: str, ended: Ended) -> None:
 @case
 def address_of_a_flag(machines: list[Host], folder: Path) -> list[Finished]:
     yaml = folder / "job.yaml"
-    made = made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no")
-    yaml.write_text("".join(line for line in made.splitlines(True) if not line.startswith("num_")))
+    yaml_text = made_yaml(model="llama-3.1-8b", num_processes="2", mixed_precision="no")
+    yaml.write_text("".join(line for line in yaml_text.splitlines(True) if not line.startswith("num_")))
     return doctors(machines[:2], "--num-processes", "2", yaml)
 
 
@@ -205,8 +205,8 @@ def told_differently(machines: list[Host], folder: Path) -> list[Finished]:
     processes = []
     for number, resharding in enumerate(("true", "false")):
         file = folder / f"n{number}.yaml"
-        made = made_yaml(model="llama-3.1-8b", num_processes="2", num_machines="2", main_process_ip="n1")
-        file.write_text(re.sub("(fsdp_reshard_after_forward): .*", rf"\1: {resharding}", made))
+        yaml_text = made_yaml(model="llama-3.1-8b", num_processes="2", num_machines="2", main_process_ip="n1")
+        file.write_text(re.sub("(fsdp_reshard_after_forward): .*", rf"\1: {resharding}", yaml_text))
         variables = {"NVIDIA_TF32_OVERRIDE": str(number)} | ({"PYTHONPATH": f"{folder}:{ROOT}"} if number else {})
         ranks = str(2 + 2 * number)
         processes.append(started(machines[number], number, 2, "--num-processes", ranks, file, **variables))

@@ -118,8 +118,10 @@ def test_the_command_of_a_job_file_trains_on_two_machines(
     """As it stands in the file, with the variables that the engine sets."""
     variables, command = COMMANDS[engine]
     file, job, programs = tmp_path / "job.yaml", tmp_path / "job", tmp_path / "bin"
-    made = yaml.safe_load(made_yaml(model=str(tiny_model), num_processes="4", mixed_precision="no", fsdp_version="2"))
-    file.write_text(yaml.safe_dump({key: value for key, value in made.items() if key not in TOLD}))
+    yaml_text = yaml.safe_load(
+        made_yaml(model=str(tiny_model), num_processes="4", mixed_precision="no", fsdp_version="2")
+    )
+    file.write_text(yaml.safe_dump({key: value for key, value in yaml_text.items() if key not in TOLD}))
     words = job_words(tiny_model, text_data, tmp_path / "out", STEPS, PER_RANK, save_steps=STEPS)
     flags = ["--gpus", "2x2xH100-80GB", "--shared", tmp_path, "-o", job]
     written = accel_fsdp("script", engine, *map(str, (*flags, file, SFT, *words)))

@@ -36,9 +36,9 @@ def explain(message: str) -> Finished:
 
 @pytest.mark.parametrize("case", REAL)
 def test_a_real_message_is_explained(case: str) -> None:
-    said = run([sys.executable, ERRORS, case]).output
-    answer = explain(said[-2000:])
-    assert answer.code == 0, said
+    output = run([sys.executable, ERRORS, case]).output
+    answer = explain(output[-2000:])
+    assert answer.code == 0, output
     assert answer.output.startswith(f"{REAL[case]}\n")
 
 
@@ -53,24 +53,24 @@ def test_a_line_is_read_at_both_of_its_ends() -> None:
 
 @pytest.mark.parametrize(("case", "row"), {"skipped": "collective-timeout", "left": "gone"}.items())
 def test_a_real_message_of_ranks_is_explained(case: str, row: str) -> None:
-    said = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", ERRORS, case]).output
-    first = next(line for line in said.splitlines() if "RuntimeError" in line)
+    output = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", ERRORS, case]).output
+    first = next(line for line in output.splitlines() if "RuntimeError" in line)
     assert known_errors.find(first) == row, first
 
 
 def test_a_message_of_torchrun_is_explained() -> None:
     words = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "nosuch.invalid:29500")
-    said = run([*TORCHRUN, *words, "--rdzv-conf", "read_timeout=2", ERRORS, "alone"]).output
-    assert "RendezvousConnectionError" in said
-    assert known_errors.find(said[-2000:]) == "rendezvous"
+    output = run([*TORCHRUN, *words, "--rdzv-conf", "read_timeout=2", ERRORS, "alone"]).output
+    assert "RendezvousConnectionError" in output
+    assert known_errors.find(output[-2000:]) == "rendezvous"
 
 
 def test_the_rank_that_failed_first_is_the_cause() -> None:
     """torchrun ends rank 1 by SIGTERM, and by SIGKILL as it ignores that."""
-    said = run([sys.executable, ERRORS, "impatient"]).output
-    assert re.search(r"exitcode +: -9 ", said), said
-    assert known_errors.find(said) == "wrong-layer-class"
-    assert known_errors.find(said[said.index("FAILED") :]) is None
+    output = run([sys.executable, ERRORS, "impatient"]).output
+    assert re.search(r"exitcode +: -9 ", output), output
+    assert known_errors.find(output) == "wrong-layer-class"
+    assert known_errors.find(output[output.index("FAILED") :]) is None
 
 
 def test_a_cause_from_the_table_is_no_certainty() -> None:

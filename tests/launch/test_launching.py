@@ -81,7 +81,7 @@ def test_the_ranks_get_what_accelerates_launcher_gives_them(
 
 
 @pytest.mark.parametrize(
-    ("machines", "in_file", "flag", "said"),
+    ("machines", "in_file", "flag", "message"),
     [
         (2, None, None, "is for 2 machines, and the number of this machine is unknown"),
         (2, None, 2, "--machine-rank 2 of 2 machines"),
@@ -96,7 +96,7 @@ def test_the_ranks_get_what_accelerates_launcher_gives_them(
     ],
 )
 def test_a_machine_knows_which_one_it_is(
-    machines: int, in_file: int | None, flag: int | None, said: str, tmp_path: Path
+    machines: int, in_file: int | None, flag: int | None, message: str, tmp_path: Path
 ) -> None:
     yaml = tmp_path / "job.yaml"
     text = YAMLS["fsdp2"].replace("num_machines: 1", f"num_machines: {machines}")
@@ -104,8 +104,8 @@ def test_a_machine_knows_which_one_it_is(
     yaml.write_text(text + ("" if in_file is None else f"machine_rank: {in_file}\n"))
     values = read_config(yaml)[0].values
     flags = {"machine_rank": flag}
-    if said:
-        with pytest.raises(UserError, match=said):
+    if message:
+        with pytest.raises(UserError, match=message):
             place.settle(place.Place(), flags, values, str(yaml))
         return
     here = place.settle(place.Place(), flags, values, str(yaml))
@@ -185,10 +185,10 @@ def test_nothing_is_left_after_ctrl_c(flags: list[str], tmp_path: Path) -> None:
         for _ in range(2):
             assert launcher_process.stdout.readline() == "a rank waits\n"
         os.killpg(launcher_process.pid, signal.SIGINT)
-        _, said = launcher_process.communicate(timeout=60)
-    assert launcher_process.returncode == 130, said
-    assert "Traceback" not in said or not flags, said
-    assert "ended by SIGINT" in said
+        _, output = launcher_process.communicate(timeout=60)
+    assert launcher_process.returncode == 130, output
+    assert "Traceback" not in output or not flags, output
+    assert "ended by SIGINT" in output
     until = time.monotonic() + 20
     while left := list(temporary.iterdir()):  # a process of its own removes the rehearsal's folder
         assert time.monotonic() < until, left

@@ -38,7 +38,7 @@ print("went on")
 """
 
 
-def told(folder: Path, changed: str) -> tuple[str, list[dict[str, Any]]]:
+def watched(folder: Path, changed: str) -> tuple[str, list[dict[str, Any]]]:
     warm = warm_python()
     variables = {**warm, "ACCEL_FSDP_EVENTS": str(folder), "RANK": "0"}
     code = f"import sys; sys.argv = ['own.py', {changed!r}]\n{SCRIPT}"
@@ -50,7 +50,7 @@ def told(folder: Path, changed: str) -> tuple[str, list[dict[str, Any]]]:
 
 @pytest.mark.parametrize("changed", CHANGED)
 def test_what_cannot_be_watched_is_named(changed: str, tmp_path: Path) -> None:
-    output, events = told(tmp_path, changed)
+    output, events = watched(tmp_path, changed)
     off = [event["what"] for event in events if event["kind"] == "unwatched"]
     assert off == [CHANGED[changed]], output
     assert f"accel-fsdp: not watched: {CHANGED[changed]}; " in output
@@ -60,6 +60,6 @@ def test_what_cannot_be_watched_is_named(changed: str, tmp_path: Path) -> None:
 
 
 def test_nothing_is_named_that_is_watched(tmp_path: Path) -> None:
-    output, events = told(tmp_path, "torch:nothing_of_that_name")
+    output, events = watched(tmp_path, "torch:nothing_of_that_name")
     assert "not watched" not in output
     assert {"loss", "first-step", "trained"} <= {event["kind"] for event in events}

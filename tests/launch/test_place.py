@@ -100,17 +100,17 @@ def test_a_yaml_without_numbers_takes_the_engines(engine: str, dry: Dry) -> None
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_another_number_of_machines_is_refused_with_both(engine: str, dry: Dry) -> None:
-    said = dry(f"{YAML}num_machines: 1\nnum_processes: 8\n", ENGINES[engine])
-    assert f"{engine} says num_machines 2 (" in said
-    assert "num_machines: 1 is in" in said
-    assert "num_machines: 2 in the YAML" in said
+    shown = dry(f"{YAML}num_machines: 1\nnum_processes: 8\n", ENGINES[engine])
+    assert f"{engine} says num_machines 2 (" in shown
+    assert "num_machines: 1 is in" in shown
+    assert "num_machines: 2 in the YAML" in shown
 
 
 @pytest.mark.parametrize("engine", sorted(ENGINES.keys() - {"PyTorchJob"}))
 def test_another_number_of_processes_is_refused_with_both(engine: str, dry: Dry) -> None:
-    said = dry(f"{YAML}num_machines: 2\nnum_processes: 16\n", ENGINES[engine])
-    assert f"{engine} says num_processes 8 (" in said
-    assert "num_processes: 16 is in" in said
+    shown = dry(f"{YAML}num_machines: 2\nnum_processes: 16\n", ENGINES[engine])
+    assert f"{engine} says num_processes 8 (" in shown
+    assert "num_processes: 16 is in" in shown
 
 
 def test_a_flag_may_leave_gpus_idle_but_not_contradict_processes(dry: Dry) -> None:
@@ -134,7 +134,7 @@ def test_flags_alone_replace_what_the_yaml_says(dry: Dry) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"SLURM_STEP_ID": ""}, "this is its batch script itself\nsrun --ntasks-per-node=1"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, "8 tasks on 2 machines (SLURM_STEP_NUM_TASKS)"),
@@ -143,9 +143,9 @@ def test_flags_alone_replace_what_the_yaml_says(dry: Dry) -> None:
         ({"SLURM_NODEID": ""}, "the number of this machine is unknown"),
     ],
 )
-def test_a_slurm_job_that_would_hang_is_refused(changed: dict[str, str], said: str, dry: Dry) -> None:
+def test_a_slurm_job_that_would_hang_is_refused(changed: dict[str, str], message: str, dry: Dry) -> None:
     variables = {name: value for name, value in (SLURM | changed).items() if value}
-    assert said in dry(TWO, variables)
+    assert message in dry(TWO, variables)
 
 
 def test_an_elastic_kubernetes_job_is_torchruns(dry: Dry) -> None:
@@ -165,8 +165,8 @@ def test_a_rank_of_torchrun_is_no_pod(dry: Dry) -> None:
 def test_a_machine_rank_in_the_file_that_is_another_machines(dry: Dry) -> None:
     ip = "main_process_ip: 10.0.0.1\n"
     assert "machine_rank: 0" not in dry(f"{TWO}{ip}machine_rank: 0\n", SLURM)
-    said = dry(f"{TWO}{ip}machine_rank: 3\n", SLURM)
-    assert "SLURM_NODEID 1, and machine_rank: 3 in" in said
+    shown = dry(f"{TWO}{ip}machine_rank: 3\n", SLURM)
+    assert "SLURM_NODEID 1, and machine_rank: 3 in" in shown
 
 
 def test_deepspeeds_own_launcher_would_start_every_rank_twice(dry: Dry) -> None:
@@ -188,7 +188,7 @@ def test_the_first_host_of_slurms_short_lists(name: str, numbers: list[int], wid
 
 
 @pytest.mark.parametrize(
-    ("address", "rank", "variables", "said"),
+    ("address", "rank", "variables", "message"),
     [
         ("no-such-host.invalid", 1, {}, "the name no-such-host.invalid is unknown"),
         ("localhost", 0, {}, "which no other machine reaches"),
@@ -199,9 +199,9 @@ def test_the_first_host_of_slurms_short_lists(name: str, numbers: list[int], wid
     ],
 )
 def test_where_machines_cannot_meet_is_said_before_ranks_start(
-    address: str, rank: int, variables: dict[str, str], said: str
+    address: str, rank: int, variables: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(UserError, match=said) if said else contextlib.nullcontext():
+    with pytest.raises(UserError, match=message) if message else contextlib.nullcontext():
         rendezvous.check_interfaces(variables, [name for _, name in socket.if_nameindex()])
         rendezvous.check_place(address, 29500, rank)
 

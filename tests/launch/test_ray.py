@@ -80,10 +80,10 @@ def rank_of(cluster: ray_cluster.Cluster, number: int) -> psutil.Process:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[ray_cluster.Cluster]:
-    with ray_cluster.cluster() as made:
-        yield made
-    assert made.left == []
-    assert not made.folder.exists()
+    with ray_cluster.cluster() as started:
+        yield started
+    assert started.left == []
+    assert not started.folder.exists()
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_a_script_gets_what_accelerate_launch_gives_and_a_signal_to_the_driver_s
     assert len(ranks) == RANKS
     for rank, (words, variables, folder) in enumerate(ranks):
         assert (words, folder) == (["it's"], str(tmp_path))
-        told = {
+        expected = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank % 2),
             "WORLD_SIZE": "4",
@@ -157,7 +157,7 @@ def test_a_script_gets_what_accelerate_launch_gives_and_a_signal_to_the_driver_s
             "FSDP_TRANSFORMER_CLS_TO_WRAP": "Qwen2DecoderLayer",
             "HF_HOME": f"{tmp_path}/.huggingface",
         }
-        assert told.items() <= variables.items()
+        assert expected.items() <= variables.items()
 
 
 def test_a_rank_ends_with_its_worker_and_a_bad_flag_is_not_tried_again(

@@ -140,8 +140,8 @@ def test_machines_that_do_not_meet(case: str, ended: Callable[[str], list[Finish
         assert machine.code == 1, machine.output
         assert "a rank has started" not in machine.output
         assert "is gone" not in machine.output
-        for said in sayings:
-            assert re.search(said, machine.output), machine.output
+        for message in sayings:
+            assert re.search(message, machine.output), machine.output
 
 
 def test_machines_that_meet(folder: Path) -> None:

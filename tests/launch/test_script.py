@@ -105,21 +105,23 @@ def test_slurm_is_asked_for_what_the_yaml_says(batch: str) -> None:
 
 
 def test_the_command_in_a_slurm_file_is_one_that_launch_accepts(batch: str, tmp_path: Path) -> None:
-    code, said = started(batch, tmp_path, SLURM)
-    assert code == 0, said
-    assert "srun --kill-on-bad-exit=0\nsrun --wait=60\n" in said
-    assert "# SLURM: num_machines 2 (SLURM_STEP_NUM_NODES), num_processes 8" in said
-    assert "--main_process_ip gpu07 --main_process_port 24567" in said
-    assert f"{SFT} --model_name_or_path 'a model' --output_dir /shared/runs/first --resume_from_checkpoint auto" in said
+    code, output = started(batch, tmp_path, SLURM)
+    assert code == 0, output
+    assert "srun --kill-on-bad-exit=0\nsrun --wait=60\n" in output
+    assert "# SLURM: num_machines 2 (SLURM_STEP_NUM_NODES), num_processes 8" in output
+    assert "--main_process_ip gpu07 --main_process_port 24567" in output
+    assert (
+        f"{SFT} --model_name_or_path 'a model' --output_dir /shared/runs/first --resume_from_checkpoint auto" in output
+    )
 
 
 @pytest.mark.parametrize(("ends", "again"), [("0", False), ("1", False), ("75", True), ("138", True), ("143", False)])
 def test_a_slurm_job_ends_as_training_does_and_is_requeued_after_a_checkpoint(
     ends: str, again: bool, batch: str, tmp_path: Path
 ) -> None:
-    code, said = started(batch, tmp_path, {**SLURM, "ENDS": ends})
+    code, output = started(batch, tmp_path, {**SLURM, "ENDS": ends})
     assert code == int(ends)
-    assert ("scontrol requeue 1234567" in said) == again
+    assert ("scontrol requeue 1234567" in output) == again
 
 
 def test_a_script_that_cannot_resume_is_not_requeued(write: Write, tmp_path: Path) -> None:
@@ -146,10 +148,10 @@ def test_flags_of_slurm(write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "time"), [("2d12h", "2-12:00:00"), ("36:00:00", "1-12:00:00"), ("1-02:30", "1-02:30:00")]
+    ("message", "time"), [("2d12h", "2-12:00:00"), ("36:00:00", "1-12:00:00"), ("1-02:30", "1-02:30:00")]
 )
-def test_times(said: str, time: str, write: Write) -> None:
-    assert asked(write("slurm", ONE, "--time", said))["time"] == time
+def test_times(message: str, time: str, write: Write) -> None:
+    assert asked(write("slurm", ONE, "--time", message))["time"] == time
 
 
 LLAMA = ("--model_name_or_path", "meta-llama/Llama-3.1-8B", "--output_dir", "/shared/runs/first")
@@ -163,8 +165,8 @@ def test_the_time_of_a_job_whose_steps_are_known_is_the_plans(write: Write, caps
     cli.call(plan)
     seconds = json.loads(capsys.readouterr().out)["strategies"][0]["step_seconds"]
     days, hours, minutes = re.fullmatch(r"(?:(\d+)-)?(\d\d):(\d\d):00", asked(text)["time"]).groups("0")  # type: ignore[union-attr]
-    told = (int(days) * 24 + int(hours)) * 60 + int(minutes)
-    assert told == pytest.approx((20_000 * seconds * 3 + 3600) / 60, abs=1)
+    minutes_limit = (int(days) * 24 + int(hours)) * 60 + int(minutes)
+    assert minutes_limit == pytest.approx((20_000 * seconds * 3 + 3600) / 60, abs=1)
     assert f"# <- Predicted: 20,000 steps x {seconds:.2g} s x 3, and an hour around them." in text
 
 
@@ -321,11 +323,11 @@ def test_the_command_in_a_kubernetes_file_is_one_that_launch_accepts(api: str, w
     text = as_kubernetes_expands(container["args"][0])
     assert "\nexec accel-fsdp launch" in text
     for engine in ("Kubeflow", *(["PyTorchJob"] if api == "pytorchjob" else [])):
-        code, said = started(text, tmp_path, ENGINES[engine], by=container["command"])
-        assert code == 0, said
-        assert f"# {engine}: num_machines 2" in said
-        assert "--machine_rank 1 --main_process_ip job-" in said
-        assert "--text '$(HOME)\n two$$ $$(HOME) $' --resume_from_checkpoint auto" in said
+        code, output = started(text, tmp_path, ENGINES[engine], by=container["command"])
+        assert code == 0, output
+        assert f"# {engine}: num_machines 2" in output
+        assert "--machine_rank 1 --main_process_ip job-" in output
+        assert "--text '$(HOME)\n two$$ $$(HOME) $' --resume_from_checkpoint auto" in output
 
 
 def test_a_pod_of_a_script_that_cannot_resume_is_not_started_again(write: Write, tmp_path: Path) -> None:
@@ -374,11 +376,11 @@ def test_the_command_in_a_task_is_one_that_launch_accepts(
     task = yaml.safe_load(write(engine, TWO, "--gpus", "2x4xH100-80GB", *flags))
     text = task[key] if engine == "skypilot" else as_dstack_expands("\n".join(task[key]))
     title = CLUSTER_ENGINES[engine].title
-    code, said = started(text, tmp_path, ENGINES[title])
-    assert code == 0, said
-    assert f"# {title}: num_machines 2" in said
-    assert "--main_process_ip 10.0.0.1 --rdzv_backend" in said
-    assert "--resume_from_checkpoint auto" in said
+    code, output = started(text, tmp_path, ENGINES[title])
+    assert code == 0, output
+    assert f"# {title}: num_machines 2" in output
+    assert "--main_process_ip 10.0.0.1 --rdzv_backend" in output
+    assert "--resume_from_checkpoint auto" in output
 
 
 def called(text: str, name: str) -> dict[str, Any]:
@@ -417,9 +419,9 @@ def test_words_of_any_kind_stay_in_a_driver_for_ray(write: Write, tmp_path: Path
 @pytest.mark.parametrize("engine", ["skypilot", "dstack", "ray"])
 def test_a_run_on_the_disk_of_one_machine_is_refused(engine: str, write: Write) -> None:
     flags = ("--gpus", "2x4xH100-80GB")
-    said = write(engine, TWO, *flags, words=("--output_dir", "runs/first"))
-    assert "--output_dir runs/first, and" in said
-    assert "--output_dir /shared/runs/first" in said
+    output = write(engine, TWO, *flags, words=("--output_dir", "runs/first"))
+    assert "--output_dir runs/first, and" in output
+    assert "--output_dir /shared/runs/first" in output
     assert "--output_dir is missing" in write(engine, TWO, *flags, words=())
     elsewhere = write(engine, TWO, *flags, "--shared", "/big", words=("--output_dir=/big/runs",))
     assert "HF_HOME" in elsewhere
@@ -429,9 +431,9 @@ def test_a_run_on_the_disk_of_one_machine_is_refused(engine: str, write: Write) 
 def test_torchrun_is_called_with_flags_that_it_has(number: str, write: Write, tmp_path: Path) -> None:
     from torch.distributed.run import get_args_parser
 
-    code, said = started(write("torchrun", TWO), tmp_path, {}, number, "10.0.0.1")
-    assert code == 0, said
-    args = get_args_parser().parse_args(said.splitlines())
+    code, output = started(write("torchrun", TWO), tmp_path, {}, number, "10.0.0.1")
+    assert code == 0, output
+    args = get_args_parser().parse_args(output.splitlines())
     assert (args.nnodes, args.nproc_per_node, args.rdzv_endpoint) == ("2", "4", "10.0.0.1:29500")
     assert args.rdzv_conf == f"is_host={1 - int(number)}"
     assert args.training_script == str(SFT)
@@ -442,8 +444,8 @@ def test_torchrun_is_called_with_flags_that_it_has(number: str, write: Write, tm
 
 def test_torchrun_on_one_machine_and_without_its_words(write: Write, tmp_path: Path) -> None:
     assert "--standalone" in started(write("torchrun", ONE, "--time", "2h"), tmp_path, {})[1]
-    code, said = started(write("torchrun", TWO), tmp_path, {}, "0")
-    assert (code, "ADDRESS of machine 0" in said) == (1, True)
+    code, output = started(write("torchrun", TWO), tmp_path, {}, "0")
+    assert (code, "ADDRESS of machine 0" in output) == (1, True)
     (tmp_path / "own.py").write_text("print(1)\n")
     assert "would train without FSDP" in write("torchrun", TWO, script=Path("own.py"), words=())
 
@@ -461,7 +463,7 @@ def test_equal_input_makes_equal_files_and_none_is_overwritten(engine: str, writ
 
 
 @pytest.mark.parametrize(
-    ("engine", "yaml", "said"),
+    ("engine", "yaml", "message"),
     [
         ("slurm", TWO, "next: sbatch 'a job'"),
         ("torchrun", ONE, "next: bash 'a job'\n"),
@@ -470,17 +472,17 @@ def test_equal_input_makes_equal_files_and_none_is_overwritten(engine: str, writ
     ],
 )
 def test_what_to_type_next(
-    engine: str, yaml: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    engine: str, yaml: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(yaml)
     words = ["--output_dir", "/shared/first"]
     assert cli.call(["script", engine, "-o", "a job", "job.yaml", str(SFT), *words]) == 0
-    assert f"written: a job\n{said}" in capsys.readouterr().err
+    assert f"written: a job\n{message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("yaml", "flags", "said"),
+    ("yaml", "flags", "message"),
     [
         (TWO, ["--gpus", "8xH100"], "--gpus 8xH100 is 1 machine with 8 GPUs each, and job.yaml says num_machines 2"),
         (YAML, [], "job.yaml has no num_processes"),
@@ -498,8 +500,8 @@ def test_what_to_type_next(
         (TWO.replace("fsdp_version", "fdsp_version"), [], "no job file was written; --no-check"),
     ],
 )
-def test_a_job_that_could_not_run_is_refused(yaml: str, flags: list[str], said: str, write: Write) -> None:
-    assert said in write("slurm", yaml, *flags)
+def test_a_job_that_could_not_run_is_refused(yaml: str, flags: list[str], message: str, write: Write) -> None:
+    assert message in write("slurm", yaml, *flags)
 
 
 def test_a_secret_in_a_job_file_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -507,8 +509,8 @@ def test_a_secret_in_a_job_file_is_warned_of(tmp_path: Path, monkeypatch: pytest
     Path("job.yaml").write_text(TWO)
     for flag, is_secret in (("--eos_token", False), ("--hub_token", True)):
         assert cli.call(["script", "slurm", "job.yaml", str(SFT), *TRAINS, flag, "SECRET"]) == 0
-        said = capsys.readouterr().err
-        assert (f"the secret of {flag}" in said and "HF_TOKEN" in said) == is_secret, said
+        output = capsys.readouterr().err
+        assert (f"the secret of {flag}" in output and "HF_TOKEN" in output) == is_secret, output
 
 
 def test_deepspeeds_own_launcher_is_refused_before_the_job_waits(write: Write) -> None:
@@ -517,10 +519,10 @@ def test_deepspeeds_own_launcher_is_refused_before_the_job_waits(write: Write) -
 
 
 def test_the_yamls_own_comment_names_the_gpus(write: Write) -> None:
-    made = (ROOT / "accelerate_configs" / "fsdp2_two_nodes.yaml").read_text()
-    assert "--gpus 2x8xH100-80GB" in made
-    assert asked(write("slurm", made))["gpus-per-node"] == "8"
-    assert asked(write("slurm", made.replace("num_processes: 16", "num_processes: 4")))["gpus-per-node"] == "2"
+    yaml_text = (ROOT / "accelerate_configs" / "fsdp2_two_nodes.yaml").read_text()
+    assert "--gpus 2x8xH100-80GB" in yaml_text
+    assert asked(write("slurm", yaml_text))["gpus-per-node"] == "8"
+    assert asked(write("slurm", yaml_text.replace("num_processes: 16", "num_processes: 4")))["gpus-per-node"] == "2"
 
 
 @pytest.mark.parametrize("word", ["-o", "--time=2h", "--force"])
@@ -586,16 +588,16 @@ def test_what_is_printed_is_what_is_written(write: Write, tmp_path: Path) -> Non
 def test_quotes_and_line_ends_in_words_stay(write: Write, tmp_path: Path) -> None:
     word = 'it\'s $HOME `x`\n  # "two" \\ lines'
     alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}
-    code, said = started(write("slurm", ONE, words=("--text", word)), tmp_path, SLURM | alone)
-    assert code == 0, said
-    assert f"--text {shlex.quote(word)} --resume_from_checkpoint auto" in said
+    code, output = started(write("slurm", ONE, words=("--text", word)), tmp_path, SLURM | alone)
+    assert code == 0, output
+    assert f"--text {shlex.quote(word)} --resume_from_checkpoint auto" in output
 
 
 @pytest.mark.parametrize("engine", ["slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"])
 def test_a_job_that_fits_with_a_variable_alone_has_it(engine: str, write: Write, tmp_path: Path) -> None:
     """Judged with the script's own arguments; of another script the YAML's own comment says it."""
-    made = ("config", "--yes", "--model", "llama-3.1-8b", "--gpus", "8xA100-40GB", "-o", tmp_path / "made.yaml")
-    assert cli.call([str(word) for word in made]) == 0
+    command = ("config", "--yes", "--model", "llama-3.1-8b", "--gpus", "8xA100-40GB", "-o", tmp_path / "made.yaml")
+    assert cli.call([str(word) for word in command]) == 0
     text = (tmp_path / "made.yaml").read_text()
     size = ("--per_device_train_batch_size", "1", "--max_length", "2048", "--output_dir", "/shared/run")
     short = (*size[:3], "128", "--packing", "true", *size[4:])

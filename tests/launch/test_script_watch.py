@@ -113,8 +113,8 @@ def asleep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
 def test_a_rank_that_sleeps_is_named(kind: str, asleep: dict[str, Finished]) -> None:
     ended, (_, waits) = asleep[kind], SLEEPING[kind]
     assert ended.code == 1, ended.output
-    said = r"error: rank 1 of \S+ \(process \d+\) has done nothing for \d+ s; 1 rank of 2 waits in a collective\n"
-    assert re.search(said, ended.output), ended.output
+    message = r"error: rank 1 of \S+ \(process \d+\) has done nothing for \d+ s; 1 rank of 2 waits in a collective\n"
+    assert re.search(message, ended.output), ended.output
     assert re.search(rf"why: rank 1 of \S+ is at \S+own\.py:8 in sleep; {waits}", ended.output), ended.output
     assert re.search(r"--- rank 1 of \S+, at .*\n(  .*\n)*  File .*own\.py\", line 8, in sleep\n", ended.output)
     assert "--hang-timeout SECONDS" in ended.output[ended.output.index("--- rank 1 of") :]  # the advice comes last

@@ -83,9 +83,9 @@ def test_an_odd_file_ends_well(name: str, tmp_path: Path, capsys: pytest.Capture
 
         ended = guard(check)
         assert (codes or [ended])[0] in (0, 1, 2)
-    said = capsys.readouterr()
-    assert "Traceback" not in said.err
-    assert len(said.out) + len(said.err) < 100_000
+    output = capsys.readouterr()
+    assert "Traceback" not in output.err
+    assert len(output.out) + len(output.err) < 100_000
     assert time.process_time() - start < SECONDS
 
 
@@ -223,15 +223,15 @@ def test_launch_lints_the_scripts_arguments(tmp_path: Path, capsys: pytest.Captu
     path.write_text(V2)
     script.write_text("print()\n")
     assert ended("launch", "--dry-run", path, script, "--optim", "adafactor") == 1
-    said = capsys.readouterr()
-    assert "AF604" in said.err
-    assert "--no-check" in said.err
-    assert "accelerate launch" not in said.out
+    output = capsys.readouterr()
+    assert "AF604" in output.err
+    assert "--no-check" in output.err
+    assert "accelerate launch" not in output.out
     assert ended("launch", "--dry-run", "--no-check", path, script, "--optim", "adafactor") == 0
-    said = capsys.readouterr()
-    assert "AF604" in said.err
-    assert "AF604" not in said.out
-    assert "--optim adafactor" in said.out
+    output = capsys.readouterr()
+    assert "AF604" in output.err
+    assert "AF604" not in output.out
+    assert "--optim adafactor" in output.out
     smooth = ("--label_smoothing_factor", "0.1")
     assert ended("launch", "--dry-run", path, script, *smooth) == 1
     assert "AF630" in capsys.readouterr().err
@@ -259,7 +259,7 @@ def test_launch_warns_of_what_it_sees_in_the_script(
     path.write_text(V2)
     script.write_text(text)
     assert ended("launch", "--dry-run", path, script) == 0
-    said = capsys.readouterr()
-    assert ("warning AF901: train.py:" in said.err) == warned
-    assert "launched" not in said.err
-    assert said.out.endswith(f"accelerate launch --config_file {path} {script}\n")
+    output = capsys.readouterr()
+    assert ("warning AF901: train.py:" in output.err) == warned
+    assert "launched" not in output.err
+    assert output.out.endswith(f"accelerate launch --config_file {path} {script}\n")

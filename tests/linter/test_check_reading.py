@@ -100,7 +100,7 @@ def test_an_empty_folder_holds_no_checkpoint(tmp_path: Path, fsdp2: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "message"),
     [
         (lambda folder: (folder / "complete.json").write_text('{"complete": false}'), "its run ended while"),
         (lambda folder: (folder / "scheduler.pt").write_bytes(b"longer"), "scheduler.pt has 6 of"),
@@ -108,14 +108,14 @@ def test_an_empty_folder_holds_no_checkpoint(tmp_path: Path, fsdp2: Path) -> Non
     ],
 )
 def test_a_marked_checkpoint_is_as_complete_as_a_resume_finds_it(
-    spoil: Callable[[Path], Any], said: str, tmp_path: Path, fsdp2: Path
+    spoil: Callable[[Path], Any], message: str, tmp_path: Path, fsdp2: Path
 ) -> None:
     folder = sharded_checkpoint(tmp_path / "checkpoint-10")
     completeness.seal(folder, Origin("FSDP"))
     assert found(fsdp2, "--checkpoint", folder) == {}
     spoil(folder)
-    assert said in found(fsdp2, "--checkpoint", folder)["AF803"]
-    assert said in completeness.flaw(folder)
+    assert message in found(fsdp2, "--checkpoint", folder)["AF803"]
+    assert message in completeness.flaw(folder)
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"glob'])

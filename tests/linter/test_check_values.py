@@ -334,8 +334,8 @@ def test_who_else_knows_the_address_of_several_machines_is_said(
     path, line = tmp_path / "job.yaml", tmp_path / "line.txt"
     path.write_text(f"num_machines: 2\n{EIGHT}")
     assert cli.call(["check", "--strict", str(path)]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "accel-fsdp launch takes it and the machine's number from SLURM, Kubernetes, SkyPilot and dstack" in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert "accel-fsdp launch takes it and the machine's number from SLURM, Kubernetes, SkyPilot and dstack" in message
     line.write_text(f"accelerate launch --config_file {path} train.py --bf16\n")
     assert cli.call(["check", str(path), "--args", str(line)]) == 1
     assert "error AF403" in capsys.readouterr().out
@@ -419,7 +419,7 @@ def test_distances() -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "left", "said"),
+    ("written", "left", "message"),
     [
         ("3", "'3'", ""),
         ("[3, 4]", "3,4", ""),
@@ -433,14 +433,14 @@ def test_distances() -> None:
     ],
 )
 def test_gpu_ids_are_repaired_where_yaml_reads_what_was_typed(
-    written: str, left: str, said: str, tmp_path: Path
+    written: str, left: str, message: str, tmp_path: Path
 ) -> None:
     """YAML 1.1 has numbers in base 60 and 8, and underscores in them."""
     path = tmp_path / "config.yaml"
     path.write_text(V2.replace("num_processes: 2", "num_processes: 1") + f"gpu_ids: {written}\n")
     findings = [finding for finding in linter.lint(path, linter.LintOptions(fix=True)) if "gpu_ids" in finding.what]
     assert path.read_text().endswith(f"\ngpu_ids: {left}\n")
-    assert [(finding.code, finding.what) for finding in findings] == ([("AF207", said)] if said else [])
+    assert [(finding.code, finding.what) for finding in findings] == ([("AF207", message)] if message else [])
 
 
 @pytest.mark.parametrize(
@@ -577,7 +577,7 @@ OWN_KEYS = "ec2_instance_type: ml.p3.2xlarge\niam_role_name: trainer\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("distributed_type: DATA_PARALLEL\n" + OWN_KEYS, ""),
         ("distributed_type: MODEL_PARALLEL\ndynamo_config: {}\n" + OWN_KEYS, ""),
@@ -589,16 +589,16 @@ OWN_KEYS = "ec2_instance_type: ml.p3.2xlarge\niam_role_name: trainer\n"
         ("distributed_type: DATA_PARALLEL\nfsdp_config: {}\n" + OWN_KEYS, "beside fsdp_config"),
     ],
 )
-def test_a_file_for_sagemaker_is_an_error_where_accelerate_refuses_it(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_for_sagemaker_is_an_error_where_accelerate_refuses_it(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "sagemaker.yaml"
     path.write_text(SAGEMAKER + text)
     errors = [finding for finding in run(subject(SAGEMAKER + text)) if finding.severity == "error"]
-    assert [finding.what.endswith(said) for finding in errors if finding.code == "AF109"] == [True] * bool(said)
-    assert said or not errors
-    refusal = pytest.raises((TypeError, ValueError)) if said else contextlib.nullcontext()
+    assert [finding.what.endswith(message) for finding in errors if finding.code == "AF109"] == [True] * bool(message)
+    assert message or not errors
+    refusal = pytest.raises((TypeError, ValueError)) if message else contextlib.nullcontext()
     with refusal:
         load_config_from_file(str(path))
-    if not said:
+    if not message:
         launch = launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
         with pytest.raises(AttributeError, match="has no attribute 'parallelism_config'"):
             _validate_launch_command(launch)  # AF702: once it takes the file, the rule needs an upper version

@@ -182,8 +182,8 @@ def test_the_table_knows_which_optimizers_step_and_save(name: str, engine: Engin
     if (name, engine) == ("adagrad", Engine.FSDP2) and IS_OLD:
         pytest.skip("torch 2.11 stops at its step already")
     step, save = sharding["optimizers"][0][name][engine.label]
-    said = [clashe.effect for clashe in clashes(Job(Layout(engine), optimizer=name))]
-    assert said == (["stops"] if step else ["stops when it saves"] if save else [])
+    effects = [clashe.effect for clashe in clashes(Job(Layout(engine), optimizer=name))]
+    assert effects == (["stops"] if step else ["stops when it saves"] if save else [])
 
 
 @pytest.mark.pain("P99")

@@ -95,8 +95,8 @@ def on_meta(kind: str) -> torch.nn.Module:
 @pytest.mark.pain("P04")
 def test_the_plugin_takes_the_exported_strategy(plugin: Plugin) -> None:
     """AF302: it looks at `fsdp_reshard_after_forward` only without a strategy, and the launcher always exports one."""
-    made = plugin(1, fsdp_reshard_after_forward="NO_SHARD")
-    assert made.sharding_strategy is ShardingStrategy.FULL_SHARD
+    fsdp_plugin = plugin(1, fsdp_reshard_after_forward="NO_SHARD")
+    assert fsdp_plugin.sharding_strategy is ShardingStrategy.FULL_SHARD
 
 
 @pytest.mark.pain("P06")
@@ -109,9 +109,9 @@ def test_a_missing_version_means_2_in_the_arguments(arguments: Arguments) -> Non
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_layer_class_without_a_policy_is_ignored(version: int, plugin: Plugin) -> None:
     """AF306: no policy means NO_WRAP, and the class is not even read."""
-    made = plugin(version, fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer")
-    assert made.auto_wrap_policy is None
-    assert made.transformer_cls_names_to_wrap is None
+    fsdp_plugin = plugin(version, fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer")
+    assert fsdp_plugin.auto_wrap_policy is None
+    assert fsdp_plugin.transformer_cls_names_to_wrap is None
 
 
 @pytest.mark.pain("P10")
@@ -126,10 +126,10 @@ def test_a_model_names_layers_that_it_does_not_have(kind: str, plugin: Plugin) -
 @pytest.mark.parametrize("kind", ["bert-generation", "biogpt", "openai-gpt", "xlm"])
 def test_a_model_names_no_layer(kind: str, plugin: Plugin) -> None:
     """AF502: nothing to wrap is no error, and no module then becomes a unit."""
-    made, model = plugin(2, **LAYERWISE), on_meta(kind)
-    made.set_auto_wrap_policy(model)
-    assert made.auto_wrap_policy.keywords["transformer_layer_cls"] == set()
-    policy = fsdp2_prepare_auto_wrap_policy(made, model)
+    fsdp_plugin, model = plugin(2, **LAYERWISE), on_meta(kind)
+    fsdp_plugin.set_auto_wrap_policy(model)
+    assert fsdp_plugin.auto_wrap_policy.keywords["transformer_layer_cls"] == set()
+    policy = fsdp2_prepare_auto_wrap_policy(fsdp_plugin, model)
     assert policy is not None
     assert not any(policy(module) for module in model.modules())
 
@@ -139,10 +139,10 @@ def test_a_size_of_zero_means_no_policy(plugin: Plugin, arguments: Arguments) ->
     """AF308: 0 is TrainingArguments' default, and Accelerate drops the policy silently."""
     args = arguments(fsdp=True, fsdp_config={"auto_wrap_policy": "SIZE_BASED_WRAP"})
     from_arguments = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
-    for made in (from_arguments, plugin(1, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=0)):
-        assert made.auto_wrap_policy is not None
-        made.set_auto_wrap_policy(tiny_llama())
-        assert made.auto_wrap_policy is None
+    for fsdp_plugin in (from_arguments, plugin(1, fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=0)):
+        assert fsdp_plugin.auto_wrap_policy is not None
+        fsdp_plugin.set_auto_wrap_policy(tiny_llama())
+        assert fsdp_plugin.auto_wrap_policy is None
 
 
 @pytest.mark.pain("P51")
@@ -151,10 +151,10 @@ def test_arguments_beside_a_yaml_win_and_let_leftovers_through(arguments: Argume
     settings = {**LAYERWISE, "fsdp_version": 1, "fsdp_offload_params": True, "fsdp_state_dict_type": "LOCAL_STATE_DICT"}
     os.environ.update(environment(tmp_path, fsdp_config=settings))
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
-    made = FullyShardedDataParallelPlugin(**arguments(fsdp=True).fsdp_plugin_args)
-    assert made.fsdp_version == 2
-    assert made.state_dict_type is StateDictType.FULL_STATE_DICT
-    assert type(made.cpu_offload).__name__ == "CPUOffloadPolicy"
+    fsdp_plugin = FullyShardedDataParallelPlugin(**arguments(fsdp=True).fsdp_plugin_args)
+    assert fsdp_plugin.fsdp_version == 2
+    assert fsdp_plugin.state_dict_type is StateDictType.FULL_STATE_DICT
+    assert type(fsdp_plugin.cpu_offload).__name__ == "CPUOffloadPolicy"
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"].lower() == "false"
 
 
@@ -208,9 +208,9 @@ def test_a_number_with_an_exponent_is_not_read(number: str, plugin: Plugin) -> N
 )
 def test_layer_classes_are_taken_to_the_letter(value: Any, missing: str, plugin: Plugin) -> None:
     """AF206, and AF501 for the case: brackets, spaces and capitals belong to the name."""
-    made = plugin(2, **LAYERWISE, fsdp_transformer_layer_cls_to_wrap=value)
+    fsdp_plugin = plugin(2, **LAYERWISE, fsdp_transformer_layer_cls_to_wrap=value)
     with pytest.raises(ValueError, match=re.escape(f"layer class {missing} in")):
-        made.set_auto_wrap_policy(tiny_llama())
+        fsdp_plugin.set_auto_wrap_policy(tiny_llama())
 
 
 @pytest.mark.pain("P66")
@@ -308,8 +308,12 @@ def test_to_fsdp2_keeps_what_fsdp2_can_not_read() -> None:
 def test_fsdp2_ignores_keys_of_fsdp1(plugin: Plugin, caplog: pytest.LogCaptureFixture) -> None:
     """AF305: in silence, except for backward prefetch."""
     quiet = {"fsdp_forward_prefetch": True, "fsdp_use_orig_params": False, "fsdp_sync_module_states": True}
-    made = plugin(2, **quiet)
-    assert (made.forward_prefetch, made.use_orig_params, made.sync_module_states) == (None, None, None)
+    fsdp_plugin = plugin(2, **quiet)
+    assert (fsdp_plugin.forward_prefetch, fsdp_plugin.use_orig_params, fsdp_plugin.sync_module_states) == (
+        None,
+        None,
+        None,
+    )
     assert not caplog.records
     assert plugin(2, fsdp_backward_prefetch="BACKWARD_PRE").backward_prefetch is None
     assert "backward_prefetch is not supported in FSDP2" in caplog.text

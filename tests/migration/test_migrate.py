@@ -139,13 +139,13 @@ def test_each_key_has_one_row(text: str, target: str, tmp_path: Path) -> None:
     migration, output = migrated(path, target)
     rows = [change.key for change in migration.changes]
     assert len(rows) == len(set(rows))
-    told = {change.key.rpartition(".")[2] for change in migration.changes} | {
+    reported = {change.key.rpartition(".")[2] for change in migration.changes} | {
         change.new_key for change in migration.changes
     }
     for content in (yaml.safe_load(text), yaml.safe_load(output.read_text())) if migration.edits else ():
         inside = {schema.full_name("fsdp_config", key) for key in content.get("fsdp_config", {})}
-        assert set(content) - {"fsdp_config", "deepspeed_config", "parallelism_config"} <= told
-        assert inside | set(content.get("deepspeed_config", {})) <= told
+        assert set(content) - {"fsdp_config", "deepspeed_config", "parallelism_config"} <= reported
+        assert inside | set(content.get("deepspeed_config", {})) <= reported
 
 
 @settings(max_examples=300)
@@ -361,9 +361,9 @@ def test_ddp_becomes_what_was_asked_for(target: str, strategy: str, tmp_path: Pa
     migration, output = migrated(path, target, "LlamaDecoderLayer")
     assert (meaning(output)["engine"], meaning(output)["strategy"]) == (target, strategy)
     assert meaning(output)["state"] == "FULL_STATE_DICT"
-    told = next(change for change in migration.changes if change.key == "distributed_type")
-    assert (told.old, told.new, told.kind) == ("MULTI_GPU", "FSDP", "changed")
-    assert target == "fsdp1" or "shards parameters" in told.why
+    change = next(change for change in migration.changes if change.key == "distributed_type")
+    assert (change.old, change.new, change.kind) == ("MULTI_GPU", "FSDP", "changed")
+    assert target == "fsdp1" or "shards parameters" in change.why
 
 
 def test_a_bare_no_is_quoted(tmp_path: Path) -> None:

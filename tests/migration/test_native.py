@@ -47,12 +47,12 @@ def sizes(config: DistributedConfig) -> tuple[int | None, ...]:
 
 
 def test_a_plain_file_shards_over_all_ranks(tmp_path: Path) -> None:
-    config, said = to_native(tmp_path, EIGHT)
+    config, output = to_native(tmp_path, EIGHT)
     assert sizes(config) == (1, 8, 1, 1)
     assert config.fsdp_mixed_precision
     assert not config.fsdp_cpu_offload
     for lost in ("float32", "dtype", "own plan", "torchrun", "num_processes"):
-        assert lost in said
+        assert lost in output
 
 
 def test_a_mesh_and_offload_are_kept(tmp_path: Path) -> None:
@@ -83,8 +83,8 @@ def test_experts_come_from_the_flag_or_the_launch_line(text: str, words: tuple[s
     ],
 )
 def test_what_native_cannot_say_needs_force(text: str, message: str, tmp_path: Path) -> None:
-    _, said = to_native(tmp_path, text, code=1)
-    assert message in " ".join(said.split())
+    _, output = to_native(tmp_path, text, code=1)
+    assert message in " ".join(output.split())
     assert not (tmp_path / "native.json").exists()
     to_native(tmp_path, text, "--force")
 
@@ -100,8 +100,8 @@ def test_what_native_cannot_say_needs_force(text: str, message: str, tmp_path: P
     ],
 )
 def test_what_has_no_native_form_is_refused(text: str, words: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    _, said = to_native(tmp_path, text, *words, code=2)
-    assert message in said
+    _, output = to_native(tmp_path, text, *words, code=2)
+    assert message in output
 
 
 def test_the_yaml_is_never_overwritten_by_json(tmp_path: Path) -> None:
@@ -124,20 +124,20 @@ def test_experts_are_refused_where_transformers_refuses_them() -> None:
 
 
 def test_a_native_file_becomes_a_yaml_that_passes(tmp_path: Path) -> None:
-    _, said = to_yaml(tmp_path, fsdp_size=8, fsdp_mixed_precision=True, fsdp_cpu_offload=True)
+    _, output = to_yaml(tmp_path, fsdp_size=8, fsdp_mixed_precision=True, fsdp_cpu_offload=True)
     means = meaning(tmp_path / "back.yaml")
     assert (means["engine"], means["processes"], means["precision"], means["offload"]) == ("fsdp2", 8, "bf16", True)
     assert means["strategy"] == "FULL_SHARD"
-    assert "bfloat16" in said
+    assert "bfloat16" in output
     findings = linter.lint(tmp_path / "back.yaml", linter.LintOptions(strict=True))
     assert [finding.code for finding in findings if finding.severity == "error"] == []
 
 
 def test_experts_go_to_the_launch_line(tmp_path: Path) -> None:
-    content, said = to_yaml(tmp_path, fsdp_size=2, tp_size=2, ep_size=4)
+    content, output = to_yaml(tmp_path, fsdp_size=2, tp_size=2, ep_size=4)
     assert content["parallelism_config"]["parallelism_config_tp_size"] == 2
     assert "--expert_parallel_size 4" in (tmp_path / "back.yaml").read_text()
-    assert "--expert_parallel_size" in said
+    assert "--expert_parallel_size" in output
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -162,8 +162,8 @@ def test_there_and_back_is_the_same(copies: int, on: bool, experts: int, tensor:
     ],
 )
 def test_what_a_yaml_cannot_say_needs_force(content: dict[str, Any], message: str, tmp_path: Path) -> None:
-    _, said = to_yaml(tmp_path, 1, **content)
-    assert message in said
+    _, output = to_yaml(tmp_path, 1, **content)
+    assert message in output
     to_yaml(tmp_path, 0, "--force", **content)
 
 
@@ -180,8 +180,8 @@ def test_what_a_yaml_cannot_say_needs_force(content: dict[str, Any], message: st
 def test_a_native_file_that_transformers_refuses_is_refused(
     content: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    _, said = to_yaml(tmp_path, 2, **content)
-    assert message in said
+    _, output = to_yaml(tmp_path, 2, **content)
+    assert message in output
 
 
 def test_a_native_file_goes_to_fsdp2_only(tmp_path: Path) -> None:

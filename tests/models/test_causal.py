@@ -33,7 +33,7 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "nu
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         (BertConfig(**SMALL), "is a Bert that sees the tokens after the one that it predicts"),
         (RobertaConfig(**SMALL, architectures=["RobertaForMaskedLM"]), "is a RobertaForMaskedLM that sees"),
@@ -53,15 +53,15 @@ SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "nu
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, PreTrainedConfig) else "",
 )
-def test_kinds_are_told_by_their_configs(config: PreTrainedConfig, said: str) -> None:
-    if not said:
+def test_kinds_are_told_by_their_configs(config: PreTrainedConfig, message: str) -> None:
+    if not message:
         causal.check_config(config, "model")
         return
     with pytest.raises(UserError) as refused:
         causal.check_config(config, "model")
-    assert said in str(refused.value)
+    assert message in str(refused.value)
     assert ("is_decoder" in refused.value.fix) == (
-        "sees" in said and not isinstance(config, XLNetConfig | CpmAntConfig)
+        "sees" in message and not isinstance(config, XLNetConfig | CpmAntConfig)
     )
 
 

@@ -75,13 +75,13 @@ def write(folder: Path, content: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), IMPOSSIBLE, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
+    ("change", "message"), IMPOSSIBLE, ids=lambda value: "-".join(value) if isinstance(value, dict) else ""
 )
-def test_a_config_that_no_model_can_have_is_one_message(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_a_config_that_no_model_can_have_is_one_message(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", {**LLAMA, **change})
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         models.read_model(str(folder))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         by_name.read_shape(str(folder), Recipe("full", "bf16", "float32"))
 
 
@@ -119,9 +119,9 @@ def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 )
 def test_every_command_says_it(words: list[str], main: Main, tmp_path: Path) -> None:
     folder = write(tmp_path / "model", {**LLAMA, "hidden_size": "big"})
-    code, said = main(*(str(word).replace("{}", str(folder)) for word in words))
+    code, output = main(*(str(word).replace("{}", str(folder)) for word in words))
     assert code in (1, 2)
-    assert 'hidden_size is "big": it must be a whole number' in said
+    assert 'hidden_size is "big": it must be a whole number' in output
     assert not (folder / "out.yaml").exists()
 
 
@@ -144,10 +144,10 @@ def test_a_library_that_is_missing_is_named_with_the_command_that_brings_it(
     launches = library == "accelerate"
     monkeypatch.setitem(sys.modules, "accelerate.commands.launch" if launches else library, None)
     reads = ["check", YAML, "--model", folder]
-    code, said = main(*(["launch", "--dry-run", YAML, ROOT / "train" / "sft.py"] if launches else reads))
-    assert code in (1, 2), said
-    assert f"needs {library}, which isn't installed" in said
-    assert said.strip().endswith(": pip install 'accel-fsdp[train]'")
+    code, output = main(*(["launch", "--dry-run", YAML, ROOT / "train" / "sft.py"] if launches else reads))
+    assert code in (1, 2), output
+    assert f"needs {library}, which isn't installed" in output
+    assert output.strip().endswith(": pip install 'accel-fsdp[train]'")
 
 
 def defaults() -> dict[str, dict[str, Any]]:

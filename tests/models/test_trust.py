@@ -83,9 +83,9 @@ def refused(ended: subprocess.CompletedProcess[str], trace: Path) -> None:
     assert ended.returncode in (1, 2), ended
     assert not trace.exists()
     assert "[y/N]" not in ended.stdout + ended.stderr
-    said = " ".join((ended.stdout + ended.stderr).split())
-    assert "comes with its own Python code for its config" in said
-    assert "train/sft.py --trust_remote_code" in said
+    message = " ".join((ended.stdout + ended.stderr).split())
+    assert "comes with its own Python code for its config" in message
+    assert "train/sft.py --trust_remote_code" in message
     assert "Traceback" not in ended.stderr
 
 
@@ -103,10 +103,10 @@ def test_commands_that_read_a_model_neither_ask_nor_run_its_code(planted: Path, 
     assert not (tmp_path / "out.yaml").exists()
     words = ("config", "--yes", "--model", planted, "--gpus", "2xA100-80GB", "-o", tmp_path / "out.yaml")
     written = told_yes(*words, "--layer-class", "EvilLayer")
-    said = " ".join((written.stdout + written.stderr).split())
-    assert written.returncode == 0, said
-    assert said.count("going on with the given layer class, unchecked") == 1
-    assert said.count("--trust_remote_code") == 1
+    message = " ".join((written.stdout + written.stderr).split())
+    assert written.returncode == 0, message
+    assert message.count("going on with the given layer class, unchecked") == 1
+    assert message.count("--trust_remote_code") == 1
     assert not trace.exists()
 
 
@@ -153,8 +153,8 @@ def test_code_in_a_nested_config_is_not_run(planted: Path, trace: Path) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_config_cannot_name_a_repository_of_kernels(key: str, nested: bool, planted: Path) -> None:
     if nested:
-        told = {"model_type": "llava", "text_config": {"model_type": "llama", key: "some/kernel"}}
-        (planted / "config.json").write_text(json.dumps(told))
+        config = {"model_type": "llava", "text_config": {"model_type": "llama", key: "some/kernel"}}
+        (planted / "config.json").write_text(json.dumps(config))
     else:
         edit(planted / "config.json", model_type="llama", **{key: "some/kernel"})
     with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
@@ -211,12 +211,12 @@ def test_the_training_script_runs_code_only_when_told_so(
         load_model.load_tokenizer(ModelArguments(str(planted)))
     assert not trace.exists()
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
-    told = ModelArguments(str(planted), trust_remote_code=True)
+    arguments = ModelArguments(str(planted), trust_remote_code=True)
     edit(planted / "config.json", model_type="evil", architectures=["EvilModel"])
-    tokenizer = load_model.load_tokenizer(told)
+    tokenizer = load_model.load_tokenizer(arguments)
     assert type(tokenizer).__name__ == "EvilTokenizer"
     assert trace.exists()
-    assert type(load_model.load_model(told, tokenizer)).__name__ == "EvilModel"
+    assert type(load_model.load_model(arguments, tokenizer)).__name__ == "EvilModel"
 
 
 def test_every_reader_of_a_model_says_whether_code_may_run() -> None:

@@ -76,9 +76,9 @@ def test_choices_that_meet_need_no_torch_but_adapters_in_float32() -> None:
 
 def test_the_answer_is_the_commands() -> None:
     plan, *sections = asked(model="gpt2", gpus="2xA100-40GB", seq_len="512", method="lora")
-    told = api.plan("gpt2", "2xA100-40GB", seq_len=512, method="lora")
-    assert json.loads(plan["plan"]["json"]) == json.loads(json.dumps(told.as_json()))
-    assert plan["plan"]["yaml"] == told.yaml()
+    report = api.plan("gpt2", "2xA100-40GB", seq_len=512, method="lora")
+    assert json.loads(plan["plan"]["json"]) == json.loads(json.dumps(report.as_json()))
+    assert plan["plan"]["yaml"] == report.yaml()
     assert plan["plan"]["command"] == "accel-fsdp plan --model gpt2 --gpus 2xA100-40GB --seq-len 512 --method lora"
     assert all(set(section) == {"section"} for section in sections)
 

@@ -45,7 +45,7 @@ def planned(*words: str | Path, code: int = 0) -> dict[str, Any]:
     return report
 
 
-def told(*words: str | Path) -> str:
+def printed(*words: str | Path) -> str:
     """What the command says, in one line."""
     return " ".join(accel_fsdp("plan", *words).output.split())
 
@@ -104,12 +104,12 @@ def test_steps_hours_energy_and_money_are_those_of_the_step(words: tuple[str, ..
 def test_no_price_is_built_in() -> None:
     spent = planned(*H100S, "--tokens", "500M")["cost"]
     assert spent["money"] is None
-    assert "cost" not in told(*H100S, "--tokens", "500M").partition("Energy")[0].partition("All of it")[2]
+    assert "cost" not in printed(*H100S, "--tokens", "500M").partition("Energy")[0].partition("All of it")[2]
     assert planned(*H100S)["cost"] is None
 
 
 def test_what_is_said_has_two_digits_and_a_range() -> None:
-    text = told(*H100S, "--tokens", "2B", "--price", "2.5")
+    text = printed(*H100S, "--tokens", "2B", "--price", "2.5")
     spent = planned(*H100S, "--tokens", "2B", "--price", "2.5")["cost"]
     low, high = spent["hours_range"]
     assert f"about {two_digits(spent['hours'])} hours ({two_digits(low)} to {two_digits(high)})" in text
@@ -128,8 +128,8 @@ def test_two_digits(amount: float, text: str) -> None:
 
 @given(st.floats(1e-6, 1e15))
 def test_two_digits_are_near(amount: float) -> None:
-    said = float(two_digits(amount).replace(",", ""))
-    assert abs(said / amount - 1) <= 0.05000001
+    rounded = float(two_digits(amount).replace(",", ""))
+    assert abs(rounded / amount - 1) <= 0.05000001
     assert len(re.sub(r"[.,]|^[0.]+", "", two_digits(amount)).rstrip("0")) <= 2
 
 
@@ -177,7 +177,7 @@ def test_any_list_of_machines_is_read_or_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--tokens", "2X"), "--tokens 2X is not a number of tokens"),
         (("--tokens", "0"), "is not a number of tokens"),
@@ -194,15 +194,15 @@ def test_any_list_of_machines_is_read_or_refused(text: str) -> None:
         (("--compare", "8xH200"), "--gpus beside --compare"),
     ],
 )
-def test_what_cannot_be_is_one_clear_error(words: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_is_one_clear_error(words: tuple[str, ...], message: str) -> None:
     refused = accel_fsdp("plan", *H100S, *words)
     assert refused.code == 2
-    assert said in refused.output
+    assert message in refused.output
     assert "fix: " in refused.output
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("H100 = 'two'", "H100 = 'two' is not a price"),
         ("H100 = -1", "H100 = -1 is not a price"),
@@ -216,11 +216,11 @@ def test_what_cannot_be_is_one_clear_error(words: tuple[str, ...], said: str) ->
         ('"" = 2', "can't be read"),
     ],
 )
-def test_a_file_of_prices_with_a_fault_is_refused(text: str, said: str, tmp_path: Path) -> None:
+def test_a_file_of_prices_with_a_fault_is_refused(text: str, message: str, tmp_path: Path) -> None:
     (file := tmp_path / "prices.toml").write_text(text)
     refused = accel_fsdp("plan", *H100S, "--tokens", "2B", "--prices", file)
     assert refused.code == 2
-    assert said in refused.output
+    assert message in refused.output
     assert "prices.toml" in refused.output
 
 
@@ -246,7 +246,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     folder = tmp_path_factory.mktemp("compared")
     (folder / "prices.toml").write_text(PRICES)
     words = (*LLAMA, "--compare", COMPARED, "--seq-len", "4096", "--tokens", "2B", "--prices", folder / "prices.toml")
-    text = told(*words, "--html", folder / "page.html")
+    text = printed(*words, "--html", folder / "page.html")
     return planned(*words), text, (folder / "page.html").read_text()
 
 
@@ -287,8 +287,8 @@ def test_the_cheapest_and_the_fastest_are_marked(compared: tuple[dict[str, Any],
         least = min(result["cost"][amount] for result in among)
         near = [result["machine"] for result in among if result["cost"][amount] * RANGE[0] <= least]
         line = text.partition(f"{word}: ")[2].partition(" per GPU-hour.")[2]
-        said = f" A prediction can't distinguish it from {', '.join(name for name in near if name != report[key])}."
-        assert line.startswith(said) == (len(near) > 1)
+        message = f" A prediction can't distinguish it from {', '.join(name for name in near if name != report[key])}."
+        assert line.startswith(message) == (len(near) > 1)
 
 
 def test_a_machine_on_which_nothing_fits_says_why(compared: tuple[dict[str, Any], str, str]) -> None:
@@ -300,7 +300,7 @@ def test_a_machine_on_which_nothing_fits_says_why(compared: tuple[dict[str, Any]
 
 
 def test_a_machine_that_can_not_load_the_model_says_what_loading_takes() -> None:
-    text = told(*LLAMA, "--compare", "8xH100", "--host-memory", "16")
+    text = printed(*LLAMA, "--compare", "8xH100", "--host-memory", "16")
     assert "loading needs 30 GiB of each machine's memory, and 16 GiB are there" in text
 
 
@@ -320,7 +320,7 @@ def test_the_page_of_a_comparison_is_whole(compared: tuple[dict[str, Any], str, 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("8xH100,8xH1000",), "Did you mean H100?"),
         (("8xH100,8xH100",), "--compare has 8xH100 twice"),
@@ -332,10 +332,10 @@ def test_the_page_of_a_comparison_is_whole(compared: tuple[dict[str, Any], str, 
         (("8xH100", "--batch", "0"), "--batch 0 is less than 1"),
     ],
 )
-def test_a_comparison_that_cannot_be_is_one_clear_error(words: tuple[str, ...], said: str) -> None:
+def test_a_comparison_that_cannot_be_is_one_clear_error(words: tuple[str, ...], message: str) -> None:
     refused = accel_fsdp("plan", *LLAMA, "--compare", *words)
     assert refused.code == 2
-    assert said in refused.output
+    assert message in refused.output
 
 
 def test_what_one_machine_lacks_stands_in_its_row() -> None:
@@ -384,7 +384,7 @@ def test_the_arguments_decide_the_job(job: Any) -> None:
 def test_a_stall_is_not_made_up(job: Any) -> None:
     spent = planned(*job())["cost"]
     assert spent["checkpoint_stall_seconds"] is None
-    assert "is unknown without the disk's speed" in told(*job())
+    assert "is unknown without the disk's speed" in printed(*job())
 
 
 def test_full_checkpoints_hold_the_weights_twice(job: Any) -> None:
@@ -396,7 +396,7 @@ def test_full_checkpoints_hold_the_weights_twice(job: Any) -> None:
 def test_epochs_need_the_rows(job: Any) -> None:
     words = job(max_steps=-1, num_train_epochs=2)
     assert planned(*words)["cost"] is None
-    assert "The number of steps is unknown" in told(*words)
+    assert "The number of steps is unknown" in printed(*words)
     assert planned(*words, "--dataset-rows", "3201")["cost"]["steps"] == 2 * 101  # 32 rows a step
 
 
@@ -412,7 +412,7 @@ def test_evaluations_take_their_forward_pass(job: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("--tokens", "2B"), "--tokens beside --args"),
         (("--batch", "2"), "--batch beside --args"),
@@ -420,9 +420,9 @@ def test_evaluations_take_their_forward_pass(job: Any) -> None:
         (("--dataset-rows", "9", "--epochs", "2"), "num_train_epochs of --args says it"),
     ],
 )
-def test_a_flag_that_the_arguments_decide_is_refused(words: tuple[str, ...], said: str, job: Any) -> None:
+def test_a_flag_that_the_arguments_decide_is_refused(words: tuple[str, ...], message: str, job: Any) -> None:
     refused = accel_fsdp("plan", *job(), *words)
-    assert (refused.code, said in refused.output) == (2, True)
+    assert (refused.code, message in refused.output) == (2, True)
 
 
 def test_arguments_of_another_model_are_refused(job: Any) -> None:
@@ -475,12 +475,12 @@ def test_what_a_plan_proposes_is_read_back(recipe: Recipe) -> None:
 
 
 def test_what_arguments_say_in_their_other_forms() -> None:
-    said = {
+    arguments = {
         "use_peft": "true", "load_in_4bit": False, "lora_target_modules": "q_proj v_proj", "lora_dropout": 0,
         "torch_dtype": "bf16", "optim": "paged_adamw_8bit", "gradient_checkpointing": "True",
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
     }  # fmt: skip
-    recipe = from_arguments.recipe_of(said)
+    recipe = from_arguments.recipe_of(arguments)
     assert (recipe.method, recipe.lora_targets, recipe.lora_dropout) == ("lora", "attention", False)
     assert (recipe.dtype, recipe.optimizer, recipe.checkpointing) == ("bfloat16", "adamw_8bit", "reentrant")
     assert list(from_arguments.notes({"optim": "lion_32bit"}))

@@ -60,7 +60,7 @@ def problem(recipe: Recipe, model: str = LLAMA, gpu: str = "H100", ranks: int = 
     return Problem(*stored, gpus.find(gpu, 80), Job(layout, recipe))
 
 
-def made(given: Problem) -> str:
+def page_of(given: Problem) -> str:
     return html_report.make_page(PlanReport(given, search.make_plan(given), None))
 
 
@@ -126,7 +126,7 @@ def test_an_existing_file_is_kept(written: tuple[str, dict[str, object], Path]) 
 
 def test_a_name_can_not_become_markup() -> None:
     given = problem(Recipe(length=512))
-    text = made(replace(given, shape=replace(given.shape, name="<script>alert(1)</script>&")))
+    text = page_of(replace(given, shape=replace(given.shape, name="<script>alert(1)</script>&")))
     assert "script" not in {tag for tag, _ in Balance(text).tags}
     assert "&lt;script&gt;alert(1)&lt;/script&gt;&amp;" in text
 
@@ -142,7 +142,7 @@ def test_a_name_can_not_become_markup() -> None:
     ids=["one small", "nothing fits", "micro-batches and machines", "many"],
 )
 def test_odd_plans_make_a_page(given: Problem) -> None:
-    text = made(given)
+    text = page_of(given)
     Balance(text)
     assert not re.search(r"nan|inf[^o]|-\d+\.\d\" (?:width|height)|(?:width|height)=\"-", text.partition("</style>")[2])
 

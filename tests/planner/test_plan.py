@@ -80,7 +80,7 @@ def test_an_unseen_config_is_traced_once(tiny_model: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--model", "gpt2", "--gpus", "8xH1000"], "Did you mean H100?"),
         (["--model", "gpt2", "--gpus", "0xH100"], "can't be read"),
@@ -89,10 +89,10 @@ def test_an_unseen_config_is_traced_once(tiny_model: Path, tmp_path: Path) -> No
         (["--model", "./no/such", "--gpus", "8xH100"], "does not exist"),
     ],
 )
-def test_bad_input_is_one_clear_error(flags: list[str], said: str) -> None:
+def test_bad_input_is_one_clear_error(flags: list[str], message: str) -> None:
     refused = accel_fsdp("plan", *flags)
     assert refused.code in (1, 2)
-    assert said in refused.output
+    assert message in refused.output
     assert "Traceback" not in refused.output
 
 

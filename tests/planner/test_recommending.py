@@ -46,7 +46,7 @@ def shown(*flags: str | Path) -> str:
     return " ".join(here("plan", *flags).split())
 
 
-def told(model: str, machine: str, method: Method = "full") -> text_report.PlanReport:
+def plan_report(model: str, machine: str, method: Method = "full") -> text_report.PlanReport:
     """The plan as the command makes it; meshes, which are recorded, have tests of their own."""
     return planner.make_plan(planner.PlanCommand(model, machine, method=method, search="plain"))
 
@@ -138,7 +138,7 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
     planned = [name for name in entries if method in entries[name].get("methods", [method])]
     distinct = [name for name in planned if trace_store.first_alike(name) == name]
     for number, name in enumerate(distinct[place::3]):
-        report = told(name, MACHINES[(number + place) % len(MACHINES)], method)
+        report = plan_report(name, MACHINES[(number + place) % len(MACHINES)], method)
         ways = [report.plan.choice, *report.plan.ties, report.plan.runner_up]
         for candidate in (way for way in ways if way is not None):
             assert candidate.fits, name
@@ -220,8 +220,8 @@ def test_a_yaml_whose_job_a_machine_cannot_load_does_not_fit(
     assert [sum(change.startswith(start) for change in content["changes"]) for start in changes] == [1, 1]
     finished = accel_fsdp("plan", *job, "--html", page)
     assert finished.code == 1
-    for said in (finished.output, html.unescape(page.read_text())):
-        assert f"It doesn't fit. {lack}. What would fit:" in " ".join(said.split())
+    for shown in (finished.output, html.unescape(page.read_text())):
+        assert f"It doesn't fit. {lack}. What would fit:" in " ".join(shown.split())
 
 
 def test_a_method_that_fits_is_told_with_what_loading_takes() -> None:
@@ -299,10 +299,12 @@ def test_qlora_is_proposed_where_it_fits_and_offload_is_not_led_with() -> None:
 
 
 def test_each_way_that_fails_has_its_own_reason() -> None:
-    said = shown("--model", "llama-3.1-8b", "--gpus", "8xH100", "--method", "qlora")
-    assert "fails, unless the script is train/sft.py: FSDP1 FULL_SHARD, " in said
-    assert ". PEFT loses the adapter under FSDP1: the exported adapter has no tensors. " in said
-    assert "ZeRO-3. --engine deepspeed can't be used: ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and" in said
+    output = shown("--model", "llama-3.1-8b", "--gpus", "8xH100", "--method", "qlora")
+    assert "fails, unless the script is train/sft.py: FSDP1 FULL_SHARD, " in output
+    assert ". PEFT loses the adapter under FSDP1: the exported adapter has no tensors. " in output
+    assert (
+        "ZeRO-3. --engine deepspeed can't be used: ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and" in output
+    )
 
 
 def test_where_another_optimizer_fits_it_is_proposed() -> None:
@@ -336,7 +338,7 @@ def test_a_micro_batch_is_no_larger_than_pays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--global-batch", "100"), "--global-batch 96, or 104"),
         (("--global-batch", "64", "--accumulation", "4"), "leave out one of them"),
@@ -349,10 +351,10 @@ def test_a_micro_batch_is_no_larger_than_pays() -> None:
         (("--config", str(ROOT / "accelerate_configs" / "fsdp2.yaml"), "-o", "x.yaml"), "recommends no other one"),
     ],
 )
-def test_numbers_that_contradict_each_other_are_refused(flags: tuple[str, ...], said: str) -> None:
+def test_numbers_that_contradict_each_other_are_refused(flags: tuple[str, ...], message: str) -> None:
     refused = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100", *flags)
     assert refused.code == 2
-    assert said in " ".join(refused.output.split())
+    assert message in " ".join(refused.output.split())
 
 
 @pytest.mark.parametrize("name", ["8xT4", "8xV100-32GB"])
@@ -433,9 +435,9 @@ def test_what_fits_with_expandable_segments_alone_is_said_so_everywhere(
     assert content["choice"]["batch_per_gpu"] == 1 or bars
     assert "Expandable: fits so only with PYTORCH_ALLOC_CONF=expandable_segments:True." in page.read_text()
     judged = ("--config", str(path), "--batch", str(content["choice"]["batch_per_gpu"]))
-    told = shown(*flags, *judged, "--checkpointing", content["choice"]["checkpointing"])
-    assert "up to 0 sequences" not in told
-    assert "export PYTORCH_ALLOC_CONF" in told
+    judged_text = shown(*flags, *judged, "--checkpointing", content["choice"]["checkpointing"])
+    assert "up to 0 sequences" not in judged_text
+    assert "export PYTORCH_ALLOC_CONF" in judged_text
 
 
 def test_what_fits_anyhow_needs_no_variable(tmp_path: Path) -> None:
@@ -483,21 +485,21 @@ def test_an_evaluation_that_does_not_fit_is_told_its_batch(job: Job) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         ("--per_device_train_batch_size -2", "per_device_train_batch_size: -2 in the arguments"),
         ("--max_steps abc", "max_steps: abc in the arguments"),
         ("--per_device_train_batch_sise 2", "Did you mean per_device_train_batch_size?"),
     ],
 )
-def test_arguments_that_cannot_be_read_are_refused(more: str, said: str, job: Job) -> None:
+def test_arguments_that_cannot_be_read_are_refused(more: str, message: str, job: Job) -> None:
     refused = accel_fsdp("plan", *job(more))
     assert refused.code == 2
-    assert said in " ".join(refused.output.split())
+    assert message in " ".join(refused.output.split())
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--gpus", "1xH100", "--price", "2.5"), "--price without --tokens"),
         (("--gpus", "1xH100", "--price", "2,5"), "--price takes a number, not 2,5"),
@@ -506,11 +508,13 @@ def test_arguments_that_cannot_be_read_are_refused(more: str, said: str, job: Jo
         (("--gpus", "1xH100", "-o", "same", "--html", "same"), "-o and --html are both same"),
     ],
 )
-def test_slips_are_refused(flags: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slips_are_refused(
+    flags: tuple[str, ...], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     refused = accel_fsdp("plan", "--model", "gpt2", *flags)
     assert refused.code == 2
-    assert said in " ".join(refused.output.split())
+    assert message in " ".join(refused.output.split())
     assert not list(tmp_path.iterdir())
 
 
@@ -518,7 +522,7 @@ def test_slips_are_refused(flags: tuple[str, ...], said: str, tmp_path: Path, mo
 def test_what_is_reserved_lies_in_the_range_beside_it(words: str) -> None:
     """It was rounded to whole GiB: about 23 GiB (21.0 to 22.8)."""
     plan = shown("--model", "llama-3.1-8b", *words.split())
-    said = re.search(r"reserves about ([\d.]+) GiB \(([\d.]+) to ([\d.]+)\)", plan)
-    assert said
-    usual, low, high = map(float, said.groups())
+    match = re.search(r"reserves about ([\d.]+) GiB \(([\d.]+) to ([\d.]+)\)", plan)
+    assert match
+    usual, low, high = map(float, match.groups())
     assert low <= usual <= high

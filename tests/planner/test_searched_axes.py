@@ -51,8 +51,8 @@ def test_a_layer_that_does_not_fit_is_divided(model: str, gpus: str, method: str
     assert (choice["tensor_parallel"] > 1, choice["expert_parallel"] > 1) == (method == "full", method == "lora")
     path, line = tmp_path / "fsdp.yaml", tmp_path / "line"
     words = shlex.split(content["config_command"])
-    made = accel_fsdp("config", "--yes", "-o", path, *words[5:])
-    assert made.code == 0, made.output
+    finished = accel_fsdp("config", "--yes", "-o", path, *words[5:])
+    assert finished.code == 0, finished.output
     line.write_text(shlex.join(["train/sft.py", *(f"--{name}={value}" for name, value in script.items())]))
     checked = accel_fsdp("check", path, "--args", line, "--model", model)
     assert checked.code == 0, checked.output

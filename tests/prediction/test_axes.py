@@ -30,9 +30,14 @@ def test_the_highest_point_is_where_a_real_step_has_it(tmp_path: Path, monkeypat
     asked += axes.settings(["tied"], ["tp 2", "tp 2 x fsdp 2"])
     asked += axes.settings(["mixtral"], ["tp 2 x fsdp 2, ep 4"])
     for setting, real in zip(asked, axes.measured(asked, tmp_path), strict=True):
-        made = axes.predicted(setting)
-        assert (made["parameters"], made["gradients"]) == (real["parameters"], real["gradients"])
-        assert abs(made["peak"] / real["peak"] - 1) <= 0.025, (setting["model"], setting["name"], made, real)
+        prediction = axes.predicted(setting)
+        assert (prediction["parameters"], prediction["gradients"]) == (real["parameters"], real["gradients"])
+        assert abs(prediction["peak"] / real["peak"] - 1) <= 0.025, (
+            setting["model"],
+            setting["name"],
+            prediction,
+            real,
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,8 +119,8 @@ def test_a_plan_refuses_them_and_predicts_the_others(tmp_path: Path, capsys: pyt
     with pytest.raises(UsageError, match="tp 2 doesn't divide the model's 9 attention heads"):
         cli.call([*words, "HuggingFaceTB/SmolLM2-135M"])
     assert cli.call([*words, "Qwen/Qwen3-0.6B"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    [row] = told["strategies"]
+    report = json.loads(capsys.readouterr().out)
+    [row] = report["strategies"]
     assert (row["strategy"], row["tensor_parallel"]) == ("FSDP2 FULL_SHARD, tp 2", 2)
     arguments.write_text("bf16: true\nmax_length: 512\nper_device_train_batch_size: 1\nuse_peft: true\n")
     with pytest.raises(UsageError, match="an adapter with tp 2"):  # as train/sft.py does

@@ -56,7 +56,7 @@ def test_without_a_known_gpu_there_is_no_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "said"), [(0, "0 B"), (-765.5 * 1024, "-765.5 KiB"), (5 << 20, "5.00 MiB"), (40 << 30, "40.0 GiB")]
+    ("count", "message"), [(0, "0 B"), (-765.5 * 1024, "-765.5 KiB"), (5 << 20, "5.00 MiB"), (40 << 30, "40.0 GiB")]
 )
-def test_sizes_of_any_unit_have_three_digits(count: float, said: str) -> None:
-    assert any_size(count) == said
+def test_sizes_of_any_unit_have_three_digits(count: float, message: str) -> None:
+    assert any_size(count) == message

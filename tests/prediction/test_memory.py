@@ -101,21 +101,21 @@ def test_the_highest_point_is_where_a_real_step_has_it(
     setting: dict[str, Any], seen: dict[str, dict[str, int]]
 ) -> None:
     real = seen[name(setting)]
-    made, _ = predicted(setting)
-    first, last = made.moments[0].live, made.moments[-1].live
+    prediction, _ = predicted(setting)
+    first, last = prediction.moments[0].live, prediction.moments[-1].live
     assert first[PARAMETERS] == real["parameters"]
     assert last[GRADIENTS] == real["gradients"]
-    peak = max(moment.total - moment.live[OPTIMIZER] for moment in made.moments[:-1])
+    peak = max(moment.total - moment.live[OPTIMIZER] for moment in prediction.moments[:-1])
     assert abs(peak / real["peak"] - 1) <= (0.05 if setting["model"] == "gemma2" else WITHIN), (peak, real["peak"])
 
 
 @pytest.mark.usefixtures("cache")
 def test_a_tied_embedding_has_one_gradient_when_the_optimizer_steps() -> None:
     setting = {"model": "tied", "rows": 1, "length": 64, "engine": "single", "strategy": 1, "checkpointing": "none"}
-    made, shape = predicted({**setting, "precision": "no", "dtype": "float32"})
+    prediction, shape = predicted({**setting, "precision": "no", "dtype": "float32"})
     whole = sum(len(block.layers) * sum(parameter.numel for parameter in block.parameters) for block in shape.blocks)
     whole += sum(parameter.numel for parameter in shape.outer)
-    assert made.moments[-1].live[GRADIENTS] == 4 * whole
+    assert prediction.moments[-1].live[GRADIENTS] == 4 * whole
 
 
 @pytest.mark.parametrize(

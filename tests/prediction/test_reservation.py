@@ -168,13 +168,13 @@ def test_a_job_says_whether_its_rows_have_many_lengths(tmp_path: Path) -> None:
     accel_fsdp("config", "--yes", "-o", yaml, *machine, "--method", "lora")
     job = "--per_device_train_batch_size 4 --max_length 4096 --use_peft true --lora_dropout 0"
 
-    def told(more: str) -> str:
+    def planned_with(more: str) -> str:
         line.write_text(f"accelerate launch train/sft.py --model_name_or_path {SMALL} {job} {more}\n")
         return " ".join(accel_fsdp("plan", *machine, "--config", yaml, "--args", line).output.split())
 
     gaps = "as rows of many lengths leave gaps"
-    assert gaps in told("")
-    assert gaps not in told("--packing true")
+    assert gaps in planned_with("")
+    assert gaps not in planned_with("--packing true")
 
 
 def test_a_job_whose_evaluation_is_larger_than_its_steps(tmp_path: Path) -> None:
@@ -184,14 +184,14 @@ def test_a_job_whose_evaluation_is_larger_than_its_steps(tmp_path: Path) -> None
     accel_fsdp("config", "--yes", "-o", yaml, *machine, "--method", "lora", "--activation-checkpointing", "false")
     job = "--per_device_train_batch_size 1 --max_length 4096 --use_peft true --lora_dropout 0 --max_steps 10"
 
-    def told(more: str) -> dict[str, Any]:
+    def planned_with(more: str) -> dict[str, Any]:
         line = tmp_path / "arguments"
         line.write_text(f"accelerate launch train/sft.py --model_name_or_path {SMALL} {job} {more}\n")
         asked = [*machine, "--config", yaml, "--args", line, "--json"]
         strategy: dict[str, Any] = json.loads(accel_fsdp("plan", *asked).output)["strategies"][0]
         return strategy
 
-    assert told("")["fits"] == "yes"
-    evaluated = told("--eval_strategy steps")
+    assert planned_with("")["fits"] == "yes"
+    evaluated = planned_with("--eval_strategy steps")
     assert (evaluated["fits"], evaluated["runs_out"]) == ("no", "evaluation")
-    assert told("--eval_strategy steps --per_device_eval_batch_size 1")["fits"] == "yes"
+    assert planned_with("--eval_strategy steps --per_device_eval_batch_size 1")["fits"] == "yes"

@@ -410,14 +410,14 @@ def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
     count = len(shape.untraced)
     assert tapes["fp32-full-sdpa"].blocks[count:] == blind["fp32-full-sdpa"].blocks
     layout, recipe = Layout(Engine.NONE, 1, 1, 1), Recipe(precision="no", rows=1, length=128)
-    made = [
+    prediction = [
         predict(model_shape, each["fp32-full-sdpa"], recipe, layout)
         for model_shape, each in ((shape, tapes), (alone, blind))
     ]
     model = models.build("sees", config)
     beside, layers = models.beside_text(model), "encoder.layers"
     more = sum(p.numel() for name, p in model.named_parameters() if name in beside and layers not in name)
-    assert made[0].peak.live[OPTIMIZER] - made[1].peak.live[OPTIMIZER] == 8 * more
+    assert prediction[0].peak.live[OPTIMIZER] - prediction[1].peak.live[OPTIMIZER] == 8 * more
     trained = type(model)(config)
     optimizer = torch.optim.AdamW(trained.parameters())
     ids = torch.ones(1, 8, dtype=torch.long)
@@ -425,7 +425,7 @@ def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
     optimizer.step()
     assert not {name for name, p in trained.named_parameters() if p in optimizer.state and layers in name}
     assert sum(state["exp_avg"].numel() for state in optimizer.state.values()) == models.language_parameters(model)
-    assert made[0].peak.live[ACTIVATIONS] == pytest.approx(made[1].peak.live[ACTIVATIONS], rel=0.001)
+    assert prediction[0].peak.live[ACTIVATIONS] == pytest.approx(prediction[1].peak.live[ACTIVATIONS], rel=0.001)
 
 
 def test_a_model_for_images_without_a_base_model_is_recorded() -> None:

@@ -47,10 +47,10 @@ def on_a_stream() -> float:
 
 def by_default() -> torch.Tensor:
     torch.set_default_device("cuda")
-    made = torch.ones(2)
+    tensor = torch.ones(2)
     torch.set_default_device(None)
     with torch.device("cuda"):
-        return made * torch.ones(2)
+        return tensor * torch.ones(2)
 
 
 ASKED: dict[str, Callable[[], object]] = {

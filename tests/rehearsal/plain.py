@@ -29,5 +29,5 @@ for batch in loader:
     optimizer.zero_grad()
     losses.append(accelerator.gather(loss.detach()).mean().item())
 holding = measure(model)
-told = {"engine": holding.engine, "held": holding.held, "weights": holding.weights, "losses": losses}
-Path(sys.argv[2], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(told))
+content = {"engine": holding.engine, "held": holding.held, "weights": holding.weights, "losses": losses}
+Path(sys.argv[2], f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(content))

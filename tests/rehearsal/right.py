@@ -72,8 +72,8 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
         loss = loss + sum(1e-2 * weight.square().sum() for weight in model.parameters())
     if "reference" in WAYS:
         with torch.no_grad():
-            told = reference(input_ids=batch).logits
-        loss = loss + nn.functional.mse_loss(output.logits, told)
+            expected = reference(input_ids=batch).logits
+        loss = loss + nn.functional.mse_loss(output.logits, expected)
     if "probes gradients" in WAYS:  # as an adaptive weight of a loss does
         (probed,) = torch.autograd.grad(loss, output.logits, retain_graph=True)
         loss = loss * (1 + probed.norm().detach())

@@ -193,8 +193,8 @@ def test_right_ways_to_share_rows(way: str, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("way", WRONG)
 def test_wrong_ways_to_share_rows(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    epochs, said = WRONG[way]
-    assert re.search(said, judged(tmp_path, monkeypatch, epochs))
+    epochs, message = WRONG[way]
+    assert re.search(message, judged(tmp_path, monkeypatch, epochs))
 
 
 def by_hand(*orders: list[int]) -> str:
@@ -219,22 +219,22 @@ def test_loops_without_a_loader_are_judged_by_content() -> None:
 
 
 def test_rows_that_are_alike_may_be_so_in_the_data() -> None:
-    def said(may_share: bool, *others: RankEvent) -> bool:
+    def is_reported(may_share: bool, *others: RankEvent) -> bool:
         rows = {"hashes": [[7]], "line": "", "may_share": may_share}
         return bool(list(drawn_rows.find([*others, *(RankEvent(rank, 1.0, "rows", rows) for rank in (0, 1))])))
 
-    assert said(False)
-    assert not said(False, RankEvent(0, 0.0, "prepared-rows", {}))
-    assert not said(True)  # ranks of tensor parallelism
+    assert is_reported(False)
+    assert not is_reported(False, RankEvent(0, 0.0, "prepared-rows", {}))
+    assert not is_reported(True)  # ranks of tensor parallelism
 
 
 def test_smaller_batches_may_weigh_less() -> None:
-    def said(*shares: float | None, batches: tuple[int, int] = (4, 2)) -> bool:
-        told = [DrawnRows("", "", batch=batch, places=[[rank]], hashes=[]) for rank, batch in enumerate(batches)]
-        events = [RankEvent(rank, 0.0, "drawn", asdict(rows)) for rank, rows in enumerate(told)]
+    def is_reported(*shares: float | None, batches: tuple[int, int] = (4, 2)) -> bool:
+        records = [DrawnRows("", "", batch=batch, places=[[rank]], hashes=[]) for rank, batch in enumerate(batches)]
+        events = [RankEvent(rank, 0.0, "drawn", asdict(rows)) for rank, rows in enumerate(records)]
         return bool(list(drawn_rows.find([*events, RankEvent(0, 0.0, "repeated", {"shares": list(shares)})])))
 
-    assert said(1.0, 1.0)
-    assert not said(1.0, 1.0, batches=(4, 4))
-    assert not said(1.33, 0.67)
-    assert not said(None, 1.0)  # another loss, which may be a sum over all rows
+    assert is_reported(1.0, 1.0)
+    assert not is_reported(1.0, 1.0, batches=(4, 4))
+    assert not is_reported(1.33, 0.67)
+    assert not is_reported(None, 1.0)  # another loss, which may be a sum over all rows

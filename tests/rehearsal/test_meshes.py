@@ -68,21 +68,21 @@ def test_shards_of_tensor_parallel_groups(models: Path, tmp_path: Path) -> None:
     words = ["--model", models / "qwen3", "--json", "--", "--gradient_accumulation_steps", "2"]
     report = passed(accel_fsdp("rehearse", file, *words))
     assert report["changes"][:2] == ["num_processes 8 -> 4", "mesh 1 x 4 x 2 -> 1 x 2 x 2"]
-    said = {step["name"]: step["said"] for step in report["steps"]}
-    whole, held = (int(said["train and save"].split()[place].replace(",", "")) for place in (-2, -4))
-    assert whole / 4 <= held < whole / 4 + 100, said  # norms alone are not split
-    assert "gradients and weights of 2 steps are those of one process" in said["resume after SIGKILL"]
-    assert "losses of steps 3 to 4 are those of one process" in said["resume on 2 ranks"]
+    sentences = {step["name"]: step["said"] for step in report["steps"]}
+    whole, held = (int(sentences["train and save"].split()[place].replace(",", "")) for place in (-2, -4))
+    assert whole / 4 <= held < whole / 4 + 100, sentences  # norms alone are not split
+    assert "gradients and weights of 2 steps are those of one process" in sentences["resume after SIGKILL"]
+    assert "losses of steps 3 to 4 are those of one process" in sentences["resume on 2 ranks"]
 
 
 def test_divided_experts(models: Path, tmp_path: Path) -> None:
     words = ["--model", models / "qwen3_moe", "--json", "--", "--expert_parallel_size", "8"]
     report = passed(accel_fsdp("rehearse", mesh_file(tmp_path, "bf16"), *words))
     assert report["changes"][:2] == ["num_processes 8 -> 2", "--expert_parallel_size 8 -> 2"]
-    said = {step["name"]: step["said"] for step in report["steps"]}
-    assert "gradients and weights of 2 steps are those of one process" in said["resume after SIGKILL"]
-    assert "gradients and weights of 2 steps are those of one process" in said["train in bf16"]
-    assert "losses of steps 3 to 4 are those of one process" in said["resume on 1 rank"]
+    sentences = {step["name"]: step["said"] for step in report["steps"]}
+    assert "gradients and weights of 2 steps are those of one process" in sentences["resume after SIGKILL"]
+    assert "gradients and weights of 2 steps are those of one process" in sentences["train in bf16"]
+    assert "losses of steps 3 to 4 are those of one process" in sentences["resume on 1 rank"]
 
 
 def test_a_norm_of_split_heads_that_is_summed_too_often_is_found(models: Path, text_data: Path, tmp_path: Path) -> None:
@@ -164,12 +164,12 @@ REFUSED: dict[str, tuple[JobConfig, int, int | None]] = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_does_not_fit_is_refused(said: str) -> None:
-    real, experts, processes = REFUSED[said]
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_fit_is_refused(message: str) -> None:
+    real, experts, processes = REFUSED[message]
     with pytest.raises(UsageError) as refused:
         scaled.scale(real, processes, experts)
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_real_numbers_that_a_mesh_does_not_divide_are_named(models: Path, tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def test_without_a_mistake_it_passes(fsdp: dict[str, Any], tiny_model: Path, tmp
     report = rehearsed(tmp_path, tiny_model, "none", fsdp)
     assert report["passed"], report
     assert re.fullmatch(r"step 0: loss [\d.]+\nstep 1: loss [\d.]+", report["steps"][-1]["output"])
-    said = report["steps"][-1]["said"]
-    assert re.match(rf"FSDP{fsdp['fsdp_version']}.* units; a rank holds at most [\d,]+ of [\d,]+ weights", said)
+    sentence = report["steps"][-1]["said"]
+    assert re.match(rf"FSDP{fsdp['fsdp_version']}.* units; a rank holds at most [\d,]+ of [\d,]+ weights", sentence)
 
 
 WITHOUT_STRATEGY = {key: value for key, value in FSDP1.items() if key != "fsdp_sharding_strategy"}
@@ -90,10 +90,10 @@ BY_YAML = {
 
 @pytest.mark.parametrize("name", BY_YAML)
 def test_of_the_yaml(name: str, tiny_model: Path, tmp_path: Path) -> None:
-    fsdp, said, key = BY_YAML[name]
+    fsdp, message, key = BY_YAML[name]
     failed = rehearsed(tmp_path, tiny_model, "none", fsdp)["steps"][-1]
     assert not failed["passed"]
-    assert said in failed["said"]
+    assert message in failed["said"]
     assert key in failed["key"]
     assert name in DOCS
     assert in_docs(failed["said"]), failed
@@ -215,11 +215,11 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
 DOCS = " ".join((ROOT / "docs/rehearse.md").read_text().split())
 
 
-def in_docs(said: str) -> bool:
+def in_docs(message: str) -> bool:
     """Whether docs/rehearse.md shows this line, whatever the paths, the numbers and torch's collectives are."""
-    plain = re.sub(r"/\S+/(saved|mistaken\.py)(:\d+)?", lambda at: at[1], said)
-    shown, told = (re.sub(r"waits in \w+", "waits", re.sub(r"[\d,]+", "N", text)) for text in (DOCS, plain))
-    return told in shown
+    plain = re.sub(r"/\S+/(saved|mistaken\.py)(:\d+)?", lambda at: at[1], message)
+    shown, plain_text = (re.sub(r"waits in \w+", "waits", re.sub(r"[\d,]+", "N", text)) for text in (DOCS, plain))
+    return plain_text in shown
 
 
 @pytest.mark.parametrize("name", BY_SCRIPT)
@@ -256,16 +256,17 @@ def test_other_seeds_are_no_mistake_where_rank_0_sends_its_weights(
     assert report["passed"], report
 
 
-def said_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
+def mistakes_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
     """The mistakes of a script of two ranks, of which each told the first event, or one told each."""
     others = [] if events[0][0] == "trained" else [trained()]
-    told = [
+    event_rows = [
         (0, *events[0]),
         (1, *events[-1]),
         *((rank, *event) for event in [("began", {}), *others] for rank in (0, 1)),
     ]
     return [
-        event.what for event in mistakes.find([RankEvent(rank, 0.0, kind, content) for rank, kind, content in told])
+        event.what
+        for event in mistakes.find([RankEvent(rank, 0.0, kind, content) for rank, kind, content in event_rows])
     ]
 
 
@@ -291,22 +292,24 @@ def test_lines_of_no_file_are_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -
 
 def test_gradients_alone_may_be_what_a_script_wants() -> None:
     none = {"steps": 0, "sharded_steps": 0}
-    assert said_of(trained(**none, kept=True))
-    assert not said_of(trained(**none, kept=True, optimizers=0))  # as for maps of what a model looks at
-    assert not said_of(trained(**none, kept=False))  # updated by hand, or loaded
-    assert not said_of(trained())
+    assert mistakes_of(trained(**none, kept=True))
+    assert not mistakes_of(trained(**none, kept=True, optimizers=0))  # as for maps of what a model looks at
+    assert not mistakes_of(trained(**none, kept=False))  # updated by hand, or loaded
+    assert not mistakes_of(trained())
 
 
 def test_weights_in_no_optimizer_may_be_meant() -> None:
-    def said(trained: int, still: tuple[list[str], list[str]] = (["head", "a"], ["head"])) -> bool:
+    def is_reported(trained: int, still: tuple[list[str], list[str]] = (["head", "a"], ["head"])) -> bool:
         content = {"uncovered": ["head"], "trained": trained, "line": "", "cleared": False}
-        told = [RankEvent(rank, 0.0, "weights", {"moved": True, "still": names}) for rank, names in enumerate(still)]
-        told.append(RankEvent(0, 0.0, "moved", {}))  # of a rank that had waited
-        return bool(list(repeated.differences([RankEvent(0, 0.0, "repeated", content), *told])))
+        event_rows = [
+            RankEvent(rank, 0.0, "weights", {"moved": True, "still": names}) for rank, names in enumerate(still)
+        ]
+        event_rows.append(RankEvent(0, 0.0, "moved", {}))  # of a rank that had waited
+        return bool(list(repeated.differences([RankEvent(0, 0.0, "repeated", content), *event_rows])))
 
-    assert said(3)
-    assert not said(2)  # a head alone is trained
-    assert not said(3, (["head"], []))  # later, or by the script
+    assert is_reported(3)
+    assert not is_reported(2)  # a head alone is trained
+    assert not is_reported(3, (["head"], []))  # later, or by the script
 
 
 Clears = Callable[[list[torch.optim.Optimizer], list[torch.nn.Module]], object]
@@ -354,32 +357,35 @@ def test_ranks_that_run_other_units_are_told_before_backward_hangs() -> None:
         content = {"names": ["", *names], "lines": ["mine.py:7", *(f"mine.py:{name}" for name in names)]}
         return RankEvent(int(names[0]), 0.0, "units", content)
 
-    (told,) = mistakes.find([units("0", "2"), units("1", "2")])
-    assert (told.what, told.key) == ("the ranks run different units: rank 0 runs 0 where rank 1 runs 1", "the script")
-    assert told.line == "mine.py:0"
+    (mistake,) = mistakes.find([units("0", "2"), units("1", "2")])
+    assert (mistake.what, mistake.key) == (
+        "the ranks run different units: rank 0 runs 0 where rank 1 runs 1",
+        "the script",
+    )
+    assert mistake.line == "mine.py:0"
     prepared = RankEvent(0, 0.0, "prepared", {"holding": asdict(measure(torch.nn.Linear(2, 2))), "shared": []})
     (by_yaml,) = mistakes.find([prepared, units("0", "2"), units("1", "2")])
     assert by_yaml.key == "fsdp_transformer_layer_cls_to_wrap"
 
 
 def test_a_rank_may_have_a_model_of_its_own() -> None:
-    assert said_of(trained(), trained(sharded_steps=1))
-    assert not said_of(trained(steps=5, backwards=5), trained())
+    assert mistakes_of(trained(), trained(sharded_steps=1))
+    assert not mistakes_of(trained(steps=5, backwards=5), trained())
 
 
 def test_ranks_that_hang_may_still_have_stepped_apart() -> None:
     def losses(*steps: int) -> list[tuple[str, dict[str, Any]]]:
         return [("loss", {"value": 1.0, "step": step}) for step in steps]
 
-    def said(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> list[str]:
-        told = [("began", {})]
-        both = [(rank, *event) for rank, several in enumerate((ours, theirs)) for event in told + several]
+    def is_reported(ours: list[tuple[str, dict[str, Any]]], theirs: list[tuple[str, dict[str, Any]]]) -> list[str]:
+        began = [("began", {})]
+        both = [(rank, *event) for rank, several in enumerate((ours, theirs)) for event in began + several]
         return [mistake.what for mistake in mistakes.find([RankEvent(rank, 0.0, *event) for rank, *event in both])]
 
-    assert said(losses(1, 2), losses(1, 1))
-    assert not said(losses(1, 2), losses(1, 2))
-    assert not said(losses(1, 2), losses(1))  # which hangs in its second backward
-    assert not said(losses(1, 1, 2), losses(1, 2))  # rank 0 has a model of its own
+    assert is_reported(losses(1, 2), losses(1, 1))
+    assert not is_reported(losses(1, 2), losses(1, 2))
+    assert not is_reported(losses(1, 2), losses(1))  # which hangs in its second backward
+    assert not is_reported(losses(1, 1, 2), losses(1, 2))  # rank 0 has a model of its own
 
 
 def begun(total: float | None, ranks: tuple[int, ...] = (0, 1)) -> tuple[str, dict[str, Any]]:
@@ -389,11 +395,11 @@ def begun(total: float | None, ranks: tuple[int, ...] = (0, 1)) -> tuple[str, di
 
 
 def test_weights_that_are_loaded_later_may_begin_apart() -> None:
-    assert said_of(begun(1), begun(2))
-    assert not said_of(begun(1), begun(1))
-    assert not said_of(begun(1), begun(1 + 1e-6))  # rounded elsewhere
-    assert not said_of(begun(1), begun(None))  # rank 0 sent its own
-    assert not said_of(begun(1, (0,)), begun(2, (1,)))  # experts: each rank has others
+    assert mistakes_of(begun(1), begun(2))
+    assert not mistakes_of(begun(1), begun(1))
+    assert not mistakes_of(begun(1), begun(1 + 1e-6))  # rounded elsewhere
+    assert not mistakes_of(begun(1), begun(None))  # rank 0 sent its own
+    assert not mistakes_of(begun(1, (0,)), begun(2, (1,)))  # experts: each rank has others
 
 
 def test_launch_says_which_rank_had_ended(
@@ -411,9 +417,9 @@ def test_launch_says_which_rank_had_ended(
         return 1
 
     assert on_cpu.measured(read_config(yaml_file(tmp_path, FSDP2))[0], launch) == 1
-    said = " ".join(capsys.readouterr().err.split())
-    assert "error: the ranks wait for each other: rank 0 waits in wait_tensor at mine.py:7; rank 1 has ended" in said
-    assert "fix: every rank must call what all of them do together" in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert "error: the ranks wait for each other: rank 0 waits in wait_tensor at mine.py:7; rank 1 has ended" in message
+    assert "fix: every rank must call what all of them do together" in message
 
 
 def test_launch_says_that_ranks_share_rows(
@@ -468,8 +474,8 @@ def test_a_loop_without_an_end_is_named_where_time_is_over() -> None:
 
 def test_errors_that_all_ranks_skip_or_that_end_the_script_are_its_own_affair() -> None:
     raised = "raised", {"error": "RuntimeError: out of memory", "line": "mine.py:7"}
-    assert said_of(raised, ("loss", {"value": 1.0, "step": 1}))
-    assert not said_of(raised)
+    assert mistakes_of(raised, ("loss", {"value": 1.0, "step": 1}))
+    assert not mistakes_of(raised)
     failed = RankEvent(0, 2.0, "failed", {"follows": ["ValueError: no step", raised[1]["error"]]})
     events = [RankEvent(0, 1.0, *raised), failed, *(RankEvent(rank, 0.0, "began", {}) for rank in (0, 1))]
     assert not list(mistakes.find(events))

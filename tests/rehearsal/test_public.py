@@ -23,7 +23,7 @@ def rehearsed(file: Path, script: Path, *words: str | Path) -> dict[str, Any]:
     return step
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def measured_ranks(folder: Path) -> list[dict[str, Any]]:
     """What the processes of plain.py wrote down."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
@@ -41,22 +41,24 @@ def test_accelerate_alone_shards_nothing_and_a_rehearsal_does(
     assert run([sys.executable, HERE / "plain.py", tiny_model, alone]).code == 0
     assert accelerate_launch(file, HERE / "plain.py", tiny_model, launched).code == 0
     assert rehearsed(file, HERE / "plain.py", tiny_model, sharded)["passed"]
-    (plain,) = told(alone)
-    assert [(rank["engine"], rank["held"]) for rank in told(launched)] == [("one process", plain["weights"])] * 2
-    for rank in told(sharded):
+    (plain,) = measured_ranks(alone)
+    assert [(rank["engine"], rank["held"]) for rank in measured_ranks(launched)] == [
+        ("one process", plain["weights"])
+    ] * 2
+    for rank in measured_ranks(sharded):
         assert rank["engine"].startswith(f"FSDP{fsdp['fsdp_version']}")
         assert rank["held"] < 0.6 * rank["weights"]
         assert rank["losses"] == pytest.approx(plain["losses"], abs=1e-4)
     assert plain["losses"][-1] < plain["losses"][0] - 0.01
-    assert sum(rank["held"] for rank in told(sharded)) >= plain["weights"]
+    assert sum(rank["held"] for rank in measured_ranks(sharded)) >= plain["weights"]
 
 
 def test_a_training_step_that_does_not_divide(tiny_model: Path, tmp_path: Path) -> None:
     """Trainer counts the micro-batches of a step in its own arguments, not in Accelerate's."""
     script = HERE / "with_trainer.py"
     step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "undivided")
-    said = "losses are not divided by gradient_accumulation_steps: gradients are 2 times those of the mean"
-    assert (step["passed"], step["said"]) == (False, said)
+    message = "losses are not divided by gradient_accumulation_steps: gradients are 2 times those of the mean"
+    assert (step["passed"], step["said"]) == (False, message)
     assert step["line"].endswith("with_trainer.py:16")
 
 
@@ -109,8 +111,8 @@ def test_a_reference_model_is_not_what_trains(tmp_path: Path) -> None:
     script.write_text(REFERENCE)
     done = run([sys.executable, "-m", "accel_fsdp.launch.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
     assert done.code == 0, done.output
-    said = [event.content for event in ranks.read(tmp_path) if event.kind == "optimizer"]
-    (optimizer,) = said
+    optimizers = [event.content for event in ranks.read(tmp_path) if event.kind == "optimizer"]
+    (optimizer,) = optimizers
     assert (optimizer["model"], optimizer["missing"], optimizer["strange"]) == ("Linear", 0, 0)
     assert "optim" in REFERENCE.splitlines()[int(optimizer["line"].rpartition(":")[2]) - 1]
 
@@ -159,9 +161,9 @@ def test_what_torch_does_to_save_is_no_step(tmp_path: Path) -> None:
     script.write_text(STATES_ALONE)
     done = run([sys.executable, "-m", "accel_fsdp.launch.ranks", script], ACCEL_FSDP_EVENTS=str(tmp_path), RANK="0")
     assert done.code == 0, done.output
-    (told,) = [event.content for event in ranks.read(tmp_path) if event.kind == "trained"]
-    assert (told["backwards"], told["steps"], told["kept"]) == (1, 0, True)
-    assert told["backward_line"] == f"{script}:6"
+    (content,) = [event.content for event in ranks.read(tmp_path) if event.kind == "trained"]
+    assert (content["backwards"], content["steps"], content["kept"]) == (1, 0, True)
+    assert content["backward_line"] == f"{script}:6"
 
 
 def test_the_line_and_what_to_write_instead_are_shown(tmp_path: Path) -> None:
@@ -173,5 +175,5 @@ def test_the_line_and_what_to_write_instead_are_shown(tmp_path: Path) -> None:
     launch = accel_fsdp("launch", "--cpu", file, script)
     assert (rehearsal.code, launch.code) == (1, 1)
     assert f"line: {script}:3: graph = torch.cuda.CUDAGraph()" in rehearsal.output
-    for said in (rehearsal.output, launch.output):
-        assert "skip it where the weights are on a CPU" in " ".join(said.split())
+    for output in (rehearsal.output, launch.output):
+        assert "skip it where the weights are on a CPU" in " ".join(output.split())

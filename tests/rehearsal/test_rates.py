@@ -72,8 +72,8 @@ def mistakes_of(make: Makes, moves: int, folder: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_cosine_that_rises_again_is_a_mistake(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (said,) = mistakes_of(*WRONG[name], tmp_path, monkeypatch)
-    assert said.startswith("the learning rate rises again: a cosine of ")
+    (mistake,) = mistakes_of(*WRONG[name], tmp_path, monkeypatch)
+    assert mistake.startswith("the learning rate rises again: a cosine of ")
 
 
 @pytest.mark.parametrize("name", RIGHT)

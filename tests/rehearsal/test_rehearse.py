@@ -126,14 +126,14 @@ def left(folder: Path) -> list[object]:
 def test_nothing_is_left_behind(number: signal.Signals, short_folder: Path) -> None:
     with rehearsing(short_folder) as process:
         process.send_signal(number)
-        said = process.communicate(timeout=30)[0]
+        output = process.communicate(timeout=30)[0]
     end = time.monotonic() + 20
     while left(short_folder) and time.monotonic() < end:
         time.sleep(0.2)
     assert left(short_folder) == []
     codes = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}
     assert process.returncode == codes[number]
-    assert number == signal.SIGKILL or "nothing is left" in said
+    assert number == signal.SIGKILL or "nothing is left" in output
 
 
 def test_arguments_that_the_real_job_refuses(tiny_model: Path) -> None:

@@ -67,7 +67,7 @@ def test_what_can_not_be_repeated_is_said(ways: str, why: str, tiny_model: Path,
     assert why in step["said"]
 
 
-def made(losses: list[float], accumulation: int, *, backwards: int = 0, same: bool = False) -> dict[str, Any]:
+def update_with(losses: list[float], accumulation: int, *, backwards: int = 0, same: bool = False) -> dict[str, Any]:
     """An update with one forward pass for each loss, of which this came back."""
     forwards = [
         {"inputs": [[torch.tensor([0 if same else number])], {}], "loss": 0, "gradients": [torch.tensor(loss)]}
@@ -77,7 +77,11 @@ def made(losses: list[float], accumulation: int, *, backwards: int = 0, same: bo
 
 
 def test_losses_may_be_of_more_batches_than_they_are_divided_by() -> None:
-    assert loss_shares.misdivided(made([0.5] * 4, 2), 2) == {"what": "other-step", "batches": 4, "accumulation": 2}
-    assert not loss_shares.misdivided(made([0.5] * 2, 2), 2)
-    assert not loss_shares.misdivided(made([0.5] * 4, 2, same=True), 3)  # two losses of each batch
-    assert not loss_shares.misdivided(made([0.5] * 4, 2, backwards=2), 3)  # of two tasks
+    assert loss_shares.misdivided(update_with([0.5] * 4, 2), 2) == {
+        "what": "other-step",
+        "batches": 4,
+        "accumulation": 2,
+    }
+    assert not loss_shares.misdivided(update_with([0.5] * 2, 2), 2)
+    assert not loss_shares.misdivided(update_with([0.5] * 4, 2, same=True), 3)  # two losses of each batch
+    assert not loss_shares.misdivided(update_with([0.5] * 4, 2, backwards=2), 3)  # of two tasks

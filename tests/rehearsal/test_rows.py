@@ -24,9 +24,9 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 def test_the_first_rows_of_a_folder(tmp_path: Path) -> None:
     for split in ("train", "test"):
-        made = cut(str(CHAT_DATA), tmp_path / split, split, count=12)
-        assert made.origin == "cut"
-        assert read(made.folder, split) == read(CHAT_DATA, split)[:12]
+        cut_rows = cut(str(CHAT_DATA), tmp_path / split, split, count=12)
+        assert cut_rows.origin == "cut"
+        assert read(cut_rows.folder, split) == read(CHAT_DATA, split)[:12]
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "parquet", "saved"])
@@ -40,33 +40,35 @@ def test_every_format(ending: str, tmp_path: Path) -> None:
         data.to_parquet(file)
     else:
         file.write_text("\n".join(map(json.dumps, rows(20))) if ending == "jsonl" else json.dumps(rows(20)))
-    made = cut(str(file), tmp_path / "cut", count=21)  # all of them: else the CSV reader's file stays open, and warns
-    assert read(made.folder) == rows(20) + rows(1)
+    cut_rows = cut(
+        str(file), tmp_path / "cut", count=21
+    )  # all of them: else the CSV reader's file stays open, and warns
+    assert read(cut_rows.folder) == rows(20) + rows(1)
 
 
 def test_few_rows_are_repeated(tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text("\n".join(map(json.dumps, rows(3))))
-    made = cut(str(tmp_path / "few.jsonl"), tmp_path / "cut", count=8)
-    assert read(made.folder) == (rows(3) * 3)[:8]
+    cut_rows = cut(str(tmp_path / "few.jsonl"), tmp_path / "cut", count=8)
+    assert read(cut_rows.folder) == (rows(3) * 3)[:8]
 
 
 def test_splits_of_other_names(tmp_path: Path) -> None:
     DatasetDict(train_sft=Dataset.from_list(rows(4)), held_out=Dataset.from_list(rows(2))).save_to_disk(tmp_path / "a")
-    made = cut(str(tmp_path / "a"), tmp_path / "cut", "held_out", count=2)
-    assert read(made.folder, "held_out") == rows(2)
+    cut_rows = cut(str(tmp_path / "a"), tmp_path / "cut", "held_out", count=2)
+    assert read(cut_rows.folder, "held_out") == rows(2)
 
 
 @pytest.mark.parametrize("dataset", [None, "trl-lib/Capybara"])
 @pytest.mark.parametrize("chats", [True, False])
 def test_made_up_rows_are_tokenized(dataset: str | None, chats: bool, tiny_model: Path, tmp_path: Path) -> None:
-    made = cut(dataset, tmp_path / "cut", count=16, chats=chats)
-    assert made.origin == "made up"
-    assert read(made.folder) != read(cut(dataset, tmp_path / "other", "test", count=16, chats=chats).folder, "test")
+    cut_rows = cut(dataset, tmp_path / "cut", count=16, chats=chats)
+    assert cut_rows.origin == "made up"
+    assert read(cut_rows.folder) != read(cut(dataset, tmp_path / "other", "test", count=16, chats=chats).folder, "test")
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     if not chats:
         tokenizer.chat_template = None
-    options = DataArguments(str(made.folder), max_length=64)
-    tokens, summary = tokenizing.tokenize(load.split(load.load(str(made.folder)), "train"), tokenizer, options, 2)
+    options = DataArguments(str(cut_rows.folder), max_length=64)
+    tokens, summary = tokenizing.tokenize(load.split(load.load(str(cut_rows.folder)), "train"), tokenizer, options, 2)
     lengths = {len(row["input_ids"]) for row in tokens}
     assert len(tokens) == 16
     assert summary.longest == 64

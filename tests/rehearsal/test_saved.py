@@ -30,7 +30,7 @@ def save(path: str = "/model.pt", *files: dict[str, Any], call: str = "torch.sav
     }
 
 
-def said(
+def reported(
     *saves: dict[str, Any], others: tuple[dict[str, Any], ...] = (), loaded: str = "", names: tuple[str, ...] = ()
 ) -> list[str]:
     """The mistakes in the saves of rank 0 and of rank 1, under DDP."""
@@ -48,19 +48,21 @@ def said(
 
 def test_a_file_for_each_rank_may_hold_its_part() -> None:
     shards = of_file({}, shards=3)
-    assert not said(save("/rank-0.pt", shards), others=(save("/rank-1.pt", shards),))
-    assert said(save("/model.pt", shards), others=(save("/model.pt", shards, barriers=1),))
-    assert said(save("/model.pt", shards))
+    assert not reported(save("/rank-0.pt", shards), others=(save("/rank-1.pt", shards),))
+    assert reported(save("/model.pt", shards), others=(save("/model.pt", shards, barriers=1),))
+    assert reported(save("/model.pt", shards))
 
 
 def test_ranks_may_write_a_file_in_turn() -> None:
     metrics = of_file({})
-    assert "ranks 0 and 1 write one file" in said(save("/a.pt", metrics), others=(save("/a.pt", metrics),))[0]
-    assert not said(save("/a.pt", metrics), others=(save("/a.pt", metrics, barriers=1),))
-    assert not said(save("/a.pt", metrics), others=(save("/a.pt", metrics, step=1),))
-    assert not said(save("/a.pt", metrics), others=(save("/a.pt", metrics, machine=1),))  # each on a disk of its own
+    assert "ranks 0 and 1 write one file" in reported(save("/a.pt", metrics), others=(save("/a.pt", metrics),))[0]
+    assert not reported(save("/a.pt", metrics), others=(save("/a.pt", metrics, barriers=1),))
+    assert not reported(save("/a.pt", metrics), others=(save("/a.pt", metrics, step=1),))
+    assert not reported(
+        save("/a.pt", metrics), others=(save("/a.pt", metrics, machine=1),)
+    )  # each on a disk of its own
     of_ranks = save("/a", metrics, call="torch.distributed.checkpoint.save")
-    assert not said(of_ranks, others=(of_ranks,))
+    assert not reported(of_ranks, others=(of_ranks,))
 
 
 WRAPPED = of_file(NOW, "module.")
@@ -83,24 +85,24 @@ def test_names_of_wrappers(
     files: tuple[dict[str, Any], ...], loaded: str, names: tuple[str, ...], is_wrong: bool
 ) -> None:
     saves = [save("/model.pt" if number == 0 else "/optimizer.pt", file) for number, file in enumerate(files)]
-    assert bool(said(*saves, loaded=loaded, names=names)) == is_wrong
+    assert bool(reported(*saves, loaded=loaded, names=names)) == is_wrong
 
 
 def test_values() -> None:
     first, now, mean = (save(f"/{n}.pt", of_file(of)) for n, of in (("first", FIRST), ("now", NOW), ("mean", MEAN)))
     doubled = save("/model.pt", of_file({name: (2 * total, 2 * norm) for name, (total, norm) in NOW.items()}))
-    assert "2 steps with the weights from before the first one" in said(first)[0]
-    assert not said(first, now)
-    assert not said(first, mean)
-    assert not said(first, save("/backbone.pt", of_file({"layer.weight": (1.0, 1.0)})))
-    assert not said(first | {"step": 0})
-    assert not said(now)
-    assert not said(mean)
-    assert "2 times the model's" in said(now, doubled)[0]
+    assert "2 steps with the weights from before the first one" in reported(first)[0]
+    assert not reported(first, now)
+    assert not reported(first, mean)
+    assert not reported(first, save("/backbone.pt", of_file({"layer.weight": (1.0, 1.0)})))
+    assert not reported(first | {"step": 0})
+    assert not reported(now)
+    assert not reported(mean)
+    assert "2 times the model's" in reported(now, doubled)[0]
 
 
 def test_shapes() -> None:
     flat = of_file({})["weights"] | {"a.weight": [[4], "float32", 1.5, 2.5]}
-    assert "a.weight of the shape (4,)" in said(save("/model.pt", of_file({}) | {"weights": flat}))[0]
+    assert "a.weight of the shape (4,)" in reported(save("/model.pt", of_file({}) | {"weights": flat}))[0]
     packed = {"a.weight": [[4], "uint8", 1.5, 2.5]}
-    assert not said(save("/model.pt", of_file({}) | {"weights": packed}))
+    assert not reported(save("/model.pt", of_file({}) | {"weights": packed}))

@@ -233,10 +233,10 @@ def test_as_many_heads_share_a_key(name: str, tmp_path: Path) -> None:
 
 def test_what_changed_is_listed(tmp_path: Path) -> None:
     small = shrink(str(written(tmp_path / "real", CONFIGS["gpt-oss-20b"])), tmp_path / "small")
-    said = [str(change) for change in small.changed]
-    assert "num_hidden_layers 24 -> 2" in said
-    assert "layer_types 24 entries -> ['sliding_attention', 'full_attention']" in said
-    assert any(word.startswith("quantization_config ") and word.endswith(" -> None") for word in said)
+    changes = [str(change) for change in small.changed]
+    assert "num_hidden_layers 24 -> 2" in changes
+    assert "layer_types 24 entries -> ['sliding_attention', 'full_attention']" in changes
+    assert any(word.startswith("quantization_config ") and word.endswith(" -> None") for word in changes)
     assert "quantised weights: the small model's are not quantised" in small.not_shown
     unchanged = {"swiglu_limit", "rope_parameters", "hidden_act", "tie_word_embeddings", "model_type"}
     assert not unchanged & {change.key.partition(".")[0] for change in small.changed}
@@ -261,7 +261,9 @@ def test_what_does_not_run_is_made_smaller_by_less(tmp_path: Path) -> None:
         "vision_config": {"depth": 32, "hidden_size": 1280, "num_heads": 16, "out_hidden_size": 1536},
     }
     small = shrink(str(written(tmp_path / "real", config)), tmp_path / "small")
-    assert any(said.startswith("nothing more of its sizes: made smaller were its depth") for said in small.not_shown)
+    assert any(
+        sentence.startswith("nothing more of its sizes: made smaller were its depth") for sentence in small.not_shown
+    )
     assert {"text_config.num_hidden_layers 28 -> 2"} <= {str(change) for change in small.changed}
 
 
@@ -300,8 +302,8 @@ def test_a_made_up_tokenizer_is_read_back(tmp_path: Path) -> None:
 
 def test_its_generation_config_goes_along(tmp_path: Path) -> None:
     real = written(tmp_path / "real", CONFIGS["llama-3.2-1b"])
-    said = {"do_sample": True, "temperature": 0.6, "bos_token_id": 128000, "eos_token_id": [128001, 128008]}
-    (real / "generation_config.json").write_text(json.dumps(said))
+    expected = {"do_sample": True, "temperature": 0.6, "bos_token_id": 128000, "eos_token_id": [128001, 128008]}
+    (real / "generation_config.json").write_text(json.dumps(expected))
     small = shrink(str(real), tmp_path / "small")
     settings = json.loads((small.folder / "generation_config.json").read_text())
     assert (settings["temperature"], settings["bos_token_id"], settings["eos_token_id"]) == (0.6, 256, [257, 258])
@@ -373,4 +375,6 @@ def test_any_sizes(
     assert (small_config.num_key_value_heads == 1) == (groups == 1) or ratio == 1
     if groups > 1:
         assert small_config.num_attention_heads // small_config.num_key_value_heads == ratio
-    assert not [said for said in small.not_shown if said.startswith(("nothing more", "that it runs", "some kinds"))]
+    assert not [
+        sentence for sentence in small.not_shown if sentence.startswith(("nothing more", "that it runs", "some kinds"))
+    ]

@@ -225,8 +225,8 @@ def test_a_hang_says_where_each_rank_stands(fsdp_ranks: testing.Ranks, monkeypat
     with pytest.raises(TimeoutError) as raised:
         fsdp_ranks(computes_alone)
     first, *stack = str(raised.value).splitlines()
-    said = rf"no answer of rank 1 after 1 s: rank 0 has ended; rank 1 waits in \w+ at {__file__}:{line}"
-    assert re.fullmatch(said, first), first
+    message = rf"no answer of rank 1 after 1 s: rank 0 has ended; rank 1 waits in \w+ at {__file__}:{line}"
+    assert re.fullmatch(message, first), first
     assert stack[:2] == ["rank 1:", f'  File "{__file__}", line {line}, in computes_alone']
     assert not any(psutil.pid_exists(pid) for pid in before)
 

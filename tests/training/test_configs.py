@@ -68,12 +68,12 @@ def test_it_trains_on_two_ranks_and_exports(name: str, runs: tuple[Path, str], t
 
 def test_the_tpu_keys_reach_trainer(tmp_path: Path) -> None:
     """As far as it goes without a TPU: the settings that Trainer's XLA path reads."""
-    made = arguments.SftArguments(
+    settings = arguments.SftArguments(
         output_dir=str(tmp_path), accelerate_config=str(FOLDER / "tpu.yaml"), use_cpu=True, report_to="none"
     )
-    assert made.fsdp_config["xla"] is True
-    assert made.fsdp_config["xla_fsdp_v2"] is True
-    assert made.fsdp_config["transformer_layer_cls_to_wrap"] == ["LlamaDecoderLayer"]
+    assert settings.fsdp_config["xla"] is True
+    assert settings.fsdp_config["xla_fsdp_v2"] is True
+    assert settings.fsdp_config["transformer_layer_cls_to_wrap"] == ["LlamaDecoderLayer"]
     assert arguments.xla_settings(FOLDER / "fsdp2.yaml") == {}
 
 

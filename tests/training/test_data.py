@@ -287,7 +287,7 @@ def test_a_broken_line_of_a_stream_is_named(tokenizer: PreTrainedTokenizerBase, 
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"),
+    ("bad", "message"),
     [
         ("Hi", "messages is not a list of turns with role and content"),
         ([{"role": "user"}], 'content as text, such as {"role": "user", "content": "Hi"}'),
@@ -298,9 +298,11 @@ def test_a_broken_line_of_a_stream_is_named(tokenizer: PreTrainedTokenizerBase, 
         ),
     ],
 )
-def test_what_is_no_turn_is_refused(bad: object, said: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> None:
+def test_what_is_no_turn_is_refused(
+    bad: object, message: str, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
     path = write(tmp_path / "rows.jsonl", {"messages": [{"role": "user", "content": "Hi"}]}, {"messages": bad})
-    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: .*" + re.escape(said)):
+    with pytest.raises(UserError, match=r"rows\.jsonl, row 2: .*" + re.escape(message)):
         tokens_of(path, tokenizer)
 
 

@@ -101,8 +101,8 @@ def test_a_corrupt_row_stops_all_ranks_with_one_message(chats: Path, tiny_model:
     out = tmp_path / "run"
     finished = accelerate_launch(make_config(tmp_path, tiny_model), SFT, *sft_args(tiny_model, chats, out))
     assert finished.code == 1
-    said = f"error: {chats}, row {len(lines) + 1}: "
-    assert finished.output.count(f"\n{said}") == 1
-    assert finished.output.count(said) == 2  # the launcher's account has it too
+    message = f"error: {chats}, row {len(lines) + 1}: "
+    assert finished.output.count(f"\n{message}") == 1
+    assert finished.output.count(message) == 2  # the launcher's account has it too
     assert finished.output.count("Traceback") == 1  # the launcher's own
     assert not (out / "final").exists()

@@ -55,14 +55,14 @@ def file_for(sizes: dict[str, int]) -> JobConfig:
     return JobConfig({**content, **({"parallelism_config": section} if sizes else {})})
 
 
-def said_by_check(file: JobConfig, experts: int, config: Any) -> list[str]:
+def refusals_by_check(file: JobConfig, experts: int, config: Any) -> list[str]:
     arguments = {"expert_parallel_size": experts}
     subject = rules.Subject(file.values, args=arguments, model=model_facts("a", config), ours=True)
     asked = {code: rules.engine.RULES[code] for code in ("AF516", "AF517", "AF518")}
     return [finding.what for finding in rules.engine.run(subject, asked)]
 
 
-def said_by_plan(file: JobConfig, experts: int, config: Any) -> str:
+def refusal_by_plan(file: JobConfig, experts: int, config: Any) -> str:
     shape = shape_of("a", config, build("a", config))
     job = from_yaml.predictable(file, {"expert_parallel_size": experts})
     flags = PlanCommand(model="a", gpus=f"{job.layout.ranks}xH100-80GB")
@@ -73,7 +73,7 @@ def said_by_plan(file: JobConfig, experts: int, config: Any) -> str:
     return ""
 
 
-def said_by_config(file: JobConfig, experts: int, config: Any) -> str:
+def refusal_by_config(file: JobConfig, experts: int, config: Any) -> str:
     layout = from_yaml.layout_of(file)
     given = {"num_processes": layout.ranks, "num_machines": 1, "strategy": 4 if layout.replicas > 1 else 1}
     given |= {"dp_replicate": layout.replicas, "method": "full", "tp": layout.tensor}
@@ -86,7 +86,7 @@ def said_by_config(file: JobConfig, experts: int, config: Any) -> str:
     return ""
 
 
-def said_by_training(file: JobConfig, experts: int, config: Any) -> str:
+def refusal_by_training(file: JobConfig, experts: int, config: Any) -> str:
     try:
         mesh.check_on(replace(from_yaml.layout_of(file), experts=experts), config, adapted=False, quantized=False)
     except UserError as error:
@@ -111,8 +111,8 @@ def test_all_say_the_same_of_padded_ties(name: str) -> None:
 
 def check_all(sizes: dict[str, int], experts: int, config: Any, expected: str) -> None:
     file = file_for(sizes)
-    said = said_by_training(file, experts, config)
-    assert (expected in said, bool(said)) == (True, bool(expected))
-    assert said_by_check(file, experts, config)[:1] == [said] * bool(said)
-    assert said_by_plan(file, experts, config) == said
-    assert said_by_config(file, experts, config) == said
+    refusal = refusal_by_training(file, experts, config)
+    assert (expected in refusal, bool(refusal)) == (True, bool(expected))
+    assert refusals_by_check(file, experts, config)[:1] == [refusal] * bool(refusal)
+    assert refusal_by_plan(file, experts, config) == refusal
+    assert refusal_by_config(file, experts, config) == refusal

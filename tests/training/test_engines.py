@@ -79,7 +79,7 @@ def noted(folder: Path, name: str, rank: int = 0) -> dict:
     return json.loads((folder / f"{name}-rank{rank}.json").read_text())
 
 
-def said_of(finished: Finished, job: str, pattern: str) -> str:
+def printed_by(finished: Finished, job: str, pattern: str) -> str:
     """What a job of `probe.py` said, by a pattern with one group."""
     own = finished.output.partition(f"\njob {job}\n")[2].partition("\njob ")[0]
     match = re.search(pattern, own)
@@ -409,7 +409,7 @@ def test_methods_and_checkpointing(
         quantized = train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH, lora=True, quantized=True)
         assert quantized.losses != pytest.approx(lora_reference.losses, abs=TOLERANCE)
         assert noted(tmp_path, "qlora")["losses"] == pytest.approx(quantized.losses, abs=TOLERANCE)
-        held = [said_of(finished, job, r"each rank holds \S+ M of (\S+) M parameters") for job in ("lora", "qlora")]
+        held = [printed_by(finished, job, r"each rank holds \S+ M of (\S+) M parameters") for job in ("lora", "qlora")]
         assert held[0] == held[1] != ""  # packed weights count as what they stand for
     assert "Did not find param" not in finished.output  # by FSDP1 of each weight that an adapter's checkpoint lacks
     own = "checkpointing: FSDP's own, as the YAML says" in finished.output

@@ -58,8 +58,8 @@ def faulty(
 def test_a_rank_with_a_fault_is_named(kind: str, faulty: tuple[Path, dict[str, Finished]]) -> None:
     run, ended = faulty[0] / kind, faulty[1][kind]
     assert ended.code == 1, ended.output
-    for said in SAID[kind]:
-        assert re.search(said, ended.output), ended.output
+    for text in SAID[kind]:
+        assert re.search(text, ended.output), ended.output
     assert set(re.findall(r"exitcode +: (-?\d+)", ended.output)) == {"1"}
     newest = run / f"checkpoint-{SAVED}"
     assert f"{newest} is the newest complete checkpoint" in ended.output
@@ -114,10 +114,12 @@ def test_what_is_said_of_ranks_is_what_was_seen() -> None:
     beats = [
         Beat(rank, f"n{rank // 2}", "", 7, step=8, collective="all_gather", caller="a.py:1 in f") for rank in range(4)
     ]
-    told = {rank: LastSeen(beat, "") for rank, beat in enumerate(beats)}
-    told[3] = LastSeen(dataclasses.replace(beats[3], step=6, doing="a save"), "", ago=41.2)
-    told[1] = LastSeen(dataclasses.replace(beats[1], collective="", caller="data.py:9 in __getitem__"), "", failed=True)
-    assert hangs.differences(told) == (
+    states = {rank: LastSeen(beat, "") for rank, beat in enumerate(beats)}
+    states[3] = LastSeen(dataclasses.replace(beats[3], step=6, doing="a save"), "", ago=41.2)
+    states[1] = LastSeen(
+        dataclasses.replace(beats[1], collective="", caller="data.py:9 in __getitem__"), "", failed=True
+    )
+    assert hangs.differences(states) == (
         "rank 1 of n0 failed after step 8 at data.py:9 in __getitem__; "
         "rank 3 of n1 was last seen after step 6, a save in all_gather at a.py:1 in f, 41 s ago; "
         "the others wait after step 8 in all_gather at a.py:1 in f"

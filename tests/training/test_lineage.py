@@ -61,10 +61,10 @@ def test_other_settings_are_refused_and_named(
         "max_length 1024 → 12": {"max_length": 12},
         "--max_steps 1, but": {"max_steps": 1},
     }
-    for said, flags in changed.items():
+    for message, flags in changed.items():
         refused = sft(*words(tiny_model, text_data, stopped, resume_from_checkpoint="true", **flags))
-        assert refused.code == 1, said
-        assert said in refused.output, refused.output
+        assert refused.code == 1, message
+        assert message in refused.output, refused.output
         assert "Traceback" not in refused.output
     same = sft(*words(tiny_model, moved, stopped, resume_from_checkpoint="true"))
     assert same.code == 0, same.output

@@ -155,11 +155,11 @@ def test_a_run_that_diverges_ends_there(
     out = tmp_path / "run"
     finished = sft(*sft_args(tiny_model, text_data, out, *EXPLODES, "--learning_rate", "1e30"))
     assert finished.code == 1, finished.output
-    said = finished.output
-    assert "error: training diverged: in step 2 the loss is nan, the gradient norm nan" in said
-    assert [said.count(f"step {step}/{STEPS}  loss") for step in (1, 2)] == [1, 1]
-    assert f"the last finite weights are in {out / 'checkpoint-1'}" in said
-    assert "a lower --learning_rate than 1e+30" in said
+    output = finished.output
+    assert "error: training diverged: in step 2 the loss is nan, the gradient norm nan" in output
+    assert [output.count(f"step {step}/{STEPS}  loss") for step in (1, 2)] == [1, 1]
+    assert f"the last finite weights are in {out / 'checkpoint-1'}" in output
+    assert "a lower --learning_rate than 1e+30" in output
     assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-1"]
     assert not (out / "final").exists()
     account = run_record.read(out)
@@ -215,10 +215,10 @@ def test_a_step_that_is_no_number_can_be_left_out(
     more = (*EXPLODES, "--learning_rate", "1e30", "--ignore_nan_inf", "true", "--max_steps", "3")
     finished = sft(*sft_args(tiny_model, text_data, out, *more))
     assert finished.code == 0, finished.output
-    said = finished.output
-    assert "in step 3 the loss is nan, the gradient norm nan; its update is left out" in said
-    assert "training loss: 6.2" in said
-    assert "-> nan" in said
+    output = finished.output
+    assert "in step 3 the loss is nan, the gradient norm nan; its update is left out" in output
+    assert "training loss: 6.2" in output
+    assert "-> nan" in output
     weights = load_file(out / "final" / "model.safetensors")
     assert all(tensor.isfinite().all() for tensor in weights.values())
     assert "| nan |" in (out / "final" / "README.md").read_text()

@@ -41,18 +41,18 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Made:
     bpe.train_from_iterator([(CHAT_DATA / "train.jsonl").read_text(), "assistant\n\n" * 50, "a:\n\n\nb" * 50], trainer)
 
     def make(template: str) -> PreTrainedTokenizerBase:
-        made = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", bos_token="<|im_start|>")
-        made.add_special_tokens({"additional_special_tokens": special})
+        chat_tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", bos_token="<|im_start|>")
+        chat_tokenizer.add_special_tokens({"additional_special_tokens": special})
         path = TEMPLATES / f"{template}.jinja"
-        made.chat_template = path.read_text() if path.exists() else template
-        return made
+        chat_tokenizer.chat_template = path.read_text() if path.exists() else template
+        return chat_tokenizer
 
     return make
 
 
 def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
-    said = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
-    return [{"role": "system", "content": system}, *said] if system else said
+    turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+    return [{"role": "system", "content": system}, *turns] if system else turns
 
 
 def tokens_of(rows: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, **flags: Any) -> Dataset:
@@ -73,47 +73,49 @@ def trained(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> list[str
 @pytest.mark.parametrize("template", sorted(END))
 def test_exactly_the_assistants_text_and_its_end_token_are_trained(template: str, tokenizer: Made) -> None:
     """The last row has another turn after each answer, so that templates which write the last one differently show."""
-    made = tokenizer(template)
+    chat_tokenizer = tokenizer(template)
     rows = [
         turns("Hi", "Hello!"),
         turns("Is it sharded?\n", "Yes:\n\n- all of it, naïve 😀 too\n", "assistant\nSure?", "No.", system="Be brief."),
         turns("Q", "\n\nA new line first", "again", "x"),
     ]
-    tokens = tokens_of([{"messages": row} for row in rows], made, assistant_only_loss=True)
+    tokens = tokens_of([{"messages": row} for row in rows], chat_tokenizer, assistant_only_loss=True)
     for row, encoded in zip(rows, tokens, strict=True):
         spoken = [turn["content"] for turn in row if turn["role"] == "assistant"]
         end = END[template]
-        shown = trained(encoded, made)
+        shown = trained(encoded, chat_tokenizer)
         assert [text.removesuffix(end).strip() for text in shown] == [text.strip() for text in spoken]
         assert all(text.endswith(end) for text in shown)
-        assert encoded["input_ids"] == made.apply_chat_template(row, tokenize=True, return_dict=False)
+        assert encoded["input_ids"] == chat_tokenizer.apply_chat_template(row, tokenize=True, return_dict=False)
 
 
 @given(texts=st.lists(st.text(min_size=1, max_size=30), min_size=1, max_size=3))
 @settings(max_examples=60)
 @pytest.mark.parametrize("template", sorted(END))
 def test_any_text_is_masked_exactly(template: str, texts: list[str], tokenizer: Made) -> None:
-    made = tokenizer(template)
+    chat_tokenizer = tokenizer(template)
     rows = [{"messages": turns(*[part for text in texts for part in ("Why?", text)])}]
-    tokens = tokens_of(rows, made, assistant_only_loss=True)
-    shown = [text.removesuffix(END[template]).strip() for text in trained(tokens[0], made)]
+    tokens = tokens_of(rows, chat_tokenizer, assistant_only_loss=True)
+    shown = [text.removesuffix(END[template]).strip() for text in trained(tokens[0], chat_tokenizer)]
     assert shown == [text.strip() for text in texts]
 
 
 def test_thoughts_that_qwen3_keeps_are_trained_and_its_empty_one_is_not(tokenizer: Made) -> None:
-    made = tokenizer("qwen3")
+    chat_tokenizer = tokenizer("qwen3")
     row = turns("1+1?", "<think>\nEasy.\n</think>\n\n2", "2+2?", "<think>\nHarder.\n</think>\n\n4")
-    (encoded,) = tokens_of([{"messages": row}], made, assistant_only_loss=True)
-    assert trained(encoded, made) == ["2<|im_end|>", "<think>\nHarder.\n</think>\n\n4<|im_end|>"]
-    (encoded,) = tokens_of([{"messages": turns("1+1?", "2")}], made, assistant_only_loss=True)
-    assert trained(encoded, made) == ["2<|im_end|>"]
-    assert "<think>\n\n</think>\n\n2" in made.decode(encoded["input_ids"])
+    (encoded,) = tokens_of([{"messages": row}], chat_tokenizer, assistant_only_loss=True)
+    assert trained(encoded, chat_tokenizer) == ["2<|im_end|>", "<think>\nHarder.\n</think>\n\n4<|im_end|>"]
+    (encoded,) = tokens_of([{"messages": turns("1+1?", "2")}], chat_tokenizer, assistant_only_loss=True)
+    assert trained(encoded, chat_tokenizer) == ["2<|im_end|>"]
+    assert "<think>\n\n</think>\n\n2" in chat_tokenizer.decode(encoded["input_ids"])
 
 
 def test_a_generation_marker_is_believed(tokenizer: Made) -> None:
-    made = tokenizer(MARKED)
-    (encoded,) = tokens_of([{"messages": turns("Hi", " Hello", "and", "you")}], made, assistant_only_loss=True)
-    assert trained(encoded, made) == [" Hello<|im_end|>", "you<|im_end|>"]
+    chat_tokenizer = tokenizer(MARKED)
+    (encoded,) = tokens_of(
+        [{"messages": turns("Hi", " Hello", "and", "you")}], chat_tokenizer, assistant_only_loss=True
+    )
+    assert trained(encoded, chat_tokenizer) == [" Hello<|im_end|>", "you<|im_end|>"]
 
 
 @pytest.mark.parametrize(
@@ -151,20 +153,20 @@ def test_without_the_flag_everything_is_trained(tokenizer: Made) -> None:
 
 def test_completions_are_trained_without_their_prompts(tokenizer: Made) -> None:
     """Plain text, conversations and instructions; the answer of an earlier turn belongs to the prompt."""
-    made = tokenizer("smollm2")
-    (plain,) = tokens_of([{"prompt": "Q: why?", "completion": " Because."}], made)
-    assert trained(plain, made) == [" Because.<|im_end|>"]
-    assert made.decode(plain["input_ids"]) == "Q: why? Because.<|im_end|>"
+    chat_tokenizer = tokenizer("smollm2")
+    (plain,) = tokens_of([{"prompt": "Q: why?", "completion": " Because."}], chat_tokenizer)
+    assert trained(plain, chat_tokenizer) == [" Because.<|im_end|>"]
+    assert chat_tokenizer.decode(plain["input_ids"]) == "Q: why? Because.<|im_end|>"
     chat = {"prompt": turns("Hi", "Hello", "Bye?"), "completion": [{"role": "assistant", "content": "Bye."}]}
-    (encoded,) = tokens_of([chat], made)
-    assert trained(encoded, made) == ["Bye.<|im_end|>"]
-    (whole,) = tokens_of([chat], made, completion_only_loss=False)
+    (encoded,) = tokens_of([chat], chat_tokenizer)
+    assert trained(encoded, chat_tokenizer) == ["Bye.<|im_end|>"]
+    (whole,) = tokens_of([chat], chat_tokenizer, completion_only_loss=False)
     assert whole["labels"] == whole["input_ids"]
-    (spoken,) = tokens_of([chat], made, completion_only_loss=False, assistant_only_loss=True)
-    assert trained(spoken, made) == ["Hello<|im_end|>", "Bye.<|im_end|>"]
-    (instructed,) = tokens_of([{"instruction": "Add", "input": "1 1", "output": "2"}], made)
-    assert trained(instructed, made) == ["2<|im_end|>"]
-    assert "<|im_start|>user\nAdd\n\n1 1<|im_end|>" in made.decode(instructed["input_ids"])
+    (spoken,) = tokens_of([chat], chat_tokenizer, completion_only_loss=False, assistant_only_loss=True)
+    assert trained(spoken, chat_tokenizer) == ["Hello<|im_end|>", "Bye.<|im_end|>"]
+    (instructed,) = tokens_of([{"instruction": "Add", "input": "1 1", "output": "2"}], chat_tokenizer)
+    assert trained(instructed, chat_tokenizer) == ["2<|im_end|>"]
+    assert "<|im_start|>user\nAdd\n\n1 1<|im_end|>" in chat_tokenizer.decode(instructed["input_ids"])
 
 
 @pytest.mark.parametrize(

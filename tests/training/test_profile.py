@@ -249,17 +249,17 @@ def test_the_page_stands_alone_and_has_the_numbers(name: str, runs: tuple[Path, 
 
 
 def test_the_run_says_what_differs(runs: tuple[Path, str]) -> None:
-    said = runs[1].partition("\njob ")[0]
+    output = runs[1].partition("\njob ")[0]
     report = numbers(runs[0] / "fsdp2")
-    assert f"profile of step 3: {PER_RANK} x {report['batches'][0][1]} tokens on each of 2 ranks" in said
-    assert re.search(r"backward of 3 x LlamaDecoderLayer +[\d.]+ MiB +[\d.]+ MiB +[\d.,]+ ms\n", said)
+    assert f"profile of step 3: {PER_RANK} x {report['batches'][0][1]} tokens on each of 2 ranks" in output
+    assert re.search(r"backward of 3 x LlamaDecoderLayer +[\d.]+ MiB +[\d.]+ MiB +[\d.,]+ ms\n", output)
     assert "No time is predicted: there is no GPU." in report["notes"]
     assert report["seconds"]["predicted"] is None
     shares = [difference["share"] for difference in report["differences"]]
     assert shares == sorted(shares, reverse=True)
     for difference in report["differences"][:6]:
-        assert f"{difference['what']}: {difference['text']}" in said
-    assert "step.html; the traces are beside it" in said
+        assert f"{difference['what']}: {difference['text']}" in output
+    assert "step.html; the traces are beside it" in output
 
 
 def test_ddp_counts_its_buckets(model: Path, text_data: Path, tmp_path: Path) -> None:

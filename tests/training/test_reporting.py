@@ -112,15 +112,17 @@ def test_what_a_run_says_of_itself_without_being_told(
     at = words.index("--logging_steps")
     finished = sft(*words[:at], *words[at + 2 :], "--gradient_accumulation_steps", "2", "--use_peft")
     assert finished.code == 0, finished.output
-    said = finished.output
-    assert [int(step) for step in re.findall(r"step (\d+)/25  loss", said)] == [1, *range(2, 25, 2), 25]
+    output = finished.output
+    assert [int(step) for step in re.findall(r"step (\d+)/25  loss", output)] == [1, *range(2, 25, 2), 25]
     trained = sum(tensor.numel() for tensor in load_file(tmp_path / "run/final/adapter_model.safetensors").values())
-    assert f"trained: {trained / 1e6:.2f} M of 0." in said
-    assert "batch: 4 rows per step (2 per process x 1 process x 2 micro-batches); 12 steps per epoch, 25 in all" in said
+    assert f"trained: {trained / 1e6:.2f} M of 0." in output
+    assert (
+        "batch: 4 rows per step (2 per process x 1 process x 2 micro-batches); 12 steps per epoch, 25 in all" in output
+    )
     assert "1 step per epoch, 2 in all" in beginning(1, 1, (48, 1, 1), (1, 0, 2))[1]
-    assert "one process, which holds the whole model" in said
+    assert "one process, which holds the whole model" in output
     for nothing in ("MFU", "the plan", "as the YAML says", "00:00 left", "PAD/BOS/EOS", "1 rows"):
-        assert nothing not in said
+        assert nothing not in output
 
 
 def test_packed_weights_are_counted_as_what_they_stand_for(
@@ -197,10 +199,10 @@ def test_out_of_memory_ends_in_advice(tiny_model: Path, text_data: Path, tmp_pat
     assert finished.code == 1
     assert "error: out of memory" in finished.output, finished.output
     assert re.search(r"the plan says [\d.]+ MiB for 2 x \d+ tokens per rank, FSDP2 SHARD_GRAD_OP", finished.output)
-    for said in re.split(r"\berror: ", finished.output)[1:]:  # also what rank 0 says of the failed one
-        assert "out of memory" in said.splitlines()[0]
+    for error in re.split(r"\berror: ", finished.output)[1:]:  # also what rank 0 says of the failed one
+        assert "out of memory" in error.splitlines()[0]
         for change in ("--per_device_train_batch_size 1 --gradient_accumulation", "fsdp_activation_checkpointing"):
-            assert re.search(rf"[\d.]+ [GM]iB less: {change}", said), said
+            assert re.search(rf"[\d.]+ [GM]iB less: {change}", error), error
     assert "[rank1]: Traceback" not in finished.output
     assert not (tmp_path / "run" / "final").exists()
     assert run_record.read(tmp_path / "run")["status"] == "running"
@@ -299,8 +301,8 @@ def assert_accounted_for(out: Path, config: Path, finished: Finished, model: Pat
     assert account["results"]["tokens"] == sum(len(tokenizer(row)["input_ids"]) + 1 for row in rows)
     assert set(account["timings_seconds"]) == {"data", "model", "training", "export"}
     assert account["versions"]["torch"] == metadata.version("torch")
-    said = re.findall(rf"step \d/{STEPS}  loss [\d.]+ .* tokens/s  [\d.]+ [GM]iB of host", finished.output)
-    assert len(said) == steps
+    lines = re.findall(rf"step \d/{STEPS}  loss [\d.]+ .* tokens/s  [\d.]+ [GM]iB of host", finished.output)
+    assert len(lines) == steps
     assert len(re.findall(r"while loading: peak of rank 0 .*, of the others at most ", finished.output)) == 1
     assert "peak memory after step 2: " in finished.output
     assert (out / "loss.svg").read_text().count("<polyline") == 2
@@ -380,6 +382,6 @@ def test_why_there_is_no_plan_is_said_in_a_line(tmp_path: Path, capfd: pytest.Ca
     report = progress.ProgressReport(job, SimpleNamespace())  # type: ignore[arg-type]
     report.read_plan()
     assert report.forecast is None
-    said = " ".join("".join(capfd.readouterr()).split())
-    assert f"plan: unknown, model {tmp_path / 'none'} does not exist" in "".join(said)
-    assert "UserError" not in said
+    message = " ".join("".join(capfd.readouterr()).split())
+    assert f"plan: unknown, model {tmp_path / 'none'} does not exist" in "".join(message)
+    assert "UserError" not in message

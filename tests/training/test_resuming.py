@@ -57,7 +57,7 @@ def run_of(folder: Path, *steps: int) -> list[Path]:
 
 
 @pytest.mark.parametrize(
-    ("names", "origin", "here", "said"),
+    ("names", "origin", "here", "message"),
     [
         ((*SHARDED, *REST), HERE, Origin("FSDP", 3, 8), ""),
         ((*SHARDED, *REST), None, HERE, ""),
@@ -80,15 +80,15 @@ def run_of(folder: Path, *steps: int) -> list[Path]:
     ],
 )
 def test_a_checkpoint_is_held_against_the_run(
-    names: tuple[str, ...], origin: Origin | None, here: Origin, said: str, tmp_path: Path
+    names: tuple[str, ...], origin: Origin | None, here: Origin, message: str, tmp_path: Path
 ) -> None:
     folder = written(tmp_path / "checkpoint-4", *names, origin=origin)
     if any(name.startswith("global_step") for name in names):
         (folder / "latest").write_text("global_step4")
-    if not said:
+    if not message:
         resuming.check(folder, here)
         return
-    with pytest.raises(UserError, match=said.replace("(", r"\(").replace(")", r"\)")):
+    with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)")):
         resuming.check(folder, here)
 
 
@@ -141,7 +141,7 @@ def saved(value: Any) -> bytes:
 
 @pytest.mark.parametrize("marked", [True, False])
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("pytorch_model_fsdp_0/.metadata", pickle.dumps, "names posix.mkdir"),
         ("optimizer_0/.metadata", pickle.dumps, "names posix.mkdir"),
@@ -154,7 +154,7 @@ def saved(value: Any) -> bytes:
     ],
 )
 def test_what_a_strangers_checkpoint_names_is_not_run(
-    name: str, content: Any, said: str, marked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    name: str, content: Any, message: str, marked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """It is refused before a library opens it, whether the marker fits or there is none, and `check` says so."""
     folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST, origin=None)
@@ -171,13 +171,13 @@ def test_what_a_strangers_checkpoint_names_is_not_run(
             resuming.chosen(SimpleNamespace(**run, process_index=rank))
         except UserError as error:
             reasons.append(error.why)
-    assert any(said in why for why in reasons), reasons
+    assert any(message in why for why in reasons), reasons
     refused = summary.read_checkpoint(folder).refused
     assert refused is not None
-    assert said in refused.what
+    assert message in refused.what
     if not name.startswith(("global_step", "latest")):
         cli.call(["export", str(folder), "--list"])
-        assert said in capsys.readouterr().out
+        assert message in capsys.readouterr().out
     assert not (tmp_path / "proof").exists()
 
 
@@ -375,8 +375,8 @@ def test_a_new_rank_begins_with_a_random_state_of_its_own(tmp_path: Path, capsys
     seen = torch.rand(3)
     torch.manual_seed(3 + 4 * 2 + 1)
     assert torch.equal(seen, torch.rand(3))
-    said = " ".join(capsys.readouterr().err.split())
-    assert f"rank 1: no random state in {tmp_path}; dropout, where the model has it, differs" in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"rank 1: no random state in {tmp_path}; dropout, where the model has it, differs" in message
 
 
 def test_an_adapter_of_another_kind_is_resumed(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--per_device_train_batch_size", "0"], "it has to be 1 or more"),
         (["--gradient_accumulation_steps", "-1"], "it has to be 1 or more"),
@@ -81,9 +81,9 @@ def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., st
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_nonsense_is_one_error(flags: list[str], said: str, refused: Callable[..., str]) -> None:
-    assert said in refused(*flags)
-    assert bool(refused(*flags)) == bool(said)
+def test_nonsense_is_one_error(flags: list[str], message: str, refused: Callable[..., str]) -> None:
+    assert message in refused(*flags)
+    assert bool(refused(*flags)) == bool(message)
 
 
 FLAGS = [field.name for field in dataclasses.fields(TrainingArguments) if field.name != "output_dir"]
@@ -98,21 +98,21 @@ def test_no_flag_of_trainers_ends_in_a_traceback(name: str, refused: Callable[..
 
 
 def test_dora_is_refused_under_fsdp1_alone(refused: Callable[..., str]) -> None:
-    said = {
+    refusals = {
         version: refused("--use_peft", "--use_dora", ACCELERATE_USE_FSDP="true", FSDP_VERSION=version)
         for version in "12"
     }
-    assert "fsdp_version: 2" in said["1"]
-    assert said["2"] == ""
+    assert "fsdp_version: 2" in refusals["1"]
+    assert refusals["2"] == ""
 
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "adamw_bnb_8bit", "adamw_8bit"])
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_optimizers_that_fsdp_cannot_run(optimizer: str, version: str, refused: Callable[..., str]) -> None:
     fsdp = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": version}
-    said = refused("--optim", optimizer, **fsdp)
-    assert f"(FSDP{version})" in said
-    assert "fix: --optim adamw_torch_fused" in said
+    refusal = refused("--optim", optimizer, **fsdp)
+    assert f"(FSDP{version})" in refusal
+    assert "fix: --optim adamw_torch_fused" in refusal
     if version == "1":  # which fails when it saves, and only then
         assert "FSDP1" not in refused("--optim", optimizer, "--save_strategy", "no", **fsdp)
 

@@ -251,11 +251,11 @@ def assert_every_part_says_so(model: Path, rows: Path, folder: Path) -> None:
     config = folder / "one.yaml"
     config.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nmixed_precision: 'no'\n")
     flags = words(model, rows, folder / "run", 1, "--max_steps", "1", "--save_steps", "1")
-    said = in_small_disk("size=12m", config, ROOT / "tests" / "filling.py", *flags, FILL=",".join(parts))
+    finished = in_small_disk("size=12m", config, ROOT / "tests" / "filling.py", *flags, FILL=",".join(parts))
     for part in parts:
-        [own] = re.findall(rf"FILLING {part}\n(.*?)(?=FILLING|CODES)", said.output, re.DOTALL)
+        [own] = re.findall(rf"FILLING {part}\n(.*?)(?=FILLING|CODES)", finished.output, re.DOTALL)
         verb = r"cannot write \S+/final" if part == "export" else r"cannot save \S+/checkpoint-1"
         assert re.search(rf"error: {verb}: the disk is full, 0\.0 MiB are free", own), own
         assert "Traceback" not in own
         assert f"LEFT {['checkpoint-1'] if part == 'export' else []}" in own
-    assert f"CODES {[1] * len(parts)}" in said.output
+    assert f"CODES {[1] * len(parts)}" in finished.output

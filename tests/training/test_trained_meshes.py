@@ -253,11 +253,11 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("said", REFUSED)
+@pytest.mark.parametrize("message", REFUSED)
 def test_what_doesn_t_go_is_refused_before_weights_are_read(
-    said: str, yamls: Path, monkeypatch: pytest.MonkeyPatch
+    message: str, yamls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, experts, changed, adapted, quantized = REFUSED[said]
+    file, experts, changed, adapted, quantized = REFUSED[message]
     environment = launcher.environment(launcher.launcher_args(yamls / f"{file}.yaml", SFT, ()))
     for name in [name for name in os.environ if name.startswith(EXPORTED)]:
         monkeypatch.delenv(name)
@@ -271,7 +271,7 @@ def test_what_doesn_t_go_is_refused_before_weights_are_read(
 
     with pytest.raises(UserError) as refused:
         begin()
-    assert said in str(refused.value)
+    assert message in str(refused.value)
 
 
 def save_shards(model: Path, folder: Path) -> None:

@@ -85,17 +85,17 @@ def test_tokens_of_ones_own(tiny_model: Path, text_data: Path, tmp_path: Path, s
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.eos_token = None
     tokenizer.save_pretrained(model)
-    said = "the tokenizer has no end token: the model won't learn where to stop (--eos_token)"
+    message = "the tokenizer has no end token: the model won't learn where to stop (--eos_token)"
     without = sft(*words(model, text_data, tmp_path / "without", "--max_steps", "1"))
     assert without.code == 0, without.output
-    assert said in without.output
+    assert message in without.output
     wrong = sft(*words(model, text_data, tmp_path / "wrong", "--eos_token", "<|im_ent|>"))
     assert wrong.code == 1
     assert "Did you mean <|im_end|>?" in wrong.output
     tokens = ("--eos_token", "<|im_start|>", "--pad_token", "<|endoftext|>", "--max_steps", "1")
     run = sft(*words(model, text_data, tmp_path / "run", *tokens))
     assert run.code == 0, run.output
-    assert said not in run.output
+    assert message not in run.output
     exported = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     assert (exported.eos_token, exported.pad_token) == ("<|im_start|>", "<|endoftext|>")
     config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())

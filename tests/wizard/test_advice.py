@@ -102,11 +102,11 @@ def test_the_strategies_of_the_wizard_take_what_the_plan_says(gpus: str, method:
     flags = {"model": "llama-3.1-8b", "gpus": gpus, "method": method, "main_process_ip": "10.0.0.1"}
     if gpus.count("x") == 1:
         del flags["main_process_ip"]
-    made = interview.answers(interview.interview(flags, {}, defaults=True))
+    answers = interview.answers(interview.interview(flags, {}, defaults=True))
     words = ("--model", "llama-3.1-8b", "--gpus", gpus, "--method", method, "--batch", "1", "--json")
     rows = {row["strategy"]: row["peak_bytes"] for row in json.loads(accel_fsdp("plan", *words).output)["strategies"]}
     shown = {
-        f"FSDP2 {name}": notes.note("strategy", number, Context(vars(made))) for number, name in STRATEGIES.items()
+        f"FSDP2 {name}": notes.note("strategy", number, Context(vars(answers))) for number, name in STRATEGIES.items()
     }
     compared = [name for name in shown if name in rows]
     assert len(compared) == (4 if flags.get("main_process_ip") else 2)

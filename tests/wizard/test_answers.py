@@ -52,12 +52,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         "llama": {"model_type": "llama", "num_key_value_heads": 4, **text},
     }
 
-    def made(kind: str) -> Path:
+    def written_folder(kind: str) -> Path:
         path = tmp_path_factory.mktemp(kind)
         (path / "config.json").write_text(json.dumps(configs[kind]))
         return path
 
-    return made
+    return written_folder
 
 
 def refusal(**flags: str) -> UserError:
@@ -124,8 +124,8 @@ def test_what_our_script_mends_is_taken_with_a_warning(flags: dict[str, str], wh
     session = interview.interview(
         {"model": "llama-3.1-8b", "gpus": "8xH100", "method": "lora", **flags}, {}, defaults=True
     )
-    made = interview.answers(session)
-    assert all(str(getattr(made, name)).lower() == value for name, value in flags.items())
+    answers = interview.answers(session)
+    assert all(str(getattr(answers, name)).lower() == value for name, value in flags.items())
     (line,) = (line for line in interview.warnings(session) if what in line)
     assert line == f"warning: {what}: the exported adapter has no tensors, unless the script is train/sft.py"
     plain = interview.interview({"model": "llama-3.1-8b", "gpus": "8xH100", "method": "lora"}, {}, defaults=True)
@@ -157,8 +157,8 @@ def test_hybrid_sharding_of_one_gpu_is_refused_and_the_fix_works(
 
 
 def test_a_short_name_is_the_catalogues_model() -> None:
-    made = settled(model="llama-3.1-8b", gpus="8xH100")
-    assert made.model == "meta-llama/Llama-3.1-8B"  # what `train/sft.py` can load
+    answers = settled(model="llama-3.1-8b", gpus="8xH100")
+    assert answers.model == "meta-llama/Llama-3.1-8B"  # what `train/sft.py` can load
     assert models.read_model("llama-3.1-8b").parameters == 8_030_261_248  # `check --model`
 
 
@@ -189,12 +189,12 @@ def test_what_our_script_cannot_train_gets_a_launch_line_of_its_own(
         finding for finding in linter.lint(path, linter.LintOptions(model=flags["model"])) if finding.severity != "note"
     ] == []
     shown = "".join(capfd.readouterr())
-    told = " ".join(shown.split())
+    text = " ".join(shown.split())
     launch = "YOUR_SCRIPT.py" if auto_class else "train/sft.py --model_name_or_path"
     assert f"accelerate launch --config_file {path} {launch}" in shown
     assert launch in path.read_text().splitlines()[4]
-    assert ("a script of your own" in told) == bool(auto_class)
-    assert auto_class in told
+    assert ("a script of your own" in text) == bool(auto_class)
+    assert auto_class in text
 
 
 @pytest.mark.parametrize(
@@ -237,17 +237,17 @@ def test_models_for_images_and_sound_get_a_yaml(config: PreTrainedConfig, layers
     """As docs/configure.md says; with the class that their config names, as those of the hub do, or without."""
     config.save_pretrained(tmp_path)
     interview.read_model.cache_clear()
-    made = settled(model=str(tmp_path), gpus="8xH100")
-    assert layers == set(made.layer_class)
-    assert "YOUR_SCRIPT.py" in to_yaml.launch_line(made, "made.yaml")
+    answers = settled(model=str(tmp_path), gpus="8xH100")
+    assert layers == set(answers.layer_class)
+    assert "YOUR_SCRIPT.py" in to_yaml.launch_line(answers, "made.yaml")
     with pytest.raises(UserError, match=r"is not a language model|has an encoder and a decoder"):
         planner.make_problem(planner.PlanCommand(str(tmp_path), "2xA100"))
 
 
 def test_a_model_that_fsdp2_cannot_shard_gets_fsdp1(folder: Callable[[str], Path], tmp_path: Path) -> None:
     """T5 shares its embedding; CLIP names none and has a scalar, so that neither version can."""
-    made = settled(model=str(folder("t5")), gpus="8xH100")
-    assert (made.fsdp_version, made.layer_class) == (1, ("T5Block",))
+    answers = settled(model=str(folder("t5")), gpus="8xH100")
+    assert (answers.fsdp_version, answers.layer_class) == (1, ("T5Block",))
     CLIPConfig().save_pretrained(tmp_path)
     error = refusal(model=str(tmp_path), gpus="8xH100")
     assert (error.what, error.fix) == ("--fsdp-version 2 can't be used.", "--engine ddp, or another model")
@@ -287,25 +287,27 @@ def test_what_the_defaults_write_is_clean_and_fits_or_is_warned_about(tmp_path: 
         if not gpus.startswith("2x8"):
             del flags["main_process_ip"]
         session = interview.interview(flags, {}, defaults=True)
-        made = interview.answers(session)
-        path.write_text(to_yaml.to_text(made))
+        answers = interview.answers(session)
+        path.write_text(to_yaml.to_text(answers))
         assert [
             finding for finding in linter.lint(path, linter.LintOptions(model=model)) if finding.severity != "note"
         ] == [], flags
         warned = any(line.startswith("warning: this ") for line in interview.warnings(session))
         if gpus != "cpu":
-            assert warned != judged_to_fit(path, made), flags
+            assert warned != judged_to_fit(path, answers), flags
         fitting.add(warned)
     assert fitting == {True, False}
 
 
-def judged_to_fit(path: Path, made: Answers) -> bool:
+def judged_to_fit(path: Path, answers: Answers) -> bool:
     """`accel-fsdp plan --config`, with the script's part of checkpointing."""
     subject, _ = read_subject(path)
-    checkpointing: Checkpointing = "full" if made.script_checkpoints else "none"
-    recipe = Recipe(made.method, dtype="float32" if made.method == "full" else "bfloat16", checkpointing=checkpointing)
+    checkpointing: Checkpointing = "full" if answers.script_checkpoints else "none"
+    recipe = Recipe(
+        answers.method, dtype="float32" if answers.method == "full" else "bfloat16", checkpointing=checkpointing
+    )
     written = from_yaml.predictable(subject, recipe=recipe)
-    problem = planner.make_problem(planner.PlanCommand(made.model, made.gpus), written, made.num_machines)
+    problem = planner.make_problem(planner.PlanCommand(answers.model, answers.gpus), written, answers.num_machines)
     return search.judge(problem).choice is not None
 
 
@@ -320,10 +322,10 @@ def judged_to_fit(path: Path, made: Answers) -> bool:
 def test_defaults_come_from_the_plan(flags: tuple[str, str, str], on: set[str]) -> None:
     model, gpus, method = flags
     several = {"main_process_ip": "10.0.0.1"} if gpus.count("x") == 2 else {}
-    made = settled(model=model, gpus=gpus, method=method, **several)
+    answers = settled(model=model, gpus=gpus, method=method, **several)
     switches = ("activation_checkpointing", "cpu_offload", "script_checkpoints")
-    assert {name for name in switches if getattr(made, name)} == on
-    assert ("--gradient_checkpointing true" in to_yaml.to_text(made)) == ("script_checkpoints" in on)
+    assert {name for name in switches if getattr(answers, name)} == on
+    assert ("--gradient_checkpointing true" in to_yaml.to_text(answers)) == ("script_checkpoints" in on)
 
 
 def test_a_folder_gets_the_same_answers_as_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,8 +374,8 @@ def test_more_of_the_hosts_memory_than_machines_have_is_said() -> None:
     )
     assert second == "  what fits: --method lora; 4 machines: --gpus 4x8xH100"
     for better in ({"method": "lora"}, {"gpus": "4x8xH100", "main_process_ip": "node1"}):
-        said = interview.warnings(interview.interview({**flags, **better}, {}, defaults=True))
-        assert [line.partition(":")[0] for line in said] == ["note"]
+        warnings = interview.warnings(interview.interview({**flags, **better}, {}, defaults=True))
+        assert [line.partition(":")[0] for line in warnings] == ["note"]
 
 
 def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
@@ -396,7 +398,7 @@ def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "memory", "said"),
+    ("driver", "memory", "message"),
     [
         ("NVIDIA H100 80GB HBM3", 79.1, "8xH100-79GB"),
         ("NVIDIA H100 PCIe", 79.1, "8xH100-PCIe-79GB"),
@@ -404,9 +406,9 @@ def test_the_peaks_beside_the_strategies_are_the_plans() -> None:
         ("NVIDIA GeForce RTX 4090", 23.6, "8xRTX 4090-24GB"),
     ],
 )
-def test_a_gpu_stays_the_same_in_the_words_for_it(driver: str, memory: float, said: str) -> None:
+def test_a_gpu_stays_the_same_in_the_words_for_it(driver: str, memory: float, message: str) -> None:
     words = machines.describe(MachineFacts(driver, 8, memory))
-    assert words == said
+    assert words == message
     name = machines.parse(words)[0].accelerator
     assert name is not None
     assert find(name, memory) == find(driver, memory)
@@ -436,10 +438,10 @@ def test_a_fix_names_flags_that_the_command_has(words: list[str], tmp_path: Path
     typed = " ".join(words).format(yaml=path).split(" ")
     try:
         cli.call(typed)
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
     except UserError as error:
-        said = str(error)
-    fix = said.partition("  fix: ")[2]
+        output = str(error)
+    fix = output.partition("  fix: ")[2]
     assert fix
     flags = dataclasses.fields(cli.COMMANDS[words[0]].flags())  # type: ignore[arg-type]
     known = {"--" + field.name.replace("_", "-") for field in flags} | {"--to"}
@@ -470,7 +472,7 @@ def test_any_text_is_refused_in_words_or_written_as_it_is(field: str, text: str)
     """The judges are PyYAML, and the shell that would read the command in the header."""
     refused = ""
     try:
-        made = settled(**{**TEXTS[field], field: text})
+        answers = settled(**{**TEXTS[field], field: text})
     except UserError as error:
         refused = str(error)
     if refused:
@@ -478,14 +480,14 @@ def test_any_text_is_refused_in_words_or_written_as_it_is(field: str, text: str)
         assert len(refused) < 1500
         assert "\x1b" not in refused
         return
-    written = to_yaml.to_text(made)
-    assert yaml.safe_load(written) == to_yaml.to_mapping(made)
+    written = to_yaml.to_text(answers)
+    assert yaml.safe_load(written) == to_yaml.to_mapping(answers)
     lines = written.splitlines()
     assert [line[:1] for line in lines[:5]] == ["#"] * 5
     assert not lines[5].startswith("#")
     words = shlex.split(lines[2].removeprefix("#"))[3:]
     names = [flag.removeprefix("--").replace("-", "_") for flag in words[::2]]
-    assert settled(**dict(zip(names, words[1::2], strict=True))) == made
+    assert settled(**dict(zip(names, words[1::2], strict=True))) == answers
 
 
 @pytest.mark.parametrize(
@@ -512,19 +514,19 @@ def test_quantised_weights_clash_with_what_trainer_refuses(quantization: Any, re
 
 def test_full_training_of_a_quantised_model_is_warned_of(folder: Callable[[str], Path], tmp_path: Path) -> None:
     """By the wizard, the linter and the plan alike."""
-    made = folder("llama")
-    content = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(content | {"quantization_config": {"quant_method": "gptq"}}))
-    flags = {"model": str(made), "gpus": "8xH100"}
+    model_folder = folder("llama")
+    content = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps(content | {"quantization_config": {"quant_method": "gptq"}}))
+    flags = {"model": str(model_folder), "gpus": "8xH100"}
     with pytest.raises(UserError, match="quantised weights can't be trained"):
         settled(**flags)
     path = tmp_path / "made.yaml"
     path.write_text(to_yaml.to_text(settled(**flags, method="lora")))
     (alone,) = (
-        finding for finding in linter.lint(path, linter.LintOptions(model=str(made))) if finding.code == "AF512"
+        finding for finding in linter.lint(path, linter.LintOptions(model=str(model_folder))) if finding.code == "AF512"
     )
     assert alone.severity == "warning"
-    problem = planner.make_problem(planner.PlanCommand(str(made), "8xH100"))
+    problem = planner.make_problem(planner.PlanCommand(str(model_folder), "8xH100"))
     assert any("refuses full training" in note for note in problem.notes)
 
 
@@ -543,8 +545,8 @@ def test_the_launch_line_has_what_memory_was_judged_with(
     gpus: str, flags: dict[str, str], variables: list[str]
 ) -> None:
     """Trainer's default is 8 rows, which nobody judged."""
-    made = settled(model="llama-3.1-8b", gpus=gpus, **flags)
-    words = shlex.split(to_yaml.launch_line(made, "made.yaml"))
+    answers = settled(model="llama-3.1-8b", gpus=gpus, **flags)
+    words = shlex.split(to_yaml.launch_line(answers, "made.yaml"))
     assert [word for word in words if "=" in word] == variables
     assert words[words.index("--per_device_train_batch_size") + 1] == "1"
     assert words[words.index("--max_length") + 1] == flags.get("seq_len", "2048")

@@ -46,9 +46,9 @@ def test_a_mesh_is_written_and_read_again(words: tuple[str, ...], mesh: dict[str
 
 
 def test_experts_are_in_the_launch_line(tmp_path: Path) -> None:
-    mesh, said = config(tmp_path, "--preset", "fsdp2_moe_ep", "--yes")
+    mesh, output = config(tmp_path, "--preset", "fsdp2_moe_ep", "--yes")
     assert mesh == {}
-    assert "--expert_parallel_size 8" in said
+    assert "--expert_parallel_size 8" in output
     assert accel_fsdp("check", "--strict", tmp_path / "a.yaml", "--model", MIXTURE).code == 0
     text = (tmp_path / "a.yaml").read_text()
     assert accel_fsdp("config", "--yes", "--from", tmp_path / "a.yaml").code == 0
@@ -91,9 +91,9 @@ def test_each_size_is_asked_with_its_memory_and_speed() -> None:
 
 def test_experts_that_stay_in_16_bits_are_named(tmp_path: Path) -> None:
     mixtral = "mistralai/Mixtral-8x7B-v0.1"
-    said = config(tmp_path, *EIGHT, "--model", mixtral, "--method", "qlora")[1]
+    configured = config(tmp_path, *EIGHT, "--model", mixtral, "--method", "qlora")[1]
     (tmp_path / "args").write_text("train/sft.py --use_peft --load_in_4bit")
     checked = accel_fsdp("check", tmp_path / "a.yaml", "--model", mixtral, "--args", tmp_path / "args").output
     planned = accel_fsdp("plan", "--model", mixtral, "--gpus", "8xH100-80GB", "--method", "qlora").output
-    for output in (said, checked, planned):
+    for output in (configured, checked, planned):
         assert "84 GiB" in " ".join(output.split())

@@ -83,8 +83,8 @@ def test_the_diff_names_the_file_that_was_read_and_the_one_that_is_written(
     options = wizard.WizardOptions(from_file=path, yes=True, output=output if new else None)
     flags = {"model": "meta-llama/Llama-3.1-8B", "mixed_precision": "fp16"}
     assert wizard.configure(options, flags) == 0
-    said = "".join(capsys.readouterr().err.split())
-    assert f"---{path}+++{output}@@" in said
+    message = "".join(capsys.readouterr().err.split())
+    assert f"---{path}+++{output}@@" in message
     assert (path.read_text() == V2) == bool(new)
 
 
@@ -266,8 +266,8 @@ def test_a_name_where_a_boolean_belongs_is_said(tmp_path: Path, capsys: pytest.C
     path = tmp_path / "old.yaml"
     path.write_text(yaml.safe_dump(with_value("fsdp2", "HYBRID_SHARD", "fsdp_reshard_after_forward")))
     wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA)
-    said = " ".join(capsys.readouterr().err.split())
-    assert "note: Accelerate can't read fsdp_reshard_after_forward: HYBRID_SHARD, so the key is rewritten" in said
+    message = " ".join(capsys.readouterr().err.split())
+    assert "note: Accelerate can't read fsdp_reshard_after_forward: HYBRID_SHARD, so the key is rewritten" in message
     content = yaml.safe_load(path.read_text())
     assert content["fsdp_config"]["fsdp_reshard_after_forward"] is True
     assert content["parallelism_config"]["parallelism_config_dp_shard_size"] == 8
@@ -281,7 +281,7 @@ def test_an_address_that_cannot_be_used_goes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "length", "said"),
+    ("flags", "length", "message"),
     [
         ({}, "8192", ""),
         ({"seq_len": "4096"}, "4096", ""),
@@ -289,7 +289,7 @@ def test_an_address_that_cannot_be_used_goes(tmp_path: Path) -> None:
     ],
 )
 def test_the_length_that_memory_was_judged_with_is_kept(
-    flags: dict[str, str], length: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    flags: dict[str, str], length: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "made.yaml"
     wizard.configure(wizard.WizardOptions(path, yes=True), {**LLAMA, "seq_len": "8192"})
@@ -297,9 +297,9 @@ def test_the_length_that_memory_was_judged_with_is_kept(
     capsys.readouterr()
     changed = {"strategy": "2", "layer_class": "GPT2Block" if "model" in flags else "LlamaDecoderLayer"}
     wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {**changed, **flags})
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     header = path.read_text().splitlines()[:5]
-    assert (f" --seq-len {length}" in header[2]) == (not said)
+    assert (f" --seq-len {length}" in header[2]) == (not message)
     assert header[4].endswith(f" --max_length {length}")
 
 
@@ -314,7 +314,7 @@ def test_a_file_is_re_edited_without_a_model(path: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "message"),
     [
         ("fsdp_sharding_strategy: SHARD_GRAD_OP", {"fsdp_reshard_after_forward": False}, "is written as"),
         ("fsdp_sharding_strategy: 1", {"fsdp_reshard_after_forward": True}, "is written as"),
@@ -327,15 +327,15 @@ def test_a_file_is_re_edited_without_a_model(path: Path, tmp_path: Path) -> None
     ],
 )
 def test_a_strategy_that_fsdp2_ignores_is_kept_or_named(
-    old: str, new: dict[str, Any], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    old: str, new: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As `check --fix` translates it; it became FULL_SHARD silently."""
     path = tmp_path / "old.yaml"
     path.write_text(f"{V2}  {old}\n")
     assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {"model": "llama-3.1-8b"}) == 0
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"FSDP2 ignores {old.partition(chr(10))[0]}" in told
-    assert said in told
+    text = " ".join(capsys.readouterr().err.split())
+    assert f"FSDP2 ignores {old.partition(chr(10))[0]}" in text
+    assert message in text
     section = yaml.safe_load(path.read_text())["fsdp_config"]
     assert {key: section[key] for key in section if key in ("fsdp_sharding_strategy", *new)} == new
 
@@ -352,7 +352,7 @@ ZERO = "distributed_type: DEEPSPEED\nnum_processes: 2\n"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         (f"machine_rank: -3\n{V2}", "machine_rank: -3 can't be used, so the key is removed"),
         (f"debug: maybe\n{DDP}", "debug: maybe can't be used, so the key is removed"),
@@ -361,10 +361,10 @@ ZERO = "distributed_type: DEEPSPEED\nnum_processes: 2\n"
         (V2.replace("'no'", "bf17"), "mixed precision bf17 can't be used. Did you mean bf16? It is not one of"),
     ],
 )
-def test_what_is_not_kept_is_said(text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_kept_is_said(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "old.yaml"
     path.write_text(text)
     assert wizard.configure(wizard.WizardOptions(from_file=path, yes=True), LLAMA) == 0
-    assert said in " ".join(capsys.readouterr().err.split())
+    assert message in " ".join(capsys.readouterr().err.split())
     written = path.read_text()
     assert [word for word in ("-3", "maybe", "fast", "bf17") if word in written] == []

@@ -135,7 +135,7 @@ def test_the_command_in_the_header_writes_the_same_bytes(tmp_path: Path) -> None
     assert "fsdp_activation_checkpointing: true" in first.read_text()  # 2,048 tokens need none
 
 
-def made(folder: Path) -> Path:
+def yaml_in(folder: Path) -> Path:
     path = folder / "made.yaml"
     assert accel_fsdp("config", "--yes", "--preset", "fsdp2", *LLAMA[:2], "-o", path).code == 0
     return path
@@ -167,7 +167,7 @@ def test_escape_goes_back_one_question(rows: int, columns: int, tmp_path: Path) 
 
 
 def test_an_answer_is_changed_at_the_review(tmp_path: Path) -> None:
-    path = made(tmp_path)
+    path = yaml_in(tmp_path)
     terminal = Terminal("--from", str(path))
     terminal.wait_for("Quit, write nothing")
     terminal.child.send(DOWN * 5 + ENTER)  # write, model, method, gpus, machines, engine
@@ -183,7 +183,7 @@ def test_an_answer_is_changed_at_the_review(tmp_path: Path) -> None:
 
 
 def test_a_file_is_re_edited_with_a_diff(tmp_path: Path) -> None:
-    path = made(tmp_path)
+    path = yaml_in(tmp_path)
     path.write_text(path.read_text().replace("num_machines: 1", "num_machines: 1  # mine"))
     changed = accel_fsdp("config", "--from", path, "--yes", "--strategy", "2")
     assert changed.code == 0, changed.output

@@ -35,17 +35,17 @@ class Share(evaluate.Metric):
 def tokenizer(folder: Path, pairs: bool) -> None:
     """One token per word; pairs as BERT's are."""
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.Whitespace()
-    made.decoder = decoders.WordPiece()
+    word_tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    word_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    word_tokenizer.decoder = decoders.WordPiece()
     if pairs:
-        made.post_processor = processors.TemplateProcessing(
+        word_tokenizer.post_processor = processors.TemplateProcessing(
             single="[CLS] $A [SEP]",
             pair="[CLS] $A [SEP] $B:1 [SEP]:1",
             special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
         )
     PreTrainedTokenizerFast(
-        tokenizer_object=made,
+        tokenizer_object=word_tokenizer,
         unk_token="[UNK]",
         pad_token="[PAD]",
         cls_token="[CLS]",
@@ -57,9 +57,9 @@ def tokenizer(folder: Path, pairs: bool) -> None:
     ).save_pretrained(folder)
 
 
-def model(folder: Path, made: PreTrainedModel, pairs: bool) -> None:
+def model(folder: Path, model_built: PreTrainedModel, pairs: bool) -> None:
     """The model and its tokenizer, as if they came from the hub."""
-    made.save_pretrained(folder)
+    model_built.save_pretrained(folder)
     tokenizer(folder, pairs)
 
 
