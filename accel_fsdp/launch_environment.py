@@ -67,7 +67,7 @@ class LaunchEnvironment:
 
     # This rank's place, as torchrun says it
 
-    is_rank = _Variable("LOCAL_RANK", lambda place: int(place) >= 0, "-1")
+    is_rank = _Variable("LOCAL_RANK", lambda rank: int(rank) >= 0, "-1")
     """Whether torchrun or `accelerate launch` started this process as one rank of a job."""
     rank = _number("RANK")
     local_rank = _number("LOCAL_RANK")

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent
 
 
 def command(code: str, *arguments: str) -> list[str]:
-    places = [place for place in sys.path if isinstance(place, str) and place not in ("", os.curdir)]
+    places = [path for path in sys.path if isinstance(path, str) and path not in ("", os.curdir)]
     path = [*places, str(PACKAGE.parent)]  # also after os.chdir, where a relative place leads elsewhere
     return [sys.executable, "-c", f"import sys; sys.path[:] = {path!r}; {code}", *arguments]
 

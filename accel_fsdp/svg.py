@@ -92,7 +92,7 @@ def bars(words: Words, rows: Sequence[Bar], capacity: Capacity, width: int) -> s
     top = capacity.top(max(sum(part.gib for part in row.parts) for row in rows))
     scale = (width - 8) / top
     height = LINE + 44 * len(rows)
-    shapes = [shape for place, row in enumerate(rows) for shape in _bar(row, LINE + 44 * place, scale, width - 8)]
+    shapes = [shape for index, row in enumerate(rows) for shape in _bar(row, LINE + 44 * index, scale, width - 8)]
     if capacity.gib <= top:
         x = capacity.gib * scale
         shapes += [_line(x, y + 35, x, y + 56, "capacity") for y in range(0, height - 57, 44)]
@@ -126,8 +126,8 @@ def ranges(words: Words, rows: Sequence[Range], width: int) -> str:
     """Bars below each other, as long as the expected value, with a line from the minimum to the maximum."""
     scale = (width - 8) / max(1e-9, *(row.most for row in rows))
     shapes: list[str] = []
-    for place, row in enumerate(rows):
-        y, note = 44 * place, f"{two_digits(row.expected)} ({two_digits(row.least)} to {two_digits(row.most)})"
+    for index, row in enumerate(rows):
+        y, note = 44 * index, f"{two_digits(row.expected)} ({two_digits(row.least)} to {two_digits(row.most)})"
         least, most = row.least * scale, row.most * scale
         shapes += [_text(0, y + 14, row.name, style="name"), _text(width - 8, y + 14, note, "end")]
         shapes.append(_rect(0, y + 19, max(row.expected * scale, 1), 19, "O"))
@@ -140,8 +140,8 @@ def pairs(words: Words, rows: Sequence[tuple[str, str, float, float]], names: tu
     """Two bars for each kind (letter, name), one per training method."""
     scale = (width - 152) / max(1e-9, *(size for row in rows for size in row[2:]))
     shapes: list[str] = []
-    for place, (letter, kind, *sizes) in enumerate(rows):
-        y = 66 * place
+    for index, (letter, kind, *sizes) in enumerate(rows):
+        y = 66 * index
         shapes.append(_text(0, y + 13, kind, style="name"))
         for number, (name, size) in enumerate(zip(names, sizes, strict=True)):
             shapes.append(_rect(0, y + 18 + 19 * number, max(size * scale, 1), 17, letter))

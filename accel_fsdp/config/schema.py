@@ -339,4 +339,4 @@ def short_name(section: str, key: str) -> str:
 
 @cache
 def known_fields(section: str) -> Mapping[str, Field]:
-    return {key: field for (place, key), field in BY_NAME.items() if place == section}
+    return {key: field for (its_section, key), field in BY_NAME.items() if its_section == section}

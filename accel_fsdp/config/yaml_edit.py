@@ -50,14 +50,14 @@ def _rewritten(document: Any) -> str:
 
 
 def _applied(document: Any, text: str, edit: Edit) -> str:
-    place = (document.get(edit.section) or {}) if edit.section else document
-    key = edit.key if edit.key in place else short_name(edit.section, edit.key)
-    is_there = key in place
+    mapping = (document.get(edit.section) or {}) if edit.section else document
+    key = edit.key if edit.key in mapping else short_name(edit.section, edit.key)
+    is_there = key in mapping
     if edit.new_key and is_there:
         text = _renamed(document, text, edit.section, key, edit.new_key)
         key = edit.new_key
     if edit.value is not None:
-        key = key if key in place else edit.new_key or edit.key
+        key = key if key in mapping else edit.new_key or edit.key
         return _put(document, text, edit.section, key, as_scalar(edit.value))
     return _dropped(document, text, edit.section, key) if is_there and not edit.new_key else text
 
@@ -79,18 +79,18 @@ def as_scalar(value: Any) -> Any:
 
 
 def _renamed(document: Any, text: str, section: str, key: str, new_key: str) -> str:
-    place = document[section] if section else document
-    place.insert(list(place).index(key), new_key, place.pop(key))
+    mapping = document[section] if section else document
+    mapping.insert(list(mapping).index(key), new_key, mapping.pop(key))
     name, _ = _entry(_mapping(text, section), key)
     return text[: name.start_mark.index] + _flow(new_key) + text[name.end_mark.index :]
 
 
 def _dropped(document: Any, text: str, section: str, key: str) -> str:
     """Removes a key, and its section if that is empty then."""
-    place = document[section] if section else document
-    if section and len(place) == 1:
+    mapping = document[section] if section else document
+    if section and len(mapping) == 1:
         return _dropped(document, text, "", section)
-    del place[key]
+    del mapping[key]
     node = _mapping(text, section)
     name, value = _entry(node, key)
     if node.flow_style:
@@ -115,11 +115,11 @@ def _put(document: Any, text: str, section: str, key: str, value: Any) -> str:
         document[section] = CommentedMap({key: value})
         change = _replaced if is_there else _added
         return change(text, _mapping(text, ""), section, document[section])
-    place = document[section] if section else document
-    place[key] = value
+    mapping = document[section] if section else document
+    mapping[key] = value
     node = _mapping(text, section)
     change = _added if _entry(node, key) is None else _replaced
-    return change(text, node, key, place[key])  # which ruamel.yaml quotes like the old value
+    return change(text, node, key, mapping[key])  # which ruamel.yaml quotes like the old value
 
 
 def _replaced(text: str, node: Any, key: str, value: Any) -> str:

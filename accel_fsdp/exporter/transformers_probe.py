@@ -246,7 +246,7 @@ def _fewest_endings(listed: Iterable[str], modules: list[str]) -> set[str]:
     endings = {}
     for name in modules:
         parts = name.split(".")
-        endings[name] = [".".join(parts[place:]) for place in reversed(range(len(parts)))]
+        endings[name] = [".".join(parts[start:]) for start in reversed(range(len(parts)))]
     listed = set(listed)
     chosen = [name for name in modules if not listed.isdisjoint(endings[name])]
     all_with = Counter(ending for name in modules for ending in endings[name])

@@ -305,8 +305,8 @@ def _more_numbers(candidate: Candidate, by_gpus: Series, by_tokens: Series) -> s
 
 def _series_table(series: Series) -> str:
     rows = [
-        [f"{size:,}", *(_cell(peaks[place]) for peaks in series.peaks.values())]
-        for place, size in enumerate(series.sizes)
+        [f"{size:,}", *(_cell(peaks[index]) for peaks in series.peaks.values())]
+        for index, size in enumerate(series.sizes)
     ]
     return html_page.table((series.axis, *(f"{name}, GiB" for name in series.peaks)), rows)
 

@@ -82,13 +82,13 @@ Place = tuple[int, Phase, str, int | None]
 
 def _places(shape: ModelShape, recipe: Recipe) -> Iterator[Place]:
     """The stretches in the order in which `step.timeline` marks them."""
-    layers = [(shape.blocks[block].name, place) for place, block in enumerate(step.block_order(shape))]
+    layers = [(shape.blocks[block].name, index) for index, block in enumerate(step.block_order(shape))]
     for number in sorted({1, min(2, recipe.accumulation), recipe.accumulation}):
         yield number, "forward", EMBEDDING, None
-        yield from ((number, "forward", name, place) for name, place in layers)
+        yield from ((number, "forward", name, index) for name, index in layers)
         yield number, "forward", HEAD, None
         yield number, "backward", HEAD, None
-        yield from ((number, "backward", name, place) for name, place in reversed(layers))
+        yield from ((number, "backward", name, index) for name, index in reversed(layers))
         yield number, "backward", EMBEDDING, None
     yield recipe.accumulation, "update", UPDATE, None
 
@@ -114,8 +114,8 @@ def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUni
     """Traffic by unit name; blocks of one class are added up."""
     by_name: dict[str, SentUnit] = {}
     units = communication.units(shape, recipe, layout)
-    for place, unit in enumerate(units):
-        name = unit_name(unit, place, units)
+    for index, unit in enumerate(units):
+        name = unit_name(unit, index, units)
         gathers = communication.gather(unit, recipe, layout).times(
             communication.gathers_per_step(unit, recipe, layout) * unit.count
         )
@@ -130,9 +130,9 @@ def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUni
         yield SentUnit(UPDATE, 1, update, Traffic())
 
 
-def unit_name(unit: Unit, place: int, units: tuple[Unit, ...]) -> str:
+def unit_name(unit: Unit, index: int, units: tuple[Unit, ...]) -> str:
     """The class of a block; else `EMBEDDING`, `HEAD`, or `OUTSIDE` for both."""
     if unit.block is not None:
         return unit.name
     alone = sum(other_unit.block is None for other_unit in units) == 1
-    return OUTSIDE if alone else EMBEDDING if place == 0 else HEAD
+    return OUTSIDE if alone else EMBEDDING if index == 0 else HEAD

@@ -157,13 +157,13 @@ def _sure(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
         choice = min(equal, key=_burden)
         if any(choice is checked for checked in confirmed):
             return choice
-        place = candidates.index(choice)
-        candidates[place] = evaluated = problem.evaluate(choice.job)
+        index = candidates.index(choice)
+        candidates[index] = evaluated = problem.evaluate(choice.job)
         if evaluated.fits:
             confirmed.append(evaluated)
             continue
         smaller = _best(problem, choice.job, below=choice.recipe.rows)
-        candidates[place : place + 1] = [smaller] if smaller else []
+        candidates[index : index + 1] = [smaller] if smaller else []
     return None
 
 
@@ -312,9 +312,9 @@ def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:
     own_burden, deciding = _burden(choice), set()
     for equal in ties:
         pairs = enumerate(zip(own_burden, _burden(equal), strict=True))
-        differ = (place for place, (better, worse) in pairs if better != worse)
+        differ = (index for index, (better, worse) in pairs if better != worse)
         deciding.add(next(differ, len(BURDENS)))
-    return [words for place, words in enumerate(BURDENS) if place in deciding]
+    return [words for index, words in enumerate(BURDENS) if index in deciding]
 
 
 def _reason(problem: Problem, choice: Candidate, alone: bool) -> str:

@@ -164,8 +164,8 @@ def from_text(text: str, division: Divisible | None = None) -> TraceRecord:
         tapes.append(Tape(forward, backward, events[3 * output].size, bool(keeps), one_row, first))
     by_variant = {
         name: Tapes(
-            blocks=tuple(tapes[place] for place in blocks),
-            masked=tuple(None if place < 0 else tapes[place] for place in masked),
+            blocks=tuple(tapes[index] for index in blocks),
+            masked=tuple(None if index < 0 else tapes[index] for index in masked),
             embedding=tapes[embedding],
             head=tapes[head],
             chunked_head=tapes[chunked],

@@ -48,9 +48,9 @@ def start(module: str, words: Sequence[str], environment: Mapping[str, str], log
 def _become(module: str, words: list[str], environment: dict[str, str], log: str) -> None:
     """Turns the forked process into a Python that was started with this module."""
     os.setsid()
-    place = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     for number in (1, 2):
-        os.dup2(place, number)
+        os.dup2(descriptor, number)
     os.environ.clear()
     os.environ.update(environment)
     random.seed()  # otherwise each rank draws the same numbers

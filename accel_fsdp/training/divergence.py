@@ -127,9 +127,9 @@ class FiniteCheck:
         parameters = self.trainer.model.named_parameters()
         trained = {clean_name(name): p for name, p in parameters if p.requires_grad and p.is_floating_point()}
         flags = torch.zeros(len(trained), dtype=torch.bool, device=self.args.device)
-        for place, part in enumerate(map(_local, trained.values())):
+        for index, part in enumerate(map(_local, trained.values())):
             if part.numel():
-                flags[place] = ~torch.stack(torch.aminmax(part)).float().isfinite().all()
+                flags[index] = ~torch.stack(torch.aminmax(part)).float().isfinite().all()
         odd = self.trainer.accelerator.gather(flags[None]).any(0).tolist()
         return [name for name, is_odd in zip(trained, odd, strict=True) if is_odd]
 

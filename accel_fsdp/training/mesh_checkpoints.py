@@ -58,14 +58,14 @@ def save_optimizer(trainer: Any, checkpoint: Path) -> None:
     """
     content: dict[str, Any] = dict(states.get_optimizer_state_dict(trainer.model, trainer.optimizer))
     decaying = set(trainer.get_decay_parameter_names(trainer.model))
-    groups = [{**content[GROUPS][place], "params": list[str]()} for place in (0, -1)]
+    groups = [{**content[GROUPS][index], "params": list[str]()} for index in (0, -1)]
     for group in content[GROUPS]:
         groups[not decaying.issuperset(group["params"][:1])]["params"] += group["params"]  # one of them may have none
     stored = {"state": _contiguous(content["state"]), GROUPS: groups}
     _write({"optimizer": stored}, checkpoint / file_names.SHARDED_OPTIMIZER)
     if trainer.args.should_save:
         schedule = trainer.lr_scheduler.state_dict()
-        of_groups = {name: [schedule[name][place] for place in (0, -1)] for name in OF_GROUPS if name in schedule}
+        of_groups = {name: [schedule[name][index] for index in (0, -1)] for name in OF_GROUPS if name in schedule}
         torch.save({**schedule, **of_groups}, checkpoint / file_names.SCHEDULER)
 
 
@@ -175,7 +175,7 @@ def _stored_groups(reader: FileSystemReader) -> list[dict[str, Any]]:
     for name in reader.read_metadata().state_dict_metadata:
         if match := re.fullmatch(r"optimizer\.param_groups\.(\d+)\.(.+)", name):
             keys.setdefault(int(match[1]), {})[match[2]] = None
-    return [keys[place] for place in sorted(keys)]
+    return [keys[number] for number in sorted(keys)]
 
 
 def _contiguous(content: dict[str, Any]) -> dict[str, Any]:

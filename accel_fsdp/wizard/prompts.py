@@ -133,12 +133,12 @@ def _run(question: questionary.Question) -> Any:
 def _point_by_first_letter(options: InquirerControl, bindings: KeyBindings) -> None:
     """Binds digits and letters to the next available option that begins with them."""
     places: dict[str, list[int]] = {}
-    for place, choice in enumerate(options.choices):
+    for index, choice in enumerate(options.choices):
         if not choice.disabled:
-            places.setdefault(str(choice.title)[0].lower(), []).append(place)
+            places.setdefault(str(choice.title)[0].lower(), []).append(index)
 
     def point(matches: list[int]) -> None:
-        options.pointed_at = next((place for place in matches if place > options.pointed_at), matches[0])
+        options.pointed_at = next((index for index in matches if index > options.pointed_at), matches[0])
 
     for letter, matches in places.items():
         for key in {letter, letter.upper()}:

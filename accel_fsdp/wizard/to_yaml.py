@@ -44,8 +44,8 @@ def to_mapping(answers: Answers) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for (section, key), field in BY_NAME.items():
         if (section, key) in values:
-            place = content.setdefault(section, {}) if field.section else content
-            place[key] = values[section, key]
+            mapping = content.setdefault(section, {}) if field.section else content
+            mapping[key] = values[section, key]
     return content
 
 

@@ -34,7 +34,7 @@ def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
 
 def line_of(updates: Updates, kind: str, name: str = "") -> str:
     """The script's line that changed the weight, or without a name any weight, on the first rank that has one."""
-    lines = [line for update in updates for of, line in update[kind].items() if name in ("", of)]
+    lines = [line for update in updates for weight, line in update[kind].items() if name in ("", weight)]
     return next(iter(lines), "")
 
 
@@ -58,7 +58,7 @@ def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int
     """A rank whose weights differ from those of the `plain` model before sharding, and one whose weights are equal."""
     shares = []
     for update in updates:
-        weights = [(plain[name].detach(), *of) for name, of in update["weights"].items() if name in plain]
+        weights = [(plain[name].detach(), *placed) for name, placed in update["weights"].items() if name in plain]
         changes = [(parts.region(weight, start, part) != part).flatten() for weight, start, part in weights]
         elements = sum(change.numel() for change in changes)
         shares.append(sum(int(change.sum()) for change in changes) / elements if elements else 0.0)

@@ -254,12 +254,12 @@ def _start(dataset: Any) -> int | None:
     import torch
     from torch.utils.data import Subset, TensorDataset
 
-    place = 0
+    index = 0
     while isinstance(dataset, Subset) and len(dataset):
-        dataset, place = dataset.dataset, dataset.indices[place]
+        dataset, index = dataset.dataset, dataset.indices[index]
     if not isinstance(dataset, list | tuple | torch.Tensor | TensorDataset) or not len(dataset):
         return None
-    row = dataset[place]
+    row = dataset[index]
     return _hash(list(tensors_in(list(row) if isinstance(row, tuple) else row)))
 
 

@@ -95,9 +95,9 @@ def places(model: "nn.Module") -> list[Place]:
     return places
 
 
-def unsharded(of: Iterable[Place]) -> list[str]:
+def unsharded(rank_places: Iterable[Place]) -> list[str]:
     """The names of the weights that a rank holds whole beside sharded ones."""
-    places = list(of)
+    places = list(rank_places)
     whole = [place.name for place in places if is_whole(place)]
     return whole if len(whole) < len(places) else []
 
@@ -108,9 +108,9 @@ def is_whole(place: Place) -> bool:
     return place.flat is None and not isinstance(place.parameter, DTensor)
 
 
-def parts(of: Iterable[Place], values: Callable[["torch.Tensor"], Any]) -> Parts:
+def parts(places: Iterable[Place], values: Callable[["torch.Tensor"], Any]) -> Parts:
     """This rank's parts of the tensors that `values` returns for parameters, without None."""
-    tensors = ((place, values(place.parameter)) for place in of)
+    tensors = ((place, values(place.parameter)) for place in places)
     return {place.name: (place.start, place.part(tensor)) for place, tensor in tensors if tensor is not None}
 
 
@@ -149,10 +149,10 @@ def _index(start: Start, part: "torch.Tensor") -> Any:
     return tuple(first if isinstance(first, list) else slice(first, first + size) for first, size in pairs)
 
 
-def names_of(of: Iterable[Place]) -> Mapping[int, list[str]]:
+def names_of(places: Iterable[Place]) -> Mapping[int, list[str]]:
     """The weights that each parameter of an optimizer holds parts of, by its id."""
     names: dict[int, list[str]] = {}
-    for place in of:
+    for place in places:
         names.setdefault(id(place.parameter), []).append(place.name)
     return names
 

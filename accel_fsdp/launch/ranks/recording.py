@@ -219,7 +219,7 @@ class Recorder:
         return forward
 
     def begin_update(self) -> Update:
-        models = {number: model for number, of in self.prepared.items() if (model := of()) is not None}
+        models = {number: model for number, model_ref in self.prepared.items() if (model := model_ref()) is not None}
         why = self.why or next((kept.why for kept in self.copies if kept.why), "")
         if len(models) > 1:
             why = why or "several models are trained"

@@ -212,8 +212,8 @@ class ObservedSaves:
         whole: dict[str, tuple[list[int], str, float, float]] = {}
         for name, tensor in named:
             if _is_plain(tensor) and name not in whole:
-                of = sums(tensor) if user_name(name) in self.names else (0.0, 0.0)
-                whole[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), *of)
+                sum_and_norm = sums(tensor) if user_name(name) in self.names else (0.0, 0.0)
+                whole[name] = (list(tensor.shape), str(tensor.dtype).removeprefix("torch."), *sum_and_norm)
         return {
             "shards": sum(shards for shards, _ in counts),
             "tensors": sum(tensors for _, tensors in counts),

@@ -54,7 +54,7 @@ class TrainerLoss:
             loss, outputs = self.original(*self.arguments.args, **self.arguments.kwargs)
         tensors = {number: tensor for number, tensor in enumerate(tensors_in(outputs)) if tensor.requires_grad}
         gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
-        return {number: of for number, of in zip(tensors, gradients, strict=True) if of is not None}
+        return {number: gradient for number, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
 
 
 class TrainerLosses:

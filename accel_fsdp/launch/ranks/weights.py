@@ -167,8 +167,8 @@ class ObservedWeights:
             if sharded is None:
                 continue
             same = begun.part == checksum(_part(sharded))
-            of = [".".join(filter(None, (names.get(id(module), ""), name))) for module, name in _own(sharded)]
-            weights = [[name, whole if same else None] for name, whole in zip(of, begun.whole, strict=False)]
+            own_names = [".".join(filter(None, (names.get(id(module), ""), name))) for module, name in _own(sharded)]
+            weights = [[name, whole if same else None] for name, whole in zip(own_names, begun.whole, strict=False)]
             units.append({"ranks": _ranks(sharded), "weights": weights})
         if units:
             events.report("begun", units=units, line=self.sharded_at)

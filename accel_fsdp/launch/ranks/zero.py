@@ -119,7 +119,7 @@ class ZeroRecorder(Recorder):
         """The engine clears gradients itself, and no script can before."""
 
     def _engines(self) -> list[Any]:
-        return [model for of in self.prepared.values() if hasattr(model := of(), "zero_optimization")]
+        return [model for model_ref in self.prepared.values() if hasattr(model := model_ref(), "zero_optimization")]
 
     def _reduced(self, engine: Any, *_: Any) -> None:
         """Reads the gradients that the engine has averaged over ranks, after the last backward pass of a step."""

@@ -292,10 +292,10 @@ def _with_names_corrected(subject: Subject, edits: Iterable[Edit]) -> Subject:
     """The subject with misspelt keys renamed by these edits."""
     values = dict(subject.values)
     for edit in (edit for edit in edits if edit.new_key):
-        place = values.get(edit.section) if edit.section else values
-        if isinstance(place, Mapping):
+        mapping = values.get(edit.section) if edit.section else values
+        if isinstance(mapping, Mapping):
             names = (edit.key, short_name(edit.section, edit.key))
-            renamed = {edit.new_key if key in names else key: value for key, value in place.items()}
+            renamed = {edit.new_key if key in names else key: value for key, value in mapping.items()}
             values = {**values, edit.section: renamed} if edit.section else renamed
     return replace(subject, values=values) if values != subject.values else subject
 

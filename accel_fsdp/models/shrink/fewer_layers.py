@@ -85,8 +85,8 @@ def _per_layer(part: Part, depth: int, layer_numbers: Sequence[int]) -> None:
         part.values[key] = [layer_numbers.index(number) for number in numbers if number in layer_numbers]
     if isinstance(single := part.real.get(OF_LAYERS), dict) and all(int(number) < depth for number in single):
         entries = {int(number): copy.deepcopy(keys) for number, keys in single.items()}
-        kept_layers = [(str(place), number) for place, number in enumerate(layer_numbers) if number in entries]
-        part.values[OF_LAYERS] = {place: entries[number] for place, number in kept_layers}
+        kept_layers = [(str(index), number) for index, number in enumerate(layer_numbers) if number in entries]
+        part.values[OF_LAYERS] = {index: entries[number] for index, number in kept_layers}
 
 
 def keep_features(parts: Sequence[Part]) -> None:

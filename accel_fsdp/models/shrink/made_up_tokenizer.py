@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
 
 def numbers(token_ids: Mapping[int, str]) -> dict[int, int]:
     """New ids for the tokens that a config names, behind those of the bytes; equal ids stay equal."""
-    return {number: BYTES + place for place, number in enumerate(token_ids)}
+    return {number: BYTES + index for index, number in enumerate(token_ids)}
 
 
 def make(token_ids: Mapping[int, str]) -> Any:

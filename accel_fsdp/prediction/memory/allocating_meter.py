@@ -40,15 +40,15 @@ class AllocatingMeter(Meter):
         kind: str,
         size: int,
         name: object = None,
-        of: Unit | None = None,
+        unit: Unit | None = None,
         stream: int = COMPUTE,
         used_on: int = COMPUTE,
     ) -> None:
         """Allocates the tensors, or frees those of that name and size."""
         if size > 0:
-            sizes = self._sizes(kind, size, of)
-            if kind == PARAMETERS and of is not None:
-                blocks = self._loaded(of, sizes)
+            sizes = self._sizes(kind, size, unit)
+            if kind == PARAMETERS and unit is not None:
+                blocks = self._loaded(unit, sizes)
             else:
                 blocks = [self.allocator.malloc(tensor_size, stream) for tensor_size in sizes]
             self.named.setdefault((kind, name), []).append(Group(size, blocks))
@@ -59,7 +59,7 @@ class AllocatingMeter(Meter):
     def add_each(self, kind: str, sizes: Iterable[tuple[int, Unit]], name: object = None) -> None:
         """Allocates a kind for each unit, one after the other."""
         for size, unit in sizes:
-            self.add(kind, size, name, of=unit)
+            self.add(kind, size, name, unit=unit)
 
     def _loaded(self, unit: Unit, sizes: Sequence[int]) -> list[Block]:
         """The sharded tensors of a unit, each made from temporary tensors on the GPU.
@@ -105,20 +105,20 @@ class AllocatingMeter(Meter):
     def _taken(self, name: object, size: int) -> list[Block]:
         """Takes the oldest group of that size, or several groups that add up to it."""
         groups = self.named.get(name, [])
-        for place, group in enumerate(groups):
+        for index, group in enumerate(groups):
             if group.size == size:
-                return groups.pop(place).blocks
+                return groups.pop(index).blocks
         assert sum(group.size for group in groups) == size, (name, size, [group.size for group in groups])
         del self.named[name]
         return [block for group in groups for block in group.blocks]
 
-    def _sizes(self, kind: str, size: int, of: Unit | None) -> Sequence[int]:
+    def _sizes(self, kind: str, size: int, unit: Unit | None) -> Sequence[int]:
         if kind == BUFFERS and size > BUCKET_BYTES:
             count = -(-size // BUCKET_BYTES)
             return [size // count] * count
-        if of is None:
+        if unit is None:
             return [size]
-        weights = shards.tensor_weights(of, HOW.get(kind, "trained"), self.flat)
+        weights = shards.tensor_weights(unit, HOW.get(kind, "trained"), self.flat)
         weights = weights * (self.per_parameter if kind == OPTIMIZER else 1)
         total = sum(weights) or 1
         return [max(round(size * weight / total), 1) for weight in weights]

@@ -100,8 +100,8 @@ class CachingAllocator:
         Raises:
             MemoryError: there isn't enough memory, even after all cached blocks have been released.
         """
-        size, pool, blocks, place = self._looked_up(size, stream)
-        block = self._new(pool, stream, size) if place is None else blocks.pop(place)[2]
+        size, pool, blocks, index = self._looked_up(size, stream)
+        block = self._new(pool, stream, size) if index is None else blocks.pop(index)[2]
         if block.size - size >= pool.least_rest:
             remainder = self._cut(block, size)
             insort(blocks, (remainder.size, remainder.address, remainder))
@@ -116,11 +116,11 @@ class CachingAllocator:
         Raises:
             MemoryError: as `malloc`.
         """
-        rounded, pool, blocks, place = self._looked_up(size, stream)
-        if place is None:
+        rounded, pool, blocks, index = self._looked_up(size, stream)
+        if index is None:
             self.free(self.malloc(size, stream))
             return
-        size_there = blocks[place][0]
+        size_there = blocks[index][0]
         self._see(self.active + (rounded if size_there - rounded >= pool.least_rest else size_there))
 
     def _looked_up(self, size: int, stream: int) -> tuple[int, _Pool, list[tuple[int, int, Block]], int | None]:
@@ -201,13 +201,13 @@ class CachingAllocator:
 
     def _fitting(self, blocks: list[tuple[int, int, Block]], size: int) -> int | None:
         """The place of the smallest cached block that is large enough (`get_free_block`)."""
-        place = bisect_left(blocks, (size,))
-        if place == len(blocks):
+        index = bisect_left(blocks, (size,))
+        if index == len(blocks):
             return None
         if self.expandable:
-            while place + 1 < len(blocks) and _grown(blocks[place + 1][2]) < _grown(blocks[place][2]):
-                place += 1
-        return place
+            while index + 1 < len(blocks) and _grown(blocks[index + 1][2]) < _grown(blocks[index][2]):
+                index += 1
+        return index
 
     def _new(self, pool: _Pool, stream: int, size: int) -> Block:
         """Gets memory from the driver, if necessary after releasing cached blocks (`malloc`)."""

@@ -79,7 +79,7 @@ class EngineMemory:
     @property
     def held_units(self) -> Sequence[tuple[Unit, int]]:
         """All units with their counts, including unused ones."""
-        inner = ((unit, self.counts[place]) for place, unit in self.nested.items() if place)
+        inner = ((unit, self.counts[index]) for index, unit in self.nested.items() if index)
         return (*zip(self.units, self.counts, strict=True), *inner, *((unit, 1) for unit in self.idle))
 
     def total(self, size: Callable[[Unit], int]) -> int:
@@ -245,7 +245,7 @@ class Fsdp2(Fsdp):
         self.prefetched = None
         if not self.frees_output_late:
             self._drop_output()
-        self.meter.add(GATHERED, self._size(unit), ("unit", unit), of=self.unit(unit))
+        self.meter.add(GATHERED, self._size(unit), ("unit", unit), unit=self.unit(unit))
         self._drop_output()
         self.gathered.add(unit)
         self.kept_output, self.kept_unit = self._output(unit), unit
@@ -274,7 +274,7 @@ class Fsdp2(Fsdp):
         if unit not in self.gathered:
             if self.prefetched != unit:
                 self._all_gather(unit)
-            self.meter.add(GATHERED, self._size(unit), ("unit", unit), of=self.unit(unit))
+            self.meter.add(GATHERED, self._size(unit), ("unit", unit), unit=self.unit(unit))
             self.meter.add(GATHERED, -self._output(unit), ("output", unit))
             self.gathered.add(unit)
             self.prefetched = None

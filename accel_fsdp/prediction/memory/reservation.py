@@ -252,7 +252,7 @@ class _AllocatingWalk(Walk):
             meter.add(LOSS, -self.head.forward_end, "loss")
             meter.add(GRADIENTS, self.head.grad_bytes, ("new", self.head_unit))
             return
-        first = next((place for place, request in enumerate(script.backward) if request.grad), len(script.backward))
+        first = next((index for index, request in enumerate(script.backward) if request.grad), len(script.backward))
         cut = 0 if self.recipe.chunked_loss else first
         meter.add(LOSS, more, "more logits")
         self._issue(script.backward[:cut], slots, self.head_unit)
@@ -296,6 +296,6 @@ class _AllocatingWalk(Walk):
         grad_bytes = self.embedding.grad_bytes + (0 if self.head_unit else self.head.grad_bytes) - self.summed
         if self.summed and not self.engine.adds(0):
             self.meter.add(GRADIENTS, -grad_bytes - self.summed, ("new", 0))
-            self.meter.add(GRADIENTS, grad_bytes, ("new", 0), of=self.engine.units[0])
+            self.meter.add(GRADIENTS, grad_bytes, ("new", 0), unit=self.engine.units[0])
         self.engine.after_backward(0, grad_bytes)
         self.engine.end_backward()

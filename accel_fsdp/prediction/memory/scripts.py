@@ -106,8 +106,8 @@ def with_loss(script: Script, loss: Loss, logits: int) -> Script:
     last = next((n for n, request in reversed(list(enumerate(script.backward))) if has(request, wide)), None)
     alive = {request.slot: request for request in script.forward[:first]}  # a release has no size
     logits_slot = next((slot for slot in reversed(alive) if has(alive[slot], low)), None)
-    low_places = [place for place, request in enumerate(script.backward) if has(request, low)]
-    ends = [place for place in low_places if last is not None and place > last]
+    low_places = [index for index, request in enumerate(script.backward) if has(request, low)]
+    ends = [index for index in low_places if last is not None and index > last]
     if first is None or logits_slot is None or not ends:
         return script  # float32 logits are their own upcast copy
     names = {"l": logits_slot, "d": script.backward[ends[0]].slot}

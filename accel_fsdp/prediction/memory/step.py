@@ -131,16 +131,16 @@ class Walk:
         units = units_of(shape, recipe, layout)
         layers = Layers.whole(order) if meter.sees_each else Layers.shortened(order)
         first, last = units[:1], units[len(order) + 1 :]
-        walked = [*first, *(units[place + 1] for place in layers.places), *last]
+        walked = [*first, *(units[index + 1] for index in layers.places), *last]
         counts = [1, *layers.counts, *(1 for _ in last)]
         engine = ENGINES[layout.wrapper](meter, walked, counts, recipe, layout, idle_units(shape, recipe, layout))
         apart = shards.distinct_units(shape, recipe, layout)
-        nested = {unit: apart.experts[order[place]] for unit, place in enumerate(layers.places, start=1)}
+        nested = {unit: apart.experts[order[index]] for unit, index in enumerate(layers.places, start=1)}
         nested[0] = apart.again if layout.wrapper is Engine.FSDP2 else None
         engine.nested = {unit: inner for unit, inner in nested.items() if inner}
         replay = replay_model(shape, tapes, recipe, layout)
         return cls(
-            *(meter, engine, recipe, [order[place] for place in layers.places], layers.middle),
+            *(meter, engine, recipe, [order[index] for index in layers.places], layers.middle),
             *(replay.blocks, replay.embedding, replay.head, engine.head_unit),
             more_logits=replay.more_logits,
             until_loss=replay.until_loss,

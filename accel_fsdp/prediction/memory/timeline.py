@@ -54,13 +54,13 @@ class Meter:
         kind: str,
         size: int,
         name: object = None,
-        of: "Unit | None" = None,
+        unit: "Unit | None" = None,
         stream: int = COMPUTE,
         used_on: int = COMPUTE,
     ) -> None:
         """Allocates, or frees if `size` is negative. Only an allocator uses the other arguments.
 
-        `name` identifies the tensors to free; `of` is their unit, None for a single tensor. `stream` is the stream of
+        `name` identifies the tensors to free; `unit` is theirs, None for a single tensor. `stream` is the stream of
         the allocation, `used_on` another one that may still use it when it is freed.
         """
         self.live[kind] += size

@@ -312,18 +312,18 @@ class SplitReplay(NamedTuple):
 def split_replay(tape: Tape, at: At, experts: frozenset[int]) -> SplitReplay:
     """Replays a backward, split at the gradients with as many bytes as those of the experts."""
     events = [(event.sign, event.size.at(at)) for event in tape.backward]
-    places = [place for place, (sign, size) in enumerate(events) if not sign and size in experts]
+    places = [index for index, (sign, size) in enumerate(events) if not sign and size in experts]
     if not places:
         return SplitReplay()
-    after = (place for place, (sign, _) in enumerate(events) if not sign and place > places[-1])
+    after = (index for index, (sign, _) in enumerate(events) if not sign and index > places[-1])
     end = next(after, len(events))  # the router's, once the experts have given back the gradient of their input
     alive = grad_bytes = others = 0
     early, late, level = (0, 0), (0, 0), 0
-    for place, (sign, size) in enumerate(events):
+    for index, (sign, size) in enumerate(events):
         alive += sign * size
         grad_bytes += 0 if sign else size
-        others += 0 if sign or place in places else size
-        if place < end:
+        others += 0 if sign or index in places else size
+        if index < end:
             early, level = max(early, (alive + grad_bytes, grad_bytes)), alive
         else:
             late = max(late, (alive + others, others))

@@ -132,8 +132,8 @@ def _fuse_adapters(attention: nn.Module, variant: Variant) -> None:
         layers = [attention._modules.get(name) for name in names]
         if all(isinstance(layer, LoraLayer) for layer in layers):
             together = _Together([layer for layer in layers if layer is not None], variant.dropout)
-            for place, name in enumerate(names):
-                attention._modules[name] = _Part(together, place)
+            for index, name in enumerate(names):
+                attention._modules[name] = _Part(together, index)
 
 
 class _Together(nn.Module):
@@ -145,24 +145,24 @@ class _Together(nn.Module):
         self._dropout = dropout
         self._outputs: list[Tensor | None] = []
 
-    def forward(self, x: Tensor, place: int) -> Tensor:
-        """The output of the layer at `place`; the call for place 0 computes all outputs."""
-        if place == 0:
+    def forward(self, x: Tensor, index: int) -> Tensor:
+        """The output of the layer at `index`; the call for index 0 computes all outputs."""
+        if index == 0:
             layers: list[Any] = list(self.layers)
             adapters = [part["default"].weight for layer in layers for part in (layer.lora_A, layer.lora_B)]
             shapes = [(layer.out_features, layer.in_features) for layer in layers]
             self._outputs = list(_Lora.apply(x, shapes, self._dropout, *adapters))  # type: ignore[no-untyped-call]
-        out, self._outputs[place] = self._outputs[place], None
+        out, self._outputs[index] = self._outputs[index], None
         assert out is not None
         return out
 
 
 class _Part(nn.Module):
-    def __init__(self, together: _Together, place: int) -> None:
+    def __init__(self, together: _Together, index: int) -> None:
         super().__init__()
         self._together = [together]  # in a list, so that only the first part registers its parameters
-        self._place = place
-        if place == 0:
+        self._place = index
+        if index == 0:
             self.own = together
 
     def forward(self, x: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         experts_used=int(_first(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")),
         window=_window(text, modules),
         positions=int(_first(text, "max_position_embeddings", "n_positions")),
-        untraced=tuple(place for place, group in enumerate(groups.values()) if not traced.intersection(group)),
+        untraced=tuple(index for index, group in enumerate(groups.values()) if not traced.intersection(group)),
         eager_only=not getattr(model, "_supports_sdpa", True),
         language=language_parameters(model),
         division=division,
@@ -72,7 +72,7 @@ def text_layers(model: Any) -> list[int]:
         return list(range(len(paths)))
     decoder = model.get_decoder()
     start = next(f"{path}." for path, module in model.named_modules() if module is decoder)
-    return [place for place, path in enumerate(paths) if path.startswith(start)]
+    return [index for index, path in enumerate(paths) if path.startswith(start)]
 
 
 def _nested(path: str, paths: set[str]) -> bool:

@@ -60,8 +60,8 @@ class Recorder:
             layers, places = blocks_of(model), text_layers(model)
             self._firsts = [block.layers[0] - places[0] for block in self.shape.blocks]  # negative or beyond: untraced
             self._text = [first for n, first in enumerate(self._firsts) if n not in self.shape.untraced]
-            self._metas = [layers[place][1] for place in places[: max(self._text) + 1]]
-            self._places = [layers[place][0] for place in places]
+            self._metas = [layers[index][1] for index in places[: max(self._text) + 1]]
+            self._places = [layers[index][0] for index in places]
             self._axes = _axes_of(model, variant)
             parent, self._list, _ = layers[places[0]][0].rsplit(".", 2)
             del layers

@@ -208,7 +208,7 @@ def _between(text: str, marks: Marks) -> list[TextSpan]:
     while start >= 0:
         start += len(marks.opening)
         start += next((len(added) for added in marks.added if text.startswith(added, start)), 0)
-        ends = [place + len(ending) for ending in marks.endings if (place := text.find(ending, start)) >= 0]
+        ends = [position + len(ending) for ending in marks.endings if (position := text.find(ending, start)) >= 0]
         if not ends:
             raise BadRow("an assistant turn has no end token")
         spans.append((start, min(ends)))

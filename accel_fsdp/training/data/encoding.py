@@ -200,5 +200,5 @@ def _tokens(encoding: Any, text: str, span: chat_template.TextSpan) -> chat_temp
 
 def _token_at(encoding: Any, places: range) -> int | None:
     """The token of the first of these letters that has one; some tokenizers give white space none."""
-    tokens = (encoding.char_to_token(place) for place in places)
+    tokens = (encoding.char_to_token(letter) for letter in places)
     return next((token for token in tokens if token is not None), None)

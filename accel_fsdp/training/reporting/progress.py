@@ -267,14 +267,14 @@ def line(logs: Mapping[str, float], step: int, max_steps: int, seconds_per_step:
     words += [f"grad norm {logs['grad_norm']:.3g}"] if "grad_norm" in logs else []
     words.append(f"{logs['tokens_per_second']:,.0f} tokens/s")
     words += [f"MFU {logs['mfu']:.1%}"] if "mfu" in logs else []
-    for name, of in (("peak_memory_gib", ""), ("peak_host_memory_gib", " of host memory")):
-        words += [f"{gib_or_mib(logs[name] * GIB)}{of}"] if name in logs else []
+    for name, suffix in (("peak_memory_gib", ""), ("peak_host_memory_gib", " of host memory")):
+        words += [f"{gib_or_mib(logs[name] * GIB)}{suffix}"] if name in logs else []
     left = seconds_per_step * (max_steps - step)
     return "  ".join([*words, *([f"{tqdm.format_interval(left)} left"] if left >= 1 else [])])
 
 
-def _accuracy(logs: Mapping[str, float], of: str = "") -> str:
-    share = logs.get(f"{of}mean_token_accuracy")
+def _accuracy(logs: Mapping[str, float], prefix: str = "") -> str:
+    share = logs.get(f"{prefix}mean_token_accuracy")
     return "" if share is None else f"  accuracy {share:.1%}"
 
 
@@ -294,11 +294,11 @@ def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps:
     rows, micro, ranks = batch
     per_epoch, completed_steps, last = steps
     accumulated = f" x {micro} micro-batches" if micro > 1 else ""
-    of = f"{rows} per process x {ranks} process{'es' if ranks > 1 else ''}{accumulated}"
+    composition = f"{rows} per process x {ranks} process{'es' if ranks > 1 else ''}{accumulated}"
     size = rows * micro * ranks
     return [
         f"trained: {f'all {total}' if trained == parameters else part}",
-        f"batch: {size:,} row{'s' if size > 1 else ''} per step ({of}); "
+        f"batch: {size:,} row{'s' if size > 1 else ''} per step ({composition}); "
         f"{per_epoch:,} step{'s' if per_epoch != 1 else ''} per epoch, "
         f"{last:,} in all{f', {completed_steps:,} of them done' if completed_steps else ''}",
     ]

@@ -58,9 +58,9 @@ def _memory(step: StepComparison) -> str:
 
 def _curve(step: StepComparison, name: str, style: str, size: int) -> Curve:
     points: list[tuple[int, float]] = []
-    for place, stretch in enumerate(step.stretches):
+    for index, stretch in enumerate(step.stretches):
         levels = [getattr(pair, name) for pair in (stretch.before_bytes, stretch.peak_bytes, stretch.after_bytes)]
-        points += [(3 * place + number, level / size) for number, level in enumerate(levels) if level is not None]
+        points += [(3 * index + number, level / size) for number, level in enumerate(levels) if level is not None]
     return Curve(name, style, points)
 
 

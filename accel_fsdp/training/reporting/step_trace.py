@@ -122,11 +122,11 @@ def read(
     moments, backend = _levels(events, before_bytes, device)
     when = [moment for moment, _ in moments]
     stretches = []
-    for place, (mark, following) in enumerate(pairwise(marks)):
+    for index, (mark, following) in enumerate(pairwise(marks)):
         began, ended = times[mark.number], times[following.number]
         first, last = bisect_right(when, began), bisect_right(when, ended)
         inside = [level for _, level in moments[first - 1 : last]]
-        spent = (ended - began) / 1e6 if seconds is None else seconds[place]
+        spent = (ended - began) / 1e6 if seconds is None else seconds[index]
         stretches.append(Measured(mark, began, spent, inside[0], max(inside), inside[-1]))
     return StepTrace(tuple(stretches), tuple(_collectives(events)), tuple(moments), backend)
 
@@ -180,8 +180,8 @@ class _Backend:
         if event["tid"] in self.threads:
             return True
         calls, when = self.calls.get(event["tid"], []), float(event["ts"])
-        place = bisect_right(calls, (when, float("inf"))) - 1
-        return place >= 0 and when <= calls[place][1]
+        index = bisect_right(calls, (when, float("inf"))) - 1
+        return index >= 0 and when <= calls[index][1]
 
 
 def _ledger(
@@ -217,11 +217,11 @@ def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[Collective]:
     for event in (event for event in events if event.get("cat") == "cpu_op"):
         kind = KINDS.get(event["name"].removeprefix("c10d::"))
         dims, types = event["args"].get("Input Dims", []), event["args"].get("Input type", [])
-        place = 1 if kind == "all-gather" else 0
-        if kind is None or len(dims) <= place:
+        index = 1 if kind == "all-gather" else 0
+        if kind is None or len(dims) <= index:
             continue
-        sizes = [prod(shape) for shape in _shapes(dims[place])]
-        dtype = types[place] if types[place] in WIDTHS else dtypes.get(sizes[0] if sizes else 0, "")
+        sizes = [prod(shape) for shape in _shapes(dims[index])]
+        dtype = types[index] if types[index] in WIDTHS else dtypes.get(sizes[0] if sizes else 0, "")
         width = WIDTHS.get(dtype, 1 if dtype else 4)
         yield Collective(kind, sum(sizes), width, _ranks(kind, dims), _modules(event, module_events))
 
