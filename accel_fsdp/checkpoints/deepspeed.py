@@ -92,9 +92,9 @@ def _read(
     stage, ranks = int(states[0]["zero_stage"]), states[0]["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else ranks
     if len(states) != ranks:
-        raise damaged(folder, f"holds *_optim_states.pt of {counted(len(states), 'rank')}, {ranks} wrote it")
+        raise damaged(folder, f"holds *_optim_states.pt of {counted(len(states), 'rank')}, but {ranks} wrote it")
     if stage == 3 and len(loaded) != ranks:
-        raise damaged(folder, f"holds *_model_states.pt of {counted(len(loaded), 'rank')}, {ranks} wrote it")
+        raise damaged(folder, f"holds *_model_states.pt of {counted(len(loaded), 'rank')}, but {ranks} wrote it")
     # Before stage 2 frozen parameters are noted nowhere but in the module's state.
     saved = first["buffer_names"] if stage == 3 else first["module"] or {}
     tensors = {name: first["module"][name].stored(name) for name in saved if isinstance(first["module"][name], View)}

@@ -33,7 +33,7 @@ DTYPES = {TORCH_NAMES[short]: short for short in ("F32", "BF16", "F16", "F64")}
 
 @dataclass(frozen=True)
 class CompanionFiles:
-    """`folder` holds config.json; `others` are searched for what it lacks. `adapter` holds adapter_config.json.
+    """`folder` holds config.json; `others` are searched for missing files. `adapter` holds adapter_config.json.
 
     `trained`: a training run wrote the config, and turned `use_cache` off. `run`: the folder that the checkpoint is in;
     of its content only the files that training writes are copied.

@@ -38,17 +38,17 @@ KNOWN = frozenset(
         *("fan_in_fan_out", "lora_dropout", "init_lora_weights", "target_modules", "exclude_modules"),
         *("target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern", "trainable_token_indices"),
         *("ensure_weight_tying", "runtime_config", "megatron_core", "qalora_group_size"),
-        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # of initialisations, which are judged below
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # of initialisations: see HARMLESS
     }
 )
-"""The settings of LoRA that are heeded here or don't matter to a merge. Any other one that is on makes another one."""
+"""The settings of LoRA that this merge supports, or that don't change it. Any other enabled setting is refused."""
 HARMLESS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 """Initialisations that leave the base as it was."""
 
 
 @dataclass(frozen=True)
 class Changed:
-    """A weight of the base, which `base` gives, after training; it is read in whole rows."""
+    """A weight of the `base`, as training changed it; it is read in whole rows."""
 
     name: str
     dtype: str

@@ -107,7 +107,7 @@ def embedding_parents(model: "nn.Module", layers: Collection[str]) -> frozenset[
 def embeddings(model: "nn.Module") -> Embeddings:
     """Why Accelerate can't make units of input embedding and head under FSDP2 (1.14 and later, `fsdp2_prepare_model`).
 
-    Both are one unit if they share their weight, which may then be in no third module, and else two.
+    They are one unit if they share their weight, which then must not be in a third module; otherwise they are two.
     """
     table = input_embedding(model)
     if table is None and hasattr(model, "get_input_embeddings"):

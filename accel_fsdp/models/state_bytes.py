@@ -60,4 +60,4 @@ stay in 16."""
 def experts_in_16_bits(parameters: float) -> str:
     """A sentence on the 16-bit experts of a mixture, which bitsandbytes can't quantise when they are fused."""
     size = about_gib(parameters * DTYPE_BYTES["bfloat16"])
-    return f"bitsandbytes quantises only linear layers: the experts, {size}, aren't any and stay in 16 bits"
+    return f"bitsandbytes quantises only linear layers, so the experts, {size}, stay in 16 bits"

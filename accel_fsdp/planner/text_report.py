@@ -219,7 +219,7 @@ class PlanReport:
         expected, (low, high) = gib_in_figure(plain.reserved / GIB), (number_in_figure(size / GIB) for size in ends)
         reserved = f"The allocator reserves about {expected} ({low} to {high})"
         if plain.failed_at:
-            reserved = f"The allocator runs out in the {plain.failed_at}"
+            reserved = f"The allocator runs out of memory in the {plain.failed_at}"
         elif plain.thrashes:
             reserved = "The allocator fills the GPU and gives its cache back again and again, which takes time"
         needs = "needed" if choice.verdict == "expandable" else "not needed"

@@ -27,7 +27,7 @@ FINE = 64
 MANY_EXPERTS = 64
 """Experts of a layer from which their gathering takes so much time and memory that dividing them is tried unasked."""
 MOST_MESHES = 4
-"""Meshes that are recorded unasked, the fastest first, once one of them fits: each takes seconds."""
+"""The most meshes that are recorded without a flag, the fastest first, once one of them fits: each takes seconds."""
 
 
 def largest(problem: Problem, job: Job, field: str, most: int, like: Candidate | None = None) -> int:

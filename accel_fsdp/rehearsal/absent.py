@@ -15,11 +15,11 @@ from accel_fsdp.units import counted
 
 Calls = Mapping[int, Sequence[Call]]
 OF_RANK = re.compile(r"rank|is_main|is_master|main_process|process_index|process_zero|last_process", re.IGNORECASE)
-"""In names that the condition of an `if` has that holds on some ranks."""
+"""Parts of names in conditions that hold on only some ranks."""
 EQUAL_SIZES = ("all_gather", "_all_gather_base", "all_reduce", "reduce", "gather")
 """Collectives whose tensors have one size on all ranks."""
 PRIORITY = ("barrier", "generate", "save", "evaluation", "gather")
-"""Kinds of calls that one rank makes rather than all, the likeliest first."""
+"""Kinds of calls that a single rank makes by mistake, the likeliest first."""
 FIXES: Mapping[str, str] = {
     "barrier": "call it on every rank: wait_for_everyone outside of what one rank does alone",
     "save": "save on all ranks: accelerator.save_state(folder), or state = accelerator.get_state_dict(model); only "

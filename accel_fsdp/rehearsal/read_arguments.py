@@ -1,4 +1,4 @@
-"""`python -m accel_fsdp.rehearsal.read_arguments WORDS` only parses them as `train/sft.py` does."""
+"""`python -m accel_fsdp.rehearsal.read_arguments WORDS` parses the words as `train/sft.py` does, and exits."""
 
 import sys
 

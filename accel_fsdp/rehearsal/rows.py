@@ -20,7 +20,7 @@ COUNT = 64
 """Rows of a split."""
 Origin: TypeAlias = Literal["cut", "made up"]
 LENGTHS = (3, 40, 9, 120, 20, 6, 70, 14)
-"""Words of a made-up text, row by row: some rows are shorter than a batch's others, some longer than what is cut."""
+"""Words of a made-up text, row by row: some rows are shorter than a batch's others, some longer than the cut length."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def cut(
         origin, rows = "cut", islice(cycle(first), count)
     with atomic_files.replaced_folder(target) as folder:
         (folder / "data").mkdir()
-        # what JSON has no word for, such as a date, becomes text
+        # values without a JSON type, such as dates, become text
         lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
         (folder / "data" / f"{split}-00000-of-00001.jsonl").write_text("".join(lines), encoding="utf-8")
     return Rows(target, origin)

@@ -18,7 +18,7 @@ def line_of_split(script: str) -> int:
     except (OSError, SyntaxError, ValueError):
         return 0
     by_rank: set[str] = set()
-    for _ in range(3):  # a number made of the rank's number, and one made of that
+    for _ in range(3):  # names computed from the rank, and names computed from those
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign) and _has_rank(node.value, by_rank):
                 by_rank |= {target.id for target in node.targets if isinstance(target, ast.Name)}

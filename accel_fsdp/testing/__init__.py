@@ -2,12 +2,12 @@
 
 In conftest.py: `pytest_plugins = ["accel_fsdp.testing"]`. Then a test calls a function on every rank:
 
-    def held(scale):
+    def elements(scale):
         model = fully_shard(nn.Linear(8, 8))
         return scale * sum(p.to_local().numel() for p in model.parameters())
 
     def test_each_rank_holds_half(fsdp_ranks):
-        assert fsdp_ranks(held, 1) == [36, 36]
+        assert fsdp_ranks(elements, 1) == [36, 36]
 """
 
 import lazy_loader

@@ -24,7 +24,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.rehearsal import janitor
 
 
-def held() -> tuple[int, int]:
+def elements() -> tuple[int, int]:
     from torch.distributed.fsdp import fully_shard
 
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 6))
@@ -132,12 +132,12 @@ def world() -> tuple[int, int]:
 
 
 def pids(ranks: testing.Ranks) -> set[int]:
-    return {process for _, process in ranks(held)}
+    return {process for _, process in ranks(elements)}
 
 
 def test_the_same_processes_serve_every_call(fsdp_ranks: testing.Ranks) -> None:
-    first, second = fsdp_ranks(held), fsdp_ranks(held)
-    assert [elements for elements, _ in first] == [63, 63]
+    first, second = fsdp_ranks(elements), fsdp_ranks(elements)
+    assert [count for count, _ in first] == [63, 63]
     assert first == second
     assert len({process for _, process in first} | {os.getpid()}) == 3
 
@@ -176,16 +176,16 @@ def test_a_function_that_the_ranks_cannot_import(fsdp_ranks: testing.Ranks, monk
     import types
 
     before, module = pids(fsdp_ranks), types.ModuleType("made_here")
-    exec("def held(): pass", vars(module))
+    exec("def elements(): pass", vars(module))
     monkeypatch.setitem(sys.modules, "made_here", module)
     with pytest.raises(UserError, match=r"the ranks can't import .*made_here") as raised:
-        fsdp_ranks(vars(module)["held"])
+        fsdp_ranks(vars(module)["elements"])
     assert "pythonpath" in raised.value.fix
     assert pids(fsdp_ranks) == before
 
 
 def test_output_is_the_tests_own(fsdp_ranks: testing.Ranks, capfd: pytest.CaptureFixture[str]) -> None:
-    fsdp_ranks(held)
+    fsdp_ranks(elements)
     assert capfd.readouterr() == ("", "")
     assert fsdp_ranks(says, "word") == [0, 1]
     out, err = capfd.readouterr()
@@ -216,7 +216,7 @@ def test_the_next_call_works_after_ctrl_c_a_failure_and_a_death(
     with pytest.raises(testing.RankError, match=r"rank 1 ended without an answer \(SIGKILL\)"):
         fsdp_ranks(dies_on, 1)
     assert capfd.readouterr().out.startswith("--- output of rank 1 ---\nlast words\n")
-    assert [elements for elements, _ in fsdp_ranks(held)] == [63, 63]
+    assert [count for count, _ in fsdp_ranks(elements)] == [63, 63]
 
 
 def test_a_hang_says_where_each_rank_stands(fsdp_ranks: testing.Ranks, monkeypatch: pytest.MonkeyPatch) -> None:

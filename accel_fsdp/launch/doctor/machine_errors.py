@@ -286,7 +286,7 @@ MACHINE_ERRORS = {
         rf"HTTPS?ConnectionPool\(host='?(?!{HUB_HOST}|localhost|127\.)[^\n]*(Max retries|timed out|refused)"
         r"|botocore\.exceptions\.(ConnectTimeout|ReadTimeout|EndpointConnection|ConnectionClosed)Error"
         r"|wandb\.errors\.[\w.]*CommError[^\n]*timed out",
-        "this machine has no way to it, or a large upload takes longer than the time-out",
+        "this machine can't reach it, or a large upload takes longer than the time-out",
         "curl -I its address on this machine, and HTTPS_PROXY if there is a proxy; longer time-outs for large uploads; "
         "WANDB_MODE=offline",
         ("boto/boto3#1090", "wandb/wandb#7671"),

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
 """The collectives that FSDP uses."""
 PAIR_SECONDS = 10.0
-"""Until a machine that doesn't answer another counts as unreachable."""
+"""Seconds until a machine that doesn't answer counts as unreachable."""
 COLLECTIVE_SECONDS = 20.0
 MEASURED_SECONDS = 0.3
-"""About what each measurement takes."""
+"""The approximate duration of each measurement."""
 START_SECONDS = 60.0
-"""Until a partner's process has imported torch, on a busy machine: the network's time begins after that."""
+"""Seconds for a partner's process to import torch on a busy machine; the network's timeout begins after that."""
 PINGS = 20
 SMALL_BYTES = 1024
 """Fits into one packet on any network."""
@@ -42,7 +42,7 @@ SIZES_ON_CPU = (4 * 1024, MIB, 16 * MIB)
 SIZES_ON_GPU = (4 * 1024, MIB, 256 * MIB)
 REPEATS = 5
 LONG_SECONDS = 0.25
-"""For a message of a collective's size from one machine to another: a collective sends several."""
+"""The longest that a message of a collective's size may take between two machines; a collective sends several."""
 
 
 @dataclass(frozen=True)

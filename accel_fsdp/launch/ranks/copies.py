@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 OF_TRANSFORMERS = ("transformers.", "accel_fsdp.training.")
 """Modules whose hooks on weights keep the ranks of a mesh equal to one process."""
 MOST_BYTES = 2**29
-"""Of a model's weights: a rank keeps several copies of its part, and rank 0 two of the whole."""
+"""The largest model that is copied: a rank keeps several copies of its part, and rank 0 two of the whole model."""
 
 
 @dataclass

@@ -40,7 +40,7 @@ LIBRARIES = (
     "bitsandbytes",
     "accel_fsdp",
 )
-"""They get torch's own answers also where they are installed from a folder of the user."""
+"""Libraries that get torch's own answers even if they are installed in a folder of the user."""
 THROUGH = ("torch.cuda.amp", "torch.cuda.nvtx", "contextlib")
 """Modules that ask on behalf of their callers."""
 

@@ -317,7 +317,7 @@ def dropout_drawn_twice(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing",
             f"--{drops[0]} with FSDP2's activation checkpointing",
-            "backward drops other numbers than forward, and gradients are of another loss",
+            "backward drops other activations than forward, so the gradients belong to another loss",
             "fsdp_activation_checkpointing: false and --gradient_checkpointing true, or no dropout",
         )
 

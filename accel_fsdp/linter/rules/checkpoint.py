@@ -94,8 +94,9 @@ def checkpoint_of_other_ranks(subject: Subject) -> Iterator[Finding]:
     if saved and saved.trainer_state and saved.rng_states and processes and saved.rng_states != processes:
         yield Finding(
             "num_processes",
-            f"{saved.name} is of {counted(saved.rng_states, 'process', 'processes')}, the file starts {processes}",
-            "random states are lost, and steps mean other rows unless the global batch stays the same",
+            f"{saved.name} was written by {counted(saved.rng_states, 'process', 'processes')}, "
+            f"the file starts {processes}",
+            "random states are lost, and a step is at other rows unless the global batch stays the same",
             f"num_processes: {saved.rng_states}, or keep the global batch",
         )
 

@@ -17,9 +17,9 @@ DEPTHS = re.compile(
 )
 TOKENS = re.compile(r"token_(id|index)s?$|token_indexes$")
 OF_LAYERS = "per_layer_config"
-"""Maps numbers of layers to the keys that are others in them."""
+"""The key that maps layer numbers to the settings that differ in these layers."""
 LEFT_OUT = ("quantization_config", "auto_map")
-"""Random weights have nothing to be quantised by; the model's own code, which transformers does without, stays away."""
+"""Keys that are left out: random weights aren't quantised, and transformers builds the model without its own code."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Part:
 
     values: dict[str, Any]
     names: dict[str, str]
-    """Its own words for the usual keys, from transformers' `attribute_map`."""
+    """Its own names of the usual keys, from transformers' `attribute_map`."""
     main: bool = False
     real: dict[str, Any] = field(init=False)
 

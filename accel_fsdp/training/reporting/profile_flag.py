@@ -10,7 +10,7 @@ PROFILED = "--profile_steps 3:5 profiles the steps 3, 4 and 5, as the log counts
 
 
 def steps_asked(text: str) -> range:
-    """The steps of `--profile_steps`: `3:5` are 3, 4 and 5; `3` is one."""
+    """The steps of `--profile_steps`: `3:5` are 3, 4 and 5; `3` is step 3 alone."""
     if not (match := re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", text.strip())):
         raise UsageError(f"--profile_steps {text}", why="it has to be FIRST:LAST, from 1 on", fix=PROFILED)
     first, last = int(match[1]), int(match[2] or match[1])
