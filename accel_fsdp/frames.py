@@ -18,7 +18,7 @@ UNSEEN_SECONDS = 5.0
 _looking = threading.Lock()
 
 
-class Spot(NamedTuple):
+class FrameLocation(NamedTuple):
     """One frame of a stack: the code, the instruction in it, the line, and the name of its module."""
 
     code: CodeType
@@ -34,13 +34,15 @@ def unseen() -> Iterator[None]:
         yield
 
 
-def stack_of(thread: int) -> list[Spot]:
+def stack_of(thread: int) -> list[FrameLocation]:
     """The stack of a thread of this process, innermost frame first; empty if the thread has ended."""
     waited = _looking.acquire(timeout=UNSEEN_SECONDS)
     try:
-        frame, stack = sys._current_frames().get(thread), list[Spot]()
+        frame, stack = sys._current_frames().get(thread), list[FrameLocation]()
         while frame:
-            stack.append(Spot(frame.f_code, frame.f_lasti, frame.f_lineno, str(frame.f_globals.get("__name__"))))
+            stack.append(
+                FrameLocation(frame.f_code, frame.f_lasti, frame.f_lineno, str(frame.f_globals.get("__name__")))
+            )
             frame = frame.f_back
         return stack
     finally:
@@ -48,8 +50,8 @@ def stack_of(thread: int) -> list[Spot]:
             _looking.release()
 
 
-def text_of(stack: Sequence[Spot]) -> str:
-    frames = [traceback.FrameSummary(spot.code.co_filename, spot.line, spot.code.co_name) for spot in reversed(stack)]
+def text_of(stack: Sequence[FrameLocation]) -> str:
+    frames = [traceback.FrameSummary(location.code.co_filename, location.line, location.code.co_name) for location in reversed(stack)]
     return "".join(traceback.format_list(frames))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_fsdp.prediction.memory import Block, Event, ModelShape, Parameter, ParameterKind, Size, Tape, Tapes
-from accel_fsdp.prediction.tracing import Raw, Watch, record_run
+from accel_fsdp.prediction.tracing import RecordedRun, Watch, record_run
 
 NAME = "Lightning-1B-demo"
 VOCAB, WIDTH, INNER, HEADS, LAYERS, TOKENS, DROPOUT = 33278, 1024, 4096, 64, 32, 35, 0.2
@@ -51,7 +51,7 @@ def _tape(module: nn.Module, like: Tensor | None, forward: Callable[[Any], Any])
         watch.start()
         return forward(given() if like is not None else None)
 
-    raw: Raw = record_run(call, like, module)
+    raw: RecordedRun = record_run(call, like, module)
     sides = [tuple(Event(sign, Size(fixed=size)) for sign, size in side) for side in (raw.forward, raw.backward)]
     return Tape(sides[0], sides[1], Size(fixed=raw.output), raw.keeps_input)
 

@@ -58,11 +58,11 @@ class SecondProcess(Executor):
         except (OSError, EOFError) as gone:
             raise _ended(self._process.wait()) from gone
         if error is not None:
-            raise error from _RaisedThere(stack)
+            raise error from _RemoteTraceback(stack)
         return answer
 
 
-class _RaisedThere(Exception):
+class _RemoteTraceback(Exception):
     """The traceback from the second process, added to that of an error that is a bug."""
 
 

@@ -24,7 +24,7 @@ from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import UserError, in_a_line
 from accel_fsdp.launch import beats, hangs, rendezvous
 from accel_fsdp.launch.beats import GONE, STOPPED, Beat, RankMessages
-from accel_fsdp.launch.hangs import Cause, LastSeen, Patience, Seen
+from accel_fsdp.launch.hangs import Cause, LastSeen, Patience, PeerState
 from accel_fsdp.launch.ranks import flight_records, hang
 from accel_fsdp.launch_environment import LaunchEnvironment
 
@@ -49,7 +49,7 @@ class Watchdog:
 
     def __init__(self, patience: Patience, output_dir: Path | None = None) -> None:
         self.patience, self.output_dir = patience, output_dir
-        self.rank, self.seen = LaunchEnvironment.now().rank, dict[int, Seen]()
+        self.rank, self.seen = LaunchEnvironment.now().rank, dict[int, PeerState]()
         self.messages: RankMessages | None = None
         self._over = threading.Event()
         self._doing, self._since = "the start", time.monotonic()
@@ -167,17 +167,17 @@ class Watchdog:
         silent = (peer.beat for peer in self._peers_here() if peer.silent > self.patience.silence / 2)
         return {str(beat.rank): beats.state_of(beat.pid, self._computed) for beat in silent}
 
-    def _peers_here(self) -> list[Seen]:
+    def _peers_here(self) -> list[PeerState]:
         """The ranks of this machine."""
         return [peer for peer in self.seen.values() if peer.beat.machine == self._first.machine]
 
     def _read(self, now: float) -> None:
-        changed, peers = self._changed, dict[int, Seen]()
+        changed, peers = self._changed, dict[int, PeerState]()
         for beat in self._messages.beats():
             number, since = changed.get(beat.rank, (-1, now))
             if number != beat.number:
                 changed[beat.rank] = beat.number, (since := now)
-            peers[beat.rank] = Seen(beat, now - since)
+            peers[beat.rank] = PeerState(beat, now - since)
         self.seen = peers
 
     def _forget(self) -> None:

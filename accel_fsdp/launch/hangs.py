@@ -54,7 +54,7 @@ class Patience:
 
 
 @dataclass(frozen=True)
-class Seen:
+class PeerState:
     """A rank as another one sees it; `silent` counts the seconds since its last heartbeat."""
 
     beat: Beat
@@ -75,7 +75,7 @@ Answers = Callable[[Beat], bool | None]
 """Tries a connection to the machine of a rank: whether it answers; None where its address is unknown."""
 
 
-def verdict(peers: Mapping[int, Seen], patience: Patience, answers: Answers = lambda beat: None) -> str:
+def verdict(peers: Mapping[int, PeerState], patience: Patience, answers: Answers = lambda beat: None) -> str:
     """Why the job has to end; empty while it should go on."""
     if silent := silent_ranks(peers, patience.silence):
         others = [peer.beat for rank, peer in peers.items() if rank not in silent]
@@ -92,7 +92,9 @@ def verdict(peers: Mapping[int, Seen], patience: Patience, answers: Answers = la
     return f"no rank has finished a step for {idle:.0f} s{during}{note}"
 
 
-def verdict_without_steps(peers: Mapping[int, Seen], patience: Patience, answers: Answers = lambda beat: None) -> str:
+def verdict_without_steps(
+    peers: Mapping[int, PeerState], patience: Patience, answers: Answers = lambda beat: None
+) -> str:
     """The verdict for a script that doesn't report steps: all ranks must be idle, and some wait in a collective.
 
     Without a flag they may wait for the collective's own timeout, so only a job that torch would end is ended.
@@ -122,7 +124,7 @@ def verdict_without_steps(peers: Mapping[int, Seen], patience: Patience, answers
     )
 
 
-def silent_ranks(peers: Mapping[int, Seen], seconds: float) -> list[int]:
+def silent_ranks(peers: Mapping[int, PeerState], seconds: float) -> list[int]:
     """The ranks without a heartbeat for this long that no other rank on their host sees computing.
 
     Ranks of one host send heartbeats at different moments, so a rank that vanishes with others may be silent for less.
@@ -133,13 +135,15 @@ def silent_ranks(peers: Mapping[int, Seen], seconds: float) -> list[int]:
     return [rank for rank in silent if _seen_by_mates(rank, peers, seconds) not in (COMPUTES, DEBUGGED)]
 
 
-def _seen_by_mates(rank: int, peers: Mapping[int, Seen], seconds: float) -> str:
+def _seen_by_mates(rank: int, peers: Mapping[int, PeerState], seconds: float) -> str:
     """The state of a rank's process, as seen by the live ranks on its host."""
     states = (peer.beat.mates.get(str(rank), "") for peer in peers.values() if peer.silent < seconds)
     return next(filter(None, states), "")
 
 
-def describe_silent(silent: Collection[int], peers: Mapping[int, Seen], answers: Answers = lambda beat: None) -> str:
+def describe_silent(
+    silent: Collection[int], peers: Mapping[int, PeerState], answers: Answers = lambda beat: None
+) -> str:
     """Names the hosts whose ranks are all silent, else the silent ranks, with the state of their processes."""
     hosts = {peers[rank].beat.machine: peers[rank].beat.host for rank in silent}
     parts = []
@@ -164,7 +168,7 @@ def describe_machine(answers: bool | None) -> str:
     return "; the machine doesn't answer either: switched off or unreachable"
 
 
-def describe_process(peer: Seen, state: str) -> str:
+def describe_process(peer: PeerState, state: str) -> str:
     """One line about a silent rank."""
     beat = peer.beat
     if state == STOPPED:

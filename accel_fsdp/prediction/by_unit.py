@@ -38,7 +38,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class SentUnit:
+class UnitTraffic:
     """The bytes that one rank sends in a step for all units of a name."""
 
     unit: str
@@ -56,7 +56,7 @@ class UnitSteps:
 
     between_bytes: int
     stretches: tuple[Stretch, ...]
-    sent: tuple[SentUnit, ...]
+    sent: tuple[UnitTraffic, ...]
 
 
 def unit_steps(
@@ -110,9 +110,9 @@ def _seconds(place: Place, shape: ModelShape, recipe: Recipe, layout: Layout, gp
     return sum(part.forward if phase == "forward" else part.backward for part in parts)
 
 
-def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUnit]:
+def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[UnitTraffic]:
     """Traffic by unit name; blocks of one class are added up."""
-    by_name: dict[str, SentUnit] = {}
+    by_name: dict[str, UnitTraffic] = {}
     units = communication.units(shape, recipe, layout)
     for index, unit in enumerate(units):
         name = unit_name(unit, index, units)
@@ -124,10 +124,10 @@ def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[SentUni
         )
         if before := by_name.get(name):
             gathers, reduces = before.gathers + gathers, before.reduces + reduces
-        by_name[name] = SentUnit(name, unit.count + (before.count if before else 0), gathers, reduces)
+        by_name[name] = UnitTraffic(name, unit.count + (before.count if before else 0), gathers, reduces)
     yield from by_name.values()
     if (update := communication.update(shape, recipe, layout)) != Traffic():
-        yield SentUnit(UPDATE, 1, update, Traffic())
+        yield UnitTraffic(UPDATE, 1, update, Traffic())
 
 
 def unit_name(unit: Unit, index: int, units: tuple[Unit, ...]) -> str:

@@ -14,7 +14,7 @@ from conftest import Finished, accel_fsdp, at_once, made_yaml
 
 from accel_fsdp.launch import hangs, launcher, script_watch
 from accel_fsdp.launch.beats import COMPUTES, DEBUGGED, Beat
-from accel_fsdp.launch.hangs import AFTER, Patience, Seen
+from accel_fsdp.launch.hangs import AFTER, Patience, PeerState
 from accel_fsdp.launch.ranks import hang
 
 SECONDS = "6"
@@ -136,7 +136,7 @@ def test_what_hangs() -> None:
     given, default = Patience(100, longest_silence=300), Patience(longest_silence=300)
 
     def verdict(first: Beat, second: Beat, patience: Patience = default, silent: float = 0.0) -> str:
-        return hangs.verdict_without_steps({0: Seen(first, 0.0), 1: Seen(second, silent)}, patience)
+        return hangs.verdict_without_steps({0: PeerState(first, 0.0), 1: PeerState(second, silent)}, patience)
 
     nothing = "rank 1 of n1 (process 8) has done nothing for 700 s; 1 rank of 2 waits in a collective"
     assert verdict(waits, asleep) == nothing

@@ -71,7 +71,7 @@ def planted(tmp_path: Path, trace: Path, tiny_model: Path) -> Path:
     return folder
 
 
-def agreeing(*words: str | Path) -> subprocess.CompletedProcess[str]:
+def run_with_yes(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """A command whose every question is answered with y."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **warm_python()}
     python = sys.executable if words[0] == "export" else env["PYTHON_EXEC"]
@@ -91,18 +91,18 @@ def refused(ended: subprocess.CompletedProcess[str], trace: Path) -> None:
 
 def test_commands_that_read_a_model_neither_ask_nor_run_its_code(planted: Path, trace: Path, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(YAML)
-    checked = agreeing("check", tmp_path / "job.yaml", "--model", planted, "--json")
+    checked = run_with_yes("check", tmp_path / "job.yaml", "--model", planted, "--json")
     refused(checked, trace)
     assert len(json.loads(checked.stdout)) == 1
-    planned = agreeing("plan", "--model", planted, "--gpus", "2xA100-80GB", "--json")
+    planned = run_with_yes("plan", "--model", planted, "--gpus", "2xA100-80GB", "--json")
     refused(planned, trace)
     assert planned.stdout == ""
     refused(
-        agreeing("config", "--yes", "--model", planted, "--gpus", "2xA100-80GB", "-o", tmp_path / "out.yaml"), trace
+        run_with_yes("config", "--yes", "--model", planted, "--gpus", "2xA100-80GB", "-o", tmp_path / "out.yaml"), trace
     )
     assert not (tmp_path / "out.yaml").exists()
     words = ("config", "--yes", "--model", planted, "--gpus", "2xA100-80GB", "-o", tmp_path / "out.yaml")
-    written = agreeing(*words, "--layer-class", "EvilLayer")
+    written = run_with_yes(*words, "--layer-class", "EvilLayer")
     message = " ".join((written.stdout + written.stderr).split())
     assert written.returncode == 0, message
     assert message.count("going on with the given layer class, unchecked") == 1
@@ -112,12 +112,12 @@ def test_commands_that_read_a_model_neither_ask_nor_run_its_code(planted: Path, 
 
 @pytest.mark.parametrize("verify", ["load", "logits"])
 def test_an_export_neither_asks_nor_runs_code(verify: str, planted: Path, trace: Path, tmp_path: Path) -> None:
-    refused(agreeing("export", planted, tmp_path / "out", "--verify", verify), trace)
+    refused(run_with_yes("export", planted, tmp_path / "out", "--verify", verify), trace)
     assert not (tmp_path / "out").exists()
 
 
 def test_bytes_alone_are_exported_without_the_code_being_run(planted: Path, trace: Path, tmp_path: Path) -> None:
-    agreeing("export", planted, tmp_path / "out", "--verify", "bytes")
+    run_with_yes("export", planted, tmp_path / "out", "--verify", "bytes")
     assert not trace.exists()
 
 

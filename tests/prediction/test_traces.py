@@ -34,7 +34,7 @@ from accel_fsdp.prediction.memory import (
     predict,
     variant_of,
 )
-from accel_fsdp.prediction.tracing import Raw, Recorder, fit, model_shape
+from accel_fsdp.prediction.tracing import RecordedRun, Recorder, fit, model_shape
 
 LLAMA = LlamaConfig(
     hidden_size=256,
@@ -84,7 +84,7 @@ def peak(events: tuple[Event, ...] | list[tuple[int, int]], at: At, gradients: b
 )
 def test_a_tape_replays_to_the_byte_where_it_was_not_recorded(variant: str) -> None:
     source = recorder(variant)
-    parts: list[tuple[Tape, Callable[[At], Raw]]] = [
+    parts: list[tuple[Tape, Callable[[At], RecordedRun]]] = [
         (fit.record_block(source, 0), lambda at: source.block(0, at)),
         (fit.record_head(source, False), lambda at: source.head(at, False)),
     ]
@@ -267,15 +267,15 @@ def test_autocast_keeps_16_bit_copies_of_trained_weights_and_none_of_frozen_ones
 
 
 def test_sizes_that_are_no_polynomial_are_named() -> None:
-    def run(power: float) -> Callable[[At], Raw]:
-        return lambda at: Raw([(1, round(at.length**power))], [], ["aten.odd.default"], 0, False)
+    def run(power: float) -> Callable[[At], RecordedRun]:
+        return lambda at: RecordedRun([(1, round(at.length**power))], [], ["aten.odd.default"], 0, False)
 
     assert fit.fit(run(2), (64, 128, 192, 256), False).forward[0].size.at(At(7, 1000)) == 1_000_448
     with pytest.raises(RuntimeError, match=r"aten\.odd\.default"):
         fit.fit(run(3), (64, 128, 192, 256), False)
 
-    def erratic(at: At) -> Raw:
-        return Raw([(1, 4)] * (1 + at.length // 192), [], ["aten.a.default", "aten.b.default"], 0, False)
+    def erratic(at: At) -> RecordedRun:
+        return RecordedRun([(1, 4)] * (1 + at.length // 192), [], ["aten.a.default", "aten.b.default"], 0, False)
 
     with pytest.raises(RuntimeError, match="runs differ"):
         fit.fit(erratic, (64, 128, 192, 256), False)

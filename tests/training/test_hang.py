@@ -12,7 +12,7 @@ from reference import job_words
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.launch import hangs
 from accel_fsdp.launch.beats import COMPUTES, GONE, Beat
-from accel_fsdp.launch.hangs import LastSeen, Patience, Seen
+from accel_fsdp.launch.hangs import LastSeen, Patience, PeerState
 
 HANGING = ROOT / "tests" / "hanging.py"
 SECONDS, STEPS, SAVED, FAULT_AFTER = 8, 8, 2, 3
@@ -81,11 +81,11 @@ def test_how_long_a_step_may_take() -> None:
     assert (patience.silence, Patience(100).silence) == (40, 40)
 
 
-def seen(*, moves: bool = False, silent: float = 0.0, mates: dict[str, str] | None = None) -> dict[int, Seen]:
+def seen(*, moves: bool = False, silent: float = 0.0, mates: dict[str, str] | None = None) -> dict[int, PeerState]:
     """Two ranks on one host without a step for 700 s; the second one silent for so long."""
     still = 1.0 if moves else 700.0
     beats = [Beat(rank, "n1", "n1", 7 + rank, idle=700.0 - silent * rank, still=still) for rank in range(2)]
-    return {0: Seen(dataclasses.replace(beats[0], mates=mates or {}), 0.0), 1: Seen(beats[1], silent)}
+    return {0: PeerState(dataclasses.replace(beats[0], mates=mates or {}), 0.0), 1: PeerState(beats[1], silent)}
 
 
 def test_what_is_no_hang() -> None:
@@ -97,7 +97,9 @@ def test_what_is_no_hang() -> None:
     assert hangs.verdict(seen(silent=50, moves=True), Patience(800)) == ""
     assert hangs.verdict(seen(silent=30), Patience(800)) == ""
     assert hangs.verdict(seen(silent=50, mates={"1": COMPUTES}), Patience(800)) == ""
-    two = {rank: Seen(Beat(rank, f"n{rank // 2}", f"n{rank // 2}", 7, idle=60, still=60), 0.0) for rank in range(4)}
+    two = {
+        rank: PeerState(Beat(rank, f"n{rank // 2}", f"n{rank // 2}", 7, idle=60, still=60), 0.0) for rank in range(4)
+    }
     two |= {rank: dataclasses.replace(two[rank], silent=silent) for rank, silent in {2: 41.0, 3: 39.5}.items()}
     vanished = "no heartbeat of n1 (ranks 2, 3) for 41 s"
     assert hangs.verdict(two, Patience()) == vanished

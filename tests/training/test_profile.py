@@ -456,7 +456,7 @@ def test_what_layers_leave_is_said_of_one_micro_batch() -> None:
             stretches.append(Measured(place, 0.0, 1.0, marks * 2000, (marks + 1) * 2000, (marks + 1) * 2000))
             plan.append(by_unit.Stretch(number, "forward", "Layer", layer, marks * 1000 + 1000, marks * 1000 + 1000, 1))
             marks += 1
-    sent = (by_unit.SentUnit("Layer", 2, Traffic(), Traffic()),)
+    sent = (by_unit.UnitTraffic("Layer", 2, Traffic(), Traffic()),)
     known = step_report.Known(by_unit.UnitSteps(0, tuple(plan), sent), "", None, True, 1, [], [], own_engine=False)
     comparison = step_report.compare(1, [(1, 8)] * 3, StepTrace(tuple(stretches), (), ()), known)
     (left,) = [difference for difference in comparison.differences if "leaves" in difference.text]

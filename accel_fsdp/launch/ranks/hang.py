@@ -14,7 +14,7 @@ from typing import NamedTuple
 import psutil
 
 from accel_fsdp import frames
-from accel_fsdp.frames import Spot
+from accel_fsdp.frames import FrameLocation
 from accel_fsdp.launch.ranks import collectives, events, script
 from accel_fsdp.launch_environment import LaunchEnvironment
 
@@ -131,16 +131,16 @@ def collective_of_error(error: BaseException) -> str:
     return _collective(_spots(error))
 
 
-def _spots(error: BaseException) -> list[Spot]:
+def _spots(error: BaseException) -> list[FrameLocation]:
     """The frames of an error's traceback, innermost first."""
     spots = [
-        Spot(frame.f_code, frame.f_lasti, line, str(frame.f_globals.get("__name__")))
+        FrameLocation(frame.f_code, frame.f_lasti, line, str(frame.f_globals.get("__name__")))
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
     return spots[::-1]
 
 
-def _caller(stack: Sequence[Spot]) -> str:
+def _caller(stack: Sequence[FrameLocation]) -> str:
     for at in stack:
         package = at.module.partition(".")[0]
         if package not in LIBRARIES and (package not in sys.stdlib_module_names or package == "__main__"):
@@ -149,7 +149,7 @@ def _caller(stack: Sequence[Spot]) -> str:
     return ""
 
 
-def _collective(stack: Sequence[Spot]) -> str:
+def _collective(stack: Sequence[FrameLocation]) -> str:
     """The outermost function of torch's collectives on the stack; empty if there is none."""
     name = ""
     for at in stack:

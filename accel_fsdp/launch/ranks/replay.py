@@ -384,13 +384,13 @@ def alone() -> Iterator[None]:
     """Raises `Unrepeatable` where code communicates with other ranks, which have ended their scripts."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class RefusedCommunication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
                 raise Unrepeatable("the model's forward communicates with other ranks")
             return func(*args, **(kwargs or {}))
 
-    with Alone():  # type: ignore[no-untyped-call]
+    with RefusedCommunication():  # type: ignore[no-untyped-call]
         yield
 
 

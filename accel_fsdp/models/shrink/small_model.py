@@ -51,7 +51,7 @@ class SmallModel:
 
 
 @dataclass(frozen=True)
-class _Made:
+class _BuiltModel:
     """A small model of one attempt; `tried` is empty if a forward pass ran, else why it didn't."""
 
     model: Any
@@ -116,9 +116,11 @@ def _rows(tokenizer: Any, token_ids: dict[int, str]) -> int:
     return -(-most // small_config.VOCABULARY_ROUNDED_TO) * small_config.VOCABULARY_ROUNDED_TO
 
 
-def _first_that_works(name: str, config: Any, real: "nn.Module", words: Words, divisors: Mapping[str, int]) -> _Made:
+def _first_that_works(
+    name: str, config: Any, real: "nn.Module", words: Words, divisors: Mapping[str, int]
+) -> _BuiltModel:
     """The small model of the first attempt that runs; if none can be tried, of the first that can be built."""
-    built: list[_Made] = []
+    built: list[_BuiltModel] = []
     failed: list[str] = []
     for attempt in ATTEMPTS:
         try:
@@ -140,7 +142,7 @@ def _first_that_works(name: str, config: Any, real: "nn.Module", words: Words, d
 
 def _make(
     name: str, config: Any, real: "nn.Module", words: Words, divisors: Mapping[str, int], attempt: Attempt
-) -> _Made:
+) -> _BuiltModel:
     real_kinds = layer_kinds.all_kinds(real)
     for in_a_row in (False, True):
         with config_json.believed(name):
@@ -154,7 +156,7 @@ def _make(
     if count > MOST_PARAMETERS:
         raise ValueError(f"it still has {count // 10**6:,} million parameters")
     model = _random(type(shape), shape.config)
-    return _Made(model, attempt, not real_kinds <= layer_kinds.all_kinds(shape), _trial(model))
+    return _BuiltModel(model, attempt, not real_kinds <= layer_kinds.all_kinds(shape), _trial(model))
 
 
 def _classes(model: "nn.Module") -> tuple[str, ...]:
@@ -240,7 +242,7 @@ def _without_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _not_shown(config: Any, small: _Made, tokenizer: str) -> Iterator[str]:
+def _not_shown(config: Any, small: _BuiltModel, tokenizer: str) -> Iterator[str]:
     yield "how the loss falls: the weights are random"
     yield "long sequences"
     if tokenizer == "made up":

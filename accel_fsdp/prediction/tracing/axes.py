@@ -87,7 +87,7 @@ def ranks_for(variant: Variant) -> Iterator[None]:
         yield
         return
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    EPImplementationInterface.register(EVEN, Even)
+    EPImplementationInterface.register(EVEN, EvenAllToAll)
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def unseen(self: Any, op_schema: Any) -> Any:
@@ -103,7 +103,7 @@ def ranks_for(variant: Variant) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class Even(AllToAllEP):  # type: ignore[misc]
+class EvenAllToAll(AllToAllEP):  # type: ignore[misc]
     """transformers' exchange of tokens, with equal parts instead of counts from the data."""
 
     def _dispatch_tokens(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:

@@ -13,7 +13,7 @@ from accel_fsdp.models import first_line, parallel_plans, trained_class
 from accel_fsdp.prediction import TraceRecord
 from accel_fsdp.prediction.memory import SHIPPED, At, Event, Size, Tape, Tapes, Variant
 from accel_fsdp.prediction.tracing.recorder import Recorder
-from accel_fsdp.prediction.tracing.run import Raw
+from accel_fsdp.prediction.tracing.run import RecordedRun
 
 STEP = 64
 """Lengths are multiples of this: attention kernels round some small tensors up to 32."""
@@ -127,7 +127,7 @@ def _takes_mask_late(recorder: Recorder, block: int, window: int) -> bool:
     return after and not before
 
 
-def fit(run: Callable[[At], Raw], lengths: tuple[int, ...], ranked: bool) -> Tape:
+def fit(run: Callable[[At], RecordedRun], lengths: tuple[int, ...], ranked: bool) -> Tape:
     """Runs at some batches, solves for the polynomials, and checks them at a batch of other rows, length and rank.
 
     Raises:
@@ -145,14 +145,14 @@ def fit(run: Callable[[At], Raw], lengths: tuple[int, ...], ranked: bool) -> Tap
     return replace(several, alone=_fit(cached, (1, 1, 1), lengths, ranks, ALONE))
 
 
-def _replays(tape: Tape, raw: Raw, at: At) -> bool:
+def _replays(tape: Tape, raw: RecordedRun, at: At) -> bool:
     """Whether a tape reproduces the recording at one batch."""
     sides = [[(e.sign, e.size.exact(at)) for e in side] for side in (tape.forward, tape.backward, tape.first)]
     return sides == [raw.forward, raw.backward, [*raw.first]] and tape.keeps_input == raw.keeps_input
 
 
 def _fit(
-    run: Callable[[At], Raw],
+    run: Callable[[At], RecordedRun],
     rows: tuple[int, ...],
     lengths: tuple[int, ...],
     ranks: tuple[int, ...],
@@ -187,7 +187,7 @@ def _fit(
     return Tape(forward, backward, output, raws[0].keeps_input, first=first)
 
 
-def _check_same(first: Raw, second: Raw, at: At) -> None:
+def _check_same(first: RecordedRun, second: RecordedRun, at: At) -> None:
     """Checks that two runs have the same operations in the same order."""
     signs, signs_at = ([sign for sign, _ in (*raw.forward, *raw.backward, *raw.first)] for raw in (first, second))
     if first.names == second.names and signs == signs_at and first.keeps_input == second.keeps_input:

@@ -131,12 +131,12 @@ def _fuse_adapters(attention: nn.Module, variant: Variant) -> None:
     for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",)):
         layers = [attention._modules.get(name) for name in names]
         if all(isinstance(layer, LoraLayer) for layer in layers):
-            together = _Together([layer for layer in layers if layer is not None], variant.dropout)
+            together = _SharedInputLayers([layer for layer in layers if layer is not None], variant.dropout)
             for index, name in enumerate(names):
                 attention._modules[name] = _Part(together, index)
 
 
-class _Together(nn.Module):
+class _SharedInputLayers(nn.Module):
     """Adapted 4-bit layers that share one input."""
 
     def __init__(self, layers: list[nn.Module], dropout: bool) -> None:
@@ -158,7 +158,7 @@ class _Together(nn.Module):
 
 
 class _Part(nn.Module):
-    def __init__(self, together: _Together, index: int) -> None:
+    def __init__(self, together: _SharedInputLayers, index: int) -> None:
         super().__init__()
         self._together = [together]  # in a list, so that only the first part registers its parameters
         self._place = index

@@ -19,14 +19,14 @@ from accel_fsdp.models import build
 from accel_fsdp.prediction.memory import CHUNK_TOKENS, At, ModelShape, Variant
 from accel_fsdp.prediction.tracing.cuda_emulation import CudaRules, Watch, selectively
 from accel_fsdp.prediction.tracing.model_shape import blocks_of, shape_of, text_layers
-from accel_fsdp.prediction.tracing.run import Raw, quiet, record_run
+from accel_fsdp.prediction.tracing.run import RecordedRun, quiet, record_run
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 STEP = 16
 """Lengths are multiples of this: CUDA's efficient attention copies masks whose rows are not."""
 
 
-class _Reached(BaseException):
+class _FirstBlockReached(BaseException):
     """Raised at the first block; a BaseException, so that the model's code doesn't catch it."""
 
 
@@ -149,7 +149,7 @@ class Recorder:
             self._forward(self._ids(at))
         return calls
 
-    def block(self, block: int, at: At) -> Raw:
+    def block(self, block: int, at: At) -> RecordedRun:
         """Runs one kind of block forward and backward."""
         index = self._firsts[block]
         layer = self._layer(index, at.rank)
@@ -169,21 +169,21 @@ class Recorder:
         masks = [kwargs.get("attention_mask"), *(a for a in args if isinstance(a, Tensor) and a.dim() == 4)]
         return any(isinstance(mask, Tensor) for mask in masks)
 
-    def embedding(self, at: At) -> Raw:
+    def embedding(self, at: At) -> RecordedRun:
         """Runs from the token ids to the first block."""
         first_input: list[Any] = []
         ids = self._ids(at)
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             first_input.extend(_split(args, kwargs))
-            raise _Reached
+            raise _FirstBlockReached
 
         def call(watch: Watch, make_input: Callable[[], Tensor]) -> Any:
             self._stages(1, seen)
             watch.start()
             try:
                 self._forward(ids)
-            except _Reached as reached:
+            except _FirstBlockReached as reached:
                 reached.__traceback__ = None  # its frames hold the model's temporaries
             result = tuple(first_input)
             first_input.clear()
@@ -191,7 +191,7 @@ class Recorder:
 
         return self._run(call, None, self.model)
 
-    def head(self, at: At, chunked: bool) -> Raw:
+    def head(self, at: At, chunked: bool) -> RecordedRun:
         """Runs from the last block's output to the loss as Trainer asks for it, the outputs dropped before backward."""
         hidden = self.calls(at)[self._text[0]][0]
         ids = self._ids(at)
@@ -251,7 +251,7 @@ class Recorder:
         like: Tensor | None,
         module: nn.Module,
         twice: bool = False,
-    ) -> Raw:
+    ) -> RecordedRun:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
             return record_run(call, like, module, self._around, self.variant.selective, twice)

@@ -22,7 +22,7 @@ from accel_fsdp.prediction.tracing.cuda_emulation import (
 )
 
 
-class Raw(NamedTuple):
+class RecordedRun(NamedTuple):
     """One run: its events by sign and bytes, and in the same order the operation that created each storage.
 
     The conventions are those of `Tape`.
@@ -43,7 +43,7 @@ def record_run(
     around: Callable[[], Any] = nullcontext,
     at_once: bool = False,
     twice: bool = False,
-) -> Raw:
+) -> RecordedRun:
     """Records a forward and its backward; `call` starts the watch and asks for an input like `like`.
 
     `at_once` sorts consecutive releases; `twice` also records a forward that saves nothing.
@@ -120,7 +120,7 @@ def _settled(
     grads: set[int],
     alive: list[int],
     output: int,
-) -> Raw:
+) -> RecordedRun:
     """Converts the events to a `Tape`, and checks that no event remains.
 
     Raises:
@@ -149,7 +149,7 @@ def _settled(
     plain = [event for event in first if event.key not in saved]
     names += [event.by for event in plain]
     keeps = not freed.intersection(inputs) if inputs else False
-    return Raw(sides[0], sides[1], names, output, keeps, tuple((event.sign, event.size) for event in plain))
+    return RecordedRun(sides[0], sides[1], names, output, keeps, tuple((event.sign, event.size) for event in plain))
 
 
 @contextmanager

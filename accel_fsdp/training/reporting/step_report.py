@@ -92,7 +92,7 @@ class UnitRow:
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """Bytes that one rank sends in a ring for a unit or a class of units: to gather weights, to reduce gradients."""
 
     unit: str
@@ -150,7 +150,7 @@ class StepComparison:
     highest_at: str
     between: Quantity
     rows: Sequence[UnitRow]
-    sent: Sequence[Sent]
+    sent: Sequence[SentBytes]
     stretches: Sequence[ComparedStretch]
     differences: Sequence[StepDifference]
     notes: Sequence[str]
@@ -233,7 +233,7 @@ def _rows(stretches: Sequence[ComparedStretch]) -> Iterator[UnitRow]:
 # Traffic
 
 
-def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[Sent]:
+def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[SentBytes]:
     """Assigns each call to the unit whose shard has its size; units of one size share their calls."""
     sent: dict[str, list[float]] = {}
     for call in collectives:
@@ -244,7 +244,7 @@ def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[Sent]:
     planned = _planned(known)
     for name in dict.fromkeys((*planned, *sent)):
         unplanned = (None, None) if not planned or name == OTHER else (0.0, 0.0)
-        yield Sent(name, *map(Quantity, sent.get(name, (0.0, 0.0)), planned.get(name, unplanned)))
+        yield SentBytes(name, *map(Quantity, sent.get(name, (0.0, 0.0)), planned.get(name, unplanned)))
 
 
 def _owners(call: Collective, known: Known) -> list[tuple[str, int]]:
@@ -298,7 +298,7 @@ def _layer(name: str, layers: Mapping[str, str]) -> str:
 
 
 def _differences(
-    rows: Sequence[UnitRow], sent: Sequence[Sent], between: Quantity, highest: Quantity, seconds: Quantity
+    rows: Sequence[UnitRow], sent: Sequence[SentBytes], between: Quantity, highest: Quantity, seconds: Quantity
 ) -> Iterator[StepDifference]:
     yield from _difference("memory", BETWEEN, "between steps there are {}", between, highest.measured)
     for row in rows:
