@@ -51,7 +51,10 @@ def stack_of(thread: int) -> list[FrameLocation]:
 
 
 def text_of(stack: Sequence[FrameLocation]) -> str:
-    frames = [traceback.FrameSummary(location.code.co_filename, location.line, location.code.co_name) for location in reversed(stack)]
+    frames = [
+        traceback.FrameSummary(location.code.co_filename, location.line, location.code.co_name)
+        for location in reversed(stack)
+    ]
     return "".join(traceback.format_list(frames))
 
 

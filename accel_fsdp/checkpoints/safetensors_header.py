@@ -87,11 +87,11 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> Tensor:
         raise _damaged(path, f"the dtype, shape or offsets of {name} are missing")
     if entry["dtype"] not in BITS:
         raise _damaged(path, f"{name} is of dtype {entry['dtype']}, which the format doesn't know")
-    shape, place = _sizes(path, name, entry["shape"]), _sizes(path, name, entry["data_offsets"])
+    shape, offsets = _sizes(path, name, entry["shape"]), _sizes(path, name, entry["data_offsets"])
     bits = _product(path, name, (*shape, BITS[entry["dtype"]]))
-    if len(place) != 2 or bits % 8 or place[1] - place[0] != bits // 8:
+    if len(offsets) != 2 or bits % 8 or offsets[1] - offsets[0] != bits // 8:
         raise _damaged(path, f"{name} has a size that differs from its shape and dtype")
-    return Tensor(path, entry["dtype"], shape, begin + place[0], begin + place[1])
+    return Tensor(path, entry["dtype"], shape, begin + offsets[0], begin + offsets[1])
 
 
 def _sizes(path: Path, name: str, numbers: Any) -> tuple[int, ...]:
@@ -110,12 +110,12 @@ def _product(path: Path, name: str, factors: tuple[int, ...]) -> int:
 
 def _check_filled(path: Path, tensors: Mapping[str, Tensor], begin: int, size: int) -> None:
     ordered = sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end))
-    places = [begin, *(tensor.end for _, tensor in ordered)]
-    for (name, tensor), at in zip(ordered, places, strict=False):
+    ends = [begin, *(tensor.end for _, tensor in ordered)]
+    for (name, tensor), at in zip(ordered, ends, strict=False):
         if tensor.start < at:  # checked first, because tensors that overlap also seem to leave gaps
             raise _damaged(path, f"{name} overlaps another tensor")
-    for (name, tensor), at in zip(ordered, places, strict=False):
+    for (name, tensor), at in zip(ordered, ends, strict=False):
         if tensor.start != at:
             raise _damaged(path, f"{name} does not begin where the tensor before it ends")
-    if size != places[-1]:
-        raise _damaged(path, f"it has {size:,} bytes, its tensors end at {places[-1]:,}")
+    if size != ends[-1]:
+        raise _damaged(path, f"it has {size:,} bytes, its tensors end at {ends[-1]:,}")

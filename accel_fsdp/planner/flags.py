@@ -138,7 +138,7 @@ class PlanCommand:
         Optional[float],
         tyro.conf.arg(
             metavar="GB/S",
-            help="What accel-fsdp doctor measures of the checkpoints' disk: says how long training waits for a save.",
+            help="The checkpoint disk's speed by accel-fsdp doctor: says how long training waits for a save.",
         ),
     ] = None
     eval_rows: Annotated[

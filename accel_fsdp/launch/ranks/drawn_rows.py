@@ -250,7 +250,7 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
 
 
 def _start(dataset: Any) -> int | None:
-    """The checksum of the tensors in a data set's first row; None for one whose own code would read it."""
+    """The checksum of the tensors in a data set's first row; None if reading it would run the data set's own code."""
     import torch
     from torch.utils.data import Subset, TensorDataset
 

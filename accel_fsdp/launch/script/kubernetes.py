@@ -14,7 +14,7 @@ def text(job: JobFile) -> list[str]:
 
 
 def train_job(job: JobFile) -> list[str]:
-    """A TrainJob; runtime patches set what its trainer has no field for: /dev/shm, the shared folder, the signal."""
+    """A TrainJob: its trainer lacks fields for /dev/shm, the shared folder and the signal; runtime patches set them."""
     return [
         *_heading(job),
         "apiVersion: trainer.kubeflow.org/v1alpha1",

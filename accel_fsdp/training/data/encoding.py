@@ -199,6 +199,6 @@ def _tokens(encoding: Any, text: str, span: chat_template.TextSpan) -> chat_temp
 
 
 def _token_at(encoding: Any, places: range) -> int | None:
-    """The token of the first of these letters that has one; some tokenizers give white space none."""
+    """The token of the first letter that belongs to a token; some tokenizers give white space no token."""
     tokens = (encoding.char_to_token(letter) for letter in places)
     return next((token for token in tokens if token is not None), None)
