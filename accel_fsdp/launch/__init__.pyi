@@ -1,5 +1,6 @@
 from . import agreement as agreement
 from . import beats as beats
+from . import child_process as child_process
 from . import launcher as launcher
 from . import place as place
 from . import rendezvous as rendezvous

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import socket
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -17,14 +18,14 @@ from typing import Any
 from accel_fsdp import cpu
 from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, Engine, yaml_file
 from accel_fsdp.errors import UserError, require
-from accel_fsdp.launch import agreement, ranks, rendezvous, roll_call
+from accel_fsdp.launch import agreement, child_process, ranks, rendezvous, roll_call
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch.store import FAILED, Address
 from accel_fsdp.launch_environment import LAUNCHERS_ADDRESS, MACHINE_RANK, LaunchEnvironment
 from accel_fsdp.models import first_line
 
-REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, ConnectionError, RuntimeError)
-"""Exceptions that the launcher raises for values that it can't use."""
+REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RuntimeError)
+"""Exceptions that the launcher raises for values that it can't use, and for a missing mpirun."""
 
 TORCHRUNS = frozenset({"MASTER_ADDR", "MASTER_PORT"})
 """The variables that torchrun sets for the ranks itself."""
@@ -56,9 +57,6 @@ MAKES_GLOO_A_DEVICE = re.compile(
 ASKS_FOR_CPU = re.compile(r"cpu\s*=\s*True")
 """Matches a script that asks Accelerate or Trainer for the CPU."""
 
-SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
-"""Signals that torchrun forwards to the ranks, and SLURM's warning, which would otherwise end the launcher alone."""
-
 
 def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
     """Accelerate's parsed launch arguments for this YAML and script, on as many machines as the YAML says."""
@@ -80,6 +78,8 @@ def parse(config_file: Path, words: list[str], place: Place = NOWHERE) -> Any:
     fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if mp_from_flag else [])]
     args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as launch_command does
     args.launcher_words, args.place = words, place
+    is_local = defaults is None or defaults.compute_environment == "LOCAL_MACHINE"
+    args.starts_directly = is_local and not (distributed(args) or args.tpu)
     return args
 
 
@@ -212,15 +212,18 @@ def _refuse_unsharded(args: Any) -> None:
 
 def _check_ranks(args: Any) -> str:
     """Checks that this machine's ranks can start and shard; returns the rendezvous address, empty for one machine."""
-    address = str(args.place.value("main_process_ip", "")) if args.place.machines > 1 else ""
+    is_one_of_several = distributed(args) and args.place.machines > 1
+    address = str(args.place.value("main_process_ip", "")) if is_one_of_several else ""
     if address:
         port = int(args.place.value("main_process_port", DEFAULT_PORT))
         rendezvous.check_interfaces(os.environ, [name for _, name in socket.if_nameindex()])
         rendezvous.check_place(address, port, int(args.place.value("machine_rank", 0)))
-    with warnings.catch_warnings():  # the launcher repeats them
-        warnings.simplefilter("ignore")
-        environment(copy.copy(args))
-    _refuse_unsharded(args)
+    if distributed(args) or args.starts_directly:
+        with warnings.catch_warnings():  # the launcher repeats them
+            warnings.simplefilter("ignore")
+            environment(copy.copy(args))
+    if distributed(args):
+        _refuse_unsharded(args)
     return address
 
 
@@ -241,10 +244,12 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
 
     from accel_fsdp.launch import leaving  # with psutil, which the light installation lacks
 
-    address = _check_ranks(args) if distributed(args) else ""
+    address = _check_ranks(args)
+    if args.starts_directly:
+        return _start(args)
     parsed = launch_command_parser().parse_args(args.launcher_words)  # fresh: validation fills in values as if given
     parsed.main_process_port = args.main_process_port
-    parsed.signals_to_handle = SIGNALS
+    parsed.signals_to_handle = ",".join(child_process.forwarded())
     if hang_seconds != 0 and _has_torchruns_ranks(args):
         seconds = BY_COLLECTIVES if hang_seconds is None else str(hang_seconds)
         words = [seconds, parsed.training_script, *parsed.training_script_args]
@@ -261,11 +266,11 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
                 launch_command(parsed)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        what = f"rank {rank} ended with exit code {failure.exitcode}"
-        print(f"accel-fsdp: {what}", file=sys.stderr)
         if address:
-            _report_failure(what)
-        return int(failure.exitcode) if failure.exitcode > 0 else 128 - int(failure.exitcode)
+            _report_failure(f"rank {rank} ended with {child_process.described(failure.exitcode)}")
+        return _ended(f"rank {rank}", failure.exitcode)
+    except subprocess.CalledProcessError as error:
+        return _ended("DeepSpeed's launcher", error.returncode)
     except ImportError as error:  # DeepSpeed
         raise _refused(args.config_file, error) from error
     except SignalException as error:
@@ -278,6 +283,22 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
         print(f"accel-fsdp: {what}", file=sys.stderr)
         return 1
     return 0
+
+
+def _start(args: Any) -> int:
+    """Starts the script, or mpirun, as Accelerate's simple launcher does, which handles no signal."""
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    command, variables = prepare_simple_launcher_cmd_env(args)
+    who = "the script" if command[0] == sys.executable else Path(command[0]).name
+    return _ended(who, child_process.run(command, variables))
+
+
+def _ended(who: str, returncode: int) -> int:
+    """Prints how a process failed; returns its exit code."""
+    if returncode:
+        print(f"accel-fsdp: {who} ended with {child_process.described(returncode)}", file=sys.stderr)
+    return child_process.exit_code(returncode)
 
 
 def _connect_machines(args: Any, address: str, seconds: float) -> None:

@@ -19,7 +19,7 @@ import yaml
 from accel_fsdp import python_child
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.hardware import host
-from accel_fsdp.launch import launcher, ranks
+from accel_fsdp.launch import child_process, launcher, ranks
 from accel_fsdp.launch.ranks import Holding, Location, RankEvent
 from accel_fsdp.rehearsal import warm
 from accel_fsdp.rehearsal.scaled import machines_of
@@ -171,7 +171,7 @@ class Rehearsed:
                 if -signal.SIGABRT in codes:
                     self._places(started, folder)
                 time.sleep(GRACE_SECONDS)  # in which the other ranks report their failures
-                return next(code if code > 0 else 128 - code for code in codes if code), None
+                return next(child_process.exit_code(code) for code in codes if code), None
             if None not in codes:
                 return 0, None
             if not (new := reader.new()):

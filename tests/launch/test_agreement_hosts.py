@@ -268,7 +268,7 @@ def test_ranks_end_when_the_system_kills_one_that_loads(job: Job) -> None:
         side.script.write_text(KILLED.format(sft=str(SFT)))
     first, second = launched(job.machines, sides)
     assert (first.code, second.code) == (1, 128 + 15), first.output + second.output
-    assert "error: machine 1 (n2) failed: rank 1 ended with exit code -15" in first.output, first.output
+    assert "error: machine 1 (n2) failed: rank 1 ended with exit code 143 (SIGTERM)" in first.output, first.output
 
 
 def test_machines_that_were_told_the_same_train(job: Job) -> None:

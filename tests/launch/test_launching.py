@@ -43,7 +43,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Stops where ranks would be started, and holds the environment that they would have."""
     found: dict[str, str] = {}
 
-    def run(*args: Any, env: dict[str, str] | None = None) -> None:
+    def run(*args: Any, env: dict[str, str] | None = None, **_: Any) -> None:
         found.update(os.environ if env is None else env)
         raise Started
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.errors import require
+from accel_fsdp.launch import child_process
 from accel_fsdp.launch.on_ray import actor
-from accel_fsdp.launch.on_ray.worker import described
 from accel_fsdp.units import counted
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -85,7 +85,9 @@ def _code(errors: list[BaseException], starts: int, over: int | None, failures: 
     times = counted(starts, "start")
     if failures:
         rank, code = failures[0]
-        console.say(f"accel-fsdp: rank {rank} ended with {described(code)}, the last of {times}", style="red")
+        console.say(
+            f"accel-fsdp: rank {rank} ended with {child_process.described(code)}, the last of {times}", style="red"
+        )
         return code
     error = next(iter(errors), None)
     console.say(f"accel-fsdp: Ray ended the job after {times}: {error}", style="red", lines=True)

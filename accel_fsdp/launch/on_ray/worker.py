@@ -6,7 +6,6 @@ that `accelerate launch` starts.
 """
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from typing import IO, Any
 
 from accel_fsdp import python_child
 from accel_fsdp.errors import UserError
+from accel_fsdp.launch import child_process
 from accel_fsdp.launch.on_ray import actor
 
 POLL_SECONDS = 0.5
@@ -53,13 +53,9 @@ def run_rank(job: Mapping[str, Any]) -> None:
     code = _wait(process, signalled)
     copying.join(POLL_SECONDS)  # a process that the rank left behind may hold the pipe
     if ray.get(messages.ended.remote(rank, code)):
-        raise RankFailed(f"rank {rank} on {socket.gethostname()} ended with {described(code)}\n{''.join(tail)}")
-
-
-def described(code: int) -> str:
-    """An exit code, or the signal behind it, in words."""
-    names = {128 + number: number.name for number in signal.Signals}
-    return f"exit code {code}" + (f" ({names[code]})" if code in names else "")
+        raise RankFailed(
+            f"rank {rank} on {socket.gethostname()} ended with {child_process.described(code)}\n{''.join(tail)}"
+        )
 
 
 def _variables(messages: Any) -> dict[str, str]:
@@ -126,4 +122,4 @@ def _wait(process: "subprocess.Popen[str]", signalled: Any) -> int:
                 waiting = False
                 process.send_signal(ray.get(signalled))
         else:
-            return code if code >= 0 else 128 - code
+            return child_process.exit_code(code)

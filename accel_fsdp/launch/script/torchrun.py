@@ -4,7 +4,7 @@ import shlex
 
 from accel_fsdp.config import DEFAULT_PORT
 from accel_fsdp.errors import UsageError
-from accel_fsdp.launch import launcher
+from accel_fsdp.launch import child_process
 from accel_fsdp.launch.script.job_file import JobFile, in_lines, shell_variables
 
 
@@ -51,7 +51,7 @@ def _command(job: JobFile) -> str:
     script = in_lines([str(job.flags.script), *words], job.words, "    ")
     lines = [
         f"torchrun --nnodes={job.machines} --nproc-per-node={job.gpus} {rendezvous}",
-        f"--signals-to-handle={launcher.SIGNALS} --log-dir=logs/{shlex.quote(job.name)} --tee=3",
+        f"--signals-to-handle={','.join(child_process.SIGNALS)} --log-dir=logs/{shlex.quote(job.name)} --tee=3",
         script,
     ]
     return " \\\n    ".join(lines)
