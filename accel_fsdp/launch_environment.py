@@ -13,6 +13,8 @@ MACHINE_RANK = "ACCEL_FSDP_MACHINE_RANK"
 """The variable in which `accel-fsdp launch` passes the machine's number, from the user or the engine, to its ranks."""
 LAUNCHERS_ADDRESS = "ACCEL_FSDP_MEETING"
 """The variable in which it passes the port and address that the launchers of all machines share."""
+USE_CPU = "ACCELERATE_USE_CPU"
+"""The variable in which Accelerate passes `use_cpu` to the ranks."""
 MESH = "ACCEL_FSDP_MESH"
 """The variable by which `train/sft.py` notes over which mesh transformers, and not Accelerate, shards the model."""
 TENSOR_AXIS, EXPERT_AXIS = "tp", "ep"
@@ -109,7 +111,7 @@ class LaunchEnvironment:
     # The YAML, as Accelerate exports it
 
     mixed_precision = _text("ACCELERATE_MIXED_PRECISION", "no")
-    uses_cpu = _switch("ACCELERATE_USE_CPU")
+    uses_cpu = _switch(USE_CPU)
     uses_deepspeed = _switch("ACCELERATE_USE_DEEPSPEED")
     by_accelerate = _switch("ACCELERATE_USE_FSDP")
     by_transformers = _Variable(MESH, bool, "")

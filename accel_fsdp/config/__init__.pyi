@@ -59,6 +59,7 @@ from .vocabulary import FSDP_VERSIONS as FSDP_VERSIONS
 from .vocabulary import HYBRID as HYBRID
 from .vocabulary import LONG_DTYPES as LONG_DTYPES
 from .vocabulary import LOW_DTYPES as LOW_DTYPES
+from .vocabulary import MULTI_CPU as MULTI_CPU
 from .vocabulary import OTHER_ENGINES as OTHER_ENGINES
 from .vocabulary import RESHARDS as RESHARDS
 from .vocabulary import STATE_DICT_TYPES as STATE_DICT_TYPES

@@ -17,6 +17,7 @@ from accel_fsdp.config.schema import AXES, BY_NAME, TRUE_WORDS, full_name, size_
 from accel_fsdp.config.vocabulary import (
     DDP_TYPES,
     DISTRIBUTED_TYPES,
+    MULTI_CPU,
     STATE_DICT_TYPES,
     STRATEGIES,
     TORCH_STRATEGIES,
@@ -183,7 +184,12 @@ class JobConfig:
     @property
     def is_alone(self) -> bool:
         """Whether the launcher starts one process, whatever `num_processes` says."""
-        return str(self.values.get("distributed_type")) in ("NO", "False")
+        return str(self.values.get("distributed_type")) in ("NO", "False") and not self.by_mpirun
+
+    @property
+    def by_mpirun(self) -> bool:
+        """Whether the launcher starts the processes with mpirun, which it does only for NO and MULTI_CPU."""
+        return self.section("mpirun_config").get("mpirun_hostfile") is not None
 
     @property
     def processes(self) -> int:
@@ -204,6 +210,6 @@ class JobConfig:
         kind = str(self.values.get("distributed_type"))
         if self.values.get("compute_environment") == "AMAZON_SAGEMAKER":
             return "SageMaker"
-        if kind == "MULTI_CPU" or (self.is_alone and str(self.values.get("use_cpu")).lower() in TRUE_WORDS):
+        if kind == MULTI_CPU or (self.is_alone and str(self.values.get("use_cpu")).lower() in TRUE_WORDS):
             return "CPUs"
         return {DISTRIBUTED_TYPES[Engine.TPU]: "TPUs", "MEGATRON_LM": "Megatron-LM"}.get(kind, "")

@@ -44,6 +44,7 @@ DISTRIBUTED_TYPES: Mapping[Engine, str] = {
 """Values of `distributed_type`; that of DDP is the one for GPUs."""
 DDP_TYPES = tuple(f"MULTI_{device}" for device in ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"))
 """Values of `distributed_type` for DDP on any device."""
+MULTI_CPU = DDP_TYPES[0]
 Method = Literal["full", "lora", "qlora"]
 Embeddings = Literal["", "none", "shared"]
 """Why Accelerate can't make units of a model's embedding and head under FSDP2."""

@@ -16,12 +16,12 @@ from types import MappingProxyType
 from typing import Any
 
 from accel_fsdp import cpu
-from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, Engine, yaml_file
+from accel_fsdp.config import DDP_TYPES, DEFAULT_PORT, DISTRIBUTED_TYPES, MULTI_CPU, Engine, JobConfig, yaml_file
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.launch import agreement, child_process, ranks, rendezvous, roll_call
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch.store import FAILED, Address
-from accel_fsdp.launch_environment import LAUNCHERS_ADDRESS, MACHINE_RANK, LaunchEnvironment
+from accel_fsdp.launch_environment import LAUNCHERS_ADDRESS, MACHINE_RANK, USE_CPU, LaunchEnvironment
 from accel_fsdp.models import first_line
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RuntimeError)
@@ -40,7 +40,13 @@ BY_COLLECTIVES = "auto"
 """Stands for the timeout of collectives. Not an empty word: Accelerate fails on an empty first argument of a script."""
 
 TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEPSPEED], *DDP_TYPES)
-"""Values of `distributed_type` for which Accelerate calls torchrun."""
+"""Values of `distributed_type` for which Accelerate calls torchrun, for MULTI_CPU with a flag."""
+
+BY_TORCHRUN = "--multi_gpu"
+"""The flag with which Accelerate calls torchrun also for MULTI_CPU."""
+
+MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables in which Accelerate finds the number of ranks that mpirun has started."""
 
 TELL_SECONDS = 2.0
 """Seconds to try to reach the other launchers, because one of them may have ended."""
@@ -73,13 +79,14 @@ def parse(config_file: Path, words: list[str], place: Place = NOWHERE) -> Any:
         args, defaults, mp_from_flag = _validate_launch_command(launch_command_parser().parse_args(words))
     except REFUSALS as error:
         raise _refused(config_file, error) from error
-    if args.main_process_port is None and args.num_machines == 1:
+    if args.main_process_port is None and args.num_machines == 1 and distributed(args):
         args.main_process_port = 0  # a free port, so that two jobs on one machine don't clash
     fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if mp_from_flag else [])]
     args.deepspeed_fields_from_accelerate_config = ",".join(fields)  # as launch_command does
     args.launcher_words, args.place = words, place
     is_local = defaults is None or defaults.compute_environment == "LOCAL_MACHINE"
     args.starts_directly = is_local and not (distributed(args) or args.tpu)
+    args.on_cpus = args.multi_gpu and defaults.distributed_type == MULTI_CPU
     return args
 
 
@@ -102,8 +109,15 @@ def launcher_words(
             why="there is nothing to launch",
             fix="give the path of a training script",
         )
-    before = [ON_CPU] if on_cpu else []
-    return [*_of_place(place, values), "--config_file", str(config_file), *before, str(script), *script_args]
+    flags = [BY_TORCHRUN] if _needs_torchrun(place, values) else []
+    flags += [*_of_place(place, values), "--config_file", str(config_file)]
+    return [*flags, *([ON_CPU] if on_cpu else []), str(script), *script_args]
+
+
+def _needs_torchrun(place: Place, values: Mapping[str, Any]) -> bool:
+    """Whether Accelerate would start one process for MULTI_CPU, because neither it nor the user calls mpirun."""
+    by_mpi = JobConfig(values).by_mpirun or any(name in os.environ for name in MPI_SIZES)
+    return values.get("distributed_type") == MULTI_CPU and place.value("num_processes", 1) > 1 and not by_mpi
 
 
 def _of_place(place: Place, values: Mapping[str, Any]) -> list[str]:
@@ -159,6 +173,8 @@ def environment(args: Any) -> dict[str, str]:
             prepared = prepare_simple_launcher_cmd_env(args)[1]
     except REFUSALS as error:
         raise _refused(args.config_file, error) from error
+    if args.on_cpus:
+        prepared[USE_CPU] = "true"
     if distributed(args) and not check_cuda_p2p_ib_support():
         prepared = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1", **prepared}
     return {name: value for name, value in prepared.items() if os.environ.get(name) != value}
@@ -244,6 +260,8 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
 
     from accel_fsdp.launch import leaving  # with psutil, which the light installation lacks
 
+    if args.on_cpus:
+        os.environ[USE_CPU] = "true"
     address = _check_ranks(args)
     if args.starts_directly:
         return _start(args)

@@ -7,7 +7,7 @@ effect in the old file has none in the new one.
 from collections.abc import Mapping
 from typing import Any
 
-from accel_fsdp.config import TARGETS, Engine, JobConfig, MigrationTarget, deepspeed_name
+from accel_fsdp.config import MULTI_CPU, TARGETS, Engine, JobConfig, MigrationTarget, deepspeed_name
 from accel_fsdp.errors import UsageError
 from accel_fsdp.migration import deepspeed, fsdp
 from accel_fsdp.migration.changes import Draft, Migration
@@ -59,7 +59,7 @@ def _name(draft: Draft) -> str:
 def _check(job: JobConfig) -> None:
     """Refuses a file without a counterpart, or without a meaning to keep."""
     kind = job.values.get("distributed_type")
-    if job.engine in (Engine.NONE, Engine.TPU) or kind == "MULTI_CPU":
+    if job.engine in (Engine.NONE, Engine.TPU) or kind == MULTI_CPU:
         raise _refused(f"distributed_type: {kind} can't be migrated", "only FSDP, DeepSpeed and DDP on GPUs can")
     if job.values.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise _refused("this is not the config of a local machine", "SageMaker has other keys")

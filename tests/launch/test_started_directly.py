@@ -69,3 +69,46 @@ def test_a_script_that_fails_alone_gives_its_code_and_no_traceback(ends: str, co
     finished = accel_fsdp("launch", tmp_path / "job.yaml", tmp_path / "own.py")
     assert finished.code == code, finished.output
     assert "Traceback" not in finished.output
+
+
+CPUS = "distributed_type: MULTI_CPU\nmixed_precision: 'no'\nnum_machines: 1\nnum_processes: 2\nuse_cpu: true\n"
+SAYS_WHO = """from accelerate import Accelerator
+import os
+accelerator = Accelerator()
+place = os.environ["RANK"] + " of " + os.environ["WORLD_SIZE"]
+mean = accelerator.reduce(__import__("torch").tensor(float(accelerator.process_index)), "mean").item()
+os.write(1, f"rank {place}, {accelerator.distributed_type}, {accelerator.device}, mean {mean}\\n".encode())
+"""
+
+
+def test_processes_on_cpus_start_without_mpirun(tmp_path: Path) -> None:
+    """Accelerate alone would start one."""
+    (tmp_path / "job.yaml").write_text(CPUS)
+    (tmp_path / "own.py").write_text(SAYS_WHO)
+    finished = accel_fsdp("launch", tmp_path / "job.yaml", tmp_path / "own.py")
+    assert finished.code == 0, finished.output
+    for rank in range(2):
+        assert f"rank {rank} of 2, DistributedType.MULTI_CPU, cpu:0, mean 0.5\n" in finished.output
+
+
+@pytest.mark.parametrize("mpi", ["OMPI_COMM_WORLD_SIZE", ""])
+def test_processes_that_mpirun_starts_are_not_started_again(
+    mpi: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job.yaml").write_text(CPUS)
+    (tmp_path / "own.py").write_text(SAYS_WHO)
+    if mpi:
+        monkeypatch.setenv(mpi, "2")
+    finished = accel_fsdp("launch", "--dry-run", tmp_path / "job.yaml", tmp_path / "own.py")
+    assert ("accelerate launch --multi_gpu" in finished.output) == (not mpi), finished.output
+    assert "ACCELERATE_USE_CPU=" in finished.output
+
+
+def test_without_mpirun_a_hostfile_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "job.yaml").write_text(f"{CPUS}mpirun_config:\n  mpirun_hostfile: hosts\n")
+    (tmp_path / "own.py").write_text(SAYS_WHO)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    finished = accel_fsdp("launch", tmp_path / "job.yaml", tmp_path / "own.py")
+    assert finished.code == 1
+    assert "mpirun or mpiexec were not found" in finished.output
+    assert "Traceback" not in finished.output

@@ -25,6 +25,7 @@ SAGEMAKER = (
     "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: DATA_PARALLEL\nec2_instance_type: p\niam_role_name: r\n"
 )
 ZERO3 = DS + "  zero_stage: 3\n  zero3_save_16bit_model: true\n"
+CPUS = DDP.replace("GPU", "CPU") + "use_cpu: true\n"
 GOLDEN: dict[str, tuple[str, str]] = {
     "AF101": ("num_processes: 2\nfsdp_config: {fsdp_version: 2}\n", V2),
     "AF102": (V2 + "fdsp_config: {}\n", V2),
@@ -109,6 +110,7 @@ GOLDEN: dict[str, tuple[str, str]] = {
     "AF403": (V2 + "num_machines: 2\n", V2 + "num_machines: 2\nmain_process_ip: a\n"),
     "AF404": (V2 + "num_machines: 2\nmain_process_ip: a\nmachine_rank: 0\n", V2 + "num_machines: 1\nmachine_rank: 0\n"),
     "AF417": ("distributed_type: 'NO'\nnum_processes: 8\n", "distributed_type: 'NO'\nnum_processes: 1\n"),
+    "AF418": (CPUS, CPUS + "mpirun_config: {mpirun_hostfile: hosts}\n"),
     "AF407": (V2.replace("num_processes: 2", "num_processes: 0"), V2),
     "AF405": (DDP + "use_cpu: true\n", DDP.replace("GPU", "CPU") + "use_cpu: true\n"),
     "AF406": (DS + "  zero_stage: 3\n", DS + "  zero_stage: 3\n  zero3_save_16bit_model: true\n"),

@@ -47,7 +47,10 @@ VARIANTS: dict[str, tuple[str, str]] = {
     "experts": (MIXTRAL, V2.replace("Llama", "Mixtral")),
     "two classes": (LLAMA, V2.replace("LlamaDecoderLayer", "LlamaDecoderLayer,Embedding")),
     "DDP": (LLAMA, "distributed_type: MULTI_GPU\nmixed_precision: bf16\nnum_processes: 8\ngpu_ids: all\n"),
-    "DDP on CPU": (GPT2, "distributed_type: MULTI_CPU\nmixed_precision: 'no'\nnum_processes: 2\nuse_cpu: true\n"),
+    "DDP on CPU": (GPT2, "distributed_type: MULTI_CPU\nmixed_precision: 'no'\nnum_processes: 2\nuse_cpu: true\n"
+                   "mpirun_config: {mpirun_hostfile: hosts}\n"),
+    "mpirun without an engine": (GPT2, "distributed_type: 'NO'\nmixed_precision: 'no'\nnum_processes: 2\n"
+                                 "use_cpu: true\nmpirun_config: {mpirun_hostfile: hosts}\n"),
     "one GPU, no engine": (GPT2, "distributed_type: 'NO'\nmixed_precision: bf16\nnum_processes: 1\n"),
     "ZeRO-2": (LLAMA, DEEPSPEED + "2\n  gradient_accumulation_steps: auto\n  gradient_clipping: auto\n"),
     "ZeRO-3 with offload": (LLAMA, DEEPSPEED + "3\n  offload_optimizer_device: cpu\n  offload_param_device: cpu\n"

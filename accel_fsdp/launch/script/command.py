@@ -202,7 +202,8 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
     """
     if config.off_gpus:
         on_tpu = "start it on the TPU's own machine: accel-fsdp launch FILE SCRIPT"
-        elsewhere = "start it there: accelerate launch --config_file FILE SCRIPT"
+        command = "accel-fsdp launch" if config.off_gpus == "CPUs" else "accelerate launch --config_file"
+        elsewhere = f"start it there: {command} FILE SCRIPT"
         raise UsageError(
             f"{options.file} is for {config.off_gpus}",
             why="a job file asks for GPUs, and starts FSDP, DDP, DeepSpeed or one process on them",

@@ -9,6 +9,7 @@ from accel_fsdp.config import (
     DISTRIBUTED_TYPES,
     FALSE_WORDS,
     MISNAMED,
+    MULTI_CPU,
     NULL_IS_ABSENT,
     RETIRED,
     STRATEGIES,
@@ -307,7 +308,7 @@ def _is_read_from_mesh(subject: Subject, field: Field) -> bool:
     axis = field.key.removeprefix("parallelism_config_").partition("_")[0]
     is_detail = not field.key.endswith(("_size", "_backend"))
     is_unread = field.default is None or (is_detail and subject.mesh.get(axis) == 1)
-    return subject.engine in engines and subject.values.get("distributed_type") != "MULTI_CPU" and not is_unread
+    return subject.engine in engines and subject.values.get("distributed_type") != MULTI_CPU and not is_unread
 
 
 @rule("AF203", pains=("P67",))

@@ -2,11 +2,14 @@
 
 from collections.abc import Iterator
 
-from accel_fsdp.config import DEFAULT_PORT, LAUNCH_PLACES, LOW_DTYPES, TORCH_DTYPES, Edit, Engine
+from accel_fsdp.config import DEFAULT_PORT, LAUNCH_PLACES, LOW_DTYPES, MULTI_CPU, TORCH_DTYPES, Edit, Engine
 from accel_fsdp.errors import did_you_mean
 from accel_fsdp.job import UNLESS_OURS, combinations
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 from accel_fsdp.units import listed
+
+OTHER_STARTS = {"mpirun_hostfile", "multi_gpu"}
+"""Flags of `accelerate launch` with which mpirun or torchrun starts the processes."""
 
 
 @rule("AF401")
@@ -45,6 +48,24 @@ def processes_without_an_engine(subject: Subject) -> Iterator[Finding]:
             f"distributed_type: {subject.spelt('distributed_type', 'NO')} starts one process, not {number}",
             "the other GPUs stay idle",
             "num_processes: 1, or distributed_type: FSDP or MULTI_GPU for all of them",
+        )
+
+
+@rule("AF418", "warning")
+def processes_without_mpirun(subject: Subject) -> Iterator[Finding]:
+    """`distributed_type: MULTI_CPU` without a hostfile: `accelerate launch` starts one process on each machine.
+
+    It calls mpirun only for an `mpirun_hostfile` in `mpirun_config`. Without one it expects mpirun to have started it,
+    once for each process. `accel-fsdp launch` starts all processes, by torchrun.
+    """
+    number = str(subject.launcher.get("num_processes") or subject.number("num_processes"))
+    is_started = subject.by_mpirun or subject.starter == "torchrun" or OTHER_STARTS & subject.launcher.keys()
+    if subject.values.get("distributed_type") == MULTI_CPU and number not in ("0", "1") and not is_started:
+        yield Finding(
+            "num_processes",
+            f"distributed_type: {MULTI_CPU} starts {number} processes only by mpirun, and there is no mpirun_hostfile",
+            "under accelerate launch one process trains alone, with its share of the batch",
+            "accel-fsdp launch FILE SCRIPT, which starts all of them; or mpirun_config with an mpirun_hostfile",
         )
 
 
@@ -111,7 +132,7 @@ def use_cpu_under_an_engine(subject: Subject) -> Iterator[Finding]:
     It does so for `distributed_type: 'NO'` and `MULTI_CPU`.
     """
     kind = subject.values.get("distributed_type")
-    if subject.engine is not Engine.NONE and kind != "MULTI_CPU" and subject.values.get("use_cpu") is True:
+    if subject.engine is not Engine.NONE and kind != MULTI_CPU and subject.values.get("use_cpu") is True:
         yield Finding(
             "use_cpu",
             f"use_cpu does not reach the ranks under {kind}",

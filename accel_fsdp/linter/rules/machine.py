@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, HYBRID, TRUE_WORDS, Engine
+from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, HYBRID, MULTI_CPU, TRUE_WORDS, Engine
 from accel_fsdp.job import UNLESS_OURS
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
@@ -70,7 +70,7 @@ def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
     chosen, ranks = _chosen(subject), subject.ranks_here
     if subject.engine not in (Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED) or not chosen:
         return
-    if subject.values.get("distributed_type") == "MULTI_CPU":
+    if subject.values.get("distributed_type") == MULTI_CPU:
         return
     single = chosen == 1 and subject.engine is Engine.DDP and subject.top("num_machines") == 1
     if chosen < ranks or single:

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from accel_fsdp.config import DEFAULT_PORT, DEFAULT_ZERO_STAGE, HYBRID, Edit, Engine
+from accel_fsdp.config import DEFAULT_PORT, DEFAULT_ZERO_STAGE, HYBRID, MULTI_CPU, Edit, Engine
 from accel_fsdp.hardware import machines
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 
@@ -121,7 +121,7 @@ def deepspeed_file_is_missing(subject: Subject) -> Iterator[Finding]:
 READERS = (
     ("deepspeed_config", "distributed_type", "DEEPSPEED"),
     ("megatron_lm_config", "distributed_type", "MEGATRON_LM"),
-    ("mpirun_config", "distributed_type", "MULTI_CPU"),
+    ("mpirun_config", "distributed_type", MULTI_CPU),
     ("fp8_config", "mixed_precision", "fp8"),
 )
 """Sections, each with the key and value that makes something read it."""
@@ -139,7 +139,8 @@ def section_of_another_engine(subject: Subject) -> Iterator[Finding]:
     precision = str(subject.top("mixed_precision")).lower()
     for section, key, needed in READERS:
         value = precision if key == "mixed_precision" else str(kind)
-        if value != needed and subject.values.get(section):
+        is_read = value == needed or (section == "mpirun_config" and subject.by_mpirun and kind == "NO")
+        if subject.values.get(section) and not is_read:
             yield Finding(
                 section,
                 f"{section} beside {key}: {value}",
@@ -177,7 +178,7 @@ def address_of_every_machine(subject: Subject) -> Iterator[Finding]:
     address = str(subject.values.get("main_process_ip") or "").strip()
     bare = address.strip("[]").partition("%")[0]  # [fe80::1%eth0]
     problem = machines.address_problem(bare) if address else ""
-    if HERE_ONLY.fullmatch(address) and subject.values.get("distributed_type") != "MULTI_CPU":
+    if HERE_ONLY.fullmatch(address) and subject.values.get("distributed_type") != MULTI_CPU:
         yield Finding(
             "main_process_ip",
             f"main_process_ip: {address} and {subject.number('num_machines')} machines",
