@@ -3,6 +3,7 @@
 import itertools
 import shlex
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from accel_fsdp import __version__
 
@@ -16,6 +17,8 @@ THIS_FILE = "THIS_FILE"
 SCRIPT = "train/sft.py"
 EXAMPLE = ("--dataset_name", "train/data/fsdp_chat", "--output_dir", "runs/first")
 """The example data and output folder of a launch line, to be replaced by the user."""
+IN_A_CLONE = {SCRIPT: "accel-fsdp init . copies it", EXAMPLE[1]: "name data of your own"}
+"""The files of a launch line that only a clone of the repository has, each with what to do elsewhere."""
 
 
 def comment(title: str, made_by: str, launch: str) -> list[str]:
@@ -70,6 +73,13 @@ def script_arguments(text: str) -> tuple[str, ...]:
     """The script's arguments in the launch command of our header; empty without one."""
     words = _launch_words(text)
     return tuple(words[words.index(SCRIPT) + 1 :] if SCRIPT in words else ())
+
+
+def missing_here(text: str) -> str:
+    """A note on the files of our header's launch command that the current folder lacks; empty if it has them."""
+    words = _launch_words(text)
+    missing = [name for name in IN_A_CLONE if name in words and not Path(name).exists()]
+    return f"note: {'; '.join(f'{name} is not in this folder: {IN_A_CLONE[name]}' for name in missing)}" * bool(missing)
 
 
 def variables(text: str) -> dict[str, str]:

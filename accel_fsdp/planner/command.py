@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 from accel_fsdp import atomic_files, console, flag_words, linter
-from accel_fsdp.config import EXPERT_FIELD, Method, made_with, read_config, yaml_file
+from accel_fsdp.config import EXPERT_FIELD, Method, header, made_with, read_config, yaml_file
 from accel_fsdp.errors import UsageError, is_installed
 from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, from_yaml
@@ -221,6 +221,8 @@ def _write(flags: PlanCommand, report: PlanReport) -> None:
     if flags.output and (text := report.yaml()):
         atomic_files.write_text(flags.output, text)
         console.say(f"written: {flags.output}")
+        if note := header.missing_here(text):
+            console.say(note, style="yellow", wrap=True)
     elif flags.output:
         note = ", and the existing file is older" if atomic_files.is_taken(flags.output) else ""
         console.say(f"warning: {flags.output} was NOT written: nothing fits{note}", style="bold red")

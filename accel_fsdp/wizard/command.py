@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_fsdp import atomic_files, console
-from accel_fsdp.config import JobConfig, yaml_file
+from accel_fsdp.config import JobConfig, header, yaml_file
 from accel_fsdp.errors import UsageError, did_you_mean
 from accel_fsdp.wizard import asking, from_yaml, interview, prompts, to_yaml
 from accel_fsdp.wizard.answers import Answers
@@ -157,6 +157,7 @@ def _may_write(output: Path | None, options: WizardOptions, original: Original |
 def _write(session: interview.Interview, options: WizardOptions, original: Original | None) -> int:
     output, answers = _output(options), interview.answers(session)
     text = _text(session, answers, original)
+    _warn(tuple(filter(None, [header.missing_here(text)])))
     if output is None:
         console.put(text.rstrip(), lines=True)
         return 0

@@ -193,7 +193,7 @@ def checkpoints_in_script(context: Context) -> bool:
 
 def warnings(context: Context) -> tuple[str, ...]:
     """Cautions and the plan's objections to settled answers, shown before writing, line by line."""
-    lines = tuple(f"warning: {caution}" for caution in validation.cautions(context))
+    lines = tuple(f"warning: {caution}" for caution in (*validation.cautions(context), *_unknown_gpu(context)))
     if context["method"] == "qlora" and context.model and context.model.fused_experts:
         lines += (f"note: {state_bytes.experts_in_16_bits(context.model.fused_experts)}",)
     if context["num_machines"] > 1 and not context["main_process_ip"]:
@@ -206,6 +206,17 @@ def warnings(context: Context) -> tuple[str, ...]:
         lines += (f"note: {context['num_processes']} of {gpus} GPUs will be used, one per process",)
     misfits, host = misfit(context), host_words(context)
     return (*lines, *misfits, *([f"note: {host}"] if host and not any(host in line for line in misfits) else []))
+
+
+def _unknown_gpu(context: Context) -> tuple[str, ...]:
+    """The planner's refusal of a typed GPU that only its memory size makes usable here."""
+    if context.machine == context.detected or context.machine.accelerator is None:
+        return ()
+    try:
+        gpus.find(context.machine.accelerator)
+    except UserError as error:
+        return (f"{error.what} Its speed is not predicted, and its memory is taken from {context['gpus']}",)
+    return ()
 
 
 def judgement(context: Context) -> "Candidate | None":

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import accel_fsdp
+from conftest import ROOT, accel_fsdp
 
+from accel_fsdp import cli
 from accel_fsdp.config import STRATEGIES, Engine, Method
+from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Layout
 from accel_fsdp.prediction import advice
@@ -111,3 +113,49 @@ def test_the_strategies_of_the_wizard_take_what_the_plan_says(gpus: str, method:
     compared = [name for name in shown if name in rows]
     assert len(compared) == (4 if flags.get("main_process_ip") else 2)
     assert [shown[name] for name in compared] == [f", ~{rows[name] / GIB:,.1f} GiB" for name in compared]
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ("8xH9000-80GB", "H9000 is an unknown GPU. Did you mean H800? Its speed is not predicted"),
+        ("8xQ7-80GB", "Q7 is an unknown GPU. Its speed is not predicted"),
+        ("8xH100-80GB", ""),
+        ("8xNVIDIA A100-80GB", ""),
+    ],
+)
+def test_a_gpu_outside_the_table_is_named_as_the_plan_does(
+    machine: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "llama-3.1-8b", "--gpus", machine]
+    assert cli.call(["config", "--yes", *words, "-o", str(tmp_path / "made.yaml")]) == 0
+    printed = " ".join(capsys.readouterr().err.split())
+    assert said in printed
+    assert ("unknown GPU" in printed) == bool(said)
+    assert ("its memory is taken from" in printed) == bool(said)
+    if said:
+        with pytest.raises(UsageError) as refused:
+            cli.call(["plan", *words])
+        assert refused.value.what in printed
+
+
+@pytest.mark.parametrize("command", ["config --yes", "plan"])
+def test_a_launch_line_says_which_of_its_files_are_not_here(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def printed(folder: Path) -> str:
+        monkeypatch.chdir(folder)
+        words = [*command.split(), "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB"]
+        made = tmp_path / f"{len(list(tmp_path.iterdir()))}.yaml"
+        assert cli.call([*words, "-o", str(made)]) == 0
+        return " ".join(capsys.readouterr().err.split())
+
+    script = "train/sft.py is not in this folder: accel-fsdp init . copies it"
+    data = "train/data/fsdp_chat is not in this folder: name data of your own"
+    assert f"note: {script}; {data}" in printed(tmp_path)
+    assert cli.call(["init", str(tmp_path)]) == 0
+    capsys.readouterr()
+    started = printed(tmp_path)
+    assert script not in started
+    assert f"note: {data}" in started
+    assert "not in this folder" not in printed(ROOT)
