@@ -213,7 +213,7 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
     flags = {name: getattr(options, name) for name in place.FLAGS}
     here = place.settle(place.now(), flags, job.values, str(options.file))
     read = here.applied(job), document
-    if linter.stops(options.file, read, options.script, script_args, options.no_check):
+    if linter.stops(options.file, read, options.script, script_args, options.no_check, here.sources(job.values)):
         return 1
     parses = is_installed("accelerate") or not options.dry_run
     words = launcher.launcher_words(options.file, options.script, script_args, options.cpu, here, job.values)

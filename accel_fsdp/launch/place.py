@@ -46,6 +46,10 @@ class Place:
     def beside(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value.value for name, value in self.known.items() if str(values.get(name)) != str(value.value)}
 
+    def sources(self, values: Mapping[str, Any]) -> dict[str, str]:
+        """The sources of the parts in which the place differs from the YAML."""
+        return {name: self.known[name].source for name in self.beside(values)}
+
     def applied(self, job: JobConfig) -> JobConfig:
         return replace(job, values={**job.values, **self.beside(job.values)})
 

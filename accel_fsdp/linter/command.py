@@ -1,9 +1,10 @@
 """The command `accel-fsdp check`: read, run the rules, repair, report."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from accel_fsdp import atomic_files, console
@@ -88,14 +89,19 @@ def stops(
     script: Path,
     words: tuple[str, ...],
     unchecked: bool = False,
+    sources: Mapping[str, str] = MappingProxyType({}),
     stopped: str = "not launched; --no-check launches it as it is",
 ) -> bool:
     """Shows the errors of a job that is about to be launched; true if there are any and `unchecked` is off.
 
     Errors stop the job or make it differ from the file; after them the message `stopped` is shown. Warnings about the
-    script are shown too: such a job runs, but may not save a model.
+    script are shown too: such a job runs, but may not save a model. `sources` are the flags and variables that replace
+    the file's values, by key.
     """
-    findings = lint(path, LintOptions(), read_launch(script, words), read)
+    findings = [
+        _with_source(finding, sources.get(finding.key, ""))
+        for finding in lint(path, LintOptions(), read_launch(script, words), read)
+    ]
     errors = [finding for finding in findings if finding.severity == "error"]
     of_script = [finding for finding in findings if finding.code.startswith(OF_SCRIPTS)]
     warnings = [finding for finding in of_script if finding.severity == "warning"]
@@ -104,6 +110,16 @@ def stops(
     if errors:
         console.say("not stopped by them: --no-check" if unchecked else stopped)
     return bool(errors) and not unchecked
+
+
+def _with_source(finding: Finding, source: str) -> Finding:
+    """The finding with the flag or variable that its value comes from, instead of a line of the file."""
+    if not source:
+        return finding
+    if not source.startswith("--"):
+        return replace(finding, what=f"{finding.what} (from {source})", line=None)
+    what, fix = finding.what.replace(f"{finding.key}:", source), finding.fix.replace(finding.key, source)
+    return replace(finding, what=what, fix=fix, line=None)
 
 
 def _repair(path: Path, options: LintOptions, given: Subject) -> None:

@@ -1,11 +1,12 @@
 """Finds the cause of a failure: the line of the script, and the key or argument that is known to cause it."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from accel_fsdp.config import JobConfig
-from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.job import Job
+from accel_fsdp.launch.ranks import Holding, RankEvent
 from accel_fsdp.rehearsal import absent, verdict, without_gpu
 from accel_fsdp.rehearsal.job import CONSEQUENCE, Hang, Outcome, left_alone
 from accel_fsdp.rehearsal.scaled import machines_of
@@ -135,15 +136,21 @@ ABSENT = "this rank never reaches the collective that the others wait in: see wh
 
 def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome, experts: int = 1) -> None:
     expected = verdict.of_job(job, job.number("num_processes"), machines_of(job), classes, experts)
-    lines = {
-        event.kind: str(event.content["line"]) for event in outcome.events if event.kind in ("begun", "first-step")
-    }
-    for difference in verdict.differences(expected, outcome.holdings):
+    for failure in differences(expected, outcome.holdings, outcome.events):
+        raise failure
+
+
+def differences(expected: Job, holdings: Mapping[int, Holding], events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """Yields what the ranks hold otherwise than expected, the most serious first."""
+    lines = {event.kind: str(event.content["line"]) for event in events if event.kind in ("begun", "first-step")}
+    is_by_hand = "begun" in lines and not any(event.kind == "prepared" for event in events)
+    for difference in verdict.differences(expected, holdings):
         if not difference.key:
-            raise Failure(difference.what, key=SCRIPT, fix=difference.fix, line=lines.get("first-step", ""))
-        if "begun" in lines and not any(event.kind == "prepared" for event in outcome.events):
-            raise Failure(difference.what, key=SCRIPT, fix=BY_HAND, line=lines["begun"])
-        raise Failure(difference.what, key=difference.key, fix="see what accel-fsdp check says of it")
+            yield Failure(difference.what, key=SCRIPT, fix=difference.fix, line=lines.get("first-step", ""))
+        elif is_by_hand:
+            yield Failure(difference.what, key=SCRIPT, fix=BY_HAND, line=lines["begun"])
+        else:
+            yield Failure(difference.what, key=difference.key, fix="see what accel-fsdp check says of it")
 
 
 def of_outcome(outcome: Outcome) -> Failure:

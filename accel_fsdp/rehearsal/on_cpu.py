@@ -7,10 +7,10 @@ from accel_fsdp import console
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import ranks
-from accel_fsdp.rehearsal import drawn_rows, janitor, verdict, without_gpu
-from accel_fsdp.rehearsal.blame import of_hang
+from accel_fsdp.rehearsal import blame, drawn_rows, janitor, verdict, without_gpu
 from accel_fsdp.rehearsal.job import left_alone
 
+OTHERWISE = "on GPUs the script would do the same, so what check and plan say of this YAML doesn't hold for it"
 INTERRUPTED = 130
 """The exit code after Ctrl-C, without a measurement."""
 
@@ -38,19 +38,25 @@ def measured(job: JobConfig, launch: Callable[[], int], experts: int = 1) -> int
     ranks_in_all = job.number("num_processes") or len(holdings)
     classes = verdict.repeated(next(iter(holdings.values())))
     expected = verdict.of_job(job, ranks_in_all, job.number("num_machines") or 1, classes, experts)
-    differences = list(verdict.differences(expected, holdings))
+    differences = list(blame.differences(expected, holdings, events))
     for difference in differences:
-        console.say(f"not what the YAML asks for: {difference.what} ({difference.key})", style="red")
+        key = "" if difference.key == blame.SCRIPT else f" ({difference.key})"
+        _say(difference, f"not what the YAML asks for: {difference.what}{key}", OTHERWISE)
     mistakes = list(drawn_rows.find(events))
     for mistake in mistakes:
-        console.say(f"{mistake.line}: {mistake.what}; {mistake.fix}", style="red")
+        _say(mistake, mistake.what, "the model is trained on other rows, or in another order, than the script intends")
     return code or int(bool(differences or mistakes))
+
+
+def _say(failure: blame.Failure, what: str, why: str) -> None:
+    fix = f"{failure.line}: {failure.fix}" if failure.line else failure.fix
+    console.say(str(UserError(what, why=why, fix=fix)), style="red", lines=True)
 
 
 def _say_why(events: Sequence[ranks.RankEvent]) -> None:
     """Prints below the tracebacks why a rank's collective ended, or a fix for the rank that failed first."""
     if hang := left_alone(events):
-        failure = of_hang(hang, events)
+        failure = blame.of_hang(hang, events)
         why = "the ranks that have ended closed their connections, and the others' collectives failed"
         console.say(str(UserError(failure.what, why=why, fix=failure.fix)), lines=True)
         return

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from conftest import SFT
+from conftest import SFT, accel_fsdp
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -215,3 +215,17 @@ def test_a_port_that_is_taken_is_said_with_one_that_is_free() -> None:
             rendezvous.check_place("10.77.0.1", port, 0)
         assert "--main-process-port" in refused.value.fix
         rendezvous.check_place("10.77.0.1", port, 1)
+
+
+@pytest.mark.parametrize("in_file", ["", "main_process_ip: 10.0.0.1\n"])
+def test_a_finding_about_a_flag_names_the_flag(in_file: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        f"distributed_type: MULTI_GPU\nmixed_precision: 'no'\nnum_processes: 2\n{in_file}"
+    )
+    (tmp_path / "own.py").write_text("print(1)\n")
+    flags = ["--num-machines", "2", "--machine-rank", "0", "--main-process-ip", "127.0.0.1"]
+    finished = accel_fsdp("launch", *flags, tmp_path / "job.yaml", tmp_path / "own.py")
+    assert finished.code == 1
+    said = " ".join(finished.output.split())
+    assert "job.yaml: error AF415: --main-process-ip 127.0.0.1 and 2 machines" in said
+    assert "fix: --main-process-ip: an address of machine 0" in said

@@ -244,6 +244,32 @@ def test_launch_on_cpu_shows_what_each_rank_holds(tiny_model: Path, tmp_path: Pa
     assert f"/launch/ranks/__main__.py {SCRIPT} none" in shown
 
 
+OWN_UNITS = """import torch
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("gloo")
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.SGD(model.parameters())
+model(torch.ones(2, 8)).sum().backward()
+optimizer.step()
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_launch_on_cpu_says_why_and_what_to_do_where_the_units_differ(tmp_path: Path) -> None:
+    (config := tmp_path / "fsdp.yaml").write_text(
+        (CONFIGS / "fsdp2.yaml").read_text().replace("num_processes: 8", "num_processes: 2")
+    )
+    (script := tmp_path / "own.py").write_text(OWN_UNITS)
+    finished = accel_fsdp("launch", "--cpu", config, script)
+    assert finished.code == 1, finished.output
+    said = " ".join(finished.output.split())
+    assert "error: not what the YAML asks for: LlamaDecoderLayer has 0 modules, 0 units why: on GPUs" in said
+    assert f"fix: {script}:6: the script shards the model itself" in said
+
+
 def job(**values: object) -> JobConfig:
     return JobConfig({"distributed_type": "FSDP", "num_processes": 16, "num_machines": 2, **values})
 

@@ -84,7 +84,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     launcher.launcher_words(options.file, options.script, job_file.words, place=settled, values=job.values)
     read = settled.applied(job), document
     nothing = "no job file was written; --no-check writes it as it is"
-    if stops(options.file, read, options.script, job_file.words, options.no_check, nothing):
+    if stops(options.file, read, options.script, job_file.words, options.no_check, stopped=nothing):
         return 1
     text = "\n".join(kind.text(job_file))
     if options.output is None:
