@@ -102,7 +102,7 @@ def check_folder(folder: Path, within: Path) -> None:
 
 
 def inside(folder: Path, name: str, index: str) -> Path:
-    """The place in a folder of a file that the folder's `index` names.
+    """The path of a file that the `index` of a folder names.
 
     Raises:
         UserError: the name leads elsewhere, by its parts or through a link.

@@ -163,7 +163,7 @@ def otherwise(events: Sequence[RankEvent]) -> Mapping[str, Any]:
 
 def refuser(cell: Cell, outcome: Outcome) -> str:
     """The package in whose code the first error was raised."""
-    if blame.OURS.search(outcome.output):
+    if blame.OWN_ERROR.search(outcome.output):
         return "accel-fsdp"
     packages = IN_PACKAGE.findall(outcome.output.partition("Error: ")[0])
     return packages[-1] if packages else cell.script

@@ -216,7 +216,7 @@ def signature(node: ast.FunctionDef) -> inspect.Signature:
 
 
 def takes(ours: inspect.Signature, theirs: inspect.Signature) -> bool:
-    """Whether every call that fits `theirs` fits `ours` too; what takes any arguments is made to be overridden."""
+    """Whether every call that fits `theirs` fits `uses_sft` too; what takes any arguments is made to be overridden."""
     if any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in theirs.parameters.values()):
         return True
     star = any(parameter.kind is Parameter.VAR_POSITIONAL for parameter in ours.parameters.values())

@@ -64,7 +64,7 @@ def with_header(text: str, lines: list[str]) -> str:
     return "".join([*old[: max(place - 2, 0)], *(line + "\n" for line in lines), *old[end:]])
 
 
-def launches_ours(text: str) -> bool:
+def launches_sft(text: str) -> bool:
     """Whether the launch command in our header runs train/sft.py."""
     return SCRIPT in _launch_words(text)
 

@@ -2,7 +2,7 @@ from . import combinations as combinations
 from . import from_arguments as from_arguments
 from . import from_run as from_run
 from . import from_yaml as from_yaml
-from .combinations import UNLESS_OURS as UNLESS_OURS
+from .combinations import UNLESS_SFT as UNLESS_SFT
 from .combinations import Clash as Clash
 from .combinations import clashes as clashes
 from .from_arguments import Event as Event

@@ -27,7 +27,7 @@ ADAPTABLE = frozenset(
 """Quantisations that Trainer accepts under an adapter (transformers, `HfQuantizer.is_trainable`)."""
 ORIGINAL = "the model's 16-bit original"
 ADAMW = "--optim adamw_torch_fused"
-UNLESS_OURS = ", unless the script is train/sft.py"
+UNLESS_SFT = ", unless the script is train/sft.py"
 """The ending of a text about a bug that train/sft.py works around."""
 FLAGS = ("use_dora", "load_in_8bit", "predict_with_generate")
 """Boolean arguments of a script that the table checks."""
@@ -197,14 +197,14 @@ TABLE: tuple[Clash, ...] = (
         "label-smoothing-fsdp2", ("flags", "method"), "trains something else",
         "under FSDP2 Trainer doesn't shift the labels that --label_smoothing_factor compares with",
         "each token learns to say itself, and the logged loss looks better",
-        f"no --label_smoothing_factor, or fsdp_version: 1{UNLESS_OURS}",
+        f"no --label_smoothing_factor, or fsdp_version: 1{UNLESS_SFT}",
         lambda job: job.engine is Engine.FSDP2 and not job.adapter and "label_smoothing_factor" in job.flags,
         mended=True,
     ),
     Clash(
         "adapter-recompute", ("recompute", "method"), "saves nothing",
         "PEFT loses the adapter under FSDP's activation checkpointing",
-        f"the exported adapter has no tensors{UNLESS_OURS}",
+        f"the exported adapter has no tensors{UNLESS_SFT}",
         "fsdp_activation_checkpointing: false and --gradient_checkpointing true",
         lambda job: job.engine in FSDP_KINDS and job.adapter and job.recompute == "engine",
         mended=True,
@@ -212,7 +212,7 @@ TABLE: tuple[Clash, ...] = (
     Clash(
         "adapter-fsdp1", ("method",), "saves nothing",
         "PEFT loses the adapter under FSDP1",
-        f"the exported adapter has no tensors{UNLESS_OURS}",
+        f"the exported adapter has no tensors{UNLESS_SFT}",
         "fsdp_version: 2",
         lambda job: job.engine is Engine.FSDP1 and job.adapter,
         mended=True,

@@ -27,27 +27,29 @@ GIVE_ARGUMENTS = (
     "in bash also --args <(echo train/sft.py --bf16)"
 )
 LARGEST_PORT = 65535
-OURS = re.compile(r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp import .*\btraining\b", re.MULTILINE)
+USES_TRAINING = re.compile(
+    r"^(?:from|import) accel_fsdp\.training\b|^from accel_fsdp import .*\btraining\b", re.MULTILINE
+)
 """How train/sft.py, and scripts like it, import the parts that fix bugs of Trainer and PEFT."""
 
 
 def read_launch(script: Path, words: tuple[str, ...]) -> Subject:
-    """The arguments of a job that is about to be launched, and its script unless it is ours.
+    """The arguments of a job that is about to be launched, and its script unless that is train/sft.py.
 
     A script that isn't valid Python is left out, because the launcher reports it.
     """
-    subject = Subject({}, args=flag_words.parse_command_line(words), starter="accelerate", ours=_is_ours(script))
-    if subject.ours:
+    subject = Subject({}, args=flag_words.parse_command_line(words), starter="accelerate", uses_sft=_uses_sft(script))
+    if subject.uses_sft:
         return subject
     with contextlib.suppress(UsageError):
         subject = replace(subject, script=_parsed(script, _script_text(script)))
     return subject
 
 
-def _is_ours(script: Path) -> bool:
+def _uses_sft(script: Path) -> bool:
     """Whether a script is train/sft.py: by its imports, or by its name if it can't be read."""
     try:
-        return OURS.search(_script_text(script)) is not None
+        return USES_TRAINING.search(_script_text(script)) is not None
     except UserError:
         return script.parts[-2:] == ("train", "sft.py")
 
@@ -70,7 +72,7 @@ def read_given(sources: Sources) -> Subject:
         launcher=launcher_flags(words),
         checkpoint=checkpoint,
         script=None if sources.script is None or script is None else _parsed(sources.script, script),
-        ours=_is_ours(Path(_script_in(words))) if script is None else OURS.search(script) is not None,
+        uses_sft=_uses_sft(Path(_script_in(words))) if script is None else USES_TRAINING.search(script) is not None,
     )
 
 

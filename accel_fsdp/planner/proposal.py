@@ -71,7 +71,7 @@ class Proposer:
             except UserError as error:
                 self._faults[key][""] = f"{error.what.rstrip('.')}: {error.why}"
             else:
-                findings = run(Subject(values, args=arguments(job), ours=job.layout.is_by_transformers))
+                findings = run(Subject(values, args=arguments(job), uses_sft=job.layout.is_by_transformers))
                 faults = (finding for finding in findings if finding.severity != "note")
                 self._faults[key] |= {fault.code: sentence(fault) for fault in faults}
         return self._faults[key]

@@ -128,9 +128,9 @@ class PlanReport:
                 reasons.setdefault(candidate.refused, []).append(candidate.layout.name)
         if not self.config:
             for why, names in reasons.items():
-                mended = why.endswith(combinations.UNLESS_OURS)
-                fails = f"fails{combinations.UNLESS_OURS if mended else ''}"
-                yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_OURS)}."
+                mended = why.endswith(combinations.UNLESS_SFT)
+                fails = f"fails{combinations.UNLESS_SFT if mended else ''}"
+                yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_SFT)}."
 
     def advice(self) -> Iterator[str]:
         """The recommendation with its reasons, or changes that would make the job fit; a sentence or two per line."""

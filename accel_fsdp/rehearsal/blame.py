@@ -126,7 +126,7 @@ KNOWN = (
 """Known problems that only a run shows."""
 OF_PYTHON = re.compile(r"(AttributeError|TypeError|NameError|UnboundLocalError):")
 """Python's errors for slips in a script."""
-OURS = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
+OWN_ERROR = re.compile(r"^error: (?P<what>.+)\n  why: (?P<why>.+)\n  fix: (?P<fix>.+)$", re.MULTILINE)
 """Exit codes of this project's programs."""
 BY_HAND = (
     "the script shards the model itself, otherwise than the YAML says: see which modules, ranks and strategy it names"
@@ -158,7 +158,7 @@ def of_outcome(outcome: Outcome) -> Failure:
         return of_hang(hang, outcome.events, outcome.tail)
     failures = [event.content for event in outcome.failures]
     failure = next((content for content in failures if not CONSEQUENCE.search(content["error"])), None)
-    if failure is None and (own_error := OURS.search(outcome.output)):
+    if failure is None and (own_error := OWN_ERROR.search(outcome.output)):
         return Failure(f"{own_error['what']}: {own_error['why']}", fix=own_error["fix"], output=outcome.tail)
     ended = next((event for event in outcome.ends if event.content["code"]), None)
     if failure is None and failures and ended:

@@ -97,9 +97,9 @@ def _steps(
     if not launcher.cold:
         warm.start_server(folder)
     yield "check", lambda: _check(options, launcher, words, model)
-    experts = scaled.expert_parallel_size(words) if (ours := read_launch(script, words).ours) else 1
+    experts = scaled.expert_parallel_size(words) if (uses_sft := read_launch(script, words).uses_sft) else 1
     small_job, report.changes = scaled.scale(job, options.processes, experts)
-    if not ours:
+    if not uses_sft:
         scaled.check_own(small_job, script.name)
     real, layout = scaled.layout_of(job, experts), scaled.small_layout(job, small_job, experts)
     if options.script is not None:

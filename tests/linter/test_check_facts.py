@@ -65,7 +65,7 @@ HEADS = replace(LLAMA, heads=8, kv_heads=2, experts=8, tensor_plan=True, expert_
 
 
 def ours(text: str, args: str = "", model: Any = None, **more: Any) -> Subject:
-    return subject(text, args or "train/sft.py --bf16", model=model, ours=True, **more)
+    return subject(text, args or "train/sft.py --bf16", model=model, uses_sft=True, **more)
 
 
 NO_SYNC = "--gradient_accumulation_steps 4 --accelerator_config sync_each_batch"
@@ -296,7 +296,7 @@ MENDED = {"AF421", "AF616", "AF801"}
 
 @pytest.mark.parametrize("code", sorted(MENDED))
 def test_rule_is_silent_where_the_script_is_ours(code: str) -> None:
-    assert code not in codes_of(replace(FACTS[code][0], ours=True))
+    assert code not in codes_of(replace(FACTS[code][0], uses_sft=True))
 
 
 BY_FILE_ALONE = {"AF331", "AF332", "AF320", "AF321", "AF322", "AF702"}

@@ -109,7 +109,7 @@ def test_who_gives_the_model_a_count_to_divide_by(lines: str, trl: str, fires: b
         here = subject(low, script=script(lines), versions={"transformers": "5.23.0", "trl": trl})
         assert ("AF636" in codes_of(here)) is fires
         assert "AF636" not in codes_of(replace(here, versions={"transformers": "5.22.2", "trl": trl}))
-        assert "AF636" not in codes_of(replace(here, ours=True))
+        assert "AF636" not in codes_of(replace(here, uses_sft=True))
         assert "AF636" not in codes_of(replace(here, args={"label_smoothing_factor": "0.1"}))
         assert "AF636" not in codes_of(subject(text, script=script(lines), versions={"transformers": "5.23.0"}))
 

@@ -57,7 +57,7 @@ def file_for(sizes: dict[str, int]) -> JobConfig:
 
 def refusals_by_check(file: JobConfig, experts: int, config: Any) -> list[str]:
     arguments = {"expert_parallel_size": experts}
-    subject = rules.Subject(file.values, args=arguments, model=model_facts("a", config), ours=True)
+    subject = rules.Subject(file.values, args=arguments, model=model_facts("a", config), uses_sft=True)
     asked = {code: rules.engine.RULES[code] for code in ("AF516", "AF517", "AF518")}
     return [finding.what for finding in rules.engine.run(subject, asked)]
 

@@ -97,9 +97,9 @@ def _calls() -> list[Call]:
 
 def _call(entry: Mapping[str, Any]) -> Call:
     frames = entry.get("frames") or []  # innermost first
-    own = [number for number, at in enumerate(frames) if script.is_own(at["filename"])]
+    own = [number for number, frame in enumerate(frames) if script.is_own(frame["filename"])]
     lines = tuple(script.line_of([(frames[number]["filename"], frames[number]["line"])]) for number in reversed(own))
-    inner = [str(at["name"]) for at in (frames[: own[0]] if own else frames)]
+    inner = [str(frame["name"]) for frame in (frames[: own[0]] if own else frames)]
     collective = str(entry["profiling_name"]).rpartition(":")[2]
     call = _called(inner, collective)
     sizes = tuple(tuple(size) for size in entry.get("input_sizes", ()))

@@ -77,7 +77,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     kind = ENGINES[options.engine]
     job, document = read_config(options.file)
     job_file = _settle(options, job, script_args)
-    if job_file.ours:
+    if job_file.uses_sft:
         _refuse_own_flags(script_args)
     machine_0 = _place(CLUSTER_ENGINES[options.engine].title, job_file)
     settled = place.settle(machine_0, {}, job.values, str(options.file))
@@ -165,7 +165,7 @@ def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
 
 def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> JobFile:
     count, gpus, kind = _machines(options, config)
-    uses_sft = read_launch(options.script, script_args).ours
+    uses_sft = read_launch(options.script, script_args).uses_sft
     arguments = flag_words.parse_command_line(script_args)
     resumed = RESUMES in arguments
     time_unneeded = options.engine == "slurm" and uses_sft and options.time is None  # the others need no time
@@ -179,7 +179,7 @@ def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, .
         cpus=options.cpus or CPUS_PER_GPU * gpus,
         predicted=duration.predicted(arguments, config, count, kind) if time_unneeded else None,
         minutes=None if options.time is None else _minutes(options.time, options.grace),
-        ours=uses_sft,
+        uses_sft=uses_sft,
         environment=duration.environment(arguments if uses_sft else {}, config, count, kind),
     )
 

@@ -25,7 +25,7 @@ def text(job: JobFile) -> list[str]:
         "env:",
         f"  - HF_HOME={job.folder}/.huggingface",
         *(f"  - {name}={value}" for name, value in job.environment.items()),
-        *([f"  - TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.ours else []),
+        *([f"  - TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.uses_sft else []),
         *(f"  # - {name}    # <- from your shell: {purpose}" for name, purpose in TOKENS.items()),
         f"  # - NCCL_DEBUG=INFO    # <- {NCCL_DEBUG}",
         *(["spot_policy: spot"] if job.flags.spot else []),

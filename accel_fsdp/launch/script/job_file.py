@@ -33,7 +33,7 @@ class JobFile:
 
     `gpus` and `cpus` are those of each machine, `minutes` the time limit, if a flag gives it. `predicted` is the
     predicted duration, if there is one and no flag gives a limit. `environment` are the variables without which the job
-    doesn't fit, from the plan or the YAML's own comment. `ours`: the script is train/sft.py or made of its parts.
+    doesn't fit, from the plan or the YAML's own comment. `uses_sft`: the script is train/sft.py or made of its parts.
     """
 
     flags: ScriptCommand
@@ -45,13 +45,13 @@ class JobFile:
     cpus: int
     minutes: int | None
     predicted: Duration | None
-    ours: bool
+    uses_sft: bool
     environment: Mapping[str, str]
 
     @property
     def resumes(self) -> bool:
         """Whether the job file, submitted again, continues the stopped run."""
-        return self.ours and flag_words.parse_command_line(self.words).get(RESUMES) in ("auto", "true")
+        return self.uses_sft and flag_words.parse_command_line(self.words).get(RESUMES) in ("auto", "true")
 
     @property
     def folder(self) -> str:
@@ -108,7 +108,7 @@ def indented(text: str, indent: str) -> str:
 def refuse_own_disk(job: JobFile, disks: str) -> None:
     """Refuses an output folder that other machines, or a later start, won't find; `disks` describes these disks."""
     output = flag_words.parse_command_line(job.words).get("output_dir", "")
-    if job.ours and isinstance(output, str) and not f"{output}/".startswith(f"{job.folder}/"):
+    if job.uses_sft and isinstance(output, str) and not f"{output}/".startswith(f"{job.folder}/"):
         raise UsageError(
             f"--output_dir {output or 'is missing'}, and {disks}",
             why="a later start would find no checkpoint, and other machines not the shards of this one",

@@ -110,7 +110,7 @@ def _resources(job: JobFile, indent: str) -> list[str]:
 def _container(job: JobFile, indent: str) -> list[str]:
     """Variables and command, with `exec`: a pod's first process gets the signal, and bash would not forward it."""
     values = {"HF_HOME": f"{job.folder}/.huggingface", **job.environment}
-    if job.ours:
+    if job.uses_sft:
         values["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = f'"{job.shutdown}"'
     variables = [line for name, value in values.items() for line in (f"  - name: {name}", f"    value: {value}")]
     command = [

@@ -39,7 +39,7 @@ def text(job: JobFile) -> list[str]:
         "envs:",
         f"  HF_HOME: {job.folder}/.huggingface",
         *(f"  {name}: {value}" for name, value in job.environment.items()),
-        *([f'  TORCH_ELASTIC_SHUTDOWN_TIMEOUT: "{job.shutdown}"'] if job.ours else []),
+        *([f'  TORCH_ELASTIC_SHUTDOWN_TIMEOUT: "{job.shutdown}"'] if job.uses_sft else []),
         f"  # NCCL_DEBUG: INFO    # <- {NCCL_DEBUG}",
         "# secrets:    # <- from your shell: sky jobs launch --secret HF_TOKEN FILE",
         *(f"#   {name}: null    # {purpose}" for name, purpose in TOKENS.items()),

@@ -31,7 +31,7 @@ def _directives(job: JobFile) -> list[str]:
         "#SBATCH --output=%x-%j.out",
         "#SBATCH --open-mode=append",
         *([f"#SBATCH --chdir={job.flags.shared}"] if job.flags.shared else []),
-        *([f"#SBATCH --signal=USR1@{job.flags.grace}"] if job.ours else []),
+        *([f"#SBATCH --signal=USR1@{job.flags.grace}"] if job.uses_sft else []),
         "#SBATCH --requeue" if job.resumes else "#SBATCH --no-requeue",
         "# <- With one # where your cluster wants them:",
         "##SBATCH --partition=NAME",
@@ -59,7 +59,7 @@ def _prepared(job: JobFile) -> list[str]:
         'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
         *shell_variables(job),
         'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
-        *([f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.ours else []),
+        *([f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.uses_sft else []),
         *([] if job.machines == 1 else network),
     ]
 
@@ -87,4 +87,4 @@ def _end_of_one(job: JobFile) -> str:
     Ending the others at once would hide the code of a stopped job behind theirs, 143. Our ranks all end together; a
     user's own script may run much longer on one machine, so for it only a failure ends the others.
     """
-    return f"--kill-on-bad-exit=0 --wait={OTHERS_SECONDS}" if job.ours else "--kill-on-bad-exit=1"
+    return f"--kill-on-bad-exit=0 --wait={OTHERS_SECONDS}" if job.uses_sft else "--kill-on-bad-exit=1"

@@ -10,7 +10,7 @@ from accel_fsdp.launch.script.job_file import JobFile, in_lines, shell_variables
 
 def text(job: JobFile) -> list[str]:
     """A bash script that is started on each machine with its number and the address of machine 0."""
-    if not job.ours:
+    if not job.uses_sft:
         raise UsageError(
             f"torchrun reads no Accelerate YAML, and {job.flags.script} doesn't either",
             why="the script would train without FSDP",

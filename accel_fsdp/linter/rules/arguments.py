@@ -6,7 +6,7 @@ from typing import Any
 
 from accel_fsdp.config import LOW_DTYPES, Engine
 from accel_fsdp.errors import near_key
-from accel_fsdp.job import UNLESS_OURS, from_arguments
+from accel_fsdp.job import UNLESS_SFT, from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.linter.rules.script import TRL, trainer_classes
 from accel_fsdp.models import state_bytes
@@ -50,11 +50,11 @@ def resuming_under_fsdp1(subject: Subject) -> Iterator[Finding]:
     at zero. train/sft.py creates the state first; most scripts don't.
     """
     resumes = subject.resumes or (subject.checkpoint is not None and subject.checkpoint.sharded)
-    if subject.engine is Engine.FSDP1 and subject.sharded_state_dict and resumes and not subject.ours:
+    if subject.engine is Engine.FSDP1 and subject.sharded_state_dict and resumes and not subject.uses_sft:
         yield Finding(
             "fsdp_config.fsdp_version",
             "FSDP1 does not load a sharded optimizer state",
-            f"moments silently start at zero{UNLESS_OURS}",
+            f"moments silently start at zero{UNLESS_SFT}",
             "fsdp_version: 2",
         )
 
@@ -143,11 +143,11 @@ def adapter_on_a_tied_weight(subject: Subject) -> Iterator[Finding]:
             stops if loads_once else "prepare stops: Parameter is shared with another FSDP group",
             "modules_to_save: embed_tokens alone, with fsdp_cpu_ram_efficient_loading: true",
         )
-    elif adapted & set(HEAD) and loads_once and not subject.ours:
+    elif adapted & set(HEAD) and loads_once and not subject.uses_sft:
         yield Finding(
             "",
             "an adapter on lm_head, which the model ties to its embedding",
-            f"{stops}{UNLESS_OURS}",
+            f"{stops}{UNLESS_SFT}",
             "leave lm_head out, or fsdp_cpu_ram_efficient_loading: false",
         )
 
@@ -250,11 +250,11 @@ def held_out_loss_over_ranks(subject: Subject) -> Iterator[Finding]:
         "none",
         "false",
     )
-    if evaluates and subject.number("num_processes") > 1 and subject.engine is not Engine.NONE and not subject.ours:
+    if evaluates and subject.number("num_processes") > 1 and subject.engine is not Engine.NONE and not subject.uses_sft:
         yield Finding(
             "num_processes",
             f"the held-out loss of {subject.number('num_processes')} processes is off in its last batch",
-            f"of few rows that is too low or too high by tenths{UNLESS_OURS}",
+            f"of few rows that is too low or too high by tenths{UNLESS_SFT}",
             "as many held-out rows as fill whole batches of all processes; or compute_metrics of your own",
         )
 
@@ -266,7 +266,7 @@ def loss_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
     Accelerate gives FSDP2 an `output_dtype`. Rounded losses are often equal, which triggers early stopping and hides
     small gains. train/sft.py keeps the loss in float32.
     """
-    if subject.engine is Engine.FSDP2 and subject.mixed and subject.args is not None and not subject.ours:
+    if subject.engine is Engine.FSDP2 and subject.mixed and subject.args is not None and not subject.uses_sft:
         yield Finding(
             "mixed_precision",
             "FSDP2 rounds the loss to 16 bits",
@@ -285,7 +285,7 @@ def count_in_sixteen_bits(subject: Subject) -> Iterator[Finding]:
     integers, which FSDP doesn't cast. train/sft.py divides outside of the model.
     """
     counts_in_floats = "transformers" in subject.versions and not subject.older("transformers", "5.23")
-    low = subject.is_fsdp and subject.mixed and not subject.ours
+    low = subject.is_fsdp and subject.mixed and not subject.uses_sft
     if counts_in_floats and low and not _positive(subject.arg("label_smoothing_factor")) and _gives_the_count(subject):
         yield Finding(
             "mixed_precision",
@@ -313,7 +313,7 @@ def dropout_drawn_twice(subject: Subject) -> Iterator[Finding]:
     """
     drops = [name for name, value in (subject.args or {}).items() if "dropout" in name and _positive(value)]
     on = subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing")
-    if on and drops and not subject.ours:
+    if on and drops and not subject.uses_sft:
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing",
             f"--{drops[0]} with FSDP2's activation checkpointing",
@@ -333,10 +333,15 @@ def best_model_of_shards(subject: Subject) -> Iterator[Finding]:
     Trainer 5.23 looks for the folder before it is created. If a fast rank creates it before another one looks, ranks
     disagree, and loading hangs. train/sft.py creates the folder first.
     """
-    if subject.is_fsdp and subject.sharded_state_dict and subject.arg_on("load_best_model_at_end") and not subject.ours:
+    if (
+        subject.is_fsdp
+        and subject.sharded_state_dict
+        and subject.arg_on("load_best_model_at_end")
+        and not subject.uses_sft
+    ):
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
             "--load_best_model_at_end overlooks the newest checkpoint",
-            f"an older model counts as the best, or ranks that disagree hang{UNLESS_OURS}",
+            f"an older model counts as the best, or ranks that disagree hang{UNLESS_SFT}",
             "fsdp_state_dict_type: FULL_STATE_DICT, or train/sft.py",
         )

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from accel_fsdp.checkpoints import file_names
-from accel_fsdp.job import UNLESS_OURS
+from accel_fsdp.job import UNLESS_SFT
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.units import counted
 
@@ -15,7 +15,7 @@ def checkpoint_of_another_kind(subject: Subject) -> Iterator[Finding]:
     train/sft.py resumes either kind; Trainer alone doesn't.
     """
     saved = subject.checkpoint
-    if saved is None or not subject.is_fsdp or subject.ours:
+    if saved is None or not subject.is_fsdp or subject.uses_sft:
         return
     for stored, expected, kind in (
         (saved.sharded, subject.sharded_state_dict, "SHARDED_STATE_DICT"),
@@ -25,7 +25,7 @@ def checkpoint_of_another_kind(subject: Subject) -> Iterator[Finding]:
             yield Finding(
                 "fsdp_config.fsdp_state_dict_type",
                 f"{saved.name} was written with {kind}",
-                f"resuming stops: FileNotFoundError{UNLESS_OURS}",
+                f"resuming stops: FileNotFoundError{UNLESS_SFT}",
                 f"fsdp_state_dict_type: {kind}",
             )
 
@@ -222,6 +222,6 @@ def exports_are_private(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "",
             "safetensors 0.8.0 makes its files private",
-            f"others can't read an export{UNLESS_OURS}",
+            f"others can't read an export{UNLESS_SFT}",
             "chmod a+r on the export",
         )

@@ -19,7 +19,7 @@ from accel_fsdp.config import (
     JobConfig,
     Method,
     apply,
-    launches_ours,
+    launches_sft,
     script_arguments,
     short_name,
 )
@@ -67,7 +67,7 @@ class Subject(JobConfig):
 
     `args` are the training script's arguments, `starter` the word that their command line begins with (accelerate,
     torchrun, python), empty if they came as a mapping, and `launcher` the flags of that line that belong to
-    `accelerate launch`. `ours` means that the script is train/sft.py, which works around bugs.
+    `accelerate launch`. `uses_sft` means that the script is train/sft.py, which works around bugs.
     """
 
     args: Mapping[str, Any] | None = None
@@ -78,7 +78,7 @@ class Subject(JobConfig):
     script: ScriptFacts | None = None
     here: "HereFacts | None" = None
     launcher: Mapping[str, Any] = field(default_factory=dict)
-    ours: bool = False
+    uses_sft: bool = False
 
     def older(self, package: str, version: str) -> bool:
         """Whether a package is installed in an older version."""
@@ -95,15 +95,15 @@ class Subject(JobConfig):
         return any(from_arguments.is_on(self.arg(name)) for name in names)
 
     @property
-    def launches_ours(self) -> bool:
+    def launches_sft(self) -> bool:
         """Whether the script is train/sft.py: by the arguments, or without them by the file's own launch line."""
-        return self.ours or (self.args is None and self.script is None and launches_ours(self.source))
+        return self.uses_sft or (self.args is None and self.script is None and launches_sft(self.source))
 
     @property
     def experts(self) -> int:
         """The expert-parallel size of train/sft.py, from the arguments or the launch line; 1 without."""
         launched = parse_command_line(script_arguments(self.source)) if self.args is None else self.args
-        return from_arguments.expert_parallel_size(launched) if self.launches_ours else 1
+        return from_arguments.expert_parallel_size(launched) if self.launches_sft else 1
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -113,7 +113,7 @@ class Subject(JobConfig):
     @property
     def by_transformers(self) -> bool:
         """Whether train/sft.py has transformers shard the model: Accelerate has no tensor or expert parallelism."""
-        return self.launches_ours and self.job.layout.is_by_transformers
+        return self.launches_sft and self.job.layout.is_by_transformers
 
     @property
     def lacks_processes(self) -> bool:
@@ -199,7 +199,7 @@ class Subject(JobConfig):
 def combined(subject: Subject, key: str, *names: str, edits: tuple[Edit, ...] = ()) -> Iterator[Finding]:
     """The matching rows of the table of combinations with these names, as findings about `key`."""
     for clash in clashes(subject.job):
-        if clash.name in names and not (clash.mended and subject.ours):
+        if clash.name in names and not (clash.mended and subject.uses_sft):
             yield Finding(key, clash.what, clash.why, clash.fix, edits)
 
 

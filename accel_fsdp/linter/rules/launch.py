@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from accel_fsdp.config import DEFAULT_PORT, LAUNCH_PLACES, LOW_DTYPES, MULTI_CPU, TORCH_DTYPES, Edit, Engine
 from accel_fsdp.errors import did_you_mean
-from accel_fsdp.job import UNLESS_OURS, combinations
+from accel_fsdp.job import UNLESS_SFT, combinations
 from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 from accel_fsdp.units import listed
 
@@ -227,7 +227,7 @@ def checkpointing_twice(subject: Subject) -> Iterator[Finding]:
     train/sft.py takes the right one of the two.
     """
     twice = subject.arg_on("gradient_checkpointing", "activation_checkpointing")
-    if subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and twice and not subject.ours:
+    if subject.is_fsdp and subject.on("fsdp_activation_checkpointing") and twice and not subject.uses_sft:
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing",
             "activation checkpointing is on twice",
@@ -349,7 +349,7 @@ def pure_low_precision(subject: Subject) -> Iterator[Finding]:
             "mixed_precision",
             f"{f'a checkpoint in {subject.load_dtype}' if dtype == 'auto' else f'--dtype {dtype}'} "
             "without mixed precision has no float32 master weights",
-            f"small updates are lost to rounding{UNLESS_OURS if dtype == 'auto' else ''}",
+            f"small updates are lost to rounding{UNLESS_SFT if dtype == 'auto' else ''}",
             "mixed_precision: bf16, or --dtype float32",
         )
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 
 from accel_fsdp.config import BY_NAME, DEFAULT_PORT, FALSE_WORDS, HYBRID, MULTI_CPU, TRUE_WORDS, Engine
-from accel_fsdp.job import UNLESS_OURS
+from accel_fsdp.job import UNLESS_SFT
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import about_gib, counted, distinguishable
@@ -132,7 +132,7 @@ def no_accelerator_here(subject: Subject) -> Iterator[Finding]:
         yield Finding(
             "distributed_type",
             "this machine has no usable GPU",
-            f"every rank trains the whole model alone{UNLESS_OURS}",
+            f"every rank trains the whole model alone{UNLESS_SFT}",
             "run it on a machine with GPUs; look at CUDA_VISIBLE_DEVICES",
         )
 
@@ -141,11 +141,11 @@ def no_accelerator_here(subject: Subject) -> Iterator[Finding]:
 def syncing_without_accelerator(subject: Subject) -> Iterator[Finding]:
     """FSDP1 with synced module states, its default, on a machine without accelerator: Accelerate stops."""
     none = subject.here is not None and subject.here.usable_gpus == 0
-    if subject.engine is Engine.FSDP1 and none and subject.on("fsdp_sync_module_states") and not subject.ours:
+    if subject.engine is Engine.FSDP1 and none and subject.on("fsdp_sync_module_states") and not subject.uses_sft:
         yield Finding(
             "fsdp_config.fsdp_sync_module_states",
             "FSDP1 looks for a GPU to sync module states on",
-            f"There are currently no available devices found{UNLESS_OURS}",
+            f"There are currently no available devices found{UNLESS_SFT}",
             "fsdp_sync_module_states: false and fsdp_cpu_ram_efficient_loading: false",
         )
 

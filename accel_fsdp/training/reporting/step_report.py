@@ -199,8 +199,8 @@ def _compared(stretches: Sequence[Measured], predicted: by_unit.UnitSteps | None
     before = predicted.between_bytes if predicted else 0
     if predicted:
         for planned in predicted.stretches:
-            place = planned.micro_batch, planned.phase, planned.unit, planned.layer
-            plan[place] = planned.seconds, before, planned.peak_bytes, planned.after_bytes
+            planned_key = planned.micro_batch, planned.phase, planned.unit, planned.layer
+            plan[planned_key] = planned.seconds, before, planned.peak_bytes, planned.after_bytes
             before = planned.after_bytes
     last = max(stretch.mark.micro_batch for stretch in stretches)
     for stretch in stretches:
