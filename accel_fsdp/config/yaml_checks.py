@@ -117,7 +117,7 @@ def _check_size(text: str, path: Path) -> None:
 def _refused(what: str) -> UsageError:
     return UsageError(
         what,
-        why="no job has so many settings, and a parser takes minutes for them",
+        why="no settings are so many, and a parser takes minutes for them",
         fix="write the settings out without aliases (*name) and merges (<<)",
     )
 
