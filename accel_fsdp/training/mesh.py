@@ -7,6 +7,8 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp import console, models
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 HIDDEN = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """Variables that Accelerate must not find, nor the sizes of its mesh: it would shard the model once more."""
+
+BOTH_SINCE = "2.13"
+"""The first version of torch whose checkpoints were tried with both axes at once."""
 
 
 def layout_here() -> Layout:
@@ -57,6 +62,12 @@ def choose(experts: int) -> None:
         return
     axis = f"tp_size: {sizes['tp']}" if "tp" in sizes else f"{EXPERT_FLAG} {experts}"
     models.parallel_plans.check_version(axis)
+    if experts > 1 and sizes.get("tp", 1) > 1 and Version(torch.__version__) < Version(BOTH_SINCE):
+        raise UserError(
+            f"{axis} with {EXPERT_FLAG} {experts} and torch {torch.__version__}",
+            why="its checkpoints can't describe experts that both divide (torch 2.11)",
+            fix=f"pip install 'torch>={BOTH_SINCE}', or one of the two",
+        )
     if not launch.uses_fsdp2:
         raise UsageError(
             f"{axis} without {Engine.FSDP2.label}",

@@ -41,6 +41,7 @@ REFUSED = {
     "phi3": {"ep": "no plan to divide the experts"},
     "olmo2": {"ep": "no plan to divide the experts"},
     "qwen3_moe": {"tp 8": "4 key/value heads", "ep 8": "4 experts"},
+    "mixtral": {"tp 8": "4 key/value heads", "ep 8": "4 experts"},
     "gpt_oss": {"tp": "no plan to divide the layers", "ep 8": "4 experts"},
 }
 """What is said of a family on each mesh with such an axis."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PROBE, ROOT, SFT, accel_fsdp, accelerate_launch, run
+from packaging.version import Version
 from peft import PeftModel
 from reference import job_words, train
 from safetensors.torch import load_file
@@ -62,9 +63,10 @@ JOBS = {
     "gemma3_text on fsdp2 x tp2": ("gemma3_text", "fsdp2 x tp2", 1),
     "phi3 on replicas2 x tp2": ("phi3", "replicas2 x tp2", 1),
     "gpt_oss on fsdp4, ep2": ("gpt_oss", "fsdp4", 2),
-    "qwen3_moe on fsdp2 x tp2, ep4": ("qwen3_moe", "fsdp2 x tp2", 4),
     "qwen3_moe, lora on fsdp4, ep2": ("qwen3_moe, lora", "fsdp4", 2),
 }
+if BOTH_AXES := Version(torch.__version__) >= Version(mesh.BOTH_SINCE):
+    JOBS["qwen3_moe on fsdp2 x tp2, ep4"] = ("qwen3_moe", "fsdp2 x tp2", 4)
 
 
 def every_job() -> dict[str, tuple[str, str, int]]:
@@ -75,7 +77,7 @@ def every_job() -> dict[str, tuple[str, str, int]]:
         for kind in (f"{name}{method}" for name in KINDS for method in ("", ", lora"))
         for mesh, experts in meshes
         if (experts == 1 or "num_experts" in KINDS[kind.removesuffix(", lora")])
-        and not ("tp" in mesh and ("gpt_oss" in kind or "lora" in kind))
+        and not ("tp" in mesh and ("gpt_oss" in kind or "lora" in kind or (experts > 1 and not BOTH_AXES)))
     }
 
 
@@ -87,7 +89,7 @@ PLAIN_SGD += ["--export_dtype", "float32", "--max_steps", str(STEPS)]
 """Neither Adam nor clipping: they would hide a wrong scale of the gradients."""
 LORA = ["--use_peft", "--lora_dropout", "0.0", "--lora_target_modules"]
 LEGS = {
-    "leg": ("fsdp4", "fsdp2 x tp2, ep4", "fsdp4, ep2", "fsdp4"),
+    "leg": ("fsdp4", "fsdp2 x tp2, ep4" if BOTH_AXES else "fsdp2 x tp2", "fsdp4, ep2", "fsdp4"),
     "whole": ("fsdp4 in whole files", "fsdp2 x tp2"),
 }
 """The meshes of runs, a step on each; on the first and last of "leg" Accelerate shards, on the others transformers."""
@@ -213,7 +215,14 @@ def test_each_rank_holds_its_part(trained: Path) -> None:
     total = sum(value.numel() for value in load_file(trained / "qwen3 on fsdp2 x tp2/final/model.safetensors").values())
     assert total / 4 <= held["qwen3 on fsdp2 x tp2"] < total / 4 + 200
     output = (trained / "output.txt").read_text()
-    assert "sharding: transformers, fsdp 2 x tp 2 x ep 4: each rank holds" in output
+    assert f"sharding: transformers, fsdp 2 x tp 2{' x ep 4' * BOTH_AXES}: each rank holds" in output
+
+
+def test_both_axes_need_a_torch_that_saves_them(yamls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    become_rank(yamls / "fsdp2 x tp2.yaml", monkeypatch)
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
+    with pytest.raises(UserError, match=r"tp_size: 2 with --expert_parallel_size 4 and torch 2\.11"):
+        mesh.choose(4)
 
 
 @pytest.mark.parametrize("run", LEGS)
@@ -253,16 +262,21 @@ REFUSED = {
 }
 
 
+def become_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of one of four ranks under this YAML."""
+    environment = launcher.environment(launcher.launcher_args(file, SFT, ()))
+    for name in [name for name in os.environ if name.startswith(EXPORTED)]:
+        monkeypatch.delenv(name)
+    for name, value in {**environment, "WORLD_SIZE": "4", MESH: ""}.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_doesn_t_go_is_refused_before_weights_are_read(
     message: str, yamls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, experts, changed, adapted, quantized = REFUSED[message]
-    environment = launcher.environment(launcher.launcher_args(yamls / f"{file}.yaml", SFT, ()))
-    for name in [name for name in os.environ if name.startswith(EXPORTED)]:
-        monkeypatch.delenv(name)
-    for name, value in {**environment, "WORLD_SIZE": "4", MESH: ""}.items():
-        monkeypatch.setenv(name, value)
+    become_rank(yamls / f"{file}.yaml", monkeypatch)
     config = AutoConfig.for_model("llama", **{**SMALL, **changed})
 
     def begin() -> None:
