@@ -45,6 +45,9 @@ TORCHRUN_TYPES = (DISTRIBUTED_TYPES[Engine.FSDP2], DISTRIBUTED_TYPES[Engine.DEEP
 BY_TORCHRUN = "--multi_gpu"
 """The flag with which Accelerate calls torchrun also for MULTI_CPU."""
 
+MPI_STARTERS = ("mpirun", "mpiexec")
+"""The programs of which Accelerate takes the first that is installed."""
+
 MPI_SIZES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 """Variables in which Accelerate finds the number of ranks that mpirun has started."""
 
@@ -308,8 +311,7 @@ def _start(args: Any) -> int:
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     command, variables = prepare_simple_launcher_cmd_env(args)
-    who = "the script" if command[0] == sys.executable else Path(command[0]).name
-    return _ended(who, child_process.run(command, variables))
+    return _ended(command[0] if command[0] in MPI_STARTERS else "the script", child_process.run(command, variables))
 
 
 def _ended(who: str, returncode: int) -> int:

@@ -436,7 +436,9 @@ def test_launch_says_that_ranks_share_rows(
         return 0
 
     assert on_cpu.measured(read_config(yaml_file(tmp_path, {}))[0], launch) == 1
-    assert "mine.py:7: all 2 ranks train on the same rows" in " ".join(capsys.readouterr().err.split())
+    message = " ".join(capsys.readouterr().err.split())
+    assert "all 2 ranks train on the same rows" in message
+    assert "fix: mine.py:7: " in message
 
 
 def still(rank: int, collective: str, line: str = "mine.py:7", long: bool = False) -> RankEvent:
