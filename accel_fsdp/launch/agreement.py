@@ -156,7 +156,7 @@ def of_job(variables: Mapping[str, str], script: Path, words: Sequence[str] = ()
         "environment": dict(sorted({**plain, **files}.items())),
         "script": {script.name: digest_of(script)},
         "arguments": flags_of(words),
-        "versions": {"python": platform.python_version(), **versions(), "accel-fsdp's code": code_digest()},
+        "versions": {"python": platform.python_version(), **versions(), "accel-fsdp-code": code_digest()},
     }
 
 

@@ -164,3 +164,13 @@ def test_a_member_that_does_not_come() -> None:
     (table,) = outcomes([rank(0, 0, seed=1)], seconds=0.5, expected=2)
     assert "1 of 2 processes came" in table
     assert "machine 0 (n0) rank 0" in table
+
+
+def test_each_setting_can_be_allowed_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable's names are divided by commas and spaces."""
+    settings = agreement.of_job({}, tmp_path / "train.py")["versions"]
+    assert "accel-fsdp-code" in settings
+    for name in settings:
+        monkeypatch.setenv(agreement.MAY_DIFFER, f"seed, {name}")
+        members = [(Member(number, number), {"versions": {name: str(number)}}) for number in range(2)]
+        assert outcomes(members) == ["", ""], name
