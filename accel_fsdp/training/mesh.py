@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 HIDDEN = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """Variables that Accelerate must not find, nor the sizes of its mesh: it would shard the model once more."""
 
-BOTH_SINCE = "2.13"
-"""The first version of torch whose checkpoints were tried with both axes at once."""
+PACKED_SINCE = "2.13"
+"""The first version of torch whose checkpoints were tried with packed matrices (fused experts) that `tp` divides."""
 
 
 def layout_here() -> Layout:
@@ -62,12 +62,6 @@ def choose(experts: int) -> None:
         return
     axis = f"tp_size: {sizes['tp']}" if "tp" in sizes else f"{EXPERT_FLAG} {experts}"
     models.parallel_plans.check_version(axis)
-    if experts > 1 and sizes.get("tp", 1) > 1 and Version(torch.__version__) < Version(BOTH_SINCE):
-        raise UserError(
-            f"{axis} with {EXPERT_FLAG} {experts} and torch {torch.__version__}",
-            why="its checkpoints can't describe experts that both divide (torch 2.11)",
-            fix=f"pip install 'torch>={BOTH_SINCE}', or one of the two",
-        )
     if not launch.uses_fsdp2:
         raise UsageError(
             f"{axis} without {Engine.FSDP2.label}",
@@ -99,6 +93,14 @@ def check(config: Any, adapted: bool, quantized: bool) -> None:
 
 def check_on(layout: Layout, config: Any, adapted: bool, quantized: bool) -> None:
     """As `check`, for any mesh."""
+    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
+    is_packed = any(style.startswith("packed") for style in plan.values())
+    if layout.tensor > 1 and is_packed and Version(torch.__version__) < Version(PACKED_SINCE):
+        raise UserError(
+            f"tp_size: {layout.tensor} with packed matrices, such as fused experts, and torch {torch.__version__}",
+            why="torch 2.11 trains them, and can't write or read their checkpoints",
+            fix=f"pip install 'torch>={PACKED_SINCE}', or leave out tp_size",
+        )
     method: Method = "qlora" if quantized else "lora" if adapted else "full"
     for misfit in models.parallel_plans.divisible_by_config(config).misfits(layout.sizes, method):
         raise UserError(misfit.what, why=misfit.why, fix=misfit.fix)

@@ -65,7 +65,7 @@ JOBS = {
     "gpt_oss on fsdp4, ep2": ("gpt_oss", "fsdp4", 2),
     "qwen3_moe, lora on fsdp4, ep2": ("qwen3_moe, lora", "fsdp4", 2),
 }
-if BOTH_AXES := Version(torch.__version__) >= Version(mesh.BOTH_SINCE):
+if PACKED := Version(torch.__version__) >= Version(mesh.PACKED_SINCE):
     JOBS["qwen3_moe on fsdp2 x tp2, ep4"] = ("qwen3_moe", "fsdp2 x tp2", 4)
 
 
@@ -77,7 +77,8 @@ def every_job() -> dict[str, tuple[str, str, int]]:
         for kind in (f"{name}{method}" for name in KINDS for method in ("", ", lora"))
         for mesh, experts in meshes
         if (experts == 1 or "num_experts" in KINDS[kind.removesuffix(", lora")])
-        and not ("tp" in mesh and ("gpt_oss" in kind or "lora" in kind or (experts > 1 and not BOTH_AXES)))
+        and not ("tp" in mesh and ("gpt_oss" in kind or "lora" in kind))
+        and not ("tp" in mesh and "num_experts" in KINDS[kind] and not PACKED)
     }
 
 
@@ -89,8 +90,8 @@ PLAIN_SGD += ["--export_dtype", "float32", "--max_steps", str(STEPS)]
 """Neither Adam nor clipping: they would hide a wrong scale of the gradients."""
 LORA = ["--use_peft", "--lora_dropout", "0.0", "--lora_target_modules"]
 LEGS = {
-    "leg": ("fsdp4", "fsdp2 x tp2, ep4" if BOTH_AXES else "fsdp2 x tp2", "fsdp4, ep2", "fsdp4"),
-    "whole": ("fsdp4 in whole files", "fsdp2 x tp2"),
+    "leg": ("fsdp4", "fsdp2 x tp2, ep4" if PACKED else "fsdp4, ep4", "fsdp4, ep2", "fsdp4"),
+    "whole": ("fsdp4 in whole files", "fsdp2 x tp2" if PACKED else "fsdp4, ep2"),
 }
 """The meshes of runs, a step on each; on the first and last of "leg" Accelerate shards, on the others transformers."""
 STEPS_OF_LEGS = 4
@@ -215,14 +216,16 @@ def test_each_rank_holds_its_part(trained: Path) -> None:
     total = sum(value.numel() for value in load_file(trained / "qwen3 on fsdp2 x tp2/final/model.safetensors").values())
     assert total / 4 <= held["qwen3 on fsdp2 x tp2"] < total / 4 + 200
     output = (trained / "output.txt").read_text()
-    assert f"sharding: transformers, fsdp 2 x tp 2{' x ep 4' * BOTH_AXES}: each rank holds" in output
+    assert f"sharding: transformers, fsdp {'2 x tp 2' if PACKED else 4} x ep 4: each rank holds" in output
 
 
-def test_both_axes_need_a_torch_that_saves_them(yamls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packed_matrices_need_a_torch_that_saves_them(yamls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     become_rank(yamls / "fsdp2 x tp2.yaml", monkeypatch)
+    mesh.choose(1)
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    with pytest.raises(UserError, match=r"tp_size: 2 with --expert_parallel_size 4 and torch 2\.11"):
-        mesh.choose(4)
+    mesh.check(AutoConfig.for_model("qwen3", **SMALL), adapted=False, quantized=False)
+    with pytest.raises(UserError, match=r"tp_size: 2 with packed matrices, such as fused experts, and torch 2\.11"):
+        mesh.check(AutoConfig.for_model("qwen3_moe", **SMALL, **EXPERTS), adapted=False, quantized=False)
 
 
 @pytest.mark.parametrize("run", LEGS)
