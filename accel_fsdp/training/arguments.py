@@ -317,8 +317,10 @@ def _check_mesh(file: str) -> None:
 
 
 def _word_after(flag: str) -> str | None:
-    """The value of a flag that is needed before the command line is parsed."""
-    for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True):
-        if word == flag or word.startswith(f"{flag}="):
-            return word.partition("=")[2] or following
-    return None
+    """The value of a flag that is needed before the command line is parsed: the last one, as argparse takes it."""
+    values = [
+        word.partition("=")[2] or following
+        for word, following in zip(sys.argv, [*sys.argv[1:], ""], strict=True)
+        if word == flag or word.startswith(f"{flag}=")
+    ]
+    return values[-1] if values else None
