@@ -1,5 +1,6 @@
 """The parameters that tensor and expert parallelism divide, by transformers' plans for a model."""
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -149,12 +150,17 @@ def dispatched(model: Any) -> frozenset[str]:
 
 def divisible_by_config(config: Any) -> Divisible:
     """The facts that a model's config gives; heads are 0 if the plan doesn't divide them."""
-    text = config.get_text_config()
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several parts read text
+        return Divisible()
     plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     divided = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
 
     def count(*names: str) -> int:
-        return next((int(number) for name in names if (number := getattr(text, name, None))), 0)
+        with contextlib.suppress(RuntimeError):  # a number that differs between layers
+            return next((int(number) for name in names if (number := getattr(text, name, None))), 0)
+        return 0
 
     return Divisible(
         heads=count("num_attention_heads") if divided & QUERIES else 0,

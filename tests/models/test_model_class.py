@@ -21,6 +21,8 @@ NESTED = {
     "WhisperForConditionalGeneration": "encoder and decoder, in no Auto class for text",
     "Qwen2_5OmniForConditionalGeneration": "models within the model, and whole encoders among its layer classes",
     "CsmForConditionalGeneration": "a class that AutoModel builds",
+    "MusicgenForConditionalGeneration": "two parts that read text",
+    "Dots3NoteForConditionalGeneration": "heads whose number differs between layers",
 }
 
 
