@@ -79,7 +79,9 @@ def missing_here(text: str) -> str:
     """A note on the files of our header's launch command that the current folder lacks; empty if it has them."""
     words = _launch_words(text)
     missing = [name for name in IN_A_CLONE if name in words and not Path(name).exists()]
-    return f"note: {'; '.join(f'{name} is not in this folder: {IN_A_CLONE[name]}' for name in missing)}" * bool(missing)
+    if not missing:
+        return ""
+    return "note: " + "; ".join(f"{name} is not in this folder: {IN_A_CLONE[name]}" for name in missing)
 
 
 def variables(text: str) -> dict[str, str]:

@@ -150,11 +150,10 @@ def dispatched(model: Any) -> frozenset[str]:
 
 def divisible_by_config(config: Any) -> Divisible:
     """The facts that a model's config gives; heads are 0 if the plan doesn't divide them."""
-    try:
-        text = config.get_text_config()
-    except ValueError:  # several parts read text
+    text = _text_config(config)
+    if text is None:
         return Divisible()
-    plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
+    plan = _tensor_plan(text)
     divided = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
 
     def count(*names: str) -> int:
@@ -171,6 +170,23 @@ def divisible_by_config(config: Any) -> Divisible:
         replicated_norms=REPLICATED in plan.values(),
         tied_rows=count("vocab_size") if getattr(config, "tie_word_embeddings", False) else 0,
     )
+
+
+def has_packed_matrices(config: Any) -> bool:
+    """Whether tensor parallelism divides matrices that hold several, such as fused experts."""
+    return any(style.startswith("packed") for style in _tensor_plan(_text_config(config)).values())
+
+
+def _text_config(config: Any) -> Any:
+    """The config of the part that reads text; None if several do."""
+    try:
+        return config.get_text_config()
+    except ValueError:
+        return None
+
+
+def _tensor_plan(text_config: Any) -> Mapping[str, str]:
+    return getattr(text_config, "base_model_tp_plan", None) or {}
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str:

@@ -93,7 +93,8 @@ def check(config: Any, adapted: bool, quantized: bool) -> None:
 
 def check_on(layout: Layout, config: Any, adapted: bool, quantized: bool) -> None:
     """As `check`, for any mesh."""
-    if layout.tensor > 1 and _is_packed(config) and Version(torch.__version__) < Version(PACKED_SINCE):
+    saves_packed = Version(torch.__version__) >= Version(PACKED_SINCE)
+    if layout.tensor > 1 and not saves_packed and models.parallel_plans.has_packed_matrices(config):
         raise UserError(
             f"tp_size: {layout.tensor} with packed matrices, such as fused experts, and torch {torch.__version__}",
             why="torch 2.11 trains them, and can't write or read their checkpoints",
@@ -102,11 +103,6 @@ def check_on(layout: Layout, config: Any, adapted: bool, quantized: bool) -> Non
     method: Method = "qlora" if quantized else "lora" if adapted else "full"
     for misfit in models.parallel_plans.divisible_by_config(config).misfits(layout.sizes, method):
         raise UserError(misfit.what, why=misfit.why, fix=misfit.fix)
-
-
-def _is_packed(config: Any) -> bool:
-    plan = getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
-    return any(style.startswith("packed") for style in plan.values())
 
 
 def check_adapter(model: "nn.Module") -> None:

@@ -157,7 +157,8 @@ def _may_write(output: Path | None, options: WizardOptions, original: Original |
 def _write(session: interview.Interview, options: WizardOptions, original: Original | None) -> int:
     output, answers = _output(options), interview.answers(session)
     text = _text(session, answers, original)
-    _warn(tuple(filter(None, [header.missing_here(text)])))
+    if note := header.missing_here(text):
+        _warn((note,))
     if output is None:
         console.put(text.rstrip(), lines=True)
         return 0

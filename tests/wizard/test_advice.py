@@ -53,7 +53,7 @@ def test_what_does_not_fit_is_said(method: Method, verdict: str) -> None:
     advised = advice.advise(problem)
     assert advised.verdict == verdict
     assert advised.words.startswith(f"needs {advised.device.needed / GIB:,.1f} of 79.2 GiB")
-    assert not advised.layout.offload  # one GPU has nobody to shard with
+    assert not advised.layout.offload  # one GPU has no other to shard with
 
 
 def test_there_is_no_advice_without_the_model_or_the_gpu() -> None:

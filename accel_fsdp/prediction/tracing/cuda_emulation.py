@@ -260,7 +260,7 @@ def summed_in_place(events: list[StorageEvent]) -> tuple[list[StorageEvent], dic
     Autograd sums in place if the first term, or else the second, has no other owner, but not while a dispatch mode is
     on (`accumulate` in input_buffer.cpp). Such a sum is an addition after which one term is released at once.
     """
-    happenings: list[StorageEvent] = []
+    summed: list[StorageEvent] = []
     same: dict[int, int] = {}
     skip: set[int] = set()
     for number, event in enumerate(events):
@@ -272,8 +272,8 @@ def summed_in_place(events: list[StorageEvent]) -> tuple[list[StorageEvent], dic
                 skip.add(dying)
                 same[event.key] = same.get(events[dying].key, events[dying].key)
                 continue
-        happenings.append(event._replace(key=same.get(event.key, event.key)))
-    return happenings, same
+        summed.append(event._replace(key=same.get(event.key, event.key)))
+    return summed, same
 
 
 def _released_after(events: list[StorageEvent], created: int) -> int | None:
