@@ -85,6 +85,16 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
         terminalreporter.write_line("\n".join(f"{count} x {reason}" for reason, count in reasons.most_common(10)))
 
 
+@pytest.fixture(autouse=True)
+def _same_environment() -> Generator[None]:
+    """Variables that the tested code sets in this process, as a rank does for itself, end with the test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
+
+
 @dataclass(frozen=True)
 class Finished:
     """A process that has ended: exit code and everything it printed, progress bars split into lines.
@@ -286,7 +296,6 @@ def sft(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> C
     from accel_fsdp.errors import guard
 
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")  # which sft.py sets, and which must not stay
 
     def start(*args: str | Path) -> Finished:
         AcceleratorState._reset_state(True)

@@ -1,6 +1,5 @@
 """A machine of two is switched off or unreachable: the other one says so and ends, and the job comes back."""
 
-import os
 import re
 import subprocess
 import time
@@ -163,8 +162,8 @@ def test_a_mesh_of_other_ranks_than_there_are(
     """As an elastic job of hybrid sharding would have after a loss."""
     yaml = tmp_path / "hybrid.yaml"
     yaml.write_text(made_yaml(model=str(tiny_model), num_processes="4", fsdp_version="2", strategy="4"))
-    rank = {**os.environ, "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}
-    monkeypatch.setattr(os, "environ", rank)  # which parsing fills with what the YAML says
+    for name, value in {"LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.argv", [str(SFT), "--accelerate_config", str(yaml), "--output_dir", str(tmp_path / "run")])
     with pytest.raises(UserError, match=r"lays out 4 ranks .*, and there are 2") as refused:
         arguments.parse()

@@ -402,11 +402,8 @@ def test_weights_that_are_loaded_later_may_begin_apart() -> None:
     assert not mistakes_of(begun(1, (0,)), begun(2, (1,)))  # experts: each rank has others
 
 
-def test_launch_says_which_rank_had_ended(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_launch_says_which_rank_had_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank that leaves the process group closes its connections, and gloo ends the others' collectives."""
-    monkeypatch.setattr(os, "environ", dict(os.environ))
     lost = {"kind": "failed", "error": "RuntimeError: Connection closed by peer [127.0.0.1]:1", "wrapped": ""}
     events = [{**lost, "line": "mine.py:7", "collective": "wait_tensor"}, {"kind": "ended", "code": 0, "line": ""}]
 
@@ -422,10 +419,7 @@ def test_launch_says_which_rank_had_ended(
     assert "fix: every rank must call what all of them do together" in message
 
 
-def test_launch_says_that_ranks_share_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+def test_launch_says_that_ranks_share_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stepped = {"kind": "stepped", "holding": asdict(measure(torch.nn.Linear(2, 2)))}
     rows = {"kind": "rows", "hashes": [[7]], "line": "mine.py:7", "may_share": False}
 

@@ -18,7 +18,6 @@ Sft = Callable[..., Finished]
 def refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
     """What the parser says of some flags; empty where it takes them."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
     given = ["--model_name_or_path", "m", "--dataset_name", "d", "--output_dir", str(tmp_path)]
 
     def parse(*flags: str, **environment: str) -> str:
