@@ -141,15 +141,9 @@ def ended(process: "subprocess.Popen[str]", seconds: float) -> Finished:
     late = False
     try:
         output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired as expired:
-        if (
-            process.poll() is not None
-        ):  # what it started keeps the pipe open: a server that starts warm, once in a while
-            assert process.stdout is not None
-            process.stdout.close()
-            printed = expired.output or b""
-            text = printed if isinstance(printed, str) else printed.decode(errors="replace")
-            return Finished(process.returncode, text.replace("\r", "\n"))
+    except subprocess.TimeoutExpired:
+        if process.poll() is not None:
+            pytest.fail(f"ended, and what it started has held its output open for {seconds} s: {process.args}")
         late = True
         for child in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks have groups of their own
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -180,6 +180,7 @@ class Server:
     def accept(self) -> None:
         """Starts one program, or leaves it to the stub."""
         client, _ = self.listener.accept()
+        files: list[int] = []
         try:
             head, files, _, _ = socket.recv_fds(client, LENGTH, MOST_FILES)
             size, asked = int.from_bytes(head, "big"), b""
@@ -192,30 +193,39 @@ class Server:
             namespaces = Namespaces(struct.unpack("3i", peer)[0])
         except (OSError, ValueError):
             client.close()
-            return
+        else:
+            self.start(client, namespaces, dict(zip(numbers, files, strict=True)), words, environment, folder)
+            namespaces.close()
+        for descriptor in files:  # or whoever reads the stub's output would wait for this server's end
+            os.close(descriptor)
+
+    def start(
+        self,
+        client: socket.socket,
+        namespaces: Namespaces,
+        files: dict[int, int],
+        words: list[str],
+        environment: dict[str, str],
+        folder: str,
+    ) -> None:
         if self.relevant(environment) != self.environment:
             odd = self.relevant(environment).items() ^ self.environment.items()
             with self.cold.open("a") as file:
                 file.write(f"{sorted({name for name, _ in odd})} {words[:3]}\n")
             with contextlib.suppress(OSError):
                 client.sendall(b"n")
-        else:
-            try:
-                child = namespaces.fork()
-            except OSError:  # its machine was switched off
-                client.close()
-            else:
-                if child == 0:
-                    self.selector.close()
-                    self.listener.close()
-                    client.close()
-                    become(
-                        dict(zip(numbers, files, strict=True)), words, {**self.set_by_imports, **environment}, folder
-                    )
-                self.watch(client, child)
-        namespaces.close()
-        for descriptor in files:
-            os.close(descriptor)
+            return
+        try:
+            child = namespaces.fork()
+        except OSError:  # its machine was switched off
+            client.close()
+            return
+        if child == 0:
+            self.selector.close()
+            self.listener.close()
+            client.close()
+            become(files, words, {**self.set_by_imports, **environment}, folder)
+        self.watch(client, child)
 
     def watch(self, client: socket.socket, child: int) -> None:
         """Waits for the program's end beside everything else."""
