@@ -140,7 +140,7 @@ def judged(cell: Cell, outcome: Outcome) -> Result:
     if outcome.code or outcome.hang:
         failure = blame.of_outcome(outcome)
         return Result(str(cell), "refused", said=failure.what, by=refuser(cell, outcome))
-    if wrong := next(mistakes.found(outcome.events), None):
+    if wrong := next(mistakes.find(outcome.events), None):
         content = otherwise(outcome.events)
         return Result(
             str(cell),
@@ -152,7 +152,7 @@ def judged(cell: Cell, outcome: Outcome) -> Result:
         )
     updates = [event.content for event in outcome.events if event.kind == "repeated"]
     if not updates:
-        why = repeated.said(outcome.events).rpartition("one process: ")[2]
+        why = repeated.summary(outcome.events).rpartition("one process: ")[2]
         return Result(str(cell), "not repeated", said=why)
     return Result(str(cell), "right", max(update["apart"] for update in updates))
 
