@@ -189,12 +189,13 @@ class Server:
                     raise OSError("the stub was killed")
                 asked += part
             words, environment, folder, numbers = json.loads(asked)
+            by_number = dict(zip(numbers, files, strict=True))
             peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
             namespaces = Namespaces(struct.unpack("3i", peer)[0])
         except (OSError, ValueError):
             client.close()
         else:
-            self.start(client, namespaces, dict(zip(numbers, files, strict=True)), words, environment, folder)
+            self.start(client, namespaces, by_number, words, environment, folder)
             namespaces.close()
         for descriptor in files:  # or whoever reads the stub's output would wait for this server's end
             os.close(descriptor)
