@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import psutil
@@ -88,11 +89,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Genera
 @pytest.fixture(autouse=True)
 def _same_environment() -> Generator[None]:
     """Variables that the tested code sets in this process, as a rank does for itself, end with the test."""
-    before = dict(os.environ)
-    yield
-    for name in os.environ.keys() - before.keys() - {"PYTEST_CURRENT_TEST"}:
-        del os.environ[name]
-    os.environ.update({name: value for name, value in before.items() if name != "PYTEST_CURRENT_TEST"})
+    with mock.patch.dict(os.environ):
+        yield
 
 
 @dataclass(frozen=True)
