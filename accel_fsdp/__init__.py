@@ -23,7 +23,7 @@ _retried: set[str] = set()
 
 
 def _says_something_new(record: logging.LogRecord) -> bool:
-    """Lets the first of huggingface_hub's two lines for each retry pass."""
+    """Filters huggingface_hub's log: one line for each cause of a retry, instead of two for each retry."""
     text = record.getMessage()
     cause, thrown, _ = text.partition(" thrown while ")
     if cause in _retried or text.startswith(("Retrying in ", "Rate limited. Waiting ")):
@@ -36,8 +36,8 @@ def _says_something_new(record: logging.LogRecord) -> bool:
 
 logging.getLogger("huggingface_hub.utils._http").addFilter(_says_something_new)
 
-# torch reads it when it is imported: its warnings, such as DDP's about a search for unused parameters, come per rank
+# read when torch is imported: its warnings, such as DDP's about a search for unused parameters, repeat on every rank
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-# The commands as functions: each loads when it is first used
+# The commands as functions: each is imported when it is first used
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -1,6 +1,6 @@
 """The commands as functions, for notebooks and other tools: they return what the commands print.
 
-What is wrong is raised as `accel_fsdp.errors.UserError`, with `what`, `why` and `fix`. Progress goes to stderr.
+Errors are raised as `accel_fsdp.errors.UserError`, with `what`, `why` and `fix`. Progress goes to stderr.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Migrated:
 
 
 def _refusing(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, whose unknown keywords are a UserError as those of `plan` are, not a TypeError."""
+    """Makes `function` raise a UserError for unknown keywords, as `plan` does, instead of a TypeError."""
     parameters = inspect.signature(function).parameters
 
     @wraps(function)
@@ -94,7 +94,7 @@ def plan(model: str, gpus: str, **flags: Any) -> PlanReport:
 
 
 def compare(model: str, machines: Iterable[str], **flags: Any) -> Comparison:
-    """The prediction of `accel-fsdp plan --compare` for these machines; `flags` as of `plan`, such as `tokens="2B"`.
+    """The prediction of `accel-fsdp plan --compare` for these machines; `flags` are `plan`'s, such as `tokens="2B"`.
 
     Raises:
         UserError: as `plan`.
@@ -165,7 +165,7 @@ def export(
 def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
     """The YAML that `accel-fsdp config --yes` writes for these answers, by the names of its flags.
 
-    What is left out takes its default.
+    Missing answers take their defaults.
 
     Raises:
         UserError: an answer can't be used, or there is no such question.

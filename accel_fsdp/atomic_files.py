@@ -1,4 +1,4 @@
-"""Files and folders that are either complete or not there: written beside the target, synced, renamed."""
+"""Writes files and folders completely or not at all: beside the target, then synced and renamed."""
 
 import contextlib
 import ctypes
@@ -26,7 +26,7 @@ LONGEST_PREFIX = 32
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes `text` to `path` atomically; links, permissions and line ends of a file that is there stay.
+    """Writes `text` to `path` atomically; an existing file keeps its links, permissions and line ends.
 
     Devices and pipes are written to, not replaced; other things that aren't files are refused.
 
@@ -59,7 +59,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A place beside `path` for a library to write to, with the same name; it becomes `path` when the block is done."""
+    """Yields a path for a library to write to, with the name of `path`; at the end of the block it replaces `path`."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".", dir=path.parent) as folder:
@@ -102,7 +102,7 @@ def _kept(path: Path) -> tuple[int, str]:
         return file_mode(), "\n"
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # a rename would put a file in the place of a disk
         raise OSError(errno.EINVAL, "it is not a file")
-    with path.open("r+b") as file:  # fails where the file is read-only, which a rename would pass over
+    with path.open("r+b") as file:  # fails where the file is read-only, which a rename would ignore
         content = file.read(ENOUGH_FOR_LINE_ENDS)
     windows = 0 < content.count(b"\n") == content.count(b"\r\n")
     return stat.S_IMODE(mode), "\r\n" if windows else "\n"
@@ -118,7 +118,7 @@ def is_taken(path: Path) -> bool:
     """Whether writing `path` would replace something; a device or a pipe isn't replaced.
 
     Raises:
-        UserError: this can't be found out, for example in a folder without permission, or for a name that is too long.
+        UserError: `path` can't be examined, for example without permission, or because its name is too long.
     """
     try:
         return _mode(path) != 0 and not _takes_a_stream(path)

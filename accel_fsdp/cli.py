@@ -157,7 +157,7 @@ def _end_as_ctrl_c_does(outcome: Callable[[], str]) -> None:
     """Lets SIGTERM and SIGHUP raise, so that half-written files are removed; `outcome` is printed."""
 
     def terminate(number: int, _: object) -> None:
-        signal.signal(number, signal.SIG_IGN)  # a second signal doesn't stop the clean-up
+        signal.signal(number, signal.SIG_IGN)  # a second signal must not stop the clean-up
         os.write(sys.stderr.fileno(), f"\nended by {signal.Signals(number).name}, {outcome()}\n".encode())
         raise SystemExit(128 + number)
 

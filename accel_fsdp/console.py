@@ -127,7 +127,7 @@ def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legen
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
     """Shows a spinner and the elapsed time while something slow runs; silent when stderr is not a terminal."""
-    if not messages.is_terminal:  # rich would start a thread all the same, which a browser's Python can't
+    if not messages.is_terminal:  # rich would start a thread nevertheless, which a browser's Python can't
         yield
         return
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

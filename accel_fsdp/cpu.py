@@ -185,7 +185,7 @@ def _prepare_deepspeed() -> None:
     """Sets DeepSpeed's device before its import, and turns off offload, which would be compiled to copy CPU to CPU.
 
     DeepSpeed's reductions through shared memory would be compiled too (0.19): that takes a minute and a compiler, and
-    later jobs wait for ever for a build that was killed. Without them DeepSpeed reduces by gloo.
+    if the build is killed, later jobs wait for it indefinitely. Without them DeepSpeed reduces by gloo.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.update(dict.fromkeys(OFFLOAD_DEVICES, "none"))

@@ -82,10 +82,10 @@ class UsageError(UserError):
 
 
 class Stopped(UserError):
-    """The job was asked to end, saved its state and can go on later. Every rank raises it, and rank 0 prints it."""
+    """The job was asked to stop, saved its state and can be resumed. Every rank raises it, and rank 0 prints it."""
 
     exit_code = 75
-    """EX_TEMPFAIL of sysexits.h: the same command will do, later."""
+    """EX_TEMPFAIL of sysexits.h: a temporary failure, after which the same command can be run again."""
 
     def __str__(self) -> str:
         return f"stopped: {one_line(self.what)}\n  {one_line(self.why)}\n  next: {one_line(self.fix)}"

@@ -101,7 +101,7 @@ def _pairs(flags: dict[str, Flag], words: Sequence[str]) -> Iterator[tuple[str, 
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             name = name.replace("_", "-")
-        elif name not in flags and name[:2] in flags:  # -yo FILE, which tyro takes apart
+        elif name not in flags and name[:2] in flags:  # -yo FILE, which tyro splits
             last = flags.get(f"-{name[-1]}")
             if last and not last.is_switch and remaining and not is_flag(remaining[0]):
                 remaining.pop(0)

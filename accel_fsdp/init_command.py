@@ -53,7 +53,7 @@ def init(command: InitCommand) -> int:
 def _needed(text: str, path: str) -> str:
     """The flags that the script needs besides model and data for this YAML at `path`, from the YAML's comment.
 
-    Such as `--use_peft ` for an adapter: without it every weight would be trained.
+    For an adapter that is `--use_peft `: without it every weight would be trained.
     """
     arguments = iter(script_arguments(text))
     needed = []
@@ -68,7 +68,7 @@ def _needed(text: str, path: str) -> str:
 def _refuse_file(target: Path) -> None:
     """Raises if the target, or a folder above it, is a file."""
     for place in (target, *target.parents):
-        if os.path.exists(place) and not os.path.isdir(place):  # without a right to look in, atomic_files says so
+        if os.path.exists(place) and not os.path.isdir(place):  # atomic_files reports a folder without permission
             raise UserError(
                 f"{place} is a file, and DIR must be a folder",
                 why="the files of the project go into it",

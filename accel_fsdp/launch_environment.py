@@ -67,7 +67,7 @@ class LaunchEnvironment:
     def now(cls) -> "LaunchEnvironment":
         return cls(dict(os.environ))
 
-    # This rank's place, as torchrun says it
+    # This rank's place, as torchrun sets it
 
     is_rank = _Variable("LOCAL_RANK", lambda rank: int(rank) >= 0, "-1")
     """Whether torchrun or `accelerate launch` started this process as one rank of a job."""
@@ -119,7 +119,7 @@ class LaunchEnvironment:
     sharding_strategy = _Variable("FSDP_SHARDING_STRATEGY", str.upper, "")
     state_dict_type = _text("FSDP_STATE_DICT_TYPE")
     layer_classes = _Variable("FSDP_TRANSFORMER_CLS_TO_WRAP", lambda names: tuple(filter(None, names.split(","))), "")
-    """Their names; empty: the model's own."""
+    """The names of the classes to wrap; empty: those that the model declares."""
     ignores_modules = _Variable("FSDP_IGNORED_MODULES", bool, "")
     loads_on_rank_zero = _switch("FSDP_CPU_RAM_EFFICIENT_LOADING")
     recomputes_units = _switch("FSDP_ACTIVATION_CHECKPOINTING")

@@ -88,7 +88,7 @@ def flaw(internal: Internal) -> str:
     except ModuleNotFoundError:
         return f"has no {module}"
     for part in name.split("."):
-        if part in getattr(member, "__annotations__", {}):  # which instances have
+        if part in getattr(member, "__annotations__", {}):  # an attribute of instances
             return ""
         if not hasattr(member, part):
             return f"has no {internal.name}"

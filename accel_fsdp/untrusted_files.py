@@ -255,5 +255,5 @@ def copy(path: Path, target: Path, within: Path | None = None, largest: int = LA
 def _part(file: BinaryIO, path: Path) -> bytes:
     try:
         return file.read(COPIED_AT_ONCE)
-    except OSError as error:  # of the source, not of where it is copied to
+    except OSError as error:  # an error of the source, not of the target
         raise unreadable(path, error.strerror or str(error)) from error

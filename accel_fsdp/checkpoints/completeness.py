@@ -88,9 +88,9 @@ def begin(checkpoint: Path) -> None:
 
 
 def seal(checkpoint: Path, origin: marker.Origin, hashes: Mapping[str, str] | None = None) -> None:
-    """Declares the checkpoint complete, once all its files are on disk; call when every rank has written its own.
+    """Declares the checkpoint complete, once all its files are on disk; call when every rank has written its files.
 
-    `hashes`: those of all files, if the ranks have taken them; otherwise they are taken now.
+    `hashes`: the hashes of all files, if the ranks have computed them; otherwise they are computed here.
     """
     atomic_files.sync_folder(checkpoint)
     sizes = marker.sizes_of(checkpoint)
@@ -102,7 +102,7 @@ def seal(checkpoint: Path, origin: marker.Origin, hashes: Mapping[str, str] | No
 
 
 def abandon(checkpoint: Path) -> None:
-    """Removes a half-written checkpoint, and moves back a complete one of the same step that `begin` moved."""
+    """Removes a half-written checkpoint, and restores the complete one of the same step that `begin` moved."""
     if flaw(checkpoint):
         _remove(checkpoint)
     aside = _aside(checkpoint)

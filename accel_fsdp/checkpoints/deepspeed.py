@@ -95,7 +95,7 @@ def _read(
         raise damaged(folder, f"holds *_optim_states.pt of {counted(len(states), 'rank')}, but {ranks} wrote it")
     if stage == 3 and len(loaded) != ranks:
         raise damaged(folder, f"holds *_model_states.pt of {counted(len(loaded), 'rank')}, but {ranks} wrote it")
-    # Before stage 2 frozen parameters are noted nowhere but in the module's state.
+    # Before stage 2 only the module's state contains the frozen parameters.
     saved = first["buffer_names"] if stage == 3 else first["module"] or {}
     tensors = {name: first["module"][name].stored(name) for name in saved if isinstance(first["module"][name], View)}
     tensors |= _frozen(loaded if stage == 3 else loaded[:1])

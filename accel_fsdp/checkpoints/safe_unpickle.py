@@ -1,8 +1,8 @@
 """Reads untrusted pickles as plain data, in time and memory in proportion to their length, without running code.
 
 A pickle is a program: it names code, calls it, and sets attributes on what it got. This is Python's own reader with
-other steps for these opcodes: a name gives what the caller admits under it, which is a value, a function written for
-this purpose, or a subclass of `Inert`. Only these are called, and only `Inert` things take a state.
+other steps for these opcodes: a name is resolved to what the caller admits under it: a value, a function written for
+this purpose, or a subclass of `Inert`. Only these are called, and a state is set on `Inert` objects only.
 
 Time and memory are bounded by the length of the pickle: each step is charged for what it makes, and a call for
 everything in its arguments, repeated parts included, because no function needs more than that.
@@ -131,7 +131,7 @@ class Machine(PYTHONS):  # type: ignore[misc]
         self.room = min(spare_room + ROOM_PER_BYTE * len(content), MOST_ROOM)
 
     def pay(self, size: int) -> None:
-        """Subtracts these bytes from the memory that the pickle may still take."""
+        """Subtracts these bytes from the memory that the pickle may still use."""
         self.room -= size
         if self.room < 0:
             raise ValueError("it takes much more memory than it is long")
@@ -274,7 +274,7 @@ def unpickle(
 ) -> Any:
     """The object in a pickle of admitted names; `load` resolves persistent ids, such as storages.
 
-    The object is a tree: nothing in it holds itself, and walking it, or listing the path of each leaf, takes time and
+    The object is a tree: no container holds itself, and walking it, or listing the path of each leaf, takes time and
     memory in proportion to the pickle's length.
     """
     try:

@@ -63,7 +63,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a tensor, stored in C order (or with `strides`, in elements) from `skip` bytes into its record on."""
+    """A box of a tensor, stored in C order (or by `strides`, in elements), beginning `skip` bytes into its record."""
 
     record: FileRecord
     offsets: tuple[int, ...]
@@ -83,7 +83,7 @@ class Source(Protocol):
 
     @property
     def unit(self) -> int:
-        """Elements."""
+        """The number of elements."""
 
     def read(self, reader: "FileReader", start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with elements `start` to `stop`."""
@@ -100,13 +100,13 @@ class Stored:
 
     @property
     def unit(self) -> int:
-        """Elements: one row of a tensor whose pieces don't span rows, if a row is no larger than a block."""
+        """The elements of a row, if the pieces don't span rows and a row is no larger than a block; else 1."""
         row = prod(self.shape[1:])
         return 1 if self.flat or row > LONGEST_ROW else row
 
     @property
     def content(self) -> tuple[Any, ...]:
-        """The same for two tensors of the same bytes, or of bytes of the same lengths and checksums."""
+        """A key that is equal for tensors of the same bytes, or of bytes with the same lengths and checksums."""
         pieces = []
         for piece in self.pieces:
             record = piece.record if piece.record.crc is None else (piece.record.length, piece.record.crc)
@@ -211,7 +211,7 @@ def part_of(reader: "FileReader", source: Source, start: int, stop: int) -> byte
 
 
 def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> Stored:
-    """A tensor of these boxes, which must fill it: all inside, none over another, and sizes that add up to it."""
+    """A tensor of these boxes, which must fill it: all inside, without overlaps, and with sizes that add up to it."""
     elements = sum(prod(piece.sizes) for piece in pieces)
     if elements != prod(shape) or any(len(piece.offsets) != len(shape) for piece in pieces):
         where = pieces[0].record.path if pieces else Path(name)
@@ -322,7 +322,7 @@ class FileReader:
                 gap = memoryview(bytearray(min(GAP_BYTES, skip - at)))
                 self.read_bytes(record.path, record.start + at, gap)
                 total, at = zlib.crc32(gap, total), at + len(gap)
-            if skip == at:  # else it overlaps one before: some tensors are read twice
+            if skip == at:  # else it overlaps an earlier one: some tensors are read twice
                 total, at = joined_crc(total, crc, length), skip + length
         return total
 

@@ -3,8 +3,8 @@
 No code that they name is executed.
 
 Such a file is a zip archive of stored records: a pickle that describes the object, and one record per storage. The
-unpickler admits only the names that tensors need; each gives code of this module, so that not even an admitted pickle
-reaches torch.
+unpickler admits only the names that tensors need; each is resolved to code of this module, so that not even an admitted
+pickle reaches torch.
 """
 
 import struct

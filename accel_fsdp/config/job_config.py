@@ -73,7 +73,7 @@ class JobConfig:
     def other_tool(self) -> str:
         """The tool that the configuration belongs to, if it isn't Accelerate; else empty."""
         marks = {tool: len(keys & self.values.keys()) for tool, keys in OTHER_TOOLS.items()}
-        if isinstance(self.values.get("fsdp"), str):  # as TrainingArguments have it
+        if isinstance(self.values.get("fsdp"), str):  # the form that TrainingArguments use
             marks["a training script"] += 2
         likely = max(marks, key=lambda tool: marks[tool])
         is_accelerate = "distributed_type" in self.values or "compute_environment" in self.values
@@ -183,7 +183,7 @@ class JobConfig:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the launcher starts one process, whatever `num_processes` says."""
+        """Whether the launcher starts one process, regardless of `num_processes`."""
         return str(self.values.get("distributed_type")) in ("NO", "False") and not self.by_mpirun
 
     @property

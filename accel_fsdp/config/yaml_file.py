@@ -72,8 +72,8 @@ def _round_trip() -> "YAML":
 def read_text(path: Path, why: str, fix: str, usual: str = "") -> str:
     """Reads a file that the user named, or stdin for `-`, with Unix line ends.
 
-    Reading stops at the largest plausible size, so that devices end too; a pipe without a writer counts as empty. `why`
-    and `fix` are those of the error, `usual` is its reason for a file that is too large.
+    Reading stops at the largest plausible size, because devices may have no end; a pipe without a writer counts as
+    empty. `why` and `fix` are those of the error, `usual` is its reason for a file that is too large.
     """
     try:
         data = _read(path)

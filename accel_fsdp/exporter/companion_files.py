@@ -71,7 +71,7 @@ class CompanionFiles:
         for part in (config, *(value for value in config.values() if isinstance(value, dict))):
             if dtype and (part is config or "dtype" in part):
                 part["dtype"] = next(name for name, short in DTYPES.items() if short == dtype)
-        for key in ("torch_dtype", "transformers_weights"):  # of the files that it came with
+        for key in ("torch_dtype", "transformers_weights"):  # they describe the original files
             config.pop(key, None)
         _write(target / file_names.CONFIG, _without_code(config))
         return self._copy_files(target)
@@ -138,11 +138,11 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def describe(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Writes the files that an export of a run's checkpoints needs besides them.
+    """Writes the files that an export needs besides a run's checkpoints.
 
     Call on one rank, before Trainer edits the model's config.
 
-    The dtype is that of the model's files, which may have been loaded in another one.
+    The dtype is that of the model's files, although the model may have been loaded in another one.
 
     Raises:
         OSError: the folder can't be written.

@@ -38,7 +38,7 @@ KNOWN = frozenset(
         *("fan_in_fan_out", "lora_dropout", "init_lora_weights", "target_modules", "exclude_modules"),
         *("target_parameters", "modules_to_save", "layers_to_transform", "layers_pattern", "trainable_token_indices"),
         *("ensure_weight_tying", "runtime_config", "megatron_core", "qalora_group_size"),
-        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # of initialisations: see HARMLESS
+        *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),  # settings of initialisations: see HARMLESS
     }
 )
 """The settings of LoRA that this merge supports, or that don't change it. Any other enabled setting is refused."""
@@ -261,7 +261,7 @@ def tied_once(
 ) -> dict[str, Stored]:
     """The adapter without the copies of weights that its settings keep tied (`ensure_weight_tying`).
 
-    Otherwise PEFT trains one of the tied weights apart from the others; rows of tokens alone are always tied.
+    Otherwise PEFT trains one of the tied weights separately from the others; rows of tokens alone are always tied.
 
     Raises:
         UserError: the merged weights would differ, and a tied model has one place for them.

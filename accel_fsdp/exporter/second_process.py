@@ -78,7 +78,7 @@ def _ended(code: int) -> UserError:
 
 
 def serve(descriptor: int) -> None:
-    gc.disable()  # importing transformers makes a million objects that stay: a quarter of its time goes on looking
+    gc.disable()  # importing transformers creates a million objects, and collecting garbage is a quarter of its time
     pipe, waiting = Connection(descriptor), SimpleQueue[bytes]()
     threading.Thread(target=_take, args=(pipe, waiting), daemon=True).start()
     while True:
@@ -86,7 +86,7 @@ def serve(descriptor: int) -> None:
 
 
 def _take(pipe: Connection, waiting: "SimpleQueue[bytes]") -> None:
-    """Reads requests in a thread, so that the process ends with the first one even while it works."""
+    """Reads requests in a thread, so that this process ends with the parent even while it works."""
     try:
         while True:
             waiting.put(pipe.recv_bytes())

@@ -82,7 +82,7 @@ class InProcess(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         """The answer, or the error to be raised where the answer is taken."""
         future: Future[Any] = Future()
-        with warnings.catch_warnings(action="ignore"):  # as in the other process: what matters comes back as a value
+        with warnings.catch_warnings(action="ignore"):  # as in the other process: the answer contains what matters
             try:
                 future.set_result(fn(*args, **kwargs))
             except Exception as error:
@@ -130,7 +130,7 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
                 model = kind(part_for(kind, config))
     except remote_code.NeedsCode:
         raise
-    except Exception as error:  # a config edited by hand may raise any error in any part of transformers
+    except Exception as error:  # a config that was edited by hand may cause any error in transformers
         raise UserError(
             f"transformers can't build the model of {folder / file_names.CONFIG}: {first_line(error)}",
             why="the tensors that the files must hold are unknown",

@@ -103,8 +103,8 @@ def _gpu(
 #
 # The efficiencies were found together with the constants of `speed.py`, from published runs alone: A100 from
 # llm-foundry's tables and fms-acceleration, H100 from llm-foundry, torchtitan, NeMo AutoModel and Accelerate, RTX 3090
-# and 4090 from Answer.AI's fsdp_qlora (an RTX 4090 runs at 2.7 GHz where its whitepaper counts with 2.52).
-# benchmarks/throughput_accuracy.py prints how far off they are.
+# and 4090 from Answer.AI's fsdp_qlora (an RTX 4090 runs at 2.7 GHz where its whitepaper assumes 2.52).
+# benchmarks/throughput_accuracy.py prints their errors.
 # fmt: off
 GPUS: tuple[Gpu, ...] = (
     _gpu("V100",          16, 15.77,  300,    125,  15.7,  900, 150,  16, 12.5, None, "V100 datasheet (SXM2)"),
@@ -127,7 +127,7 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("L40",           48,  44.4,  300,    181,  90.5,  864,  32,  32, 12.5, None, "L40 datasheet"),
     _gpu("L40S",          48,  44.4,  350,    362,  91.6,  864,  32,  32, 12.5, None, "L40S datasheet"),
     # GeForce cards can't reach each other's memory: what they send goes up to the host and down to the other, both at
-    # once, as PCIe has a lane for each way. Between two RTX 4090 24 GB/s were left of it (Answer.AI, with and without
+    # once, as PCIe has a lane for each way. Between two RTX 4090, 24 GB/s of it remained (Answer.AI, with and without
     # sharding).
     _gpu("RTX 3090",      24, 23.68,  350,     71,  35.6,  936,  32,  32, 12.5, 0.95, "GA102 whitepaper"),
     _gpu("RTX 4090",      24, 23.64,  450,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, "Ada Lovelace whitepaper"),
@@ -136,8 +136,8 @@ GPUS: tuple[Gpu, ...] = (
     _gpu("RTX PRO 6000",  96,  None,  600,  503.8,   126, 1792,  64,  64, 12.5, None,
          "RTX PRO 6000 Workstation datasheet"),
     _gpu("H100",          80,  79.1,  700,  989.4,    67, 3350, 450,  64,   50, 0.56, "H100 datasheet (SXM)"),
-    # Meta's Grand Teton, of which torchtitan's figures are: HBM2e, 500 W. Its peak lies between those of the forms with
-    # 400 W (H100 NVL, 835) and 700 W (989.4), by power; torchtitan's benchmarks say as much.
+    # Meta's Grand Teton, from which torchtitan's figures come: HBM2e, 500 W. Its peak lies between those of the forms
+    # with 400 W (H100 NVL, 835) and 700 W (989.4), by power; torchtitan's benchmarks say as much.
     _gpu("H100",          96,  None,  700,    886,    62, 2400, 450,  64,   50, 0.56, "torchtitan benchmarks, 2024-12"),
     _gpu("H800",          80,  None,  700,  989.4,    67, 3350, 200,  64,   50, 0.56, "H100 datasheet, link: DeepSeek"),
     # An H100 with 78 of its 132 processors, and all of its NVLink.
@@ -196,7 +196,7 @@ def with_size(name: str) -> str:
 
 
 def sold_gib(name: str, reported_gib: float) -> float:
-    """The size that a card is sold with, from the reported one: the nearest of the table, else rounded."""
+    """The size that a card is sold with, given the reported size: the nearest one in the table, else a rounded one."""
     sizes = [
         gpu.memory_gib
         for gpu in GPUS

@@ -107,7 +107,7 @@ def _plain_name(name: str) -> str:
 
 
 def address_problem(text: str) -> str:
-    """Why machines can't meet at this address; empty if its form allows it."""
+    """Why machines can't connect at this address; empty if its form allows it."""
     if "://" in text:
         return "it is a URL, and the launcher takes only a host name or an IP address"
     inside = text.strip(":")  # ::1

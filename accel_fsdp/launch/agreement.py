@@ -256,8 +256,8 @@ def compare(
     `wait` is what to type to allow more than `seconds`.
 
     Raises:
-        Differs: the settings differ, or some members don't come in time.
-        UserError: the store is gone.
+        Differs: the settings differ, or some members are late.
+        UserError: the store can't be reached.
     """
     text = json.dumps(settings, sort_keys=True, default=str)
     own = replace(own, digest=hashlib.sha256(text.encode()).hexdigest())

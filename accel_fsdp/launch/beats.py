@@ -86,7 +86,7 @@ def store_of_job(prefix: str) -> Any:
 class RankMessages(JsonStore):
     """The messages of all ranks in the job's store.
 
-    Calls raise `torch.distributed.DistError`, or a RuntimeError, if the store has gone. If its machine is off, they
+    Calls raise `torch.distributed.DistError`, or a RuntimeError, if the store has ended. If its machine is off, they
     block for many minutes.
     """
 

@@ -31,7 +31,7 @@ def run(command: Sequence[str], variables: Mapping[str, str]) -> int:
     before = {name: signal.signal(signal.Signals[name], forward) for name in forwarded()}
     try:
         process = subprocess.Popen(command, env=variables, start_new_session=True)
-        for number in received:  # while it was being started
+        for number in received:  # signals that arrived while it was being started
             process.send_signal(number)
         started.append(process)
         return process.wait()

@@ -40,7 +40,7 @@ RECORDS = "hang"
 
 
 class Watchdog:
-    """Its threads run from `begin` to `end`. Without an `output_dir`, reports name no checkpoint."""
+    """Watches in threads that run from `begin` to `end`. Without an `output_dir`, reports name no checkpoint."""
 
     advice = ""
     """The flag that sets how long ranks may take."""
@@ -75,7 +75,7 @@ class Watchdog:
             self._threads.append(thread)  # started, as the main thread may wait for its end at any time
 
     def end(self) -> None:
-        """Ends the watch: from here on it doesn't end this process."""
+        """Ends the watch, which then no longer ends this process."""
         self._over.set()
 
     def trained(self) -> None:
@@ -98,7 +98,7 @@ class Watchdog:
     # The two threads
 
     def _exchange_beats(self) -> None:
-        while not self._over.wait(self.every if self.seen else self.every / 10):  # the first ones soon, for names
+        while not self._over.wait(self.every if self.seen else self.every / 10):  # first beats soon: they name hosts
             try:
                 self._round()
             except (RuntimeError, OSError):  # a DistError is one
@@ -135,7 +135,7 @@ class Watchdog:
 
     @property
     def _grace(self) -> float:
-        """The seconds in which the main thread may notice by itself that another rank has gone."""
+        """The seconds in which the main thread may notice by itself that another rank was lost."""
         return 2 * LOST_BEATS * self.every
 
     def _own(self) -> tuple[Beat, str]:
@@ -246,7 +246,7 @@ class Watchdog:
             self._messages.agree("failure", dataclasses.asdict(dataclasses.replace(cause, reported_by=self.rank)))
 
     def culprit(self) -> Cause | None:
-        """Returns which rank or host has gone, and how; None if unknown.
+        """Names the rank or host that was lost, and how; None if unknown.
 
         Waits some seconds. Call after a failed collective. A rank that raised has reported it; a lost one sends no more
         heartbeats. Ends the watch.

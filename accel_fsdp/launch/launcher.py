@@ -219,7 +219,7 @@ def _refuse_unsharded(args: Any) -> None:
     if MAKES_GLOO_A_DEVICE.search(text):
         return
     asks_for_cpu = ASKS_FOR_CPU.search(text) or "--use_cpu" in args.training_script_args
-    on_cpu = LaunchEnvironment.now().uses_cpu or asks_for_cpu  # on which plain DDP works
+    on_cpu = LaunchEnvironment.now().uses_cpu or asks_for_cpu  # plain DDP works on the CPU
     if on_cpu and not (args.use_fsdp or args.use_deepspeed):
         return
     raise UserError(
@@ -261,7 +261,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from accel_fsdp.launch import leaving  # with psutil, which the light installation lacks
+    from accel_fsdp.launch import leaving  # it needs psutil, which the light installation lacks
 
     if args.on_cpus:
         os.environ[USE_CPU] = "true"

@@ -84,7 +84,7 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
     }
     in_file = {name: value for name in FLAGS if (value := _in_file(name, values.get(name), file)) is not None}
     if JobConfig(values).is_alone:
-        in_file.pop("num_processes", None)  # one process is started all the same
+        in_file.pop("num_processes", None)  # one process is started in any case
     if place.engine:
         for name in by_flag.keys() & place.known.keys():
             _refuse_contradiction(place, name, by_flag[name], "leave out the flag")

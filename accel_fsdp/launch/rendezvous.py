@@ -83,7 +83,7 @@ def answers(address: str, port: int) -> bool:
 
 
 def own_address(towards: str) -> str:
-    """This machine's address towards another one; empty if there is no route. Nothing is sent."""
+    """This machine's own address on the route to another one; empty if there is no route. Nothing is sent."""
     for family, kind, number, _, place in _look_up(towards):
         with closing(socket.socket(family, kind, number)) as probe:
             try:

@@ -55,7 +55,7 @@ class Address:
 
 @dataclass(frozen=True)
 class JsonStore:
-    """Values by name, as JSON. Every method raises RuntimeError if machine 0 is gone."""
+    """Values by name, as JSON. Every method raises RuntimeError if machine 0 can't be reached."""
 
     torch_store: "Store"
     port: int = 0

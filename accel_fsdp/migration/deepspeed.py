@@ -190,7 +190,7 @@ def _launching(draft: Draft) -> None:
 
 
 def _stage_to_strategy(draft: Draft, stage: int, version: int) -> None:
-    name = ZERO_TWINS.get(stage, ZERO_TWINS[2])  # which is nearest to stage 1
+    name = ZERO_TWINS.get(stage, ZERO_TWINS[2])  # stage 2 is nearest to stage 1
     value, key = (name, "fsdp_sharding_strategy") if version == 1 else (stage == 3, "fsdp_reshard_after_forward")
     why = "ZeRO-1 has no FSDP twin" if stage == 1 else f"{zero_name(stage)} is {name}"
     if "zero_stage" in draft.read:

@@ -57,7 +57,7 @@ def check_model(model: "nn.Module", name: str) -> None:
     """Tests a loaded model with one pass of ten tokens."""
     parameters = list(model.parameters())
     if any(hasattr(parameter, "ds_id") or not parameter.is_floating_point() for parameter in parameters):
-        return  # parted by ZeRO-3, or quantised: they compute on their own device only
+        return  # partitioned by ZeRO-3, or quantised: they compute on their own device only
     if looks_ahead(model):
         raise _looks_ahead(name, type(model).__name__)
 

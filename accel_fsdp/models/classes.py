@@ -42,7 +42,7 @@ def _named_class(config: Any) -> Any:
 
 def _reads_text_part(kind: Any, config: Any) -> bool:
     """Whether a class is built from the text part of a config, by the rule of the Auto classes."""
-    config_class = getattr(kind, "config_class", None)  # which Auto classes lack
+    config_class = getattr(kind, "config_class", None)  # Auto classes have none
     return config_class is not None and config_class == config.sub_configs.get("text_config")
 
 

@@ -79,7 +79,7 @@ def check_files(folder: Path) -> None:
     """Refuses files that can't hold a tokenizer: pipes and devices, and JSON that would overflow Python's stack."""
     for path in (path for pattern in file_names.PAPERS for path in sorted(folder.glob(pattern))):
         if not path.exists():
-            continue  # a link to nothing
+            continue  # a broken link
         if path.name in READ_BY_PYTHON:
             untrusted_files.read_json(path, within=ANYWHERE)
         else:

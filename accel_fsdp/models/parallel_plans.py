@@ -80,7 +80,7 @@ class Divisible:
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Divisible":
-        """These facts among others."""
+        """Takes the fields of this class from a mapping that may hold others."""
         return cls(**{field.name: facts[field.name] for field in fields(cls) if field.name in facts})
 
     def misfits(

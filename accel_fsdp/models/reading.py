@@ -119,7 +119,7 @@ def check_local_path(name: str, what: str, example: str = "HuggingFaceTB/SmolLM2
     """Refuses a name that can only be a folder and doesn't exist; hub ids pass, and `example` is one."""
     path = Path(name)
     is_path = not name or name.startswith((".", "~", os.sep)) or name.count("/") > 1
-    if not is_path or os.path.exists(name):  # of any length, which Path.exists refuses
+    if not is_path or os.path.exists(name):  # unlike Path.exists it takes names of any length
         return
     try:
         siblings = os.listdir(path.parent)

@@ -228,7 +228,7 @@ def compare(flags: PlanCommand) -> Comparison:
     for (name, (machine, several)), work in zip(described.items(), inputs, strict=True):
         try:
             problem, _ = command.search_problem(replace(flags, gpus=name), read)
-        except UsageError as error:  # such as attention that a GPU doesn't have, which is said in its row
+        except UsageError as error:  # such as attention that a GPU doesn't support: its row reports it
             errors.append(error)
             results.append(Machine(name, kinds[name], machine.count * several, why=f"{error.what}: {error.why}"))
             continue

@@ -229,7 +229,7 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     copies of the weights. An adapter is exported as it was trained.
     """
     recipe, layout = job.recipe, job.layout
-    loads_once = ram_efficient or layout.is_by_transformers  # which reads each rank's part only
+    loads_once = ram_efficient or layout.is_by_transformers  # transformers reads only each rank's part
     loaders = 1 if layout.is_fsdp and loads_once else layout.ranks_per_node
     master = shards.master_bytes(recipe, layout)
 

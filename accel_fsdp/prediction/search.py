@@ -187,7 +187,7 @@ def _loadable(problem: Problem, candidate: Candidate) -> Candidate:
 def _divided(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate], bool]:
     """The best candidates that divide layers or experts too, if asked for or where that may help the `plain` ones.
 
-    And whether they may help, but can't be recorded here.
+    Also returns whether they may help but can't be recorded here.
     """
     fits = any(candidate.layout.engine is not Engine.DEEPSPEED and not candidate.layout.offload for candidate in plain)
     asked, helps = problem.search == "all", not fits or problem.shape.experts >= MANY_EXPERTS
@@ -218,7 +218,7 @@ def _divided(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate],
 def _may_rest(problem: Problem, job: Job) -> bool:
     """Whether a GPU holds what a rank has between steps, and its largest unit with that unit's gradients beside it.
 
-    And whether nothing else speaks against the job.
+    Also whether nothing else rules the job out.
     """
     if problem.refuses(job) or not problem.is_hosted(job):
         return False

@@ -239,7 +239,7 @@ def _adapters(block: Block, recipe: Recipe) -> tuple[Work, Work]:
     if recipe.method == "full":
         return forward, backward
     tokens = recipe.rows * recipe.length
-    alone = recipe.precision == "no"  # without autocast float32 adapters compute in it
+    alone = recipe.precision == "no"  # without autocast, float32 adapters compute in float32
     for weight in block.parameters:
         if not weight.is_adapted(recipe.lora_targets):
             continue

@@ -127,7 +127,7 @@ def _of_script(call: Call | None) -> Call | None:
 
 
 def _from_gone(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _Mismatch | None:
-    """The parting from a rank that reported no calls: it has ended, or a library aborted it in the call of `aborted`.
+    """The mismatch with a rank that reported no calls: it has ended, or a library aborted it in the call of `aborted`.
 
     The other rank's last call under a condition on its rank is then the one that it makes alone.
     """
@@ -145,7 +145,7 @@ def _from_gone(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _M
 
 
 def _alone(calls: Calls, *sides: tuple[int, Call | None]) -> _Mismatch:
-    """The parting from the side of the rank whose call the other never made; from the first rank if unknown."""
+    """The mismatch as seen by the rank whose call the other never made; by the first rank if unknown."""
 
     def is_new(rank: int, call: Call, other: int) -> bool:
         return call.lines not in {earlier.lines for earlier in calls[other]}

@@ -101,7 +101,7 @@ def _unreachable(dataset: str) -> str:
         HfApi().dataset_info(dataset, timeout=PROBE_SECONDS)
     except RepositoryNotFoundError:
         return ""
-    except Exception as error:  # of httpx, of sockets, of TLS; a proxy's answer
+    except Exception as error:  # errors of httpx, sockets and TLS, or a proxy's answer
         return f"the hub can't be reached ({first_line(error)}), and no cache here has it"
     return ""
 

@@ -192,7 +192,7 @@ def _other_value(first_sums: Sequence[Sequence[Any]], other_sums: Sequence[Seque
 def _no_step(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Gradients alone train nothing. A script without an optimizer may want only gradients."""
     reports = [event.content for event in _of("trained", events)]
-    if _by_deepspeed(by_rank):  # which steps by itself
+    if _by_deepspeed(by_rank):  # DeepSpeed's engine steps by itself
         return
     nothing_moved = all(report["kept"] and report["optimizers"] and report["backwards"] for report in reports)
     if reports and _all_ended(events) and nothing_moved:
@@ -266,7 +266,7 @@ def _different(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tupl
 def _kept_gradients(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """The optimizer adds the gradients of all earlier steps to each step's."""
     reports = _of("gradients", events)
-    if _by_deepspeed(by_rank):  # which clears by itself
+    if _by_deepspeed(by_rank):  # DeepSpeed's engine clears by itself
         return
     if reports and all(event.content["kept"] for event in reports):
         first = reports[0].content

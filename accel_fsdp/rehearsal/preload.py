@@ -22,8 +22,8 @@ def load() -> None:
         get_checkpoint_conversion_mapping("llama")
 
 
-gc.disable()  # a fifth of the time of the imports went into it
+gc.disable()  # garbage collection took a fifth of the imports' time
 load()
 gc.collect()
-gc.freeze()  # else each process looks through all of it whenever it collects garbage
+gc.freeze()  # otherwise each process examines all of it whenever it collects garbage
 gc.enable()

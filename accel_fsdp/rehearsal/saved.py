@@ -135,7 +135,7 @@ class _Model:
 
 
 def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: JobConfig) -> Iterator[Failure]:
-    """Each mistake once, the gravest first. Called where all ranks have ended well."""
+    """Yields each mistake once, the most serious first. Called if all ranks ended without an error."""
     files, model = list(_files(events)), _Model.of(events)
     checkpointed = {file.step for file in files if file.has_optimizer}
     resumed = {event.content["path"] for event in events if event.kind == "loaded"}
@@ -208,7 +208,7 @@ def _torn(files: Sequence[_File]) -> Iterator[Failure]:
 def _misnamed(files: Sequence[_File], model: _Model, resumed: set[str]) -> Iterator[Failure]:
     """Names that begin with those of wrappers, which the model without wrappers doesn't have.
 
-    A folder of `save_pretrained` is read by no wrapped model. Other files pass if the script reads them, saves an
+    A wrapped model never reads a folder of `save_pretrained`. Other files pass if the script reads them, saves an
     optimizer beside them, or if their values differ from the model's.
     """
     if any("module" in name.split(".") for name in model.names):

@@ -58,7 +58,7 @@ def _become(module: str, words: list[str], environment: dict[str, str], log: str
 
     np.random.seed()
     sys.argv = [module, *words]
-    multiprocessing.set_start_method(None, force=True)  # Python's own; locks of a forked server's have names that stay
+    multiprocessing.set_start_method(None, force=True)  # Python's default: a forkserver's locks leave names
     code = 1
     try:
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

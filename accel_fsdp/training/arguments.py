@@ -138,7 +138,7 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         if not RECORDER & os.environ.keys():  # else as the user says; read when the process group is made
             os.environ.update(dict.fromkeys(RECORDER, RECORDED))
         self.logs_often = self.logging_steps == 0
-        self.logging_steps = self.logging_steps or 1  # Trainer takes no 0
+        self.logging_steps = self.logging_steps or 1  # Trainer refuses 0
         if self.early_stopping_patience is not None:
             self._check_early_stopping(self.early_stopping_patience)
             self.load_best_model_at_end = True
@@ -257,7 +257,7 @@ def _check_trackers(names: list[str]) -> None:
                 why="nothing would be reported",
                 fix=f"none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}",
             )
-        if name not in {*get_available_reporting_integrations(), "flyte"}:  # which is not in that list
+        if name not in {*get_available_reporting_integrations(), "flyte"}:  # missing from that list
             raise UserError(
                 f"--report_to {name}, which isn't installed", why="nothing would be reported", fix=f"pip install {name}"
             )

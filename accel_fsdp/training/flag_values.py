@@ -165,7 +165,7 @@ def _check_optimizer(training: TrainingArguments) -> None:
                 fix=f"pip install it, or {combinations.ADAMW}",
             ) from error
         except (ValueError, AttributeError) as error:
-            if _wants_model(name):  # which doesn't exist yet
+            if _wants_model(name):  # the model doesn't exist yet
                 return
             raise error
         optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **options)

@@ -48,7 +48,7 @@ def fix_adapters() -> None:
 
 @cache
 def fix_tensor_parallelism() -> None:
-    """Makes transformers' tensor parallelism train right."""
+    """Makes transformers' tensor parallelism train correctly."""
     sum_new_gradients()
 
 
@@ -81,7 +81,7 @@ def _load(file: IO[bytes]) -> Any:
     why=CODE,
 )
 def read_metadata_as_data() -> None:
-    """torch loads `.metadata` with `pickle.load`, which calls whatever the file names."""
+    """torch loads `.metadata` with `pickle.load`, which calls any function that the file names."""
     from torch.distributed.checkpoint import filesystem
 
     filesystem.pickle = SimpleNamespace(load=_load, dump=pickle.dump)  # type: ignore[attr-defined, assignment]
@@ -93,7 +93,7 @@ def read_metadata_as_data() -> None:
     why=CODE,
 )
 def read_values_as_data() -> None:
-    """torch loads values beside tensors with `weights_only=False`, which calls whatever they name."""
+    """torch loads values beside tensors with `weights_only=False`, which calls any function that they name."""
     import torch
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner

@@ -92,7 +92,7 @@ def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
     inputs require one, and DDP counts such parameters twice. Under ZeRO-3 it must be reentrant: the other kind compares
     saved and recomputed shapes, and finds partitioned weights.
 
-    Both names are set: transformers 5.23 goes by `activation_checkpointing`, 5.17 has only the other, which all mirror.
+    Both names are set: transformers 5.23 reads `activation_checkpointing`, 5.17 the other, which all versions mirror.
     """
     launch = LaunchEnvironment.now()
     of_fsdp = launch.uses_fsdp and launch.recomputes_units

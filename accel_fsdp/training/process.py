@@ -50,7 +50,7 @@ def begin(model: Any, data: Any, training: TrainingArguments) -> run_record.RunR
         logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
         disable_progress_bar()
         datasets.disable_progress_bars()
-    arguments = {"model": asdict(model), "data": asdict(data), "training": training.to_dict()}  # which hides tokens
+    arguments = {"model": asdict(model), "data": asdict(data), "training": training.to_dict()}  # to_dict hides tokens
     return run_record.RunRecord(Path(training.output_dir), arguments, first_rank=training.process_index == 0)
 
 

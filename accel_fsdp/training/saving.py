@@ -98,7 +98,7 @@ class Checkpoints:
         """
         try:
             yield
-        except (Exception, CheckpointException) as error:  # which is a BaseException
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             full = "" if (lost := is_lost(error)) else disks.full(error, folder)
             if lost or not (full or isinstance(error, (*WRITE_ERRORS, UserError))):
                 raise

@@ -118,7 +118,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
                 why="training can't start",
                 fix=SEE_HELP,
             ) from error
-        run = weakref.proxy(self)  # with a cycle, the folder's lock would outlive a trainer that has failed
+        run = weakref.proxy(self)  # a cycle of references would keep the folder's lock after the trainer failed
         self.finite, self.losses = FiniteCheck(run), Losses(run)
         self.stop, self.watch = Stop(), HangWatch(training.hang_timeout, output, training.ddp_timeout)
         self.checkpoints = Checkpoints(run, history or History({}))

@@ -122,7 +122,7 @@ def check_gpus(context: Context, value: Any) -> str:
         if machine.memory_gib and machine.memory_gib > most * MORE_MEMORY:
             what = f"no {name} has {about_gib(machine.memory_gib * GIB)}"
             raise _wrong_gpus(text, what, MEMORY_MATTERS, f"{machine.count}x{name}-{most:.0f}GB, the memory of one GPU")
-    elif not machine.memory_gib:  # with it, it is newer or rarer than the table
+    elif not machine.memory_gib:  # with it, the GPU is just missing from the table
         names = dict.fromkeys(gpu.name for gpu in gpus.GPUS)
         near = nearest(name, names)
         what = f"{name} is an unknown GPU." + (f" Did you mean {near}?" if near else "")

@@ -13,7 +13,7 @@ MOST_WORKERS = 100_000
 def shared_devices() -> Any:
     """The `torch_config` of `TorchTrainer`: each worker sees the GPUs of all workers of its machine.
 
-    So LOCAL_RANK counts them as under torchrun. Ray's own `TorchConfig` would besides make a process group and a CUDA
+    So LOCAL_RANK counts them as under torchrun. Ray's own `TorchConfig` would also make a process group and a CUDA
     context in each worker, which trains nothing: half a GB of the GPU, whose rank is a separate process, and 200 MB of
     the host's memory for torch.
     """
@@ -23,7 +23,7 @@ def shared_devices() -> Any:
         share_cuda_visible_devices = True
 
     class Ranks(BackendConfig):  # type: ignore[misc]
-        backend = "gloo"  # which TorchTrainer would choose where nothing is set
+        backend = "gloo"  # TorchTrainer's choice where nothing is set
 
         @property
         def backend_cls(self) -> Any:
@@ -42,11 +42,11 @@ class Messages:
     starts: int = 0
     running: bool = False
     over: int | None = None
-    """The code that the job ends with, once nothing is to be started again."""
+    """The exit code of the job, once its ranks will not be started again."""
     ranks: int = 0
     done: int = 0
     failures: list[tuple[int, int]] = field(default_factory=list)
-    """Rank and code of those that failed since the last start, the first one first."""
+    """Rank and exit code of each failure since the last start, oldest first."""
     signal: int = 0
 
     def __post_init__(self) -> None:

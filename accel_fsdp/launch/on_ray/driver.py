@@ -43,7 +43,7 @@ def fit(trainer: Any, *, grace: int = 120, minutes: int | None = None) -> int:
         running.start()
         _wait(running, messages, signals, grace, minutes * 60 if minutes else math.inf)
     code = 128 + signals[0] if running.is_alive() else _code(errors, *ray.get(messages.outcome.remote()))
-    ray.shutdown()  # which ends what is left of the workers
+    ray.shutdown()  # ends the remaining workers
     return code
 
 

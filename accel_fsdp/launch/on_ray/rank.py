@@ -37,7 +37,7 @@ def end_with(parent: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # the parent has already ended
         os._exit(128 + signal.SIGKILL)
 
 

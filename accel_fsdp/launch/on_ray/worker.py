@@ -68,7 +68,7 @@ def _variables(messages: Any) -> dict[str, str]:
     meets = None
     if context.get_world_rank() == 0:
         ray.get(messages.begin.remote(context.get_world_size()))
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has it
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent does
         _kept.append(store)
         meets = ray.util.get_node_ip_address(), store.port
     address, port = broadcast_from_rank_zero(meets)

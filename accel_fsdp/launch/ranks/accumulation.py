@@ -5,7 +5,7 @@ from typing import Any
 
 
 def batches() -> int:
-    """The micro-batches of a step, as Accelerate, or a Trainer whose step is running, divides losses by them."""
+    """The micro-batches of a step, by which Accelerate, or a Trainer whose step is running, divides losses."""
     if (of_trainer := _of_trainer()) > 1:
         return of_trainer
     return int(state.num_steps) if (state := _state()) else 1
@@ -17,7 +17,7 @@ def is_last() -> bool:
 
 
 def is_midway() -> bool:
-    """Whether a dataloader that Accelerate prepared has more batches: only its last ones may be fewer than a step's."""
+    """Whether a dataloader that Accelerate prepared has more batches; its last step may have fewer than the others."""
     state = _state()
     return state is not None and state.in_dataloader and not state.end_of_dataloader
 

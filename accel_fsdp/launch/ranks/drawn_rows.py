@@ -41,9 +41,9 @@ PREPARED = "accelerator.prepare"
 class DrawnRows:
     """The rows of one epoch of a loader on a rank, batch by batch.
 
-    `start` is a checksum of the data set's first row, where it can be read without effects. `places` are the rows'
-    indices in the data set, None for a stream; `hashes` are checksums of their content, None where rows can't be told
-    apart in a batch. `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
+    `start` is a checksum of the data set's first row, where it can be read without side effects. `places` are the rows'
+    indices in the data set, None for a stream; `hashes` are checksums of their content, None where the rows of a batch
+    can't be distinguished. `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
     `is_own`: the sampler isn't torch's. `planned` is the largest number of rows that this rank takes in an epoch.
     `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the last argument of the
     sampler's `set_epoch`, if it has one.
@@ -226,7 +226,7 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
     from torch.utils.data.distributed import DistributedSampler
 
     facts: dict[str, Any] = {"length": None, "fingerprint": getattr(dataset, "_fingerprint", None)}
-    with contextlib.suppress(Exception):  # whatever a data set's own code raises
+    with contextlib.suppress(Exception):  # a data set's own code may raise any error
         facts["length"] = len(dataset)
     facts["start"] = _start(dataset)
     is_shard = type(indices).__name__ == "BatchSamplerShard"

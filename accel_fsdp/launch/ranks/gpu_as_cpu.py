@@ -359,7 +359,7 @@ def _translate(owner: Any, name: str, called: str = "", **instead: Any) -> None:
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:  # which the function itself explains
+        except TypeError:  # the function itself reports it
             return original(*args, **kwargs)
         bound.apply_defaults()
         of_gpus = [parameter for parameter in instead if _names_gpu(bound.arguments[parameter])]

@@ -132,5 +132,5 @@ def _storage(tensor: Any) -> int:
     """The address of this rank's part of a tensor; 0 for a tensor without storage."""
     try:
         return int(parts.local(tensor).untyped_storage().data_ptr())
-    except Exception:  # of None, and of tensors without storage
+    except Exception:  # None, or a tensor without storage
         return 0

@@ -37,9 +37,9 @@ def run() -> None:
 def keep_closed_groups() -> None:
     """Keeps a process group that the script closes, until the script opens another one or the process ends.
 
-    Otherwise a DDP model that outlives the group would delete it. There torch 2.13 waits for gloo's threads with
-    Python's lock, for which such a thread may wait itself, to release a collective that has just ended: a hang.
-    3,000 such models made one after the other end with torch 2.11 and 2.15, and hang within 100 with 2.13.
+    Otherwise a DDP model that outlives the group would delete it. In that, torch 2.13 holds Python's lock while it
+    waits for gloo's threads, one of which may wait for the lock to release a collective that has just ended: a
+    deadlock. 3,000 such models made one after the other end with torch 2.11 and 2.15, and hang within 100 with 2.13.
     """
     import torch.distributed as dist
 

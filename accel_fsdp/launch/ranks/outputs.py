@@ -33,7 +33,7 @@ def with_member(container: Any, key: Any, value: Any) -> Any:
     if isinstance(container, tuple):
         changed = [*container[:key], value, *container[key + 1 :]]
         return container._make(changed) if hasattr(container, "_make") else type(container)(changed)
-    with contextlib.suppress(Exception):  # a dataclass with slots, or whatever a class of the user raises
+    with contextlib.suppress(Exception):  # a dataclass with slots, or any error of the user's class
         if isinstance(container, Mapping | list):
             container[key] = value  # type: ignore[index]
         else:

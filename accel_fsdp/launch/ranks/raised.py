@@ -34,7 +34,7 @@ class ObservedErrors:
         from torch.nn.parallel import DistributedDataParallel
 
         def call(module: Any, *args: Any, **kwargs: Any) -> Any:
-            return torch.nn.Module.__call__(module, *args, **kwargs)  # as it is then: the recorder replaces it
+            return torch.nn.Module.__call__(module, *args, **kwargs)  # looked up late: the recorder replaces it
 
         self._watch(torch.Tensor, "backward", torch.Tensor.backward)
         for wrapper in (FullyShardedDataParallel, DistributedDataParallel, FSDPModule):

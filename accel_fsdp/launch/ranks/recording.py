@@ -386,7 +386,7 @@ class Recorder:
 
 def _reached(roots: "Iterable[torch.Tensor]", boundary: set[int], names: Mapping[int, str]) -> str:
     """The first weight on which a loss depends other than through outputs of recorded forward passes; or empty."""
-    seen: dict[int, Any] = {}  # which keeps the nodes, so that no other one gets the id of a seen one
+    seen: dict[int, Any] = {}  # keeps the nodes alive, so that no other node gets the id of a seen one
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
     while nodes:
         node = nodes.pop()

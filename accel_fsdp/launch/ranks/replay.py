@@ -68,7 +68,7 @@ def compare(recorder: Recorder) -> None:
             raise Unrepeatable("no forward pass of a model that was sharded led to a step of an optimizer")
     except Unrepeatable as problem:
         events.report("unrepeated", why=str(problem))
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise any error
         events.report("unrepeated", why=f"{type(error).__name__}: {error}")
 
 
@@ -145,7 +145,7 @@ class _Repeated:
             return
         alone = self._gradients()
         self._compare_trainer_losses()
-        if self.number:  # gradients of weights that no optimizer has pile up from step to step
+        if self.number:  # gradients of weights that no optimizer has accumulate over steps
             alone = {name: gradient for name, gradient in alone.items() if name in covered}
         apart = self._compare_gradients(reduced, {name: alone[name] for name in alone if name in {*reduced, *covered}})
         self._compare_clipping(reduced, used)
@@ -267,7 +267,7 @@ class _Repeated:
             try:
                 with alone(), self._as_recorded(self.model, vars(loss.forward)):
                     apart = loss.apart(self.model)
-            except Exception:  # whatever a script's own trainer raises without its model
+            except Exception:  # a script's own trainer may raise any error without its model
                 return
             if apart > (EXACT if self.exact else ROUNDED):
                 return self._differs("trainer-loss", self.first["line"], apart=apart)
@@ -362,7 +362,7 @@ class _Repeated:
             states = [update["steps"][index]["states"] for update in self.updates]
             try:
                 changed = stepped(kind, optimizer.defaults, step, states, before, used)
-            except Exception as error:  # whatever an optimizer's own code raises
+            except Exception as error:  # an optimizer's own code may raise any error
                 return f"{kind.__name__}: {type(error).__name__}: {error}"
             for name, weight in changed.items():
                 change, expected = after[name].float() - before[name].float(), weight.float() - before[name].float()

@@ -23,7 +23,7 @@ class _Scheduled:
     """An optimizer with a scheduler, the line that created it, and the line that moves it more often than steps.
 
     `cosine` is the latest scheduler with a length, `most` the highest rate of a step and `least` the lowest one after
-    it; `risen` is the part of the way from there to the highest that the rate rose after the cosine's length.
+    it; `risen` is how far the rate rose again after the cosine's length, as a share of the way from `least` to `most`.
     """
 
     optimizer: Any
@@ -47,17 +47,17 @@ class _Scheduled:
 
     @property
     def waves(self) -> bool:
-        """Whether a longer cosine may be meant: torch's, if it is too short for the optimizer's steps alone."""
+        """Whether the rate may rise on purpose: under torch's cosine, if the optimizer takes more steps than it."""
         return hasattr(self.cosine, "T_max") and self.steps > length(self.cosine)
 
 
 def length(scheduler: Any) -> int:
-    """The moves in which a cosine falls once, after which it rises; 0 for other schedules, and for waves."""
+    """The number of moves in which a cosine falls once; 0 for other schedules, and for one of several waves."""
     from torch.optim.lr_scheduler import CosineAnnealingLR
 
     if type(scheduler) is CosineAnnealingLR:
         return int(scheduler.T_max)
-    settings = getattr(next(iter(getattr(scheduler, "lr_lambdas", ())), None), "keywords", {})  # of transformers
+    settings = getattr(next(iter(getattr(scheduler, "lr_lambdas", ())), None), "keywords", {})  # transformers' own
     return int(settings.get("num_training_steps", 0)) if settings.get("num_cycles") == 0.5 else 0
 
 
@@ -80,7 +80,7 @@ class ObservedSchedules:
             self.scheduled.append(_Scheduled(scheduler.optimizer, script.line_of_stack(sys._getframe(2))))
 
     def _moved(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        if known := self._counts_of(scheduler.optimizer):  # not yet within `__init__`, which moves it once
+        if known := self._counts_of(scheduler.optimizer):  # None in `__init__`, which moves it once
             known.moves += 1
             if length(scheduler):
                 known.cosine_moves = 1 + (known.cosine_moves if known.cosine is scheduler else 0)

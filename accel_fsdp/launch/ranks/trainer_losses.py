@@ -76,7 +76,7 @@ class TrainerLosses:
         _, before = self.newest()
         arguments = inspect.signature(original).bind(*args, **kwargs)
         try:
-            inputs = recorded(arguments.arguments["inputs"])  # which Trainer takes the labels out of
+            inputs = recorded(arguments.arguments["inputs"])  # before Trainer removes the labels
         except Unrecordable:
             return original(*args, **kwargs)
         result = original(*args, **kwargs)

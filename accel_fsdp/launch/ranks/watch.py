@@ -274,7 +274,7 @@ class _Steps:
         after(torch.Tensor, "backward", self.ran_backward)
 
     def _runs_backward(self, *_: Any, **__: Any) -> None:
-        if self.is_first and not self.backwards_begun:  # which may never end where the ranks ran different units
+        if self.is_first and not self.backwards_begun:  # backward may hang where the ranks ran different units
             self._report_units(self._outermost())
         self.in_backward = self.backwards_begun = True
         self.gradients.before_backward()
@@ -305,7 +305,7 @@ class _Steps:
         self.gradients.steps_now(optimizer)
         self.schedules.steps_now(optimizer)
         self.resumes.steps_now(optimizer)
-        if self.is_first and self.in_backward:  # weights may be whole until its end
+        if self.is_first and self.in_backward:  # weights may be unsharded until it ends
             self.stepped_in_backward = optimizer
         elif self.is_first and self.models:  # a closure has yet to run them
             self._report_first(optimizer)

@@ -191,7 +191,7 @@ def checksum(values: "torch.Tensor") -> int:
 
 
 def is_sharded(parameter: Any) -> bool:
-    """Whether FSDP keeps a part of it on each rank."""
+    """Whether FSDP keeps only a part of a parameter on each rank."""
     from torch.distributed.fsdp._flat_param import FlatParameter
     from torch.distributed.tensor import DTensor
 

@@ -65,7 +65,7 @@ class ZeroRecorder(Recorder):
 
     def keep_all(self, accelerator: Any, *args: Any, **kwargs: Any) -> None:
         if self.has_hooked_engine:
-            if not self.copies:  # until prepare fills in a number
+            if not self.copies:  # before prepare replaces "auto" by a number
                 config = accelerator.deepspeed_plugin.deepspeed_config
                 self.clips_by_config = config.get("gradient_clipping", "auto") != "auto"
             super().keep_all(accelerator, *args, **kwargs)
@@ -77,7 +77,7 @@ class ZeroRecorder(Recorder):
             from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
             plain.float()  # DeepSpeed may have made it in 16 bits
-            for weight in plain.parameters():  # as TRL's forward asks for it
+            for weight in plain.parameters():  # TRL's forward reads it
                 vars(weight)["ds_status"] = ZeroParamStatus.AVAILABLE
 
     def begin_update(self) -> Update:
@@ -116,7 +116,7 @@ class ZeroRecorder(Recorder):
                 yield place
 
     def check_kept(self, update: Update) -> None:
-        """The engine clears gradients itself, and no script can before."""
+        """Does nothing: the engine clears gradients itself, before a script can."""
 
     def _engines(self) -> list[Any]:
         return [model for model_ref in self.prepared.values() if hasattr(model := model_ref(), "zero_optimization")]

@@ -101,7 +101,7 @@ def in_lines(words: list[str], arguments: tuple[str, ...], indent: str) -> str:
 
 
 def indented(text: str, indent: str) -> str:
-    """A text inside a YAML block; also the lines of a quoted word, from which YAML takes it away again."""
+    """Indents a text inside a YAML block; YAML removes the indent again, also in the lines of a quoted word."""
     return "\n".join(f"{indent}{line}" if line else line for line in text.split("\n"))
 
 

@@ -49,7 +49,7 @@ def text(job: JobFile) -> list[str]:
 
 
 def _loop(job: JobFile) -> list[str]:
-    """The settings of each worker: the command, and its rank's variables besides Ray's."""
+    """The settings of each worker: the command, and the variables of its rank that Ray doesn't set."""
     network = [
         '# "NCCL_SOCKET_IFNAME": "ib0",    # <- InfiniBand, if NCCL takes another interface',
         '# "FI_PROVIDER": "efa",    # <- AWS with EFA',

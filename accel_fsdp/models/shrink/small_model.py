@@ -186,7 +186,7 @@ def _trial(model: Any) -> str:
             tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, TRIED_TOKENS))
             more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
             model(input_ids=tokens, **more)
-    except Exception as error:  # it may want other inputs than text
+    except Exception as error:  # it may need other inputs than text
         return first_line(error)
     finally:
         model.train()

@@ -186,7 +186,7 @@ class Fsdp(EngineMemory, ABC):
             self._free(unit)
 
     def _reshards(self, unit: int) -> bool:
-        """The unit of the head stays: it is the root under FSDP1, and Accelerate's tail unit under FSDP2."""
+        """The unit of the head stays gathered: it is the root under FSDP1, and Accelerate's tail unit under FSDP2."""
         return self.layout.strategy in (1, 4) and unit != self.head_unit
 
     def _size(self, unit: int) -> int:
@@ -234,7 +234,7 @@ class Fsdp2(Fsdp):
     reducing: int = 0
 
     def before_forward(self, unit: int) -> None:
-        """Gathers the unit, before the first one the tied table again, which stays too."""
+        """Gathers the unit; before the first one also the tied table a second time, which stays gathered too."""
         if not unit and 0 in self.nested:
             super().before_forward(self.experts_of(0))
         super().before_forward(unit)
@@ -294,7 +294,7 @@ class Fsdp2(Fsdp):
             self.prefetched = unit
 
     def after_backward(self, unit: int, grad_bytes: int) -> None:
-        """Frees the unit and reduces its gradients, before the first one's those of the tied head."""
+        """Frees the unit and reduces its gradients; those of the tied head are reduced before the first unit's."""
         if not unit and 0 in self.nested:
             again = self.experts_of(0)
             self._free(again)
@@ -316,7 +316,7 @@ class Fsdp2(Fsdp):
         self._reduce(unit, ready)
 
     def _reduce(self, unit: int, ready: int) -> None:
-        """The sum over ranks of a unit's gradients, of which it frees those that are `ready`."""
+        """Reduces a unit's gradients over the ranks, and frees those that are `ready`."""
         unsharded, shard = self._reduced(unit)
         self.meter.add(GRADIENTS, unsharded, "input")
         self.meter.add(GRADIENTS, -ready, ("new", unit))

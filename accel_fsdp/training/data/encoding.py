@@ -124,7 +124,7 @@ class Encoder:
         return proven
 
     def _decoded(self, ids: list[list[int]]) -> list[str]:
-        if not ids:  # of which transformers 5.23 makes one text
+        if not ids:  # transformers 5.23 decodes an empty list to one text
             return []
         texts: list[str] = self.tokenizer.batch_decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False

@@ -160,7 +160,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.mark("rest", "clearing gradients")
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        if self._warming is not None:  # an evaluation that it saw as well would fill the memory
+        if self._warming is not None:  # recording an evaluation too would fill the memory
             self._warming.stop()
             self._warming = None
         elif self.step is None and self.steps and state.global_step < self.steps.start:
