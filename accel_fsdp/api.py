@@ -200,7 +200,7 @@ def _refuse_value(name: str, value: Any, hint: Any) -> None:
     choices = [choice for kind in alternatives if get_origin(kind) is Literal for choice in get_args(kind)]
     types = [kind for kind in alternatives if get_origin(kind) is not Literal]
     wider = {Path: (str, os.PathLike), float: (int,)}
-    if value in choices or any(type(value) is kind or _is(value, wider.get(kind, ())) for kind in types):
+    if value in choices or any(type(value) is kind or _has_type(value, wider.get(kind, ())) for kind in types):
         return
     expected = " or ".join([*map(str, choices), *(kind.__name__ for kind in types if kind is not type(None))])
     raise UsageError(
@@ -208,7 +208,7 @@ def _refuse_value(name: str, value: Any, hint: Any) -> None:
     )
 
 
-def _is(value: Any, kinds: tuple[type, ...]) -> bool:
+def _has_type(value: Any, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and not isinstance(value, bool)
 
 

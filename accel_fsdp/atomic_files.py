@@ -35,11 +35,11 @@ def write_text(path: Path, text: str) -> None:
     """
     temporary: str | None = None
     try:
-        if _takes_a_stream(path):
+        if _is_stream(path):
             _send(path, text)
             return
         path = path.resolve()
-        mode, newline = _kept(path)
+        mode, newline = _mode_and_newline(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name[:LONGEST_PREFIX]}.", dir=path.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8", newline=newline) as file:
@@ -79,7 +79,7 @@ def _mode(path: Path) -> int:
         return 0
 
 
-def _takes_a_stream(path: Path) -> bool:
+def _is_stream(path: Path) -> bool:
     """Whether `path` is a character device, such as a terminal or /dev/null, or a pipe: neither can be replaced."""
     mode = _mode(path)
     return stat.S_ISCHR(mode) or stat.S_ISFIFO(mode)
@@ -95,7 +95,7 @@ def _send(path: Path, text: str) -> None:
         stream.write(text)
 
 
-def _kept(path: Path) -> tuple[int, str]:
+def _mode_and_newline(path: Path) -> tuple[int, str]:
     """Permissions and line ends for a new version of `path`: the existing file's, else the umask's and Unix's."""
     mode = _mode(path)
     if not mode:
@@ -121,7 +121,7 @@ def is_taken(path: Path) -> bool:
         UserError: `path` can't be examined, for example without permission, or because its name is too long.
     """
     try:
-        return _mode(path) != 0 and not _takes_a_stream(path)
+        return _mode(path) != 0 and not _is_stream(path)
     except OSError as error:
         raise _cannot_write(path, error) from error
 
@@ -164,7 +164,7 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
     their way to the disk at the end.
     """
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
-    with _folder(target.parent), _alone(target):
+    with _folder(target.parent), _only_writer(target):
         if old.exists() and not target.exists():  # a process was ended between the two renames
             os.replace(old, target)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -220,7 +220,7 @@ def _lock(path: Path, busy: str, why: str, fix: str) -> "FileLock":
 
 
 @contextlib.contextmanager
-def _alone(target: Path) -> Iterator[None]:
+def _only_writer(target: Path) -> Iterator[None]:
     lock = _lock(
         target.with_name(f".{target.name}.lock"),
         f"another process is writing {target}",

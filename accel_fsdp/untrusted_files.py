@@ -248,11 +248,11 @@ def copy(path: Path, target: Path, within: Path | None = None, largest: int = LA
         if size > largest:
             raise broken(path, f"is too large to be copied: {size:,} bytes, {largest:,} at most")
         with target.open("wb") as copied:
-            while content := _part(file, path):
+            while content := _next_part(file, path):
                 copied.write(content)
 
 
-def _part(file: BinaryIO, path: Path) -> bytes:
+def _next_part(file: BinaryIO, path: Path) -> bytes:
     try:
         return file.read(COPIED_AT_ONCE)
     except OSError as error:  # an error of the source, not of the target

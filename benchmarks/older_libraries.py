@@ -358,7 +358,7 @@ class OlderWalk(step.Walk):
 
     def _backward(self) -> None:
         super()._backward()
-        layers = sum(count for _, count in self._counted())
+        layers = sum(count for _, count in self._blocks_with_counts())
         self.meter.add(ACTIVATIONS, -self._retained() * (2 * layers - 2))
 
 

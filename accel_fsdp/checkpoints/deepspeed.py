@@ -126,12 +126,12 @@ def _moments(states: list[dict[str, Any]], flat: str) -> Iterator[tuple[str, lis
 def _frozen(loaded: list[dict[str, Any]]) -> dict[str, Stored]:
     shapes = loaded[0].get("frozen_param_shapes") or {}
     return {
-        name: _joined(name, shape, [_whole(rank["frozen_param_fragments"][name]) for rank in loaded])
+        name: _joined(name, shape, [_span_of(rank["frozen_param_fragments"][name]) for rank in loaded])
         for name, shape in shapes.items()
     }
 
 
-def _whole(view: View) -> ViewSpan:
+def _span_of(view: View) -> ViewSpan:
     return view, 0, prod(view.shape)
 
 
@@ -142,7 +142,7 @@ def _stage2(first: dict[str, Any], ranks: list[Groups], paddings: list[list[int]
         at = 0
         for number, (name, shape) in enumerate(shapes.items()):
             count = prod(shape)
-            tensors[name] = _joined(name, shape, list(_cut([_whole(part) for part in parts], at, at + count)))
+            tensors[name] = _joined(name, shape, list(_cut_spans([_span_of(part) for part in parts], at, at + count)))
             at += count + (paddings[group][number] if paddings else 0)
     return tensors
 
@@ -155,13 +155,13 @@ def _stage3(first: dict[str, Any], ranks: list[Groups]) -> dict[str, Stored]:
             share = -(-prod(shape) // len(ranks))
             spans: list[ViewSpan] = []
             for groups in ranks:
-                spans += _cut([_whole(group) for group in groups], at, at + share)
+                spans += _cut_spans([_span_of(group) for group in groups], at, at + share)
             tensors[name] = _joined(name, shape, spans)
             at += share
     return tensors
 
 
-def _cut(spans: list[ViewSpan], start: int, stop: int) -> Iterator[ViewSpan]:
+def _cut_spans(spans: list[ViewSpan], start: int, stop: int) -> Iterator[ViewSpan]:
     """Elements `start` to `stop` of spans laid end to end."""
     at = 0
     for view, first, last in spans:

@@ -217,11 +217,11 @@ def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
     Raises:
         UserError: there is none, or the named checkpoint is incomplete.
     """
-    place = _meant(path)
-    single = _of_file(place)
+    place = _checked_path(path)
+    single = _checkpoint_in_file(place)
     checkpoints = [single] if single else listed(place)
     if not checkpoints:
-        raise _nothing(path, place)
+        raise _nothing_found(path, place)
     complete = [checkpoint for checkpoint in checkpoints if not checkpoint.missing]
     if not complete:
         raise checkpoints[-1].refused or UserError(
@@ -258,7 +258,7 @@ def others(checkpoint: CheckpointLocation) -> list[str]:
     return [path.name for path in _folders(checkpoint.folder) if checkpoint.kind == "adapter" and _adapter(path)]
 
 
-def _meant(path: Path) -> Path:
+def _checked_path(path: Path) -> Path:
     if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
         raise UserError(
             f"cannot read {path}: Permission denied",
@@ -275,19 +275,19 @@ def _meant(path: Path) -> Path:
     return place
 
 
-def _of_file(path: Path) -> CheckpointLocation | None:
+def _checkpoint_in_file(path: Path) -> CheckpointLocation | None:
     if not path.is_file():
         return None
     if path.name == file_names.FULL_MODEL:
         return CheckpointLocation("FSDP full", path.parent, path, completeness.unfinished(path.parent))
     if path.suffix == file_names.SAFETENSORS and not path.name.startswith(file_names.NOT_WEIGHTS):
-        return _of_safetensors(path)
+        return _checkpoint_in_safetensors(path)
     if is_single(path):
         return CheckpointLocation("torch.save", path.parent, path, completeness.unfinished(path.parent))
     return None
 
 
-def _of_safetensors(path: Path) -> CheckpointLocation | None:
+def _checkpoint_in_safetensors(path: Path) -> CheckpointLocation | None:
     """The model or adapter that this file holds, in whole or in part.
 
     Raises:
@@ -310,7 +310,7 @@ def _of_safetensors(path: Path) -> CheckpointLocation | None:
     return CheckpointLocation(kind, folder, path, completeness.unfinished(folder))
 
 
-def _nothing(path: Path, place: Path) -> UserError:
+def _nothing_found(path: Path, place: Path) -> UserError:
     for link in sorted(place.glob("*")):
         if link.suffix in file_names.READABLE and link.is_symlink() and not link.exists():
             return untrusted_files.leads_nowhere(link)

@@ -109,7 +109,7 @@ def of_folder(folder: Path) -> dict[str, Stored]:
             why="versions of transformers differ in which of them from_pretrained loads",
             fix="move the files of one of them into a separate folder",
         )
-    tensors = _of_files(folder, names or sorted(path.name for path in folder.glob(file_names.MODELS)) or ranks, listed)
+    tensors = _read_all(folder, names or sorted(path.name for path in folder.glob(file_names.MODELS)) or ranks, listed)
     if not tensors:
         raise UserError(
             f"{folder} holds no {file_names.MODELS}",
@@ -121,10 +121,10 @@ def of_folder(folder: Path) -> dict[str, Stored]:
 
 def of_file(path: Path) -> dict[str, Stored]:
     """The tensors of one safetensors file."""
-    return _of_files(path.parent, [path.name])
+    return _read_all(path.parent, [path.name])
 
 
-def _of_files(
+def _read_all(
     folder: Path, names: Sequence[str], listed: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Stored]:
     """The tensors of several files, some of which may be in parts; `listed` is each tensor's file by their index."""
@@ -142,10 +142,10 @@ def _of_files(
         if (name, file) not in listed_in:
             elsewhere = ", while another file does" if name in parts else ""
             raise damaged(folder / file_names.INDEX, f"lists {name} in {file}, which doesn't hold it{elsewhere}")
-    return {name: _of_parts(name, parts_of) for name, parts_of in parts.items()}
+    return {name: _tensor_of_parts(name, parts_of) for name, parts_of in parts.items()}
 
 
-def _of_parts(name: str, parts: Mapping[tuple[int, ...], safetensors_header.Tensor]) -> Stored:
+def _tensor_of_parts(name: str, parts: Mapping[tuple[int, ...], safetensors_header.Tensor]) -> Stored:
     first = next(iter(parts.values()))
     if first.dtype not in ITEM_BYTES:
         raise UserError(
@@ -180,7 +180,7 @@ def split(paths: Paths, adapter: str | None = None) -> Weights:
     inner = {path: stored for path, stored in inner.items() if set(path[:-1]) <= MODEL_KEYS}
     model = inner or {path: stored for path, stored in paths.items() if len(path) == 1}
     optimizer = {_optimizer_name(path): stored for path, stored in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
-    tensors = _named({**model, **_second_model(paths, model)})
+    tensors = _by_name({**model, **_second_model(paths, model)})
     if not tensor_names.is_adapted(tensors):
         if tensor_names.is_wrapped(tensors):
             raise UserError(
@@ -225,7 +225,7 @@ def _second_model(paths: Paths, model: Paths) -> Paths:
     return second
 
 
-def _named(paths: Paths) -> dict[str, Stored]:
+def _by_name(paths: Paths) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     origins: dict[str, tuple[str, ...]] = {}
     for path, stored in paths.items():

@@ -130,21 +130,21 @@ class Machine(PYTHONS):  # type: ignore[misc]
         self.stack: list[Any] = []
         self.room = min(spare_room + ROOM_PER_BYTE * len(content), MOST_ROOM)
 
-    def pay(self, size: int) -> None:
+    def charge(self, size: int) -> None:
         """Subtracts these bytes from the memory that the pickle may still use."""
         self.room -= size
         if self.room < 0:
             raise ValueError("it takes much more memory than it is long")
 
-    def pay_for(self, value: Any) -> None:
+    def charge_for(self, value: Any) -> None:
         """Charges a call for everything in its argument, repeated parts included."""
         left = [value]
         while left:
             part = left.pop()
             if isinstance(part, (str, bytes)):
-                self.pay(len(part))
+                self.charge(len(part))
             elif isinstance(part, (tuple, list, set, dict)):
-                self.pay(4 * SLOT * len(part))
+                self.charge(4 * SLOT * len(part))
                 left += part
                 if isinstance(part, dict):
                     left += part.values()
@@ -165,7 +165,7 @@ class Machine(PYTHONS):  # type: ignore[misc]
     def persistent_load(self, pid: Any) -> Any:
         if self.load_storage is None:
             raise ValueError("a storage where none belongs")
-        self.pay_for(pid)
+        self.charge_for(pid)
         return self.load_storage(pid)
 
     def top(self, kind: type[Any]) -> Any:
@@ -180,7 +180,7 @@ def _call(machine: Machine) -> None:
     admitted = isinstance(made_by, FunctionType) or (isinstance(made_by, type) and issubclass(made_by, Inert))
     if not admitted or not isinstance(args, tuple):
         raise TypeError("a call of something that can't be called")
-    machine.pay_for(args)
+    machine.charge_for(args)
     machine.stack[-1] = made_by(*args)
 
 
@@ -248,21 +248,21 @@ def _checked(value: Any) -> None:
         raise ValueError("a number of many digits")
 
 
-def _paid(code: int, cost: int) -> Callable[[Machine], None]:
+def _charged(code: int, cost: int) -> Callable[[Machine], None]:
     step, is_checked = OWN.get(code) or PYTHONS.dispatch[code], code in CHECKED
 
-    def pay_and_do(machine: Machine) -> None:
+    def charge_and_step(machine: Machine) -> None:
         machine.room -= cost
         if machine.room < 0:
-            machine.pay(0)
+            machine.charge(0)
         step(machine)
         if is_checked:
             _checked(machine.stack[-1])
 
-    return pay_and_do
+    return charge_and_step
 
 
-Machine.dispatch = {code: _paid(code, cost) for code, cost in COSTS.items()}
+Machine.dispatch = {code: _charged(code, cost) for code, cost in COSTS.items()}
 
 
 def unpickle(

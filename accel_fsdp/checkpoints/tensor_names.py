@@ -59,7 +59,7 @@ def divided(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str,
     base: dict[str, T] = {}
     adapters: dict[str, dict[str, T]] = {}
     for name, tensor in tensors.items():
-        adapter, filed = _in_file(name)
+        adapter, filed = _adapter_and_name(name)
         if adapter is None:
             base[name] = tensor
         else:
@@ -124,7 +124,7 @@ def plain(name: str) -> str:
 
 def filed(name: str) -> str:
     """The name in an adapter's file of a tensor of a model with that adapter, or of such a file."""
-    return _prefixed(_in_file(clean_name(name))[1])
+    return _prefixed(_adapter_and_name(clean_name(name))[1])
 
 
 def _prefixed(name: str) -> str:
@@ -142,7 +142,7 @@ def _is_whole(base: Mapping[str, T], tensors: Mapping[str, T]) -> bool:
     return adapted <= under and any(LAYER.search(name) for name in base)
 
 
-def _in_file(name: str) -> tuple[str | None, str]:
+def _adapter_and_name(name: str) -> tuple[str | None, str]:
     """The adapter that a tensor belongs to, None for none, and its name in that adapter's file."""
     for pattern in NAMED:
         if match := pattern.search(name):

@@ -85,7 +85,7 @@ def run(options: ExportCommand) -> int:
 
 
 def show_list(options: ExportCommand) -> int:
-    checkpoints = list(map(_judged, discover.listed(options.src) or [discover.find(options.src)[0]]))
+    checkpoints = list(map(_with_refused_pickles, discover.listed(options.src) or [discover.find(options.src)[0]]))
     if options.json:
         keys = ("kind", "folder", "weights", "missing", "size_bytes")
         rows_of_keys = [{key: getattr(item, key) for key in keys} for item in checkpoints]
@@ -100,7 +100,7 @@ def show_list(options: ExportCommand) -> int:
     return 0
 
 
-def _judged(checkpoint: CheckpointLocation) -> CheckpointLocation:
+def _with_refused_pickles(checkpoint: CheckpointLocation) -> CheckpointLocation:
     """Counts a pickle that is damaged, or would run code when loaded, as a missing part."""
     refused = resumed_pickles.refusal(checkpoint.folder)
     if refused is None:

@@ -90,7 +90,7 @@ class CompanionFiles:
     def _copy_files(self, target: Path) -> list[str]:
         copied = []
         for folder in dict.fromkeys((self.folder, *self.others)):
-            paths = _of_run(folder) if folder == self.run else _matching(folder, COPIED)
+            paths = _files_of_run(folder) if folder == self.run else _matching(folder, COPIED)
             for path in paths:
                 copy = target / path.relative_to(folder)
                 if path.exists() and not path.is_dir() and not copy.exists():
@@ -104,7 +104,7 @@ def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
     return (path for pattern in patterns for path in folder.glob(pattern))
 
 
-def _of_run(run: Path) -> Iterator[Path]:
+def _files_of_run(run: Path) -> Iterator[Path]:
     """Files that training writes into a run's folder: the model, its companion files, and the record of the run."""
     is_model = bool(
         summary.read_json(run / file_names.CONFIG).get("model_type")
@@ -170,7 +170,7 @@ def find(
 
     PEFT saves the settings of a named adapter in a folder of that name.
     """
-    near = tuple(dict.fromkeys(_near(checkpoint)))
+    near = tuple(dict.fromkeys(_folders_nearby(checkpoint)))
     run = near[-1] if near[-1] == checkpoint.folder.parent else None
     adapter_folders = [folder / adapter_name for folder in near] if adapter_name else []
     for folder in adapter_folders:
@@ -192,7 +192,7 @@ def find(
     return CompanionFiles(described[0], near, adapter, trained, run)
 
 
-def _near(checkpoint: CheckpointLocation) -> Iterator[Path]:
+def _folders_nearby(checkpoint: CheckpointLocation) -> Iterator[Path]:
     """Folders that may hold companion files. A link to a folder outside of the run is refused."""
     run = checkpoint.folder.parent
     for folder in (run / file_names.DESCRIBED, run / file_names.FINAL):

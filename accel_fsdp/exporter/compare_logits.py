@@ -77,7 +77,7 @@ class _Original:
 
     def model(self, kind: Any, config: Any, dtype: "torch.dtype") -> "nn.Module":
         if self.checkpoint.kind == "safetensors":
-            return _of_files(kind, config, self._files(self.checkpoint.weights), "auto")
+            return _model_of_files(kind, config, self._files(self.checkpoint.weights), "auto")
         if self.companions.adapter is not None:
             return self._with_adapter(kind, config, dtype)
         model = kind(config)
@@ -95,7 +95,7 @@ class _Original:
 
         state = self._files(self.companions.folder)
         stored = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
-        base = _of_files(kind, config, state, dtype if dtype is torch.float32 else stored)
+        base = _model_of_files(kind, config, state, dtype if dtype is torch.float32 else stored)
         model = get_peft_model(base, transformers_probe.peft_settings(self.companions.settings))
         adapter = open_checkpoint.of_file(self.checkpoint.weights) if self.checkpoint.kind == "adapter" else {}
         state = {name: whole(self.reader, tensor) for name, tensor in adapter.items()} or self._state()
@@ -108,19 +108,19 @@ class _Original:
     def _state(self) -> "dict[str, torch.Tensor]":
         state: dict[str, Any]
         if self.checkpoint.kind == "ZeRO":
-            return _of_zero(self.checkpoint.weights, self.reader, self.room)
+            return _zero_weights(self.checkpoint.weights, self.reader, self.room)
         if self.checkpoint.kind == "sharded (DCP)":
-            paths = _of_dcp(self.checkpoint.weights, self.reader)
+            paths = _dcp_tensors(self.checkpoint.weights, self.reader)
             nested = {path[-1]: value for path, value in paths.items() if set(path[:-1]) <= MODEL_KEYS and path[:-1]}
             state = nested or {path[-1]: value for path, value in paths.items() if len(path) == 1}
         else:
-            state = _thawed(torch_zip.load(self.reader, self.checkpoint.weights), self.reader)
+            state = _with_tensors(torch_zip.load(self.reader, self.checkpoint.weights), self.reader)
             while inner := next((key for key in state if key in MODEL_KEYS), None):
                 state = state[inner]
         return {clean_name(name).removeprefix("module."): tensor for name, tensor in state.items()}
 
 
-def _of_files(kind: Any, config: Any, state: "dict[str, torch.Tensor]", dtype: Any) -> "nn.Module":
+def _model_of_files(kind: Any, config: Any, state: "dict[str, torch.Tensor]", dtype: Any) -> "nn.Module":
     """The model that `from_pretrained` builds from these tensors, by their names in files."""
     options = {"config": config, "state_dict": state, "dtype": dtype}
     return kind.from_pretrained(None, **options, trust_remote_code=False)  # type: ignore[no-any-return]
@@ -138,22 +138,22 @@ def _tensor(reader: FileReader, view: View) -> "torch.Tensor":
     return torch.frombuffer(content, dtype=torch_dtype(view.dtype)).as_strided(view.shape, view.strides)
 
 
-def _thawed(value: Any, reader: FileReader) -> Any:
+def _with_tensors(value: Any, reader: FileReader) -> Any:
     """The value with tensors for `View`s, sizes for tuples of numbers, and None for other `Inert` objects."""
     import torch
 
     if isinstance(value, View):
         return _tensor(reader, value)
     if isinstance(value, dict):
-        return {key: _thawed(part, reader) for key, part in value.items() if not isinstance(key, Inert)}
+        return {key: _with_tensors(part, reader) for key, part in value.items() if not isinstance(key, Inert)}
     if isinstance(value, tuple) and all(type(part) is int for part in value):
         return torch.Size(value)
     if isinstance(value, (list, tuple)):
-        return [_thawed(part, reader) for part in value]
+        return [_with_tensors(part, reader) for part in value]
     return None if isinstance(value, Inert) else value
 
 
-def _of_dcp(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Tensor]":
+def _dcp_tensors(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Tensor]":
     """The tensors of a distributed checkpoint by path, each assembled from its chunks by torch."""
     import torch
 
@@ -166,7 +166,7 @@ def _of_dcp(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], torch.Te
     return tensors
 
 
-def _of_zero(folder: Path, reader: FileReader, room: Path) -> "dict[str, torch.Tensor]":
+def _zero_weights(folder: Path, reader: FileReader, room: Path) -> "dict[str, torch.Tensor]":
     """The float32 weights of a ZeRO checkpoint, assembled by DeepSpeed from files rewritten into `room`."""
     import torch
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -184,6 +184,6 @@ def _of_zero(folder: Path, reader: FileReader, room: Path) -> "dict[str, torch.T
                         key: optimizer_state[key] for key in OPTIMIZER_STATE if key in optimizer_state
                     }
                 }
-            torch.save(_thawed(model_state, reader), step_folder / path.name)
+            torch.save(_with_tensors(model_state, reader), step_folder / path.name)
         weights = get_fp32_state_dict_from_zero_checkpoint(place, tag=step_folder.name)
         return {name: tensor.clone() for name, tensor in weights.items()}

@@ -73,7 +73,7 @@ class Planner:
         sources = self._tensors(description)
         if description is not None:
             sources = tensor_names.unprefixed(sources, description.files if filed else description.memory)
-        tensors = self._once(sources, self._ties(sources, description))
+        tensors = self._without_copies(sources, self._ties(sources, description))
         if description is None:
             return self._named(tensors, {})
         expected = description.files if filed else description.memory
@@ -107,7 +107,7 @@ class Planner:
         tied = self.companions.config.get("tie_word_embeddings")
         return tuple((embedding, head) for head, embedding in TIED if tied and embedding in tensors)
 
-    def _once(self, tensors: Mapping[str, Source], ties: tuple[tuple[str, ...], ...]) -> dict[str, Source]:
+    def _without_copies(self, tensors: Mapping[str, Source], ties: tuple[tuple[str, ...], ...]) -> dict[str, Source]:
         first_of_storage = dict(tensors)
         for group in ties:
             present = [name for name in group if name in first_of_storage]

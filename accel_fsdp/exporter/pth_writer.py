@@ -33,10 +33,10 @@ def tensors_in(path: Path) -> dict[str, safetensors_header.Tensor]:
     """The tensors of such a file, with the places of their bytes."""
     with closing(FileReader()) as reader:
         content: dict[str, View] = torch_zip.load(reader, path)
-    return {name: _placed(path, view) for name, view in content.items()}
+    return {name: _header_entry(path, view) for name, view in content.items()}
 
 
-def _placed(path: Path, view: View) -> safetensors_header.Tensor:
+def _header_entry(path: Path, view: View) -> safetensors_header.Tensor:
     piece = view.piece((0,) * len(view.shape))
     return safetensors_header.Tensor(
         path, view.dtype, view.shape, piece.record.start + piece.skip, piece.record.start + piece.record.length

@@ -56,7 +56,7 @@ class SecondProcess(Executor):
             self._pipe.send_bytes(request)
             answer, error, stack = self._pipe.recv()
         except (OSError, EOFError) as gone:
-            raise _ended(self._process.wait()) from gone
+            raise _process_ended(self._process.wait()) from gone
         if error is not None:
             raise error from _RemoteTraceback(stack)
         return answer
@@ -66,7 +66,7 @@ class _RemoteTraceback(Exception):
     """The traceback from the second process, added to that of an error that is a bug."""
 
 
-def _ended(code: int) -> UserError:
+def _process_ended(code: int) -> UserError:
     how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     return UserError(
         f"the process in which transformers loads the model ended {how}",
@@ -80,12 +80,12 @@ def _ended(code: int) -> UserError:
 def serve(descriptor: int) -> None:
     gc.disable()  # importing transformers creates a million objects, and collecting garbage is a quarter of its time
     pipe, waiting = Connection(descriptor), SimpleQueue[bytes]()
-    threading.Thread(target=_take, args=(pipe, waiting), daemon=True).start()
+    threading.Thread(target=_read_requests, args=(pipe, waiting), daemon=True).start()
     while True:
         pipe.send_bytes(_answer(waiting.get()))
 
 
-def _take(pipe: Connection, waiting: "SimpleQueue[bytes]") -> None:
+def _read_requests(pipe: Connection, waiting: "SimpleQueue[bytes]") -> None:
     """Reads requests in a thread, so that this process ends with the parent even while it works."""
     try:
         while True:

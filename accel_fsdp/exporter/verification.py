@@ -111,7 +111,7 @@ def read_report(folder: Path) -> ExportReport | None:
     if content is None:
         return None
     try:
-        tensors = {str(name): _written(entry) for name, entry in content["tensors"].items()}
+        tensors = {str(name): _written_tensor(entry) for name, entry in content["tensors"].items()}
         hashes = {str(name): str(sha) for name, sha in content["papers"].items()}
         if not hashes:
             raise ValueError("no hashes of config and tokenizer")
@@ -120,7 +120,7 @@ def read_report(folder: Path) -> ExportReport | None:
         raise untrusted_files.broken(folder / file_names.REPORT, "is damaged: no report of an export") from error
 
 
-def _written(entry: Mapping[str, Any]) -> Written:
+def _written_tensor(entry: Mapping[str, Any]) -> Written:
     if not HASH.fullmatch(entry["hash"]):
         raise ValueError("no hash")
     shape, block = tuple(map(int, entry["shape"])), int(entry["block"])
@@ -278,7 +278,7 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
     _check_code(folder, report)
     if report is not None:
         report = _check_companions(folder, report)
-    report = verify(folder, report or _found(folder), THREADS, lambda _: None)
+    report = verify(folder, report or _report_from_headers(folder), THREADS, lambda _: None)
     report = report if allow_non_finite else check_finite(report)
     if not (folder / file_names.CONFIG).is_file() and not any(
         written.file.startswith(file_names.ADAPTER_STEM) for written in report.tensors.values()
@@ -298,7 +298,7 @@ def check(folder: Path, pool: Executor | None, allow_non_finite: bool = False) -
     return report
 
 
-def _found(folder: Path) -> ExportReport:
+def _report_from_headers(folder: Path) -> ExportReport:
     """The report of an export that has none, from its headers."""
     checkpoint = discover.look(folder) if folder.is_dir() else None
     if checkpoint is not None and checkpoint.refused is not None:

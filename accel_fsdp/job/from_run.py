@@ -58,7 +58,7 @@ def layout_of(accelerator: Any) -> Layout | None:
         return None
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
-        return _of_fsdp(plugin, getattr(accelerator, "parallelism_config", None), ranks, together)
+        return _fsdp_layout(plugin, getattr(accelerator, "parallelism_config", None), ranks, together)
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if deepspeed is not None:
         section = deepspeed.deepspeed_config.get("zero_optimization", {})
@@ -70,7 +70,7 @@ def layout_of(accelerator: Any) -> Layout | None:
     return Layout.ddp(ranks, together) if kind in DDP_TYPES else None
 
 
-def _of_fsdp(plugin: Any, mesh: Any, ranks: int, together: int) -> Layout:
+def _fsdp_layout(plugin: Any, mesh: Any, ranks: int, together: int) -> Layout:
     offload = _offloads(plugin)
     if FSDP_VERSIONS[plugin.fsdp_version] is Engine.FSDP1:
         strategy_name = plugin.sharding_strategy.name.removeprefix("_")  # torch's own _HYBRID_SHARD_ZERO2

@@ -83,7 +83,7 @@ class Watchdog:
         self._doing, self._since = hangs.AFTER, time.monotonic()
         if self.messages is not None:
             with contextlib.suppress(RuntimeError, OSError):
-                self._publish(*self._own())
+                self._publish(*self._own_beat())
 
     def verdict(self) -> str:
         """Why the job has to end, as far as this rank sees; empty while it should go on."""
@@ -112,7 +112,7 @@ class Watchdog:
         if began - before > longest:  # this process was stopped or cut off, so its knowledge is old
             self._forget()
         self._last_round = began
-        self._publish(*self._own())
+        self._publish(*self._own_beat())
         self._read(began)
         cause = self._reported()
         if cause and cause.reported_by != self.rank:
@@ -138,7 +138,7 @@ class Watchdog:
         """The seconds in which the main thread may notice by itself that another rank was lost."""
         return 2 * LOST_BEATS * self.every
 
-    def _own(self) -> tuple[Beat, str]:
+    def _own_beat(self) -> tuple[Beat, str]:
         location = hang.location_of(self._main)
         self._note_place()  # after the location was read: a rank that has just arrived there has not waited there
         now = time.monotonic()
@@ -199,7 +199,7 @@ class Watchdog:
             self._measure_others(now)
             if waited >= longest and still >= self.patience.silence / 2 and self._needs_others():
                 why = self._why_no_sign(is_own_store)
-                self._stop_alone(f"no heartbeat of {self._of_store()}, for {waited:.0f} s{why}")
+                self._stop_alone(f"no heartbeat of {self._store_host()}, for {waited:.0f} s{why}")
 
     def _measure_others(self, now: float) -> None:
         """Called every second, after a look at the main thread."""
@@ -216,7 +216,7 @@ class Watchdog:
         stopped = beats.state_of(os.getppid()) == STOPPED
         return ": a signal has stopped the launcher here" if stopped else ": the launcher here doesn't answer"
 
-    def _of_store(self) -> str:
+    def _store_host(self) -> str:
         """The host of the job's store, with its ranks."""
         has = next((peer.beat for peer in self.seen.values() if peer.beat.has_store), None)
         if has is None:
@@ -231,7 +231,7 @@ class Watchdog:
         if self.messages is not None and not self._over.is_set():
             stack = "".join(traceback.format_tb(error.__traceback__))
             with contextlib.suppress(RuntimeError, OSError):
-                beat = dataclasses.replace(self._own()[0], collective="", caller=hang.caller_of_error(error))
+                beat = dataclasses.replace(self._own_beat()[0], collective="", caller=hang.caller_of_error(error))
                 self._report(LastSeen(beat, stack, failed=True))
             what = f"rank {self.rank} of {self._first.host} failed: {in_a_line(error)}"
             self._blame(Cause(what, error.fix) if isinstance(error, UserError) else Cause(what, stack=stack))
@@ -255,21 +255,21 @@ class Watchdog:
             return None
         until, cause = time.monotonic() + self._grace, None
         while cause is None and time.monotonic() < until:
-            cause = self._known()
+            cause = self._known_cause()
             time.sleep(0.2)
         if cause is not None:
             self._blame(cause)
         self.end()
         return cause
 
-    def _known(self) -> Cause | None:
+    def _known_cause(self) -> Cause | None:
         try:
             if cause := self._reported():
                 return cause
         except (RuntimeError, OSError):
             self._store_is_gone = True
         if self._store_is_gone:
-            return Cause(f"no connection to {self._of_store()}")
+            return Cause(f"no connection to {self._store_host()}")
         for peer in self._peers_here():
             if peer.beat.rank != self.rank and (state := beats.state_of(peer.beat.pid)) in (GONE, STOPPED):
                 return Cause(hangs.describe_process(peer, state))
@@ -288,7 +288,7 @@ class Watchdog:
         try:
             late = messages.get("reported") is not None
             cause = Cause(**messages.agree("verdict", dataclasses.asdict(cause)))
-            self._report(LastSeen(*self._own(), _last_collective()))
+            self._report(LastSeen(*self._own_beat(), _last_collective()))
             in_time(self._keep_record)
             silent = set(hangs.silent_ranks(self.seen, self.patience.silence / 2))
             living = {rank for rank in self.seen if rank not in silent} | {self.rank}
@@ -332,7 +332,7 @@ class Watchdog:
         if speaker.rank != self.rank:
             self._wait_for(lambda: beats.state_of(speaker.pid) == GONE)
             silently = beats.state_of(speaker.pid) == GONE
-        states = {self.rank: LastSeen(*self._own(), _last_collective())}
+        states = {self.rank: LastSeen(*self._own_beat(), _last_collective())}
         self._leave(Cause(what), states, reports=not silently, silently=silently)
 
     def _leave(self, cause: Cause, states: dict[int, LastSeen], reports: bool, silently: bool) -> NoReturn:

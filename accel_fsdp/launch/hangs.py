@@ -239,10 +239,9 @@ def differences(states: Mapping[int, LastSeen]) -> str:
 
 
 def _sentence(ranks: list[int], states: Mapping[int, LastSeen], subject: str) -> str:
-    verb = states[ranks[0]].verb
-    return (
-        f"{subject or _named(ranks, states)} {SEVERAL.get(verb, verb) if len(ranks) > 1 else verb} {states[ranks[0]]}"
-    )
+    first = states[ranks[0]]
+    verb = SEVERAL.get(first.verb, first.verb) if len(ranks) > 1 else first.verb
+    return f"{subject or _with_hosts(ranks, states)} {verb} {first}"
 
 
 def stacks(states: Mapping[int, LastSeen]) -> str:
@@ -253,7 +252,7 @@ def stacks(states: Mapping[int, LastSeen]) -> str:
             same = [rank for rank in ranks if states[rank].stack == stack]
             first = states[same[0]]
             verb = {"waits": "", "is": "", "failed": "failed "}.get(first.verb, "last seen ")
-            sections.append(f"--- {_named(same, states)}, {verb}{first}{first.record}\n{_end_of(stack)}")
+            sections.append(f"--- {_with_hosts(same, states)}, {verb}{first}{first.record}\n{_last_frames(stack)}")
     return "\n".join(sections)
 
 
@@ -266,13 +265,13 @@ def _groups(states: Mapping[int, LastSeen]) -> list[list[int]]:
     return sorted(places.values(), key=lambda ranks: (odd.index(states[ranks[0]].verb), len(ranks), -ranks[0]))
 
 
-def _named(ranks: list[int], states: Mapping[int, LastSeen]) -> str:
+def _with_hosts(ranks: list[int], states: Mapping[int, LastSeen]) -> str:
     hosts = list(dict.fromkeys(states[rank].beat.host for rank in ranks))
     host_list = ", ".join(hosts) if len(hosts) <= 2 else counted(len(hosts), "host")
     return f"{ranks_words(ranks)} of {host_list}"
 
 
-def _end_of(stack: str) -> str:
+def _last_frames(stack: str) -> str:
     frames = stack.rstrip().split(f"\n{EACH_FRAME}")
     if len(frames) <= SHOWN_FRAMES:
         return stack.rstrip()

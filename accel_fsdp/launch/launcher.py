@@ -113,7 +113,7 @@ def launcher_words(
             fix="give the path of a training script",
         )
     flags = [BY_TORCHRUN] if _needs_torchrun(place, values) else []
-    flags += [*_of_place(place, values), "--config_file", str(config_file)]
+    flags += [*_place_flags(place, values), "--config_file", str(config_file)]
     return [*flags, *([ON_CPU] if on_cpu else []), str(script), *script_args]
 
 
@@ -123,7 +123,7 @@ def _needs_torchrun(place: Place, values: Mapping[str, Any]) -> bool:
     return values.get("distributed_type") == MULTI_CPU and place.value("num_processes", 1) > 1 and not by_mpi
 
 
-def _of_place(place: Place, values: Mapping[str, Any]) -> list[str]:
+def _place_flags(place: Place, values: Mapping[str, Any]) -> list[str]:
     """The flags for this machine's place that the YAML leaves open.
 
     Several machines use c10d's rendezvous: it waits for late machines, and the first publishes rank 0's address.
@@ -289,9 +289,9 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
         rank, failure = error.get_first_failure()
         if address:
             _report_failure(f"rank {rank} ended with {child_process.described(failure.exitcode)}")
-        return _ended(f"rank {rank}", failure.exitcode)
+        return _show_end(f"rank {rank}", failure.exitcode)
     except subprocess.CalledProcessError as error:
-        return _ended("DeepSpeed's launcher", error.returncode)
+        return _show_end("DeepSpeed's launcher", error.returncode)
     except ImportError as error:  # DeepSpeed
         raise _refused(args.config_file, error) from error
     except SignalException as error:
@@ -311,10 +311,10 @@ def _start(args: Any) -> int:
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
     command, variables = prepare_simple_launcher_cmd_env(args)
-    return _ended(command[0] if command[0] in MPI_STARTERS else "the script", child_process.run(command, variables))
+    return _show_end(command[0] if command[0] in MPI_STARTERS else "the script", child_process.run(command, variables))
 
 
-def _ended(who: str, returncode: int) -> int:
+def _show_end(who: str, returncode: int) -> int:
     """Prints how a process failed; returns its exit code."""
     if returncode:
         print(f"accel-fsdp: {who} ended with {child_process.described(returncode)}", file=sys.stderr)

@@ -82,7 +82,7 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
     by_flag = {
         name: SourcedValue(value, flag_words.flag_of(name)) for name, value in flags.items() if value is not None
     }
-    in_file = {name: value for name in FLAGS if (value := _in_file(name, values.get(name), file)) is not None}
+    in_file = {name: value for name in FLAGS if (value := _value_in_file(name, values.get(name), file)) is not None}
     if JobConfig(values).is_alone:
         in_file.pop("num_processes", None)  # one process is started in any case
     if place.engine:
@@ -98,7 +98,7 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
     return settled
 
 
-def _in_file(name: str, value: Any, file: str) -> SourcedValue | None:
+def _value_in_file(name: str, value: Any, file: str) -> SourcedValue | None:
     """The YAML's value; None if it is missing or of a wrong type, which Accelerate's parser refuses."""
     if name == "main_process_ip":
         return SourcedValue(value, file) if isinstance(value, str) and value else None
@@ -197,31 +197,31 @@ class Variables:
         )
 
 
-def _known(**values: SourcedValue | None) -> dict[str, SourcedValue]:
+def _known_values(**values: SourcedValue | None) -> dict[str, SourcedValue]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _times(per_node: SourcedValue | None, machines: SourcedValue | None, at_most: bool = True) -> SourcedValue | None:
+def _total(per_node: SourcedValue | None, machines: SourcedValue | None, at_most: bool = True) -> SourcedValue | None:
     """The number of processes on all machines, one per GPU."""
     if per_node is None or machines is None or not per_node.value:
         return None
     return SourcedValue(per_node.value * machines.value, f"{per_node.source} x {machines.source}", at_most)
 
 
-def _of_cloud(machines: str, gpus: str, rank: str, addresses: str, variables: Variables) -> dict[str, SourcedValue]:
+def _from_cloud(machines: str, gpus: str, rank: str, addresses: str, variables: Variables) -> dict[str, SourcedValue]:
     """SkyPilot and dstack, by the names of their variables; the first of the `addresses` is machine 0's."""
     count, hosts = variables.number(machines), variables.text(addresses)
     if count is None:
         return {}
-    return _known(
+    return _known_values(
         num_machines=count,
-        num_processes=_times(variables.number(gpus), count),
+        num_processes=_total(variables.number(gpus), count),
         machine_rank=variables.number(rank),
         main_process_ip=SourcedValue(hosts.value.split()[0], hosts.source) if hosts else None,
     )
 
 
-def _of_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
+def _from_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
     """Kubeflow's Trainer and its newer PyTorchJobs, for torchrun, which reads these as defaults of its flags."""
     nodes = variables.text("PET_NNODES")
     if nodes is None:
@@ -235,20 +235,20 @@ def _of_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
         )
     machines, per_node = variables.number("PET_NNODES"), variables.text("PET_NPROC_PER_NODE")
     several = per_node is not None and per_node.value not in ("auto", "gpu", "cpu")  # torchrun counts devices for these
-    return _known(
+    return _known_values(
         num_machines=machines,
-        num_processes=_times(variables.number("PET_NPROC_PER_NODE"), machines, at_most=False) if several else None,
+        num_processes=_total(variables.number("PET_NPROC_PER_NODE"), machines, at_most=False) if several else None,
         machine_rank=variables.number("PET_NODE_RANK", "PET_GROUP_RANK"),
         main_process_ip=variables.text("PET_MASTER_ADDR"),
         main_process_port=variables.number("PET_MASTER_PORT"),
     )
 
 
-def _of_pytorchjob(variables: Variables) -> dict[str, SourcedValue]:
+def _from_pytorchjob(variables: Variables) -> dict[str, SourcedValue]:
     """PyTorchJobs of older operators, where WORLD_SIZE counts pods and RANK is the pod's, unlike torchrun's."""
     if "LOCAL_RANK" in variables.all or not {"WORLD_SIZE", "RANK", "MASTER_ADDR"} <= variables.all.keys():
         return {}
-    return _known(
+    return _known_values(
         num_machines=variables.number("WORLD_SIZE"),
         machine_rank=variables.number("RANK"),
         main_process_ip=variables.text("MASTER_ADDR"),
@@ -256,7 +256,7 @@ def _of_pytorchjob(variables: Variables) -> dict[str, SourcedValue]:
     )
 
 
-def _of_slurm(variables: Variables) -> dict[str, SourcedValue]:
+def _from_slurm(variables: Variables) -> dict[str, SourcedValue]:
     machines = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     job = variables.number("SLURM_JOB_ID")
     if machines is None or job is None:
@@ -274,9 +274,9 @@ def _of_slurm(variables: Variables) -> dict[str, SourcedValue]:
             why="each would start all ranks of its machine",
             fix="srun --ntasks-per-node=1: the launcher starts a process for each GPU",
         )
-    return _known(
+    return _known_values(
         num_machines=machines,
-        num_processes=_times(variables.number("SLURM_GPUS_ON_NODE"), machines),
+        num_processes=_total(variables.number("SLURM_GPUS_ON_NODE"), machines),
         machine_rank=variables.number("SLURM_NODEID"),
         main_process_ip=_first_host(variables) if machines.value > 1 else None,
         main_process_port=SourcedValue(FIRST_PORT + job.value % PORTS, job.source) if machines.value > 1 else None,
@@ -304,14 +304,14 @@ def _first_of(hosts: str) -> str:
 
 ENGINES: Mapping[str, Callable[[Variables], dict[str, SourcedValue]]] = {
     "SkyPilot": partial(
-        _of_cloud, "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
+        _from_cloud, "SKYPILOT_NUM_NODES", "SKYPILOT_NUM_GPUS_PER_NODE", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"
     ),
     "dstack": partial(
-        _of_cloud, "DSTACK_NODES_NUM", "DSTACK_GPUS_PER_NODE", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP"
+        _from_cloud, "DSTACK_NODES_NUM", "DSTACK_GPUS_PER_NODE", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP"
     ),
-    "Kubeflow": _of_kubeflow,
-    "PyTorchJob": _of_pytorchjob,
-    "SLURM": _of_slurm,
+    "Kubeflow": _from_kubeflow,
+    "PyTorchJob": _from_pytorchjob,
+    "SLURM": _from_slurm,
 }
 """The engines that may have started this process. SkyPilot and dstack come first, as they may run on the others."""
 

@@ -77,8 +77,8 @@ class ScriptWatch(Watchdog):
         """Why the job has to end, as far as this rank sees; empty where it goes on."""
         return hangs.verdict_without_steps(self.seen, self.patience, machine_answers)
 
-    def _own(self) -> tuple[Beat, str]:
-        beat, stack = super()._own()
+    def _own_beat(self) -> tuple[Beat, str]:
+        beat, stack = super()._own_beat()
         name = _pending_collective(beat.still) if beat.still >= self.patience.silence / 2 else ""
         backend, _, collective = name.partition(":")
         longest = max(self._timeouts.values(), default=TORCHS_SECONDS)
@@ -93,7 +93,7 @@ class ScriptWatch(Watchdog):
         )
 
     def _needs_others(self) -> bool:
-        return bool(self._own()[0].collective)
+        return bool(self._own_beat()[0].collective)
 
     def _forget(self) -> None:
         super()._forget()

@@ -90,7 +90,7 @@ def _precision(draft: Draft, sizes: Mapping[str, int]) -> bool:
     elif text != "bf16":
         draft.top("mixed_precision", "lost", f"it supports only bfloat16, not {text}", breaks=True)
     elif math.prod(sizes[name] for name in DATA_SIZES) == 1:
-        _break(draft, "mixed_precision", "read with FSDP only", "--bf16")
+        _mark_lost(draft, "mixed_precision", "read with FSDP only", "--bf16")
     else:
         draft.top(
             "mixed_precision",
@@ -118,13 +118,13 @@ def _lose_keys(draft: Draft) -> None:
     draft.lose_rest("off")
     dynamo = draft.job.section("dynamo_config")
     if str(dynamo.get("dynamo_backend", "NO")).upper() != "NO":
-        _break(draft, "dynamo_config", "an argument of the script", "--torch_compile true")
+        _mark_lost(draft, "dynamo_config", "an argument of the script", "--torch_compile true")
     for key in draft.job.values:
         if key not in draft.reported and key != draft.section:
             draft.top(str(key), "lost", TORCHRUN.get(key, "nothing reads it"))
 
 
-def _break(draft: Draft, key: str, why: str, fix: str) -> None:
+def _mark_lost(draft: Draft, key: str, why: str, fix: str) -> None:
     """A top-level key that an argument of the script replaces."""
     draft.reported.add(key)
     draft.changes.append(Change(key, "lost", show(draft.job.values.get(key)), why=why, breaks=True, fix=fix))

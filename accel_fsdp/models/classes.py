@@ -52,7 +52,7 @@ def trained_class(config: Any) -> Any:
     A class without a head is not trained itself. Without `architectures`, a config with several parts gets the class
     for all of them, not the text class that AutoModelForCausalLM builds from one part.
     """
-    named_class, kinds = _named_class(config), _known(config)
+    named_class, kinds = _named_class(config), _auto_classes(config)
     headless = bool(kinds) and named_class is _bare_class(config)
     if named_class is not None and not headless and not (named_class is kinds.get(MASKED) and _is_decoder(config)):
         return named_class
@@ -71,7 +71,7 @@ def auto_class(config: Any) -> str:
     Models of AutoModelForCausalLM are trained on text, even if they have parts for images. An encoder that could also
     be a decoder, such as BERT, reads in both directions and is trained to fill in masked words.
     """
-    kinds, named_class = _known(config), _named_class(config)
+    kinds, named_class = _auto_classes(config), _named_class(config)
     fits = [kind for kind, built in kinds.items() if built is named_class]
     if named_class is not None and not fits and not (kinds and named_class is _bare_class(config)):
         return str(named_class.__name__)
@@ -89,12 +89,12 @@ def text_class(config: Any) -> Any:
     """The Auto class by which a script that trains on text, such as train/sft.py, loads the model."""
     import transformers
 
-    kinds = _known(config)
+    kinds = _auto_classes(config)
     reads_images = IMAGE_TEXT in kinds and trained_class(config) is kinds[IMAGE_TEXT]
     return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
 
 
-def _known(config: Any) -> dict[str, Any]:
+def _auto_classes(config: Any) -> dict[str, Any]:
     """The class that each of `AUTO_CLASSES` builds from this config, if it knows the config."""
     import transformers
 

@@ -90,10 +90,10 @@ class Divisible:
 
         `settings` are the names of what the user sets, by axis.
         """
-        for misfit in (*_of_weights(sizes, method), *self._of_plans(sizes), *self._of_ties(sizes)):
+        for misfit in (*_weight_misfits(sizes, method), *self._plan_misfits(sizes), *self._tie_misfits(sizes)):
             yield misfit._replace(fix=misfit.fix.format(**settings))
 
-    def _of_plans(self, sizes: Mapping[str, int]) -> Iterator[Misfit]:
+    def _plan_misfits(self, sizes: Mapping[str, int]) -> Iterator[Misfit]:
         plans = {"tp": (self.tensor_plan, "layers"), "ep": (self.expert_plan, "experts")}
         for axis, (plan, parts) in plans.items():
             if plan is False and sizes[axis] > 1:
@@ -106,7 +106,7 @@ class Divisible:
                 fix = f"{{{axis}}} of a size that divides {count}"
                 yield Misfit("count", axis, what, "each rank holds a whole number of them", fix)
 
-    def _of_ties(self, sizes: Mapping[str, int]) -> Iterator[Misfit]:
+    def _tie_misfits(self, sizes: Mapping[str, int]) -> Iterator[Misfit]:
         """transformers 5.23 gives FSDP a tied weight twice, and torch copies it for one of the two where it pads."""
         axis, ranks = "tp" if sizes["tp"] > 1 else "ep", divisors(sizes)["rows"]
         if sizes[axis] > 1 and sizes["fsdp"] > 1 and self.tied_rows % ranks:
@@ -118,7 +118,7 @@ class Divisible:
             )
 
 
-def _of_weights(sizes: Mapping[str, int], method: Method) -> Iterator[Misfit]:
+def _weight_misfits(sizes: Mapping[str, int], method: Method) -> Iterator[Misfit]:
     axis = "tp" if sizes["tp"] > 1 else "ep"
     if method == "qlora" and sizes[axis] > 1:
         what, why = "packed weights, of 4-bit or 8-bit values,", "they have another shape than the plan divides"

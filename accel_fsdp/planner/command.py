@@ -58,7 +58,7 @@ def make_plan(flags: PlanCommand) -> PlanReport:
     _refuse_beside_args(flags)
     work = workload.inputs_of(flags, gpu_of(machines_of(flags)[0]))
     if flags.config is not None:
-        return _judged(flags, flags.config, work)
+        return _judge_yaml(flags, flags.config, work)
     problem, proposer = search_problem(flags)
     plan = search.make_plan(problem)
     return PlanReport(problem, plan, proposer, spent=spent_on(work, problem, plan.choice))
@@ -132,7 +132,7 @@ def _refuse_beside_args(flags: PlanCommand) -> None:
         raise UsageError(f"{flag} beside --args", why="the script's arguments say it", fix=f"leave out {flag}")
 
 
-def _judged(flags: PlanCommand, path: Path, work: cost.CostInputs) -> PlanReport:
+def _judge_yaml(flags: PlanCommand, path: Path, work: cost.CostInputs) -> PlanReport:
     subject, _ = linter.read_subject(path, linter.Sources(model=flags.model, args=flags.args))
     notes = from_yaml.notes(subject)
     if flags.args is None:

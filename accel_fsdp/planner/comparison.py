@@ -108,7 +108,7 @@ class Comparison:
             ("Fastest", self.fastest, lambda spent: spent.hours),
         ):
             if best:
-                yield f"{word}: {best.name}, {self._told(best)}.{self._alike(best, amount)}"
+                yield f"{word}: {best.name}, {self._time_and_money(best)}.{self._alike(best, amount)}"
         for machine in self.machines:
             if machine.why:
                 yield f"{machine.name}: {machine.why}."
@@ -124,7 +124,7 @@ class Comparison:
             yield f"accel-fsdp plan with --gpus {best.name} says more, and writes its YAML."
         yield "Assumed: " + " ".join((*dict.fromkeys(self._assumptions()), cost_report.FULL_ROWS))
 
-    def _told(self, machine: Machine) -> str:
+    def _time_and_money(self, machine: Machine) -> str:
         assert machine.spent is not None
         money = machine.spent.money
         paid = f", {cost_report.span(money)} at {cost_report.price(machine.spent)} per GPU-hour" if money else ""
@@ -233,13 +233,13 @@ def compare(flags: PlanCommand) -> Comparison:
             results.append(Machine(name, kinds[name], machine.count * several, why=f"{error.what}: {error.why}"))
             continue
         problems.append(problem)
-        results.append(_on(name, problem, replace(work, work=USUAL) if is_default else work))
+        results.append(_best_on(name, problem, replace(work, work=USUAL) if is_default else work))
     if not problems:
         raise errors[0]
     return Comparison(problems[0], USUAL if is_default else inputs[0].work, tuple(results), is_default)
 
 
-def _on(name: str, problem: Problem, work: cost.CostInputs) -> Machine:
+def _best_on(name: str, problem: Problem, work: cost.CostInputs) -> Machine:
     choice = search.best(problem)
     why = "" if choice else _why_not(problem)
     spent = command.spent_on(work, problem, choice)

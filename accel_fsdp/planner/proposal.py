@@ -89,7 +89,7 @@ class Proposer:
         ranks = layout.ranks, layout.ranks_per_node, layout.tensor, layout.experts
         key = (layout.engine, *ranks, job.method, job.recipe.precision)
         if key not in self._answers:
-            preset = self._given(job)
+            preset = self._required_answers(job)
             if catalogue_name := catalogue.canonical(self.model):
                 self._answers[key] = _settled({**preset, "model": catalogue_name})
             else:
@@ -114,13 +114,13 @@ class Proposer:
             UserError: the model can't be read.
         """
         if job.engine is Engine.NONE:
-            return self._of_one_process(job, environment)
+            return self._yaml_for_one_process(job, environment)
         answers, words = _settled(self._flags(job)), _argument_words(job)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
         line = header.engine_line if answers.needs_engine else header.launch_line
         return to_yaml.to_text(answers, line(THIS_FILE, script, environment=environment))
 
-    def _of_one_process(self, job: Job, environment: Mapping[str, str]) -> str:
+    def _yaml_for_one_process(self, job: Job, environment: Mapping[str, str]) -> str:
         """The YAML for one GPU, without an engine; the wizard would write FSDP."""
         values = {
             "compute_environment": "LOCAL_MACHINE",
@@ -143,11 +143,11 @@ class Proposer:
     def _flags(self, job: Job) -> dict[str, str]:
         """The wizard's flags, by the names of its questions."""
         answers = self.answers(job)
-        names = [*self._given(job), *(["strategy"] if job.layout.is_fsdp else [])]
+        names = [*self._required_answers(job), *(["strategy"] if job.layout.is_fsdp else [])]
         names += ["seq_len"] if answers.seq_len else []
         return {name: to_yaml.flag_text(getattr(answers, name)) for name in names}
 
-    def _given(self, job: Job) -> dict[str, str]:
+    def _required_answers(self, job: Job) -> dict[str, str]:
         layout, machines = job.layout, max(job.layout.ranks // self.gpus_each, 1)
         words = {"model": self.model, "method": job.method, "gpus": self.gpus, "num_machines": str(machines)}
         words["mixed_precision"] = job.recipe.precision

@@ -136,7 +136,7 @@ class PlanReport:
         """The recommendation with its reasons, or changes that would make the job fit; a sentence or two per line."""
         problem, choice = self.problem, self.plan.choice
         if choice is None:
-            yield from self._nothing()
+            yield from self._why_nothing_fits()
             return
         how = f"{rows_in(choice.recipe)} per GPU, {checkpointing_in(choice.recipe)}"
         needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine is Engine.DEEPSPEED else ""
@@ -166,7 +166,7 @@ class PlanReport:
         full_rows = (cost_report.FULL_ROWS,) if self.spent else ()
         yield "Assumed: " + " ".join((*problem.notes, *choice.step.assumptions, *full_rows))
 
-    def _nothing(self) -> Iterator[str]:
+    def _why_nothing_fits(self) -> Iterator[str]:
         """Why nothing fits, and which changes would."""
         judged = self.plan.rows[0] if self.config else None
         lack = self.problem.host_lack(judged.job) if judged else ""
@@ -179,7 +179,7 @@ class PlanReport:
         where = f"{where} Each GPU has {gib_or_mib(self.problem.capacity_bytes)}."
         where = f"It doesn't fit. {lack}." if judged and judged.refused else where
         yield f"{where} What would fit:"
-        changes = list(remedies.remedies(self.problem, self._given())) or ["a smaller model, or GPUs with more memory"]
+        changes = list(remedies.remedies(self.problem, self._layout())) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
         yield from (UNTRIED,) if self.plan.untried else ()
         yield from self._padding()
@@ -201,7 +201,7 @@ class PlanReport:
 
     def _others(self, choice: Candidate) -> Iterator[str]:
         if self.plan.ties:
-            ways = ", ".join(f"{tie.layout.name} ({_way(tie)})" for tie in self.plan.ties)
+            ways = ", ".join(f"{tie.layout.name} ({_settings_and_memory(tie)})" for tie in self.plan.ties)
             better = search.advantages(choice, self.plan.ties)
             yield f"Equally fast within the error of a prediction, which may be {1 - search.TIE:.0%} off: {ways}." + (
                 f" {choice.layout.name} {'; and it '.join(better)}." if better else ""
@@ -209,7 +209,7 @@ class PlanReport:
         if second := self.plan.runner_up:
             times = choice.tokens_per_s / second.tokens_per_s
             slower = f"{1 - 1 / times:.0%} slower" if times < 2 else f"a step takes {times:.1f} times as long"
-            yield f"Next is {second.layout.name} ({_way(second)}): {slower}."
+            yield f"Next is {second.layout.name} ({_settings_and_memory(second)}): {slower}."
 
     def _reserved(self, choice: Candidate) -> Iterator[str]:
         """The memory that PyTorch's allocator reserves, and what expandable segments would change."""
@@ -291,7 +291,7 @@ class PlanReport:
     def as_json(self) -> dict[str, Any]:
         problem, plan, choice = self.problem, self.plan, self.plan.choice
         shape, recipe, layout = problem.shape, problem.job.recipe, problem.job.layout
-        changes = [] if choice and not choice.layout.offload else list(remedies.remedies(problem, self._given()))
+        changes = [] if choice and not choice.layout.offload else list(remedies.remedies(problem, self._layout()))
         return {
             "schema_version": SCHEMA_VERSION,
             "model": shape.name,
@@ -321,7 +321,7 @@ class PlanReport:
             "cost": cost_report.as_json(self.spent, problem.gpu) if self.spent else None,
         }
 
-    def _given(self) -> Layout | None:
+    def _layout(self) -> Layout | None:
         if self.plan.choice:
             return self.plan.choice.layout
         return self.plan.rows[0].layout if self.config else None
@@ -391,7 +391,7 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
     return tuple(notes)
 
 
-def _way(candidate: Candidate) -> str:
+def _settings_and_memory(candidate: Candidate) -> str:
     recipe, size = candidate.recipe, gib_or_mib(candidate.device.allocated)
     return f"{rows_in(recipe)}, {checkpointing_in(recipe)}, {size}"
 

@@ -37,12 +37,12 @@ def largest(problem: Problem, job: Job, field: str, most: int, like: Candidate |
     """
 
     def needs(number: int) -> Device:
-        return _room(problem, job.with_recipe(**{field: number}), like)
+        return _memory_of(problem, job.with_recipe(**{field: number}), like)
 
     return _largest(needs, problem.capacity_bytes, most, getattr(like.recipe, field) if like else 0)
 
 
-def _room(problem: Problem, job: Job, like: Candidate | None) -> Device:
+def _memory_of(problem: Problem, job: Job, like: Candidate | None) -> Device:
     """Memory and verdict of a job: with the usual fragmentation, or with `like` from a replay of the allocator."""
     device = problem.device(job, quick=like is None or job.layout.is_replayed)
     if like is None or device.verdict == "no" or not job.layout.is_replayed:

@@ -67,18 +67,18 @@ def absence(events: Sequence[RankEvent]) -> Absence | None:
     if unequal := _sizes_apart(calls):
         return unequal
     aborted = {event.rank: calls_of(event.content)[-1] for event in events if event.kind == "aborted"}
-    mismatch = next(_mismatches(calls), None) or _from_gone(calls, every, aborted)
+    mismatch = next(_mismatches(calls), None) or _mismatch_with_ended(calls, every, aborted)
     if mismatch is None and aborted:
         rank, call = next(iter(aborted.items()))
         return Absence(
             f"{call.function} on rank {rank} receives another size than it waits for", call.lines[-1], FIXES["sizes"]
         )
-    return _explained(mismatch, events) if mismatch else None
+    return _absence_of(mismatch, events) if mismatch else None
 
 
 def _sizes_apart(calls: Calls) -> Absence | None:
     for first, other in combinations(sorted(calls), 2):
-        call, other_call = _last(calls[first]), _last(calls[other])
+        call, other_call = _last_call(calls[first]), _last_call(calls[other])
         if not call or not other_call or not call.lines:
             continue
         if not _is_same(call, other_call) or call.number != other_call.number:
@@ -93,7 +93,7 @@ def _shape(call: Call) -> str:
     return ", ".join("x".join(map(str, size)) or "a number" for size in call.sizes)
 
 
-def _last(calls: Sequence[Call]) -> Call | None:
+def _last_call(calls: Sequence[Call]) -> Call | None:
     return calls[-1] if calls else None
 
 
@@ -116,24 +116,24 @@ def _mismatches(calls: Calls) -> Iterator[_Mismatch]:
                 if _is_same(first_calls[number], other_calls[number])
             ]
             at = max(same, default=max(min(first_calls), min(other_calls)) - 1) + 1
-            call, other_call = (_of_script(numbered.get(at)) for numbered in (first_calls, other_calls))
+            call, other_call = (_before_end(numbered.get(at)) for numbered in (first_calls, other_calls))
             if call or other_call:
-                yield _alone(calls, (first, call), (other, other_call))
+                yield _mismatch_between(calls, (first, call), (other, other_call))
 
 
-def _of_script(call: Call | None) -> Call | None:
+def _before_end(call: Call | None) -> Call | None:
     """The call, or None if a rank makes it after the script's end."""
     return call if call and call.lines else None
 
 
-def _from_gone(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _Mismatch | None:
+def _mismatch_with_ended(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _Mismatch | None:
     """The mismatch with a rank that reported no calls: it has ended, or a library aborted it in the call of `aborted`.
 
     The other rank's last call under a condition on its rank is then the one that it makes alone.
     """
     gone = sorted(every - calls.keys())
     for rank, several in sorted(calls.items()):
-        last = _of_script(_last(several))
+        last = _before_end(_last_call(several))
         if not gone or not last:
             continue
         its_last = aborted.get(gone[0])
@@ -144,7 +144,7 @@ def _from_gone(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _M
     return None
 
 
-def _alone(calls: Calls, *sides: tuple[int, Call | None]) -> _Mismatch:
+def _mismatch_between(calls: Calls, *sides: tuple[int, Call | None]) -> _Mismatch:
     """The mismatch as seen by the rank whose call the other never made; by the first rank if unknown."""
 
     def is_new(rank: int, call: Call, other: int) -> bool:
@@ -159,7 +159,7 @@ def _alone(calls: Calls, *sides: tuple[int, Call | None]) -> _Mismatch:
     return min(ways)[-1]
 
 
-def _explained(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
+def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
     call, rank, other = mismatch.call, mismatch.rank, mismatch.other
     line = call.lines[-1]
     if branch := _branch(call):
@@ -193,7 +193,7 @@ def _explained(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
 def _branch(call: Call) -> str:
     """The condition on a rank under which the script makes a call; empty if there is none."""
     for line in reversed(call.lines):
-        for node in _around(line):
+        for node in _parents(line):
             if isinstance(node, ast.If) and (condition := _on_ranks(node.test)):
                 is_else = any(_holds(inner, _number(line)) for inner in node.orelse)
                 return f"{'the else of ' if is_else else ''}`if {condition}` in line {node.lineno}"
@@ -219,7 +219,7 @@ def _is_rank(node: ast.AST) -> bool:
 
 def _loop(call: Call) -> ast.For | ast.While | None:
     """The innermost loop of the script that makes a call."""
-    loops = (node for line in reversed(call.lines) for node in _around(line) if isinstance(node, ast.For | ast.While))
+    loops = (node for line in reversed(call.lines) for node in _parents(line) if isinstance(node, ast.For | ast.While))
     return next(loops, None)
 
 
@@ -227,7 +227,7 @@ def _is_inside(call: Call, loop: ast.For | ast.While) -> bool:
     return any(_holds(loop, _number(line)) for line in call.lines)
 
 
-def _around(line: str) -> list[ast.stmt]:
+def _parents(line: str) -> list[ast.stmt]:
     """The statements around a line, innermost first; a function ends them."""
     statements: list[ast.stmt] = []
     body: Sequence[ast.AST] = [_parsed(line.rpartition(":")[0])]

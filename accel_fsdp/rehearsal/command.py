@@ -68,7 +68,7 @@ def _run(options: RehearseCommand, words: tuple[str, ...], report: Report) -> No
     report.left_out = list(left_out(job))
     with janitor.folder() as folder:
         for name, action in _steps(options, words, model, job, report, folder):
-            step = _taken(name, action)
+            step = _step_result(name, action)
             report.steps.append(step)
             if not options.json:
                 show(step)
@@ -149,7 +149,7 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
     return f"no errors, {counted(warnings, 'warning')}: {again}" if warnings else "no errors"
 
 
-def _taken(name: str, action: Action) -> StepResult:
+def _step_result(name: str, action: Action) -> StepResult:
     began = time.monotonic()
     try:
         with console.waiting(name):

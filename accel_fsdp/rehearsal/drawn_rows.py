@@ -36,7 +36,7 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
             drawn.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[event.rank] = rows
     looks = [_same_rows(events, row_events)]
     looks += [look(of_ranks) for look in (_shared, _lost, _split_twice) for _, of_ranks in sorted(drawn.items())]
-    looks += [_fewer(events, of_ranks) for _, of_ranks in sorted(drawn.items())]
+    looks += [_smaller_batches(events, of_ranks) for _, of_ranks in sorted(drawn.items())]
     looks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
     yield from list(chain.from_iterable(looks))[:1]
 
@@ -103,7 +103,7 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     for (first, record), (other, other_record) in combinations(sorted(of_ranks.items()), 2):
         same_data = _same_data(record, other_record)
         if same_data and _parts_of_one(list(of_ranks.values())):
-            first_rows, other_rows = set(_places(_trusted(record))), set(_places(_trusted(other_record)))
+            first_rows, other_rows = set(_places(_unpadded(record))), set(_places(_unpadded(other_record)))
             is_mistake = bool(first_rows & other_rows)
         else:
             first_rows, other_rows = _contents(record), _contents(other_record)
@@ -123,7 +123,7 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
             return
 
 
-def _fewer(events: Sequence[RankEvent], of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
+def _smaller_batches(events: Sequence[RankEvent], of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     """Smaller batches on one rank, whose mean losses weigh as much as those of larger batches."""
     shares = [share for event in events if event.kind == "repeated" for share in event.content["shares"]]
     batches = {rank: rows["batch"] for rank, rows in sorted(of_ranks.items()) if rows["batch"]}
@@ -156,7 +156,7 @@ def _parts_of_one(several: Sequence[Mapping[str, Any]]) -> bool:
     if not all(rows["is_whole"] and rows["is_own"] for rows in several):
         return False
     places = [_places(rows) for rows in several]
-    without_repeats = all(len(set(_places(_trusted(rows)))) == len(_places(_trusted(rows))) for rows in several)
+    without_repeats = all(len(set(_places(_unpadded(rows)))) == len(_places(_unpadded(rows))) for rows in several)
     spare = sum(len(rows["places"][-1]) for rows in several)
     return without_repeats and 0 <= sum(map(len, places)) - several[0]["length"] < spare
 
@@ -196,7 +196,7 @@ def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
             return
 
 
-def _trusted(rows: Mapping[str, Any]) -> Mapping[str, Any]:
+def _unpadded(rows: Mapping[str, Any]) -> Mapping[str, Any]:
     """The rows without the last batch of an epoch, which rows from its start may fill."""
     batches, full = rows["places"], -(-(rows["planned"] or 0) // (rows["batch"] or 1))
     ends = rows["is_whole"] or (full and len(batches or ()) >= full)
@@ -223,7 +223,7 @@ def _by_place(rows: Mapping[str, Any]) -> dict[int, int]:
 def _contents(rows: Mapping[str, Any]) -> set[int]:
     """The rows' checksums until one repeats, as in the next epoch; empty if rows can't be distinguished."""
     seen: set[int] = set()
-    for hashes in _trusted(rows)["hashes"]:
+    for hashes in _unpadded(rows)["hashes"]:
         if hashes is None or not seen.isdisjoint(hashes) or len(set(hashes)) < len(hashes):
             break
         seen.update(hashes)

@@ -25,16 +25,16 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     yield from rates.mistakes(events)
 
 
-def _swallowed(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _swallowed_error(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """A rank that catches an error of its model, such as out of memory, leaves the others in a collective."""
-    followed = {(event.rank, error) for event in _of("failed", events) for error in event.content.get("follows", ())}
-    began = {event.rank for event in _of("began", events)}
+    caused = {(event.rank, error) for event in _events("failed", events) for error in event.content.get("follows", ())}
+    began = {event.rank for event in _events("began", events)}
     ranks: dict[tuple[str, str], set[int]] = {}
-    for event in _of("raised", events):
+    for event in _events("raised", events):
         error, line = event.content["error"], event.content["line"]
-        if (event.rank, error) not in followed and not CONSEQUENCE.search(error):
+        if (event.rank, error) not in caused and not CONSEQUENCE.search(error):
             ranks.setdefault((line, error.partition(":")[0]), set()).add(event.rank)
-    for event in _of("raised", events):
+    for event in _events("raised", events):
         several = ranks.get((event.content["line"], event.content["error"].partition(":")[0]), began)
         if event.rank in several and several != began:
             yield Failure(
@@ -47,9 +47,9 @@ def _swallowed(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iter
             return
 
 
-def _another_optimizer(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _optimizer_before_sharding(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """The optimizer was made before the parameters were sharded: its steps change none of them, or only some."""
-    if event := _first("optimizer", events):
+    if event := _first_event("optimizer", events):
         holding = by_rank.get(event.rank)
         if holding is None or holding.engine.startswith(Engine.DEEPSPEED.label):  # DeepSpeed replaces the parameters
             return
@@ -71,14 +71,14 @@ def _rows(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[
     return drawn_rows.find(events)
 
 
-def _other_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _different_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """FSDP gathers a unit from all ranks: ranks that run another unit meanwhile mix up the weights, or hang."""
     orders = {
         event.rank: list(zip(event.content["names"], event.content["lines"], strict=True))
-        for event in _of("units", events)
+        for event in _events("units", events)
     }
     first, *others = sorted(orders) or [0]
-    by_yaml = any(_of("prepared", events))
+    by_yaml = any(_events("prepared", events))
     for rank in others:
         for unit, other_unit in zip_longest(orders[first], orders[rank], fillvalue=("nothing", "")):
             if unit[0] != other_unit[0]:
@@ -92,9 +92,9 @@ def _other_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
                 return
 
 
-def _untied(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _separated_ties(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """FSDP1 gathers a shared weight with the first unit that has it; a module of another unit then sees a shard."""
-    if event := _first("prepared", events):
+    if event := _first_event("prepared", events):
         holding = by_rank[event.rank]
         if not holding.engine.startswith(Engine.FSDP1.label):
             return
@@ -116,7 +116,7 @@ def _unit_of(name: str, holding: Holding) -> str:
 
 def _clipped_by_torch(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Each rank takes the norm of its own shards, so the ranks scale their gradients differently."""
-    if event := _first("clipped", events):
+    if event := _first_event("clipped", events):
         holding = by_rank.get(event.rank)
         if holding and holding.engine.startswith(Engine.FSDP1.label) and holding.held < holding.weights:
             yield Failure(
@@ -129,7 +129,7 @@ def _clipped_by_torch(events: Sequence[RankEvent], by_rank: dict[int, Holding]) 
 
 def _forgotten_rng(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Dropout draws another mask when a layer runs again, so the gradients belong to another forward pass."""
-    if event := _first("forgot-rng", events):
+    if event := _first_event("forgot-rng", events):
         of_yaml = event.content["by_wrapper"]
         yield Failure(
             "activation checkpointing runs layers again with other random numbers: dropout differs in backward",
@@ -142,9 +142,9 @@ def _forgotten_rng(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> 
         )
 
 
-def _begins_anew(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _lost_moments(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """A resumed optimizer without its moments: the first steps after the resume are larger than they should be."""
-    if event := _first("anew", events):
+    if event := _first_event("anew", events):
         yield Failure(
             f"{event.content['optimizer']} lost its states: {event.content['checkpoint']} was loaded, and the next "
             "step finds none of its states",
@@ -154,20 +154,20 @@ def _begins_anew(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
         )
 
 
-def _begun_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _different_models(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Each rank shards its own random model, so the shards don't fit together. A weight loaded later has no value here.
 
     DDP, FSDP1's `sync_module_states` and Accelerate's loading on rank 0 send rank 0's weights to all before.
     """
-    units_of = {event.rank: event.content["units"] for event in _of("begun", events)}
-    lines = {event.rank: str(event.content["line"]) for event in _of("begun", events)}
+    units_of = {event.rank: event.content["units"] for event in _events("begun", events)}
+    lines = {event.rank: str(event.content["line"]) for event in _events("begun", events)}
     for rank, units in sorted(units_of.items()):
         for number, unit in enumerate(units):
             first = min(unit["ranks"])
             first_units = units_of.get(first, [])[number : number + 1]
             if not first_units or first_units[0]["ranks"] != unit["ranks"]:
                 continue
-            if name := _other_value(first_units[0]["weights"], unit["weights"]):
+            if name := _first_different_weight(first_units[0]["weights"], unit["weights"]):
                 yield Failure(
                     f"the ranks shard different models: {name} differs between ranks {first} and {rank}",
                     SCRIPT,
@@ -178,7 +178,7 @@ def _begun_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
                 return
 
 
-def _other_value(first_sums: Sequence[Sequence[Any]], other_sums: Sequence[Sequence[Any]]) -> str:
+def _first_different_weight(first_sums: Sequence[Sequence[Any]], other_sums: Sequence[Sequence[Any]]) -> str:
     """The name of the first weight whose values differ by more than rounding."""
     for (name, our_sums), (other_name, their_sums) in zip(first_sums, other_sums, strict=False):
         if name != other_name or None in (our_sums, their_sums):
@@ -189,9 +189,9 @@ def _other_value(first_sums: Sequence[Sequence[Any]], other_sums: Sequence[Seque
     return ""
 
 
-def _no_step(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _never_stepped(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Gradients alone train nothing. A script without an optimizer may want only gradients."""
-    reports = [event.content for event in _of("trained", events)]
+    reports = [event.content for event in _events("trained", events)]
     if _by_deepspeed(by_rank):  # DeepSpeed's engine steps by itself
         return
     nothing_moved = all(report["kept"] and report["optimizers"] and report["backwards"] for report in reports)
@@ -205,7 +205,7 @@ def _no_step(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterat
         )
 
 
-def _steps_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _different_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """The ranks took different numbers of steps, so the shards of the model don't fit together."""
     counts = _final_steps(events, by_rank) if _all_ended(events) else _steps_until_now(events)
     if len(set(counts.values())) < 2:
@@ -216,13 +216,13 @@ def _steps_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> It
         f"optimizer, rank {least} {counts[least] or 'none'}",
         SCRIPT,
         "optimizer.step() on every rank: outside of `if accelerator.is_main_process` and other conditions on the rank",
-        next((event.content["line"] for event in _of("first-step", events) if event.rank == most), ""),
+        next((event.content["line"] for event in _events("first-step", events) if event.rank == most), ""),
     )
 
 
 def _final_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> dict[int, int]:
     """Each rank's number of steps on sharded weights; under DDP of all steps, if some rank took none."""
-    reports = {event.rank: event.content for event in _of("trained", events)}
+    reports = {event.rank: event.content for event in _events("trained", events)}
     sharded = {rank: report["sharded_steps"] for rank, report in reports.items()}
     ddp = by_rank and all(report.engine == Engine.DDP.label for report in by_rank.values())
     if not ddp or any(sharded.values()) or len({report["backwards"] for report in reports.values()}) > 1:
@@ -231,15 +231,15 @@ def _final_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> di
     return {} if all(counts.values()) else counts
 
 
-def _settings_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _different_settings(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Each rank updates its shards of a weight, so the ranks need the same rates at the same step."""
     by_step: dict[int, dict[int, RankEvent]] = {}
-    for event in _of("settings", events):
+    for event in _events("settings", events):
         by_step.setdefault(event.content["step"], {})[event.rank] = event
     for step, reports in sorted(by_step.items()):
         first, *others = sorted(reports)
         for rank in others:
-            if different := _different(reports[first].content["groups"], reports[rank].content["groups"]):
+            if different := _first_different_setting(reports[first].content["groups"], reports[rank].content["groups"]):
                 name, value, other_value = different
                 yield Failure(
                     f"the ranks' optimizers differ: at step {step} {name} is {value} on rank {first} and "
@@ -252,7 +252,7 @@ def _settings_apart(events: Sequence[RankEvent], by_rank: dict[int, Holding]) ->
                 return
 
 
-def _different(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tuple[str, str, str] | None:
+def _first_different_setting(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tuple[str, str, str] | None:
     """The first setting that differs in two ranks' groups of parameters: its name and both values."""
     for group, other_group in zip(first_groups, other_groups, strict=False):
         for name in group.keys() & other_group.keys():
@@ -265,7 +265,7 @@ def _different(first_groups: Sequence[Any], other_groups: Sequence[Any]) -> tupl
 
 def _kept_gradients(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """The optimizer adds the gradients of all earlier steps to each step's."""
-    reports = _of("gradients", events)
+    reports = _events("gradients", events)
     if _by_deepspeed(by_rank):  # DeepSpeed's engine clears by itself
         return
     if reports and all(event.content["kept"] for event in reports):
@@ -284,17 +284,17 @@ def _steps_until_now(events: Sequence[RankEvent]) -> dict[int, int]:
     Such a script fails or hangs when it saves the optimizer, with an unrelated message.
     """
     steps: dict[int, list[int]] = {}
-    for event in _of("loss", events):
+    for event in _events("loss", events):
         steps.setdefault(event.rank, []).append(event.content["step"] - 1)
     counts = {rank: several[-1] for rank, several in steps.items()}
     as_many = len({len(several) for several in steps.values()}) == 1
-    everywhere = set(steps) == {event.rank for event in _of("began", events)}
+    everywhere = set(steps) == {event.rank for event in _events("began", events)}
     return counts if as_many and everywhere and not all(counts.values()) else {}
 
 
 def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Reports the first loss that isn't finite, as later ones follow from it; or weights whose losses hide that."""
-    for event in _of("loss", events):
+    for event in _events("loss", events):
         if not math.isfinite(event.content["value"]):
             yield Failure(
                 f"the loss is {event.content['value']} at step {event.content['step']} of rank {event.rank}",
@@ -303,7 +303,7 @@ def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Ite
                 event.content["line"],
             )
             return
-    for event in _of("trained", events):
+    for event in _events("trained", events):
         if count := event.content["not_numbers"]:
             what = f"{counted(count, 'weight')} of rank {event.rank} hold NaN after training, and no loss was NaN"
             fix = "see what makes it so, and leave out what hides it: nan_to_num, or torch.where of a loss that is NaN"
@@ -313,7 +313,7 @@ def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Ite
 
 def _nothing_prepared(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """A saved state contains only what was prepared before."""
-    if event := _first("state-of-nothing", events):
+    if event := _first_event("state-of-nothing", events):
         call, line = event.content["call"], event.content["line"]
         does = "saves" if call == "save_state" else "loads"
         what = f"{call} comes before prepare, so that it {does} no weights"
@@ -322,7 +322,7 @@ def _nothing_prepared(events: Sequence[RankEvent], by_rank: dict[int, Holding]) 
 
 def _no_tracker(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Accelerate leaves out trackers that aren't installed, and the run isn't recorded."""
-    if event := _first("no-tracker", events):
+    if event := _first_event("no-tracker", events):
         names = event.content["names"]
         yield Failure(
             f"log_with names {', '.join(names)}, which isn't installed: nothing is recorded there",
@@ -337,33 +337,33 @@ def _by_deepspeed(by_rank: dict[int, Holding]) -> bool:
 
 
 def _all_ended(events: Sequence[RankEvent]) -> bool:
-    began, trained = ({event.rank for event in _of(kind, events)} for kind in ("began", "trained"))
+    began, trained = ({event.rank for event in _events(kind, events)} for kind in ("began", "trained"))
     return bool(events) and began == trained
 
 
-def _of(kind: str, events: Sequence[RankEvent]) -> list[RankEvent]:
+def _events(kind: str, events: Sequence[RankEvent]) -> list[RankEvent]:
     return [event for event in events if event.kind == kind]
 
 
-def _first(kind: str, events: Sequence[RankEvent]) -> RankEvent | None:
-    return next(iter(_of(kind, events)), None)
+def _first_event(kind: str, events: Sequence[RankEvent]) -> RankEvent | None:
+    return next(iter(_events(kind, events)), None)
 
 
 LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failure]], ...] = (
-    _swallowed,
-    _another_optimizer,
-    _begun_apart,
-    _begins_anew,
-    _other_units,
+    _swallowed_error,
+    _optimizer_before_sharding,
+    _different_models,
+    _lost_moments,
+    _different_units,
     _rows,
-    _untied,
+    _separated_ties,
     _clipped_by_torch,
     _forgotten_rng,
     _no_tracker,
     _nothing_prepared,
-    _no_step,
-    _steps_apart,
-    _settings_apart,
+    _never_stepped,
+    _different_steps,
+    _different_settings,
     _kept_gradients,
     _not_finite,
 )

@@ -27,7 +27,7 @@ def measured(job: JobConfig, launch: Callable[[], int], experts: int = 1) -> int
             return code
         events = ranks.read(folder)
     holdings = ranks.holdings(events)
-    _say_why(events)
+    _show_cause(events)
     if taken := without_gpu.taken(events):
         console.say(taken)
     if not holdings:
@@ -41,19 +41,19 @@ def measured(job: JobConfig, launch: Callable[[], int], experts: int = 1) -> int
     differences = list(blame.differences(expected, holdings, events))
     for difference in differences:
         key = "" if difference.key == blame.SCRIPT else f" ({difference.key})"
-        _say(difference, f"not what the YAML asks for: {difference.what}{key}", OTHERWISE)
+        _show(difference, f"not what the YAML asks for: {difference.what}{key}", OTHERWISE)
     mistakes = list(drawn_rows.find(events))
     for mistake in mistakes:
-        _say(mistake, mistake.what, "the model is trained on other rows, or in another order, than the script intends")
+        _show(mistake, mistake.what, "the model is trained on other rows, or in another order, than the script intends")
     return code or int(bool(differences or mistakes))
 
 
-def _say(failure: blame.Failure, what: str, why: str) -> None:
+def _show(failure: blame.Failure, what: str, why: str) -> None:
     fix = f"{failure.line}: {failure.fix}" if failure.line else failure.fix
     console.say(str(UserError(what, why=why, fix=fix)), style="red", lines=True)
 
 
-def _say_why(events: Sequence[ranks.RankEvent]) -> None:
+def _show_cause(events: Sequence[ranks.RankEvent]) -> None:
     """Prints below the tracebacks why a rank's collective ended, or a fix for the rank that failed first."""
     if hang := left_alone(events):
         failure = blame.of_hang(hang, events)

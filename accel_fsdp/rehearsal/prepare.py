@@ -110,7 +110,7 @@ def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:
         return model, ""
     catalogue_name = catalogue.canonical(model) if model else None
     if catalogue_name:
-        return _written(catalogue.entries()[catalogue_name]["config"], folder / "bundled"), ""
+        return _config_folder(catalogue.entries()[catalogue_name]["config"], folder / "bundled"), ""
     if model is not None:
         return model, ""
     layer_class = str(job.fsdp("fsdp_transformer_layer_cls_to_wrap") or "").split(",")[0] if job.is_fsdp else ""
@@ -121,7 +121,7 @@ def _source(job: JobConfig, model: str | None, folder: Path) -> tuple[str, str]:
             why="its architecture determines the sharding",
             fix="accel-fsdp rehearse FILE --model ID_OR_FOLDER",
         )
-    return _written(config, folder / "by-class"), f"a {config['model_type']}, as the YAML names {layer_class}; "
+    return _config_folder(config, folder / "by-class"), f"a {config['model_type']}, as the YAML names {layer_class}; "
 
 
 def of_layer_class(name: str) -> Mapping[str, Any]:
@@ -138,7 +138,7 @@ def of_layer_class(name: str) -> Mapping[str, Any]:
     return {}
 
 
-def _written(config: Mapping[str, Any], place: Path) -> str:
+def _config_folder(config: Mapping[str, Any], place: Path) -> str:
     place.mkdir()
     (place / file_names.CONFIG).write_text(json.dumps(config), encoding="utf-8")
     return str(place)
@@ -153,13 +153,13 @@ def _has_chat_template(folder: Path) -> bool:
 def _without_dropout(folder: Path) -> None:
     """Turns off random layers, which differ from rank to rank, so that losses can be compared."""
     path = folder / file_names.CONFIG
-    config = _still(json.loads(path.read_text(encoding="utf-8")))
+    config = _without_random_layers(json.loads(path.read_text(encoding="utf-8")))
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
-def _still(config: Any) -> Any:
+def _without_random_layers(config: Any) -> Any:
     if not isinstance(config, dict):
         return config
     random = re.compile(r"dropout|pdrop|drop_path|layerdrop|router_jitter")
     zero = {key: 0.0 for key, value in config.items() if isinstance(value, float) and random.search(key)}
-    return {key: _still(value) for key, value in config.items()} | zero
+    return {key: _without_random_layers(value) for key, value in config.items()} | zero

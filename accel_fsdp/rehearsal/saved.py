@@ -142,7 +142,7 @@ def failures(events: Sequence[RankEvent], holdings: Mapping[int, Holding], job: 
     resumed |= {file.path for file in files if file.step in checkpointed}
     sharing_ranks = max((unit.ranks for holding in holdings.values() for unit in holding.units), default=2)
     yield from _shards(files, sharing_ranks)
-    yield from _torn(files)
+    yield from _mixed_files(files)
     yield from _partial(events, next((holding.weights for holding in holdings.values()), 0), job)
     last = list({file.path: file for file in files if file.tensors and not file.is_adapter}.values())
     yield from _misnamed(last, model, resumed)
@@ -184,7 +184,7 @@ def _shards(files: Sequence[_File], sharing_ranks: int) -> Iterator[Failure]:
         yield Failure(what, SCRIPT, fix if first.call in DCP else GATHER, first.line)
 
 
-def _torn(files: Sequence[_File]) -> Iterator[Failure]:
+def _mixed_files(files: Sequence[_File]) -> Iterator[Failure]:
     """Two ranks of a machine that write one file, with no barrier in between, may leave a mixture of both."""
     writers: dict[tuple[str, int, int, int], dict[int, _File]] = {}
     for file in files:
@@ -220,7 +220,7 @@ def _misnamed(files: Sequence[_File], model: _Model, resumed: set[str]) -> Itera
         is_model = (
             file.is_bare
             and {holding.user_name(name) for name in file.tensors} <= model.names
-            and _reading(file, model) == NOW
+            and _kind_of_values(file, model) == NOW
         )
         if strange and (file.call in FOLDERS[1:] or (is_model and file.path not in resumed)):
             prefix = next((prefix for prefix in UNPREFIXED if strange[0].startswith(prefix)), "")
@@ -255,7 +255,7 @@ def _misshapen(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
 
 def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
     """Whole weights with one rank's values, or multiplied ones; and saves that all hold the values before training."""
-    readings = [(file, _reading(file, model)) for file in files]
+    readings = [(file, _kind_of_values(file, model)) for file in files]
     for file, reading in readings:
         if reading not in (NOW, FIRST, OTHER, None):
             yield Failure(f"{file.what} with {reading}", SCRIPT, GATHER, file.line)
@@ -270,7 +270,7 @@ def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
         )
 
 
-def _reading(file: _File, model: _Model) -> str | None:
+def _kind_of_values(file: _File, model: _Model) -> str | None:
     """The values in a file: NOW, FIRST, OTHER or a mistake, by its weights that have changed; None without any."""
     now, moved = model.at(file.step), model.moved(file.step)
     saved = {

@@ -110,21 +110,21 @@ class SftRehearsal:
 
     def train_as_written(self) -> str:
         """Trains two steps in the YAML's precision; in bfloat16 compares losses with one process under autocast."""
-        outcome = self._ran("written", self.job, self._written("written", self.ranks))
+        outcome = self._launch("written", self.job, self._words_as_written("written", self.ranks))
         if not outcome.losses or not all(map(math.isfinite, outcome.losses)):
             raise Failure(f"losses {outcome.losses}", key="mixed_precision", fix="bf16, which has the range of float32")
         sharded = self._sharded(outcome)
         if self.precision != "bf16" or self.run.draws_noise:
             return sharded
-        self._ran("autocast", self._alone(self.precision), self._written("autocast", 1))
+        self._launch("autocast", self._one_process_job(self.precision), self._words_as_written("autocast", 1))
         losses, alone = (dict(enumerate(self._logged(name), 1)) for name in ("written", "autocast"))
-        return f"{sharded}; {_same(losses, alone, range(1, len(alone) + 1), self.autocast_tolerance)}"
+        return f"{sharded}; {_compare_losses(losses, alone, range(1, len(alone) + 1), self.autocast_tolerance)}"
 
     def train_and_save(self) -> str:
         """Trains up to a checkpoint; then every process is killed."""
         checkpoint = self._output("run") / f"{file_names.CHECKPOINT}{SAVED}"
         words = self._words("run", self.ranks)
-        outcome = self._ran("saved", self.in_float32, words, kill_after=checkpoint)
+        outcome = self._launch("saved", self.in_float32, words, kill_after=checkpoint)
         if flaw := completeness.flaw(checkpoint):
             raise Failure(f"{checkpoint.name} is not complete: {flaw}", output=outcome.tail)
         shutil.copytree(checkpoint, self._output("elsewhere") / checkpoint.name)
@@ -134,24 +134,24 @@ class SftRehearsal:
     def resume(self) -> str:
         """Trains from that checkpoint to the end, on the same number of ranks."""
         words = self._words("run", self.ranks, resume_from_checkpoint="true")
-        outcome = self._ran("resumed", self.in_float32, words)
+        outcome = self._launch("resumed", self.in_float32, words)
         losses = self._losses("run")
         same = repeated.summary(outcome.events)
         return f"steps {SAVED + 1} to {STEPS}, loss {losses[SAVED + 1]:.4f} -> {losses[STEPS]:.4f}{same}"
 
     def compare(self) -> str:
         """Trains all steps in one process, without sharding, and compares the losses."""
-        self._ran("alone", self._alone(self.in_float32.top("mixed_precision")), self._words("alone", 1))
-        return _same(self._losses("run"), self._losses("alone"), range(1, STEPS + 1), self.tolerance)
+        self._launch("alone", self._one_process_job(self.in_float32.top("mixed_precision")), self._words("alone", 1))
+        return _compare_losses(self._losses("run"), self._losses("alone"), range(1, STEPS + 1), self.tolerance)
 
     def resume_on_others(self) -> str:
         """Resumes the first checkpoint with another world size."""
         checkpoint = self._output("elsewhere") / f"{file_names.CHECKPOINT}{SAVED}"
         job = scaled.without_mesh(self.in_float32, self.others)
         words = self._words("elsewhere", self.others, resume_from_checkpoint=str(checkpoint))
-        self._ran("elsewhere", job, words)
+        self._launch("elsewhere", job, words)
         steps = range(SAVED + 1, STEPS + 1)
-        return _same(self._losses("elsewhere"), self._losses("alone"), steps, self.tolerance)
+        return _compare_losses(self._losses("elsewhere"), self._losses("alone"), steps, self.tolerance)
 
     def export(self) -> str:
         out = self.launcher.folder / "exported"
@@ -185,16 +185,16 @@ class SftRehearsal:
         words = self.run.words(self._places(name), self.rows_for(ranks, self.run.rows), **more)
         return self.run.exact(words) if exact else words
 
-    def _written(self, name: str, ranks: int) -> list[str]:
+    def _words_as_written(self, name: str, ranks: int) -> list[str]:
         rows = {"per_device_train_batch_size": str(self.rows_for(ranks, WRITTEN_ROWS))}
         steady = {"lora_dropout": "0"} if self.run.adapter else {}
         return self._words(name, ranks, exact=False, **{**WRITTEN, **rows, **steady})
 
-    def _alone(self, precision: object) -> JobConfig:
+    def _one_process_job(self, precision: object) -> JobConfig:
         values = {"distributed_type": "NO", "num_processes": 1, "num_machines": 1, "mixed_precision": precision}
         return JobConfig(values)
 
-    def _ran(self, name: str, job: JobConfig, words: list[str], kill_after: Path | None = None) -> Outcome:
+    def _launch(self, name: str, job: JobConfig, words: list[str], kill_after: Path | None = None) -> Outcome:
         outcome = self.launcher.launch(name, job, words, kill_after)
         if outcome.hang or outcome.code:
             raise next(mistakes.find(outcome.events), of_outcome(outcome))
@@ -216,7 +216,7 @@ class SftRehearsal:
         return [entry["loss"] for entry in run_record.read(self._output(name))["log"] if "loss" in entry]
 
 
-def _same(losses: Mapping[int, float], alone: Mapping[int, float], steps: range, tolerance: float) -> str:
+def _compare_losses(losses: Mapping[int, float], alone: Mapping[int, float], steps: range, tolerance: float) -> str:
     """Compares the losses of a run, by their steps, with those of one process."""
     apart = {step: abs(losses[step] - alone[step]) / abs(alone[step]) for step in steps}
     worst = max(apart, key=lambda step: apart[step])

@@ -30,13 +30,13 @@ def differences(job: Job, ranks: Mapping[int, Holding]) -> Iterator[Difference]:
     """Yields the differences, the most serious first; equal ones on several ranks once."""
     keys = set()
     for rank, holding in sorted(ranks.items()):
-        for difference in _of_rank(job, rank, holding):
+        for difference in _rank_differences(job, rank, holding):
             if difference.key + difference.fix not in keys:
                 keys.add(difference.key + difference.fix)
                 yield difference
 
 
-def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Difference]:
+def _rank_differences(job: Job, rank: int, holding: Holding) -> Iterator[Difference]:
     if job.layout.wrapper is not Engine.NONE and holding.engine == Engine.NONE.label:
         yield Difference(f"rank {rank} trains {holding.model} alone, as one process", "", WRAPPED)
         return
@@ -53,7 +53,7 @@ def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Difference]:
     may_be_whole = job.engine is Engine.DEEPSPEED or job.layout.is_by_transformers  # its adapters are
     if holding.whole and not may_be_whole and not job.ignores_modules:
         yield Difference(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "", WHOLE)
-    yield from _of_units(job, rank, holding)
+    yield from _unit_differences(job, rank, holding)
     for name in job.layer_classes:
         units = sum(unit.kind == name for unit in holding.units)
         modules = holding.kinds.get(name, 0)
@@ -62,7 +62,7 @@ def _of_rank(job: Job, rank: int, holding: Holding) -> Iterator[Difference]:
             yield Difference(f"{name} has {counts}", "fsdp_transformer_layer_cls_to_wrap")
 
 
-def _of_units(job: Job, rank: int, holding: Holding) -> Iterator[Difference]:
+def _unit_differences(job: Job, rank: int, holding: Holding) -> Iterator[Difference]:
     for unit in holding.units:
         ranks = job.layout.sharers(unit.is_of_experts)
         if unit.ranks != ranks:

@@ -81,7 +81,7 @@ class FiniteCheck:
             self.trainer.log({"loss": loss, "grad_norm": length, "learning_rate": self.trainer._get_learning_rate()})
             state.global_step -= 1
             raise self.diverged(what)
-        self._say(f"{what}; its update is left out")
+        self._log(f"{what}; its update is left out")
         if not self._scales_gradients():
             for parameter in self.trainer.model.parameters():
                 parameter.grad = None
@@ -96,13 +96,13 @@ class FiniteCheck:
             return True
         if not self.args.ignore_nan_inf:
             self.check_weights()
-        self._say(f"{self._of_weights()}: no checkpoint is written")
+        self._log(f"{self._weights_diverged()}: no checkpoint is written")
         return False
 
     def check_weights(self) -> None:
         """Raises Diverged if a weight is not finite."""
         if self._odd_weights():
-            raise self.diverged(self._of_weights())
+            raise self.diverged(self._weights_diverged())
 
     def diverged(self, what: str) -> Diverged:
         newest = completeness.choose(Path(self.args.output_dir)).newest
@@ -119,7 +119,7 @@ class FiniteCheck:
             fix=f"{rate}{clip}{precision}{resume}{leave_out}",
         )
 
-    def _of_weights(self) -> str:
+    def _weights_diverged(self) -> str:
         return f"after step {self.trainer.state.global_step} the weights hold NaN or infinite values"
 
     def _odd_weights(self) -> list[str]:
@@ -136,7 +136,7 @@ class FiniteCheck:
     def _scales_gradients(self) -> bool:
         return bool(self.trainer.accelerator.mixed_precision == "fp16")
 
-    def _say(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         if self.args.process_index == 0:
             console.say(text, style="yellow")
 

@@ -117,7 +117,7 @@ class Losses:
         parallel = getattr(trainer.accelerator, "parallelism_config", None)
         trainer._loss_shifts_labels = True
         if smoothing or not (trainer.model_accepts_loss_kwargs or (parallel and parallel.sp_enabled)):
-            trainer.compute_loss_func = partial(self._of_predictions, smoothing=smoothing)
+            trainer.compute_loss_func = partial(self._prediction_loss, smoothing=smoothing)
         embedding = trainer.model.get_input_embeddings().weight
         counts = counting.weights(trainer.model)
         self.computing_weights = sum(count for weight, count in counts.items() if weight is not embedding)
@@ -194,10 +194,10 @@ class Losses:
         if self.args.process_index == 0:
             text = "the model's own loss is not the mean over next tokens; that mean is computed from its predictions"
             console.say(text, style="yellow")
-        self.trainer.compute_loss_func = partial(self._of_predictions, smoothing=0.0)
+        self.trainer.compute_loss_func = partial(self._prediction_loss, smoothing=0.0)
         return cross_entropy(outputs["logits"], target_ids) * scale
 
-    def _of_predictions(
+    def _prediction_loss(
         self, outputs: Any, labels: Tensor, num_items_in_batch: Any = None, *, smoothing: float
     ) -> Tensor:
         """The summed next-token loss, for a model that doesn't get the labels."""

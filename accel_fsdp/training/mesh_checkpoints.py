@@ -139,7 +139,7 @@ def _read(name: str, own: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     folder = checkpoint / file_names.SHARDED[name]
     tensors = {part: value for part, value in own.items() if part != GROUPS}
     if not folder.is_dir():
-        whole = _whole(checkpoint / file_names.FULL[name])
+        whole = _load_whole_file(checkpoint / file_names.FULL[name])
         return {**_own_parts(tensors, whole), **({GROUPS: whole[GROUPS]} if GROUPS in own else {})}
     reader = FileSystemReader(folder)
     content = _contiguous(tensors)
@@ -149,7 +149,7 @@ def _read(name: str, own: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
     return {**content, **tree_map(parts.placed_as, {part: content[part] for part in tensors}, tensors)}
 
 
-def _whole(file: Path) -> dict[str, Any]:
+def _load_whole_file(file: Path) -> dict[str, Any]:
     """A file of FULL_STATE_DICT, of which each rank reads from the disk what it uses."""
     if not file.is_file():
         raise UserError(

@@ -98,14 +98,14 @@ def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
     of_fsdp = launch.uses_fsdp and launch.recomputes_units
     if of_fsdp and launch.by_transformers:
         args.gradient_checkpointing = args.activation_checkpointing = True
-        _say(args, "checkpointing: the layers' own, as transformers shards the model")
+        _log(args, "checkpointing: the layers' own, as transformers shards the model")
     elif of_fsdp and launch.uses_fsdp2 and _drops_out(model):
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
         args.gradient_checkpointing = args.activation_checkpointing = True
-        _say(args, "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout with other numbers")
+        _log(args, "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout with other numbers")
     elif of_fsdp and args.gradient_checkpointing:
         args.gradient_checkpointing = args.activation_checkpointing = False
-        _say(args, "checkpointing: FSDP's own, as the YAML says; --gradient_checkpointing adds nothing to it")
+        _log(args, "checkpointing: FSDP's own, as the YAML says; --gradient_checkpointing adds nothing to it")
     if args.gradient_checkpointing:
         _choose_kind(model, args)
 
@@ -126,7 +126,7 @@ def _drops_out(model: nn.Module) -> bool:
     return functional or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
 
 
-def _say(args: TrainingArguments, line: str) -> None:
+def _log(args: TrainingArguments, line: str) -> None:
     if args.process_index == 0:
         console.say(line, style="yellow")
 

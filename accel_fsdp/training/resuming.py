@@ -81,7 +81,7 @@ def _wanted(training: "TrainingArguments") -> Path | None:
             )
         return None
     if str(resume_from).lower() not in ("true", "auto"):
-        return _named(Path(resume_from), training)
+        return _refuse_flawed(Path(resume_from), training)
     choice = completeness.choose(
         output, _agreed([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
     )
@@ -97,7 +97,7 @@ def _wanted(training: "TrainingArguments") -> Path | None:
     return choice.newest
 
 
-def _named(checkpoint: Path, training: "TrainingArguments") -> Path:
+def _refuse_flawed(checkpoint: Path, training: "TrainingArguments") -> Path:
     flaw = _flaw(checkpoint, training)
     if flaw:
         newest = completeness.choose(Path(training.output_dir)).newest

@@ -170,10 +170,10 @@ def of_data(settings: agreement.Settings, held_out: Any, tokenizer: Any) -> agre
     rows = {f"training: {name}": data_settings[name] for name in ("rows", lineage.CONTENT) if name in data_settings}
     if rows and held_out is not None:
         rows |= {"evaluation: rows": len(held_out), f"evaluation: {lineage.CONTENT}": lineage.digest(held_out)}
-    return {"tokenizer": _of_tokenizer(tokenizer), **({"data": rows} if rows else {})}
+    return {"tokenizer": _tokenizer_settings(tokenizer), **({"data": rows} if rows else {})}
 
 
-def _of_tokenizer(tokenizer: Any) -> dict[str, Any]:
+def _tokenizer_settings(tokenizer: Any) -> dict[str, Any]:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     content = backend.to_str() if backend is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
     return {

@@ -50,7 +50,7 @@ def to_flags(job: JobConfig) -> dict[str, str]:
     flags = {**_header_flags(job.source, name), "engine": name}
     for question in QUESTIONS:
         if question.key and engine in BY_NAME[question.key].engines:
-            value = _meant(job, *question.key)
+            value = _effective_value(job, *question.key)
             if value not in UNKNOWN:
                 names = BY_NAME[question.key].kind is Kind.NAMES
                 flags[question.field] = _class_names(value) if names else str(value)
@@ -83,7 +83,7 @@ UNKNOWN = (None, -1)
 
 def _strategy_of_fsdp2(job: JobConfig) -> str:
     """The strategy in FSDP2's keys; FSDP1's name of a strategy counts as the user's intention."""
-    if strategy := _of_fsdp1(job):
+    if strategy := _strategy_of_fsdp1_key(job):
         return strategy
     value = job.fsdp("fsdp_reshard_after_forward")
     if str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
@@ -93,7 +93,7 @@ def _strategy_of_fsdp2(job: JobConfig) -> str:
     return str((1 if job.on("fsdp_reshard_after_forward") else 2) + (3 if hybrid else 0))
 
 
-def _of_fsdp1(job: JobConfig) -> str:
+def _strategy_of_fsdp1_key(job: JobConfig) -> str:
     """The strategy of an FSDP2 file that has FSDP1's key and lacks FSDP2's; `check --fix` reads it alike.
 
     Hybrid strategies and NO_SHARD have no value in FSDP2's key, and are ignored.
@@ -105,7 +105,7 @@ def _of_fsdp1(job: JobConfig) -> str:
 STRATEGY, RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
 
 
-def _meant(job: JobConfig, section: str, key: str) -> Any:
+def _effective_value(job: JobConfig, section: str, key: str) -> Any:
     """The value that Accelerate uses for a key, or for its absence; an unreadable value is returned as written."""
     content, field = job.section(section), BY_NAME[section, key]
     value = content.get(key)
@@ -154,7 +154,7 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
     sections of the old one are removed.
     """
     before, after = _flat(to_mapping(old)), _flat(to_mapping(new))
-    stated = {place for place, value in before.items() if _says(job, *place, value, answered)}
+    stated = {place for place, value in before.items() if _has_value(job, *place, value, answered)}
     changed = {place: value for place, value in after.items() if place not in stated or before[place] != value}
     removed_sections = {section for section, _ in before} - {section for section, _ in after}
     unreadable = {place for place, _ in after if place and not isinstance(document.get(place) or {}, Mapping)}
@@ -165,7 +165,7 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
     dropped += [
         Edit(*question.key) for question in applying(new) if question.key and getattr(new, question.field) == ""
     ]
-    if _of_fsdp1(job):
+    if _strategy_of_fsdp1_key(job):
         dropped.append(Edit("fsdp_config", STRATEGY))
     apply(document, [*dropped, *(Edit(place, key, value) for (place, key), value in changed.items())])
     return with_header(dump(document), header(new))
@@ -193,7 +193,7 @@ def corrections(job: JobConfig, old: Answers, new: Answers, read: Collection[str
     if unread and job.has(unread):
         what = f"{job.engine.label} ignores {unread}: {job.fsdp(unread)}"
         strategy = STRATEGIES.get(old.strategy, "")
-        meaning = f", which is written as {RESHARD}" if _of_fsdp1(job) else f"; the file means {strategy}"
+        meaning = f", which is written as {RESHARD}" if _strategy_of_fsdp1_key(job) else f"; the file means {strategy}"
         sentences.append(f"{what}{meaning}")
     return sentences
 
@@ -213,19 +213,19 @@ def _unusable(job: JobConfig, new: Answers) -> list[tuple[str, str]]:
     return unusable
 
 
-def _says(job: JobConfig, section: str, key: str, value: Any, answered: Collection[str]) -> bool:
+def _has_value(job: JobConfig, section: str, key: str, value: Any, answered: Collection[str]) -> bool:
     """Whether a key of the file, or its absence, has this value; without a question, whether the key is readable."""
     raw, field = job.section(section).get(key), BY_NAME[section, key]
     if KEYS.get((section, key)) in answered or (section and not isinstance(job.values.get(section) or {}, Mapping)):
         return False
-    if key == RESHARD and _of_fsdp1(job):
+    if key == RESHARD and _strategy_of_fsdp1_key(job):
         return False
     if raw is None and key in job.section(section) and key not in NULL_IS_ABSENT and field.default not in UNKNOWN:
         return False
     if (section, key) not in KEYS:
         open_ = raw is None and (section in job.values or section != "parallelism_config")
         return open_ or (raw is not None and _is_readable(field, raw))
-    meaning = _meant(job, section, key)
+    meaning = _effective_value(job, section, key)
     if meaning in UNKNOWN or (raw is None and meaning == value):
         return True
     same = str(meaning).lower() == str(value).lower()

@@ -249,7 +249,7 @@ def check_tensor(context: Context, value: Any) -> int:
 
 def check_experts(context: Context, value: Any) -> int:
     """Refuses what transformers' mesh or the model's experts don't allow."""
-    whole = _whole(context)
+    whole = _ranks_per_copy(context)
     size = _divisor("--ep", value, whole, f"experts are divided over the {whole} ranks of one copy")
     if size > 1 and size % context["tp"]:
         raise UserError(f"--ep {size}", why=f"it holds whole groups of --tp {context['tp']}", fix=f"--ep {whole}")
@@ -258,7 +258,7 @@ def check_experts(context: Context, value: Any) -> int:
     return size
 
 
-def _whole(context: Context) -> int:
+def _ranks_per_copy(context: Context) -> int:
     """The ranks that share one copy of the model."""
     replicas = context["dp_replicate"] if context["strategy"] in (4, 5) else 1
     return int(context["num_processes"] // max(replicas, 1))
@@ -275,7 +275,7 @@ def _refuse_axis(context: Context, flag: str, size: int, axes: dict[str, int]) -
     model = context.model
     if model and model.auto_class != CAUSAL:
         raise UserError(f"{flag} {size} for {model.auto_class}", why="train/sft.py alone divides", fix=f"{flag} 1")
-    sizes = {**axes, "fsdp": _whole(context) // axes["tp"]}
+    sizes = {**axes, "fsdp": _ranks_per_copy(context) // axes["tp"]}
     flags = {axis: f"--{axis}" for axis in axes}
     for misfit in (model or Divisible()).misfits(sizes, context["method"], flags):
         raise UserError(f"{model.name}: {misfit.what}" if model else misfit.what, why=misfit.why, fix=misfit.fix)

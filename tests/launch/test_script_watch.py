@@ -210,7 +210,7 @@ def test_a_rank_that_has_just_moved_has_not_waited() -> None:
     watch = script_watch.ScriptWatch(6)
     watch.begin()
     watch._place, watch._place_since = (), time.monotonic() - 100
-    beat, _ = watch._own()
+    beat, _ = watch._own_beat()
     watch.end()
     assert beat.still < 50
 

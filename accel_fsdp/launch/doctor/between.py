@@ -110,7 +110,7 @@ def _folder(results: NetworkResults) -> Iterator[Row]:
 
 def _pairs(results: NetworkResults) -> Iterator[Row]:
     failed = [pair for pair in results.pairs if pair.error]
-    dead, slow = _dead(results, failed), results.slow_machines()
+    dead, slow = _unreachable_machines(results, failed), results.slow_machines()
     for machine in dead:
         pair = next(pair for pair in failed if machine in (pair.first, pair.second))
         yield _unreachable(f"machine {machine}", "none of the others reaches it, or it ended", pair)
@@ -124,7 +124,7 @@ def _pairs(results: NetworkResults) -> Iterator[Row]:
             yield from _measured(pair)
 
 
-def _dead(results: NetworkResults, failed: list[PairResult]) -> list[int]:
+def _unreachable_machines(results: NetworkResults, failed: list[PairResult]) -> list[int]:
     """The machines, of three or more, that reach no other machine while others do."""
     if len(results.facts) < 3 or len(failed) == len(results.pairs):
         return []
@@ -140,10 +140,10 @@ def _name(pair: PairResult) -> str:
 def _unreachable(subject: str, what: str, pair: PairResult) -> Row:
     first = pair.error.strip().splitlines()[0] if pair.error.strip() else "no answer"
     fix = "another interface (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), or a firewall that opens all ports above 1024"
-    return Row(subject, "error", f"{what}: {first}", *_explained(pair.error, "ranks on them would hang", fix))
+    return Row(subject, "error", f"{what}: {first}", *_cause_and_fix(pair.error, "ranks on them would hang", fix))
 
 
-def _explained(message: str, why: str, fix: str) -> tuple[str, str]:
+def _cause_and_fix(message: str, why: str, fix: str) -> tuple[str, str]:
     """Cause and fix of a message of the doctor's test, without errors that only a training script can cause."""
     name = known_errors.find(message)
     row = None if name is None or name in OF_SCRIPTS else known_errors.KNOWN[name]
@@ -212,6 +212,6 @@ def _collectives(results: NetworkResults) -> Iterator[Row]:
         if silent and rank not in silent:
             continue  # these failed because of the silent ones
         first, fix = failure.strip().splitlines()[0], "accel-fsdp doctor --explain with the message"
-        yield Row(f"rank {rank}", "error", first, *_explained(failure, "a job would hang or stop there", fix))
+        yield Row(f"rank {rank}", "error", first, *_cause_and_fix(failure, "a job would hang or stop there", fix))
     if not results.failed_ranks:
         yield Row("collectives", "ok", f"{counted(results.ranks, 'rank')}: each collective gives the right result")

@@ -63,7 +63,7 @@ def examine(options: DoctorCommand) -> int:
     if group is not None:
         _test_network(options, group, own_facts, examination)
     if not examination.has_judged:
-        examination.rows[:0] = _judged(examination)
+        examination.rows[:0] = _judged_rows(examination)
     examination.healthy = examination.healthy and is_healthy(examination.rows)
     if options.json:
         console.put(report.as_json(examination), lines=True)
@@ -103,7 +103,7 @@ def _place(
     try:
         engine = place.now()
         if launched.is_rank:
-            return _of_launcher(launched), _launched_otherwise(engine, values, launched)
+            return _launcher_place(launched), _launched_otherwise(engine, values, launched)
         if launched.has_config and engine.machines > 1:
             return place.NOWHERE, _launched_otherwise(engine, values, launched)
         flags = {name: getattr(options, name) for name in place.FLAGS}
@@ -120,7 +120,7 @@ def _place(
     return settled, []
 
 
-def _of_launcher(launched: LaunchEnvironment) -> place.Place:
+def _launcher_place(launched: LaunchEnvironment) -> place.Place:
     values = {
         "num_machines": place.SourcedValue(launched.machines, "GROUP_WORLD_SIZE"),
         "num_processes": place.SourcedValue(launched.world_size, "WORLD_SIZE"),
@@ -180,7 +180,7 @@ def _lint(options: DoctorCommand, here: place.Place, read: ReadConfig) -> list[R
     return rows or [Row("YAML", "ok", "the linter finds nothing that this machine contradicts")]
 
 
-def _judged(examination: Examination) -> list[Row]:
+def _judged_rows(examination: Examination) -> list[Row]:
     return [
         replace(row, machine=number)
         for number, machine_facts in sorted(examination.results.facts.items())
@@ -231,7 +231,7 @@ def _test_network(
         return
     if group.machine == 0:
         examination.results, examination.has_judged = tests.results, True
-        examination.rows += [*_judged(examination), *between.judge(examination.results)]
+        examination.rows += [*_judged_rows(examination), *between.judge(examination.results)]
     try:
         examination.healthy = tests.end(is_healthy(examination.rows))
         examination.results.communicated = tests.results.communicated

@@ -38,13 +38,13 @@ FIRST_FAILURE = re.compile(r"failed \(exitcode: -?\d+\) local_rank")
 
 def find(message: str) -> str | None:
     """The name of the first row that matches the most specific part of the message; None if no row does."""
-    message = "\n".join(map(_cut, message[-MOST_CHARACTERS:].splitlines()))
+    message = "\n".join(map(_shortened, message[-MOST_CHARACTERS:].splitlines()))
     failed = PYTHONS_ERROR.search(message)
     rows = {name: row for name, row in KNOWN.items() if not (failed and row.follows)}
     return next((name for text in _texts(message) for name, row in rows.items() if _matches(row, text)), None)
 
 
-def _cut(line: str) -> str:
+def _shortened(line: str) -> str:
     half = LONGEST_LINE // 2
     return line if len(line) <= LONGEST_LINE else f"{line[:half]} ... {line[-half:]}"
 

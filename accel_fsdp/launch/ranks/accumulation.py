@@ -6,7 +6,7 @@ from typing import Any
 
 def batches() -> int:
     """The micro-batches of a step, by which Accelerate, or a Trainer whose step is running, divides losses."""
-    if (of_trainer := _of_trainer()) > 1:
+    if (of_trainer := _trainer_accumulation()) > 1:
         return of_trainer
     return int(state.num_steps) if (state := _state()) else 1
 
@@ -27,7 +27,7 @@ def _state() -> Any:
     return state.GradientState() if state and state.is_initialized() else None
 
 
-def _of_trainer() -> int:
+def _trainer_accumulation() -> int:
     """The argument of the Trainer that is running the model; 0 if there is none."""
     trainer = sys.modules.get("transformers.trainer")
     frame = sys._getframe(1) if trainer else None

@@ -104,14 +104,14 @@ class ObservedRows:
         from torch.utils.data import DataLoader
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-        after(DataLoader, "__init__", self._made)
+        after(DataLoader, "__init__", self._on_loader)
         iterators: Any = _BaseDataLoaderIter
         draw, give = iterators._next_index, iterators.__next__
 
         @functools.wraps(draw)
         def next_index(iterator: Any) -> Any:
             index = draw(iterator)
-            self._drew(iterator, index)
+            self._on_index(iterator, index)
             return index
 
         @functools.wraps(give)
@@ -122,7 +122,7 @@ class ObservedRows:
                 if ended := self.passes.get(iterator):
                     ended.rows.is_whole = True
                 raise
-            self._gave(iterator, batch)
+            self._on_batch(iterator, batch)
             return batch
 
         iterators._next_index, iterators.__next__ = next_index, next_batch
@@ -139,11 +139,11 @@ class ObservedRows:
         if by_hand and not self.has_trained:
             events.report("drawn", **asdict(DrawnRows(line, line, epoch=1, places=None, hashes=by_hand)))
 
-    def _made(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
+    def _on_loader(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
         if script.is_calling(sys._getframe(2)):  # a library makes another loader of the same data set
             self.made_at[id(dataset)] = script.line_of_stack(sys._getframe(2))
 
-    def _drew(self, iterator: Any, index: Any) -> None:
+    def _on_index(self, iterator: Any, index: Any) -> None:
         drawn = self.passes.get(iterator)
         if drawn is None or drawn.indices() is not iterator._sampler_iter:
             try:
@@ -168,7 +168,7 @@ class ObservedRows:
         self.unfinished.append(loader.now)
         return loader.now
 
-    def _gave(self, iterator: Any, batch: Any) -> None:
+    def _on_batch(self, iterator: Any, batch: Any) -> None:
         self.last = drawn = self.passes.get(iterator)
         if drawn is None:
             return

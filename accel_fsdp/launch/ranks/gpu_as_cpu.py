@@ -116,7 +116,7 @@ def _texts() -> list[str]:
     return [text, *(path.read_text(encoding="utf-8", errors="replace") for path in beside), *sys.argv[1:]]
 
 
-def _take(what: str) -> None:
+def _report_use(what: str) -> None:
     """Reports once that the CPU stood in for a GPU feature."""
     if what not in _taken:
         _taken.add(what)
@@ -150,10 +150,10 @@ def _names_gpu(value: Any) -> bool:
     return getattr(value, "type", "") == "cuda" or (isinstance(value, int) and not isinstance(value, bool))
 
 
-def _shown(value: Any) -> str:
+def _device_text(value: Any) -> str:
     """A device as in a script, without the index, which differs between ranks."""
     if isinstance(value, dict | list | tuple):
-        return _shown(next(filter(_names_gpu, value.values() if isinstance(value, dict) else value)))
+        return _device_text(next(filter(_names_gpu, value.values() if isinstance(value, dict) else value)))
     text = value if isinstance(value, str) else getattr(value, "type", "")
     return f'"{re.sub(r"^cuda:.*", "cuda", text)}"' if text else "local_rank"
 
@@ -187,7 +187,7 @@ def _answer_for(module: Any, of_module: dict[str, Any]) -> None:
 def _answer(what: str, answer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not _is_of_user(sys._getframe(2)):
         return original(*args, **kwargs)
-    _take(what)
+    _report_use(what)
     return answer() if callable(answer) else answer
 
 
@@ -201,7 +201,7 @@ class _Stream:
     cuda_stream, priority = 0, 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        _take("torch.cuda.Stream")
+        _report_use("torch.cuda.Stream")
 
     def __enter__(self) -> "_Stream":
         return self
@@ -223,7 +223,7 @@ class _Event:
     seconds = 0.0
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        _take("torch.cuda.Event")
+        _report_use("torch.cuda.Event")
 
     synchronize = wait = _do_nothing
 
@@ -244,7 +244,7 @@ def _on_cpu(generator: Any) -> Any:
     class OnCpu(type):
         def __call__(cls, device: Any = "cpu") -> Any:
             if _names_gpu(device):
-                _take(f"Generator({_shown(device)})")
+                _report_use(f"Generator({_device_text(device)})")
                 device = "cpu"
             return generator(device)
 
@@ -257,10 +257,10 @@ def _on_cpu(generator: Any) -> Any:
 def _move(original: Callable[..., Any], moved: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls `to` of a module or tensor."""
     if args and _names_gpu(args[0]):
-        _take(f".to({_shown(args[0])})")
+        _report_use(f".to({_device_text(args[0])})")
         args = ("cpu", *args[1:])
     elif _names_gpu(kwargs.get("device")):
-        _take(f".to({_shown(kwargs['device'])})")
+        _report_use(f".to({_device_text(kwargs['device'])})")
         kwargs = {**kwargs, "device": "cpu"}
     return original(moved, *args, **kwargs)
 
@@ -271,7 +271,7 @@ def _make_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
 
 
 def _stay(moved: Any) -> Any:
-    _take(".cuda()")
+    _report_use(".cuda()")
     return moved
 
 
@@ -294,7 +294,7 @@ def _translate_devices() -> None:
                 return instead[func](func, *args, **kwargs)
             if kwargs:
                 if _names_gpu(kwargs.get("device")):
-                    _take(f"device={_shown(kwargs['device'])}")
+                    _report_use(f"device={_device_text(kwargs['device'])}")
                     kwargs = {**kwargs, "device": "cpu"}
                 if kwargs.get("pin_memory"):
                     kwargs = {**kwargs, "pin_memory": False}
@@ -337,7 +337,7 @@ def _autocast(original: Callable[..., Any], self: Any, device_type: str, dtype: 
     import torch
 
     if _names_gpu(device_type) and _is_of_user(sys._getframe(2)):
-        _take('autocast("cuda")')
+        _report_use('autocast("cuda")')
         device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
     original(self, device_type, dtype, **more)
 
@@ -345,7 +345,7 @@ def _autocast(original: Callable[..., Any], self: Any, device_type: str, dtype: 
 def _scale(original: Callable[..., Any], self: Any, device: str = "cuda", *more: Any, **options: Any) -> None:
     """The factor begins at 1, so that no step is skipped, and gradients are unscaled for the comparison."""
     if _names_gpu(device):
-        _take('GradScaler("cuda")')
+        _report_use('GradScaler("cuda")')
         device, more, options = "cpu", (1.0, *more[1:]), {**options}
         options.pop("init_scale", None)
     original(self, device, *more, **options)
@@ -364,7 +364,7 @@ def _translate(owner: Any, name: str, called: str = "", **instead: Any) -> None:
         bound.apply_defaults()
         of_gpus = [parameter for parameter in instead if _names_gpu(bound.arguments[parameter])]
         for parameter in of_gpus:
-            _take(f"{called}({parameter}={_shown(bound.arguments[parameter])})")
+            _report_use(f"{called}({parameter}={_device_text(bound.arguments[parameter])})")
             bound.arguments[parameter] = instead[parameter]
         return original(*bound.args, **bound.kwargs) if of_gpus else original(*args, **kwargs)
 

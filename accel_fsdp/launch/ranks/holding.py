@@ -154,20 +154,20 @@ def _units(model: Any) -> Iterator[tuple[HeldUnit, set[int]]]:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     if from_run.is_deepspeed(model):
-        yield from _of_deepspeed(model)
+        yield from _deepspeed_units(model)
         return
     counted_ids: set[int] = set()
     for path, module in model.named_modules():
         name = user_name(path)
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            yield _of_fsdp1(name, module)
+            yield _fsdp1_unit(name, module)
         elif isinstance(module, FSDPModule):
-            yield from _of_fsdp2(name, module, counted_ids)
+            yield from _fsdp2_units(name, module, counted_ids)
     if not counted_ids and (split := [p for p in model.parameters() if hasattr(p, "placements")]):
-        yield _of_tensors("", SPLIT_ALONE, [(parameter, 1) for parameter in split], 1)
+        yield _dtensor_unit("", SPLIT_ALONE, [(parameter, 1) for parameter in split], 1)
 
 
-def _of_fsdp1(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
+def _fsdp1_unit(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
     from torch.distributed.fsdp import ShardingStrategy
 
     flat, several = module._handle.flat_param, module._handle.world_size
@@ -177,7 +177,7 @@ def _of_fsdp1(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
     alone = module.sharding_strategy == ShardingStrategy.NO_SHARD
     reshards = module.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
     ranks = 1 if alone else several
-    own_weights, share = flat.numel() * weights // elements, _part(elements, ranks) * weights // elements
+    own_weights, share = flat.numel() * weights // elements, _largest_part(elements, ranks) * weights // elements
     stored, trained = flat.numel(), flat.numel() * flat.requires_grad
     unit = HeldUnit(
         name, class_name(module), weights, own_weights, share, ranks, reshards, stored=stored, trained=trained
@@ -186,7 +186,7 @@ def _of_fsdp1(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
     return unit, {id(flat), *views}
 
 
-def _of_fsdp2(name: str, module: Any, counted_ids: set[int]) -> Iterator[tuple[HeldUnit, set[int]]]:
+def _fsdp2_units(name: str, module: Any, counted_ids: set[int]) -> Iterator[tuple[HeldUnit, set[int]]]:
     """A module may have several groups, one per mesh, or share one. `counted_ids` holds the ids of counted groups."""
     for group in groups(module._get_fsdp_state()):
         if id(group) in counted_ids:
@@ -197,10 +197,10 @@ def _of_fsdp2(name: str, module: Any, counted_ids: set[int]) -> Iterator[tuple[H
         several = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]
         ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
         reshards = group.post_forward_mesh_info is not None
-        yield _of_tensors(name, class_name(module), list(zip(parameters, several, strict=True)), ranks, reshards)
+        yield _dtensor_unit(name, class_name(module), list(zip(parameters, several, strict=True)), ranks, reshards)
 
 
-def _of_tensors(
+def _dtensor_unit(
     name: str, kind: str, pairs: Sequence[tuple[Any, int]], ranks: int, reshards: bool = False
 ) -> tuple[HeldUnit, set[int]]:
     """A unit of DTensors, each with its number of weights per element."""
@@ -226,7 +226,7 @@ def _largest_shard(tensor: Any) -> int:
     shape = list(tensor.shape)
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if hasattr(placement, "dim"):
-            shape[placement.dim] = _part(shape[placement.dim], size)
+            shape[placement.dim] = _largest_part(shape[placement.dim], size)
     return math.prod(shape)
 
 
@@ -243,12 +243,12 @@ def groups(state: Any) -> list[Any]:
     return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
-def _part(total: int, ranks: int) -> int:
+def _largest_part(total: int, ranks: int) -> int:
     """The size of the largest of `ranks` parts."""
     return -(-total // ranks)
 
 
-def _of_deepspeed(model: Any) -> Iterator[tuple[HeldUnit, set[int]]]:
+def _deepspeed_units(model: Any) -> Iterator[tuple[HeldUnit, set[int]]]:
     """Yields each module with direct weights as a unit in stage 3, and in stages 1 and 2 the optimizer's states."""
     import torch.distributed as dist
 
@@ -257,12 +257,12 @@ def _of_deepspeed(model: Any) -> Iterator[tuple[HeldUnit, set[int]]]:
         parts = model.optimizer.single_partition_of_fp32_groups
         elements = sum(p.numel() for p in parts)
         trained = sum(p.numel() for p in model.module.parameters() if p.requires_grad)
-        share = _part(trained, ranks) + DEEPSPEED_ALIGNMENT * len(parts)
+        share = _largest_part(trained, ranks) + DEEPSPEED_ALIGNMENT * len(parts)
         yield HeldUnit("", "optimizer states", trained, elements, share, ranks, states_alone=True), set()
     if stage < 3:
         return
     for path, module in model.module.named_modules():
         if parameters := list(module.parameters(recurse=False)):
             total, elements = sum(p.ds_numel for p in parameters), sum(p.ds_tensor.ds_numel for p in parameters)
-            share = sum(_part(p.ds_numel, ranks) for p in parameters)
+            share = sum(_largest_part(p.ds_numel, ranks) for p in parameters)
             yield HeldUnit(path, type(module).__name__, total, elements, share, ranks), {id(p) for p in parameters}

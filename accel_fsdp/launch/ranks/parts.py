@@ -81,13 +81,13 @@ def places(model: "nn.Module") -> list[Place]:
     sharded: set[int] = set()
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            places += _of_flat(module._handle.flat_param, paths)
+            places += _places_in_flat(module._handle.flat_param, paths)
             sharded |= {id(parameter) for parameter in (module._handle.flat_param, *_originals(module))}
         elif isinstance(module, FSDPModule):
             for param in (param for group in groups(module._get_fsdp_state()) for param in group.fsdp_params):
                 own = _sharded(param)
                 if id(own) not in sharded:
-                    places.append(_of_fsdp2(param, own, paths))
+                    places.append(_place_in_fsdp2(param, own, paths))
                     sharded |= {id(own), id(getattr(param, "_unsharded_param", None))}
     for path, parameter in model.named_parameters():
         if id(parameter) not in sharded:
@@ -166,13 +166,13 @@ def _sharded(param: Any) -> Any:
     return getattr(info.module, info.param_name) if sharded.is_meta else sharded
 
 
-def _of_fsdp2(param: Any, sharded: Any, paths: Mapping[int, str]) -> Place:
+def _place_in_fsdp2(param: Any, sharded: Any, paths: Mapping[int, str]) -> Place:
     info = param._module_info
     name = ".".join(filter(None, (paths[id(info.module)], info.param_name)))
     return Place(name, sharded, _offsets(sharded), tuple(sharded.shape))
 
 
-def _of_flat(flat: Any, paths: Mapping[int, str]) -> Iterator[Place]:
+def _places_in_flat(flat: Any, paths: Mapping[int, str]) -> Iterator[Place]:
     originals = flat._params or [None] * len(flat._param_infos)
     infos = zip(flat._param_infos, flat._shapes, flat._shard_param_infos, originals, strict=True)
     for info, shape, shard, original in infos:
@@ -197,12 +197,12 @@ def _offsets(parameter: Any) -> list[int | list[int]]:
     if not isinstance(parameter, DTensor):
         return [0] * parameter.dim()
     if any(isinstance(place, _StridedShard) for place in parameter.placements):
-        return _of_strided(parameter)
+        return _strided_offsets(parameter)
     _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return list(offsets)
 
 
-def _of_strided(tensor: Any) -> list[int | list[int]]:
+def _strided_offsets(tensor: Any) -> list[int | list[int]]:
     """The offsets of a part that a later dimension of the mesh split first, as tensor parallelism does before FSDP.
 
     For rows that aren't contiguous, as of fused matrices, these are their indices.

@@ -204,7 +204,7 @@ class ObservedSaves:
     def _content(self, saved: Any, by_dcp: bool) -> dict[str, Any]:
         """The content of a file. DCP writes a whole DTensor, each rank its part."""
         storages = self.weights.shard_storages()
-        named = list(_named(saved))
+        named = list(_named_tensors(saved))
         counts = [(int(self._is_part(name, tensor, storages, by_dcp)), 1) for name, tensor in named]
         if not named:
             counts = [shards_in(saved, storages)]
@@ -228,8 +228,8 @@ class ObservedSaves:
             return not by_dcp and bool(shards_in(tensor, storages)[0])
         place = self.places.get(user_name(name))
         if place is not None and tuple(tensor.shape) != place.shape:
-            return tensor.numel() == place.now().numel() < prod(place.shape) or _in(tensor, storages)
-        return _in(tensor, storages)
+            return tensor.numel() == place.now().numel() < prod(place.shape) or _is_stored_in(tensor, storages)
+        return _is_stored_in(tensor, storages)
 
 
 def _has_been_imported(module: str, name: str) -> bool:
@@ -283,7 +283,7 @@ def _mappings(saved: Mapping[Any, Any]) -> Iterator[Mapping[Any, Any]]:
             yield from _mappings(value)
 
 
-def _named(saved: Any) -> Iterator[tuple[str, Any]]:
+def _named_tensors(saved: Any) -> Iterator[tuple[str, Any]]:
     """The tensors of a state dict, or of those in a dict, by name."""
     for mapping in _mappings(saved) if isinstance(saved, Mapping) else ():
         for name, value in mapping.items():
@@ -315,8 +315,8 @@ def _is_shard(tensor: Any, storages: set[int]) -> bool:
             not place.is_replicate() and tensor.device_mesh.size(dimension) > 1
             for dimension, place in enumerate(tensor.placements)
         )
-    return _in(tensor, storages)
+    return _is_stored_in(tensor, storages)
 
 
-def _in(tensor: "torch.Tensor", storages: set[int]) -> bool:
+def _is_stored_in(tensor: "torch.Tensor", storages: set[int]) -> bool:
     return not tensor.is_meta and tensor.untyped_storage().data_ptr() in storages

@@ -72,14 +72,14 @@ class ObservedSchedules:
         if SCHEDULES.is_possible:
             from torch.optim.lr_scheduler import LRScheduler
 
-            after(LRScheduler, "__init__", self._made)
-            after(LRScheduler, "step", self._moved)
+            after(LRScheduler, "__init__", self._on_created)
+            after(LRScheduler, "step", self._on_moved)
 
-    def _made(self, scheduler: Any, *_: Any, **__: Any) -> None:
+    def _on_created(self, scheduler: Any, *_: Any, **__: Any) -> None:
         if self._counts_of(scheduler.optimizer) is None:
             self.scheduled.append(_Scheduled(scheduler.optimizer, script.line_of_stack(sys._getframe(2))))
 
-    def _moved(self, scheduler: Any, *_: Any, **__: Any) -> None:
+    def _on_moved(self, scheduler: Any, *_: Any, **__: Any) -> None:
         if known := self._counts_of(scheduler.optimizer):  # None in `__init__`, which moves it once
             known.moves += 1
             if length(scheduler):

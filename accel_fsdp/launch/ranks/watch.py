@@ -93,13 +93,13 @@ def tell_failure(error: BaseException) -> None:
         error=in_a_line(error),
         follows=list(raised.chain(error)),
         line=script.line_of_error(error),
-        wrapped=_of_wrapped(error),
+        wrapped=_attribute_of_wrapped(error),
         collective=hang.collective_of_error(error),
     )
     collectives.report()
 
 
-def _of_wrapped(error: BaseException) -> str:
+def _attribute_of_wrapped(error: BaseException) -> str:
     """The name of an attribute that the model has and its wrapper, such as DDP, lacks; empty for other errors."""
     import torch
 
@@ -201,7 +201,7 @@ def _report_holding(kind: str, model: "nn.Module", **more: Any) -> None:
     events.report(kind, holding=dataclasses.asdict(measure(model)), **more)
 
 
-def _only_makes_states() -> bool:
+def _only_creates_states() -> bool:
     """Whether this is torch's step with gradients of 0, which creates an optimizer's states for a save or a load."""
     frame: FrameType | None = sys._getframe(1)
     while frame and frame.f_code.co_name != "_init_optim_state":
@@ -299,7 +299,7 @@ class _Steps:
         self.saves.report_held(self.weights.steps)
 
     def _step(self, optimizer: Any, *_: Any) -> None:
-        if _only_makes_states():
+        if _only_creates_states():
             return
         self.weights.steps_now(optimizer, self._outermost())
         self.gradients.steps_now(optimizer)

@@ -91,7 +91,7 @@ class ObservedWeights:
             original(unit, *args, **kwargs)
             if whole:
                 self.sharded_at = self.sharded_at or script.line_of_stack(sys._getframe())
-                self.begun.append(_Begun(weakref.ref(unit), whole, checksum(_part(unit))))
+                self.begun.append(_Begun(weakref.ref(unit), whole, checksum(_local_part(unit))))
 
         setattr(owner, name, shard)
 
@@ -100,7 +100,7 @@ class ObservedWeights:
         if self.backwards == 0:
             self.backward_line = script.line_of_stack(sys._getframe(2))
             self._report_begun(models)
-            self.first = _all(models) if self.steps == 0 else 0
+            self.first = _checksum_of_all(models) if self.steps == 0 else 0
         self.backwards += 1
 
     def steps_now(self, optimizer: Any, models: Iterable["nn.Module"]) -> None:
@@ -117,13 +117,13 @@ class ObservedWeights:
     def _report_settings(self, optimizer: Any) -> None:
         """Reports the settings with which all ranks must update their shards."""
         groups = [
-            {name: _numbers(group[name]) for name in SETTINGS if name in group} for group in optimizer.param_groups
+            {name: _numbers_in(group[name]) for name in SETTINGS if name in group} for group in optimizer.param_groups
         ]
         events.report("settings", step=self.sharded_steps, groups=groups, line=self.made_at.get(id(optimizer), ""))
 
     def report_end(self, models: Iterable["nn.Module"]) -> None:
         """Called at the end of the script; `models` are those that it still has, if no optimizer has stepped."""
-        is_unchanged = self.steps == 0 and self.first != 0 and self.first == _all(models)
+        is_unchanged = self.steps == 0 and self.first != 0 and self.first == _checksum_of_all(models)
         events.report(
             "trained",
             optimizers=self.optimizers,
@@ -166,16 +166,16 @@ class ObservedWeights:
             sharded = begun.of()
             if sharded is None:
                 continue
-            same = begun.part == checksum(_part(sharded))
-            own_names = [".".join(filter(None, (names.get(id(module), ""), name))) for module, name in _own(sharded)]
+            same = begun.part == checksum(_local_part(sharded))
+            own_names = [".".join(filter(None, (names.get(id(module), ""), name))) for module, name in _params(sharded)]
             weights = [[name, whole if same else None] for name, whole in zip(own_names, begun.whole, strict=False)]
-            units.append({"ranks": _ranks(sharded), "weights": weights})
+            units.append({"ranks": _ranks_of_unit(sharded), "weights": weights})
         if units:
             events.report("begun", units=units, line=self.sharded_at)
         self.begun = [sharded for sharded in self.begun if hasattr(sharded.of(), "flat_param")]
 
 
-def _numbers(value: Any) -> list[float]:
+def _numbers_in(value: Any) -> list[float]:
     """An optimizer's setting as numbers, without values such as None."""
     several = value if isinstance(value, tuple | list) else [value]
     return [float(number) for number in several if isinstance(number, int | float) or hasattr(number, "item")]
@@ -225,21 +225,21 @@ def _sums_of_flat(flat: Any) -> list[tuple[float, float]]:
     return [sums(view) for view, padding in zip(views, flat._is_padding_mask, strict=True) if not padding]
 
 
-def _part(unit: Any) -> Any:
+def _local_part(unit: Any) -> Any:
     """This rank's part of a unit of FSDP1 or FSDP2."""
     if hasattr(unit, "flat_param"):
         return getattr(unit.flat_param, "_local_shard", unit.flat_param)
     return unit.sharded_param.to_local()
 
 
-def _own(unit: Any) -> list[tuple["nn.Module", str]]:
+def _params(unit: Any) -> list[tuple["nn.Module", str]]:
     """The module and the name of each weight of a unit."""
     if hasattr(unit, "flat_param"):
         return [(info.module, info.param_name) for info in unit.flat_param._param_infos]
     return [(unit._module_info.module, unit._module_info.param_name)]
 
 
-def _ranks(unit: Any) -> list[int]:
+def _ranks_of_unit(unit: Any) -> list[int]:
     """The ranks that share the unit, which must begin with the same weights."""
     import torch.distributed as dist
 
@@ -248,7 +248,7 @@ def _ranks(unit: Any) -> list[int]:
     return sorted(unit.mesh_info.mesh.mesh.flatten().tolist())
 
 
-def _all(models: Iterable["nn.Module"]) -> int:
+def _checksum_of_all(models: Iterable["nn.Module"]) -> int:
     """One checksum of all trained weights on this rank; 0 if there are none."""
     total = 0
     for model in models:

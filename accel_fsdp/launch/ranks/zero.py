@@ -59,8 +59,8 @@ class ZeroRecorder(Recorder):
         after(DeepSpeedEngine, "__init__", lambda engine, *_, **__: self.prepare(engine))
         after(DeepSpeedEngine, "_backward_epilogue", self._reduced)
         before(DeepSpeedEngine, "_take_model_step", self._steps)
-        before(DeepSpeedOptimizerWrapper, "step", self._asks)
-        before(Accelerator, "clip_grad_norm_", self._asks_for_norm)
+        before(DeepSpeedOptimizerWrapper, "step", self._accelerate_steps)
+        before(Accelerator, "clip_grad_norm_", self._accelerate_clips)
         return True
 
     def keep_all(self, accelerator: Any, *args: Any, **kwargs: Any) -> None:
@@ -111,7 +111,7 @@ class ZeroRecorder(Recorder):
             yield from super().places_of(model)
             return
         for name, weight in model.module.named_parameters():
-            place = _of_stage3(model, name, weight) if hasattr(weight, "ds_id") else _of_states(model, name, weight)
+            place = _in_stage3(model, name, weight) if hasattr(weight, "ds_id") else _in_states(model, name, weight)
             if place is not None:
                 yield place
 
@@ -126,12 +126,12 @@ class ZeroRecorder(Recorder):
         if self.update is not None and engine.is_gradient_accumulation_boundary():
             self.update.reduced = self._gradients_of(engine)
 
-    def _asks(self, *_: Any) -> None:
+    def _accelerate_steps(self, *_: Any) -> None:
         """Called at Accelerate's `optimizer.step()`, which does nothing under DeepSpeed."""
         self.asked += 1
         self.asked_at = script.line_of_stack(sys._getframe(2))
 
-    def _asks_for_norm(self, _: Any, parameters: Any, max_norm: Any, *__: Any, **___: Any) -> None:
+    def _accelerate_clips(self, _: Any, parameters: Any, max_norm: Any, *__: Any, **___: Any) -> None:
         """Reports a norm to which Accelerate clips nothing, as DeepSpeed clips by its own; not one that only counts."""
         if self.has_compared_norms or not script.is_calling(sys._getframe(2)):
             return
@@ -163,7 +163,7 @@ def _splits(engine: Any) -> bool:
     return any(hasattr(engine.optimizer, name) for name in kept)
 
 
-def _of_states(engine: Any, name: str, weight: Any) -> Place | None:
+def _in_states(engine: Any, name: str, weight: Any) -> Place | None:
     """The location of a weight in stages 1 and 2: each rank has all of it, and a part of its float32 copy."""
     if not hasattr(weight, "_hp_mapping"):
         return Place(name, weight, [0] * weight.dim(), tuple(weight.shape))
@@ -174,7 +174,7 @@ def _of_states(engine: Any, name: str, weight: Any) -> Place | None:
     return Place(name, flat, part.lp_fragment_address.start, tuple(weight.shape), slice(at.start, at.start + at.numel))
 
 
-def _of_stage3(engine: Any, name: str, weight: Any) -> Place | None:
+def _in_stage3(engine: Any, name: str, weight: Any) -> Place | None:
     """The location of a weight in stage 3, whose parts have one size on all ranks, so that the last may be padding."""
     import torch.distributed as dist
 

@@ -106,7 +106,7 @@ def flag_beats_the_file(subject: Subject) -> Iterator[Finding]:
     """
     for (section, key), field in BY_NAME.items():
         flag, written = subject.launcher.get(key), subject.section(section).get(key)
-        if key in MAY_DIFFER or not field.engines or None in (flag, written) or _same(flag, written):
+        if key in MAY_DIFFER or not field.engines or None in (flag, written) or _is_same_value(flag, written):
             continue
         yield Finding(
             f"{section}.{key}".lstrip("."),
@@ -116,7 +116,7 @@ def flag_beats_the_file(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _same(flag: object, written: object) -> bool:
+def _is_same_value(flag: object, written: object) -> bool:
     texts = str(flag).lower(), str(written).lower()
     return texts[0] == texts[1] or any(texts[0] in words and texts[1] in words for words in (TRUE_WORDS, FALSE_WORDS))
 

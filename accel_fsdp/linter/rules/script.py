@@ -170,7 +170,7 @@ def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
     Found below conditions such as `if ...is_main_process` and `if rank == 0`, and in the `else` of `if not
     ...is_main_process`.
     """
-    alone = [part for node in nodes(subject) if isinstance(node, ast.If) for part in _of_one_rank(node)]
+    alone = [part for node in nodes(subject) if isinstance(node, ast.If) for part in _statements_of_rank_0(node)]
     trainer_names, gathered = trainers(subject), set()
     for call in (call for part in alone for call in ast.walk(part)):
         gathers = isinstance(call, ast.Call) and name_of(call) in GATHERING and call not in gathered
@@ -186,7 +186,7 @@ def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _of_one_rank(node: ast.If) -> list[ast.stmt]:
+def _statements_of_rank_0(node: ast.If) -> list[ast.stmt]:
     """The statements that only rank 0 runs below an `if`."""
     if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
         return node.orelse if _chooses(node.test.operand, ast.Eq) else []

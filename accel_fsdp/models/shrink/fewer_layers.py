@@ -29,18 +29,18 @@ def take(part: Part, model: "nn.Module", in_a_row: bool) -> None:
     for key in part.keys(DEPTHS) or [key for key in LAYER_LISTS if isinstance(part.real.get(key), list)]:
         depth = part.real[key] if key not in LAYER_LISTS else len(part.real[key])
         if depth > 1:
-            layer_numbers = _taken(part, model, depth, in_a_row)
+            layer_numbers = _kept_layers(part, model, depth, in_a_row)
             if key not in LAYER_LISTS:
                 part.values[key] = len(layer_numbers)
             _per_layer(part, depth, layer_numbers)
 
 
-def _taken(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> list[int]:
+def _kept_layers(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> list[int]:
     """The kept layers: one of each kind, and the first ones up to `FEWEST`."""
     kinds = layer_kinds.kinds(model, depth)
     layer_numbers = set(layer_kinds.first_of_each(kinds))
     if kinds and (
-        in_a_row or not _says_kinds(part, depth)
+        in_a_row or not _lists_kinds(part, depth)
     ):  # a period such as every second layer counts from the first
         layer_numbers = set(range(max(layer_numbers) + 1))
     layer_numbers |= {numbers[0] for _, numbers in _numbers_of_layers(part, depth)}
@@ -51,7 +51,7 @@ def _taken(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> list[i
     return sorted(layer_numbers)
 
 
-def _says_kinds(part: Part, depth: int) -> bool:
+def _lists_kinds(part: Part, depth: int) -> bool:
     """Whether layers in between can be left out: the config lists their kinds, or layers of another kind by number."""
     lists = any(isinstance(value, list) and len(value) == depth for value in part.real.values())
     counts = any(type(part.real.get(key)) is int for key in (*FROM_THE_START, *FROM_THE_END))

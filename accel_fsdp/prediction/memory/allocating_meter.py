@@ -53,7 +53,7 @@ class AllocatingMeter(Meter):
                 blocks = [self.allocator.malloc(tensor_size, stream) for tensor_size in sizes]
             self.named.setdefault((kind, name), []).append(Group(size, blocks))
         elif size < 0:
-            for block in self._taken((kind, name), -size):
+            for block in self._take_blocks((kind, name), -size):
                 self.release(block, used_on)
 
     def add_each(self, kind: str, sizes: Iterable[tuple[int, Unit]], name: object = None) -> None:
@@ -102,7 +102,7 @@ class AllocatingMeter(Meter):
                 for block in group.blocks:
                     self.allocator.free(block)
 
-    def _taken(self, name: object, size: int) -> list[Block]:
+    def _take_blocks(self, name: object, size: int) -> list[Block]:
         """Takes the oldest group of that size, or several groups that add up to it."""
         groups = self.named.get(name, [])
         for index, group in enumerate(groups):

@@ -107,7 +107,7 @@ class CachingAllocator:
             insort(blocks, (remainder.size, remainder.address, remainder))
         block.is_free = False
         self.active += block.size
-        self._see(self.active)
+        self._update_peaks(self.active)
         return block
 
     def touch(self, size: int, stream: int = 0) -> None:
@@ -121,7 +121,7 @@ class CachingAllocator:
             self.free(self.malloc(size, stream))
             return
         size_there = blocks[index][0]
-        self._see(self.active + (rounded if size_there - rounded >= pool.least_rest else size_there))
+        self._update_peaks(self.active + (rounded if size_there - rounded >= pool.least_rest else size_there))
 
     def _looked_up(self, size: int, stream: int) -> tuple[int, _Pool, list[tuple[int, int, Block]], int | None]:
         """The rounded size of a request, its pool, the cached blocks of its stream, and the place of one that fits."""
@@ -132,7 +132,7 @@ class CachingAllocator:
         blocks = pool.blocks[stream]
         return size, pool, blocks, self._fitting(blocks, size)
 
-    def _see(self, active: int) -> None:
+    def _update_peaks(self, active: int) -> None:
         """Updates the peaks."""
         if active > self.active_peak:
             self.active_peak = active
@@ -270,7 +270,7 @@ class CachingAllocator:
         """A large enough run of free and unmapped space, else a new one (`find_expandable_block`)."""
         for _, block in pool.unmapped[stream]:
             first = block.before if block.before is not None and block.before.is_free else block
-            if _room(first) >= size:
+            if _free_space(first) >= size:
                 return first
         block = Block(pool, stream, self._address(), self._space(pool))
         block.mapped = False
@@ -352,7 +352,7 @@ def _grown(block: Block) -> int:
     return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
 
 
-def _room(block: Block | None) -> int:
+def _free_space(block: Block | None) -> int:
     """The free and unmapped space from a block on."""
     size = 0
     while block is not None and block.is_free:

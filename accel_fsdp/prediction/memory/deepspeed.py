@@ -26,7 +26,7 @@ class Zero(EngineMemory):
     def load(self) -> None:
         """Weights, masters and the bucket."""
         stage, compute = self.layout.strategy, shards.compute_bytes(self.recipe)
-        weights = self.total(lambda unit: shards.gathered_bytes(unit, self._whole()))
+        weights = self.total(lambda unit: shards.gathered_bytes(unit, self._unsharded()))
         if stage < 3:
             self.meter.add(PARAMETERS, weights)
         elif not self.layout.offload:
@@ -46,7 +46,7 @@ class Zero(EngineMemory):
     def adds(self, unit: int) -> bool:
         return False
 
-    def _whole(self) -> Layout:
+    def _unsharded(self) -> Layout:
         return Layout(Engine.NONE, 1, 1, 1)
 
     def _trained_numel(self) -> int:
@@ -65,7 +65,7 @@ class Zero(EngineMemory):
         self.before_forward(unit)
 
     def _live(self, unit: int, sign: int) -> None:
-        size = 2 * shards.gathered_bytes(self.units[unit], self._whole())
+        size = 2 * shards.gathered_bytes(self.units[unit], self._unsharded())
         self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * state_bytes.LOW), ("unit", unit), stream=GATHER)
 
     def after_backward(self, unit: int, grad_bytes: int) -> None:

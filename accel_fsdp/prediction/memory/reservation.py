@@ -199,7 +199,7 @@ class _AllocatingWalk(Walk):
             slots: dict[int, Block] = {}
             if self.recipe.recomputes:
                 self._issue(script.first, slots, unit)
-                self.outputs[unit] = self._only(slots, script.first_output)
+                self.outputs[unit] = self._free_all_but(slots, script.first_output)
             else:
                 self._issue(script.forward, slots, unit)
                 self.outputs[unit] = slots.pop(script.output, None)
@@ -259,9 +259,9 @@ class _AllocatingWalk(Walk):
         self.engine.before_head_backward(self.head_unit)
         self._issue(script.backward[cut:], slots, self.head_unit)
         meter.add(LOSS, -more, "more logits")
-        self.gradient = self._only(slots, script.left)
+        self.gradient = self._free_all_but(slots, script.left)
 
-    def _only(self, slots: dict[int, Block], left: int | None) -> Block:
+    def _free_all_but(self, slots: dict[int, Block], left: int | None) -> Block:
         """Returns the gradient of the input; frees the rest."""
         last_block = slots.pop(left, None) if left is not None else None
         for block in slots.values():
@@ -282,7 +282,7 @@ class _AllocatingWalk(Walk):
                     allocator.free(slots.pop(script.output))
             slots[UPSTREAM] = self.gradient
             self._issue(script.backward, slots, unit)
-            self.gradient = self._only(slots, script.left)
+            self.gradient = self._free_all_but(slots, script.left)
             if self._holds_input(replay):
                 self._drop_output(unit - 1)
             self.engine.after_backward(unit, replay.grad_bytes)

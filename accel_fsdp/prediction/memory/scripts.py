@@ -61,10 +61,10 @@ def script_of(tape: Tape, at: At) -> Script:
         live[events[-1].size].remove(slot)
     left = [slot for slots in live.values() for slot in slots if slot != UPSTREAM]
     first = tuple(_requests(tape.first or tape.forward, at, {}, 0))
-    return Script(first, _last(first), tuple(forward), tuple(backward), output, left[-1] if left else None)
+    return Script(first, _remaining_slot(first), tuple(forward), tuple(backward), output, left[-1] if left else None)
 
 
-def _last(requests: Sequence[Request]) -> int | None:
+def _remaining_slot(requests: Sequence[Request]) -> int | None:
     """The slot that remains after a forward that saves nothing."""
     alive: dict[int, None] = {}
     for slot, size, *_ in requests:

@@ -186,18 +186,18 @@ class Walk:
         self.meter.add(ACTIVATIONS, self.embedding.forward_end)
         self.engine.after_forward(0)
         self.meter.mark()
-        for unit in self._each(range(1, len(self.order) + 1)):
+        for unit in self._units_repeated(range(1, len(self.order) + 1)):
             block = self.order[unit - 1]
             replay = self.blocks[block]
             self.engine.before_forward(unit)
             self._rise_with_experts(unit, replay.forward_peak)
-            self.meter.add(ACTIVATIONS, self._kept(replay) + self.until_loss[block])
+            self.meter.add(ACTIVATIONS, self._kept_bytes(replay) + self.until_loss[block])
             if not self._holds_input(replay):
                 self.meter.add(ACTIVATIONS, -self._output_before(unit))
             self.engine.after_forward(unit)
             self.meter.mark()
 
-    def _each(self, units: range) -> Iterator[int]:
+    def _units_repeated(self, units: range) -> Iterator[int]:
         """Yields the units, in order or backwards; multiplies the memory that the middle units leave after them.
 
         Equal layers change the memory by equal amounts, so the peak is at the first or the last of them.
@@ -229,7 +229,7 @@ class Walk:
         if experts and not again:
             self.engine.after_forward(experts)
 
-    def _kept(self, replay: Replay) -> int:
+    def _kept_bytes(self, replay: Replay) -> int:
         """The bytes that a block keeps for backward: with checkpointing only its output, the next block's input."""
         return replay.output if self.recipe.recomputes else replay.forward_end
 
@@ -246,7 +246,7 @@ class Walk:
         self.meter.add(LOSS, self.head.forward_end)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
-        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] * count for block, count in self._counted()))
+        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] * count for block, count in self._blocks_with_counts()))
         self.meter.mark()
         self.engine.before_loss_backward()
         hidden = self.blocks[self.order[-1]].output
@@ -269,7 +269,7 @@ class Walk:
         if self.reduces_head:
             self.engine.after_backward(self.head_unit, self.head.grad_bytes)
 
-    def _counted(self) -> Iterator[tuple[int, int]]:
+    def _blocks_with_counts(self) -> Iterator[tuple[int, int]]:
         """Yields the block of each layer, and the number of layers that it represents."""
         return zip(self.order, self.engine.counts[1 : len(self.order) + 1], strict=True)
 
@@ -310,7 +310,7 @@ class Walk:
 
     def _backward(self) -> None:
         """Frees the saved tensors and the input of each block; the next block has freed its output."""
-        for unit in self._each(range(len(self.order), 0, -1)):
+        for unit in self._units_repeated(range(len(self.order), 0, -1)):
             replay = self.blocks[self.order[unit - 1]]
             input_bytes = self._output_before(unit) if self._holds_input(replay) else 0
             self.engine.before_backward(unit)

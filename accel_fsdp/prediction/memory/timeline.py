@@ -65,7 +65,7 @@ class Meter:
         """
         self.live[kind] += size
         self.total += size
-        self._look()
+        self._update_peak()
 
     def add_each(self, kind: str, sizes: "Iterable[tuple[int, Unit]]", name: object = None) -> None:
         """Allocates a kind for each unit."""
@@ -76,7 +76,7 @@ class Meter:
         for kind, size in sizes.items():
             self.live[kind] += size
             self.total += size
-        self._look()
+        self._update_peak()
 
     def repeat(self, before: Mapping[str, int], times: int) -> None:
         """Repeats the changes since `before`, without a higher peak than the following events."""
@@ -98,7 +98,7 @@ class Meter:
     def throttle(self) -> None:
         """Called when the CPU waits for the GPU's work of two units before; only an allocator uses it."""
 
-    def _look(self) -> None:
+    def _update_peak(self) -> None:
         if self.total > self._highest:
             if self._highest >= 0:
                 self.moments.pop()
@@ -126,8 +126,8 @@ class Trace(Meter):
             self.samples += [self._top, Moment(self.phase, dict(self.live))]
         self._top = None
 
-    def _look(self) -> None:
-        super()._look()
+    def _update_peak(self) -> None:
+        super()._update_peak()
         now = Moment(self.phase, dict(self.live))
         self.most = {kind: max(size, self.most[kind]) for kind, size in now.live.items()}
         if self._top is None or now.total > self._top.total:

@@ -21,16 +21,16 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
     for index, (path, layer) in enumerate(layers.items()):
         groups.setdefault((*_signature(layer), path.rsplit(".", 1)[0]), []).append(index)
     modules = list(layers.values())
-    heads = int(_first(text, "num_attention_heads", "n_head"))
+    heads = int(_first_setting(text, "num_attention_heads", "n_head"))
     divided = Divided(parallel_plans.cuts(model), parallel_plans.dispatched(model))
     names, division = list(layers), parallel_plans.divisible_by_config(config)
     return ModelShape(
         name=name,
         model_type=str(config.model_type),
-        hidden=int(_first(text, "hidden_size", "n_embd")),
+        hidden=int(_first_setting(text, "hidden_size", "n_embd")),
         vocab=int(text.vocab_size),
         heads=heads,
-        head_dim=int(_first(text, "head_dim") or _first(text, "hidden_size", "n_embd") // heads),
+        head_dim=int(_first_setting(text, "head_dim") or _first_setting(text, "hidden_size", "n_embd") // heads),
         blocks=tuple(
             Block(type(modules[first]).__name__, (first, *others), _parameters(modules[first], names[first], divided))
             for first, *others in groups.values()
@@ -39,9 +39,9 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         tied=_tied(model),
         buffers_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         experts=division.experts,
-        experts_used=int(_first(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")),
+        experts_used=int(_first_setting(text, "num_experts_per_tok", "num_experts_per_token", "top_k_experts")),
         window=_window(text, modules),
-        positions=int(_first(text, "max_position_embeddings", "n_positions")),
+        positions=int(_first_setting(text, "max_position_embeddings", "n_positions")),
         untraced=tuple(index for index, group in enumerate(groups.values()) if not traced.intersection(group)),
         eager_only=not getattr(model, "_supports_sdpa", True),
         language=language_parameters(model),
@@ -153,7 +153,7 @@ def _tied(model: Any) -> bool:
 
 def _window(text: Any, layers: list["nn.Module"]) -> int:
     """The sliding window if any layer has one; some configs name a window that no layer uses."""
-    window = _first(text, "sliding_window", "attention_chunk_size")
+    window = _first_setting(text, "sliding_window", "attention_chunk_size")
     types = getattr(text, "layer_types", None)
     if types is not None:
         return int(window) if any(kind in SLIDING for kind in types) else 0
@@ -161,6 +161,6 @@ def _window(text: Any, layers: list["nn.Module"]) -> int:
     return int(window) if used or text.model_type in ("mistral", "mixtral", "phi3") else 0
 
 
-def _first(config: Any, *names: str) -> Any:
+def _first_setting(config: Any, *names: str) -> Any:
     """The first of these settings that the config has, 0 if none."""
     return next((value for name in names if (value := getattr(config, name, None))), 0)

@@ -75,7 +75,7 @@ def record_run(
             del loss, rest
             watch.stop()
             backward, same = summed_in_place(watch.events[split:])
-            grads = {watch.key_of(_part(p.grad)) for p in module.parameters() if p.grad is not None}
+            grads = {watch.key_of(_local_part(p.grad)) for p in module.parameters() if p.grad is not None}
             alive = [watch.key_of(grad) for grad in caught]
             module.zero_grad()
     sort = in_order_of_creation if at_once else list
@@ -90,7 +90,7 @@ def record_run(
     )
 
 
-def _part(tensor: Tensor) -> Tensor:
+def _local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

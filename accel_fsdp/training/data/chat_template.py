@@ -163,7 +163,7 @@ def written(
     A span goes from the first letter of the assistant's text to the end of its end token.
     """
     try:
-        texts, generated = _written(tokenizer, chats, masked and marks is None)
+        texts, generated = _rendered_with_spans(tokenizer, chats, masked and marks is None)
     except Exception as error:  # a template may raise any error
         if len(chats) == 1:
             return [BadRow(f"the chat template refuses it: {error}")]
@@ -173,7 +173,7 @@ def written(
     return [or_bad_row(_with_spans, *row, marks) for row in zip(chats, texts, generated, strict=True)]
 
 
-def _written(
+def _rendered_with_spans(
     tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Chat], generation: bool
 ) -> tuple[list[str], list[list[TextSpan]]]:
     from transformers.utils.chat_template_utils import render_jinja_template

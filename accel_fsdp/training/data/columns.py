@@ -126,7 +126,7 @@ def reader(
     _check_named(named, columns)
     if prompt_template is not None:
         return _templated(columns, chats, prompt_template, completion_template)
-    column = {part: named.get(part) or _first(names, columns) for part, names in ALIASES.items()}
+    column = {part: named.get(part) or _first_present(names, columns) for part, names in ALIASES.items()}
     named_columns = {part: name for part, name in column.items() if name}
     kinds = [kind for kind, parts in KINDS.items() if all(part in named_columns for part in parts)]
     named_kinds = [kind for kind in kinds if set(named) & {*KINDS[kind], "input"}]
@@ -139,7 +139,7 @@ def reader(
     return RowReader(kind, {part: named_columns[part] for part in parts if part in named_columns}, chats)
 
 
-def _first(names: Sequence[str], columns: Sequence[str]) -> str | None:
+def _first_present(names: Sequence[str], columns: Sequence[str]) -> str | None:
     return next((name for name in names if name in columns), None)
 
 
@@ -172,7 +172,7 @@ def _no_columns(columns: Sequence[str], text_field: str) -> UserError:
 def _templated(columns: Sequence[str], chats: bool, prompt: str, completion: str | None) -> RowReader:
     prompt = template_text(prompt)
     _check_template("--prompt_template", prompt, columns)
-    answer = _first(ANSWERS, columns)
+    answer = _first_present(ANSWERS, columns)
     if completion is None and answer is None:
         raise UserError(
             "--prompt_template without an answer: no column is named " + ", ".join(ANSWERS),

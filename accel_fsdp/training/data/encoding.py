@@ -60,7 +60,7 @@ class Encoder:
             return self._chats([example for example in examples if isinstance(example, Chat)])
         if examples and isinstance(examples[0], Pair):
             return self._pairs([example for example in examples if isinstance(example, Pair)])
-        return [Encoded(self._ended(ids)) for ids in self._ids([str(example) for example in examples])]
+        return [Encoded(self._with_eos(ids)) for ids in self._ids([str(example) for example in examples])]
 
     def _ids(self, texts: list[str], special: bool = True) -> list[list[int]]:
         if self.tokenizer.is_fast:
@@ -76,7 +76,7 @@ class Encoder:
         encodings: list[Any] = backend.encode_batch(texts, add_special_tokens=special)
         return encodings
 
-    def _ended(self, ids: list[int]) -> list[int]:
+    def _with_eos(self, ids: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id
         return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
@@ -88,7 +88,7 @@ class Encoder:
         encoded: list[Encoded | BadRow] = []
         for prompt, completion in zip(prompts, completions, strict=True):
             before = prompt[:-1] if eos is not None and prompt[-1:] == [eos] else prompt
-            ids = [*before, *self._ended(completion)]
+            ids = [*before, *self._with_eos(completion)]
             encoded.append(Encoded(ids, [(len(before), len(ids))] if self.completion_only else None))
         return encoded
 
@@ -119,7 +119,7 @@ class Encoder:
         decoded = self._decoded([ids for _, ids, _ in claims])
         proven = list(encoded)
         for (row, _, text), decoded_text in zip(claims, decoded, strict=True):
-            if decoded_text.strip() != text.strip() and decoded_text.strip() != self._normal(text):
+            if decoded_text.strip() != text.strip() and decoded_text.strip() != self._normalised(text):
                 proven[row] = BadRow(f"the tokens of an assistant turn decode to {decoded_text!r}, not to {text!r}")
         return proven
 
@@ -131,7 +131,7 @@ class Encoder:
         )
         return texts
 
-    def _normal(self, text: str) -> str:
+    def _normalised(self, text: str) -> str:
         """The text as the tokenizer writes it: some normalise letters or drop a leading space."""
         return self._decoded(self._ids([text], special=False))[0].strip()
 

@@ -101,7 +101,7 @@ def tokenize(
             desc="Tokenizing",
         )
         _refuse_bad_rows(encoded, rows, options)
-        return _kept(encoded, options, batch_size)
+        return _only_trained(encoded, options, batch_size)
 
 
 def stream(
@@ -254,7 +254,7 @@ def _nothing_left(options: DataArguments, reason: str) -> UserError:
     )
 
 
-def _kept(
+def _only_trained(
     encoded: "Dataset", options: DataArguments, batch_size: int | None
 ) -> "tuple[Dataset | packing.Packed, TokenSummary]":
     """Drops rows without trained tokens, packs the others if asked to, and counts both."""

@@ -59,7 +59,7 @@ class SettingChange:
     def __str__(self) -> str:
         if self.name == CONTENT:
             return f"{CONTENT} (other tokens)"
-        return f"{self.name} {_shown(self.old)} → {_shown(self.new)}"
+        return f"{self.name} {_as_text(self.old)} → {_as_text(self.new)}"
 
 
 @dataclass(frozen=True)
@@ -207,7 +207,7 @@ def changes(old: Settings, new: Settings) -> Iterator[SettingChange]:
             continue
         if group == "length" and before and before.keys() != values.keys():
             yield SettingChange(
-                group, "length", *(" ".join(map(_shown, next(iter(length.items())))) for length in (before, values))
+                group, "length", *(" ".join(map(_as_text, next(iter(length.items())))) for length in (before, values))
             )
         for name, value in values.items():
             if name in before and before[name] != value:
@@ -230,7 +230,7 @@ def _check_length(checkpoint: Path, here: Settings, step: int) -> None:
         )
 
 
-def _shown(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     text = "none" if value is None else str(value)

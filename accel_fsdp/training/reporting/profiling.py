@@ -330,7 +330,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
 
     def _show(self, step: ProfiledStep) -> None:
         assert step.trace is not None
-        comparison = step_report.compare(step.number, step.batches, step.trace, self._known(step))
+        comparison = step_report.compare(step.number, step.batches, step.trace, self._trace_context(step))
         numbers = json.dumps(comparison.numbers(), indent=1)
         atomic_files.write_text(self.folder / file_names.STEP_NUMBERS, f"{numbers}\n")
         page = self.folder / file_names.STEP_PAGE
@@ -338,7 +338,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         for line in step_report.lines(comparison, str(page)):
             progress.say(line)
 
-    def _known(self, step: ProfiledStep) -> step_report.Known:
+    def _trace_context(self, step: ProfiledStep) -> step_report.Known:
         report, model = self.report, self.wrapped()
         gpu = report.gpu if self.on_gpu else None  # a run with --use_cpu may see GPUs too
         predicted, why = None, f"the plan is {report.why_no_plan}"
