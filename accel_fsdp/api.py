@@ -72,7 +72,7 @@ def check(
 
     _refuse_value("model", model, str | None)
     read = {"args": args, "checkpoint": checkpoint, "script": script}
-    paths = {name: None if given is None else _path(name, given) for name, given in read.items()}
+    paths = {name: None if value is None else _path(name, value) for name, value in read.items()}
     options = linter.LintOptions(model, paths["args"], paths["checkpoint"], paths["script"], here)
     return linter.lint(_path("path", path), options)
 

@@ -109,14 +109,14 @@ def _bar(row: Bar, y: float, scale: float, end: float) -> Iterator[str]:
     yield _text(end, y + 14, row.note, "end")
     x = 0.0
     for part in row.parts:
-        wide = min(part.gib * scale, end - x)
-        if wide <= 0:
+        width = min(part.gib * scale, end - x)
+        if width <= 0:
             break
-        text = f"{part.letter} {number_in_figure(part.gib)}" if wide > 52 else part.letter if wide > 13 else ""
-        label = _text(x + wide / 2, y + 33, text, "middle", f"on-{part.letter}") if text else ""
+        text = f"{part.letter} {number_in_figure(part.gib)}" if width > 52 else part.letter if width > 13 else ""
+        label = _text(x + width / 2, y + 33, text, "middle", f"on-{part.letter}") if text else ""
         tip = f"<title>{escape(part.name)}: {gib_in_figure(part.gib)}</title>"
-        yield f"<g>{tip}{_rect(x, y + 19, wide, 19, part.letter)}{label}</g>"
-        x += wide
+        yield f"<g>{tip}{_rect(x, y + 19, width, 19, part.letter)}{label}</g>"
+        x += width
     if sum(part.gib for part in row.parts) * scale > end + 0.5:
         points = f"{end - 7:.1f},{y + 17:.1f} {end + 8:.1f},{y + 28.5:.1f} {end - 7:.1f},{y + 40:.1f}"
         yield f'<polygon class="cut" points="{points}"><title>goes on beyond the edge</title></polygon>'
@@ -339,5 +339,5 @@ def _line(x1: float, y1: float, x2: float, y2: float, style: str) -> str:
 
 
 def _figure(words: Words, width: int, height: float, shapes: Sequence[str]) -> str:
-    about = f"<title>{escape(words.title)}</title><desc>{escape(words.description)}</desc>"
-    return f'<svg role="img" class="w{width}" viewBox="0 0 {width} {height:.0f}">{about}{"".join(shapes)}</svg>'
+    label = f"<title>{escape(words.title)}</title><desc>{escape(words.description)}</desc>"
+    return f'<svg role="img" class="w{width}" viewBox="0 0 {width} {height:.0f}">{label}{"".join(shapes)}</svg>'

@@ -145,11 +145,11 @@ def unfinished(folder: Path) -> tuple[str, ...]:
     The optimizer may be deleted. A folder with weights alone passes: it may come from any program.
     """
     try:
-        lacks = lacking(folder, lambda name: not name.startswith(file_names.SPARED))
+        missing = lacking(folder, lambda name: not name.startswith(file_names.SPARED))
     except UserError as error:
         return (f"a marker that can be read: {error.what}",)
-    if lacks is not None:
-        return tuple(f"{name} ({size:,} bytes)" if name != ITS_END else name for name, size in lacks.items())
+    if missing is not None:
+        return tuple(f"{name} ({size:,} bytes)" if name != ITS_END else name for name, size in missing.items())
     return (file_names.TRAINER_STATE,) if _is_of_trainer(folder) and not has_trainer_state(folder) else ()
 
 
@@ -201,9 +201,9 @@ def _trainer_state(checkpoint: Path) -> dict[str, Any] | None:
 
 
 def _flaw(checkpoint: Path) -> str:
-    lacks = lacking(checkpoint)
-    if lacks is not None:
-        return next((_size_flaw(checkpoint / name, size) for name, size in lacks.items()), "")
+    absent = lacking(checkpoint)
+    if absent is not None:
+        return next((_size_flaw(checkpoint / name, size) for name, size in absent.items()), "")
     if not _trainer_state(checkpoint):
         return f"{file_names.TRAINER_STATE}, which Trainer writes last, is missing or empty"
     sharded = (

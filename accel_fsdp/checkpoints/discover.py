@@ -49,8 +49,8 @@ class CheckpointLocation:
         return sum(path.stat().st_size for path in paths if path.is_file() and path.suffix in file_names.READABLE)
 
     def __str__(self) -> str:
-        lacks = f", lacks {', '.join(self.missing)}" if self.missing else ""
-        return f"{self.weights if self.weights.is_file() else self.folder}: {self.kind}{lacks}"
+        missing = f", lacks {', '.join(self.missing)}" if self.missing else ""
+        return f"{self.weights if self.weights.is_file() else self.folder}: {self.kind}{missing}"
 
 
 def look(folder: Path) -> CheckpointLocation | None:
@@ -60,8 +60,8 @@ def look(folder: Path) -> CheckpointLocation | None:
         if checkpoint is not None:
             # How `atomic_files.replaced_folder` leaves a folder if its process is killed
             is_temporary = folder.name.startswith(".") and folder.name.endswith(".tmp")
-            lacks = (*checkpoint.missing, *([completeness.ITS_END] if is_temporary else []))
-            each_once = {lack.split(" (")[0]: lack for lack in lacks}
+            missing = (*checkpoint.missing, *([completeness.ITS_END] if is_temporary else []))
+            each_once = {lack.split(" (")[0]: lack for lack in missing}
             return replace(checkpoint, missing=tuple(each_once.values()))
     return None
 

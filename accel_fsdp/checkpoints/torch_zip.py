@@ -293,8 +293,8 @@ def _wide(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
         if kind == 1:
-            wide = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
-            first, second, third = (next(wide) if field == 0xFFFFFFFF else field for field in fields)
+            values = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            first, second, third = (next(values) if field == 0xFFFFFFFF else field for field in fields)
             return first, second, third
         at += 4 + length
     raise ValueError("a size is missing")

@@ -29,8 +29,8 @@ def read_config(path: Path, doubled: bool = False) -> ReadConfig:
         raise unreadable(path, kind + _problem(error)) from error
     if not isinstance(values, dict):
         raise unreadable(path, "it holds no keys for PyYAML")
-    twice = yaml_file.doubled_keys(document.source) if doubled else {}
-    return JobConfig(values, document.source, _absent(values, path), twice), document
+    doubled_keys = yaml_file.doubled_keys(document.source) if doubled else {}
+    return JobConfig(values, document.source, _absent(values, path), doubled_keys), document
 
 
 def _problem(error: Exception) -> str:

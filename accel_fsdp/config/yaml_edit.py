@@ -195,10 +195,10 @@ def _with_flow(text: str, node: Any, key: str, value: Any) -> str:
     comma = _after_gap(text, at)
     head = text[: comma + 1] if text[comma] == "," else f"{text[:at]},"
     tail = text[comma + 1 :] if text[comma] == "," else text[at:]
-    beside, newline, below = tail.partition("\n")
-    if indent.strip() or not newline or beside.partition("#")[0].strip():
+    same_line, newline, below = tail.partition("\n")
+    if indent.strip() or not newline or same_line.partition("#")[0].strip():
         return f"{head} {entry}{tail}"
-    return f"{head}{beside}\n{indent}{entry}\n{below}"
+    return f"{head}{same_line}\n{indent}{entry}\n{below}"
 
 
 def _mapping(text: str, section: str) -> Any:

@@ -196,8 +196,8 @@ class Merger:
             module = plain(f"{name.removesuffix(TOKENS)}.").rstrip(".")
             listed = next((indices for key, indices in listed.items() if f".{module}".endswith(f".{key}")), None)
         tokens = tuple(listed) if isinstance(listed, list) else ()
-        right = all(isinstance(token, int) and 0 <= token < base.shape[0] for token in tokens)
-        if not right or rows.shape != (len(tokens), *base.shape[1:]):
+        is_valid = all(isinstance(token, int) and 0 <= token < base.shape[0] for token in tokens)
+        if not is_valid or rows.shape != (len(tokens), *base.shape[1:]):
             raise _mismatch(f"{name} is {list(rows.shape)}, its settings list {len(tokens)} tokens of {base.shape[0]}")
         self.tensors[target] = Replaced(target, self._dtype(base), base, rows, tokens)
 
@@ -270,17 +270,17 @@ def tied_once(
     changed |= {name: plain(name) for name in adapter if not LORA.search(name) and TOKENS not in name}
     copies: set[str] = set()
     for group in ties:
-        apart = [name for name in group if name in changed.values()]
-        if apart and not settings.get("ensure_weight_tying"):
-            partner = next(name for name in group if name != apart[0])
+        changed_names = [name for name in group if name in changed.values()]
+        if changed_names and not settings.get("ensure_weight_tying"):
+            partner = next(name for name in group if name != changed_names[0])
             raise UserError(
-                f"the adapter changes {apart[0]}, which the base ties to {partner}",
+                f"the adapter changes {changed_names[0]}, which the base ties to {partner}",
                 why="PEFT trains them apart, and the export of a tied model would hold one weight for both",
                 fix="untie the base: base = AutoModelForCausalLM.from_pretrained(BASE, tie_word_embeddings=False), "
                 "base.get_output_embeddings().weight.data = base.get_input_embeddings().weight.data.clone(), "
                 "base.save_pretrained(FOLDER), then --model FOLDER; or export the adapter without --merge-adapter",
             )
-        copies.update(apart[1:])
+        copies.update(changed_names[1:])
     return {name: tensor for name, tensor in adapter.items() if changed.get(name) not in copies}
 
 

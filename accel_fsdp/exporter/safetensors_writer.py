@@ -195,8 +195,8 @@ def _block(output: Output, reader: FileReader, buffers: Buffers, start: int, sto
     narrowed = source.dtype in NARROWER.get(output.dtype, ())
     if (
         narrowed
-        and (odd := count_non_finite(narrowed_block, output.dtype))
-        and odd > count_non_finite(raw, source.dtype)
+        and (non_finite := count_non_finite(narrowed_block, output.dtype))
+        and non_finite > count_non_finite(raw, source.dtype)
     ):
         raise _beyond(output.name, output.dtype)
     return narrowed_block
@@ -209,12 +209,12 @@ def count_non_finite(content: memoryview, dtype: str) -> int:
     if dtype not in NOT_FINITE:
         return 0
     kind, mask = NOT_FINITE[dtype]
-    bits, odd = np.frombuffer(content, kind), 0
+    bits, non_finite = np.frombuffer(content, kind), 0
     for start in range(0, bits.size, CACHED_ELEMENTS):
         exponents = bits[start : start + CACHED_ELEMENTS] & bits.dtype.type(mask)
         if exponents.max() == mask:
-            odd += int((exponents == mask).sum())
-    return odd
+            non_finite += int((exponents == mask).sum())
+    return non_finite
 
 
 def check_range(name: str, dtype: str, before: "torch.Tensor", after: "torch.Tensor") -> None:
@@ -326,7 +326,7 @@ def reread(
     placed: Sequence[TensorPlacement], threads: int, progress: Progress
 ) -> tuple[dict[str, str], dict[str, int]]:
     """Reads all tensors back from their files; returns the hash of each, and its count of NaN or infinite numbers."""
-    reader, buffers, odd, lock = FileReader(), Buffers(), Counter[str](), threading.Lock()
+    reader, buffers, non_finite, lock = FileReader(), Buffers(), Counter[str](), threading.Lock()
 
     def block(placement: TensorPlacement, start: int, stop: int) -> bytes:
         item = ITEM_BYTES[placement.output.dtype]
@@ -335,10 +335,10 @@ def reread(
         progress(len(content))
         if count := count_non_finite(content, placement.output.dtype):
             with lock:
-                odd[placement.output.name] += count
+                non_finite[placement.output.name] += count
         return _hash(content)
 
     try:
-        return _hashes(placed, block, threads), dict(odd)
+        return _hashes(placed, block, threads), dict(non_finite)
     finally:
         reader.close()

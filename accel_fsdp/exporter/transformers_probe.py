@@ -154,9 +154,9 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     tensors = _as_loaded(model, exported_folder.without_tied_copies(tensors, ties), dtype)
     filed = exported_folder.as_saved(model, tensors)  # not expected_tensors: it imports PEFT, which takes a second
     memory, files = ({name: tuple(tensor.shape) for name, tensor in layout.items()} for layout in (tensors, filed))
-    wide = {TORCH_NAMES[short]: short for short in ("F32", "F64") if dtype and short != dtype}
+    wide_dtypes = {TORCH_NAMES[short]: short for short in ("F32", "F64") if dtype and short != dtype}
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in filed.items()}
-    wider = {name: wide[tensor] for name, tensor in dtypes.items() if tensor in wide}
+    wider = {name: wide_dtypes[tensor] for name, tensor in dtypes.items() if tensor in wide_dtypes}
     converts = any(filed.get(name) is not tensor for name, tensor in tensors.items())
     names = {id(tensor): name for name, tensor in filed.items()}
     filed_as = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}

@@ -101,8 +101,8 @@ class ExportReport:
         speed = f", {self.seconds:.1f} s" if self.seconds else ""
         dtypes = ", ".join(sorted({written.dtype for written in self.tensors.values()}))
         first = f"{counted(len(self.tensors), 'tensor')}, {gb_or_mb(self.size_bytes)}, {dtypes}{speed}"
-        odd = [f"  not finite: {_non_finite(self)}"] if self.non_finite else []
-        return [f"verified: {first}", *(f"  {check}" for check in self.checks), *odd]
+        notes = [f"  not finite: {_non_finite(self)}"] if self.non_finite else []
+        return [f"verified: {first}", *(f"  {check}" for check in self.checks), *notes]
 
 
 def read_report(folder: Path) -> ExportReport | None:
@@ -304,9 +304,9 @@ def _report_from_headers(folder: Path) -> ExportReport:
     if checkpoint is not None and checkpoint.refused is not None:
         raise checkpoint.refused
     if checkpoint is None or checkpoint.kind not in ("safetensors", "adapter") or checkpoint.missing:
-        lacks = f": it lacks {', '.join(checkpoint.missing)}" if checkpoint and checkpoint.missing else ""
+        missing = f": it lacks {', '.join(checkpoint.missing)}" if checkpoint and checkpoint.missing else ""
         raise UserError(
-            f"{folder} is not a complete export{lacks}",
+            f"{folder} is not a complete export{missing}",
             why="there is nothing to verify",
             fix="export it (again): accel-fsdp export SRC OUT",
         )

@@ -92,7 +92,7 @@ def ranks_may_share_rows() -> bool:
     """Whether this process has a device mesh whose ranks may train on the same rows, as in tensor parallelism."""
     from torch.distributed.device_mesh import DeviceMesh
 
-    meshes = [thing for thing in gc.get_objects() if issubclass(type(thing), DeviceMesh)]
+    meshes = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), DeviceMesh)]
     dimensions = [pair for mesh in meshes for pair in zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)]
     return any(size > 1 and name in OF_ONE_ROW for name, size in dimensions)
 

@@ -92,8 +92,8 @@ def predictable(config: JobConfig, arguments: Mapping[str, Any] | None = None, r
     """
     _refuse(bool(config.off_gpus), f"a job for {config.off_gpus}", "a plan is about GPUs with FSDP, DDP or DeepSpeed")
     ranks = config.processes
-    alone = config.engine is Engine.NONE and ranks == 1
-    if not alone and (config.engine not in SHARDING_KINDS | {Engine.DDP} or not ranks):
+    is_single = config.engine is Engine.NONE and ranks == 1
+    if not is_single and (config.engine not in SHARDING_KINDS | {Engine.DDP} or not ranks):
         several = counted(ranks, "process", "processes") if ranks else "an unknown number of processes"
         raise UsageError(
             f"{config.engine.label} with {several} can't be predicted",

@@ -78,5 +78,5 @@ def recompute_by(engine: Engine, method: Method) -> Recompute:
 
 def of_plan(layout: Layout, recipe: Recipe) -> Job:
     """A row of the planner's table as a job, with activation checkpointing by the part that `recompute_by` names."""
-    who = recompute_by(layout.engine, recipe.method) if recipe.checkpointing != "none" else "none"
-    return Job(layout, recipe, optimizer=recipe.optimizer, recompute=who)
+    recompute = recompute_by(layout.engine, recipe.method) if recipe.checkpointing != "none" else "none"
+    return Job(layout, recipe, optimizer=recipe.optimizer, recompute=recompute)

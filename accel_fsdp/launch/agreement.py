@@ -190,8 +190,8 @@ def flags_of(words: Sequence[str]) -> dict[str, str]:
         name, _, value = word.partition("=")
         if re.match(r"--?[A-Za-z]", word):
             flag = name if name.startswith("--") else word
-            again = [flag] if flag in values_of else []
-            values_of.setdefault(flag, []).extend(again + ([value] if value and flag == name else []))
+            earlier = [flag] if flag in values_of else []
+            values_of.setdefault(flag, []).extend(earlier + ([value] if value and flag == name else []))
         elif value and re.fullmatch(r"[A-Za-z_][\w.]*", name):
             values_of.setdefault(name, []).append(value)
         else:
@@ -290,9 +290,9 @@ def _judge(store: "Store", name: str, members: int, seconds: float, wait: str) -
     """The error of all members, and the numbers of those who will read it; empty if the settings agree."""
     arrived, deadline = list[Member](), time.monotonic() + seconds
     for number in range(members):
-        while not (here := store.check([f"{name}/{number}"])) and time.monotonic() < deadline:
+        while not (has_arrived := store.check([f"{name}/{number}"])) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)  # not store.wait, which prints a warning after its timeout
-        arrived += [Member(**json.loads(store.get(f"{name}/{number}")))] if here else []
+        arrived += [Member(**json.loads(store.get(f"{name}/{number}")))] if has_arrived else []
     numbers = [member.number for member in arrived]
     if len(arrived) < members:
         what = f"{len(arrived)} of {counted(members, 'process', 'processes')} came to compare settings"

@@ -193,11 +193,11 @@ class Watchdog:
                 self._forget()
             before = now
             rounds, waited = self._rounds, (waited + 1.0 if rounds == self._rounds else 0.0)
-            still = min(now - self._place_since, now - self._since)
+            still_seconds = min(now - self._place_since, now - self._since)
             is_own_store = self._first.has_store  # in a launcher here, which a user may have stopped for a while
             longest = self.patience.seconds(self._doing) if is_own_store else self.patience.silence
             self._measure_others(now)
-            if waited >= longest and still >= self.patience.silence / 2 and self._needs_others():
+            if waited >= longest and still_seconds >= self.patience.silence / 2 and self._needs_others():
                 why = self._why_no_sign(is_own_store)
                 self._stop_alone(f"no heartbeat of {self._store_host()}, for {waited:.0f} s{why}")
 
@@ -339,8 +339,8 @@ class Watchdog:
         """Ends this process; the cause and its fix are printed last."""
         error = self._error(cause, states)
         errors.report_to_launcher(error)
-        here = [peer.beat.rank for peer in self._peers_here() if peer.beat.rank in states]
-        first_here = min((rank for rank in here if states[rank].ago is None), default=self.rank) == self.rank
+        ranks_here = [peer.beat.rank for peer in self._peers_here() if peer.beat.rank in states]
+        first_here = min((rank for rank in ranks_here if states[rank].ago is None), default=self.rank) == self.rank
         if (reports or first_here) and not silently:
             console.say(f"{hangs.stacks(states)}\n{error}" if reports else str(error), lines=True)
         if reports and self.messages is not None and len(states) > 1:

@@ -111,8 +111,8 @@ def verdict_without_steps(
     seconds = min(peer.silent if rank in ended else peer.beat.seconds_still for rank, peer in peers.items())
     if seconds < allowed:
         return ""
-    odd = [beat for rank, beat in living.items() if not beat.collective and rank not in ended]
-    facts = [f"{beat} has done nothing for {beat.seconds_still:.0f} s" for beat in odd]
+    outside = [beat for rank, beat in living.items() if not beat.collective and rank not in ended]
+    facts = [f"{beat} has done nothing for {beat.seconds_still:.0f} s" for beat in outside]
     facts += [f"{living[rank]} has ended its script" for rank in ended]
     waits = (
         f"{counted(len(waiting), 'rank')} of {len(peers)} {'waits' if len(waiting) == 1 else 'wait'} in a collective"
@@ -261,8 +261,8 @@ def _groups(states: Mapping[int, LastSeen]) -> list[list[int]]:
     places: dict[Any, list[int]] = {}
     for rank, state in sorted(states.items()):
         places.setdefault(state.where, []).append(rank)
-    odd = ("failed", "was last seen", "is", "waits")
-    return sorted(places.values(), key=lambda ranks: (odd.index(states[ranks[0]].verb), len(ranks), -ranks[0]))
+    order = ("failed", "was last seen", "is", "waits")
+    return sorted(places.values(), key=lambda ranks: (order.index(states[ranks[0]].verb), len(ranks), -ranks[0]))
 
 
 def _with_hosts(ranks: list[int], states: Mapping[int, LastSeen]) -> str:

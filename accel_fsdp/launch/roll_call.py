@@ -101,9 +101,9 @@ def _open_store(machine: LauncherInfo, address: Address, seconds: float) -> Json
 
 def _connect(machine: LauncherInfo, address: Address, seconds: float) -> JsonStore:
     """Connects to the store of machine 0 as soon as it listens."""
-    began, here = time.monotonic(), rendezvous.is_own(address.host)
-    limit = min(seconds, OWN_SECONDS) if here else seconds
-    note = f"; {address.host} is this machine, which was started as machine {machine.rank}" if here else ""
+    began, is_own = time.monotonic(), rendezvous.is_own(address.host)
+    limit = min(seconds, OWN_SECONDS) if is_own else seconds
+    note = f"; {address.host} is this machine, which was started as machine {machine.rank}" if is_own else ""
     while True:
         left = began + limit - time.monotonic()
         problem = rendezvous.wait_for(address.host, address.port, max(min(REPORT_SECONDS, left), 0.0))
@@ -114,7 +114,7 @@ def _connect(machine: LauncherInfo, address: Address, seconds: float) -> JsonSto
         if waited < limit:
             port = "; machine 0 may use another port" if "refused" in problem else ""
             console.say(f"accel-fsdp: {report}{port}")
-        elif here:
+        elif is_own:
             raise UserError(report, why="no process with machine rank 0 listens there", fix=FIX_RANKS)
         else:
             raise UserError(report, why=rendezvous.why_unreached(problem), fix=FIX_REACH)

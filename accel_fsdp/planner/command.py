@@ -183,8 +183,8 @@ def spent_on(
     if choice is None:
         return None
     host = problem.host(choice.job)
-    twice = subject is not None and subject.is_fsdp and subject.full_state_dict and choice.job.method == "full"
-    checkpoint = host.checkpoint + (host.gathering if twice else 0)  # once for the engine, once for Hugging Face
+    stores_twice = subject is not None and subject.is_fsdp and subject.full_state_dict and choice.job.method == "full"
+    checkpoint = host.checkpoint + (host.gathering if stores_twice else 0)  # once for the engine, once for Hugging Face
     evaluated = replace(choice.recipe, rows=choice.recipe.eval_batch)
     forward = speed.forward_seconds(problem.shape, evaluated, choice.layout, problem.gpu) if evaluated.rows else 0
     return cost.cost(work, choice.job, choice.step, problem.gpu, checkpoint, forward)

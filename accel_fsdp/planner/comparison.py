@@ -74,10 +74,10 @@ class Comparison:
     def headline(self) -> str:
         """The compared job, in a sentence."""
         shape, recipe, work = self.problem.shape, self.problem.job.recipe, self.work
-        much = f"{work.tokens:,} tokens" if work.tokens else f"{work.rows:,} rows, {work.epochs:g} times"
+        amount = f"{work.tokens:,} tokens" if work.tokens else f"{work.rows:,} rows, {work.epochs:g} times"
         note = ", the default without --tokens or --dataset-rows" if self.assumed else ""
         return (
-            f"{shape.name}: {parameters(shape.numel, shape.language)}, {recipe.method} training on {much}{note}, "
+            f"{shape.name}: {parameters(shape.numel, shape.language)}, {recipe.method} training on {amount}{note}, "
             f"{recipe.length:,} tokens per sequence; all of it predicted."
         )
 
@@ -127,8 +127,8 @@ class Comparison:
     def _time_and_money(self, machine: Machine) -> str:
         assert machine.spent is not None
         money = machine.spent.money
-        paid = f", {cost_report.span(money)} at {cost_report.price(machine.spent)} per GPU-hour" if money else ""
-        return f"{cost_report.hours(machine.spent.hours)}{paid}"
+        price = f", {cost_report.span(money)} at {cost_report.price(machine.spent)} per GPU-hour" if money else ""
+        return f"{cost_report.hours(machine.spent.hours)}{price}"
 
     def _alike(self, best: Machine, amount: Callable[[cost.Cost], Any]) -> str:
         """Names the machines whose predictions equal the best within the prediction's error."""

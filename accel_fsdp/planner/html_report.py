@@ -195,7 +195,7 @@ def _bar(candidate: Candidate, name: str) -> Bar:
 
 def _step(problem: Problem, candidate: Candidate, chosen: bool) -> str:
     samples = _timeline(problem, candidate.job).samples
-    drawn = [(moment.phase, {LETTERS[kind]: size / GIB for kind, size in moment.live.items()}) for moment in samples]
+    phases = [(moment.phase, {LETTERS[kind]: size / GIB for kind, size in moment.live.items()}) for moment in samples]
     name = f"{candidate.layout.name}, {_how(candidate.recipe)}"
     peaks = "; ".join(f"{moment.phase}: {gib_in_figure(moment.total / GIB)}" for moment in candidate.prediction.moments)
     words = Words(f"Memory over one step: {name}", f"Highest point of each phase: {peaks}")
@@ -205,7 +205,7 @@ def _step(problem: Problem, candidate: Candidate, chosen: bool) -> str:
         f"{'Recommended' if chosen else 'Nothing fits; the smallest is shown'}: {name}.",
         _key(kinds)
         + html_page.figure(
-            [svg.areas(words, drawn, _capacity(problem), width) for width in WIDTHS],
+            [svg.areas(words, phases, _capacity(problem), width) for width in WIDTHS],
             "Predicted. From left to right the events in their order, not seconds: for each unit (embedding, block, "
             "head) its peak and what remains allocated. The dot is the highest peak."
             + (SHORT_PHASES if candidate.recipe.accumulation > 1 else ""),
@@ -228,8 +228,8 @@ def _growing(title: str, lead: str, predicted: str, problem: Problem, candidate:
     )
     span = f"from {series.sizes[0]:,} to {series.sizes[-1]:,} {series.axis}"
     words = Words(f"Highest memory of one GPU by number of {series.axis}", f"{span}: {summary}")
-    drawn = [svg.lines(words, curves, _capacity(problem), series.here, series.axis, width) for width in WIDTHS]
-    figure = html_page.figure(drawn, f"Predicted, {predicted}. Each mark is twice the one before, on both axes.")
+    figures = [svg.lines(words, curves, _capacity(problem), series.here, series.axis, width) for width in WIDTHS]
+    figure = html_page.figure(figures, f"Predicted, {predicted}. Each mark is twice the one before, on both axes.")
     return html_page.section(title, f"With {setting}. {lead}", figure)
 
 

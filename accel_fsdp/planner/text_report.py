@@ -87,9 +87,9 @@ class PlanReport:
 
     def show(self) -> None:
         console.put(self.headline(), wrap=True)
-        wide = console.data.width >= WIDE
-        columns = COLUMNS if wide else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
-        rows = [self._cells(candidate, BAR_CELLS if wide else NARROW_CELLS) for candidate in self.plan.rows]
+        is_wide = console.data.width >= WIDE
+        columns = COLUMNS if is_wide else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
+        rows = [self._cells(candidate, BAR_CELLS if is_wide else NARROW_CELLS) for candidate in self.plan.rows]
         legend = [(LETTERS[kind], COLOURS[kind], kind) for kind in KINDS]
         console.show_bars(columns, [[row[name] for name in columns] for row in rows], legend)
         for line in (*self._fits_legend(), *self.advice()):
@@ -248,10 +248,10 @@ class PlanReport:
 
     def _longest(self, choice: Candidate) -> str:
         (chosen, alone), limit = self.plan.longest, self.problem.shape.positions
-        whose = ", the model's limit" if limit else ""
+        note = ", the model's limit" if limit else ""
 
         def tokens(count: int) -> str:
-            return f"{count:,} tokens" + (whose if count == limit else "")
+            return f"{count:,} tokens" + (note if count == limit else "")
 
         if choice.recipe.rows == 1 or chosen == alone:
             return f"The longest sequence that fits this way has {tokens(alone)}."

@@ -44,9 +44,9 @@ def work_of(command: PlanCommand) -> cost.Work:
             "--tokens beside --dataset-rows", why="both say how much is trained", fix="leave out one of them"
         )
     if command.epochs is not None and (command.dataset_rows is None or command.args is not None):
-        says = "num_train_epochs of --args says it" if command.args else "the number of rows in an epoch is missing"
+        reason = "num_train_epochs of --args says it" if command.args else "the number of rows in an epoch is missing"
         fix = "leave out --epochs" if command.args else "--dataset-rows N --epochs E"
-        raise UsageError(f"--epochs {command.epochs:g}", why=says, fix=fix)
+        raise UsageError(f"--epochs {command.epochs:g}", why=reason, fix=fix)
     for flag, value in (("--dataset-rows", command.dataset_rows), ("--eval-rows", command.eval_rows)):
         if value is not None and value < 1:
             raise UsageError(f"{flag} {value} is less than 1", why="there would be nothing to read", fix=f"{flag} 1000")

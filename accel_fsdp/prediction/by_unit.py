@@ -134,5 +134,5 @@ def unit_name(unit: Unit, index: int, units: tuple[Unit, ...]) -> str:
     """The class of a block; else `EMBEDDING`, `HEAD`, or `OUTSIDE` for both."""
     if unit.block is not None:
         return unit.name
-    alone = sum(other_unit.block is None for other_unit in units) == 1
-    return OUTSIDE if alone else EMBEDDING if index == 0 else HEAD
+    is_single = sum(other_unit.block is None for other_unit in units) == 1
+    return OUTSIDE if is_single else EMBEDDING if index == 0 else HEAD

@@ -233,8 +233,8 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     loaders = 1 if layout.is_fsdp and loads_once else layout.ranks_per_node
     master = shards.master_bytes(recipe, layout)
 
-    alone = replace(layout, ranks=1, ranks_per_node=1, tensor=1, experts=1)
-    stored, optimizer, trained = shards.resting_bytes(shape, recipe, alone)
+    single_rank = replace(layout, ranks=1, ranks_per_node=1, tensor=1, experts=1)
+    stored, optimizer, trained = shards.resting_bytes(shape, recipe, single_rank)
     weights = trained if recipe.method != "full" else stored
     forward = trained * shards.compute_bytes(recipe) // master
     stage = layout.strategy if layout.engine is Engine.DEEPSPEED else None

@@ -83,16 +83,16 @@ def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tup
     if not layout.is_by_transformers:
         return
     tokens = recipe.rows * recipe.length * shape.hidden * compute_bytes(recipe)
-    again = 2 if recipe.recomputes else 1
+    forwards = 2 if recipe.recomputes else 1
     summed = _ring(tokens, layout.tensor, layout.ranks_per_node).times(2)
     for block in shape.blocks:
-        apart = [p for p in block.parameters if not (p.dispatched and layout.experts > 1) and len(p.shape) > 1]
-        ends = sum(p.cut == len(p.shape) - 1 for p in apart)
-        starts = sum(p.cut is not None and p.cut < len(p.shape) - 1 for p in apart)
-        forward, backward = summed.times(ends), summed.times(starts + ends * (again - 1))
+        divided = [p for p in block.parameters if not (p.dispatched and layout.experts > 1) and len(p.shape) > 1]
+        ends = sum(p.cut == len(p.shape) - 1 for p in divided)
+        starts = sum(p.cut is not None and p.cut < len(p.shape) - 1 for p in divided)
+        forward, backward = summed.times(ends), summed.times(starts + ends * (forwards - 1))
         if layout.experts > 1 and any(p.dispatched for p in block.parameters):
             sent = _across(tokens * shape.experts_used / layout.tensor, layout).times(2)
-            forward, backward = forward + sent, backward + sent.times(again)
+            forward, backward = forward + sent, backward + sent.times(forwards)
         yield len(block.layers), forward, backward
     cuts = [p for p in shape.outer if p.cut is not None]
     logits = recipe.rows * recipe.length * shape.vocab * compute_bytes(recipe)
@@ -103,8 +103,8 @@ def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tup
 def _across(volume_bytes: float, layout: Layout) -> Traffic:
     """One rank's part of an all-to-all: equal parts for all others, over the network for those on other machines."""
     ranks = layout.experts
-    here = min(ranks, layout.ranks_per_node)
-    return Traffic(volume_bytes * (here - 1) / ranks, volume_bytes * (ranks - here) / ranks)
+    local_ranks = min(ranks, layout.ranks_per_node)
+    return Traffic(volume_bytes * (local_ranks - 1) / ranks, volume_bytes * (ranks - local_ranks) / ranks)
 
 
 def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:

@@ -189,7 +189,7 @@ def _evaluation_seconds(rows: int, job: Job, forward_seconds: float) -> Span | N
 
 def evaluations_in(schedule: Schedule, steps: int, per_epoch: int) -> int | None:
     """The number of evaluations of a run; None if unknown."""
-    every = {"steps": schedule.eval_steps, "epoch": per_epoch}.get(schedule.evaluates, 1)
-    if not every:
+    interval = {"steps": schedule.eval_steps, "epoch": per_epoch}.get(schedule.evaluates, 1)
+    if not interval:
         return None
-    return events(schedule.evaluates, every, steps, per_epoch) + schedule.eval_on_start
+    return events(schedule.evaluates, interval, steps, per_epoch) + schedule.eval_on_start

@@ -170,8 +170,8 @@ def _sure(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
 def _longest(problem: Problem, candidate: Candidate) -> tuple[int, int]:
     most, like = problem.shape.positions or MOST_TOKENS, _replayed(problem, candidate)
     jobs = candidate.job, candidate.job.with_recipe(rows=1)
-    chosen, alone = (largest(problem, job, "length", most, like) for job in jobs)
-    return chosen, max(chosen, alone)
+    chosen, single = (largest(problem, job, "length", most, like) for job in jobs)
+    return chosen, max(chosen, single)
 
 
 def _replayed(problem: Problem, candidate: Candidate) -> Candidate | None:
@@ -190,8 +190,8 @@ def _divided(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate],
     Also returns whether they may help but can't be recorded here.
     """
     fits = any(candidate.layout.engine is not Engine.DEEPSPEED and not candidate.layout.offload for candidate in plain)
-    asked, helps = problem.search == "all", not fits or problem.shape.experts >= MANY_EXPERTS
-    if problem.search == "plain" or not (helps or asked):
+    is_requested, helps = problem.search == "all", not fits or problem.shape.experts >= MANY_EXPERTS
+    if problem.search == "plain" or not (helps or is_requested):
         return [], False
     candidates: list[Candidate] = []
     speeds = {job: _at_most(problem, job) for job in meshes(problem) if _may_rest(problem, job)}
@@ -200,18 +200,18 @@ def _divided(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate],
         fastest = max((candidate.tokens_per_s for candidate in (*plain, *candidates)), default=0)
         variant = variant_for(job.recipe, job.layout)
         enough = candidates and len(variants) == MOST_MESHES and variant not in variants
-        if not asked and (enough or speeds[job] < TIE * fastest):
+        if not is_requested and (enough or speeds[job] < TIE * fastest):
             break
         try:
             _ = problem.tapes[variant]
         except NotInstalled:
-            if asked:
+            if is_requested:
                 raise
             return candidates, True
         except UserError:  # a model whose divided parts can't be recorded
             continue
         variants.add(variant)
-        candidates += _search(problem, [job], all_ways=asked, fastest=fastest)
+        candidates += _search(problem, [job], all_ways=is_requested, fastest=fastest)
     return candidates, False
 
 

@@ -212,9 +212,9 @@ def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stret
         )
         inner = Traffic(), Traffic(), (0.0, 0.0)
         forward, backward = block_work(unit.block, part, recipe) if unit.block else (Work(), Work())
-        again = recomputed(forward, unit.block, part, recipe)
-        alone = communication.gathered_alone(unit, layout)
-        yield Stretch(unit.count, forward, backward, again, gather, gathers, reduce, copied, alone, not alone)
+        repeated = recomputed(forward, unit.block, part, recipe)
+        adapters = communication.gathered_alone(unit, layout)
+        yield Stretch(unit.count, forward, backward, repeated, gather, gathers, reduce, copied, adapters, not adapters)
     yield Stretch(1, *head_work(part, recipe), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
 
 

@@ -170,7 +170,7 @@ def _between(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Wor
     pieces = tuple(_pieces(block, shape, recipe))
     kernels = sum(count for _, _, count in pieces)
     scale = tokens * compute_bytes(recipe) / WIDTH
-    forward, backward = (sum(width[way] * elements for width, elements, _ in pieces) * scale for way in (0, 1))
+    forward, backward = (sum(width[side] * elements for width, elements, _ in pieces) * scale for side in (0, 1))
     return Work(moved_bytes=forward, kernels=kernels), Work(moved_bytes=backward, kernels=2 * kernels)
 
 
@@ -180,26 +180,26 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
     queries = shape.heads * shape.head_dim
     keys = max(0, attention - 2 * queries) / 2
     norms = tuple(_norms(block, shape, queries, keys, recipe))
-    wide = 2 if _has_wide_norms(block, recipe) else 1
+    norm_width = 2 if _has_wide_norms(block, recipe) else 1
     yield from norms
     if attention and not _has_learned_positions(shape):
-        per_element = FUSED_ROTARY_BYTES if fused else _times(ROTARY_BYTES, wide)
+        per_element = FUSED_ROTARY_BYTES if fused else _times(ROTARY_BYTES, norm_width)
         yield per_element, queries + keys, 1 if fused else KERNELS["rotary"]
     yield (0, 0), 0, KERNELS["attention"] if attention else 0
-    yield _times(RESIDUAL_BYTES, wide), 2 * shape.hidden, KERNELS["residual"]
+    yield _times(RESIDUAL_BYTES, norm_width), 2 * shape.hidden, KERNELS["residual"]
     inner = [
         _inner_width(weight, shape) * _routes(weight, shape) for weight in products(block) if not _is_attention(weight)
     ]
     if inner:
         gated = math.isclose(sum(inner), 3 * min(inner)) or shape.experts > 0
         per_element = (FUSED_GATE_BYTES if _fuses_gates(recipe) else GATE_BYTES) if gated else ACTIVATION_BYTES
-        yield _times(per_element, wide), sum(inner) / (3 if gated else 2), KERNELS["inner"]
+        yield _times(per_element, norm_width), sum(inner) / (3 if gated else 2), KERNELS["inner"]
     experts = [weight for weight in block.parameters if weight.kind == "experts"]
     if experts:
         yield ROUTED_BYTES, shape.experts_used * shape.hidden, 6
         looped = shape.experts if len(experts[0].shape) == 2 else 0
         yield (0, LOOPED_BYTES), looped * shape.hidden, 0
-    if wide > 1:
+    if norm_width > 1:
         into = shape.hidden * (len(products(block)) - 1 - bool(inner)) + sum(inner) / 3
         yield (WIDE_IN_BYTES, WIDE_IN_BYTES), into, len(products(block))
         yield (WIDE_OUT_BYTES, WIDE_OUT_BYTES), attention - queries + sum(inner) * 2 / 3 + shape.hidden, 0
@@ -239,12 +239,12 @@ def _adapters(block: Block, recipe: Recipe) -> tuple[Work, Work]:
     if recipe.method == "full":
         return forward, backward
     tokens = recipe.rows * recipe.length
-    alone = recipe.precision == "no"  # without autocast, float32 adapters compute in float32
+    in_float32 = recipe.precision == "no"  # without autocast, float32 adapters compute in float32
     for weight in block.parameters:
         if not weight.is_adapted(recipe.lora_targets):
             continue
         flops = 2 * recipe.lora_rank * sum(weight.shape) * tokens
-        thin = Work(float32_flops=flops) if alone else Work(matmul_flops=flops)
+        thin = Work(float32_flops=flops) if in_float32 else Work(matmul_flops=flops)
         rows, columns = weight.shape
         moved = [Work(moved_bytes=(into * columns + out * rows) * tokens) for into, out in LORA_BYTES]
         launched = Work(kernels=KERNELS["lora"])

@@ -63,11 +63,11 @@ class _Mismatch:
 def absence(events: Sequence[RankEvent]) -> Absence | None:
     """The absence that the ranks' calls show, or None."""
     calls = {event.rank: calls_of(event.content) for event in events if event.kind == "calls"}
-    every = {event.rank for event in events if event.kind == "began"}
+    all_ranks = {event.rank for event in events if event.kind == "began"}
     if unequal := _sizes_apart(calls):
         return unequal
     aborted = {event.rank: calls_of(event.content)[-1] for event in events if event.kind == "aborted"}
-    mismatch = next(_mismatches(calls), None) or _mismatch_with_ended(calls, every, aborted)
+    mismatch = next(_mismatches(calls), None) or _mismatch_with_ended(calls, all_ranks, aborted)
     if mismatch is None and aborted:
         rank, call = next(iter(aborted.items()))
         return Absence(
@@ -126,21 +126,21 @@ def _before_end(call: Call | None) -> Call | None:
     return call if call and call.lines else None
 
 
-def _mismatch_with_ended(calls: Calls, every: set[int], aborted: Mapping[int, Call]) -> _Mismatch | None:
+def _mismatch_with_ended(calls: Calls, all_ranks: set[int], aborted: Mapping[int, Call]) -> _Mismatch | None:
     """The mismatch with a rank that reported no calls: it has ended, or a library aborted it in the call of `aborted`.
 
     The other rank's last call under a condition on its rank is then the one that it makes alone.
     """
-    gone = sorted(every - calls.keys())
+    silent = sorted(all_ranks - calls.keys())
     for rank, several in sorted(calls.items()):
         last = _before_end(_last_call(several))
-        if not gone or not last:
+        if not silent or not last:
             continue
-        its_last = aborted.get(gone[0])
+        its_last = aborted.get(silent[0])
         if its_last and _branch(its_last) and its_last.lines != last.lines:
-            return _Mismatch(gone[0], its_last, rank, last)
+            return _Mismatch(silent[0], its_last, rank, last)
         by_number = next((call for call in reversed(several) if _branch(call)), None)
-        return _Mismatch(rank, by_number or last, gone[0], its_last, is_new=by_number is not None)
+        return _Mismatch(rank, by_number or last, silent[0], its_last, is_new=by_number is not None)
     return None
 
 

@@ -145,8 +145,8 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
         raise Failure(f"{first.code}: {joined(first.what, first.why)}{more}", key=first.key, fix=first.fix)
     warnings = sum(finding.severity == "warning" for finding in findings)
     script_flags = ["--script", str(options.script)] if options.script is not None else []
-    again = shlex.join(["accel-fsdp", "check", *(["--model", model] if model else []), *script_flags, str(file)])
-    return f"no errors, {counted(warnings, 'warning')}: {again}" if warnings else "no errors"
+    command = shlex.join(["accel-fsdp", "check", *(["--model", model] if model else []), *script_flags, str(file)])
+    return f"no errors, {counted(warnings, 'warning')}: {command}" if warnings else "no errors"
 
 
 def _step_result(name: str, action: Action) -> StepResult:

@@ -29,14 +29,14 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     row_events = [event for event in events if event.kind == "rows"]
     if any(event.content["may_share"] for event in row_events):
         return
-    drawn: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
+    by_loader: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
     for event in events:
         if event.kind == "drawn":
             rows = event.content
-            drawn.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[event.rank] = rows
+            by_loader.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[event.rank] = rows
     looks = [_same_rows(events, row_events)]
-    looks += [look(of_ranks) for look in (_shared, _lost, _split_twice) for _, of_ranks in sorted(drawn.items())]
-    looks += [_smaller_batches(events, of_ranks) for _, of_ranks in sorted(drawn.items())]
+    looks += [look(of_ranks) for look in (_shared, _lost, _split_twice) for _, of_ranks in sorted(by_loader.items())]
+    looks += [_smaller_batches(events, of_ranks) for _, of_ranks in sorted(by_loader.items())]
     looks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
     yield from list(chain.from_iterable(looks))[:1]
 
@@ -64,11 +64,11 @@ def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     if not all(_same_data(first, other) is not False for other in several[1:]):
         return
     if all(rows["is_whole"] for rows in several):
-        taken = len(set().union(*(_places(rows) for rows in several)))
+        drawn = len(set().union(*(_places(rows) for rows in several)))
     else:
-        taken = sum(rows["planned"] for rows in several)
+        drawn = sum(rows["planned"] for rows in several)
     dropped = len(several) * first["batch"] if any(rows["drops_last"] for rows in several) else 0
-    if length - taken > dropped:
+    if length - drawn > dropped:
         sharders = first["sharders"]
         how, fix = (
             "",
@@ -77,7 +77,7 @@ def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
         if len(sharders) > 1:
             how = f": {' and '.join(sharders)} both give each rank a part"
             fix = "leave out the DistributedSampler: accelerator.prepare(dataloader) gives each rank its part"
-        what = f"of {counted(length, 'row')} the ranks take only {taken} in an epoch{how}"
+        what = f"of {counted(length, 'row')} the ranks take only {drawn} in an epoch{how}"
         yield Failure(what, SCRIPT, fix, first["line"])
 
 

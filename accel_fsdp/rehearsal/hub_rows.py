@@ -32,10 +32,10 @@ def fetch(launcher: Rehearsed, dataset: str, config_name: str | None, split: str
     Raises:
         UserError: the data set exists, but without this configuration or split, or it can't be read.
     """
-    alone = replace(launcher, cold=True)
+    separate = replace(launcher, cold=True)
     words = [str(SECONDS), str(target), dataset, split, *([config_name] if config_name else [])]
-    why, may_be_cached = _request_rows(alone, "rows", words)
-    if may_be_cached and _request_rows(alone, "rows-offline", words, **{OFFLINE: "1"})[0] == "":
+    why, may_be_cached = _request_rows(separate, "rows", words)
+    if may_be_cached and _request_rows(separate, "rows-offline", words, **{OFFLINE: "1"})[0] == "":
         return ""
     return why
 

@@ -53,10 +53,10 @@ def _optimizer_before_sharding(events: Sequence[RankEvent], by_rank: dict[int, H
         holding = by_rank.get(event.rank)
         if holding is None or holding.engine.startswith(Engine.DEEPSPEED.label):  # DeepSpeed replaces the parameters
             return
-        missing, strange = event.content["missing"], event.content["strange"]
-        if strange:  # the missing ones alone may be another optimizer's
+        missing, foreign = event.content["missing"], event.content["strange"]
+        if foreign:  # the missing ones alone may be another optimizer's
             what = (
-                f"the optimizer does not hold {missing} of the model's trained parameters, and holds {strange} that "
+                f"the optimizer does not hold {missing} of the model's trained parameters, and holds {foreign} that "
                 "belong to no prepared model"
             )
             yield Failure(
@@ -315,8 +315,8 @@ def _nothing_prepared(events: Sequence[RankEvent], by_rank: dict[int, Holding]) 
     """A saved state contains only what was prepared before."""
     if event := _first_event("state-of-nothing", events):
         call, line = event.content["call"], event.content["line"]
-        does = "saves" if call == "save_state" else "loads"
-        what = f"{call} comes before prepare, so that it {does} no weights"
+        verb = "saves" if call == "save_state" else "loads"
+        what = f"{call} comes before prepare, so that it {verb} no weights"
         yield Failure(what, SCRIPT, f"accelerator.prepare(model, optimizer), then {call}", line)
 
 

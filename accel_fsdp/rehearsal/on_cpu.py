@@ -28,8 +28,8 @@ def measured(job: JobConfig, launch: Callable[[], int], experts: int = 1) -> int
         events = ranks.read(folder)
     holdings = ranks.holdings(events)
     _show_cause(events)
-    if taken := without_gpu.taken(events):
-        console.say(taken)
+    if gpu_calls := without_gpu.taken(events):
+        console.say(gpu_calls)
     if not holdings:
         console.say("no model was trained, so nothing was measured", style="yellow")
         return code

@@ -42,7 +42,7 @@ class OwnRehearsal:
             raise failure
         off = "".join(f"; not watched: {event['what']} ({event['why']})" for event in unwatched)
         same = repeated.summary(outcome.events)
-        of_gpus = f"; {taken}" if (taken := without_gpu.taken(outcome.events)) else ""
+        of_gpus = f"; {gpu_calls}" if (gpu_calls := without_gpu.taken(outcome.events)) else ""
         return Proof(verdict.summary(outcome.holdings) + same + off + of_gpus, last_lines(outcome.printed))
 
     def _failed(self, outcome: Outcome) -> Failure:

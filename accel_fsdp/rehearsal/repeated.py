@@ -41,14 +41,14 @@ def summary(events: Sequence[RankEvent]) -> str:
     updates = [event.content for event in events if event.kind == "repeated"]
     if not updates:
         return ""
-    apart = max(update["apart"] for update in updates)
+    difference = max(update["apart"] for update in updates)
     compared = "gradients and weights of" if not any(update["steps"] for update in updates) else "gradients of"
     notes = "".join(f"; its step was not repeated: {update['steps']}" for update in updates[:1] if update["steps"])
     if any(update["changed"] for update in updates):
         notes += "; not repeated: what the script changes in gradients between backward and step"
     if uncovered := updates[0]["uncovered"]:
         notes += f"; no optimizer has {_names(uncovered)}, which have gradients"
-    return f"; {compared} {counted(len(updates), 'step')} are those of one process (apart by {apart:.0e}){notes}"
+    return f"; {compared} {counted(len(updates), 'step')} are those of one process (apart by {difference:.0e}){notes}"
 
 
 def _gradient(content: Mapping[str, Any]) -> Failure:
@@ -290,8 +290,8 @@ def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
     still = [set(event.content["still"]) for event in events if event.kind == "weights"]
     left = sorted(set(updates[0]["uncovered"]).intersection(*still)) if updates and still else []
     if left and len(left) < updates[0]["trained"] / 2:
-        have = "have gradients and never change" if len(left) > 1 else "has gradients and never changes"
-        what = f"no optimizer has {_names(left)}, which {have}"
+        verb = "have gradients and never change" if len(left) > 1 else "has gradients and never changes"
+        what = f"no optimizer has {_names(left)}, which {verb}"
         fix = "give them to the optimizer, as AdamW(model.parameters()) does; or requires_grad_(False) for them"
         lines = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
         yield Failure(what, SCRIPT, fix, next(lines, updates[0]["line"]))

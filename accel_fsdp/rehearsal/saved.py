@@ -173,8 +173,8 @@ def _shards(files: Sequence[_File], sharing_ranks: int) -> Iterator[Failure]:
     writers: dict[str, set[int]] = {}
     for file in sharded:
         writers.setdefault(file.path, set()).add(file.rank)
-    alone = {rank for several in writers.values() if len(several) == 1 for rank in several}
-    if sharded and len(alone) < sharing_ranks:
+    single_writers = {rank for several in writers.values() if len(several) == 1 for rank in several}
+    if sharded and len(single_writers) < sharing_ranks:
         first = sharded[0]
         what = (
             f"{first.call} wrote {first.shards} of {counted(first.count, 'tensor')} as the part that rank "

@@ -168,10 +168,10 @@ class SftRehearsal:
         outcome = self.launcher.python("reload", "accel_fsdp.rehearsal.reload", folders)
         if outcome.code:
             raise Failure("the run's export can't be loaded", output=outcome.tail)
-        apart, largest = (float(word) for word in outcome.output.split()[-2:])
-        if apart > max(self.tolerance, EXACT_LOGITS) * max(largest, 1):
-            raise Failure(f"logits differ by {apart:.2g} from those of one process, of up to {largest:.2g}")
-        return f"final/ loads; its logits are those of one process (apart by {apart:.1g} of {largest:.2g})"
+        difference, largest = (float(word) for word in outcome.output.split()[-2:])
+        if difference > max(self.tolerance, EXACT_LOGITS) * max(largest, 1):
+            raise Failure(f"logits differ by {difference:.2g} from those of one process, of up to {largest:.2g}")
+        return f"final/ loads; its logits are those of one process (apart by {difference:.1g} of {largest:.2g})"
 
     def _output(self, name: str) -> Path:
         return self.launcher.folder / "runs" / name
@@ -218,9 +218,9 @@ class SftRehearsal:
 
 def _compare_losses(losses: Mapping[int, float], alone: Mapping[int, float], steps: range, tolerance: float) -> str:
     """Compares the losses of a run, by their steps, with those of one process."""
-    apart = {step: abs(losses[step] - alone[step]) / abs(alone[step]) for step in steps}
-    worst = max(apart, key=lambda step: apart[step])
-    if apart[worst] > tolerance:
+    differences = {step: abs(losses[step] - alone[step]) / abs(alone[step]) for step in steps}
+    worst = max(differences, key=lambda step: differences[step])
+    if differences[worst] > tolerance:
         comparison = f"{losses[worst]:.6f}, and {alone[worst]:.6f} in one process"
         raise Failure(f"step {worst} has a loss of {comparison}", fix="compare the two jobs")
-    return f"losses of steps {steps[0]} to {steps[-1]} are those of one process (apart by {apart[worst]:.0e})"
+    return f"losses of steps {steps[0]} to {steps[-1]} are those of one process (apart by {differences[worst]:.0e})"

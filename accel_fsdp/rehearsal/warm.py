@@ -29,12 +29,12 @@ def start_server(folder: Path) -> None:
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     forkserver.set_forkserver_preload([PRELOAD])
     multiprocessing.current_process()._config["tempdir"] = str(folder)  # type: ignore[attr-defined]
-    here = os.getcwd()
+    cwd = os.getcwd()
     os.chdir(folder)
     try:
         forkserver.ensure_running()
     finally:
-        os.chdir(here)
+        os.chdir(cwd)
 
 
 def start(module: str, words: Sequence[str], environment: Mapping[str, str], log: Path) -> BaseProcess:

@@ -103,9 +103,9 @@ def check(output_dir: Path, needed_bytes: int, text: str) -> None:
     output = atomic_files.existing_part(output_dir)
     free = shutil.disk_usage(output).free
     if needed_bytes > free:
-        needed, there = distinguishable(gib_or_mib, needed_bytes, free)
+        needed, available = distinguishable(gib_or_mib, needed_bytes, free)
         raise UserError(
-            f"{text} {needed}, {there} are free at {output}",
+            f"{text} {needed}, {available} are free at {output}",
             why="the run would fill the disk",
             fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
         )

@@ -44,10 +44,10 @@ class FiniteCheck:
 
     def check_loaded(self, checkpoint: str | None) -> None:
         """Refuses NaN and infinite weights before training, so that they aren't blamed on the learning rate."""
-        if odd := self._odd_weights():
+        if names := self._odd_weights():
             weights = checkpoint or self.trainer.model.config.get_text_config()._name_or_path or "this one"
             raise UserError(
-                f"the loaded weights hold NaN or infinite values: {first_few(odd, 1)}",
+                f"the loaded weights hold NaN or infinite values: {first_few(names, 1)}",
                 why="training can't repair NaN or infinite weights",
                 fix=f"another checkpoint: {weights} is broken",
             )
@@ -130,8 +130,8 @@ class FiniteCheck:
         for index, part in enumerate(map(_local, trained.values())):
             if part.numel():
                 flags[index] = ~torch.stack(torch.aminmax(part)).float().isfinite().all()
-        odd = self.trainer.accelerator.gather(flags[None]).any(0).tolist()
-        return [name for name, is_odd in zip(trained, odd, strict=True) if is_odd]
+        non_finite = self.trainer.accelerator.gather(flags[None]).any(0).tolist()
+        return [name for name, is_odd in zip(trained, non_finite, strict=True) if is_odd]
 
     def _scales_gradients(self) -> bool:
         return bool(self.trainer.accelerator.mixed_precision == "fp16")

@@ -88,11 +88,11 @@ class Export:
                 if not (full := disks.full(error, folder)):
                     raise
                 newest = completeness.choose(target.parent).newest
-                again = f", then: accel-fsdp export {newest} {target}" if newest else ""
+                retry = f", then: accel-fsdp export {newest} {target}" if newest else ""
                 raise UserError(
                     f"cannot write {target}: {full}",
                     why="training finished, but the export failed",
-                    fix=f"free some space{again}",
+                    fix=f"free some space{retry}",
                 ) from error
             return exported_folder.verify(folder, self.expected)
 
@@ -142,9 +142,9 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
     least = min((free for free in frees if free is not None), default=None)
     if least is None:
         return
-    saved, (takes, there) = checkpoint(), distinguishable(gib_or_mib, needed, least)
+    saved, (takes, available) = checkpoint(), distinguishable(gib_or_mib, needed, least)
     raise UserError(
-        f"the whole model takes {takes} of host memory, {there} are free",
+        f"the whole model takes {takes} of host memory, {available} are free",
         why=f"the system would end the process that gathers it; nothing is lost, {saved.name} holds what was trained",
         fix=f"accel-fsdp export {saved} {target}, which needs memory for one tensor at a time",
     )

@@ -211,18 +211,18 @@ class Losses:
         count = (target_ids != IGNORED).sum()
         outputs = outputs if isinstance(outputs, Mapping) else {}
         if outputs.get("logits") is not None:
-            right = right_tokens(outputs["logits"], target_ids)
+            correct = right_tokens(outputs["logits"], target_ids)
         elif outputs.get("token_accuracy") is not None:
-            right = outputs["token_accuracy"].detach().nan_to_num() * count
+            correct = outputs["token_accuracy"].detach().nan_to_num() * count
         else:
             return
-        self._scored = self._scored + torch.stack([right.double(), count.double()])
+        self._scored = self._scored + torch.stack([correct.double(), count.double()])
 
     def add_accuracy(self, logs: dict[str, float]) -> None:
         """Adds the share of correctly predicted tokens to a log of the loss, under TRL's name. Call on all ranks."""
         if "loss" in logs and isinstance(self._scored, Tensor):
-            right, count = self.trainer.accelerator.reduce(self._scored, "sum").tolist()
-            logs["mean_token_accuracy"] = right / max(count, 1)
+            correct, count = self.trainer.accelerator.reduce(self._scored, "sum").tolist()
+            logs["mean_token_accuracy"] = correct / max(count, 1)
             self._scored = 0.0
 
     # Held-out rows
@@ -243,5 +243,5 @@ class Losses:
 
     def held_out(self) -> tuple[float, float]:
         """The mean over the held-out tokens of all ranks, without smoothing or a router's loss, and the accuracy."""
-        loss, right, count = self.trainer.accelerator.reduce(self._held_out, "sum").tolist()
-        return loss / count if count else math.nan, right / max(count, 1)
+        loss, correct, count = self.trainer.accelerator.reduce(self._held_out, "sum").tolist()
+        return loss / count if count else math.nan, correct / max(count, 1)

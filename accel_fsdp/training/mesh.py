@@ -68,11 +68,11 @@ def choose(experts: int) -> None:
             why="transformers shards the model with it, and only that way",
             fix="distributed_type: FSDP and fsdp_version: 2 in the YAML",
         )
-    if other := next((name for name in ROW_AXES if name in sizes), ""):
+    if row_axis := next((name for name in ROW_AXES if name in sizes), ""):
         raise UsageError(
-            f"{axis} with {other}_size: {sizes[other]}",
+            f"{axis} with {row_axis}_size: {sizes[row_axis]}",
             why="transformers has no axis for parts of a row",
-            fix=f"{other}_size: 1",
+            fix=f"{row_axis}_size: 1",
         )
     os.environ[MESH] = " ".join(f"{name}={size}" for name, size in {**sizes, "ep": experts}.items())
     for name in [name for name in os.environ if name in HIDDEN or name.startswith("PARALLELISM_CONFIG_")]:

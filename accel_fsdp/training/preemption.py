@@ -95,8 +95,8 @@ class Stop(TrainerCallback):  # type: ignore[misc]
 
     def _same_request_seconds(self, number: int) -> float:
         """Seconds within which a further signal counts as the same request."""
-        twice = self.signal == number == signal.SIGINT
-        return SAME_KEY_SECONDS if twice else SAME_SIGNAL_SECONDS
+        is_repeated = self.signal == number == signal.SIGINT
+        return SAME_KEY_SECONDS if is_repeated else SAME_SIGNAL_SECONDS
 
     def _announce(self) -> None:
         if LaunchEnvironment.now().rank == 0:

@@ -208,24 +208,24 @@ def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
     `names` are those of the trained parameters. torch itself compares sharded checkpoints. Without patches, PEFT writes
     empty files under FSDP1 and activation checkpointing.
     """
-    full, alone = checkpoint / file_names.FULL_MODEL, checkpoint / file_names.ADAPTER
+    full, adapter_only = checkpoint / file_names.FULL_MODEL, checkpoint / file_names.ADAPTER
     if full.is_file():
         path = full
         with closing(FileReader()) as reader:
             stored = set(map(tensor_names.filed, torch_zip.load(reader, path)))
-    elif alone.is_file():
-        path, stored = alone, set(safetensors_header.read(alone))
+    elif adapter_only.is_file():
+        path, stored = adapter_only, set(safetensors_header.read(adapter_only))
     else:
         return
     needed = set(map(tensor_names.filed, names))
     if not tensor_names.is_adapted(needed):
         return  # of another kind than LoRA, whose tensors have other names in files
-    lacks = tensor_names.lacking(stored, needed)
+    missing = tensor_names.lacking(stored, needed)
     extra = min((name for name in stored - needed if LORA.search(name)), default="")
-    if lacks or extra:
+    if missing or extra:
         raise UserError(
             f"{path} holds {len(stored & needed)} of the adapter's {counted(len(needed), 'tensor')}; "
-            + (f"it lacks {lacks}" if lacks else f"it has {extra}"),
+            + (f"it lacks {missing}" if missing else f"it has {extra}"),
             why="training would go on from a partly new adapter",
             fix="resume with the model and the LoRA flags of that run, or from an older checkpoint-N",
         )

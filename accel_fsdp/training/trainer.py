@@ -146,9 +146,9 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             mesh.announce(self.model, self.args)
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
-            alone = "one process, which holds the whole model"
+            single = "one process, which holds the whole model"
             several = f"{kind}: no FSDP was asked for; each rank may hold the whole model"
-            console.say(several if self.args.world_size > 1 else alone, style="yellow")
+            console.say(several if self.args.world_size > 1 else single, style="yellow")
         if self.data_collator.packed:  # after the sharding check: a forward pass leaves FSDP's root unit gathered
             self.add_callback(batching.IsolationCheck(self.data_collator))
 

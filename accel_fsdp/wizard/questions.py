@@ -271,8 +271,8 @@ def to_answers(context: Context) -> Answers:
 
 
 def applying(answers: Answers) -> list[Question]:
-    context, asked = Context(given=vars(answers)), []
+    context, questions = Context(given=vars(answers)), []
     for question in filter(lambda question: question.applies(context), QUESTIONS):
         if question.helps(context) or getattr(answers, question.field) not in (0, question.default(context)[0]):
-            asked.append(question)
-    return asked
+            questions.append(question)
+    return questions

@@ -53,12 +53,12 @@ def _missing(results: NetworkResults) -> Iterator[Row]:
 
 def _differing(results: NetworkResults, setting_of: Callable[[Facts], Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """The names of the settings that differ between machines, with the values and their machines."""
-    for odd in agreement.differences({number: {"": setting_of(facts)} for number, facts in results.facts.items()}):
+    for diff in agreement.differences({number: {"": setting_of(facts)} for number, facts in results.facts.items()}):
         values = (
             f"{value} on {counted(len(machines), 'machine')} ({', '.join(map(str, machines))})"
-            for value, machines in odd.values.items()
+            for value, machines in diff.values.items()
         )
-        yield odd.name, "; ".join(values)
+        yield diff.name, "; ".join(values)
 
 
 def _differing_counts(results: NetworkResults) -> Iterator[Row]:
@@ -68,12 +68,12 @@ def _differing_counts(results: NetworkResults) -> Iterator[Row]:
 
 
 def _versions(results: NetworkResults) -> Iterator[Row]:
-    odd = list(_differing(results, lambda facts: {"python": facts.python, **facts.versions}))
-    for name, values in odd:
+    differing = list(_differing(results, lambda facts: {"python": facts.python, **facts.versions}))
+    for name, values in differing:
         why = "ranks of different code hang, or disagree on what they send"
         fix = "the same environment on all machines: a shared folder or an image"
         yield Row("versions", "error", f"{name}: {values}", why, fix)
-    if not odd and len(results.facts) > 1:
+    if not differing and len(results.facts) > 1:
         yield Row("versions", "ok", "the same on all machines")
 
 

@@ -52,14 +52,14 @@ def examine(options: DoctorCommand) -> int:
         return 0  # one process of each machine is enough
     read, unread = _read(options)
     values = read[0].values if read else {}
-    here, rows = _place(options, values, launched)
-    number = int(here.value("machine_rank", 0))
+    own_place, rows = _place(options, values, launched)
+    number = int(own_place.value("machine_rank", 0))
     with console.waiting("examining this machine"):
-        own_facts = facts.look(options.folder, _job_settings(here, values))
-    rows += [replace(row, machine=number) for row in (_lint(options, here, read) if read else unread)]
-    examination = Examination(number, here.machines, rows)
+        own_facts = facts.look(options.folder, _job_settings(own_place, values))
+    rows += [replace(row, machine=number) for row in (_lint(options, own_place, read) if read else unread)]
+    examination = Examination(number, own_place.machines, rows)
     examination.results.facts = {number: own_facts}
-    group = _group(options, here, launched, len(own_facts.gpus))
+    group = _group(options, own_place, launched, len(own_facts.gpus))
     if group is not None:
         _test_network(options, group, own_facts, examination)
     if not examination.has_judged:
@@ -110,13 +110,13 @@ def _place(
         settled = place.settle(engine, flags, values, str(options.file or "this job"))
     except UserError as error:
         return place.NOWHERE, [of_error("job", error)]
-    none = [name for name in ("num_machines", "num_processes") if int(settled.value(name, 1)) < 1]
+    low = [name for name in ("num_machines", "num_processes") if int(settled.value(name, 1)) < 1]
     if settled.machines > 1 and not settled.value("main_process_ip"):
         why, fix = "the machines have no rendezvous address", "--main-process-ip ADDRESS: the address of machine 0"
         return place.NOWHERE, [Row("job", "error", "the address of machine 0 is unknown", why, fix)]
-    if none:
-        what, why = f"{none[0]} {settled.value(none[0])}", "a job has at least one"
-        return place.NOWHERE, [Row("job", "error", what, why, f"a number above 0 in {settled.known[none[0]].source}")]
+    if low:
+        what, why = f"{low[0]} {settled.value(low[0])}", "a job has at least one"
+        return place.NOWHERE, [Row("job", "error", what, why, f"a number above 0 in {settled.known[low[0]].source}")]
     return settled, []
 
 
@@ -210,14 +210,14 @@ def _test_network(
     options: DoctorCommand, group: MachineGroup, own_facts: facts.Facts, examination: Examination
 ) -> None:
     """Tests the connections between machines and ranks, and adds the results to the report."""
-    alone = group.machines == 1
+    is_single = group.machines == 1
     tests = None
     try:
         require("testing the communication of ranks", "torch")
         with console.waiting(
-            "testing the communication of ranks" if alone else f"connecting {counted(group.machines, 'machine')}"
+            "testing the communication of ranks" if is_single else f"connecting {counted(group.machines, 'machine')}"
         ):
-            if not alone:
+            if not is_single:
                 rendezvous.check_place(group.address.host, group.address.port, 0 if group.address.hosts else 1)
                 _refuse_second_first(group)
             tests = NetworkTests(group)

@@ -173,8 +173,8 @@ class NetworkTests:
         """The results that both machines have written."""
         keys = [probing.pair_key(first, second, side) for side in range(2)]
         results = self.store.wait(keys, 1.0)
-        saw = [probing.PairResult(**results[key]) if key in results else None for key in keys]
-        return (saw[0] or probing.PairResult(first, second, error=NO_ANSWER)).with_other(saw[1])
+        sides = [probing.PairResult(**results[key]) if key in results else None for key in keys]
+        return (sides[0] or probing.PairResult(first, second, error=NO_ANSWER)).with_other(sides[1])
 
     def _collect_collectives(self) -> None:
         results, store = self.results, self.store

@@ -110,8 +110,8 @@ def rounds(members: list[int]) -> Iterator[list[tuple[int, int]]]:
     circle: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
     for _ in range(len(circle) - 1):
         half = len(circle) // 2
-        faced = zip(circle[:half], reversed(circle[half:]), strict=True)
-        yield [(min(a, b), max(a, b)) for a, b in faced if a is not None and b is not None]
+        opposite = zip(circle[:half], reversed(circle[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in opposite if a is not None and b is not None]
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
@@ -205,8 +205,8 @@ def _measure_pair(device: str, result: PairResult) -> None:
         result.arrived_bytes, result.failed_bytes = size, 0
         if float(once) * REPEATS >= MEASURED_SECONDS:
             break
-    again = REPEATS if float(once) < 1 else 1
-    took = statistics.median(_there_and_back(data) for _ in range(again)) / 2
+    repeats = REPEATS if float(once) < 1 else 1
+    took = statistics.median(_there_and_back(data) for _ in range(repeats)) / 2
     result.bytes_per_second = result.arrived_bytes / max(took, 1e-6)
 
 

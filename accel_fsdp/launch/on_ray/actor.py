@@ -94,9 +94,9 @@ def open_messages() -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     kind = ray.remote(Messages).options(
-        name=_actor_name(), num_cpus=0, max_concurrency=MOST_WORKERS, scheduling_strategy=here
+        name=_actor_name(), num_cpus=0, max_concurrency=MOST_WORKERS, scheduling_strategy=this_node
     )
     return kind.remote()
 

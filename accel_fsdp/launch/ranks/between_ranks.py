@@ -26,9 +26,9 @@ def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
                 continue
             start, part = placed
             first, same = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
-            apart = norm(part - same) / max(norm(same), 1e-12)
-            if part.numel() and apart > EXACT:
-                return {"name": name, "ranks": [first, rank], "apart": apart}
+            difference = norm(part - same) / max(norm(same), 1e-12)
+            if part.numel() and difference > EXACT:
+                return {"name": name, "ranks": [first, rank], "apart": difference}
     return None
 
 

@@ -35,7 +35,7 @@ def outermost(module: "nn.Module") -> "nn.Module":
     """The model that a module is a part of, or itself."""
     from torch import nn
 
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and "_modules" in vars(thing)]
+    modules = [item for item in gc.get_objects() if issubclass(type(item), nn.Module) and "_modules" in vars(item)]
     holders = [holder for holder in modules if any(inner is module for inner in holder.modules())]
     return max(holders, key=lambda holder: sum(1 for _ in holder.modules()), default=module)
 

@@ -24,9 +24,9 @@ def stepped(
     import torch
 
     weights = {name: torch.nn.Parameter(before[name].clone()) for names in step["names"] for name in names}
-    taken = inspect.signature(kind).parameters
+    accepted = inspect.signature(kind).parameters
     groups = [{"params": [weights[name] for name in names]} for names in step["names"]]
-    optimizer = kind(groups, **{key: value for key, value in defaults.items() if key in taken})
+    optimizer = kind(groups, **{key: value for key, value in defaults.items() if key in accepted})
     for group, settings in zip(optimizer.param_groups, step["settings"], strict=True):
         group.update({key: value for key, value in settings.items() if value is not None})
     for name, weight in weights.items():

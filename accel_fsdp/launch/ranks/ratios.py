@@ -39,8 +39,8 @@ def factor(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float | None:
     after = {name: used[name][1] for name in before}
     times = ratio(after, before)
     size = math.sqrt(sum(norm(part) ** 2 for part in after.values()))
-    apart = math.sqrt(sum(norm(after[name] - times * part) ** 2 for name, part in before.items()))
-    return times if size and apart <= EXACT * size else None
+    residual = math.sqrt(sum(norm(after[name] - times * part) ** 2 for name, part in before.items()))
+    return times if size and residual <= EXACT * size else None
 
 
 def share_changed(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float:

@@ -154,8 +154,8 @@ class Recorder:
         self.lines.report_averaging()
         if self.written:
             same = self._unchanged()
-            still = [place.name for place in self.places if place.parameter.requires_grad and place.name in same]
-            events.report("weights", moved=len(same) < len(self.begun), still=sorted(set(still)))
+            unchanged = [place.name for place in self.places if place.parameter.requires_grad and place.name in same]
+            events.report("weights", moved=len(same) < len(self.begun), still=sorted(set(unchanged)))
 
     def _unchanged(self) -> set[str]:
         """The weights whose parts on this rank have the values that they had before the first update."""

@@ -143,11 +143,11 @@ class _Repeated:
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
             self._differs("hidden", self._altered_at(hidden), name=hidden)
             return
-        alone = self._gradients()
+        plain = self._gradients()
         self._compare_trainer_losses()
         if self.number:  # gradients of weights that no optimizer has accumulate over steps
-            alone = {name: gradient for name, gradient in alone.items() if name in covered}
-        apart = self._compare_gradients(reduced, {name: alone[name] for name in alone if name in {*reduced, *covered}})
+            plain = {name: gradient for name, gradient in plain.items() if name in covered}
+        worst = self._compare_gradients(reduced, {name: plain[name] for name in plain if name in {*reduced, *covered}})
         self._compare_clipping(reduced, used)
         self._compare_losses()
         if content := loss_shares.flaw(self.with_rows):
@@ -155,16 +155,16 @@ class _Repeated:
         before, after = self._whole("weights"), self._whole("after")
         why = self._compare_steps(before, used, after)
         moved = any(not before[name].equal(after[name]) for name in after)
-        still = {name for name, gradient in alone.items() if bool(gradient.any())} - covered
+        uncovered = {name for name, gradient in plain.items() if bool(gradient.any())} - covered
         events.report(
             "repeated",
             update=self.number + 1,
-            apart=apart,
+            apart=worst,
             steps=why,
             moved=moved,
-            cleared=bool(alone) and not any(bool(gradient.any()) for gradient in used.values()),
+            cleared=bool(plain) and not any(bool(gradient.any()) for gradient in used.values()),
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
-            uncovered=sorted(still),
+            uncovered=sorted(uncovered),
             trained=len(self.first["trained"]),
             shares=[loss_shares.of_rank(update) for update in self.updates],
             changed=any(map(is_changed, self.updates)),
@@ -266,32 +266,32 @@ class _Repeated:
         for loss in (loss for loss in self.trainer_losses if loss.update == self.number):
             try:
                 with alone(), self._as_recorded(self.model, vars(loss.forward)):
-                    apart = loss.apart(self.model)
+                    difference = loss.apart(self.model)
             except Exception:  # a script's own trainer may raise any error without its model
                 return
-            if apart > (EXACT if self.exact else ROUNDED):
-                return self._differs("trainer-loss", self.first["line"], apart=apart)
+            if difference > (EXACT if self.exact else ROUNDED):
+                return self._differs("trainer-loss", self.first["line"], apart=difference)
 
-    def _compare_gradients(self, reduced: Tensors, alone: Tensors) -> float:
+    def _compare_gradients(self, reduced: Tensors, plain: Tensors) -> float:
         """The largest relative difference of a gradient; if too large, it or the ratio of all gradients is reported."""
-        if not alone:
+        if not plain:
             raise Unrepeatable("no gradient came back to the model's outputs")
-        largest = max(norm(gradient) for gradient in alone.values())
+        largest = max(norm(gradient) for gradient in plain.values())
         tolerance = EXACT if self.exact else ROUNDED
         worst, worst_name = 0.0, ""
-        for name, gradient in alone.items():
+        for name, gradient in plain.items():
             on_ranks = reduced.get(name)
-            apart = norm(gradient - (on_ranks.float() if on_ranks is not None else 0)) / max(
+            deviation = norm(gradient - (on_ranks.float() if on_ranks is not None else 0)) / max(
                 norm(gradient), FLOOR * largest
             )
-            if apart > worst or math.isnan(apart):
-                worst, worst_name = apart, name
-        of_all = ratio(reduced, alone)
+            if deviation > worst or math.isnan(deviation):
+                worst, worst_name = deviation, name
+        of_all = ratio(reduced, plain)
         if worst <= tolerance and not self.exact and abs(of_all - 1) > ROUNDED_RATIO:
             self._differs("all-gradients", self.first["line"], ratio=of_all)
         if not worst <= tolerance:
             on_ranks = reduced.get(worst_name)
-            own = 0.0 if on_ranks is None else ratio({worst_name: on_ranks}, {worst_name: alone[worst_name]})
+            own = 0.0 if on_ranks is None else ratio({worst_name: on_ranks}, {worst_name: plain[worst_name]})
             self._differs(
                 "gradient",
                 (own == 0 and self.first["unsynced"]) or self.first["line"],
@@ -367,12 +367,12 @@ class _Repeated:
             for name, weight in changed.items():
                 change, expected = after[name].float() - before[name].float(), weight.float() - before[name].float()
                 size = max(norm(expected), 1e-6 * norm(before[name]))
-                if size and (apart := norm(change - expected) / size) > 10 * EXACT:
+                if size and (difference := norm(change - expected) / size) > 10 * EXACT:
                     self._differs(
                         "step",
                         step["line"],
                         name=name,
-                        apart=apart,
+                        apart=difference,
                         optimizer=kind.__name__,
                     )
                     return ""

@@ -104,13 +104,14 @@ class ObservedSchedules:
     def report_end(self) -> None:
         """Called at the end of the script."""
         astray = [known.made_at for known in self.scheduled if known.moves > 1 and not known.steps]
-        none = _Scheduled(None, "")
-        first = max(self.scheduled, key=lambda known: known.steps, default=none)
-        taken = {"trained": self.trained, "idle": self.idle, "moves": first.moves}
-        risen = max((known for known in self.scheduled if not known.waves), key=lambda known: known.risen, default=none)
+        empty = _Scheduled(None, "")
+        first = max(self.scheduled, key=lambda known: known.steps, default=empty)
+        steps = {"trained": self.trained, "idle": self.idle, "moves": first.moves}
+        rising = (known for known in self.scheduled if not known.waves)
+        risen = max(rising, key=lambda known: known.risen, default=empty)
         events.report(
             "schedules",
-            **taken,
+            **steps,
             line=first.moved_at or first.made_at,
             astray=astray if self.trained + self.idle else [],
             risen={"share": risen.risen, "moves": risen.cosine_moves, "length": length(risen.cosine)},

@@ -327,9 +327,9 @@ class _Steps:
             self.saves.trains(models[0][0])
         for model, own in models:
             name = type(unwrapped(model)).__name__
-            every = {id(p) for p in model.parameters()}  # frozen ones too: AdamW(model.parameters()) has them
+            ids = {id(p) for p in model.parameters()}  # frozen ones too: AdamW(model.parameters()) has them
             line = self.weights.made_at.get(id(optimizer), "")
-            events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - every), line=line)
+            events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - ids), line=line)
             if self.measures:
                 _report_holding("stepped", model)
         events.report("rows", hashes=self.rows, line=self.rows_line, may_share=from_run.ranks_may_share_rows())

@@ -92,8 +92,8 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
         return 0
     atomic_files.write_text(options.output, f"{text}\n")
     console.say(f"written: {options.output}", style="green")
-    each = kind.each if job_file.machines > 1 else ""
-    console.say(f"next: {kind.submit.replace('FILE', shlex.quote(str(options.output)))}{each}")
+    by_hand = kind.each if job_file.machines > 1 else ""
+    console.say(f"next: {kind.submit.replace('FILE', shlex.quote(str(options.output)))}{by_hand}")
     return 0
 
 
@@ -203,11 +203,11 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
     if config.off_gpus:
         on_tpu = "start it on the TPU's own machine: accel-fsdp launch FILE SCRIPT"
         command = "accel-fsdp launch" if config.off_gpus == "CPUs" else "accelerate launch --config_file"
-        elsewhere = f"start it there: {command} FILE SCRIPT"
+        hint = f"start it there: {command} FILE SCRIPT"
         raise UsageError(
             f"{options.file} is for {config.off_gpus}",
             why="a job file asks for GPUs, and starts FSDP, DDP, DeepSpeed or one process on them",
-            fix=on_tpu if config.engine is Engine.TPU else elsewhere,
+            fix=on_tpu if config.engine is Engine.TPU else hint,
         )
     processes = config.processes
     several = config.number("num_machines") if "num_machines" in config.values else 0  # not Accelerate's default
@@ -224,10 +224,10 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
     machine, number = machines.parse(text)
     in_file = (several or number, processes or number * machine.count)
     if in_file != (number, number * machine.count) or not machine.count:
-        says = f"says num_machines {in_file[0]}, num_processes {in_file[1]}"
+        in_yaml = f"says num_machines {in_file[0]}, num_processes {in_file[1]}"
         raise UsageError(
             f"--gpus {text} is {counted(number, 'machine')} with {counted(machine.count, 'GPU')} each, and "
-            f"{options.file} {'starts one process' if config.is_alone else says}",
+            f"{options.file} {'starts one process' if config.is_alone else in_yaml}",
             why="some GPUs would stay idle, or some ranks have none",
             fix="make them agree",
         )

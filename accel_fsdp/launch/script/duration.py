@@ -65,8 +65,8 @@ def _planned(arguments: Arguments, config: JobConfig, machines: int, machine: Ma
     The model must be bundled or on this machine, because a job file is written without network access.
     """
     model = str(arguments.get("model_name_or_path", ""))
-    here = catalogue.find(model) or Path(model).is_dir()
-    if not model or not here or machine is None or not machine.accelerator:
+    is_readable = catalogue.find(model) or Path(model).is_dir()
+    if not model or not is_readable or machine is None or not machine.accelerator:
         raise KeyError(model)
     ranks = {"num_machines": machines, "num_processes": machines * machine.count}
     gpu = gpus.find(machine.accelerator, machine.memory_gib)

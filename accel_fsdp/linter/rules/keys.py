@@ -108,17 +108,17 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
         if key in fields or key in OLD_TOP_KEYS:
             continue
         inside = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
-        sure = "" if inside else typo_of(key, fields)
-        near = sure or near_key(key, fields)
+        match = "" if inside else typo_of(key, fields)
+        near = match or near_key(key, fields)
         hint = f" It belongs into {inside}." if inside else f" Did you mean {near}?" if near else ""
-        ignored = bool(sure) and fields[sure].kind is Kind.SECTION and subject.engine not in fields[sure].engines
-        fits = bool(sure) and sure not in subject.values and not (ignored and subject.has_engine)
+        ignored = bool(match) and fields[match].kind is Kind.SECTION and subject.engine not in fields[match].engines
+        fits = bool(match) and match not in subject.values and not (ignored and subject.has_engine)
         yield Finding(
             key,
             f"unknown key {key}.{hint}",
             "Accelerate refuses the file",
-            f"rename it to {sure}" if fits else f"correct or remove {key}",
-            (Edit("", key, new_key=sure),) if fits else (),
+            f"rename it to {match}" if fits else f"correct or remove {key}",
+            (Edit("", key, new_key=match),) if fits else (),
         )
 
 
@@ -135,20 +135,20 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
         for key in subject.section(section):
             prefixed = f"parallelism_config_{key}" in fields
             if key not in fields and key not in RETIRED and not prefixed:
-                sure = MISNAMED.get(key) or typo_of(key, fields)
-                suggestion = sure or near_key(key, fields)
-                fits = bool(sure) and sure not in subject.section(section)
+                match = MISNAMED.get(key) or typo_of(key, fields)
+                suggestion = match or near_key(key, fields)
+                fits = bool(match) and match not in subject.section(section)
                 name = subject.written_name(section, key)
                 yield Finding(
                     f"{section}.{key}",
                     f"nothing reads {name}.{f' Did you mean {suggestion}?' if suggestion else ''}",
                     "Accelerate silently drops it",
                     f"rename it to {suggestion}"
-                    if sure
+                    if match
                     else f"{suggestion}, or remove {name}"
                     if suggestion
                     else f"remove {name}",
-                    (Edit(section, key, new_key=sure),) if fits else (),
+                    (Edit(section, key, new_key=match),) if fits else (),
                 )
 
 
@@ -162,8 +162,8 @@ def retired_key(subject: Subject) -> Iterator[Finding]:
     section = subject.section("fsdp_config")
     for old, new in RETIRED.items():
         if old in section:
-            twice = new in section
-            edits = (Edit("fsdp_config", old),) if twice else (Edit("fsdp_config", old, new_key=new),)
+            has_new = new in section
+            edits = (Edit("fsdp_config", old),) if has_new else (Edit("fsdp_config", old, new_key=new),)
             yield Finding(
                 f"fsdp_config.{old}",
                 f"{old} is no longer read; its new name is {new}",

@@ -49,15 +49,15 @@ def machine_of_no_such_number(subject: Subject) -> Iterator[Finding]:
     """
     rank, machines = subject.values.get("machine_rank"), subject.number("num_machines") or 1
     if isinstance(rank, int) and not isinstance(rank, bool) and not 0 <= rank < machines:
-        alone = machines == 1
+        is_single = machines == 1
         yield Finding(
             "machine_rank",
             f"machine_rank: {rank} of {counted(machines, 'machine')}",
-            "this machine trains alone" if alone else "they wait for a machine with another rank",
+            "this machine trains alone" if is_single else "they wait for a machine with another rank",
             "num_machines: all that take part, or machine_rank: 0"
-            if alone
+            if is_single
             else f"0 to {machines - 1}, one for each: --machine_rank N",
-            milder="warning" if alone else None,
+            milder="warning" if is_single else None,
         )
 
 
@@ -140,8 +140,8 @@ def no_accelerator_here(subject: Subject) -> Iterator[Finding]:
 @rule("AF421", "warning", pains=("P82",))
 def syncing_without_accelerator(subject: Subject) -> Iterator[Finding]:
     """FSDP1 with synced module states, its default, on a machine without accelerator: Accelerate stops."""
-    none = subject.here is not None and subject.here.usable_gpus == 0
-    if subject.engine is Engine.FSDP1 and none and subject.on("fsdp_sync_module_states") and not subject.uses_sft:
+    has_no_gpu = subject.here is not None and subject.here.usable_gpus == 0
+    if subject.engine is Engine.FSDP1 and has_no_gpu and subject.on("fsdp_sync_module_states") and not subject.uses_sft:
         yield Finding(
             "fsdp_config.fsdp_sync_module_states",
             "FSDP1 looks for a GPU to sync module states on",

@@ -115,7 +115,7 @@ def unit_around_the_embedding(subject: Subject) -> Iterator[Finding]:
         return
     names = subject.layer_classes or model.declared_classes or ()
     for name in sorted(model.embedding_parents.intersection(names)):
-        kept = [other for other in names if other not in model.embedding_parents]
+        kept = [class_name for class_name in names if class_name not in model.embedding_parents]
         kept = kept or [layer.name for layer in model.wrap_classes]
         yield Finding(
             NAMES,

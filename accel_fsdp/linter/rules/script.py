@@ -170,9 +170,9 @@ def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
     Found below conditions such as `if ...is_main_process` and `if rank == 0`, and in the `else` of `if not
     ...is_main_process`.
     """
-    alone = [part for node in nodes(subject) if isinstance(node, ast.If) for part in _statements_of_rank_0(node)]
+    statements = [part for node in nodes(subject) if isinstance(node, ast.If) for part in _statements_of_rank_0(node)]
     trainer_names, gathered = trainers(subject), set()
-    for call in (call for part in alone for call in ast.walk(part)):
+    for call in (call for part in statements for call in ast.walk(part)):
         gathers = isinstance(call, ast.Call) and name_of(call) in GATHERING and call not in gathered
         if not gathers or not isinstance(call, ast.Call):
             continue

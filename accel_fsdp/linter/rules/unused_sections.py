@@ -210,13 +210,13 @@ def gpu_twice(subject: Subject) -> Iterator[Finding]:
     if not isinstance(chosen, str) or subject.engine is Engine.TPU:
         return
     numbers = [word.strip() for word in chosen.split(",")]
-    twice = [number for at, number in enumerate(numbers) if number in numbers[:at] and number]
+    repeated = [number for at, number in enumerate(numbers) if number in numbers[:at] and number]
     below = [number for number in numbers if number.startswith("-")]
-    if twice or below:
+    if repeated or below:
         yield Finding(
             "gpu_ids",
-            f"gpu_ids: {chosen} names {twice[0] + ' twice' if twice else below[0]}",
-            "CUDA offers no GPU at all" if twice else "CUDA offers the GPUs before it only",
+            f"gpu_ids: {chosen} names {repeated[0] + ' twice' if repeated else below[0]}",
+            "CUDA offers no GPU at all" if repeated else "CUDA offers the GPUs before it only",
             "gpu_ids: each GPU once, or all",
         )
 

@@ -235,12 +235,12 @@ def deepspeed_file_and_keys(subject: Subject) -> Iterator[Finding]:
     section = subject.section("deepspeed_config")
     if subject.engine is not Engine.DEEPSPEED or section.get("deepspeed_config_file") is None:
         return
-    beside = [f"deepspeed_config.{key}" for key in DEEPSPEED_FILE_KEYS if key in section]
-    beside += ["mixed_precision"] if subject.values.get("mixed_precision") is not None else []
-    if beside:
-        names = ", ".join(path.rpartition(".")[2] for path in beside)
+    clashing = [f"deepspeed_config.{key}" for key in DEEPSPEED_FILE_KEYS if key in section]
+    clashing += ["mixed_precision"] if subject.values.get("mixed_precision") is not None else []
+    if clashing:
+        names = ", ".join(path.rpartition(".")[2] for path in clashing)
         yield Finding(
-            beside[0],
+            clashing[0],
             f"{names} beside deepspeed_config_file",
             "Accelerate stops: the following accelerate config variables will be ignored",
             f"move {names} into the DeepSpeed file",

@@ -39,8 +39,8 @@ class Zero(EngineMemory):
     def make_states(self) -> None:
         """The optimizer's state of this rank's partition."""
         if not self.layout.offload:
-            alone = replace(self.layout, ranks=1, ranks_per_node=1)
-            unsharded = self.total(lambda unit: shards.optimizer_bytes(unit, self.recipe, alone))
+            single_rank = replace(self.layout, ranks=1, ranks_per_node=1)
+            unsharded = self.total(lambda unit: shards.optimizer_bytes(unit, self.recipe, single_rank))
             self.meter.add(OPTIMIZER, unsharded // self.layout.ranks)
 
     def adds(self, unit: int) -> bool:

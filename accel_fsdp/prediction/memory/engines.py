@@ -296,21 +296,21 @@ class Fsdp2(Fsdp):
     def after_backward(self, unit: int, grad_bytes: int) -> None:
         """Frees the unit and reduces its gradients; those of the tied head are reduced before the first unit's."""
         if not unit and 0 in self.nested:
-            again = self.experts_of(0)
-            self._free(again)
+            tied_table = self.experts_of(0)
+            self._free(tied_table)
             self._drop_input()
             if grad_bytes and self.syncs:
-                self._reduce(again, 0)
+                self._reduce(tied_table, 0)
         self._free(unit)
         self._drop_input()
         if not grad_bytes:
             return
         ready = self.waiting.pop(unit, 0) or grad_bytes
         if not self.syncs:
-            if unit not in self.waiting and (wide := shards.reduced_like(ready, self.recipe, self.layout)) != ready:
-                self.meter.add(GRADIENTS, wide, ("new", unit))
+            if unit not in self.waiting and (cast := shards.reduced_like(ready, self.recipe, self.layout)) != ready:
+                self.meter.add(GRADIENTS, cast, ("new", unit))
                 self.meter.add(GRADIENTS, -ready, ("new", unit))
-                ready = wide
+                ready = cast
             self.waiting[unit] = ready
             return
         self._reduce(unit, ready)

@@ -97,22 +97,22 @@ def with_loss(script: Script, loss: Loss, logits: int) -> Script:
     smaller requests are kept.
     """
     widths = loss.widths
-    wide, low = 4 * logits, widths["d"] * logits
+    float32_bytes, gradient_bytes = 4 * logits, widths["d"] * logits
 
     def has(request: Request, *sizes: int) -> bool:
         return not request.grad and any(size <= request.size < size + ROUND_BYTES for size in sizes)
 
-    first = next((n for n, request in enumerate(script.forward) if has(request, wide)), None)
-    last = next((n for n, request in reversed(list(enumerate(script.backward))) if has(request, wide)), None)
+    first = next((n for n, request in enumerate(script.forward) if has(request, float32_bytes)), None)
+    last = next((n for n, request in reversed(list(enumerate(script.backward))) if has(request, float32_bytes)), None)
     alive = {request.slot: request for request in script.forward[:first]}  # a release has no size
-    logits_slot = next((slot for slot in reversed(alive) if has(alive[slot], low)), None)
-    low_places = [index for index, request in enumerate(script.backward) if has(request, low)]
+    logits_slot = next((slot for slot in reversed(alive) if has(alive[slot], gradient_bytes)), None)
+    low_places = [index for index, request in enumerate(script.backward) if has(request, gradient_bytes)]
     ends = [index for index in low_places if last is not None and index > last]
     if first is None or logits_slot is None or not ends:
         return script  # float32 logits are their own upcast copy
     names = {"l": logits_slot, "d": script.backward[ends[0]].slot}
     later = (*script.forward[first:], *script.backward)
-    large = {request.slot for request in later if has(request, low, wide)} | {logits_slot}
+    large = {request.slot for request in later if has(request, gradient_bytes, float32_bytes)} | {logits_slot}
     slots = count(max(large) + 1_000)
 
     def requests(words: str) -> Iterator[Request]:

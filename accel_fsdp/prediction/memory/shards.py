@@ -77,8 +77,8 @@ def compute_bytes(recipe: Recipe) -> int:
 
 def reduce_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a gradient in FSDP's reduction: float32 by transformers, forward's dtype by Accelerate."""
-    wide = layout.is_by_transformers and recipe.precision != "no"
-    return state_bytes.MASTER if wide else compute_bytes(recipe)
+    in_float32 = layout.is_by_transformers and recipe.precision != "no"
+    return state_bytes.MASTER if in_float32 else compute_bytes(recipe)
 
 
 def reduced_like(gradients: int, recipe: Recipe, layout: Layout) -> int:
@@ -125,8 +125,8 @@ def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
     """The units of a model; equal units are one object."""
     alike = replace(recipe, rows=1, length=1, accumulation=1, checkpointing="none")
     tensor, experts = layout.tensor, layout.experts
-    alone = Layout(layout.engine, 1, 1, 1, tensor=tensor, experts=experts)
-    return _distinct_units(shape.part(tensor, experts), alike, alone)
+    single_rank = Layout(layout.engine, 1, 1, 1, tensor=tensor, experts=experts)
+    return _distinct_units(shape.part(tensor, experts), alike, single_rank)
 
 
 def all_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:
@@ -160,15 +160,15 @@ def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
         )
         for index, block in enumerate(shape.blocks)
     )
-    apart = [tuple(param for param in params if param.dispatched) for params in parameters]
+    dispatched_params = [tuple(param for param in params if param.dispatched) for params in parameters]
     experts = tuple(
         Unit(f"{unit.name}'s experts", params, unit.block, unit.idle, nested=True) if params else None
-        for unit, params in zip(blocks, apart, strict=True)
+        for unit, params in zip(blocks, dispatched_params, strict=True)
     )
     units = outside("embedding" if last else "root", first), outside("head", last) if last else None
     tables = tuple(param for param in first if param.kind == "embedding")
-    again = outside("tied head", tables) if shape.tied and layout.is_by_transformers else None
-    return Units(blocks, *units, experts, again)
+    tied_head = outside("tied head", tables) if shape.tied and layout.is_by_transformers else None
+    return Units(blocks, *units, experts, tied_head)
 
 
 def _held_parameters(
@@ -189,9 +189,9 @@ def _held_parameters(
         )
         if not full and inside and param.is_adapted(recipe.lora_targets):
             rows, columns = param.shape
-            wide = master_bytes(recipe, layout)
-            yield HeldParameter((recipe.lora_rank, columns), wide, compute, trained=True, adapter=True)
-            yield HeldParameter((rows, recipe.lora_rank), wide, compute, trained=True, adapter=True)
+            master = master_bytes(recipe, layout)
+            yield HeldParameter((recipe.lora_rank, columns), master, compute, trained=True, adapter=True)
+            yield HeldParameter((rows, recipe.lora_rank), master, compute, trained=True, adapter=True)
 
 
 def is_quantized(parameter: Parameter, recipe: Recipe) -> bool:

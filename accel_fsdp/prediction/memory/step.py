@@ -134,9 +134,9 @@ class Walk:
         walked = [*first, *(units[index + 1] for index in layers.places), *last]
         counts = [1, *layers.counts, *(1 for _ in last)]
         engine = ENGINES[layout.wrapper](meter, walked, counts, recipe, layout, idle_units(shape, recipe, layout))
-        apart = shards.distinct_units(shape, recipe, layout)
-        nested = {unit: apart.experts[order[index]] for unit, index in enumerate(layers.places, start=1)}
-        nested[0] = apart.again if layout.wrapper is Engine.FSDP2 else None
+        distinct = shards.distinct_units(shape, recipe, layout)
+        nested = {unit: distinct.experts[order[index]] for unit, index in enumerate(layers.places, start=1)}
+        nested[0] = distinct.again if layout.wrapper is Engine.FSDP2 else None
         engine.nested = {unit: inner for unit, inner in nested.items() if inner}
         replay = replay_model(shape, tapes, recipe, layout)
         return cls(

@@ -267,10 +267,10 @@ def summed_in_place(events: list[StorageEvent]) -> tuple[list[StorageEvent], dic
         if number in skip:
             continue
         if event.sign == 1 and event.by == "aten.add.Tensor":
-            dying = _released_after(events, number)
-            if dying is not None:
-                skip.add(dying)
-                same[event.key] = same.get(events[dying].key, events[dying].key)
+            release = _released_after(events, number)
+            if release is not None:
+                skip.add(release)
+                same[event.key] = same.get(events[release].key, events[release].key)
                 continue
         summed.append(event._replace(key=same.get(event.key, event.key)))
     return summed, same
@@ -292,7 +292,7 @@ def in_order_of_creation(events: list[StorageEvent]) -> list[StorageEvent]:
     backward.
     """
     runs = itertools.groupby(events, key=lambda event: event.sign < 0)
-    return [event for dies, run in runs for event in (sorted(run, key=lambda event: event.key) if dies else run)]
+    return [event for freed, run in runs for event in (sorted(run, key=lambda event: event.key) if freed else run)]
 
 
 def selectively(layer: Any, *args: Any, **kwargs: Any) -> Any:

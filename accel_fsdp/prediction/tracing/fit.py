@@ -92,10 +92,10 @@ def record(recorder: Recorder, alike: Tapes | None = None) -> Tapes:
     """All tapes of one variant; `alike` has the tapes outside the blocks, if they were recorded before."""
     window, untraced = recorder.shape.window, recorder.shape.untraced
     blocks = range(len(recorder.shape.blocks))
-    late = [block not in untraced and _takes_mask_late(recorder, block, window) for block in blocks]
+    takes_mask = [block not in untraced and _takes_mask_late(recorder, block, window) for block in blocks]
     return Tapes(
         blocks=tuple(SILENT if block in untraced else record_block(recorder, block) for block in blocks),
-        masked=tuple(record_block(recorder, block, window) if late[block] else None for block in blocks),
+        masked=tuple(record_block(recorder, block, window) if takes_mask[block] else None for block in blocks),
         embedding=alike.embedding if alike else fit(recorder.embedding, LENGTHS, False),
         head=alike.head if alike else record_head(recorder, chunked=False),
         chunked_head=alike.chunked_head if alike else record_head(recorder, chunked=True),

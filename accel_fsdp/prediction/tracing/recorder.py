@@ -83,17 +83,17 @@ class Recorder:
 
     def _reached(self) -> set[int]:
         """The layers that run for a row without images; layers that attend only to images are skipped."""
-        ran: set[int] = set()
+        reached: set[int] = set()
 
         def seen(index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            ran.add(index)
+            reached.add(index)
             return _split(args, kwargs)[0]
 
         if self.shape.language:
             self._stages(max(self._text) + 1, seen)
             with self._mode, CudaRules(), self._around(), torch.no_grad(), quiet():
                 self._forward(self._ids(At(1, STEP, 0)))
-        return ran or set(self._text)
+        return reached or set(self._text)
 
     def _leave_out(self, silent: set[int]) -> None:
         """Adds blocks that text doesn't go through to those that aren't traced."""

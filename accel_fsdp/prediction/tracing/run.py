@@ -78,12 +78,12 @@ def record_run(
             grads = {watch.key_of(_local_part(p.grad)) for p in module.parameters() if p.grad is not None}
             alive = [watch.key_of(grad) for grad in caught]
             module.zero_grad()
-    sort = in_order_of_creation if at_once else list
+    order = in_order_of_creation if at_once else list
     first = _without_saving(call, like, around) if twice and like is not None else []
     return _settled(
         first,
-        sort(watch.events[:split]),
-        sort(backward),
+        order(watch.events[:split]),
+        order(backward),
         {same.get(key, key) for key in grads},
         [same.get(key, key) for key in alive],
         output,
@@ -132,19 +132,19 @@ def _settled(
     names: list[str] = []
     for events in (forward, backward):
         changes = [e for e in events if e.sign]
-        again = [saved[e.key] for e in changes if e.key in saved]
+        reused = [saved[e.key] for e in changes if e.key in saved]
         if events is backward:
-            again += [saved[key] for key in alive if key in saved and saved[key] not in again]
+            reused += [saved[key] for key in alive if key in saved and saved[key] not in reused]
         lasting = {e.key for e in changes if e.sign > 0} & grads
-        sides.append([(0 if e.key in lasting else e.sign, e.size) for e in changes] + [(1, e.size) for e in again])
-        names += [e.by for e in (*changes, *again)]
+        sides.append([(0 if e.key in lasting else e.sign, e.size) for e in changes] + [(1, e.size) for e in reused])
+        names += [e.by for e in (*changes, *reused)]
     left = {e.key: e.by for e in (*forward, *backward) if e.sign > 0 and e.key not in grads}
     for event in (*forward, *backward):
         if event.sign < 0:
             left.pop(event.key, None)
-    stray = [by for key, by in left.items() if key not in alive]
-    if stray:
-        raise RuntimeError(f"backward leaves behind what these made: {', '.join(stray)}")
+    leaked = [by for key, by in left.items() if key not in alive]
+    if leaked:
+        raise RuntimeError(f"backward leaves behind what these made: {', '.join(leaked)}")
     inputs = [e.key for e in forward if e.sign == 0]
     plain = [event for event in first if event.key not in saved]
     names += [event.by for event in plain]
@@ -162,11 +162,11 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """A context in which only the run itself releases storages: no garbage collector and no frames in threads."""
-    was = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         with frames.unseen():
             yield
     finally:
-        if was:
+        if was_enabled:
             gc.enable()

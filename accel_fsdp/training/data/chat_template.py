@@ -107,8 +107,8 @@ def marks(tokenizer: "PreTrainedTokenizerBase") -> Marks | None:
     if GENERATION.search(tokenizer.get_chat_template()):
         return None
     question = [{"role": "user", "content": QUESTION}]
-    twice = [*question, {"role": "assistant", "content": ANSWER}] * 2
-    parts = re.split(f"{QUESTION}|{ANSWER}", _render(tokenizer, twice))
+    two_turns = [*question, {"role": "assistant", "content": ANSWER}] * 2
+    parts = re.split(f"{QUESTION}|{ANSWER}", _render(tokenizer, two_turns))
     opening, endings, before = "", [""], parts[1::2]
     if len(parts) == 5:
         bare = _render(tokenizer, question).partition(QUESTION)[2]
@@ -188,16 +188,16 @@ def _rendered_with_spans(
 
 
 def _with_spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks | None) -> tuple[str, list[TextSpan]]:
-    spoken = [turn for turn in chat.messages if turn["role"] == "assistant"]
+    assistant_turns = [turn for turn in chat.messages if turn["role"] == "assistant"]
     spans = generated if marks is None else _between(text, marks)
-    if marks is not None and len(spans) != len(spoken):
+    if marks is not None and len(spans) != len(assistant_turns):
         raise BadRow(
-            f"{len(spoken)} assistant turns, but the written text shows {len(spans)}: the text of a turn "
+            f"{len(assistant_turns)} assistant turns, but the written text shows {len(spans)}: the text of a turn "
             "contains the marks"
         )
     answers = [_text_without_ending(text[start:end], marks) for start, end in spans]
-    places = _places(spoken, answers, exact=marks is not None)
-    first = 0 if chat.answers is None else len(spoken) - chat.answers
+    places = _places(assistant_turns, answers, exact=marks is not None)
+    first = 0 if chat.answers is None else len(assistant_turns) - chat.answers
     return text, spans if first == 0 else spans[places[first] :] if first < len(places) else []
 
 

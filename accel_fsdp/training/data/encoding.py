@@ -51,8 +51,8 @@ class Encoder:
         kind = next((type(example) for example in read if not isinstance(example, BadRow)), BadRow)
         other_kind = BadRow("it is of another kind than rows near it")
         read = [example if isinstance(example, kind | BadRow) else other_kind for example in read]
-        good = [example for example in read if not isinstance(example, BadRow)]
-        encoded = iter(self._examples(good))
+        examples = [example for example in read if not isinstance(example, BadRow)]
+        encoded = iter(self._examples(examples))
         return [example if isinstance(example, BadRow) else next(encoded) for example in read]
 
     def _examples(self, examples: list[Example]) -> list[Encoded | BadRow]:

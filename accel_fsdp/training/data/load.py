@@ -35,8 +35,8 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
         with filling_cache(name):
             return _load(name, path, config_name, streaming)
     except _load_errors() as error:
-        here = "" if path.exists() else " (and there is no file or folder of that name here)"
-        raise _unreadable(name, (_broken(path) or _cause(error)) + here) from error
+        hint = "" if path.exists() else " (and there is no file or folder of that name here)"
+        raise _unreadable(name, (_broken(path) or _cause(error)) + hint) from error
 
 
 def check_name(name: str) -> None:

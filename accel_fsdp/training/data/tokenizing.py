@@ -225,10 +225,10 @@ def _digest(rows: "Dataset", encoder: Encoder) -> str:
 
 def _refuse_bad_rows(encoded: "Dataset", rows: "Dataset", options: DataArguments) -> None:
     problems = encoded["problem"][:]
-    bad = [number for number, problem in enumerate(problems) if problem]
-    if bad:
-        more = f" ({len(bad):,} such rows)" if len(bad) > 1 else ""
-        raise _bad_row(_place(rows, bad[0], options), problems[bad[0]] + more)
+    bad_rows = [number for number, problem in enumerate(problems) if problem]
+    if bad_rows:
+        more = f" ({len(bad_rows):,} such rows)" if len(bad_rows) > 1 else ""
+        raise _bad_row(_place(rows, bad_rows[0], options), problems[bad_rows[0]] + more)
 
 
 def _place(rows: "Dataset", row: int, options: DataArguments) -> str:

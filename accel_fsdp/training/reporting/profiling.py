@@ -181,9 +181,9 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Shows the newest profiled step if training ends before the last one."""
         if self.steps and state.global_step < self.steps[-1]:
-            none = ": none is profiled" if state.global_step < self.steps.start else ""
+            note = ": none is profiled" if state.global_step < self.steps.start else ""
             requested_steps = self.args.profile_steps
-            self._warn(f"--profile_steps {requested_steps}, and training ended after step {state.global_step:,}{none}")
+            self._warn(f"--profile_steps {requested_steps}, and training ended after step {state.global_step:,}{note}")
             self._conclude()
 
     def _conclude(self) -> None:

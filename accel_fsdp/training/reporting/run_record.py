@@ -57,8 +57,8 @@ class RunRecord:
         curves = loss_curves(log_history)
         if self._writes and curves:
             words = Words("Loss over steps", "; ".join(f"{name} loss {_ends(values)}" for name, values in curves))
-            drawn = [Curve(name, f"c{number}", values) for number, (name, values) in enumerate(curves, start=1)]
-            picture = svg.standalone(svg.losses(words, drawn, CURVE_WIDTH))
+            loss_lines = [Curve(name, f"c{number}", values) for number, (name, values) in enumerate(curves, start=1)]
+            picture = svg.standalone(svg.losses(words, loss_lines, CURVE_WIDTH))
             atomic_files.write_text(self.folder / file_names.CURVE, picture)
 
     def _write(self) -> None:

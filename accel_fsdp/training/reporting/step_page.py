@@ -35,8 +35,8 @@ def page(step: StepComparison) -> str:
 def _summary(step: StepComparison) -> str:
     highest = f"At its highest, in the {step.highest_at}, {any_size(step.highest.measured)} were allocated"
     predicted = step.highest.predicted
-    beside = "" if predicted is None else f"; predicted were {any_size(predicted)} at its highest"
-    return f"{highest}{beside}. The step took {any_time(step.seconds.measured)}."
+    prediction = "" if predicted is None else f"; predicted were {any_size(predicted)} at its highest"
+    return f"{highest}{prediction}. The step took {any_time(step.seconds.measured)}."
 
 
 def _memory(step: StepComparison) -> str:
@@ -44,13 +44,13 @@ def _memory(step: StepComparison) -> str:
     size, unit = next(pair for pair in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")) if top >= pair[0] or pair[0] == KIB)
     curves = [_curve(step, name, style, size) for name, style in (("measured", "c1"), ("predicted", "c2"))]
     words = Words("Allocated memory over the step", _summary(step))
-    drawn = [curve for curve in curves if curve.points]
+    shown = [curve for curve in curves if curve.points]
     return section(
         words.title,
         "From left to right the units in their order, not seconds: for each its allocated bytes at the start, at "
         "the peak and at the end.",
         figure(
-            [svg.losses(words, drawn, width, ("unit after unit", unit)) for width in WIDTHS],
+            [svg.losses(words, shown, width, ("unit after unit", unit)) for width in WIDTHS],
             "As the allocator counts it, on the first rank.",
         ),
     )
@@ -67,10 +67,10 @@ def _curve(step: StepComparison, name: str, style: str, size: int) -> Curve:
 def _stretches(step: StepComparison) -> str:
     rows: list[Row] = []
     for stretch in step.stretches:
-        again = f" ({stretch.micro_batch})" if stretch.micro_batch > 1 else ""
+        suffix = f" ({stretch.micro_batch})" if stretch.micro_batch > 1 else ""
         sizes = (stretch.before_bytes, stretch.peak_bytes, stretch.after_bytes)
         numbers = [*(cell for size in sizes for cell in cells(size)), *cells(stretch.seconds, any_time)]
-        rows.append((f"{stretch.phase} {stretch.name or stretch.unit}{again}", numbers))
+        rows.append((f"{stretch.phase} {stretch.name or stretch.unit}{suffix}", numbers))
     titles = (word for title in ("finds", "highest", "leaves", "time") for word in (title, "predicted"))
     return _table(("stretch", *titles), rows, "wide")
 

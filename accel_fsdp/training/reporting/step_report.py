@@ -217,15 +217,15 @@ def _rows(stretches: Sequence[ComparedStretch]) -> Iterator[UnitRow]:
     for stretch in stretches:
         folded.setdefault((stretch.phase, stretch.unit), []).append(stretch)
     last = max(stretch.micro_batch for stretch in stretches)
-    for (phase, unit), those in folded.items():
+    for (phase, unit), members in folded.items():
         if phase == "start":
             continue
-        ending = [stretch for stretch in those if stretch.micro_batch == last]
+        ending = [stretch for stretch in members if stretch.micro_batch == last]
         yield UnitRow(
-            *(phase, unit, len(those), len(ending)),
-            seconds=combined(sum, (stretch.seconds for stretch in those)),
-            peak_bytes=combined(max, (stretch.peak_bytes for stretch in those)),
-            rise_bytes=combined(max, (stretch.peak_bytes - stretch.before_bytes for stretch in those)),
+            *(phase, unit, len(members), len(ending)),
+            seconds=combined(sum, (stretch.seconds for stretch in members)),
+            peak_bytes=combined(max, (stretch.peak_bytes for stretch in members)),
+            rise_bytes=combined(max, (stretch.peak_bytes - stretch.before_bytes for stretch in members)),
             left_bytes=combined(sum, (stretch.after_bytes - stretch.before_bytes for stretch in ending)),
         )
 
@@ -318,10 +318,10 @@ def _difference(what: What, unit: str, text: str, quantity: Quantity, total_byte
     """Yields a difference, if there is a prediction. `text` has a placeholder for the measured number."""
     if quantity.predicted is not None and total_bytes:
         write: Write = any_time if what == "time" else any_size
-        apart = quantity.measured - quantity.predicted
-        more = "more" if apart > 0 else "less"
-        sentence = f"{text.format(write(quantity.measured))}, {write(abs(apart))} {more} than predicted"
-        yield StepDifference(what, unit, sentence, quantity.measured, quantity.predicted, abs(apart) / total_bytes)
+        excess = quantity.measured - quantity.predicted
+        more = "more" if excess > 0 else "less"
+        sentence = f"{text.format(write(quantity.measured))}, {write(abs(excess))} {more} than predicted"
+        yield StepDifference(what, unit, sentence, quantity.measured, quantity.predicted, abs(excess) / total_bytes)
 
 
 def _notes(known: Known, trace: StepTrace, step: int, batches: Sequence[tuple[int, int]]) -> Iterator[str]:
