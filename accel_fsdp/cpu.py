@@ -166,10 +166,10 @@ def wait_for_others(end: str) -> None:
 
     with contextlib.suppress(dist.DistError):  # rank 0 was the first to see the last one, and has closed the store
         store = dist.distributed_c10d._get_default_store()
-        ended = store.add(f"accel_fsdp/{end}", 1)
-        while ended < dist.get_world_size():
+        finished = store.add(f"accel_fsdp/{end}", 1)
+        while finished < dist.get_world_size():
             time.sleep(END_SECONDS)
-            ended = store.add(f"accel_fsdp/{end}", 0)
+            finished = store.add(f"accel_fsdp/{end}", 0)
 
 
 def _announce(launch: LaunchEnvironment) -> None:

@@ -193,8 +193,8 @@ def typo_of(name: str, known: Iterable[str], certain: bool = True) -> str:
     name = name.lower()
     telling = name.rpartition("config_")[2].removeprefix("fsdp_").removesuffix("_config")
     near = sorted((edits(name, key.lower()), key) for key in known if _digits(key) == _digits(name))
-    most = min(2 if certain else 3, max(1, len(telling) // 4))
-    if not near or near[0][0] > most or (len(near) > 1 and near[1][0] <= near[0][0] + (1 if certain else 0)):
+    limit = min(2 if certain else 3, max(1, len(telling) // 4))
+    if not near or near[0][0] > limit or (len(near) > 1 and near[1][0] <= near[0][0] + (1 if certain else 0)):
         return ""
     return near[0][1]
 
@@ -277,10 +277,10 @@ def _not_importable(error: ImportError) -> UserError | None:
     library = module.partition(".")[0]
     if library not in LIBRARIES:
         return None
-    lacking = re.match(r"(cannot import name|No module named) '([\w.]+)'", str(error))
-    if lacking and lacking[1].startswith("cannot"):
-        return lacks(library, f"has no {module}.{lacking[2]}", "the command needs it")
-    if lacking and lacking[2] != library:
+    match = re.match(r"(cannot import name|No module named) '([\w.]+)'", str(error))
+    if match and match[1].startswith("cannot"):
+        return lacks(library, f"has no {module}.{match[2]}", "the command needs it")
+    if match and match[2] != library:
         return lacks(library, f"has no {module}", "the command needs it")
     return NotInstalled.of(library) if isinstance(error, ModuleNotFoundError) else None
 

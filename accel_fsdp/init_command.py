@@ -95,7 +95,7 @@ def _contents(config: str, native: bool) -> dict[str, str]:
 
 
 def _readme(config: str, needed: str, native: bool) -> str:
-    also = f"\n`{NATIVE}` is the same job in plain PyTorch, without Accelerate and Trainer.\n" if native else ""
+    note = f"\n`{NATIVE}` is the same job in plain PyTorch, without Accelerate and Trainer.\n" if native else ""
     return f"""# Fine-tuning with FSDP
 
 `{SCRIPT}` is yours to change; what it is made of comes with `pip install 'accel-fsdp[train]'`.
@@ -108,4 +108,4 @@ accelerate launch --config_file fsdp.yaml {SCRIPT} \\
 ```
 
 `runs/first/final` then holds the model, verified; `runs/first/run.json` and `loss.svg` say how the run went.
-{also}"""
+{note}"""

@@ -128,11 +128,11 @@ def ranges(words: Words, rows: Sequence[Range], width: int) -> str:
     shapes: list[str] = []
     for index, row in enumerate(rows):
         y, note = 44 * index, f"{two_digits(row.expected)} ({two_digits(row.least)} to {two_digits(row.most)})"
-        least, most = row.least * scale, row.most * scale
+        low, high = row.least * scale, row.most * scale
         shapes += [_text(0, y + 14, row.name, style="name"), _text(width - 8, y + 14, note, "end")]
         shapes.append(_rect(0, y + 19, max(row.expected * scale, 1), 19, "O"))
-        shapes += [_line(least, y + 28.5, most, y + 28.5, "whisker")]
-        shapes += [_line(x, y + 23, x, y + 34, "whisker") for x in (least, most)]
+        shapes += [_line(low, y + 28.5, high, y + 28.5, "whisker")]
+        shapes += [_line(x, y + 23, x, y + 34, "whisker") for x in (low, high)]
     return _figure(words, width, 44 * len(rows), shapes)
 
 

@@ -40,13 +40,13 @@ def at_most(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, remaining, outer_interval)
 
 
-def result_of(act: Callable[[], Any], seconds: float) -> Any:
-    """Returns the result of `act`; None if it raises, or if it takes longer: then its thread goes on."""
+def result_of(function: Callable[[], Any], seconds: float) -> Any:
+    """Returns the result of `function`; None if it raises, or if it takes longer: then its thread goes on."""
     results: list[Any] = []
 
     def run() -> None:
         with suppress(Exception):
-            results.append(act())
+            results.append(function())
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()

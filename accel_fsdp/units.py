@@ -19,8 +19,8 @@ def counted(count: int, singular: str, plural: str = "") -> str:
 
 def first_few(words: Sequence[str], most: int, separator: str = ", ") -> str:
     """Joins the first words, and counts the others: `a, b and 7 more`."""
-    more = len(words) - most
-    return separator.join(words[:most]) + (f" and {more} more" if more > 0 else "")
+    rest = len(words) - most
+    return separator.join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def millions(count: int, digits: int = 2) -> str:

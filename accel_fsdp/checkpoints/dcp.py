@@ -208,9 +208,9 @@ def _items(folder: Path, reader: FileReader, listed: dict[Inert, Inert]) -> dict
 def _check_apart(folder: Path, items: Collection[_Item]) -> None:
     """Refuses chunks that overlap: reading them would take longer than the files' sizes warrant."""
     places = sorted((str(item.path), item.start, item.length) for item in items)
-    for (file, start, length), (following, at, _) in pairwise(places):
-        if file == following and at < start + length:
-            raise damaged(folder / file_names.DCP_METADATA, f"is damaged: it lists byte {at} of {file} twice")
+    for (file, start, length), (following, next_start, _) in pairwise(places):
+        if file == following and next_start < start + length:
+            raise damaged(folder / file_names.DCP_METADATA, f"is damaged: it lists byte {next_start} of {file} twice")
 
 
 def _entry(

@@ -69,8 +69,8 @@ def read(folder: Path, reader: FileReader, optimizer_too: bool = False) -> dict[
     optimizer = sorted(folder.glob(file_names.ZERO_OPTIMIZERS), key=lambda path: _numbers(path.name))
     model = sorted(folder.glob(file_names.ZERO_MODELS), key=lambda path: _numbers(path.name))
     if not model or not optimizer:
-        lacking = file_names.ZERO_MODELS if not model else file_names.ZERO_OPTIMIZERS
-        raise damaged(folder, f"holds no {lacking}")
+        pattern = file_names.ZERO_MODELS if not model else file_names.ZERO_OPTIMIZERS
+        raise damaged(folder, f"holds no {pattern}")
     try:
         return _read(folder, reader, model, optimizer, optimizer_too)
     except ERRORS as error:
@@ -148,39 +148,39 @@ def _stage2(first: dict[str, Any], ranks: list[Groups], paddings: list[list[int]
 
 
 def _stage3(first: dict[str, Any], ranks: list[Groups]) -> dict[str, Stored]:
-    at = 0
+    offset = 0
     tensors: dict[str, Stored] = {}
     for shapes in first["param_shapes"]:
         for name, shape in shapes.items():
             share = -(-prod(shape) // len(ranks))
             spans: list[ViewSpan] = []
             for groups in ranks:
-                spans += _cut_spans([_span_of(group) for group in groups], at, at + share)
+                spans += _cut_spans([_span_of(group) for group in groups], offset, offset + share)
             tensors[name] = _joined(name, shape, spans)
-            at += share
+            offset += share
     return tensors
 
 
 def _cut_spans(spans: list[ViewSpan], start: int, stop: int) -> Iterator[ViewSpan]:
     """Elements `start` to `stop` of spans laid end to end."""
-    at = 0
+    offset = 0
     for view, first, last in spans:
-        low, high = max(start, at), min(stop, at + last - first)
+        low, high = max(start, offset), min(stop, offset + last - first)
         if low < high:
-            yield view, first + low - at, first + high - at
-        at += last - first
+            yield view, first + low - offset, first + high - offset
+        offset += last - first
 
 
 def _joined(name: str, shape: tuple[int, ...], spans: list[ViewSpan]) -> Stored:
     """A tensor of spans laid end to end; the remainder at the end is padding."""
-    pieces, at, total = [], 0, prod(shape)
+    pieces, offset, total = [], 0, prod(shape)
     for view, first, last in spans:
-        count = min(last - first, total - at)
+        count = min(last - first, total - offset)
         if count > 0:
             skip = (view.offset + first) * ITEM_BYTES[view.dtype]
-            pieces.append(Piece(view.storage.record, (at,), (count,), skip))
-        at += max(count, 0)
-    if at != total:
+            pieces.append(Piece(view.storage.record, (offset,), (count,), skip))
+        offset += max(count, 0)
+    if offset != total:
         raise damaged(
             spans[0][0].storage.record.path if spans else Path(name), f"and its siblings lack a part of {name}"
         )

@@ -76,10 +76,10 @@ def _sharded(folder: Path) -> CheckpointLocation | None:
         return None
     place = folders[0]
     optimizer = next((path for path in _folders(folder) if _is_dcp(path) and path.name.startswith(OPTIMIZERS)), None)
-    lacking = [] if completeness.is_whole_dcp(place) else [f"{place.name}/{file_names.DCP_METADATA}"]
-    lacking += [] if any(place.glob(file_names.DCP_PARTS)) else [f"{place.name}/{file_names.DCP_PARTS}"]
+    missing = [] if completeness.is_whole_dcp(place) else [f"{place.name}/{file_names.DCP_METADATA}"]
+    missing += [] if any(place.glob(file_names.DCP_PARTS)) else [f"{place.name}/{file_names.DCP_PARTS}"]
     outer = folder.parent if place == folder and folder.name.startswith(file_names.FSDP_MODEL) else folder
-    return CheckpointLocation("sharded (DCP)", outer, place, (*lacking, *completeness.unfinished(outer)), optimizer)
+    return CheckpointLocation("sharded (DCP)", outer, place, (*missing, *completeness.unfinished(outer)), optimizer)
 
 
 def _is_dcp(folder: Path) -> bool:
@@ -122,14 +122,14 @@ def has_lost_marker(checkpoint: CheckpointLocation) -> bool:
 def _safetensors(folder: Path) -> CheckpointLocation | None:
     try:
         names = _names(folder)
-        lacking = [name for name in names if not untrusted_files.has(folder, name, file_names.INDEX)]
+        missing = [name for name in names if not untrusted_files.has(folder, name, file_names.INDEX)]
     except UserError as error:
         return CheckpointLocation(
             "safetensors", folder, folder, (f"a file that can be read: {error.what}",), refused=error
         )
     if not names:
         return None
-    return CheckpointLocation("safetensors", folder, folder, (*lacking, *completeness.unfinished(folder)))
+    return CheckpointLocation("safetensors", folder, folder, (*missing, *completeness.unfinished(folder)))
 
 
 def _names(folder: Path) -> list[str]:
@@ -140,9 +140,9 @@ def _names(folder: Path) -> list[str]:
 def _adapter(folder: Path) -> CheckpointLocation | None:
     if not (folder / file_names.ADAPTER).is_file():
         return None
-    lacking = () if (folder / file_names.ADAPTER_CONFIG).is_file() else (file_names.ADAPTER_CONFIG,)
+    missing = () if (folder / file_names.ADAPTER_CONFIG).is_file() else (file_names.ADAPTER_CONFIG,)
     return CheckpointLocation(
-        "adapter", folder, folder / file_names.ADAPTER, (*lacking, *completeness.unfinished(folder))
+        "adapter", folder, folder / file_names.ADAPTER, (*missing, *completeness.unfinished(folder))
     )
 
 
@@ -161,10 +161,10 @@ def _zero(folder: Path) -> CheckpointLocation | None:
     place = deepspeed.folder_of(folder)
     if place is None:
         return None
-    lacking = [name for name in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS) if not any(place.glob(name))]
+    missing = [name for name in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS) if not any(place.glob(name))]
     outer = folder.parent if place == folder and folder.name.startswith(file_names.GLOBAL_STEP) else folder
     return CheckpointLocation(
-        "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in lacking), *completeness.unfinished(outer))
+        "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in missing), *completeness.unfinished(outer))
     )
 
 

@@ -242,8 +242,8 @@ def _by_name(paths: Paths) -> dict[str, Stored]:
 
 
 def _optimizer_name(path: tuple[str, ...]) -> str:
-    at = next(number for number, key in enumerate(path) if key in OPTIMIZER_KEYS)
-    return ".".join(map(clean_name, path[at + 1 :]))
+    index = next(number for number, key in enumerate(path) if key in OPTIMIZER_KEYS)
+    return ".".join(map(clean_name, path[index + 1 :]))
 
 
 def _plain(name: str) -> str:

@@ -280,8 +280,8 @@ def unpickle(
     try:
         content_read = Machine(content, admitted, path, load, spare_room).load()
         _, leaves, letters = _unfolded([content_read], {}, 0)
-        most = SPARE_LEAVES + LEAVES_PER_BYTE * len(content)
-        if leaves > most or letters > most * ROOM_PER_BYTE:
+        limit = SPARE_LEAVES + LEAVES_PER_BYTE * len(content)
+        if leaves > limit or letters > limit * ROOM_PER_BYTE:
             raise ValueError("its parts are referred to more often than in any checkpoint")
     except ERRORS as error:
         detail = f" ({str(error)[:100]})" if str(error) else ""

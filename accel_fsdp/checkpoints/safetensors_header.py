@@ -111,11 +111,11 @@ def _product(path: Path, name: str, factors: tuple[int, ...]) -> int:
 def _check_filled(path: Path, tensors: Mapping[str, Tensor], begin: int, size: int) -> None:
     ordered = sorted(tensors.items(), key=lambda pair: (pair[1].start, pair[1].end))
     ends = [begin, *(tensor.end for _, tensor in ordered)]
-    for (name, tensor), at in zip(ordered, ends, strict=False):
-        if tensor.start < at:  # checked first, because tensors that overlap also seem to leave gaps
+    for (name, tensor), reached in zip(ordered, ends, strict=False):
+        if tensor.start < reached:  # checked first, because tensors that overlap also seem to leave gaps
             raise _damaged(path, f"{name} overlaps another tensor")
-    for (name, tensor), at in zip(ordered, ends, strict=False):
-        if tensor.start != at:
+    for (name, tensor), reached in zip(ordered, ends, strict=False):
+        if tensor.start != reached:
             raise _damaged(path, f"{name} does not begin where the tensor before it ends")
     if size != ends[-1]:
         raise _damaged(path, f"it has {size:,} bytes, its tensors end at {ends[-1]:,}")

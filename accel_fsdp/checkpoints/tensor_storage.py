@@ -124,22 +124,22 @@ class Stored:
         item = ITEM_BYTES[self.dtype]
         first = bisect_right(self.pieces, start, key=lambda piece: piece.offsets[0]) - 1
         for piece in self.pieces[max(first, 0) :]:
-            at = piece.offsets[0]
-            low, high = max(start, at), min(stop, at + piece.sizes[0])
-            if at >= stop:
+            offset = piece.offsets[0]
+            low, high = max(start, offset), min(stop, offset + piece.sizes[0])
+            if offset >= stop:
                 break
             if low < high:
                 view = buffer[(low - start) * item : (high - start) * item]
-                reader.read(piece.record, piece.skip + (low - at) * item, view)
+                reader.read(piece.record, piece.skip + (low - offset) * item, view)
 
     def _read_boxes(self, reader: "FileReader", start: int, stop: int, buffer: memoryview) -> None:
         import numpy as np
 
-        item, at = ITEM_BYTES[self.dtype], 0
+        item, offset = ITEM_BYTES[self.dtype], 0
         for offsets, sizes in boxes(self.shape, start, stop):
             count = prod(sizes) * item
-            target = np.frombuffer(buffer[at : at + count], f"V{item}").reshape(sizes)
-            at += count
+            target = np.frombuffer(buffer[offset : offset + count], f"V{item}").reshape(sizes)
+            offset += count
             for piece in self.pieces:
                 low = tuple(map(max, offsets, piece.offsets))
                 high = tuple(
@@ -237,7 +237,7 @@ def _fill_exactly(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
     Each corner of a box has a sign, which flips for each dimension in which the corner is the end. The signs of the
     boxes add up to those of the whole if, and only if, the boxes add up to it.
     """
-    spans = [[(at, at + size) for at, size in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
+    spans = [[(low, low + size) for low, size in zip(piece.offsets, piece.sizes, strict=True)] for piece in pieces]
     full = [(0, size) for size in shape]
     cut = [dimension for dimension in range(len(shape)) if any(span[dimension] != full[dimension] for span in spans)]
     if not cut or len(cut) > MOST_CUTS:
@@ -316,14 +316,14 @@ class FileReader:
         return len(self._parts)
 
     def _checksum(self, record: FileRecord, parts: list[tuple[int, int, int]]) -> int:
-        total, at = 0, 0
+        total, end = 0, 0
         for skip, length, crc in [*parts, (record.length, 0, 0)]:
-            while at < skip:
-                gap = memoryview(bytearray(min(GAP_BYTES, skip - at)))
-                self.read_bytes(record.path, record.start + at, gap)
-                total, at = zlib.crc32(gap, total), at + len(gap)
-            if skip == at:  # else it overlaps an earlier one: some tensors are read twice
-                total, at = joined_crc(total, crc, length), skip + length
+            while end < skip:
+                gap = memoryview(bytearray(min(GAP_BYTES, skip - end)))
+                self.read_bytes(record.path, record.start + end, gap)
+                total, end = zlib.crc32(gap, total), end + len(gap)
+            if skip == end:  # else it overlaps an earlier one: some tensors are read twice
+                total, end = joined_crc(total, crc, length), skip + length
         return total
 
     def close(self) -> None:

@@ -268,12 +268,12 @@ def _directory(tail: bytes) -> tuple[int, int]:
 def _entries(content: bytes, start: int) -> dict[str, Slot]:
     slots: dict[str, Slot] = {}
     lower_names: set[str] = set()
-    at = 0
-    while at < len(content):
-        mark, method, crc, packed, size, name, extra, comment, header = ENTRY_FIELDS.unpack_from(content, at)
+    offset = 0
+    while offset < len(content):
+        mark, method, crc, packed, size, name, extra, comment, header = ENTRY_FIELDS.unpack_from(content, offset)
         if mark != ENTRY:
             raise ValueError("an entry is missing")
-        name_start = at + ENTRY_FIELDS.size
+        name_start = offset + ENTRY_FIELDS.size
         size, packed, header = _wide((size, packed, header), content[name_start + name : name_start + name + extra])
         if method != 0 or packed != size:
             raise ValueError("a compressed record")
@@ -281,22 +281,22 @@ def _entries(content: bytes, start: int) -> dict[str, Slot]:
         if key.lower() in lower_names:  # torch ignores the case of records' names
             raise ValueError("two records of one name")
         lower_names.add(key.lower())
-        slots[key] = Slot(crc, size, header, start + at)
-        at = name_start + name + extra + comment
+        slots[key] = Slot(crc, size, header, start + offset)
+        offset = name_start + name + extra + comment
     return slots
 
 
 def _wide(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
     if 0xFFFFFFFF not in fields:
         return fields
-    at = 0
-    while at + 4 <= len(extra):
-        kind, length = struct.unpack_from("<HH", extra, at)
+    offset = 0
+    while offset + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, offset)
         if kind == 1:
-            values = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            values = iter(struct.unpack_from(f"<{length // 8}Q", extra, offset + 4))
             first, second, third = (next(values) if field == 0xFFFFFFFF else field for field in fields)
             return first, second, third
-        at += 4 + length
+        offset += 4 + length
     raise ValueError("a size is missing")
 
 

@@ -92,8 +92,8 @@ def variables(text: str) -> dict[str, str]:
 
 def _launch_words(text: str) -> list[str]:
     lines = text.splitlines()
-    at = lines.index(LAUNCH) + 1 if LAUNCH in lines else len(lines)
-    return shlex.split(lines[at].removeprefix("#")) if at < len(lines) else []
+    first = lines.index(LAUNCH) + 1 if LAUNCH in lines else len(lines)
+    return shlex.split(lines[first].removeprefix("#")) if first < len(lines) else []
 
 
 def made_with(text: str) -> dict[str, str]:

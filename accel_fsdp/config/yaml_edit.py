@@ -188,13 +188,13 @@ def _with_flow(text: str, node: Any, key: str, value: Any) -> str:
     """Adds an entry to a mapping in braces, on a line of its own if the last entry has one."""
     entry = f"{_flow(key)}: {_flow(value)}"
     if not node.value:
-        at = node.start_mark.index + 1
-        return text[:at] + entry + text[at:]
-    start, at = node.value[-1][0].start_mark.index, _end(text, *node.value[-1])
+        index = node.start_mark.index + 1
+        return text[:index] + entry + text[index:]
+    start, index = node.value[-1][0].start_mark.index, _end(text, *node.value[-1])
     indent = text[text.rfind("\n", 0, start) + 1 : start]
-    comma = _after_gap(text, at)
-    head = text[: comma + 1] if text[comma] == "," else f"{text[:at]},"
-    tail = text[comma + 1 :] if text[comma] == "," else text[at:]
+    comma = _after_gap(text, index)
+    head = text[: comma + 1] if text[comma] == "," else f"{text[:index]},"
+    tail = text[comma + 1 :] if text[comma] == "," else text[index:]
     same_line, newline, below = tail.partition("\n")
     if indent.strip() or not newline or same_line.partition("#")[0].strip():
         return f"{head} {entry}{tail}"

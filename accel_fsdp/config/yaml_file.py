@@ -149,7 +149,7 @@ def doubled_keys(text: str) -> dict[str, list[int]]:
         for key, _ in mapping.value:
             if isinstance(key, yaml.ScalarNode):
                 lines.setdefault(f"{section}{key.value}", []).append(key.start_mark.line + 1)
-    return {key: at for key, at in lines.items() if len(at) > 1}
+    return {key: places for key, places in lines.items() if len(places) > 1}
 
 
 def load(path: Path, doubled: bool = False) -> Any:

@@ -161,7 +161,7 @@ def _dcp_tensors(folder: Path, reader: FileReader) -> "dict[tuple[str, ...], tor
     for entry in dcp.entries(folder, reader).values():
         tensors[entry.path] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         for offsets, view in entry.chunks:
-            box = tuple(slice(at, at + size) for at, size in zip(offsets, view.shape, strict=True))
+            box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, view.shape, strict=True))
             tensors[entry.path][box] = _tensor(reader, view)
     return tensors
 

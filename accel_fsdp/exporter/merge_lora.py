@@ -118,8 +118,8 @@ class Norms:
             if self.lengths is None:
                 squares = torch.zeros(weight.shape[1], dtype=torch.float64)
                 count, step = prod(weight.shape), max(1, BLOCK_ELEMENTS // weight.unit) * weight.unit
-                for at in range(0, count, step):
-                    squares += weight.sum(reader, at, min(at + step, count)).double().square().sum(dim=0)
+                for start in range(0, count, step):
+                    squares += weight.sum(reader, start, min(start + step, count)).double().square().sum(dim=0)
                 self.lengths = squares.sqrt().float()
             return self.lengths
 

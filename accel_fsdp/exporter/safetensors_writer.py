@@ -125,19 +125,19 @@ def _with_header(path: Path, outputs: list[Output]) -> list[TensorPlacement]:
     """Writes one file's header, the widest dtypes first so that every tensor is aligned."""
     ordered = sorted(outputs, key=lambda output: -ITEM_BYTES[output.dtype])
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    offset = 0
     for output in ordered:
         header[output.name] = {
             "dtype": output.dtype,
             "shape": list(output.source.shape),
-            "data_offsets": [at, at + output.size_bytes],
+            "data_offsets": [offset, offset + output.size_bytes],
         }
-        at += output.size_bytes
+        offset += output.size_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
     with path.open("xb") as file:
         file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
-        file.truncate(LENGTH_BYTES + len(text) + at)
+        file.truncate(LENGTH_BYTES + len(text) + offset)
     begin = LENGTH_BYTES + len(text)
     return [TensorPlacement(output, path, begin + header[output.name]["data_offsets"][0]) for output in ordered]
 

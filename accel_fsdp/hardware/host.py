@@ -181,8 +181,8 @@ def filesystem(folder: Path) -> str:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     except OSError:
         return ""
-    around = [(mount[1], mount[2]) for mount in mounts if folder.resolve().is_relative_to(mount[1])]
-    return max(around, key=lambda mount: len(mount[0]), default=("", ""))[1]
+    parents = [(mount[1], mount[2]) for mount in mounts if folder.resolve().is_relative_to(mount[1])]
+    return max(parents, key=lambda mount: len(mount[0]), default=("", ""))[1]
 
 
 def port_in_use(port: int) -> bool:

@@ -62,13 +62,13 @@ def refuse_unreadable(arguments: Mapping[str, Any]) -> None:
     Raises:
         UsageError: a value is invalid, or a name is a misspelling of an argument.
     """
-    for name, least in WHOLE.items():
+    for name, minimum in WHOLE.items():
         value = arguments.get(name)
-        if value is not None and (not re.fullmatch(r"-?\d+", str(value)) or int(value) < least):
+        if value is not None and (not re.fullmatch(r"-?\d+", str(value)) or int(value) < minimum):
             raise UsageError(
                 f"{name}: {value} in the arguments",
-                why=f"it must be a whole number, {least} or more",
-                fix=f"--{name} {max(least, 1)}",
+                why=f"it must be a whole number, {minimum} or more",
+                fix=f"--{name} {max(minimum, 1)}",
             )
     for name in sorted(arguments.keys() - WHOLE.keys()):
         if near := get_close_matches(name, WHOLE, 1, SLIP):

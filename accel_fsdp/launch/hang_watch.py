@@ -253,8 +253,8 @@ class Watchdog:
         """
         if self.messages is None:
             return None
-        until, cause = time.monotonic() + self._grace, None
-        while cause is None and time.monotonic() < until:
+        deadline, cause = time.monotonic() + self._grace, None
+        while cause is None and time.monotonic() < deadline:
             cause = self._known_cause()
             time.sleep(0.2)
         if cause is not None:
@@ -310,8 +310,8 @@ class Watchdog:
                     os.kill(peer.beat.pid, signal.SIGCONT)
 
     def _wait_for(self, is_done: Callable[[], bool]) -> None:
-        until = time.monotonic() + 2 * self.every + DISK_SECONDS
-        while not is_done() and time.monotonic() < until:
+        deadline = time.monotonic() + 2 * self.every + DISK_SECONDS
+        while not is_done() and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def _collected(self) -> dict[int, LastSeen]:
@@ -384,6 +384,6 @@ def machine_answers(beat: Beat) -> bool | None:
     return rendezvous.answers(beat.address, LaunchEnvironment.now().main_port) if beat.address else None
 
 
-def in_time(act: Callable[[], Any]) -> Any:
-    """Returns the result of `act`; None if the disk takes too long or refuses."""
-    return time_limits.result_of(act, DISK_SECONDS)
+def in_time(function: Callable[[], Any]) -> Any:
+    """Returns the result of `function`; None if the disk takes too long or refuses."""
+    return time_limits.result_of(function, DISK_SECONDS)

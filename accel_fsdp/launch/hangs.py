@@ -86,10 +86,10 @@ def verdict(peers: Mapping[int, PeerState], patience: Patience, answers: Answers
     allowed = patience.seconds(doing)
     if idle < allowed or all(min(peer.beat.still, peer.beat.idle) < allowed / 2 for peer in peers.values()):
         return ""
-    during = f" during {doing}" if doing else ""
+    suffix = f" during {doing}" if doing else ""
     quiet = silent_ranks(peers, patience.silence / 2)
     note = f"; {describe_silent(quiet, peers, answers)}" if quiet else ""
-    return f"no rank has finished a step for {idle:.0f} s{during}{note}"
+    return f"no rank has finished a step for {idle:.0f} s{suffix}{note}"
 
 
 def verdict_without_steps(
@@ -233,9 +233,9 @@ def differences(states: Mapping[int, LastSeen]) -> str:
     groups = _groups(states)
     if not groups:
         return ""
-    most = groups[-1]
-    others = "all ranks" if len(most) == len(states) > 1 else "the others" if len(most) > 1 and len(groups) > 1 else ""
-    return "; ".join(_sentence(ranks, states, others if ranks is most else "") for ranks in groups)
+    main = groups[-1]
+    others = "all ranks" if len(main) == len(states) > 1 else "the others" if len(main) > 1 and len(groups) > 1 else ""
+    return "; ".join(_sentence(ranks, states, others if ranks is main else "") for ranks in groups)
 
 
 def _sentence(ranks: list[int], states: Mapping[int, LastSeen], subject: str) -> str:

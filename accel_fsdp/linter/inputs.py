@@ -141,7 +141,7 @@ def command_words(text: str) -> list[str]:
         words = shlex.split(text.replace("\\\n", " "), comments=True)
     except ValueError:
         return []
-    start = next((at for at, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
+    start = next((index for index, word in enumerate(words) if "=" not in word or word.startswith("-")), len(words))
     return words[start:]
 
 

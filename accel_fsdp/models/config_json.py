@@ -144,9 +144,9 @@ def _problem(key: str, value: Any) -> str:
             return f"it must be at least {1 if key in POSITIVE else 0}"
         if value > LARGEST_WIDTH and "position" not in key:
             return f"no model has more than {LARGEST_WIDTH:,}"
-    most = MOST_LAYERS if LAYERS.search(key) else MOST_PARTS if PARTS.search(key) else None
-    counts = most is not None and isinstance(value, int) and not NO_COUNTS.search(key)
-    return f"no model has more than {most:,}" if counts and value > most else ""
+    limit = MOST_LAYERS if LAYERS.search(key) else MOST_PARTS if PARTS.search(key) else None
+    counts = limit is not None and isinstance(value, int) and not NO_COUNTS.search(key)
+    return f"no model has more than {limit:,}" if counts and value > limit else ""
 
 
 def contradictory(name: str, what: str) -> UserError:

@@ -60,15 +60,15 @@ def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
 
     classes = {path: type(module).__name__ for path, module in model.named_modules()}
     lists = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    around = {path: set(_parents(path)) for path, name in classes.items() if name in names}
+    parents = {path: set(_parents(path)) for path, name in classes.items() if name in names}
     stacks = {
         classes[outer]
-        for path, outside in around.items()
+        for path, outside in parents.items()
         if path.rpartition(".")[0] in lists
-        for outer in outside & around.keys()
+        for outer in outside & parents.keys()
     }
-    layer_paths = {path for path in around if classes[path] not in stacks}
-    free = {classes[path] for path in layer_paths if not around[path] & layer_paths}
+    layer_paths = {path for path in parents if classes[path] not in stacks}
+    free = {classes[path] for path in layer_paths if not parents[path] & layer_paths}
     return [name for name in names if name in free]
 
 

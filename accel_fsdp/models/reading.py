@@ -79,12 +79,12 @@ def _require_reading(name: str) -> None:
         NotInstalled: one is missing. UserError: one is missing, and a bundled model has nearly that name.
     """
     purpose, libraries = f"reading the model {name}", ("transformers", "torch")
-    lacking = next((library for library in libraries if not is_installed(library)), "")
-    if lacking and not Path(name).exists() and (near := catalogue.near(name)):
+    not_installed = next((library for library in libraries if not is_installed(library)), "")
+    if not_installed and not Path(name).exists() and (near := catalogue.near(name)):
         raise UserError(
             f"{name} is not a bundled model.{catalogue.did_you_mean(name)}",
-            why=NotInstalled.of(lacking, "reading another model").what,
-            fix=f"give {near}; or, if {name} is another model: {NotInstalled.of(lacking).fix}",
+            why=NotInstalled.of(not_installed, "reading another model").what,
+            fix=f"give {near}; or, if {name} is another model: {NotInstalled.of(not_installed).fix}",
         )
     require(purpose, *libraries)
 

@@ -180,8 +180,8 @@ def _command(inputs: Mapping[str, str], words: list[str]) -> PlanCommand:
             why="it writes or reads files, or needs torch, which a browser doesn't have",
             fix=f"{COMMAND} {shlex.join(words)}",
         )
-    if lacking := [name for name in ("model", "gpus") if not inputs.get(name)]:
-        raise UsageError(f"--{lacking[0]} is missing", why="there is nothing to plan", fix="choose one")
+    if empty := [name for name in ("model", "gpus") if not inputs.get(name)]:
+        raise UsageError(f"--{empty[0]} is missing", why="there is nothing to plan", fix="choose one")
     if catalogue.canonical(inputs["model"]) is None:
         raise _takes_torch(inputs["model"], words, catalogue.did_you_mean(inputs["model"]))
     return PlanCommand(**{flag_words.field_name(name): _value(flags[name], value) for name, value in inputs.items()})

@@ -133,9 +133,9 @@ class Comparison:
     def _alike(self, best: Machine, amount: Callable[[cost.Cost], Any]) -> str:
         """Names the machines whose predictions equal the best within the prediction's error."""
         assert best.spent is not None
-        least = amount(best.spent).expected
+        lowest = amount(best.spent).expected
         spans = [(machine.name, amount(spent)) for machine, spent in self._spent if machine is not best]
-        near = [name for name, span in spans if span and span.expected * search.TIE <= least]
+        near = [name for name, span in spans if span and span.expected * search.TIE <= lowest]
         return f" A prediction can't distinguish it from {', '.join(near)}." if near else ""
 
     def _energy(self) -> Iterator[str]:

@@ -116,11 +116,11 @@ def sections(report: PlanReport) -> Iterator[str]:
     yield _step(problem, choice, chosen=plan.choice is not None)
     yield _numbers(problem, plan)
     by_gpus = _over_gpus(problem, choice.recipe)
-    lead, also = "More GPUs make the sharded state smaller, not the activations.", f"{choice.recipe.length:,} tokens"
-    yield _growing("More GPUs", lead, f"{also} per sequence", problem, choice, by_gpus)
+    lead, details = "More GPUs make the sharded state smaller, not the activations.", f"{choice.recipe.length:,} tokens"
+    yield _growing("More GPUs", lead, f"{details} per sequence", problem, choice, by_gpus)
     by_tokens = _over_tokens(problem, choice.recipe)
-    lead, also = "Longer sequences make the activations larger.", f"on {_gpus(problem)}"
-    yield _growing("Longer sequences", lead, also, problem, choice, by_tokens)
+    lead, details = "Longer sequences make the activations larger.", f"on {_gpus(problem)}"
+    yield _growing("Longer sequences", lead, details, problem, choice, by_tokens)
     yield _more_numbers(choice, by_gpus, by_tokens)
     yield (
         f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
@@ -137,8 +137,8 @@ def _advised(line: str) -> str:
 def _strategy_bars(problem: Problem) -> str:
     jobs = (_curve(problem, problem.job.recipe, name, problem.ranks) for name in ("DDP", "FULL_SHARD"))
     ddp, fsdp = (_timeline(problem, job).most for job in jobs)
-    least = max(ddp.values()) * TOO_THIN
-    kinds = [kind for kind in AGAINST if max(ddp[kind], fsdp[kind]) > least]
+    minimum = max(ddp.values()) * TOO_THIN
+    kinds = [kind for kind in AGAINST if max(ddp[kind], fsdp[kind]) > minimum]
     rows = [(LETTERS[kind], AGAINST[kind], ddp[kind] / GIB, fsdp[kind] / GIB) for kind in kinds]
     summary = "; ".join(
         f"{name}: {gib_in_figure(ddp_gib)} with DDP, {gib_in_figure(fsdp_gib)} with FSDP"
@@ -240,8 +240,8 @@ def _over_gpus(problem: Problem, recipe: Recipe) -> Series:
 
 
 def _over_tokens(problem: Problem, recipe: Recipe) -> Series:
-    most = min(MOST_TOKENS, problem.shape.positions or MOST_TOKENS)
-    lengths = _doublings(min(LEAST_TOKENS, most), most, recipe.length)
+    longest = min(MOST_TOKENS, problem.shape.positions or MOST_TOKENS)
+    lengths = _doublings(min(LEAST_TOKENS, longest), longest, recipe.length)
     jobs = {name: _curve(problem, recipe, name, problem.ranks) for name in (CURVES if problem.ranks > 1 else [ALONE])}
     peaks = {name: [_peak(problem, job.with_recipe(length=length)) for length in lengths] for name, job in jobs.items()}
     return Series("tokens per sequence", (recipe.length, f"{recipe.length:,} tokens"), lengths, peaks)

@@ -95,8 +95,8 @@ class Proposer:
             else:
                 words = {name: value for name, value in preset.items() if name not in layout.axes}
                 settled = _settled({**words, "model": PRESET_MODEL})
-                own = {"model": self.model, "layer_class": self.layer_class, **layout.axes}
-                self._answers[key] = Answers(**{**vars(settled), **own})
+                own_answers = {"model": self.model, "layer_class": self.layer_class, **layout.axes}
+                self._answers[key] = Answers(**{**vars(settled), **own_answers})
         base, sharded = self._answers[key], layout.is_fsdp
         return replace(
             base,

@@ -151,8 +151,8 @@ class PlanReport:
         yield from self._reserved(choice)
         yield self._longest(choice)
         yield self._host(choice)
-        if choice.layout.offload and (more := list(remedies.remedies(problem, choice.layout))):
-            yield "Where machines have less memory than that: " + "; or ".join(more) + "."
+        if choice.layout.offload and (remedy_list := list(remedies.remedies(problem, choice.layout))):
+            yield "Where machines have less memory than that: " + "; or ".join(remedy_list) + "."
         yield from self._padding()
         if command := self.command():
             yield "Its YAML (or -o FILE):"

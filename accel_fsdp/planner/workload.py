@@ -84,8 +84,8 @@ def inputs_of(command: PlanCommand, gpu: Gpu) -> cost.CostInputs:
 def _refuse_below(flag: str, value: float, above: bool = False) -> None:
     """Raises unless a number is finite, and at least 0 or, with `above`, larger."""
     if not math.isfinite(value) or value < 0 or (above and value == 0):
-        least = "above 0" if above else "0 or more"
-        raise UsageError(f"{flag} {value:g}", why=f"it has to be a number, {least}", fix=f"{flag} 2.5")
+        bound = "above 0" if above else "0 or more"
+        raise UsageError(f"{flag} {value:g}", why=f"it has to be a number, {bound}", fix=f"{flag} 2.5")
 
 
 def _price(command: PlanCommand, gpu: Gpu) -> float | None:

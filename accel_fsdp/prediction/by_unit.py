@@ -64,12 +64,12 @@ def unit_steps(
 ) -> UnitSteps:
     """Predicts a step; `tapes` are those of the recipe's variant."""
     samples = step.timeline(shape, tapes, recipe, layout, workspace_bytes).samples
-    tops, ends = samples[::2], samples[1::2]
+    peaks, ends = samples[::2], samples[1::2]
     places = list(_places(shape, recipe))
-    assert len(places) == len(tops) - 1, "the walk through a step marks other units than these"
+    assert len(places) == len(peaks) - 1, "the walk through a step marks other units than these"
     stretches = tuple(
         Stretch(*place, top.total, end.total, _seconds(place, shape, recipe, layout, gpu))
-        for place, top, end in zip(places, tops[1:], ends[1:], strict=True)
+        for place, top, end in zip(places, peaks[1:], ends[1:], strict=True)
     )
     between = step.predict(shape, tapes, recipe, layout, workspace_bytes).steady
     first, *others = stretches

@@ -62,8 +62,8 @@ def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     if _replicates(layout) or not (_pieces(unit, layout) > 1 or layout.offload):
         return Traffic()
     volume = sum(count * width for count, width in gathered(unit, recipe))
-    down = sum(count * _host_width(width, recipe, layout) for count, width in gathered(unit, recipe))
-    host = Traffic(pcie_bytes=layout.shard_of(down) if layout.offload else 0)
+    copied_bytes = sum(count * _host_width(width, recipe, layout) for count, width in gathered(unit, recipe))
+    host = Traffic(pcie_bytes=layout.shard_of(copied_bytes) if layout.offload else 0)
     return _ring(volume, _pieces(unit, layout), layout.machine_share) + host
 
 
@@ -114,8 +114,8 @@ def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     scattered = _ring(volume, pieces, layout.machine_share)
     apart = 1 if layout.is_sharded else layout.ranks_per_node  # hybrid: each of a rank's replicas is elsewhere
     width = compute_bytes(recipe) if layout.engine is Engine.DEEPSPEED else master_bytes(recipe, layout)
-    up = Traffic(pcie_bytes=layout.shard_of(unit.trained_numel * width) if layout.offload else 0)
-    return scattered + _ring(volume / pieces, layout.replicas, apart).times(2) + up
+    offloaded = Traffic(pcie_bytes=layout.shard_of(unit.trained_numel * width) if layout.offload else 0)
+    return scattered + _ring(volume / pieces, layout.replicas, apart).times(2) + offloaded
 
 
 def copied(unit: Unit, recipe: Recipe, layout: Layout) -> tuple[float, float]:
@@ -141,8 +141,8 @@ def update(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
     if not _replicates(layout):
         return Traffic()
     volume = all_trained_numel(shape, recipe, layout) * compute_bytes(recipe)
-    down = Traffic(pcie_bytes=volume / layout.ranks if layout.offload else 0)
-    return _ring(volume, layout.ranks, layout.ranks_per_node) + down
+    copied = Traffic(pcie_bytes=volume / layout.ranks if layout.offload else 0)
+    return _ring(volume, layout.ranks, layout.ranks_per_node) + copied
 
 
 def gathers_per_step(unit: Unit, recipe: Recipe, layout: Layout) -> int:
@@ -220,5 +220,5 @@ def _ring(volume_bytes: float, ranks: int, ranks_per_node: int) -> Traffic:
     sent = volume_bytes * (ranks - 1) / ranks
     if ranks <= ranks_per_node:
         return Traffic(intra_bytes=sent)
-    across = sent / ranks_per_node
-    return Traffic(sent - across, across)
+    network = sent / ranks_per_node
+    return Traffic(sent - network, network)

@@ -134,8 +134,8 @@ def judge(problem: Problem) -> Plan:
     candidate = _loadable(problem, problem.evaluate(problem.job))
     if not candidate.fits:
         return Plan(problem, (candidate,))
-    most = largest(problem, problem.job, "rows", MOST_ROWS, _replayed(problem, candidate))
-    reason = f"It fits, up to {rows_in(replace(candidate.recipe, rows=most))} per GPU."
+    largest_rows = largest(problem, problem.job, "rows", MOST_ROWS, _replayed(problem, candidate))
+    reason = f"It fits, up to {rows_in(replace(candidate.recipe, rows=largest_rows))} per GPU."
     return Plan(problem, (candidate,), candidate, reason=reason)
 
 
@@ -168,9 +168,9 @@ def _sure(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
 
 
 def _longest(problem: Problem, candidate: Candidate) -> tuple[int, int]:
-    most, like = problem.shape.positions or MOST_TOKENS, _replayed(problem, candidate)
+    limit, like = problem.shape.positions or MOST_TOKENS, _replayed(problem, candidate)
     jobs = candidate.job, candidate.job.with_recipe(rows=1)
-    chosen, single = (largest(problem, job, "length", most, like) for job in jobs)
+    chosen, single = (largest(problem, job, "length", limit, like) for job in jobs)
     return chosen, max(chosen, single)
 
 
@@ -276,9 +276,9 @@ def _batches(problem: Problem, job: Job) -> list[Job]:
     if problem.fixed_rows or problem.global_rows:
         batches = [job] if problem.fixed_rows else _split(problem, job)
         return [batch for batch in batches if problem.has_room(batch)]
-    most = largest(problem, job, "rows", MOST_ROWS)
-    powers = [2**power for power in range(most.bit_length())]
-    return [job.with_recipe(rows=rows) for rows in dict.fromkeys((*powers, *([most] if most else [])))]
+    largest_rows = largest(problem, job, "rows", MOST_ROWS)
+    powers = [2**power for power in range(largest_rows.bit_length())]
+    return [job.with_recipe(rows=rows) for rows in dict.fromkeys((*powers, *([largest_rows] if largest_rows else [])))]
 
 
 def _split(problem: Problem, job: Job) -> list[Job]:

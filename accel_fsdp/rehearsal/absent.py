@@ -115,8 +115,8 @@ def _mismatches(calls: Calls) -> Iterator[_Mismatch]:
                 for number in first_calls.keys() & other_calls.keys()
                 if _is_same(first_calls[number], other_calls[number])
             ]
-            at = max(same, default=max(min(first_calls), min(other_calls)) - 1) + 1
-            call, other_call = (_before_end(numbered.get(at)) for numbered in (first_calls, other_calls))
+            position = max(same, default=max(min(first_calls), min(other_calls)) - 1) + 1
+            call, other_call = (_before_end(numbered.get(position)) for numbered in (first_calls, other_calls))
             if call or other_call:
                 yield _mismatch_between(calls, (first, call), (other, other_call))
 

@@ -160,14 +160,14 @@ def of_outcome(outcome: Outcome) -> Failure:
     failure = next((content for content in failures if not CONSEQUENCE.search(content["error"])), None)
     if failure is None and (own_error := OWN_ERROR.search(outcome.output)):
         return Failure(f"{own_error['what']}: {own_error['why']}", fix=own_error["fix"], output=outcome.tail)
-    ended = next((event for event in outcome.ends if event.content["code"]), None)
-    if failure is None and failures and ended:
-        what = f"rank {ended.rank} ended itself with exit code {ended.content['code']}, and the others wait for it"
+    end = next((event for event in outcome.ends if event.content["code"]), None)
+    if failure is None and failures and end:
+        what = f"rank {end.rank} ended itself with exit code {end.content['code']}, and the others wait for it"
         fix = "see why only this rank reaches this line"
-        return Failure(what, key=SCRIPT, fix=fix, line=ended.content["line"], output=outcome.tail)
-    if failure is None and not ended and (missing := absent.absence(outcome.events)):
+        return Failure(what, key=SCRIPT, fix=fix, line=end.content["line"], output=outcome.tail)
+    if failure is None and not end and (missing := absent.absence(outcome.events)):
         return Failure(missing.what, SCRIPT, missing.fix, missing.line, outcome.tail)
-    failure = failure or next(iter(failures), None) or (ended.content if ended else {})
+    failure = failure or next(iter(failures), None) or (end.content if end else {})
     return of_message(str(failure.get("error", "")), str(failure.get("line", "")), outcome)
 
 

@@ -141,8 +141,8 @@ def _check(options: RehearseCommand, launcher: Rehearsed, words: tuple[str, ...]
     errors = [finding for finding in findings if finding.severity == "error"]
     if errors:
         first, *others = errors
-        more = f" (and {counted(len(others), 'error')} more: accel-fsdp check {file})" if others else ""
-        raise Failure(f"{first.code}: {joined(first.what, first.why)}{more}", key=first.key, fix=first.fix)
+        note = f" (and {counted(len(others), 'error')} more: accel-fsdp check {file})" if others else ""
+        raise Failure(f"{first.code}: {joined(first.what, first.why)}{note}", key=first.key, fix=first.fix)
     warnings = sum(finding.severity == "warning" for finding in findings)
     script_flags = ["--script", str(options.script)] if options.script is not None else []
     command = shlex.join(["accel-fsdp", "check", *(["--model", model] if model else []), *script_flags, str(file)])

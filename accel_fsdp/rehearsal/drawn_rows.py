@@ -110,8 +110,8 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
             enough = min(len(first_rows), len(other_rows)) >= FEWEST_BY_CONTENT
             share = len(first_rows & other_rows) / max(1, min(len(first_rows), len(other_rows)))
             by_content = record["places"] is None or (not same_data and record["once"] and other_record["once"])
-            least = SHARE_BY_CONTENT if record["places"] is None else SHARE_OF_PARTS
-            is_mistake = enough and by_content and share >= least
+            minimum = SHARE_BY_CONTENT if record["places"] is None else SHARE_OF_PARTS
+            is_mistake = enough and by_content and share >= minimum
         if is_mistake:
             yield Failure(
                 f"rank {other} trained on {len(first_rows & other_rows)} of {counted(len(other_rows), 'row')} that "
@@ -157,8 +157,8 @@ def _parts_of_one(several: Sequence[Mapping[str, Any]]) -> bool:
         return False
     places = [_places(rows) for rows in several]
     without_repeats = all(len(set(_places(_unpadded(rows)))) == len(_places(_unpadded(rows))) for rows in several)
-    spare = sum(len(rows["places"][-1]) for rows in several)
-    return without_repeats and 0 <= sum(map(len, places)) - several[0]["length"] < spare
+    last_rows = sum(len(rows["places"][-1]) for rows in several)
+    return without_repeats and 0 <= sum(map(len, places)) - several[0]["length"] < last_rows
 
 
 def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bool | None:
@@ -168,11 +168,11 @@ def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bo
     if record["fingerprint"] and record["fingerprint"] == other_record["fingerprint"]:
         return True
     first_rows, other_rows = _by_place(record), _by_place(other_record)
-    both = first_rows.keys() & other_rows.keys()
-    if any(first_rows[place] != other_rows[place] for place in both):
+    common = first_rows.keys() & other_rows.keys()
+    if any(first_rows[place] != other_rows[place] for place in common):
         return False
     tells_apart = all(2 * len(set(rows.values())) > len(rows) for rows in (first_rows, other_rows))
-    return True if both and tells_apart else None
+    return True if common and tells_apart else None
 
 
 def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:

@@ -240,7 +240,7 @@ def hang_of(events: Sequence[RankEvent]) -> Hang:
     """The last places of all ranks that have not ended, as far as they reported them."""
     ended = frozenset(event.rank for event in events if event.kind == "ended")
     places = {event.rank: event.content for event in events if event.kind in ("still", "at")}
-    return Hang({rank: _location(at) for rank, at in places.items() if rank not in ended}, ended)
+    return Hang({rank: _location(place) for rank, place in places.items() if rank not in ended}, ended)
 
 
 def _location(place: Mapping[str, str]) -> Location:
@@ -254,7 +254,7 @@ def left_alone(events: Sequence[RankEvent]) -> Hang | None:
     if not failed or not ended or not all(CONSEQUENCE.search(event.content["error"]) for event in failed):
         return None
     places = {event.rank: event.content for event in failed}
-    waits = {rank: Location(at["line"], at["collective"] or "a collective", "") for rank, at in places.items()}
+    waits = {rank: Location(place["line"], place["collective"] or "a collective", "") for rank, place in places.items()}
     return Hang(waits, ended)
 
 

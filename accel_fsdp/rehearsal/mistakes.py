@@ -210,13 +210,13 @@ def _different_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -
     counts = _final_steps(events, by_rank) if _all_ended(events) else _steps_until_now(events)
     if len(set(counts.values())) < 2:
         return
-    most, least = (choose(counts, key=lambda rank: counts[rank]) for choose in (max, min))
+    highest, lowest = (choose(counts, key=lambda rank: counts[rank]) for choose in (max, min))
     yield Failure(
-        f"the ranks' weights are of different steps: rank {most} took {counted(counts[most], 'step')} of an "
-        f"optimizer, rank {least} {counts[least] or 'none'}",
+        f"the ranks' weights are of different steps: rank {highest} took {counted(counts[highest], 'step')} of an "
+        f"optimizer, rank {lowest} {counts[lowest] or 'none'}",
         SCRIPT,
         "optimizer.step() on every rank: outside of `if accelerator.is_main_process` and other conditions on the rank",
-        next((event.content["line"] for event in _events("first-step", events) if event.rank == most), ""),
+        next((event.content["line"] for event in _events("first-step", events) if event.rank == highest), ""),
     )
 
 
@@ -288,8 +288,8 @@ def _steps_until_now(events: Sequence[RankEvent]) -> dict[int, int]:
         steps.setdefault(event.rank, []).append(event.content["step"] - 1)
     counts = {rank: several[-1] for rank, several in steps.items()}
     as_many = len({len(several) for several in steps.values()}) == 1
-    everywhere = set(steps) == {event.rank for event in _events("began", events)}
-    return counts if as_many and everywhere and not all(counts.values()) else {}
+    on_all_ranks = set(steps) == {event.rank for event in _events("began", events)}
+    return counts if as_many and on_all_ranks and not all(counts.values()) else {}
 
 
 def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:

@@ -194,8 +194,8 @@ def _changed_apart(content: Mapping[str, Any]) -> Failure:
 
 
 def _clipped_by_engine(content: Mapping[str, Any]) -> Failure:
-    asked, most = content["norms"]
-    clips = f"DeepSpeed clips to {most:g}, which Accelerate fills in" if most else "DeepSpeed clips to none"
+    asked, limit = content["norms"]
+    clips = f"DeepSpeed clips to {limit:g}, which Accelerate fills in" if limit else "DeepSpeed clips to none"
     what = f"clip_grad_norm_ asks for a norm of {asked:g} and changes nothing under DeepSpeed; {clips}"
     return Failure(what, "gradient_clipping", f"gradient_clipping: {asked:g} in deepspeed_config", content["line"])
 

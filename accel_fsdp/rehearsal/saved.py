@@ -189,8 +189,8 @@ def _mixed_files(files: Sequence[_File]) -> Iterator[Failure]:
     writers: dict[tuple[str, int, int, int], dict[int, _File]] = {}
     for file in files:
         if file.call not in (*DCP, FOLDERS[0]) and not file.path.startswith("/dev/"):
-            at = (file.path, file.step, file.barriers, file.machine)
-            writers.setdefault(at, {}).setdefault(file.rank, file)
+            key = (file.path, file.step, file.barriers, file.machine)
+            writers.setdefault(key, {}).setdefault(file.rank, file)
     for ranks in writers.values():
         if len(ranks) > 1:
             listed = " and ".join(str(rank) for rank in sorted(ranks))

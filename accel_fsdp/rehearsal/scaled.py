@@ -51,9 +51,9 @@ def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tup
     is_split_alone = split > 1 and copies == shards == 1
     copied = real.expert_shard_ranks > 1 < experts
     nested = hybrid or copied or _is_hybrid_of_fsdp1(job) or (split > 1 and not is_split_alone)
-    least = 2 * PROCESSES if nested else PROCESSES
-    ranks = least if processes is None else processes
-    check_processes(ranks, least, ranks if not is_split_alone else SPLIT)
+    minimum = 2 * PROCESSES if nested else PROCESSES
+    ranks = minimum if processes is None else processes
+    check_processes(ranks, minimum, ranks if not is_split_alone else SPLIT)
     values = {key: value for key, value in job.values.items() if key not in OF_MACHINES}
     in_file = job.number("num_processes")
     changes = [f"num_processes {in_file or 'not given'} -> {ranks}"] if in_file != ranks else []

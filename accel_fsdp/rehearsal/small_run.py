@@ -90,8 +90,8 @@ class SmallRun:
     def exact(self, words: Sequence[str]) -> list[str]:
         """The words for a run in float32 without dropout, so that losses can be compared."""
         plain, _ = _without(words, set(OF_PRECISION) - ({"dtype"} if self.quantized else set()))
-        more = ["--export_dtype", "float32", *([] if self.quantized else ["--dtype", "float32"])]
-        return [*plain, *more, *(["--lora_dropout", "0"] if self.adapter else [])]
+        extra = ["--export_dtype", "float32", *([] if self.quantized else ["--dtype", "float32"])]
+        return [*plain, *extra, *(["--lora_dropout", "0"] if self.adapter else [])]
 
 
 def with_defaults(words: Sequence[str], defaults: Sequence[str]) -> tuple[str, ...]:

@@ -101,15 +101,15 @@ TITLES = ("unit", "modules", "weights", "on a rank", "ranks that share it")
 def table(ranks: Mapping[int, Holding]) -> list[tuple[str, ...]]:
     """A table of the units on the rank that holds most, one row per class and size."""
     counts: Counter[HeldUnit] = Counter()
-    most = _fullest(ranks)
-    for unit in most.units:
+    fullest = _fullest(ranks)
+    for unit in fullest.units:
         counts[replace(unit, name="")] += 1
     rows = [
         (unit.kind, str(count), f"{unit.weights:,}", f"{unit.held:,}", str(unit.ranks))
         for unit, count in counts.items()
     ]
-    unsharded_row = [("in no unit", "", f"{most.whole:,}", f"{most.whole:,}", "1")] if most.whole else []
-    return [*rows, *unsharded_row, ("all", "", f"{most.weights:,}", f"{most.held:,}", "")]
+    unsharded_row = [("in no unit", "", f"{fullest.whole:,}", f"{fullest.whole:,}", "1")] if fullest.whole else []
+    return [*rows, *unsharded_row, ("all", "", f"{fullest.weights:,}", f"{fullest.held:,}", "")]
 
 
 def repeated(holding: Holding) -> tuple[str, ...]:
@@ -120,15 +120,15 @@ def repeated(holding: Holding) -> tuple[str, ...]:
 
 
 def summary(ranks: Mapping[int, Holding]) -> str:
-    most = _fullest(ranks)
-    if most.units and all(unit.states_alone for unit in most.units):
-        (unit,) = most.units
+    fullest = _fullest(ranks)
+    if fullest.units and all(unit.states_alone for unit in fullest.units):
+        (unit,) = fullest.units
         states = f"the optimizer's states of {unit.held:,} of {unit.weights:,}"
-        return f"{most.engine}; a rank holds all {most.weights:,} weights, and {states}"
-    if not most.units:
-        return f"{most.engine}; each rank holds all {most.weights:,} weights"
-    units = counted(len(most.units), "unit")
-    return f"{most.engine}, {units}; a rank holds at most {most.held:,} of {most.weights:,} weights"
+        return f"{fullest.engine}; a rank holds all {fullest.weights:,} weights, and {states}"
+    if not fullest.units:
+        return f"{fullest.engine}; each rank holds all {fullest.weights:,} weights"
+    units = counted(len(fullest.units), "unit")
+    return f"{fullest.engine}, {units}; a rank holds at most {fullest.held:,} of {fullest.weights:,} weights"
 
 
 def _fullest(ranks: Mapping[int, Holding]) -> Holding:

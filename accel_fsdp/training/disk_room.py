@@ -82,9 +82,9 @@ def check_shared(trainer: Any, resume_from: str | None) -> None:
 
 def _appears(folder: Path) -> bool:
     """Whether this rank sees rank 0's file; network disks may take a while to show it."""
-    until = time.monotonic() + SHOWN_SECONDS
+    deadline = time.monotonic() + SHOWN_SECONDS
     while folder.name not in os.listdir(folder.parent):
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             return False
         time.sleep(0.2)
     return True

@@ -65,8 +65,8 @@ class Export:
             check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
-        least = max(self.args.ddp_timeout, watch.patience.collectives)
-        watch.patience.collectives = lengthen_timeouts(self.expected.gathered_bytes, least)
+        minimum = max(self.args.ddp_timeout, watch.patience.collectives)
+        watch.patience.collectives = lengthen_timeouts(self.expected.gathered_bytes, minimum)
         if trainer.use_cache is not None:  # Trainer turned it off; the export is for inference
             trainer.model.config.use_cache = trainer.use_cache
         self.is_writing = True
@@ -139,10 +139,10 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
     if dist.is_initialized():
         frees = [None] * dist.get_world_size()
         dist.all_gather_object(frees, free if short else None)
-    least = min((free for free in frees if free is not None), default=None)
-    if least is None:
+    least_free = min((free for free in frees if free is not None), default=None)
+    if least_free is None:
         return
-    saved, (takes, available) = checkpoint(), distinguishable(gib_or_mib, needed, least)
+    saved, (takes, available) = checkpoint(), distinguishable(gib_or_mib, needed, least_free)
     raise UserError(
         f"the whole model takes {takes} of host memory, {available} are free",
         why=f"the system would end the process that gathers it; nothing is lost, {saved.name} holds what was trained",

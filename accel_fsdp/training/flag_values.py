@@ -136,7 +136,7 @@ def _check_unsharded(model: Any) -> None:
 
 
 def _check_combination(model: Any, training: TrainingArguments) -> None:
-    on = {name for name in combinations.FLAGS if getattr(model, name, False)}
+    enabled = {name for name in combinations.FLAGS if getattr(model, name, False)}
     launch = LaunchEnvironment.now()
     job = Job(
         Layout(from_run.engine_here()),
@@ -144,7 +144,7 @@ def _check_combination(model: Any, training: TrainingArguments) -> None:
         optimizer=str(getattr(training.optim, "value", training.optim)),
         recompute="engine" if launch.recomputes_units else "script" if training.gradient_checkpointing else "none",
         state_dict=launch.state_dict_type,
-        flags=frozenset(on | ({"label_smoothing_factor"} if training.label_smoothing_factor else set())),
+        flags=frozenset(enabled | ({"label_smoothing_factor"} if training.label_smoothing_factor else set())),
     )
     saves = str(getattr(training.save_strategy, "value", training.save_strategy)) != "no"
     for clash in combinations.clashes(job):

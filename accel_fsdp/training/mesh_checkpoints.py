@@ -71,10 +71,10 @@ def save_optimizer(trainer: Any, checkpoint: Path) -> None:
 
 def load_optimizer(trainer: Any, checkpoint: Path) -> None:
     """Reads the states that `save_optimizer` or Accelerate has written. Collective."""
-    own: dict[str, Any] = dict(states.get_optimizer_state_dict(trainer.model, trainer.optimizer))
-    loaded = _read("optimizer", own, checkpoint)
+    own_state: dict[str, Any] = dict(states.get_optimizer_state_dict(trainer.model, trainer.optimizer))
+    loaded = _read("optimizer", own_state, checkpoint)
     settings = {name: group for group in loaded[GROUPS] for name in group["params"]}
-    given = own[GROUPS]
+    given = own_state[GROUPS]
     groups = [{**settings.get((*group["params"], "")[0], group), "params": group["params"]} for group in given]
     filled = {"state": loaded["state"], GROUPS: groups}
     states.set_optimizer_state_dict(trainer.model, trainer.optimizer, filled)

@@ -169,9 +169,9 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     stored = origin.engine if origin else _engine(checkpoint, facts)
     if completeness.by_deepspeed(checkpoint):
         _restrict_deepspeed()
-    if lacking := completeness.lacking_to_resume(checkpoint, facts):
+    if absent := completeness.lacking_to_resume(checkpoint, facts):
         raise UserError(
-            f"{checkpoint} holds no {' and no '.join(lacking)}",
+            f"{checkpoint} holds no {' and no '.join(absent)}",
             why="Trainer would silently restart them",
             fix="an older checkpoint-N; or a new run from its weights: accel-fsdp export, then "
             "train/sft.py --model_name_or_path",

@@ -54,20 +54,20 @@ class Checkpoints:
         """Raises a UserError, on all ranks, if the disk is too small for the whole run."""
         self.together(lambda: disk_room.check_whole_run(self.trainer, self.checkpoint_bytes, self.export_bytes))
 
-    def together(self, act: Callable[[], None]) -> None:
-        """Calls `act` on the ranks that write.
+    def together(self, action: Callable[[], None]) -> None:
+        """Calls `action` on the ranks that write.
 
         If one raises, all raise, so that no rank waits for one that has ended.
         """
         failed: list[tuple[str, str, str]] = []
         if self.args.should_save:
             try:
-                act()
+                action()
             except UserError as error:
                 failed = [(error.what, error.why, error.fix)]
-        everywhere = failed if self.trainer.on_tpu else gather_object(failed)
-        if everywhere:
-            what, why, fix = everywhere[0]
+        on_ranks = failed if self.trainer.on_tpu else gather_object(failed)
+        if on_ranks:
+            what, why, fix = on_ranks[0]
             raise UserError(what, why=why, fix=fix)
 
     def refuse(self, what: str, error: BaseException, first: str = "") -> NoReturn:

@@ -83,11 +83,11 @@ LIMITS = {
 
 
 def _check(options: DoctorCommand, launched: LaunchEnvironment) -> None:
-    for name, (least, most, why) in LIMITS.items():
+    for name, (minimum, maximum, why) in LIMITS.items():
         value = getattr(options, name)
-        if value is not None and not least <= value <= most:
+        if value is not None and not minimum <= value <= maximum:
             flag = flag_words.flag_of(name)
-            raise UsageError(f"{flag} {value}", why=why, fix=f"{flag} N, from {least} to {most}")
+            raise UsageError(f"{flag} {value}", why=why, fix=f"{flag} N, from {minimum} to {maximum}")
     if options.json and options.report:
         raise UsageError("--json and --report", why="each is a form of the same report", fix="give one of them")
     flags = [name for name in place.FLAGS if getattr(options, name) is not None]
@@ -252,12 +252,12 @@ def _refuse_second_first(group: MachineGroup) -> None:
 
 
 def _unreachable(group: MachineGroup, tests: NetworkTests | None, error: RuntimeError) -> Row:
-    at = f"machine 0 at {group.address}"
+    subject = f"machine 0 at {group.address}"
     first = first_line(error)
     if tests is not None:
-        what, why = f"{at} answered, and doesn't any more: {first}", "it ended, or the network broke"
+        what, why = f"{subject} answered, and doesn't any more: {first}", "it ended, or the network broke"
         return Row("machines", "error", what, why, "look at the report of machine 0")
     fix = "open the port, or another --main-process-port"
     if "refused" in first:
         fix = "accel-fsdp doctor on machine 0 at the same time"
-    return Row("machines", "error", f"{at} doesn't answer: {first}", rendezvous.why_unreached(first), fix)
+    return Row("machines", "error", f"{subject} doesn't answer: {first}", rendezvous.why_unreached(first), fix)

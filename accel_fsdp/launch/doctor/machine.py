@@ -111,14 +111,14 @@ def _shared_memory(facts: Facts) -> Iterator[Row]:
 
 def _limits(facts: Facts) -> Iterator[Row]:
     locked = "unlimited" if facts.locked_bytes is None else gib_or_mib(facts.locked_bytes)
-    few = 0 <= facts.open_files < FEW_FILES
-    if few:
+    is_low = 0 <= facts.open_files < FEW_FILES
+    if is_low:
         what, why = f"{facts.open_files} open files", "a rank fails with: Too many open files"
         yield Row("limits", "warning", what, why, "ulimit -n 65536")
     if facts.infiniband and facts.locked_bytes is not None:
         what, why = f"{locked} of locked memory", "InfiniBand fails with: ibv_reg_mr ... Cannot allocate memory"
         yield Row("limits", "error", what, why, "ulimit -l unlimited; docker run --ulimit memlock=-1")
-    elif not few:
+    elif not is_low:
         yield Row("limits", "ok", f"{facts.open_files:,} open files, {locked} of locked memory")
 
 

@@ -200,12 +200,12 @@ def _measure_pair(device: str, result: PairResult) -> None:
     for size in SWEEP:
         result.failed_bytes = size
         data = torch.arange(size // 4, dtype=torch.float32, device=device)
-        once = torch.tensor([_there_and_back(data) / 2], device=device)
-        _there_and_back(once, agree=True)  # both stop at the size that the first one has chosen
+        seconds = torch.tensor([_there_and_back(data) / 2], device=device)
+        _there_and_back(seconds, agree=True)  # both stop at the size that the first one has chosen
         result.arrived_bytes, result.failed_bytes = size, 0
-        if float(once) * REPEATS >= MEASURED_SECONDS:
+        if float(seconds) * REPEATS >= MEASURED_SECONDS:
             break
-    repeats = REPEATS if float(once) < 1 else 1
+    repeats = REPEATS if float(seconds) < 1 else 1
     took = statistics.median(_there_and_back(data) for _ in range(repeats)) / 2
     result.bytes_per_second = result.arrived_bytes / max(took, 1e-6)
 

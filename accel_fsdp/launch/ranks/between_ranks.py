@@ -50,8 +50,8 @@ def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
     if len(partly) < 2 or 2 * len(partly) <= len(changed):  # one weight alone may have its changed rows on one rank
         return None
     shares = changed[partly[0]]
-    most, least = (choose(shares, key=shares.__getitem__) for choose in (max, min))
-    return {"name": partly[0], "ranks": [most, least], "line": updates[most]["changed"].get(partly[0], "")}
+    highest, lowest = (choose(shares, key=shares.__getitem__) for choose in (max, min))
+    return {"name": partly[0], "ranks": [highest, lowest], "line": updates[highest]["changed"].get(partly[0], "")}
 
 
 def beginning(updates: Updates, plain: Mapping[str, "torch.Tensor"]) -> list[int] | None:

@@ -119,8 +119,8 @@ class ObservedRows:
             try:
                 batch = give(iterator)
             except StopIteration:
-                if ended := self.passes.get(iterator):
-                    ended.rows.is_whole = True
+                if finished := self.passes.get(iterator):
+                    finished.rows.is_whole = True
                 raise
             self._on_batch(iterator, batch)
             return batch

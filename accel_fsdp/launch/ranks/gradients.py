@@ -66,8 +66,8 @@ def _first_nonzero(optimizer: Any) -> Any:
 
 def _local(parameter: Any) -> Any:
     """This rank's part of a gradient; None without a gradient, or for zeros."""
-    own = parts.local(parameter.grad)
-    return own if own is not None and not own.is_sparse and bool(own.any()) else None
+    local_part = parts.local(parameter.grad)
+    return local_part if local_part is not None and not local_part.is_sparse and bool(local_part.any()) else None
 
 
 def _checksum(parameter: Any) -> int:

@@ -107,7 +107,7 @@ def location_of(thread: int, caller: str = "") -> Location | None:
 
 def place_of(thread: int) -> Instructions:
     """The current instruction of a thread of this process, to be compared with an earlier one."""
-    return tuple((at.code, at.instruction) for at in frames.stack_of(thread))
+    return tuple((frame.code, frame.instruction) for frame in frames.stack_of(thread))
 
 
 def is_debugged(place: Instructions) -> bool:
@@ -141,18 +141,18 @@ def _spots(error: BaseException) -> list[FrameLocation]:
 
 
 def _caller(stack: Sequence[FrameLocation]) -> str:
-    for at in stack:
-        package = at.module.partition(".")[0]
+    for frame in stack:
+        package = frame.module.partition(".")[0]
         if package not in LIBRARIES and (package not in sys.stdlib_module_names or package == "__main__"):
-            path = "/".join(at.code.co_filename.split(os.sep)[-2:])
-            return f"{path}:{at.line} in {at.code.co_name}"
+            path = "/".join(frame.code.co_filename.split(os.sep)[-2:])
+            return f"{path}:{frame.line} in {frame.code.co_name}"
     return ""
 
 
 def _collective(stack: Sequence[FrameLocation]) -> str:
     """The outermost function of torch's collectives on the stack; empty if there is none."""
     name = ""
-    for at in stack:
-        if os.path.basename(at.code.co_filename) in COLLECTIVES:
-            name = name if at.code.co_name in ("wrapper", "wait") else at.code.co_name
+    for frame in stack:
+        if os.path.basename(frame.code.co_filename) in COLLECTIVES:
+            name = name if frame.code.co_name in ("wrapper", "wait") else frame.code.co_name
     return name

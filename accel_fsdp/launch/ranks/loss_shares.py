@@ -45,8 +45,8 @@ def of_batches(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def of_rank(update: Mapping[str, Any]) -> float | None:
     """The sum of the gradients of a rank's mean losses that the model itself computed; None for other losses."""
-    own = [forward for forward in update["forwards"] if "num_items_in_batch" not in forward["inputs"][1]]
-    gradients = [forward["gradients"][forward["loss"]] for forward in own if forward["loss"] is not None]
+    own_losses = [forward for forward in update["forwards"] if "num_items_in_batch" not in forward["inputs"][1]]
+    gradients = [forward["gradients"][forward["loss"]] for forward in own_losses if forward["loss"] is not None]
     is_known = len(gradients) == len(update["forwards"]) and all(gradient is not None for gradient in gradients)
     return sum(float(gradient) for gradient in gradients) if is_known else None
 

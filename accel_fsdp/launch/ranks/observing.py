@@ -23,8 +23,8 @@ class Observation:
     def is_possible(self) -> bool:
         """Whether the libraries have all internals; if not, logs what isn't observed. Read it once, before patching."""
         for internal in self.relies_on:
-            if lacking := flaw(internal):
-                why = f"{internal.library} {metadata.version(internal.library)} {lacking}"
+            if missing := flaw(internal):
+                why = f"{internal.library} {metadata.version(internal.library)} {missing}"
                 events.report("unwatched", what=self.what, why=why)
                 if LaunchEnvironment.now().rank == 0:
                     console.say(f"accel-fsdp: not watched: {self.what}; {why}")

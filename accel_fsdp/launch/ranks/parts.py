@@ -49,9 +49,9 @@ class Place:
 
     def part(self, values: Any) -> "torch.Tensor":
         """A copy of the part, from a tensor laid out as `parameter` is, such as its gradient."""
-        own: torch.Tensor = local(placed_as(values.detach(), self.parameter))
-        own = own.reshape(-1) if isinstance(self.start, int) else own
-        return (own if self.within is None else own[self.within]).cpu().clone()
+        local_values: torch.Tensor = local(placed_as(values.detach(), self.parameter))
+        local_values = local_values.reshape(-1) if isinstance(self.start, int) else local_values
+        return (local_values if self.within is None else local_values[self.within]).cpu().clone()
 
 
 def placed_as(values: Any, like: Any) -> Any:
@@ -213,10 +213,10 @@ def _strided_offsets(tensor: Any) -> list[int | list[int]]:
 
     indices = [torch.arange(size) for size in tensor.shape]
     coordinate = tensor.device_mesh.get_coordinate()
-    for place, ranks, own in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
+    for place, ranks, index in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
         if isinstance(place, Shard | _StridedShard):
             alone = _StridedShard(0, split_factor=place.split_factor) if isinstance(place, _StridedShard) else Shard(0)
-            indices[place.dim] = alone._split_tensor(indices[place.dim], ranks, with_padding=False)[0][own]
+            indices[place.dim] = alone._split_tensor(indices[place.dim], ranks, with_padding=False)[0][index]
     return [int(rows[0]) if _is_in_one_piece(rows) else rows.tolist() for rows in indices]
 
 

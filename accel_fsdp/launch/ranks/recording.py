@@ -253,9 +253,9 @@ class Recorder:
 
         if isinstance(value, torch.Tensor):
             return self._watched_tensor(forward, value, path)
-        within = f"{path}." if path else ""
+        prefix = f"{path}." if path else ""
         for key, inner in members(value):
-            watched = self._watched(forward, inner, f"{within}{key}")
+            watched = self._watched(forward, inner, f"{prefix}{key}")
             if watched is not inner:
                 value = with_member(value, key, watched)
         return value
@@ -361,8 +361,8 @@ class Recorder:
 
     def _places(self, names: Iterable[Iterable[str]]) -> list[Place]:
         """The locations of the weights in an optimizer's groups."""
-        own = {name for several in names for name in several}
-        return [place for place in self.places if place.name in own]
+        trained = {name for several in names for name in several}
+        return [place for place in self.places if place.name in trained]
 
     def _clips(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any) -> None:
         if self.update is not None:

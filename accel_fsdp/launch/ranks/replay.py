@@ -291,13 +291,13 @@ class _Repeated:
             self._differs("all-gradients", self.first["line"], ratio=of_all)
         if not worst <= tolerance:
             on_ranks = reduced.get(worst_name)
-            own = 0.0 if on_ranks is None else ratio({worst_name: on_ranks}, {worst_name: plain[worst_name]})
+            own_ratio = 0.0 if on_ranks is None else ratio({worst_name: on_ranks}, {worst_name: plain[worst_name]})
             self._differs(
                 "gradient",
-                (own == 0 and self.first["unsynced"]) or self.first["line"],
+                (own_ratio == 0 and self.first["unsynced"]) or self.first["line"],
                 name=worst_name,
                 apart=worst,
-                ratio=own,
+                ratio=own_ratio,
                 all=of_all,
                 ranks=len(self.with_rows),
                 accumulation=len(self.first["forwards"]),

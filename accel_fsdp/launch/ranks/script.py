@@ -42,7 +42,7 @@ def line_of_stack(frame: FrameType | None) -> str:
 
 def line_of_error(error: BaseException) -> str:
     """The script's line as file:line, from an error's traceback."""
-    return line_of([(at.filename, at.lineno) for at in traceback.extract_tb(error.__traceback__)])
+    return line_of([(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)])
 
 
 def line_above(line: str, word: str) -> str:

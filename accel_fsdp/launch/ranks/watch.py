@@ -151,8 +151,8 @@ def _watch_trackers() -> None:
         asked_for = trackers if isinstance(trackers, list | tuple) else [trackers]
         names = [str(getattr(tracker, "value", tracker)) for tracker in asked_for]
         active = [str(getattr(tracker, "value", tracker)) for tracker in args[0].log_with]
-        if trackers is not None and (lacking := [name for name in names if name not in (*active, "all")]):
-            events.report("no-tracker", names=lacking, line=script.line_of_stack(sys._getframe(2)))
+        if trackers is not None and (missing := [name for name in names if name not in (*active, "all")]):
+            events.report("no-tracker", names=missing, line=script.line_of_stack(sys._getframe(2)))
 
     after(Accelerator, "__init__", check_trackers)
 

@@ -135,19 +135,19 @@ class ZeroRecorder(Recorder):
         """Reports a norm to which Accelerate clips nothing, as DeepSpeed clips by its own; not one that only counts."""
         if self.has_compared_norms or not script.is_calling(sys._getframe(2)):
             return
-        for most in (float(engine.gradient_clipping()) for engine in self._engines()):
+        for limit in (float(engine.gradient_clipping()) for engine in self._engines()):
             self.has_compared_norms = True
-            if max_norm and math.isfinite(max_norm) and max_norm != most and not (most and self.clips_by_config):
+            if max_norm and math.isfinite(max_norm) and max_norm != limit and not (limit and self.clips_by_config):
                 line = script.line_of_stack(sys._getframe(2))
-                events.report("otherwise", what="clipped-by-engine", norms=[float(max_norm), most], line=line)
+                events.report("otherwise", what="clipped-by-engine", norms=[float(max_norm), limit], line=line)
 
     def _steps(self, engine: Any, *_: Any) -> None:
         self.taken += 1
         if self.update is None:
             return
-        most, line = float(engine.gradient_clipping()), script.line_of_stack(sys._getframe(2))
+        limit, line = float(engine.gradient_clipping()), script.line_of_stack(sys._getframe(2))
         self.update.by_engine = True
-        self.update.clips = [Clip(most, 2.0, self.update.backwards, line)] if most else []
+        self.update.clips = [Clip(limit, 2.0, self.update.backwards, line)] if limit else []
 
     def _gradients_of(self, engine: Any) -> Parts:
         if not _splits(engine):
@@ -184,11 +184,11 @@ def _in_stage3(engine: Any, name: str, weight: Any) -> Place | None:
     if length <= 0:
         return None
     if not _has_copy(engine, weight):
-        own = weight.ds_tensor.detach().requires_grad_(weight.requires_grad)
-        return Place(name, own, start, tuple(weight.ds_shape), slice(0, length))
-    group, at, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(weight)]
+        part = weight.ds_tensor.detach().requires_grad_(weight.requires_grad)
+        return Place(name, part, start, tuple(weight.ds_shape), slice(0, length))
+    group, offset, _ = engine.optimizer.grad_position[engine.optimizer.get_param_id(weight)]
     flat = engine.optimizer.fp32_partitioned_groups_flat[group]
-    return Place(name, flat, start, tuple(weight.ds_shape), slice(at, at + length))
+    return Place(name, flat, start, tuple(weight.ds_shape), slice(offset, offset + length))
 
 
 def _has_copy(engine: Any, weight: Any) -> bool:
@@ -214,8 +214,8 @@ def _is_behind(place: Place, engine: Any) -> bool:
     if not _has_copy(engine, weight):
         return False
     kept = place.now()
-    own = weight.ds_tensor if hasattr(weight, "ds_id") else weight.detach().flatten()[place.start :]
-    return not own.detach()[: kept.numel()].cpu().equal(kept.to(own.dtype))
+    part = weight.ds_tensor if hasattr(weight, "ds_id") else weight.detach().flatten()[place.start :]
+    return not part.detach()[: kept.numel()].cpu().equal(kept.to(part.dtype))
 
 
 @contextlib.contextmanager

@@ -312,8 +312,8 @@ def dropout_drawn_twice(subject: Subject) -> Iterator[Finding]:
     the loss. train/sft.py then uses the layers' own checkpointing.
     """
     drops = [name for name, value in (subject.args or {}).items() if "dropout" in name and _positive(value)]
-    on = subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing")
-    if on and drops and not subject.uses_sft:
+    is_on = subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing")
+    if is_on and drops and not subject.uses_sft:
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing",
             f"--{drops[0]} with FSDP2's activation checkpointing",

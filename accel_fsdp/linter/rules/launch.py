@@ -150,8 +150,8 @@ def deepspeed_without_weights(subject: Subject) -> Iterator[Finding]:
     """
     section = subject.section("deepspeed_config")
     own_file = "deepspeed_config_file" in section
-    off = str(section.get("zero3_save_16bit_model", False)).lower() != "true"
-    if subject.engine is Engine.DEEPSPEED and str(section.get("zero_stage")) == "3" and off and not own_file:
+    is_off = str(section.get("zero3_save_16bit_model", False)).lower() != "true"
+    if subject.engine is Engine.DEEPSPEED and str(section.get("zero_stage")) == "3" and is_off and not own_file:
         edit = Edit("deepspeed_config", "zero3_save_16bit_model", True)
         yield Finding(
             "deepspeed_config.zero_stage",
@@ -341,10 +341,10 @@ def pure_low_precision(subject: Subject) -> Iterator[Finding]:
     `--dtype` says so, or under FSDP the checkpoint (`--model`, `--args`), whose dtype transformers loads and nothing
     casts. train/sft.py loads float32 from such a checkpoint; most scripts don't.
     """
-    off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
+    is_off = subject.top("mixed_precision") in ("no", False, None) and not subject.arg_on("bf16", "fp16")
     dtype = subject.asked_dtype
     is_stated = dtype != "auto" or (subject.is_fsdp and subject.trains_everything)
-    if off and is_stated and subject.load_dtype in LOW_DTYPES and not subject.uses_adapter:
+    if is_off and is_stated and subject.load_dtype in LOW_DTYPES and not subject.uses_adapter:
         yield Finding(
             "mixed_precision",
             f"{f'a checkpoint in {subject.load_dtype}' if dtype == 'auto' else f'--dtype {dtype}'} "

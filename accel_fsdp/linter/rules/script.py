@@ -108,8 +108,8 @@ def trainer_classes(subject: Subject) -> set[str]:
 
 def on_trainer(call: ast.Call, trainer_names: set[str]) -> bool:
     """Whether a method is called on a Trainer: by its assignment, or by its name."""
-    on = call.func.value if isinstance(call.func, ast.Attribute) else None
-    is_trainer = isinstance(on, ast.Call) and _makes_trainer(on)
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    is_trainer = isinstance(owner, ast.Call) and _makes_trainer(owner)
     return is_trainer or "trainer" in receiver(call).lower() or receiver(call) in trainer_names
 
 
@@ -406,10 +406,10 @@ def norm_that_deepspeed_ignores(subject: Subject) -> Iterator[Finding]:
     Accelerate leaves clipping to DeepSpeed there: to `gradient_clipping`, without one to 1.0, at 0 to none.
     """
     section = subject.section("deepspeed_config")
-    most = from_arguments.number(section.get("gradient_clipping"), None)
-    if subject.engine is not Engine.DEEPSPEED or "deepspeed_config_file" in section or most:
+    limit = from_arguments.number(section.get("gradient_clipping"), None)
+    if subject.engine is not Engine.DEEPSPEED or "deepspeed_config_file" in section or limit:
         return
-    to, clips = (1.0, "to 1.0") if most is None else (0, "not at all")
+    to, clips = (1.0, "to 1.0") if limit is None else (0, "not at all")
     for call in calls(subject, "clip_grad_norm_", of_any_engine=True):
         norm = constant(call.args[1] if len(call.args) > 1 else keyword(call, "max_norm"))
         if "accelerator" in receiver(call) and isinstance(norm, int | float) and norm not in (0, to):

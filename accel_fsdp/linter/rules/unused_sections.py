@@ -210,7 +210,7 @@ def gpu_twice(subject: Subject) -> Iterator[Finding]:
     if not isinstance(chosen, str) or subject.engine is Engine.TPU:
         return
     numbers = [word.strip() for word in chosen.split(",")]
-    repeated = [number for at, number in enumerate(numbers) if number in numbers[:at] and number]
+    repeated = [number for index, number in enumerate(numbers) if number in numbers[:index] and number]
     below = [number for number in numbers if number.startswith("-")]
     if repeated or below:
         yield Finding(

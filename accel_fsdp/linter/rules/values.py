@@ -255,8 +255,8 @@ def checkpointing_by_size(subject: Subject) -> Iterator[Finding]:
     ranks a module must be N times as large as `fsdp_min_num_params`.
     """
     by_size = subject.wrap_policy == "SIZE_BASED_WRAP"
-    on = subject.on("fsdp_activation_checkpointing") and subject.strategy != "NO_SHARD"
-    if subject.engine is Engine.FSDP1 and by_size and on and subject.number("num_processes") > 1:
+    checkpoints = subject.on("fsdp_activation_checkpointing") and subject.strategy != "NO_SHARD"
+    if subject.engine is Engine.FSDP1 and by_size and checkpoints and subject.number("num_processes") > 1:
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing",
             "SIZE_BASED_WRAP chooses what to checkpoint by the size of a rank's shards",

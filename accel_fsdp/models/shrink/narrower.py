@@ -152,11 +152,11 @@ def _few_experts(part: Part) -> None:
     few = min(experts, EXPERTS)
     for key, value in part.real.items():
         if EXPERT_COUNTS.search(key) or USED_COUNTS.search(key):
-            most = few if EXPERT_COUNTS.search(key) else EXPERTS_USED
+            limit = few if EXPERT_COUNTS.search(key) else EXPERTS_USED
             part.values[key] = (
-                [min(count, most) for count in part.values[key]]
+                [min(count, limit) for count in part.values[key]]
                 if isinstance(value, list)
-                else (min(value, most) if type(value) is int else value)
+                else (min(value, limit) if type(value) is int else value)
             )
     for key in ("n_group", "num_expert_group"):
         groups = part.real.get(key)

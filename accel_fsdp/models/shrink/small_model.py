@@ -112,8 +112,8 @@ def _tokenizer(name: str) -> Any:
 
 def _rows(tokenizer: Any, token_ids: dict[int, str]) -> int:
     """Rows of an embedding that has all tokens of a tokenizer and of the config."""
-    most: int = max([*tokenizer.get_vocab().values(), *token_ids]) + 1
-    return -(-most // small_config.VOCABULARY_ROUNDED_TO) * small_config.VOCABULARY_ROUNDED_TO
+    rows: int = max([*tokenizer.get_vocab().values(), *token_ids]) + 1
+    return -(-rows // small_config.VOCABULARY_ROUNDED_TO) * small_config.VOCABULARY_ROUNDED_TO
 
 
 def _first_that_works(
@@ -184,8 +184,8 @@ def _trial(model: Any) -> str:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(SEED)
             tokens = torch.randint(0, model.config.get_text_config().vocab_size, (2, TRIED_TOKENS))
-            more = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
-            model(input_ids=tokens, **more)
+            extra = {"decoder_input_ids": tokens} if model.config.is_encoder_decoder else {}
+            model(input_ids=tokens, **extra)
     except Exception as error:  # it may need other inputs than text
         return first_line(error)
     finally:

@@ -81,9 +81,9 @@ class Meter:
     def repeat(self, before: Mapping[str, int], times: int) -> None:
         """Repeats the changes since `before`, without a higher peak than the following events."""
         for kind, size in before.items():
-            more = (self.live[kind] - size) * times
-            self.live[kind] += more
-            self.total += more
+            growth = (self.live[kind] - size) * times
+            self.live[kind] += growth
+            self.total += growth
 
     def touch(self, rises: Mapping[str, int]) -> None:
         """Counts a peak that ends at once: `rises` by kind above the live bytes."""

@@ -99,8 +99,8 @@ class Recorder:
         """Adds blocks that text doesn't go through to those that aren't traced."""
         if silent:
             self._text = [index for index in self._text if index not in silent]
-            more = (n for n, first in enumerate(self._firsts) if first in silent)
-            self.shape = replace(self.shape, untraced=tuple(sorted({*self.shape.untraced, *more})))
+            skipped = (n for n, first in enumerate(self._firsts) if first in silent)
+            self.shape = replace(self.shape, untraced=tuple(sorted({*self.shape.untraced, *skipped})))
 
     def _layer(self, index: int, rank: int) -> nn.Module:
         """A block with its adapters of one rank."""

@@ -98,8 +98,8 @@ class RowReader:
         extra = row.get("input") or ""
         if self.chats:
             return _question_chat("\n\n".join(filter(None, (instruction, extra))), output)
-        more = ALPACA_INPUT.format(input=extra) if extra else ""
-        return Pair(ALPACA.format(instruction=instruction, input=more), output)
+        extra_part = ALPACA_INPUT.format(input=extra) if extra else ""
+        return Pair(ALPACA.format(instruction=instruction, input=extra_part), output)
 
     def _rendered(self, row: Mapping[str, Any]) -> Example:
         assert self.prompt_template is not None

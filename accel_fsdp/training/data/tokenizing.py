@@ -227,8 +227,8 @@ def _refuse_bad_rows(encoded: "Dataset", rows: "Dataset", options: DataArguments
     problems = encoded["problem"][:]
     bad_rows = [number for number, problem in enumerate(problems) if problem]
     if bad_rows:
-        more = f" ({len(bad_rows):,} such rows)" if len(bad_rows) > 1 else ""
-        raise _bad_row(_place(rows, bad_rows[0], options), problems[bad_rows[0]] + more)
+        note = f" ({len(bad_rows):,} such rows)" if len(bad_rows) > 1 else ""
+        raise _bad_row(_place(rows, bad_rows[0], options), problems[bad_rows[0]] + note)
 
 
 def _place(rows: "Dataset", row: int, options: DataArguments) -> str:

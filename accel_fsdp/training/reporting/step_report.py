@@ -319,8 +319,8 @@ def _difference(what: What, unit: str, text: str, quantity: Quantity, total_byte
     if quantity.predicted is not None and total_bytes:
         write: Write = any_time if what == "time" else any_size
         excess = quantity.measured - quantity.predicted
-        more = "more" if excess > 0 else "less"
-        sentence = f"{text.format(write(quantity.measured))}, {write(abs(excess))} {more} than predicted"
+        direction = "more" if excess > 0 else "less"
+        sentence = f"{text.format(write(quantity.measured))}, {write(abs(excess))} {direction} than predicted"
         yield StepDifference(what, unit, sentence, quantity.measured, quantity.predicted, abs(excess) / total_bytes)
 
 

@@ -123,10 +123,10 @@ def read(
     when = [moment for moment, _ in moments]
     stretches = []
     for index, (mark, following) in enumerate(pairwise(marks)):
-        began, ended = times[mark.number], times[following.number]
-        first, last = bisect_right(when, began), bisect_right(when, ended)
+        began, end = times[mark.number], times[following.number]
+        first, last = bisect_right(when, began), bisect_right(when, end)
         inside = [level for _, level in moments[first - 1 : last]]
-        spent = (ended - began) / 1e6 if seconds is None else seconds[index]
+        spent = (end - began) / 1e6 if seconds is None else seconds[index]
         stretches.append(Measured(mark, began, spent, inside[0], max(inside), inside[-1]))
     return StepTrace(tuple(stretches), tuple(_collectives(events)), tuple(moments), backend)
 
@@ -138,11 +138,11 @@ def annotated(trace: Mapping[str, Any], step: StepTrace) -> dict[str, Any]:
     common = {"pid": process, "tid": UNITS_TRACK}
     events.append({"ph": "M", "name": "thread_name", **common, "args": {"name": "units"}})
     for stretch, following in zip(step.stretches, [*step.stretches[1:], None], strict=True):
-        ended = following.began_us if following else stretch.began_us + stretch.seconds * 1e6
+        end = following.began_us if following else stretch.began_us + stretch.seconds * 1e6
         size = {"bytes at its highest": stretch.peak_bytes, "bytes after it": stretch.after_bytes}
-        more = {"micro-batch": stretch.mark.micro_batch, **size}
-        span = {"ts": stretch.began_us, "dur": ended - stretch.began_us}
-        events.append({"ph": "X", "cat": "unit", "name": stretch.mark.title, **common, **span, "args": more})
+        details = {"micro-batch": stretch.mark.micro_batch, **size}
+        span = {"ts": stretch.began_us, "dur": end - stretch.began_us}
+        events.append({"ph": "X", "cat": "unit", "name": stretch.mark.title, **common, **span, "args": details})
     for moment, level in step.levels[1:]:
         events.append({"ph": "C", "name": "allocated", "pid": process, "ts": moment, "args": {"bytes": level}})
     return {**trace, "traceEvents": events}
@@ -188,7 +188,7 @@ def _ledger(
     events: Iterable[Mapping[str, Any]], before_bytes: int, backend: _Backend
 ) -> tuple[list[tuple[float, int]], int]:
     """Tracks the allocated bytes by address. A backend's memory is counted separately, with its releases."""
-    levels, totals, most = [(float("-inf"), before_bytes)], {False: before_bytes, True: 0}, 0
+    levels, totals, peak = [(float("-inf"), before_bytes)], {False: before_bytes, True: 0}, 0
     alive: dict[int, tuple[int, bool]] = {}
     for event in events:
         change, address = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
@@ -200,10 +200,10 @@ def _ledger(
         elif not size and event["tid"] in backend.threads:
             continue
         totals[owned] += change
-        most = max(most, totals[True])
+        peak = max(peak, totals[True])
         if not owned:
             levels.append((float(event["ts"]), totals[False]))
-    return levels, most
+    return levels, peak
 
 
 def _collectives(events: Sequence[Mapping[str, Any]]) -> Iterator[Collective]:
