@@ -200,7 +200,7 @@ def _folder(path: Path) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # another process has put something there
+        with contextlib.suppress(OSError):  # another process has created a file in it
             for folder in missing:
                 folder.rmdir()
         raise

@@ -33,7 +33,7 @@ def main() -> None:
     launches, code = words[:1] == ["launch"], 0
     if not launches and words[:1] != ["export"] and hasattr(signal, "SIGPIPE"):  # export has pipes and sockets itself
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `accel-fsdp check --list-rules | head` ends quietly
-    if words[:1] != ["export"]:  # its memory is bounded
+    if words[:1] != ["export"]:  # export's memory is bounded
         gc.set_threshold(*RARE_COLLECTIONS)
 
     def run() -> None:

@@ -38,7 +38,7 @@ def say(text: str, style: str = "", wrap: bool = False, lines: bool = False) -> 
 
 
 def answered(question: str, answer: str) -> None:
-    """The line that stays on the screen after an answer, broken between words."""
+    """Prints the line that stays on the screen after an answer, broken between words."""
     messages.print(Text.assemble(("? ", "dim"), (one_line(question), "bold"), " ", (one_line(answer), "cyan")))
 
 
@@ -66,7 +66,7 @@ def _print(console: Console, text: str, style: str, wrap: bool) -> None:
 
 
 def show_diff(before: str, after: str, old_name: str, new_name: str = "") -> None:
-    """The diff of a file in the format and colours of git; empty without a change."""
+    """Prints the diff of a file in the format and colours of git; nothing without a change."""
     colours = {"+": "green", "-": "red", "@": "cyan"}
     texts = before.splitlines(), after.splitlines()
     for line in difflib.unified_diff(*texts, old_name, new_name or old_name, lineterm=""):
@@ -80,7 +80,7 @@ def show_table(
     to_stderr: bool = False,
     whole: bool = False,
 ) -> None:
-    """One row per entry, folded to the width of the terminal; to stderr where stdout carries the data.
+    """Prints one row per entry, folded to the width of the terminal; to stderr where stdout carries the data.
 
     With `whole`, names stay in one piece where there is no terminal.
     """
@@ -112,7 +112,7 @@ def bar(parts: Sequence[tuple[str, str, float]], whole: float, cells: int) -> Te
 
 
 def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legend: list[tuple[str, str, str]]) -> None:
-    """A table whose numbers are right-aligned, with a legend of the bars below."""
+    """Prints a table whose numbers are right-aligned, with a legend of the bars below."""
     table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     for title, cell in zip(titles, rows[0], strict=True):
         number = isinstance(cell, str) and cell[:1].isdigit()
@@ -140,7 +140,7 @@ def waiting(text: str) -> Iterator[None]:
 
 @contextmanager
 def progress(text: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar with GB/s and the time left while bytes are moved; yields a function to call with each number of bytes."""
+    """Shows a bar with GB/s and the time left; yields a function to call with each number of bytes that was moved."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -164,7 +164,7 @@ def wait_for_others(end: str) -> None:
     """
     import torch.distributed as dist
 
-    with contextlib.suppress(dist.DistError):  # rank 0 was the first to see the last one, and has closed the store
+    with contextlib.suppress(dist.DistError):  # rank 0 saw the last rank first, and has closed the store
         store = dist.distributed_c10d._get_default_store()
         finished = store.add(f"accel_fsdp/{end}", 1)
         while finished < dist.get_world_size():
@@ -225,7 +225,7 @@ def choose_gloo() -> None:
     def gloo_on_cpu(
         self: Any, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str, DistributedType]:
-        init_process_group(timeout_seconds=1800)  # Trainer's and torch's default; ours may have come first
+        init_process_group(timeout_seconds=1800)  # Trainer's and torch's default; we may have set another one before
         return "gloo", DistributedType.MULTI_GPU
 
     PartialState._prepare_backend = gloo_on_cpu

@@ -18,7 +18,7 @@ PROBE_BYTES = MIB
 
 
 def full(error: BaseException, folder: Path) -> str:
-    """A sentence that the disk is full, if that is why `folder` could not be written; else empty.
+    """Says that the disk is full, if that is why `folder` could not be written; else empty.
 
     Call before half-written files are removed: torch's archive writer (2.13) reports a full disk only as
     "position 704 instead of 598", so a write is tried.

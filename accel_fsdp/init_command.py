@@ -1,4 +1,4 @@
-"""The command `accel-fsdp init`: the training script, a YAML and a short README in a project of the user's own."""
+"""The command `accel-fsdp init`: the training script, a YAML and a short README in the user's own project."""
 
 import os
 from dataclasses import dataclass

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class _Variable(Generic[T]):
-    """A property of `LaunchEnvironment`: the value of a variable, or the default, as `read` understands it."""
+    """A property of `LaunchEnvironment`: the value of a variable or its default, converted by `read`."""
 
     def __init__(self, name: str, read: Callable[[str], T], default: str) -> None:
         self.name, self.read, self.default = name, read, default

@@ -145,7 +145,7 @@ def broken(path: Path, what: str) -> UserError:
 
 @contextmanager
 def opened(path: Path, within: Path | None = None) -> Iterator[BinaryIO]:
-    """A plain file, open for reading.
+    """Opens a plain file for reading.
 
     Raises:
         FileNotFoundError, UserError: as `open_file`.

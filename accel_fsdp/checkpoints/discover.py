@@ -58,7 +58,7 @@ def look(folder: Path) -> CheckpointLocation | None:
     for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
         checkpoint = read(folder)
         if checkpoint is not None:
-            # How `atomic_files.replaced_folder` leaves a folder if its process is killed
+            # `atomic_files.replaced_folder` leaves such a folder behind if its process is killed
             is_temporary = folder.name.startswith(".") and folder.name.endswith(".tmp")
             missing = (*checkpoint.missing, *([completeness.ITS_END] if is_temporary else []))
             each_once = {lack.split(" (")[0]: lack for lack in missing}
@@ -234,7 +234,7 @@ def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
 
 
 def _check_links(checkpoint: CheckpointLocation, given_path: Path) -> None:
-    """Refuses parts of a checkpoint that links take from outside the path that the user named."""
+    """Refuses links in a checkpoint that lead out of the path that the user named."""
     for part in (checkpoint.folder, checkpoint.weights, checkpoint.optimizer):
         if part is not None and part.is_relative_to(given_path):
             untrusted_files.check_folder(part, given_path)

@@ -32,7 +32,7 @@ Paths = Mapping[tuple[str, ...], Stored]
 class Weights:
     """The content of a checkpoint.
 
-    `tensors` are the model's, empty where only an adapter was saved; `adapter` are those of a PEFT adapter, by the
+    `tensors` are the model's, empty where only an adapter was saved; `adapter` has those of a PEFT adapter, by the
     names in PEFT's own files. `filed`: the names are those in files, not those of the model in memory, as in the files
     of ranks.
     """

@@ -1,4 +1,4 @@
-"""The parameters of an FSDP optimizer when it was saved, and those of them that had a state; no state is read."""
+"""Reads which parameters a saved FSDP optimizer trained, and which of them had a state; no state is read."""
 
 from contextlib import closing
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The pickles of a checkpoint that libraries load when a run resumes, read safely before any of them does.
+"""Checks a checkpoint's pickles safely, before libraries load them when a run resumes.
 
 torch and DeepSpeed unpickle some of them without restrictions: an untrusted checkpoint would run code.
 """

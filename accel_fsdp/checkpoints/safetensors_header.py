@@ -39,7 +39,7 @@ def read(path: Path) -> dict[str, Tensor]:
 
 
 def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]]]:
-    """As `read`, with the offset of each part in its tensor if a rank wrote the file (HuggingFaceStorageWriter)."""
+    """Like `read`, with each part's offset in its tensor if a rank wrote the file (HuggingFaceStorageWriter)."""
     try:
         with untrusted_files.opened(path) as file:
             size = os.fstat(file.fileno()).st_size

@@ -1,4 +1,4 @@
-"""Names of tensors: how wrappers change them, and how PEFT names those of LoRA adapters.
+"""Names of tensors: how wrappers change them, and how PEFT names the tensors of LoRA adapters.
 
 Adapters are in a model, which may hold several, or in a separate file.
 """
@@ -104,7 +104,7 @@ def module_of(tensor: str) -> str:
 
 
 def lacking(names: Iterable[str], needed: Iterable[str]) -> str:
-    """The needed tensors that an adapter lacks, in words, by their names in files; empty if it has all."""
+    """The needed tensors that an adapter lacks, as text, by their names in files; empty if it has all."""
     needed = set(needed)
     missing = needed.difference(names)
     modules = {module_of(name) for name in needed if LORA.search(name)}

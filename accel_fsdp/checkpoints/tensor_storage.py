@@ -283,7 +283,7 @@ class FileReader:
             bytes_read += count
 
     def bytes_of(self, path: Path, at: int, length: int) -> bytes:
-        """A few bytes of a file, unchecked; fewer where it ends."""
+        """A few bytes of a file, without a checksum; fewer at its end."""
         try:
             return os.pread(self._open(path), length, at)
         except OSError as error:

@@ -12,7 +12,7 @@ ClusterWord = Literal["slurm", "kubernetes", "skypilot", "dstack", "ray", "torch
 
 @dataclass(frozen=True)
 class ClusterEngine:
-    """`takes` are the flags of `accel-fsdp script` that not all engines take.
+    """`takes` are the flags of `accel-fsdp script` that this engine supports, and some others don't.
 
     `places` is the source of a machine's number and the first machine's address: "launch", which reads the engine's
     variables, the job file's own "driver", or "" if the user gives them.

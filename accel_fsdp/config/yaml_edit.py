@@ -39,7 +39,7 @@ def apply(document: Any, edits: Iterable[Edit]) -> None:
     for edit in edits:
         try:
             text = _applied(document, text, edit)
-        except yaml.YAMLError:  # the edit before has broken the text
+        except yaml.YAMLError:  # the previous edit has broken the text
             text = _rewritten(document)
     document.source = text if document.is_json or yaml_file.reads_as(text, document) else _rewritten(document)
 
@@ -119,7 +119,7 @@ def _put(document: Any, text: str, section: str, key: str, value: Any) -> str:
     mapping[key] = value
     node = _mapping(text, section)
     change = _added if _entry(node, key) is None else _replaced
-    return change(text, node, key, mapping[key])  # which ruamel.yaml quotes like the old value
+    return change(text, node, key, mapping[key])  # ruamel.yaml quotes it like the old value
 
 
 def _replaced(text: str, node: Any, key: str, value: Any) -> str:

@@ -36,7 +36,7 @@ class CompanionFiles:
     """`folder` holds config.json; `others` are searched for missing files. `adapter` holds adapter_config.json.
 
     `trained`: a training run wrote the config, and turned `use_cache` off. `run`: the folder that the checkpoint is in;
-    of its content only the files that training writes are copied.
+    only the files that training writes are copied from it.
     """
 
     folder: Path
@@ -216,7 +216,7 @@ def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None
     if adapter is not None:
         settings = summary.read_json(adapter / file_names.ADAPTER_CONFIG)
         name, revision = (settings.get(key) for key in ("base_model_name_or_path", "revision"))
-        if name and not revision:  # PEFT leaves it out where the model was loaded before
+        if name and not revision:  # PEFT omits the revision if the model was loaded before
             revision = next((base_revision for trained_name, base_revision in trained if trained_name == name), None)
         return (str(name), str(revision) if revision else None) if name else None
     if any((folder / file_names.CONFIG).is_file() for folder in near):

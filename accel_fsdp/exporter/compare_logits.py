@@ -68,7 +68,7 @@ def difference(folder: Path, checkpoint: CheckpointLocation, companions: Compani
 
 @dataclass(frozen=True)
 class _Original:
-    """The original to compare with; `room` is a temporary folder for files that have to be rewritten."""
+    """The checkpoint's model, to compare with; `room` is a temporary folder for files that have to be rewritten."""
 
     checkpoint: CheckpointLocation
     companions: CompanionFiles

@@ -38,7 +38,7 @@ BUFFERS = ("inv_freq", "position_ids", "attn.bias", "attn.masked_bias", "masked_
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans one export. `dtype` is that of the files, None for as stored; `merge` an adapter into its base."""
+    """Plans one export. `dtype` is that of the files, None for the stored dtype; `merge`: an adapter into its base."""
 
     weights: Weights
     companions: CompanionFiles

@@ -56,7 +56,7 @@ class Expected:
 def expected_tensors(
     model: "nn.Module", trained_as: "torch.dtype | None", saved_as: "torch.dtype | None" = None
 ) -> Expected:
-    """Lists what `save_model` must write, read off the model before FSDP touches it.
+    """Lists what `save_model` must write, by the model before FSDP wraps it.
 
     `trained_as`: the dtype to which the engine casts trainable parameters and in which it gathers them, None for none.
     `saved_as`: the dtype of the export, None for as gathered; parameters that transformers keeps in float32 stay in it.

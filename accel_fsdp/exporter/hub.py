@@ -56,7 +56,7 @@ def push(folder: Path, repository: str, private: bool) -> str:
         os.close(
             untrusted_files.open_file(path, within=folder)
         )  # the hub's library would follow any link, and wait for pipes
-    # Of the HTTP library that this version of huggingface_hub uses; RuntimeError is its own, for a file of the upload.
+    # Errors of the HTTP library that huggingface_hub uses; it raises RuntimeError itself for a file of the upload.
     transport: type[Exception] = errors.HTTPError  # type: ignore[attr-defined]
     api = HfApi()
     try:

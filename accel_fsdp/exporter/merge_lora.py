@@ -147,9 +147,9 @@ class Replaced(Changed):
 
 @dataclass(frozen=True)
 class Merger:
-    """Merges one adapter into `tensors`, which it changes; changed weights have the dtype that `_dtype` says.
+    """Merges one adapter into `tensors`, which it changes; changed weights have the dtype that `_dtype` returns.
 
-    `turned`: the transposed weights, by the layer's kind, as in PEFT; None where only the settings say it.
+    `turned`: the transposed weights, by the layer's kind, as in PEFT; None if it depends on the settings alone.
     """
 
     tensors: dict[str, Source]
@@ -235,7 +235,7 @@ def merged(
     """
     merger = Merger(dict(base), adapter, settings, wanted_dtype, filed_as, turned)
     for name, tensor in adapter.items():
-        if not LORA.search(name) and TOKENS not in name:  # trained whole, or an embedding stored with its adapter
+        if not LORA.search(name) and TOKENS not in name:  # fully trained, or an embedding stored with its adapter
             merger.tensors[merger.named(plain(name))] = tensor
     modules = list(dict.fromkeys(LORA.split(name)[0] for name in adapter if LORA.search(name)))
     check_patterns(settings, map(tensor_names.module_of, modules))
@@ -248,7 +248,7 @@ def merged(
 
 
 def check_saved(adapter: Collection[str], needed: Iterable[str], possible: Collection[str]) -> None:
-    """Refuses an adapter that lacks tensors that PEFT creates for its settings, or has matrices of other modules."""
+    """Refuses an adapter that lacks tensors that PEFT creates for its settings, or holds matrices of other modules."""
     if lacks := tensor_names.lacking(adapter, needed):
         raise _contradicted(f"lacks {lacks}, which {file_names.ADAPTER_CONFIG} asks for")
     if unchosen := next((name for name in adapter if LORA.search(name) and name not in possible), None):
@@ -264,7 +264,7 @@ def tied_once(
     Otherwise PEFT trains one of the tied weights separately from the others; rows of tokens alone are always tied.
 
     Raises:
-        UserError: the merged weights would differ, and a tied model has one place for them.
+        UserError: the merged weights would differ, and a tied model stores them only once.
     """
     changed = {name: f"{plain(LORA.split(f'{name}.')[0] + '.')}weight" for name in adapter if LORA.search(name)}
     changed |= {name: plain(name) for name in adapter if not LORA.search(name) and TOKENS not in name}

@@ -1,4 +1,4 @@
-"""A single file for `torch.load`: torch writes it without the tensors' bytes, which are then filled in."""
+"""Writes a single file for `torch.load`: torch writes it without the tensors' bytes, which are then filled in."""
 
 import os
 import zlib

@@ -61,9 +61,9 @@ class Description:
     the layout of files. `ties`: groups of names of one tensor. `converts`: whether the layout of files differs from
     that of the model in memory, even if only in the order of elements. `wider`: the tensors that transformers keeps in
     a wider dtype than the requested one, such as float32 for the biases of routers. `filed_as`: the names in files of
-    the model's tensors that need no conversion. `turned`: weights, as the model's code names them, that are stored
-    transposed (Conv1D). `floating`: the names, of both kinds, of the tensors that must hold floating-point numbers: the
-    parameters, unless the config says that they are quantised.
+    the model's tensors that need no conversion. `turned`: the weights that are stored transposed (Conv1D), as the
+    model's code names them. `floating`: the names, of both kinds, of the tensors that must hold floating-point numbers:
+    the parameters, unless the config says that they are quantised.
     """
 
     memory: dict[str, tuple[int, ...]]
@@ -92,7 +92,7 @@ class InProcess(Executor):
 
 @contextmanager
 def aside() -> Iterator[Executor]:
-    """A separate process for this module's functions, which ends whenever this one ends.
+    """Yields a separate process for this module's functions, which ends whenever this one ends.
 
     A process that has loaded transformers already, such as a notebook's, or that can't load it, runs the functions
     itself.
@@ -106,7 +106,7 @@ def aside() -> Iterator[Executor]:
 
 @contextmanager
 def _creating(dtype: str | None) -> Iterator[None]:
-    """New tensors are on the meta device, and of this dtype unless the model's code asks for another."""
+    """Creates new tensors on the meta device, in this dtype unless the model's code asks for another."""
     import torch
 
     before = torch.get_default_dtype()
@@ -152,7 +152,7 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
     config_json.check_count(str(folder), sum(tensor.shape[0] for tensor in tensors.values() if tensor.dim() > 2) // 3)
     tensors = _as_loaded(model, exported_folder.without_tied_copies(tensors, ties), dtype)
-    filed = exported_folder.as_saved(model, tensors)  # not expected_tensors: it imports PEFT, which takes a second
+    filed = exported_folder.as_saved(model, tensors)  # expected_tensors would import PEFT, which takes a second
     memory, files = ({name: tuple(tensor.shape) for name, tensor in layout.items()} for layout in (tensors, filed))
     wide_dtypes = {TORCH_NAMES[short]: short for short in ("F32", "F64") if dtype and short != dtype}
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in filed.items()}
@@ -242,7 +242,7 @@ def describe_adapter(
 
 
 def _fewest_endings(listed: Iterable[str], modules: list[str]) -> set[str]:
-    """The shortest name endings that select the same modules as the listed ones; one of those if they select none."""
+    """The shortest name endings that select the same modules as the listed ones; a listed one if they select none."""
     endings = {}
     for name in modules:
         parts = name.split(".")
@@ -302,7 +302,7 @@ def loads(folder: Path) -> None:
             _, report = kind.from_pretrained(folder, **options, trust_remote_code=False)
     except remote_code.NeedsCode:
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # a config that was edited by hand
         raise _refused(folder, first_line(error)) from error
     problems = {key: names for key, names in report.items() if names and key != "error_msgs"}
     if problems:

@@ -195,7 +195,7 @@ def verify(folder: Path, report: ExportReport, threads: int, progress: Progress)
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
     files = {written.file for written in report.tensors.values()}
     if unknown := next((path.name for path in paths if path.name not in files), ""):
-        raise damaged(folder, f"holds {unknown}, which was not exported")  # even an empty one may be loaded as weights
+        raise damaged(folder, f"holds {unknown}, which was not exported")  # even an empty file may be loaded as weights
     in_files = {path.name: _tensors(path) for path in paths}
     placed = []
     for name, written in report.tensors.items():
@@ -245,7 +245,7 @@ def _tensors(path: Path) -> dict[str, safetensors_header.Tensor]:
 
 @dataclass(frozen=True)
 class _Blocks:
-    """The shape and block size of a tensor that is only read again."""
+    """The shape and block size of a tensor for a check that only reads it again."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -47,7 +47,7 @@ class HereFacts:
             return self.gpus
         count, numbers = 0, [word.strip() for word in self.visible.split(",")]
         if len(set(numbers)) < len(numbers):
-            return 0  # CUDA offers none where one is named twice
+            return 0  # CUDA offers no GPU if one is named twice
         for entry in numbers:
             if not entry or (entry.lstrip("-").isdecimal() and not 0 <= int(entry) < self.gpus):
                 break  # CUDA drops the first bad entry and all after it

@@ -53,7 +53,7 @@ class Job:
 
     @property
     def is_one_unit(self) -> bool:
-        """Whether FSDP gathers the whole model at once: NO_WRAP, which is also what a missing wrap policy means."""
+        """Whether FSDP gathers the whole model at once: under NO_WRAP, or without a wrap policy."""
         return self.layout.is_fsdp and self.wrap_policy == "NO_WRAP"
 
     @property

@@ -24,9 +24,9 @@ class Recipe:
     every second product, as torchtitan does. `chunked_loss` never holds all logits at once.
 
     `attention` "flash" is flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`, or of the
-    "fused ops and kernels" plugin of fms-acceleration, foak. `eval_batch` are one rank's rows in an evaluation, 0
-    without any. Rows that are `varied` have many lengths, at most `length`, and batches are padded to their longest
-    row.
+    "fused ops and kernels" plugin of fms-acceleration, foak. `eval_batch` is one rank's number of rows in an
+    evaluation, 0 without one. Rows that are `varied` have many lengths, at most `length`, and batches are padded to
+    their longest row.
     """
 
     method: Method = "full"

@@ -1,6 +1,6 @@
 """Compares the settings that all machines of a job must share, before anything is trained.
 
-Each member (a launcher, a rank) puts its settings into the job's store. The first one compares them, and if they
+Each member (a launcher, a rank) puts its settings into the job's store. The first member compares them, and if they
 differ, all members end with the same table.
 """
 
@@ -210,7 +210,7 @@ def _visible(variable: str, value: str) -> str:
 
 
 def portable(value: str) -> str:
-    """A value without what differs between machines: paths become their last parts, this host's name becomes HOST.
+    """A value without its machine's own parts: paths become their last parts, this host's name becomes HOST.
 
     A host name that is a plain word, such as train, stays: the word may mean something else.
     """

@@ -1,4 +1,4 @@
-"""The messages between ranks through the job's store: heartbeats, and why a rank ends.
+"""Messages between ranks through the job's store: heartbeats, and the reasons why ranks end.
 
 They use a separate client of the store: the main thread's client is locked while that thread waits in it.
 """

@@ -31,7 +31,7 @@ EACH_FRAME = "  File "
 
 @dataclass
 class Patience:
-    """How long ranks may take; `given`: the flag's seconds for a step, None for a limit taken from the last steps.
+    """How long ranks may take; `given`: the flag's seconds for a step; None: the limit follows from the last steps.
 
     `collectives`: the job's own timeout of collectives, in which ranks wait for one that saves.
     """

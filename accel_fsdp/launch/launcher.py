@@ -69,7 +69,7 @@ ASKS_FOR_CPU = re.compile(r"cpu\s*=\s*True")
 
 def launcher_args(config_file: Path, script: Path, script_args: tuple[str, ...]) -> Any:
     """Accelerate's parsed launch arguments for this YAML and script, on as many machines as the YAML says."""
-    yaml_file.load(config_file)  # for errors that say where they are
+    yaml_file.load(config_file)  # its errors name the line
     return parse(config_file, launcher_words(config_file, script, script_args))
 
 
@@ -268,7 +268,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     address = _check_ranks(args)
     if args.starts_directly:
         return _start(args)
-    parsed = launch_command_parser().parse_args(args.launcher_words)  # fresh: validation fills in values as if given
+    parsed = launch_command_parser().parse_args(args.launcher_words)  # a new object, because validation changes it
     parsed.main_process_port = args.main_process_port
     parsed.signals_to_handle = ",".join(child_process.forwarded())
     if hang_seconds != 0 and _has_torchruns_ranks(args):
@@ -276,7 +276,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
         words = [seconds, parsed.training_script, *parsed.training_script_args]
         parsed.training_script, parsed.training_script_args = WATCHED, words
     if address:
-        parsed.local_addr = rendezvous.own_address(address) or None  # otherwise its host name, resolved elsewhere
+        parsed.local_addr = rendezvous.own_address(address) or None  # otherwise others resolve the host name
     if address and parsed.rdzv_backend == C10D:
         _connect_machines(args, address, wait_seconds)
     logging.disable(logging.ERROR)  # torchrun's report of which process it ended; this process logs nothing else

@@ -107,7 +107,7 @@ def _value_in_file(name: str, value: Any, file: str) -> SourcedValue | None:
 
 
 def _compare_with_file(place: Place, name: str, stated: SourcedValue, in_file: SourcedValue) -> None:
-    """A flag replaces the file's value, except for the machine's rank, where the file may be for another machine.
+    """Compares the place with the file, whose values flags replace, except the rank: it may be another machine's file.
 
     An address in a file may be an older job's. `accelerate config` writes machine_rank: 0 into files for all machines.
     """

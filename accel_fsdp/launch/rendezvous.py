@@ -19,7 +19,7 @@ def check_place(address: str, port: int, rank: int) -> None:
     """Raises a UserError if the machines can't connect at this address and port of machine 0."""
     try:
         resolved = addresses_of(address)
-    except (OSError, UnicodeError) as error:  # a part of a name that is too long is no IDNA
+    except (OSError, UnicodeError) as error:  # a name with too long a part is not valid IDNA
         why = getattr(error, "strerror", None) or "it is not the name of a host"
         raise UserError(f"the name {address} is unknown on this machine: {why}", why=WAIT, fix=FIX_ADDRESS) from error
     if all(ip_address(ip).is_loopback for ip in resolved):

@@ -70,7 +70,7 @@ class ScriptWatch(Watchdog):
         if self.messages is not None and not self._over.is_set():
             in_time(self.trained)
         self.end()
-        for thread in self._threads:  # one that is in C++ code while Python ends may abort the process
+        for thread in self._threads:  # a thread in C++ code may abort the process while Python ends
             thread.join(DISK_SECONDS)
 
     def verdict(self) -> str:
@@ -146,7 +146,7 @@ def _moved_bytes() -> float:
     moved = 0
     for task in Path("/proc/self/task").glob("*"):
         if int(task.name) not in watches:
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the thread has ended
                 counts = dict(line.split(": ") for line in (task / "io").read_text().splitlines())
                 moved += int(counts["rchar"]) + int(counts["wchar"])
     return float(moved)

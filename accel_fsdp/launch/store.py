@@ -46,7 +46,7 @@ class Address:
             limit = timedelta(seconds=seconds)
             return TCPStore(self.host, self.port, is_master=self.hosts, wait_for_workers=False, timeout=limit)
 
-        store = time_limits.result_of(open_it, seconds + ANSWER_SECONDS)  # it waits for another program's answer
+        store = time_limits.result_of(open_it, seconds + ANSWER_SECONDS)  # TCPStore waits for another program's answer
         if store is None:
             cause = "another program answers there"
             raise RuntimeError("no store could be opened" if self.hosts else cause)

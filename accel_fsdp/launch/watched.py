@@ -41,7 +41,7 @@ def run() -> None:
 
 
 def end() -> None:
-    """Ends the watch, if it has begun: the script has ended, or has its own watch."""
+    """Ends the watch, if it has begun: called when the script has ended, or begins its own watch."""
     _over.set()
     while _watches:
         _watches.pop().leave()

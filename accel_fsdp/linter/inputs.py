@@ -82,7 +82,7 @@ def _read_model(name: str) -> ModelFacts:
     try:
         return read_model(name)
     except NotInstalled as error:
-        error.exit_code = UsageError.exit_code  # 1 would say that the files were read, and errors found
+        error.exit_code = UsageError.exit_code  # 1 would mean that the files were read and have errors
         raise
     except UserError as error:
         raise UsageError(error.what, why=error.why, fix=error.fix) from error

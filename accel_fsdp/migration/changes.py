@@ -194,7 +194,7 @@ class Draft:
         return Migration(source, target, self._edits(), tuple(ranked))
 
     def _edits(self) -> tuple[Edit, ...]:
-        """The edits, new values before removals, so that a section's last comment stays behind its last key."""
+        """The edits, new values before removals, so that a section's last comment stays after its last key."""
         removals = [edit for edit in self.edits if edit.value is None and not edit.new_key]
         return tuple(self.first + [edit for edit in self.edits if edit not in removals] + removals)
 

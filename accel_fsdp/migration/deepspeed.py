@@ -55,7 +55,7 @@ def _strategy_to_stage(draft: Draft, stage: int) -> None:
     else:
         key, strategy = "fsdp_sharding_strategy", draft.fsdp1_strategy()
         draft.lose_mesh("FSDP1 has no mesh")
-    if as_int(draft.job.top("num_machines")) == 1:  # the group is the machine, and there is one
+    if as_int(draft.job.top("num_machines")) == 1:  # the group is the only machine
         strategy = ZERO_TWINS[ZERO_STAGES[strategy]]
     twin = ZERO_STAGES[strategy]
     same = twin == stage

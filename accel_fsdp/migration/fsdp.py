@@ -105,7 +105,7 @@ def _ranks(draft: Draft) -> tuple[int | None, int | None]:
 
 
 def _add_mesh(draft: Draft) -> None:
-    """FSDP1's hybrid sharding as FSDP2's mesh: one replica per machine."""
+    """Adds FSDP1's hybrid sharding as a mesh of FSDP2: one replica per machine."""
     processes, machines = _ranks(draft)
     if not processes or not machines or processes % machines or processes == machines:
         why = "hybrid needs num_processes: 2 or more on each machine"
@@ -147,7 +147,7 @@ def keep_wrapping(draft: Draft, new: Engine) -> None:
 
 
 def keep_layer_class(draft: Draft, is_required: bool) -> None:
-    """The layer class: the requested one, or that of the file without brackets and spaces."""
+    """Adds the layer class: the requested one, or that of the file without brackets and spaces."""
     key = "fsdp_transformer_layer_cls_to_wrap"
     if draft.layer_class and is_required:
         draft.row(key, "changed", "--layer-class", value=draft.layer_class)

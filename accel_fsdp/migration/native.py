@@ -125,7 +125,7 @@ def _lose_keys(draft: Draft) -> None:
 
 
 def _mark_lost(draft: Draft, key: str, why: str, fix: str) -> None:
-    """A top-level key that an argument of the script replaces."""
+    """Marks a top-level key as lost, because an argument of the script replaces it."""
     draft.reported.add(key)
     draft.changes.append(Change(key, "lost", show(draft.job.values.get(key)), why=why, breaks=True, fix=fix))
 

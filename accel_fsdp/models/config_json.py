@@ -137,7 +137,7 @@ def _problem(key: str, value: Any) -> str:
     if key in WIDTHS:
         if value is None:
             return ""
-        computed = "position" in key and isinstance(value, float) and value.is_integer()  # some configs scale it
+        computed = "position" in key and isinstance(value, float) and value.is_integer()  # a scaled number
         if not (isinstance(value, int) or computed) or isinstance(value, bool):
             return "it must be a whole number"
         if value < (1 if key in POSITIVE else 0):

@@ -10,7 +10,7 @@ PACKED = "Linear4bit"
 
 
 def numel(parameter: "nn.Parameter") -> int:
-    """Elements of a whole parameter, also if DeepSpeed has partitioned it while loading the model."""
+    """The number of elements of a whole parameter, also if DeepSpeed partitioned it while loading the model."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

@@ -97,8 +97,8 @@ def _around(parts: "Set[nn.Module | None]", model: "nn.Module") -> frozenset[str
 def embedding_parents(model: "nn.Module", layers: Collection[str]) -> frozenset[str]:
     """The classes that hold the input embedding and none of these layers.
 
-    As units they take its weight: Accelerate, which makes a unit of the embedding after those of the layer classes,
-    then stops under FSDP2, and under FSDP1 a head that shares the weight sees a shard.
+    As a unit such a class takes the embedding's weight. Under FSDP2, Accelerate makes a unit of the embedding after
+    those of the layer classes, and stops; under FSDP1 a head that shares the weight sees a shard.
     """
     of_layers = {module for module in model.modules() if type(module).__name__ in layers}
     return _around({input_embedding(model)}, model) - _around(of_layers, model)

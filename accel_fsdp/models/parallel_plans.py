@@ -149,7 +149,7 @@ def dispatched(model: Any) -> frozenset[str]:
 
 
 def divisible_by_config(config: Any) -> Divisible:
-    """The facts that a model's config gives; heads are 0 if the plan doesn't divide them."""
+    """The facts that a model's config contains; heads are 0 if the plan doesn't divide them."""
     text = _text_config(config)
     if text is None:
         return Divisible()

@@ -55,7 +55,7 @@ Kind = Literal["choice", "number", "amount", "switch", "text"]
 class Input:
     """One field of the form. `choices` are empty for a number or a text, `default` if there is none.
 
-    A `number` is a whole one; an `amount` may have a fraction, or be 0.
+    A `number` is a whole number; an `amount` may have a fraction, or be 0.
     """
 
     name: str

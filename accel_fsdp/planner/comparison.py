@@ -27,7 +27,7 @@ COLUMNS = ("machine", "strategy", "batch", "checkpointing", "tokens/s", "hours",
 
 @dataclass(frozen=True)
 class Machine:
-    """One row: a machine as it was named, and its best candidate; `why` gives the reason if there is none."""
+    """One row: a machine as the user named it, and its best candidate; `why` gives the reason if there is none."""
 
     name: str
     gpu: Gpu

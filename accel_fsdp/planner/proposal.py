@@ -166,7 +166,7 @@ def _settled(flags: dict[str, str]) -> Answers:
 
 
 def in_yaml(job: Job) -> bool:
-    """Whether activation checkpointing is the YAML's: with an adapter, and outside of FSDP, it is the script's."""
+    """Whether the YAML turns on activation checkpointing; with an adapter, and outside of FSDP, the script does."""
     return job.recipe.checkpointing == "full" and recompute_by(job.engine, job.method) == "engine"
 
 
@@ -208,7 +208,7 @@ def _argument_words(job: Job) -> list[str]:
 
 
 def sentence(finding: Finding) -> str:
-    """A finding in a line."""
+    """The finding in one line, with its code."""
     return f"{finding.what}: {finding.why} ({finding.code})"
 
 

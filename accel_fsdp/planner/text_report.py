@@ -368,7 +368,7 @@ class PlanReport:
 
 
 def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tuple[str, ...]:
-    """Sentences on how a model's training differs from what its name or the flags suggest."""
+    """Sentences about a model's training that its name or the flags don't suggest."""
     notes = []
     if shape.eager_only:
         notes.append(

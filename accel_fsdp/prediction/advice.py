@@ -44,9 +44,9 @@ def problem_of(
 
 
 def advise(problem: Problem) -> Candidate:
-    """The lightest candidate of the problem's layout that fits, or the smallest if none does.
+    """The first candidate of the problem's layout that fits, or the smallest if none does.
 
-    Tried in this order: nothing, checkpointing, offload with checkpointing.
+    The order: neither checkpointing nor offload, checkpointing, checkpointing with offload.
     """
     light = problem.job.with_layout(offload=False)
     full = light.with_recipe(checkpointing="full")

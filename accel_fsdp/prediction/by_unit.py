@@ -51,7 +51,7 @@ class UnitTraffic:
 class UnitSteps:
     """One step of one rank.
 
-    `between_bytes` live between steps. Of many micro-batches it has the first, second and last.
+    `between_bytes` are allocated between steps. Of many micro-batches it has the first, second and last.
     """
 
     between_bytes: int
@@ -73,7 +73,7 @@ def unit_steps(
     )
     between = step.predict(shape, tapes, recipe, layout, workspace_bytes).steady
     first, *others = stretches
-    first = replace(first, peak_bytes=max(first.peak_bytes, between))  # FSDP1's last gradients go when it begins
+    first = replace(first, peak_bytes=max(first.peak_bytes, between))  # FSDP1 frees gradients when it begins
     return UnitSteps(between, (first, *others), tuple(_sent(shape, recipe, layout)))
 
 

@@ -182,7 +182,7 @@ def device(
 
 
 def _replayed(device: Device, replay: Replay, spared: int) -> Device:
-    """The verdict of the allocator's replay: fits with 5 % to spare, with expandable segments, or without margin."""
+    """The verdict of the allocator's replay: fits with the 5 % margin, with expandable segments, or without margin."""
     room = device.capacity - device.outside
     plain = reservation = replay(False, spared)
     verdict: Verdict = "yes"

@@ -4,7 +4,7 @@ The volumes are those of the ZeRO paper (arXiv 1910.02054, section 7) with FSDP'
 sends (W - 1) / W of what it gathers or reduces from each rank, an all-reduce is a reduce-scatter and an all-gather.
 
 A ring over several machines enters and leaves each machine once. NCCL runs one ring per network port and starts each on
-another GPU, so of a rank's bytes the share 1 / ranks_per_node crosses the network and the rest stays inside. Both links
+another GPU, so 1 / ranks_per_node of a rank's bytes cross the network and the rest stay inside. Both links
 work concurrently: the slower of the two is the ring's bottleneck.
 """
 
@@ -112,7 +112,7 @@ def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     volume = unit.trained_numel * sent_gradient_bytes(recipe, layout)
     pieces = _pieces(unit, layout)
     scattered = _ring(volume, pieces, layout.machine_share)
-    apart = 1 if layout.is_sharded else layout.ranks_per_node  # hybrid: each of a rank's replicas is elsewhere
+    apart = 1 if layout.is_sharded else layout.ranks_per_node  # hybrid: a rank's replicas are on other machines
     width = compute_bytes(recipe) if layout.engine is Engine.DEEPSPEED else master_bytes(recipe, layout)
     offloaded = Traffic(pcie_bytes=layout.shard_of(unit.trained_numel * width) if layout.offload else 0)
     return scattered + _ring(volume / pieces, layout.replicas, apart).times(2) + offloaded

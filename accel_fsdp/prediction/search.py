@@ -43,7 +43,7 @@ def largest(problem: Problem, job: Job, field: str, most: int, like: Candidate |
 
 
 def _memory_of(problem: Problem, job: Job, like: Candidate | None) -> Device:
-    """Memory and verdict of a job: with the usual fragmentation, or with `like` from a replay of the allocator."""
+    """A job's memory and verdict, with the usual fragmentation, or with `like` from a replay of the allocator."""
     device = problem.device(job, quick=like is None or job.layout.is_replayed)
     if like is None or device.verdict == "no" or not job.layout.is_replayed:
         return device

@@ -202,7 +202,7 @@ def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stret
         gathers = communication.gathers_per_step(unit, recipe, layout) / recipe.accumulation
         gather, reduce = communication.gather(unit, recipe, layout), communication.reduce(unit, recipe, layout)
         copied = communication.copied(unit, recipe, layout)
-        if unit.nested:  # its block comes next, and hides both
+        if unit.nested:  # the experts' block comes next, and hides both
             inner = gather, reduce, copied
             continue
         gather, reduce, copied = (

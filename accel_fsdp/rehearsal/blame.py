@@ -97,7 +97,7 @@ KNOWN = (
         r"The size of tensor a \(\d+\) must match the size of tensor b",
         SCRIPT,
         "leave no_sync before the last micro-batch of a step: in it gradients stay whole, and weights are shards",
-        at=r"torch/optim/(adam|adamw|sgd|rmsprop)\.py",  # Adagrad makes its states before FSDP shards
+        at=r"torch/optim/(adam|adamw|sgd|rmsprop)\.py",  # Adagrad creates its states before FSDP shards the parameters
     ),
     Cause(
         "data pointer on an invalid python storage",

@@ -55,7 +55,7 @@ def _request_rows(launcher: Rehearsed, name: str, words: Sequence[str], **enviro
 
 
 def main(seconds: str, target: str, dataset: str, split: str, config_name: str | None = None) -> None:
-    """The process itself: writes the rows, and reports why it can't."""
+    """Runs in the separate process: writes the rows, or reports why it can't."""
     import datasets  # noqa: F401  # takes as long as the hub may, where the machine is busy
 
     Timer(int(seconds), os._exit, [TOO_LATE]).start()

@@ -16,7 +16,7 @@ def load() -> None:
     from accel_fsdp.training.data import batching, tokenizing  # noqa: F401
     from accel_fsdp.training.reporting import model_card, run_record  # noqa: F401
 
-    with contextlib.suppress(ImportError):  # a table of all architectures, made when a process first loads a model
+    with contextlib.suppress(ImportError):  # creates a table of all architectures, as the first load of a model does
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
         get_checkpoint_conversion_mapping("llama")

@@ -13,7 +13,7 @@ TOKENS = 32
 
 
 def main() -> None:
-    """`python -m accel_fsdp.rehearsal.reload ONE OTHER`."""
+    """Runs `python -m accel_fsdp.rehearsal.reload ONE OTHER`."""
     first, second = (_logits(folder) for folder in sys.argv[1:3])
     sys.stdout.write(f"{float((first - second).abs().max())} {float(second.abs().max())}\n")
 

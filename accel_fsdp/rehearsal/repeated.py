@@ -27,7 +27,7 @@ def _first_difference(events: Sequence[RankEvent]) -> Mapping[str, Any] | None:
 
 
 def _averages_weights(events: Sequence[RankEvent], difference: Mapping[str, Any] | None) -> bool:
-    """Whether ranks train apart on purpose for some steps, after which the script averages their weights."""
+    """Whether the ranks train separately on purpose for some steps, after which the script averages their weights."""
     is_apart = difference is not None and difference["what"] == "copies"
     return is_apart and any(event.kind == "averaged" for event in events)
 

@@ -50,7 +50,7 @@ def _rank_differences(job: Job, rank: int, holding: Holding) -> Iterator[Differe
         how = f"{holding.model} runs as {holding.engine}"
         yield Difference(f"rank {rank} holds all {holding.weights:,} weights: {how}", "distributed_type")
         return
-    may_be_whole = job.engine is Engine.DEEPSPEED or job.layout.is_by_transformers  # its adapters are
+    may_be_whole = job.engine is Engine.DEEPSPEED or job.layout.is_by_transformers  # transformers leaves adapters whole
     if holding.whole and not may_be_whole and not job.ignores_modules:
         yield Difference(f"rank {rank} holds {holding.whole:,} weights whole, in no unit", "", WHOLE)
     yield from _unit_differences(job, rank, holding)
@@ -88,7 +88,7 @@ def of_job(config: JobConfig, ranks: int, machines: int, own_classes: tuple[str,
     from_yaml.check_sharding(config, ranks)
     job = from_yaml.job_of(config, ranks=ranks)
     by_class = job.wrap_policy == "TRANSFORMER_BASED_WRAP"
-    hybrid = job.engine is Engine.FSDP2 and job.layout.strategy in (4, 5)  # its replicas represent machines
+    hybrid = job.engine is Engine.FSDP2 and job.layout.strategy in (4, 5)  # the mesh's replicas represent machines
     layout = job.layout if hybrid else replace(job.layout, ranks_per_node=ranks // machines)
     layout = replace(layout, experts=experts)
     classes = own_classes if layout.is_by_transformers else job.layer_classes or own_classes

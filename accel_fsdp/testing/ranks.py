@@ -104,7 +104,7 @@ class Ranks:
             printed = [rank.output.stat().st_size for rank in self._started]
             try:
                 for rank in self._started:
-                    with contextlib.suppress(OSError):  # one that has ended meanwhile doesn't answer either
+                    with contextlib.suppress(OSError):  # a rank that has ended doesn't answer either
                         rank.calls.send_bytes(call)
                 answers = self._answers(self.timeout_seconds)
             finally:

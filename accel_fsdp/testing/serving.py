@@ -124,7 +124,7 @@ def _pickled(value: Any) -> bytes:
 
     class Pickler(pickle.Pickler):
         def reducer_override(self, part: Any) -> Any:
-            if isinstance(part, DTensor):  # it could be sent, but not be read where there is no process group
+            if isinstance(part, DTensor):  # it could be sent, but the parent has no process group to read it
                 raise TypeError("a DTensor belongs to the process group of the ranks")
             return NotImplemented
 

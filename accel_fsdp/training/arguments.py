@@ -29,7 +29,7 @@ SEE_HELP = "see all arguments: python train/sft.py --help"
 
 @dataclass
 class ModelArguments:
-    """The model, and its trained parameters."""
+    """The arguments about the model, and about which parameters are trained."""
 
     model_name_or_path: str = HfArg(help="Hub id or local folder.")
     model_revision: str = HfArg(default="main", help="Branch, tag or commit on the hub.")
@@ -135,7 +135,7 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
     )
 
     def __post_init__(self) -> None:
-        if not RECORDER & os.environ.keys():  # else as the user says; read when the process group is made
+        if not RECORDER & os.environ.keys():  # the user's own value stays; read when the process group is made
             os.environ.update(dict.fromkeys(RECORDER, RECORDED))
         self.logs_often = self.logging_steps == 0
         self.logging_steps = self.logging_steps or 1  # Trainer refuses 0

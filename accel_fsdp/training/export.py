@@ -46,7 +46,7 @@ class Export:
         return models.stored_dtype(model.config._name_or_path, revision, model.config.is_remote_code())
 
     def _trained_as(self) -> torch.dtype | None:
-        """Mixed precision: FSDP trains float32 master weights, DeepSpeed a 16-bit model beside its own."""
+        """The dtype under mixed precision: FSDP trains float32 masters, DeepSpeed a 16-bit model beside its masters."""
         precision, state = self.trainer.accelerator.mixed_precision, self.trainer.accelerator.state
         if getattr(state, "deepspeed_plugin", None) is not None:
             return load_model.COMPUTED.get(precision)
@@ -56,7 +56,7 @@ class Export:
         """Gathers the model and writes it; returns the number of tensors. Call on all ranks.
 
         Raises:
-            UserError: the host lacks memory to gather it; what was written is not what was trained, or can't be.
+            UserError: the host lacks memory to gather it; the files differ from the trained model, or can't be written.
         """
         trainer, watch = self.trainer, self.trainer.watch
         writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
@@ -73,7 +73,7 @@ class Export:
         with watch.doing("the export"):
             tensors = self._write_here(target, card) if writes else 0
             if not writes:
-                trainer.save_model(str(target))  # its part of the gather
+                trainer.save_model(str(target))  # the other ranks take part in the gather
             self.is_writing = False
             trainer.accelerator.wait_for_everyone()
         watch.end()
@@ -103,10 +103,10 @@ class Export:
             return Path(trainer.state.best_model_checkpoint)
         folder = Path(self.args.output_dir) / f"{file_names.CHECKPOINT}{trainer.state.global_step}"
         exists = folder.is_dir()
-        trainer.accelerator.wait_for_everyone()  # a rank that begins to save makes it
+        trainer.accelerator.wait_for_everyone()  # before a rank creates the folder by saving
         if not exists:
             if (plugin := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
-                plugin.state_dict_config = plugin.optim_state_dict_config = None  # else those of the old type stay
+                plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise the old ones stay
                 plugin.set_state_dict_type("SHARDED_STATE_DICT")
             trainer._save_checkpoint(trainer.model, trial=None)
         return folder

@@ -100,7 +100,7 @@ def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | Non
 
 
 def cause(error: BaseException) -> str:
-    """The error in one line: for a sharded checkpoint that of the first failed rank.
+    """The error in one line; for a sharded checkpoint the error of the first failed rank.
 
     The libraries' advice is removed: torch's, for a file that names code, is to run that code.
     """
@@ -147,7 +147,7 @@ def _as_stored(trainer: Any, checkpoint: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kind(plugin: Any, checkpoint: Path) -> Iterator[None]:
-    """`plugin` with the state dict type of the checkpoint's files, and the configs of that type."""
+    """Gives `plugin` the state dict type of the checkpoint's files, and the configs of that type."""
     facts = summary.facts_of(checkpoint)
     before = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
     if facts.sharded or facts.full:
@@ -217,7 +217,7 @@ def _names_in(checkpoint: Path) -> optimizer_names.OptimizerNames | None:
 
 
 def _take_rates(optimizer: Any, schedule: LambdaLR) -> None:
-    """This run's rate for the next step: the stored rate is zero if the schedule had ended."""
+    """Sets this run's rate for the next step: the stored rate is zero if the schedule had ended."""
     rates = [
         base * rate(schedule.last_epoch) for base, rate in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     ]
@@ -227,7 +227,7 @@ def _take_rates(optimizer: Any, schedule: LambdaLR) -> None:
 
 
 def _convert_rng(source: Path, target: Path, ranks: int) -> None:
-    """The first rank's random state in the format for `ranks` ranks; with several, it holds all visible GPUs."""
+    """Converts the first rank's random state to that of `ranks` ranks; with several, it holds all visible GPUs."""
     with safe_globals():
         state = torch.load(source, weights_only=True)
     for name, value in state.items():

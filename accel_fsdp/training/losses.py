@@ -143,7 +143,7 @@ class Losses:
         The model returns a sum, which is divided here: FSDP casts float arguments of a model's forward, and bfloat16
         rounds a count of 271 tokens to 272.
         """
-        if self.args.use_liger_kernel:  # its loss never has all logits
+        if self.args.use_liger_kernel:  # Liger's loss never has all logits
             inputs = {**inputs, "return_token_accuracy": True}
         target_ids = targets(inputs)
         loss, outputs = by_trainer(model, inputs, True, None if tokens is None else 1)

@@ -92,7 +92,7 @@ def check(config: Any, adapted: bool, quantized: bool) -> None:
 
 
 def check_on(layout: Layout, config: Any, adapted: bool, quantized: bool) -> None:
-    """As `check`, for any mesh."""
+    """Checks like `check`, for any mesh."""
     saves_packed = Version(torch.__version__) >= Version(PACKED_SINCE)
     if layout.tensor > 1 and not saves_packed and models.parallel_plans.has_packed_matrices(config):
         raise UserError(

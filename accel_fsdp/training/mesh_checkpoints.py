@@ -60,7 +60,7 @@ def save_optimizer(trainer: Any, checkpoint: Path) -> None:
     decaying = set(trainer.get_decay_parameter_names(trainer.model))
     groups = [{**content[GROUPS][index], "params": list[str]()} for index in (0, -1)]
     for group in content[GROUPS]:
-        groups[not decaying.issuperset(group["params"][:1])]["params"] += group["params"]  # one of them may have none
+        groups[not decaying.issuperset(group["params"][:1])]["params"] += group["params"]  # one of two may be empty
     stored = {"state": _contiguous(content["state"]), GROUPS: groups}
     _write({"optimizer": stored}, checkpoint / file_names.SHARDED_OPTIMIZER)
     if trainer.args.should_save:
@@ -79,13 +79,13 @@ def load_optimizer(trainer: Any, checkpoint: Path) -> None:
     filled = {"state": loaded["state"], GROUPS: groups}
     states.set_optimizer_state_dict(trainer.model, trainer.optimizer, filled)
     schedule = torch.load(checkpoint / file_names.SCHEDULER, weights_only=True)
-    of_groups = {name: schedule[name][:1] * len(groups) for name in OF_GROUPS if name in schedule}  # all are equal
+    of_groups = {name: schedule[name][:1] * len(groups) for name in OF_GROUPS if name in schedule}  # all equal
     trainer.lr_scheduler.load_state_dict({**schedule, **of_groups})
 
 
 @contextlib.contextmanager
 def gathered(trainer: Any, state_dict: dict[str, Any] | None) -> Iterator[dict[str, Any] | None]:
-    """All weights for `save_pretrained`, on the first rank, if transformers has sharded the model. Collective."""
+    """Yields all weights for `save_pretrained` on the first rank, if transformers has sharded the model. Collective."""
     if not trainer.by_transformers:
         yield state_dict
         return

@@ -219,7 +219,7 @@ def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:
         return
     needed = set(map(tensor_names.filed, names))
     if not tensor_names.is_adapted(needed):
-        return  # of another kind than LoRA, whose tensors have other names in files
+        return  # an adapter other than LoRA: its tensors have other names in files
     missing = tensor_names.lacking(stored, needed)
     extra = min((name for name in stored - needed if LORA.search(name)), default="")
     if missing or extra:

@@ -39,7 +39,7 @@ def measured(model: "nn.Module", allow_whole: bool = False) -> Holding:
         raise unsharded(f"{type(model).__name__} was not wrapped at all")
     if holding.whole and not allow_whole:
         raise unsharded(f"{holding.whole:,} of {holding.weights:,} weights are in no unit")
-    padded = holding.engine.startswith(Engine.FSDP1.label)  # each rank's part is as long as the longest
+    padded = holding.engine.startswith(Engine.FSDP1.label)  # FSDP1 pads each rank's part to the longest
     for unit in holding.units:
         if unit.held > unit.share or (padded and unit.held != unit.share):
             raise unsharded(f"a unit of {unit.weights:,} weights has {unit.held:,} on this rank of {unit.ranks}")

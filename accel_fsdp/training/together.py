@@ -89,7 +89,7 @@ class Peers:
 
     def _report(self, error: BaseException) -> None:
         """Reports to the other machines why this rank ends, and gives them time to read the report."""
-        if isinstance(error, agreement.Differs):  # all raise it
+        if isinstance(error, agreement.Differs):  # all ranks raise it
             return
         what = in_a_line(error)
         note = {"rank": self.own.number, "what": f"rank {self.own.number} on machine {self.own.place} failed: {what}"}

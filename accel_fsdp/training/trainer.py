@@ -202,7 +202,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             self.stop.release()
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> Any:
-        if self.args.logs_often:  # before Trainer compares it with a checkpoint's
+        if self.args.logs_often:  # before Trainer compares it with the checkpoint's value
             self.args.logging_steps = progress.logging_steps(max_steps)
         place = super()._init_training_state(max_steps, steps_per_epoch, *args)
         self.checkpoints.check_room()

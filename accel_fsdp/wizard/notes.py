@@ -101,7 +101,7 @@ def of_each_size(axis: str, check: Callable[[Context, Any], Any], context: Conte
         try:
             check(context, size)
             candidate = _evaluated(_problem(with_answers(context, **{axis: size}), records=True), False)
-        except UserError:  # it doesn't divide the model, or can't be recorded
+        except UserError:  # this size doesn't divide the model, or can't be recorded
             continue
         if candidate:
             words.append(f"{size}: ~{gib_or_mib(candidate.device.allocated)}, {candidate.tokens_per_s:,.0f} tokens/s")

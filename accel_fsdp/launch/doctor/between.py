@@ -210,7 +210,7 @@ def _collectives(results: NetworkResults) -> Iterator[Row]:
     silent = [rank for rank, failure in results.failed_ranks.items() if failure.endswith("no answer")]
     for rank, failure in results.failed_ranks.items():
         if silent and rank not in silent:
-            continue  # these failed because of the silent ones
+            continue  # they failed because of the silent machines
         first, fix = failure.strip().splitlines()[0], "accel-fsdp doctor --explain with the message"
         yield Row(f"rank {rank}", "error", first, *_cause_and_fix(failure, "a job would hang or stop there", fix))
     if not results.failed_ranks:

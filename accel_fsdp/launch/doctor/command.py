@@ -45,7 +45,7 @@ def explain(message: str) -> int:
 
 
 def examine(options: DoctorCommand) -> int:
-    """Looks at everything and reports it; returns 1 if something would stop a job."""
+    """Examines everything and prints the report; returns 1 if something would stop a job."""
     launched = LaunchEnvironment.now()
     _check(options, launched)
     if launched.is_rank and launched.local_rank != 0:
@@ -242,7 +242,7 @@ def _test_network(
 def _refuse_second_first(group: MachineGroup) -> None:
     """Raises if another machine already listens as machine 0."""
     host, port = group.address.host, group.address.port
-    seconds = 0.0 if rendezvous.is_own(host) else OTHER_FIRST_SECONDS  # it may not listen yet
+    seconds = 0.0 if rendezvous.is_own(host) else OTHER_FIRST_SECONDS  # another machine 0 may not listen yet
     if group.address.hosts and not rendezvous.wait_for(host, port, seconds):
         raise UserError(
             f"this machine was started as machine 0, but another machine 0 already runs at {host}",

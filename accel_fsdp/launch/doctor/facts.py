@@ -146,7 +146,7 @@ def _interfaces() -> dict[str, list[str]]:
 
 
 def _torch_cuda() -> str:
-    """The version of CUDA that torch was built for, without importing it; empty for a build without."""
+    """The version of CUDA that torch was built for, without importing it; empty for a build without CUDA."""
     spec = find_spec("torch")
     version = Path(spec.origin).with_name("version.py") if spec and spec.origin else None
     text = version.read_text(encoding="utf-8") if version and version.is_file() else ""

@@ -176,7 +176,7 @@ def _interfaces(facts: Facts, several: bool) -> Iterator[Row]:
 
 
 def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
-    """Errors for existing interfaces in variables that don't lead to another machine."""
+    """Reports interfaces named in variables that exist but don't lead to another machine."""
     for variable, _, names in rendezvous.named_interfaces(facts.variables, list(facts.addresses)):
         for name in names:
             inside = name == "lo" or name.startswith(BRIDGES)

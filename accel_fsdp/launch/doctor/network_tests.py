@@ -191,7 +191,7 @@ class NetworkTests:
         results.collectives = [probing.CollectiveResult(**result) for key in keys if (result := store.get(key))]
 
     def end(self, healthy: bool) -> bool:
-        """Publishes machine 0's result and waits until the others have read it; on those, returns that result."""
+        """Publishes machine 0's result and waits until the others have read it; on the others, returns that result."""
         if self.group.machine == 0:
             self.store.put("healthy", [healthy, self.results.communicated])
             self._from_machines("left", filter(None, self.results.facts), LEAVE_SECONDS)

@@ -201,7 +201,7 @@ def _measure_pair(device: str, result: PairResult) -> None:
         result.failed_bytes = size
         data = torch.arange(size // 4, dtype=torch.float32, device=device)
         seconds = torch.tensor([_there_and_back(data) / 2], device=device)
-        _there_and_back(seconds, agree=True)  # both stop at the size that the first one has chosen
+        _there_and_back(seconds, agree=True)  # both ranks stop at the size that rank 0 has chosen
         result.arrived_bytes, result.failed_bytes = size, 0
         if float(seconds) * REPEATS >= MEASURED_SECONDS:
             break
@@ -255,7 +255,7 @@ def _prepare(name: str, count: int, device: str) -> PreparedCollective:
 
     rank, world = dist.get_rank(), dist.get_world_size()
     part = torch.full((count // world,), float(rank), device=device)
-    parts = torch.arange(world, device=device).repeat_interleave(len(part)).float()  # those of all ranks
+    parts = torch.arange(world, device=device).repeat_interleave(len(part)).float()  # the parts of all ranks
     of_others = (world - 1) / world
     if name == "all_gather":
         gathered = torch.empty_like(parts)

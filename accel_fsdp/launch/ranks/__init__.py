@@ -1,4 +1,4 @@
-"""Code that runs inside a rank: FSDP on gloo for any script, and a record of what the rank holds and does."""
+"""Code that runs inside a rank: FSDP on gloo for any script, and events about what the rank holds and does."""
 
 import lazy_loader
 

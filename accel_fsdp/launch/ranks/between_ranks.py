@@ -33,7 +33,7 @@ def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
 
 
 def line_of(updates: Updates, kind: str, name: str = "") -> str:
-    """The script's line that changed the weight, or without a name any weight, on the first rank that has one."""
+    """The script's line that changed the weight (without a name: any weight), on the first rank that has one."""
     lines = [line for update in updates for weight, line in update[kind].items() if name in ("", weight)]
     return next(iter(lines), "")
 
@@ -47,7 +47,7 @@ def between(last: Updates, updates: Updates) -> dict[str, Any] | None:
                 changes.setdefault(name, {})[rank] = float((part != now["weights"][name][1]).float().mean())
     changed = {name: shares for name, shares in changes.items() if max(shares.values()) > MOSTLY}
     partly = [name for name, shares in changed.items() if min(shares.values()) == 0]
-    if len(partly) < 2 or 2 * len(partly) <= len(changed):  # one weight alone may have its changed rows on one rank
+    if len(partly) < 2 or 2 * len(partly) <= len(changed):  # a single weight may have its changed rows on one rank
         return None
     shares = changed[partly[0]]
     highest, lowest = (choose(shares, key=shares.__getitem__) for choose in (max, min))

@@ -70,7 +70,7 @@ def _folder(file: str | Path) -> str:
 
 
 def _called(names: Sequence[str], collective: str) -> str:
-    """The function that the script's line calls, of `names`, innermost first; the collective if none is known."""
+    """The function of `names` (innermost first) that the script's line calls; the collective if none is known."""
     return next((name for name in reversed(names) if name in NAMES), collective)
 
 

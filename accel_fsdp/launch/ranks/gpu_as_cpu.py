@@ -343,7 +343,7 @@ def _autocast(original: Callable[..., Any], self: Any, device_type: str, dtype: 
 
 
 def _scale(original: Callable[..., Any], self: Any, device: str = "cuda", *more: Any, **options: Any) -> None:
-    """The factor begins at 1, so that no step is skipped, and gradients are unscaled for the comparison."""
+    """Begins with a factor of 1, so that no step is skipped, and gradients are unscaled for the comparison."""
     if _names_gpu(device):
         _report_use('GradScaler("cuda")')
         device, more, options = "cpu", (1.0, *more[1:]), {**options}
@@ -352,7 +352,7 @@ def _scale(original: Callable[..., Any], self: Any, device: str = "cuda", *more:
 
 
 def _translate(owner: Any, name: str, called: str = "", **instead: Any) -> None:
-    """Replaces GPUs in the arguments of a function or class; `called`: its name in reports, if that differs."""
+    """Replaces GPUs in the arguments of a function or class; `called`: its name in reports, if it has another one."""
     signature = inspect.signature(getattr(owner, name))
     called = called or (owner.__name__ if name == "__init__" else name)
 

@@ -1,4 +1,4 @@
-"""Detects that a rank waits for others: in which collective, for how long, and where in the script."""
+"""Detects a rank that waits for others: in which collective, for how long, and where in the script."""
 
 import faulthandler
 import os

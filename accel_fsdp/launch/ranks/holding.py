@@ -33,7 +33,7 @@ WRAPPERS = (*tensor_names.WRAPPERS, "module")
 
 @dataclass(frozen=True)
 class HeldUnit:
-    """Weights that are gathered together: their number in all, `held` on this rank, and at most on a rank (`share`).
+    """Weights that are gathered together: their number in all, `held` on this rank, and the most on any rank (`share`).
 
     `name` is the path of its module, empty for the model itself; `kind` the module's class; `ranks` share the unit;
     `reshards`: it is sharded again between forward and backward. `states_alone`: only the optimizer's states are

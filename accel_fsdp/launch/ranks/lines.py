@@ -1,4 +1,4 @@
-"""Observes which lines of the script change weights or gradients themselves, clear gradients, or keep them on a rank.
+"""Observes which of the script's own lines change weights or gradients, clear gradients, or keep them on a rank.
 
 Repeating an update shows that something is wrong in it; these lines show the user what to change.
 """
@@ -111,7 +111,7 @@ class ObservedLines:
     def report_averaging(self, *_: Any) -> None:
         """Reports that the script averages weights and not gradients: the summed one has changed before the next step.
 
-        A copy that is summed to be compared changes none.
+        A copy that is summed only for a comparison changes no weight.
         """
         if self.summed is not None:
             weight, last, line = self.summed

@@ -30,7 +30,7 @@ def run() -> None:
     code = _code_of_script(report_end)
     cpu.finish(code)
     if LaunchEnvironment.now().is_rank and cpu.is_needed():
-        cpu.leave(code)  # the script has closed its process group: torch's threads may still abort the teardown
+        cpu.leave(code)  # the script has closed its process group, but torch's threads may still abort the teardown
     sys.exit(code)
 
 

@@ -119,7 +119,7 @@ def not_zero(parts: Parts) -> Parts:
 
 
 def same(first: Parts, other: Parts) -> bool:
-    """Whether two records hold the same values; weights that FSDP1 still has gathered aren't compared."""
+    """Whether two records hold the same values; weights that FSDP1 has gathered aren't compared."""
     if first.keys() != other.keys():
         return False
     pairs = ((part, other[name][1]) for name, (_, part) in first.items())
@@ -150,7 +150,7 @@ def _index(start: Start, part: "torch.Tensor") -> Any:
 
 
 def names_of(places: Iterable[Place]) -> Mapping[int, list[str]]:
-    """The weights that each parameter of an optimizer holds parts of, by its id."""
+    """For each parameter of an optimizer, by its id, the weights of which it holds parts."""
     names: dict[int, list[str]] = {}
     for place in places:
         names.setdefault(id(place.parameter), []).append(place.name)

@@ -25,7 +25,7 @@ def ratio(gradients: Mapping[str, "torch.Tensor"], plain: Mapping[str, "torch.Te
 
 
 def is_changed(update: Mapping[str, Any]) -> bool:
-    """Whether a rank's gradients changed between backward and step otherwise than by one factor."""
+    """Whether a rank's gradients changed between backward and step by more than a common factor."""
     return (
         bool(update["used"])
         and factor(update["reduced"], update["used"]) is None

@@ -172,7 +172,7 @@ class Recorder:
     def _calling(self, original: Callable[..., Any], module: "nn.Module", *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        if torch.compiler.is_compiling():  # it is part of a forward pass that is recorded
+        if torch.compiler.is_compiling():  # this call is part of a recorded forward pass
             return original(module, *args, **kwargs)
         if self.depth or self.in_backward or not torch.is_grad_enabled():
             return original(module, *args, **kwargs)
@@ -247,7 +247,7 @@ class Recorder:
     def _watched(self, forward: Forward, value: Any, path: str = "") -> Any:
         """A module's output, with a copy of each tensor: an output may be a part of another, as logits of a loss.
 
-        So the gradient of a copy comes only from code outside of the module.
+        The gradient of a copy thus comes only from code outside of the module.
         """
         import torch
 

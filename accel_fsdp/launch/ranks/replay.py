@@ -352,7 +352,7 @@ class _Repeated:
             self._differs("copies", line or self._step_line, of=what, **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
-        """Repeats each optimizer's step with the gradients that it saw; returns why it can't, or an empty text."""
+        """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""
         for index, (step, optimizer) in enumerate(zip(self.first["steps"], self.optimizers, strict=False)):
             kind = type(optimizer)
             if step["has_hooks"] or len(self._stepped_names) > len(set(self._stepped_names)):

@@ -292,7 +292,7 @@ def _named_tensors(saved: Any) -> Iterator[tuple[str, Any]]:
 
 
 def shards_in(saved: Any, storages: set[int]) -> tuple[int, int]:
-    """Counts the tensors in `saved`, including those in dicts and lists: shards of this rank, and all."""
+    """Counts the tensors in `saved`, including those in dicts and lists: this rank's shards, and all tensors."""
     import torch
 
     if isinstance(saved, torch.nn.Module):

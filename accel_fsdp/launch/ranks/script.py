@@ -46,7 +46,7 @@ def line_of_error(error: BaseException) -> str:
 
 
 def line_above(line: str, word: str) -> str:
-    """The nearest line above another, both as file:line, that has a word; the other itself if none has."""
+    """The nearest line with `word` at or above `line`, both as file:line; `line` itself if there is none."""
     path, _, number = line.rpartition(":")
     above = linecache.getlines(path)[: int(number or 0)]
     return next((f"{path}:{at}" for at in range(len(above), 0, -1) if word in above[at - 1]), line)

@@ -46,7 +46,7 @@ class TrainerLoss:
         )
 
     def _gradients(self, model: "nn.Module") -> "Mapping[int, torch.Tensor]":
-        """The gradients of this model's outputs for its loss, by the number of the output."""
+        """The gradients of the loss with respect to this model's outputs, by the number of the output."""
         import torch
 
         self.arguments.arguments |= {"model": model, "return_outputs": True}

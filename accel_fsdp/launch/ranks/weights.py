@@ -82,7 +82,7 @@ class ObservedWeights:
         self.made_at[id(optimizer)] = script.line_of_stack(sys._getframe(2))
 
     def _watch_sharding(self, owner: Any, name: str, sums: Callable[..., Sequence[tuple[float, float]]]) -> None:
-        """Notes the weights of each unit before a method of it shards them, and this rank's part after it."""
+        """Records the weights of each unit before a method shards them, and this rank's part afterwards."""
         original = getattr(owner, name)
 
         @functools.wraps(original)

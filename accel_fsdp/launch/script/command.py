@@ -127,7 +127,7 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
 
 
 def _warn_of_secrets(script_args: tuple[str, ...]) -> None:
-    """Warns of a token in the job file, which others can read."""
+    """Warns about a token in the job file, which others can read."""
     arguments = flag_words.parse_command_line(script_args)
     for name, value in arguments.items():
         if (SECRET_FLAG.fullmatch(name) and isinstance(value, str)) or SECRET_VALUE.match(str(value)):

@@ -40,7 +40,7 @@ def _directives(job: JobFile) -> list[str]:
 
 
 def _limit(job: JobFile) -> tuple[list[str], int]:
-    """The minutes after which SLURM ends the job, and where they come from unless a flag gave them."""
+    """The minutes after which SLURM ends the job, and a comment on their origin unless a flag gave them."""
     if job.minutes:
         return [], job.minutes
     if job.predicted and job.predicted.minutes * 60 > job.flags.grace:

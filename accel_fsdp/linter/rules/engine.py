@@ -301,7 +301,7 @@ def _with_names_corrected(subject: Subject, edits: Iterable[Edit]) -> Subject:
 
 
 def _fits(subject: Subject, edit: Edit) -> bool:
-    """Whether there is a mapping to edit, or room for one (AF106 reports the other case)."""
+    """Whether there is a mapping to edit, or none yet (AF106 reports a value that isn't a mapping)."""
     if not edit.section and edit.new_key:
         return edit.new_key not in subject.values
     return not edit.section or isinstance(subject.values.get(edit.section) or {}, Mapping)

@@ -1,4 +1,4 @@
-"""Finds layers of a stack that differ in kind: sliding or full attention, dense or with experts, and so on.
+"""Finds the kinds of layers in a stack: sliding or full attention, dense or with experts, and so on.
 
 Configs express this differently: a list with an entry for each layer, the number of first layers, a period. The modules
 of the built model show it in every case.

@@ -35,12 +35,12 @@ def narrow(parts: Sequence[Part], heads_too: bool, all_parts: bool) -> None:
     head = (min(HEAD_WIDTH, main.head_width) if heads_too else main.head_width) or HEAD_WIDTH
     width = heads * head if heads and main.fills_width else WIDTH
     if main.hidden <= width:
-        return  # it is small already
+        return  # the part is small already
     new_widths = {part.hidden: width for part in parts if part.hidden and (all_parts or part.main)}
     for part in parts:
         if part.main or all_parts or part is parts[0]:
             _narrow_part(part, width, head, new_widths)
-        if main.heads and not part.heads:  # its heads are named in the config around it
+        if main.heads and not part.heads:  # the config around it names its heads
             for key in part.keys(GROUP_COUNTS):
                 part.values[key] = max(1, part.real[key] * heads // main.heads)
 

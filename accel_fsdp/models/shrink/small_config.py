@@ -50,7 +50,7 @@ class Attempt:
     """Reduces also the widths of an image or audio encoder."""
     vocabulary: bool = True
     heads: bool = True
-    """Reduces also the widths of heads, on which some code relies although the config doesn't show it."""
+    """Reduces also the widths of heads, on which some models' code relies although the config doesn't show it."""
 
 
 ATTEMPTS = (
@@ -142,7 +142,7 @@ def _for_mesh(part: Part, divisors: Mapping[str, int]) -> None:
     """Raises counts to multiples of what divides them, as the real ones are on the real mesh, which may be another."""
     _raise(part, EXPERT_COUNTS, divisors["experts"])
     _raise(part, VOCABULARIES, divisors["rows"])
-    if any(narrower.HEAD_WIDTHS.search(key) for key in part.real):  # else heads share a width that stays
+    if any(narrower.HEAD_WIDTHS.search(key) for key in part.real):  # otherwise heads share a width that stays
         groups = _raise(part, GROUP_COUNTS, divisors["heads"])
         _raise(part, HEAD_COUNTS, math.lcm(groups, divisors["heads"]))
 

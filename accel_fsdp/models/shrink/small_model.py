@@ -52,7 +52,7 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class _BuiltModel:
-    """A small model of one attempt; `tried` is empty if a forward pass ran, else why it didn't."""
+    """A small model of one attempt; `tried` is empty if a forward pass ran, else the reason why it didn't."""
 
     model: Any
     attempt: Attempt

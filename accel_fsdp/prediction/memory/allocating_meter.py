@@ -1,4 +1,4 @@
-"""A meter that gives everything it counts to an allocator, tensor by tensor. Pure."""
+"""A meter that passes everything it counts to an allocator, tensor by tensor. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +103,7 @@ class AllocatingMeter(Meter):
                     self.allocator.free(block)
 
     def _take_blocks(self, name: object, size: int) -> list[Block]:
-        """Takes the oldest group of that size, or several groups that add up to it."""
+        """Removes the oldest group of that size, or several groups that add up to it."""
         groups = self.named.get(name, [])
         for index, group in enumerate(groups):
             if group.size == size:

@@ -164,7 +164,7 @@ class CachingAllocator:
         return self._done + len(self._waiting)
 
     def complete(self, issued: int | None = None) -> None:
-        """The GPU has finished all its work so far, or the work up to `issued`; the next `malloc` sees it."""
+        """Declares all of the GPU's work so far finished, or the work up to `issued`; the next `malloc` takes note."""
         self._completed = max(self._completed, (self.issued if issued is None else issued) - self._done)
 
     def _process_events(self) -> None:

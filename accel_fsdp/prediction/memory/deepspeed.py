@@ -37,7 +37,7 @@ class Zero(EngineMemory):
         self.meter.add(BUFFERS, REDUCE_BUCKET_SIZE * compute)
 
     def make_states(self) -> None:
-        """The optimizer's state of this rank's partition."""
+        """Allocates the optimizer's state of this rank's partition."""
         if not self.layout.offload:
             single_rank = replace(self.layout, ranks=1, ranks_per_node=1)
             unsharded = self.total(lambda unit: shards.optimizer_bytes(unit, self.recipe, single_rank))
@@ -77,7 +77,7 @@ class Zero(EngineMemory):
         self.meter.add(GRADIENTS, 0 if self.has_grads else kept_bytes, ("shard", unit))
 
     def step(self) -> None:
-        """The gradients in float32, of this rank's share or of a sub-group of it."""
+        """Allocates the gradients in float32, of this rank's share or of a sub-group of it."""
         if not self.layout.offload:
             share = self._trained_numel() // self.layout.ranks
             self.meter.touch({GRADIENTS: state_bytes.MASTER * min(share, SUB_GROUP_SIZE)})

@@ -140,7 +140,7 @@ class EngineMemory:
         return 0 if self.layout.offload else self.total(lambda unit: self._master(unit, shard=True))
 
     def step(self) -> None:
-        """The optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
+        """Allocates the optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
         if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
             sizes = [(self._master(unit, shard=True) * count, unit) for unit, count in self.held_units]
             self.meter.add_each(OPTIMIZER, sizes, "temporaries")
@@ -214,7 +214,7 @@ class Fsdp(EngineMemory, ABC):
         return unsharded, shard
 
     def _keep(self, unit: int, reduced_bytes: int) -> None:
-        """The reduced shard becomes the gradient: cast, added to an older one, or moved to the host."""
+        """Makes the reduced shard the gradient: cast, added to an older one, or moved to the host."""
         new_bytes = self._master(self.unit(unit), shard=True)
         if new_bytes != reduced_bytes:
             self.meter.add(GRADIENTS, new_bytes, ("shard", unit), stream=REDUCE)
@@ -266,7 +266,7 @@ class Fsdp2(Fsdp):
         return unit in self.waiting
 
     def end_forward(self) -> None:
-        """The root's post-forward drops the last all-gather's output."""
+        """Frees the last all-gather's output, as the root's post-forward does."""
         self._drop_output()
 
     def before_backward(self, unit: int) -> None:
@@ -285,7 +285,7 @@ class Fsdp2(Fsdp):
         return unit - len(self.units) - 1 if unit >= len(self.units) else self.experts_of(unit) or unit - 1
 
     def before_head_backward(self, unit: int) -> None:
-        """The unit of the head is the last in forward, so the last block is prefetched, also with tied embeddings."""
+        """Prefetches the last block, also with tied embeddings: the unit of the head is the last in forward."""
         self._prefetch((unit or len(self.units)) - 1)
 
     def _prefetch(self, unit: int) -> None:

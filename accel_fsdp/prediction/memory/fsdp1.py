@@ -29,7 +29,7 @@ class Fsdp1(Fsdp):
             super()._keep(unit, reduced_bytes)
 
     def end_backward(self) -> None:
-        """`prepare_gradient_for_optim` frees the copied gradients."""
+        """Frees the copied gradients, as `prepare_gradient_for_optim` does."""
         self.meter.add(GRADIENTS, -self.offloaded, "offloaded")
         self.offloaded = 0
         super().end_backward()
@@ -64,7 +64,7 @@ class Fsdp1(Fsdp):
             self.meter.add(GATHERED, -self._size(unit), ("unit", unit), stream=GATHER, used_on=COMPUTE)
 
     def before_loss_backward(self) -> None:
-        """The root's hook, which is on the loss, prefetches the last block (`_pre_backward_hook`)."""
+        """Prefetches the last block, as the root's hook on the loss does (`_pre_backward_hook`)."""
         self.before_backward(len(self.units))
 
     def before_head_backward(self, unit: int) -> None:

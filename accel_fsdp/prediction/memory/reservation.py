@@ -107,7 +107,7 @@ class _AllocatingWalk(Walk):
             self.evaluated = ModelScripts.of(shape, tapes, replace(recipe, rows=recipe.eval_batch))
 
     def run(self, buffers_bytes: int, workspace_bytes: int, exports: bool) -> None:
-        """All phases."""
+        """Simulates all phases."""
         self.meter.enter("loading")
         self.meter.add(BUFFERS, buffers_bytes)
         self.engine.load()
@@ -127,7 +127,7 @@ class _AllocatingWalk(Walk):
             self._gather_all()
 
     def one_step(self, step: int) -> None:
-        """Micro-batches and optimizer."""
+        """Simulates the micro-batches and the optimizer's step."""
         self.engine.has_grads = False
         self.micro_batches(f" of step {step}")
         self.meter.enter(f"optimizer of step {step}")
@@ -138,7 +138,7 @@ class _AllocatingWalk(Walk):
         self.meter.allocator.complete()
 
     def _evaluate(self, scripts: ModelScripts) -> None:
-        """One forward without saved tensors; the logits of the loss exist at the same time."""
+        """Simulates one forward without saved tensors; the logits of the loss exist at the same time."""
         slots: dict[int, Block] = {}
         self.engine.before_forward(0)
         self._issue(scripts.embedding.forward, slots, 0)
@@ -156,7 +156,7 @@ class _AllocatingWalk(Walk):
             self.meter.allocator.free(block)
 
     def _gather_all(self) -> None:
-        """A full state dict: one unit after the other under FSDP1, one parameter after the other under FSDP2.
+        """Gathers a full state dict: one unit after the other under FSDP1, one parameter after the other under FSDP2.
 
         (`_full_pre_state_dict_hook`; `DTensor.full_tensor` in torch.distributed.checkpoint's `state_dict.py`.)
         Gathering a full optimizer state takes no more: one state of a unit at a time (`_allgather_orig_param_states`).
@@ -232,7 +232,7 @@ class _AllocatingWalk(Walk):
             self.engine.after_backward(self.head_unit, self.head.grad_bytes)
 
     def _head_forward(self, slots: dict[int, Block]) -> None:
-        """Fused kernels reach their peak at once, and leave gradients."""
+        """Runs the head and the loss; fused kernels reach their peak at once, and leave gradients."""
         meter, more = self.meter, max(self.more_logits[0], 0)
         if self.scripts.head is None:
             meter.add(LOSS, self.head.forward_peak, "loss")

@@ -164,7 +164,7 @@ class Walk:
 
     def micro_batches(self, more: str = "") -> None:
         last = self.recipe.accumulation
-        for number in sorted({1, min(2, last), last}):  # those in between equal the second
+        for number in sorted({1, min(2, last), last}):  # those in between are like the second
             self.engine.syncs = number == last
             name = f" of micro-batch {number}" if last > 1 else ""
             self.micro_batch(name + more)
@@ -215,7 +215,7 @@ class Walk:
         self.meter.touch({ACTIVATIONS: peak})
 
     def _rise_with_experts(self, unit: int, peak: int, again: bool = False) -> None:
-        """A block's forward with experts in a separate unit, which are gathered at its peak.
+        """Counts a block's forward with experts in a separate unit, which are gathered at its peak.
 
         `again`: the recomputation in backward, after which they stay gathered, and which counts as a forward of only
         the experts.

@@ -72,7 +72,7 @@ class Meter:
         self.add(kind, sum(size for size, _ in sizes), name)
 
     def change(self, sizes: Mapping[str, int]) -> None:
-        """Allocates and frees by kind, without a moment in between."""
+        """Allocates and frees by kind at once, without a peak in between."""
         for kind, size in sizes.items():
             self.live[kind] += size
             self.total += size

@@ -90,7 +90,7 @@ class Tape:
         return hash((len(self.forward), len(self.backward), self.output))
 
     def of(self, rows: int) -> "Tape":
-        """The tape for as many rows."""
+        """The tape for this number of rows."""
         return self.alone if rows == 1 and self.alone is not None else self
 
     @property
@@ -318,7 +318,7 @@ def split_replay(tape: Tape, at: At, experts: frozenset[int]) -> SplitReplay:
     if not places:
         return SplitReplay()
     after = (index for index, (sign, _) in enumerate(events) if not sign and index > places[-1])
-    end = next(after, len(events))  # the router's, once the experts have given back the gradient of their input
+    end = next(after, len(events))  # the router's gradient, after that of the experts' input
     alive = grad_bytes = others = 0
     early, late, level = (0, 0), (0, 0), 0
     for index, (sign, size) in enumerate(events):

@@ -204,7 +204,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Runs one operation and records the storages that it creates."""
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it calls again with the rank's part
+            return NotImplemented  # DTensor calls again with the rank's part
         if not self._on or self._blind:
             return func(*args, **kwargs)
         if func is _WAIT:

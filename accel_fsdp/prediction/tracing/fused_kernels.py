@@ -160,7 +160,7 @@ class _SharedInputLayers(nn.Module):
 class _Part(nn.Module):
     def __init__(self, together: _SharedInputLayers, index: int) -> None:
         super().__init__()
-        self._together = [together]  # in a list, so that only the first part registers its parameters
+        self._together = [together]  # in a list, so that only the first part registers the parameters
         self._place = index
         if index == 0:
             self.own = together

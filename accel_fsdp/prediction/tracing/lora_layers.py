@@ -80,7 +80,7 @@ def _frozen(module: Any, variant: Variant) -> nn.Module:
 
 
 class _FourBit(torch.autograd.Function):
-    """bitsandbytes' `MatMul4Bit` from 1537 tokens on (fewer go through a kernel that unpacks nothing in forward)."""
+    """bitsandbytes' `MatMul4Bit` for 1537 tokens or more (for fewer, a kernel unpacks nothing in forward)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: tuple[int, int], bias: Tensor | None) -> Tensor:

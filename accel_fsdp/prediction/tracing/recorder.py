@@ -237,7 +237,7 @@ class Recorder:
 
     @contextmanager
     def _around(self) -> Iterator[None]:
-        """The contexts that forward runs in."""
+        """Enters the contexts that forward runs in."""
         with ExitStack() as stack:
             if self.variant.kernels != "none":
                 from accel_fsdp.prediction.tracing.fused_kernels import rotary_in_place
@@ -289,7 +289,7 @@ def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple
 def _axes_of(model: Any, variant: Variant) -> Any:
     if variant.tensor == variant.experts == 1:
         return None
-    from accel_fsdp.prediction.tracing.axes import Axes  # a process group has to be there
+    from accel_fsdp.prediction.tracing.axes import Axes  # it needs a process group
 
     return Axes(model, variant)
 

@@ -186,7 +186,7 @@ def _tokens(encoding: Any, text: str, span: chat_template.TextSpan) -> chat_temp
     last = _token_at(encoding, range(end - 1, start - 1, -1))
     if first is None or last is None:
         raise BadRow("an assistant turn has no token of its own")
-    while (after := encoding.token_to_chars(last + 1)) is not None and after[0] < end:  # one letter of several tokens
+    while (after := encoding.token_to_chars(last + 1)) is not None and after[0] < end:  # several tokens form one letter
         last += 1
     begins, stops = encoding.token_to_chars(first)
     if text[begins:start].strip():

@@ -97,7 +97,7 @@ def _where(run: Mapping[str, Any]) -> str:
 def _arguments(arguments: Mapping[str, Mapping[str, Any]], adapter: bool) -> Iterator[str]:
     """Rows of the arguments that affect the result, without disabled ones."""
     training = arguments["training"]
-    ends_by = "num_train_epochs" if training["max_steps"] > 0 else "max_steps"  # the other one decided nothing
+    ends_by = "num_train_epochs" if training["max_steps"] > 0 else "max_steps"  # the other one had no effect
     row_arguments = {name: arguments["data"].get(name) for name in ROWS}
     row_arguments |= {name: value for name, value in arguments["model"].items() if adapter and name.startswith("lora_")}
     row_arguments |= {name: training.get(name) for name in SHOWN if name != ends_by}

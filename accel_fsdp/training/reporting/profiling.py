@@ -139,7 +139,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         self.steps = left
         if self.rank == 0 and left:
             self.report.read_plan()
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it logs each start and stop
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto logs each start and stop
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Begins a profile, or warms up in the step before the first one."""
@@ -291,7 +291,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     def _layer_begins(self, layer: ProfiledLayer, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.step is None:
             return
-        if self.step.backward:  # it is computed again
+        if self.step.backward:  # activation checkpointing recomputes it
             self._backward(layer, None)
             return
         self.mark("forward", layer.kind, layer.path, layer.place)
@@ -370,10 +370,10 @@ def live_bytes(model: "nn.Module") -> int:
     """Bytes allocated on the CPU: the storages of all tensors in Python, and DDP's internal buckets."""
     sizes: dict[int, int] = {}
     for tensor in gc.get_objects():
-        kind = type(tensor)  # DTensors and those of a trace, which have no storage of their own, dispatch to others
+        kind = type(tensor)  # DTensors and traced tensors have no storage of their own: they dispatch to other tensors
         if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             continue
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # it has no storage, or several
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a tensor without storage, or with several
             if tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
                 sizes[storage.data_ptr()] = storage.nbytes()

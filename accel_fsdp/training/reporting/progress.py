@@ -253,7 +253,7 @@ class _Bar(ProgressCallback):  # type: ignore[misc]
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        """`ProgressReport` prints them."""
+        """Prints nothing: `ProgressReport` prints the log lines."""
 
 
 def line(logs: Mapping[str, float], step: int, max_steps: int, seconds_per_step: float) -> str:

@@ -261,7 +261,7 @@ def _owners(call: Collective, known: Known) -> list[tuple[str, int]]:
     ]
     paths = {holding.user_name(path) for path in call.modules}
     owners = [(name, unit) for name, unit in owners if unit.name in paths] or owners
-    if call.kind == "all-reduce":  # of hybrid sharding: each shard over the copies of the model
+    if call.kind == "all-reduce":  # hybrid sharding reduces each shard over the copies of the model
         return [(name, known.ranks // unit.ranks) for name, unit in owners] or [(OTHER, known.ranks)]
     return [(name, call.ranks or unit.ranks) for name, unit in owners] or [(OTHER, call.ranks or known.ranks)]
 

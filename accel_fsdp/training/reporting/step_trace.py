@@ -194,7 +194,7 @@ def _ledger(
         change, address = int(event["args"]["Bytes"]), int(event["args"]["Addr"])
         size, owned = alive.pop(address, (0, False))
         if change > 0:
-            totals[owned] -= size  # its release wasn't recorded: it was on a thread that isn't profiled
+            totals[owned] -= size  # its release wasn't recorded, because it was on a thread that isn't profiled
             owned = backend.owns(event)
             alive[address] = change, owned
         elif not size and event["tid"] in backend.threads:
