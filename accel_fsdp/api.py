@@ -71,8 +71,8 @@ def check(
     from accel_fsdp import linter
 
     _refuse_value("model", model, str | None)
-    read = {"args": args, "checkpoint": checkpoint, "script": script}
-    paths = {name: None if value is None else _path(name, value) for name, value in read.items()}
+    inputs = {"args": args, "checkpoint": checkpoint, "script": script}
+    paths = {name: None if value is None else _path(name, value) for name, value in inputs.items()}
     options = linter.LintOptions(model, paths["args"], paths["checkpoint"], paths["script"], here)
     return linter.lint(_path("path", path), options)
 
@@ -156,10 +156,10 @@ def export(
     paths = _path("src", src), _path("out", out)
     for name, value in {"dtype": dtype, "verify": verify}.items():
         _refuse_value(name, value, known[name])
-    how = exporter.ExportCommand(
+    options = exporter.ExportCommand(
         *paths, model=model, dtype=dtype, merge_adapter=merge_adapter, verify=verify, force=force
     )
-    return exporter.exported(how)
+    return exporter.exported(options)
 
 
 def to_yaml(answers: Answers | Mapping[str, Any]) -> str:

@@ -206,8 +206,8 @@ def _digits(text: str) -> str:
 def _holds(long: str, short: str) -> bool:
     """Whether `short`, of two words or more after its prefix, is the beginning or end of `long`, in whole words."""
     words, part = long.lower().split("_"), short.lower().split("_")
-    inside = part == words[: len(part)] or part == words[-len(part) :]
-    return inside and len(part) < len(words) and len(short.removeprefix("fsdp_").split("_")) > 1
+    is_part = part == words[: len(part)] or part == words[-len(part) :]
+    return is_part and len(part) < len(words) and len(short.removeprefix("fsdp_").split("_")) > 1
 
 
 def edits(first: str, second: str) -> int:

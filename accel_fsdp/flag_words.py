@@ -53,8 +53,8 @@ def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> list[str
             _check(command, flag, value)
             values_of.setdefault(flag.name, []).append(value)
     if unknown:
-        listed = " ".join(f"{name} is not a flag of {command}.{did_you_mean(name, flags)}" for name in unknown)
-        raise UsageError(listed, why="nothing was done", fix=f"{command} --help shows the flags")
+        problems = " ".join(f"{name} is not a flag of {command}.{did_you_mean(name, flags)}" for name in unknown)
+        raise UsageError(problems, why="nothing was done", fix=f"{command} --help shows the flags")
     if places is not None and len(plain) > places:
         extra = plain[places]
         hint = "--script" if extra.endswith(".py") and "--script" in flags else ""

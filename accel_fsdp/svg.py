@@ -279,11 +279,11 @@ def _places(counts: Sequence[int], right: float, least: float) -> tuple[list[flo
 
 def _phase(name: str, many: bool) -> list[str]:
     """A phase's name in at most two lines; short where there are many phases."""
-    short = {"between": "idle", "optimizer": "step", "forward": "fwd", "backward": "bwd"}
+    short_names = {"between": "idle", "optimizer": "step", "forward": "fwd", "backward": "bwd"}
     first, *rest = name.split()
     if not many:
         return [first, *rest]
-    return [short.get(first, first), *(rest[-1:] if "micro-batch" in rest else [])]
+    return [short_names.get(first, first), *(rest[-1:] if "micro-batch" in rest else [])]
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:

@@ -55,8 +55,8 @@ class CheckpointLocation:
 
 def look(folder: Path) -> CheckpointLocation | None:
     """The checkpoint or exported model in `folder`, which may be its inner folder; None if there is none."""
-    for read in (_zero, _sharded, _safetensors, _adapter, _full, _single):
-        checkpoint = read(folder)
+    for reader in (_zero, _sharded, _safetensors, _adapter, _full, _single):
+        checkpoint = reader(folder)
         if checkpoint is not None:
             # `atomic_files.replaced_folder` leaves such a folder behind if its process is killed
             is_temporary = folder.name.startswith(".") and folder.name.endswith(".tmp")

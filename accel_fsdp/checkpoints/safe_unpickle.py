@@ -60,18 +60,18 @@ def _key(value: Any) -> Any:
     """A key of a mapping or member of a set: plain values, and short tuples of them."""
     if isinstance(value, str):
         return value
-    left = [value]
+    remaining = [value]
     for _ in range(MOST_IN_KEY):
-        part = left.pop()
+        part = remaining.pop()
         if isinstance(part, tuple):
-            left += part[: MOST_IN_KEY + 1]
+            remaining += part[: MOST_IN_KEY + 1]
         elif isinstance(part, (int, float)) and (
             part is not value or abs(part) > LARGEST_KEY
         ):  # tuples' hashes collide
             raise ValueError("an impossible key")
         elif not isinstance(part, (str, bytes, int, float, Inert, type(None))):
             raise TypeError(f"a key of type {type(part).__name__}")
-        if not left:
+        if not remaining:
             return value
     raise ValueError("a key of many parts")
 
@@ -138,16 +138,16 @@ class Machine(PYTHONS):  # type: ignore[misc]
 
     def charge_for(self, value: Any) -> None:
         """Charges a call for everything in its argument, repeated parts included."""
-        left = [value]
-        while left:
-            part = left.pop()
+        remaining = [value]
+        while remaining:
+            part = remaining.pop()
             if isinstance(part, (str, bytes)):
                 self.charge(len(part))
             elif isinstance(part, (tuple, list, set, dict)):
                 self.charge(4 * SLOT * len(part))
-                left += part
+                remaining += part
                 if isinstance(part, dict):
-                    left += part.values()
+                    remaining += part.values()
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the object of an admitted name."""

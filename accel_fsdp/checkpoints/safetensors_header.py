@@ -61,16 +61,16 @@ def read_parts(path: Path) -> tuple[dict[str, Tensor], dict[str, tuple[int, ...]
     return tensors, _places(path, tensors, notes.get(PARTS))
 
 
-def _places(path: Path, tensors: Mapping[str, Tensor], noted: str | None) -> dict[str, tuple[int, ...]]:
-    if noted is None:
+def _places(path: Path, tensors: Mapping[str, Tensor], metadata: str | None) -> dict[str, tuple[int, ...]]:
+    if metadata is None:
         return {}
-    listed = untrusted_files.mapping(noted.encode(), path)
+    listed = untrusted_files.mapping(metadata.encode(), path)
     places: dict[str, tuple[int, ...]] = {}
     for name, part in listed.items():
-        at = part.get("saved_offsets") if isinstance(part, dict) else None
-        if name not in tensors or not isinstance(at, list) or len(at) != len(tensors[name].shape):
+        saved = part.get("saved_offsets") if isinstance(part, dict) else None
+        if name not in tensors or not isinstance(saved, list) or len(saved) != len(tensors[name].shape):
             raise _damaged(path, f"the offsets of a part of {name} are missing")
-        places[name] = _sizes(path, name, at)
+        places[name] = _sizes(path, name, saved)
     return places
 
 
@@ -95,8 +95,8 @@ def _tensor(path: Path, name: str, entry: Any, begin: int) -> Tensor:
 
 
 def _sizes(path: Path, name: str, numbers: Any) -> tuple[int, ...]:
-    listed = isinstance(numbers, list) and len(numbers) <= MOST_DIMENSIONS
-    valid = listed and all(type(number) is int and 0 <= number < LARGEST_SIZE for number in numbers)
+    is_list = isinstance(numbers, list) and len(numbers) <= MOST_DIMENSIONS
+    valid = is_list and all(type(number) is int and 0 <= number < LARGEST_SIZE for number in numbers)
     if not valid:
         raise _damaged(path, f"{name} has impossible sizes")
     return tuple(numbers)

@@ -138,8 +138,8 @@ def _is_whole(base: Mapping[str, T], tensors: Mapping[str, T]) -> bool:
     PEFT's files of adapted embeddings hold the embedding too.
     """
     adapted = {name[: match.start()] for name in tensors if (match := LORA.search(name))}
-    under = {name[: match.start()] for name in base for match in UNDER.finditer(name)}
-    return adapted <= under and any(LAYER.search(name) for name in base)
+    modules = {name[: match.start()] for name in base for match in UNDER.finditer(name)}
+    return adapted <= modules and any(LAYER.search(name) for name in base)
 
 
 def _adapter_and_name(name: str) -> tuple[str | None, str]:
@@ -156,7 +156,7 @@ def unprefixed(tensors: Mapping[str, T], expected: Collection[str]) -> dict[str,
     """The tensors by the names of their model, where all of those have one prefix, such as Lightning's."""
     first = next(iter(expected), "")
     is_plain = any(name in expected for name in tensors)
-    ends = [] if is_plain else [name for name in tensors if name.endswith(f".{first}")]
-    prefixes = [name.removesuffix(first) for name in ends]
+    matches = [] if is_plain else [name for name in tensors if name.endswith(f".{first}")]
+    prefixes = [name.removesuffix(first) for name in matches]
     fitting = [prefix for prefix in prefixes if all(f"{prefix}{name}" in tensors for name in expected)]
     return {name.removeprefix(fitting[0] if len(fitting) == 1 else ""): tensor for name, tensor in tensors.items()}

@@ -184,9 +184,9 @@ def _fill(
     import numpy as np
 
     strides = piece.strides or c_order(piece.sizes)
-    reach = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
-    span = (1 + sum(reach)) * item
-    widest = max(range(len(reach)), key=reach.__getitem__)
+    extents = [(size - 1) * stride for size, stride in zip(target.shape, strides, strict=True)]
+    span = (1 + sum(extents)) * item
+    widest = max(range(len(extents)), key=extents.__getitem__)
     if span > max(SPREAD * target.size * item, SMALL_READ) and target.shape[widest] > 1:
         half = target.shape[widest] // 2
         before: tuple[slice, ...] = (slice(None),) * widest
@@ -214,8 +214,8 @@ def tensor(name: str, dtype: str, shape: tuple[int, ...], pieces: Sequence[Piece
     """A tensor of these boxes, which must fill it: all inside, without overlaps, and with sizes that add up to it."""
     elements = sum(prod(piece.sizes) for piece in pieces)
     if elements != prod(shape) or any(len(piece.offsets) != len(shape) for piece in pieces):
-        where = pieces[0].record.path if pieces else Path(name)
-        raise damaged(where, f"and its siblings hold {elements} of the {prod(shape)} elements of {name}")
+        path = pieces[0].record.path if pieces else Path(name)
+        raise damaged(path, f"and its siblings hold {elements} of the {prod(shape)} elements of {name}")
     if not _fill_exactly(shape, pieces):
         raise damaged(pieces[0].record.path, f"and its siblings hold some elements of {name} twice, others never")
     if not prod(shape):

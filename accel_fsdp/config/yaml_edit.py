@@ -65,10 +65,10 @@ def _applied(document: Any, text: str, edit: Edit) -> str:
 def as_scalar(value: Any) -> Any:
     """Quotes text that PyYAML would read as another type, such as no, on or 1e8; returns other values unchanged."""
     try:
-        same = not isinstance(value, str) or yaml.safe_load(value) == value
+        is_unchanged = not isinstance(value, str) or yaml.safe_load(value) == value
     except yaml.YAMLError:  # an unfinished quote, or a control character, which the emitter escapes by itself
-        same = not value.isprintable()
-    if same:
+        is_unchanged = not value.isprintable()
+    if is_unchanged:
         return value
     from ruamel.yaml.scalarstring import SingleQuotedScalarString  # late: a plan has no value that needs it
 
@@ -100,10 +100,10 @@ def _dropped(document: Any, text: str, section: str, key: str) -> str:
         return text[:start] + text[end:]
     if _is_block(value) and isinstance(value, yaml.MappingNode):  # the comments after its last key move too
         end = max(end, text.rfind("\n", 0, value.end_mark.index) + 1)
-    inside = _comments(text[_line_end(text, name.end_mark.index) : end])
+    kept_comments = _comments(text[_line_end(text, name.end_mark.index) : end])
     if isinstance(value, yaml.MappingNode):
-        inside = [line.lstrip(" ") for line in inside]
-    return text[:start] + "".join(inside) + text[end:]
+        kept_comments = [line.lstrip(" ") for line in kept_comments]
+    return text[:start] + "".join(kept_comments) + text[end:]
 
 
 def _put(document: Any, text: str, section: str, key: str, value: Any) -> str:
@@ -140,10 +140,10 @@ def _replaced(text: str, node: Any, key: str, value: Any) -> str:
     line_end, end = _line_end(text, colon), _line_end(text, end)
     tail = text[colon:line_end] if _is_block(old) else text[_end(text, name, old) : line_end]
     block = _block("", value, text).removesuffix("\n")
-    inside = "".join(_comments(text[line_end:end]))
+    comments = "".join(_comments(text[line_end:end]))
     if isinstance(value, dict):
-        return text[:colon] + tail + block.lstrip("\n") + "\n" + inside + text[end:]
-    return f"{text[:colon]} {block.strip()}{tail}{inside}{text[end:]}"
+        return text[:colon] + tail + block.lstrip("\n") + "\n" + comments + text[end:]
+    return f"{text[:colon]} {block.strip()}{tail}{comments}{text[end:]}"
 
 
 def _added(text: str, node: Any, key: str, value: Any) -> str:

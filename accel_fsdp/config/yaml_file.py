@@ -132,8 +132,8 @@ def _depth(text: str) -> int:
     for bracket in re.findall(r"[\[\]{}]", text):
         open_brackets = open_brackets + 1 if bracket in "[{" else max(open_brackets - 1, 0)
         deepest = max(deepest, open_brackets)
-    starts: list[str] = re.findall(r"^(?: |[-?] )+", text, flags=re.MULTILINE)
-    return max([deepest, *(start.count(" ") // 2 for start in starts)])
+    indents: list[str] = re.findall(r"^(?: |[-?] )+", text, flags=re.MULTILINE)
+    return max([deepest, *(start.count(" ") // 2 for start in indents)])
 
 
 def doubled_keys(text: str) -> dict[str, list[int]]:
@@ -144,8 +144,8 @@ def doubled_keys(text: str) -> dict[str, list[int]]:
     lines: dict[str, list[int]] = {}
     if not isinstance(top, yaml.MappingNode):
         return lines
-    inside = [(f"{key.value}.", value) for key, value in top.value if isinstance(value, yaml.MappingNode)]
-    for section, mapping in [("", top), *inside]:
+    nested = [(f"{key.value}.", value) for key, value in top.value if isinstance(value, yaml.MappingNode)]
+    for section, mapping in [("", top), *nested]:
         for key, _ in mapping.value:
             if isinstance(key, yaml.ScalarNode):
                 lines.setdefault(f"{section}{key.value}", []).append(key.start_mark.line + 1)

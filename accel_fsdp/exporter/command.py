@@ -145,10 +145,10 @@ def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
 
 def _model_or_adapter(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
     """Chooses between a model and an adapter in one folder: the adapter if a flag asks for it, else the model."""
-    beside = discover.adapter_beside(checkpoint) if options.src.is_dir() else None
-    if beside is None or options.merge_adapter or options.adapter:
-        return beside or checkpoint
-    console.say(f"passed over: the adapter beside the model; it is exported as {beside.weights}", style="yellow")
+    nearby = discover.adapter_beside(checkpoint) if options.src.is_dir() else None
+    if nearby is None or options.merge_adapter or options.adapter:
+        return nearby or checkpoint
+    console.say(f"passed over: the adapter beside the model; it is exported as {nearby.weights}", style="yellow")
     return checkpoint
 
 

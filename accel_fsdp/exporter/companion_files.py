@@ -211,8 +211,8 @@ def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None
     """The model that an adapter was trained on, and its revision; for a model, only if no config is near and
     run.json names it; else None.
     """
-    accounts = (summary.read_json(folder / file_names.RUN) for folder in near)
-    trained = (model for account in accounts if (model := _trained_model(account)))
+    records = (summary.read_json(folder / file_names.RUN) for folder in near)
+    trained = (model for record in records if (model := _trained_model(record)))
     if adapter is not None:
         settings = summary.read_json(adapter / file_names.ADAPTER_CONFIG)
         name, revision = (settings.get(key) for key in ("base_model_name_or_path", "revision"))

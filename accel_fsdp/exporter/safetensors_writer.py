@@ -115,10 +115,10 @@ def place(outputs: Sequence[Output], folder: Path, stem: str, max_shard_size: st
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / f"{stem}{file_names.INDEX_END}").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     by_name = {output.name: output for output in outputs}
-    placed: list[TensorPlacement] = []
+    placements: list[TensorPlacement] = []
     for file, names in split.filename_to_tensors.items():
-        placed += _with_header(folder / file, [by_name[name] for name in names])
-    return placed
+        placements += _with_header(folder / file, [by_name[name] for name in names])
+    return placements
 
 
 def _with_header(path: Path, outputs: list[Output]) -> list[TensorPlacement]:

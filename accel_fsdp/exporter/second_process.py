@@ -28,14 +28,14 @@ class SecondProcess(Executor):
     """Runs functions of this package one after the other and returns their results; their output is discarded."""
 
     def __init__(self) -> None:
-        self._pipe, its_end = Pipe()
-        with its_end:
+        self._pipe, child_end = Pipe()
+        with child_end:
             self._process = subprocess.Popen(
-                python_child.command(SERVING.format(its_end.fileno())),
+                python_child.command(SERVING.format(child_end.fileno())),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=(its_end.fileno(),),
+                pass_fds=(child_end.fileno(),),
                 start_new_session=True,  # Ctrl-C reaches this process alone, which reports it
             )
         self._asking = ThreadPoolExecutor(1)

@@ -208,15 +208,15 @@ def describe_adapter(
             settings.task_type = settings.task_type if by_name is None else None  # else PEFT asks for methods
             names = [name for name, _ in base_model.named_modules()]
             tensor_names.check_patterns(vars(settings), names)
-            listed = {key: vars(settings).get(key) or "" for key in ("target_modules", "exclude_modules")}
-            long = {
-                key: kept for key, kept in listed.items() if not isinstance(kept, str) and len(kept) >= MANY_MODULES
+            entries_of = {key: vars(settings).get(key) or "" for key in ("target_modules", "exclude_modules")}
+            long_lists = {
+                key: kept for key, kept in entries_of.items() if not isinstance(kept, str) and len(kept) >= MANY_MODULES
             }
-            fewest = {key: _fewest_endings(entries, names) for key, entries in long.items()}
-            vars(settings).update(fewest)
-            if any(len(endings) * len(names) > MANY_COMPARISONS for endings in fewest.values()):
+            shortened = {key: _fewest_endings(entries, names) for key, entries in long_lists.items()}
+            vars(settings).update(shortened)
+            if any(len(endings) * len(names) > MANY_COMPARISONS for endings in shortened.values()):
                 raise UserError(
-                    f"the adapter of {folder} lists {max(map(len, fewest.values())):,} of {len(names):,} modules",
+                    f"the adapter of {folder} lists {max(map(len, shortened.values())):,} of {len(names):,} modules",
                     why="no shorter list chooses the same ones, and PEFT compares each of them with each module",
                     fix="load it with PEFT, and merge_and_unload() or save_pretrained it",
                 )

@@ -197,17 +197,17 @@ def verify(folder: Path, report: ExportReport, threads: int, progress: Progress)
     if unknown := next((path.name for path in paths if path.name not in files), ""):
         raise damaged(folder, f"holds {unknown}, which was not exported")  # even an empty file may be loaded as weights
     in_files = {path.name: _tensors(path) for path in paths}
-    placed = []
+    placements = []
     for name, written in report.tensors.items():
         header = in_files.get(written.file, {}).pop(name, None)
         if header is None or (header.dtype, header.shape) != (written.dtype, written.shape):
             raise damaged(folder / written.file, f"doesn't hold {name} as {written.dtype} {list(written.shape)}")
         output = Output(name, written.dtype, _Blocks(written.dtype, written.shape, max(1, written.block)))
-        placed.append(TensorPlacement(output, folder / written.file, header.start))
+        placements.append(TensorPlacement(output, folder / written.file, header.start))
     extra = [name for tensors in in_files.values() for name in tensors]
     if extra:
         raise damaged(folder, f"holds {extra[0]}, which was not exported")
-    hashes, non_finite = reread(placed, threads, progress)
+    hashes, non_finite = reread(placements, threads, progress)
     for name, hashed in hashes.items():
         if report.tensors[name].hash not in ("", hashed):
             raise damaged(folder / report.tensors[name].file, f"is damaged: {name} was changed after the export")

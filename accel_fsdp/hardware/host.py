@@ -76,8 +76,8 @@ def read_here(port: int, output: str | None) -> HereFacts:
 def count_gpus() -> int | None:
     """The number of NVIDIA GPUs; None if there is only another accelerator's device file."""
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
-        count = sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+        result = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS)
+        count = sum(line.startswith("GPU ") for line in result.stdout.splitlines())
     except (OSError, subprocess.TimeoutExpired):
         proc = Path("/proc/driver/nvidia/gpus")
         count = len(list(proc.iterdir())) if proc.is_dir() else 0
@@ -131,12 +131,12 @@ def free_memory() -> int | None:
     available = _field(Path("/proc/meminfo"), "MemAvailable:")
     if available is None:
         return None
-    left = [available * 1024]
+    candidates = [available * 1024]
     for path in _limit_files():
         limit, used = _number(path), _number(path.with_name("memory.current"))
         if limit is not None and used is not None:
-            left.append(max(limit - used + (_field(path.with_name("memory.stat"), "inactive_file") or 0), 0))
-    return min(left)
+            candidates.append(max(limit - used + (_field(path.with_name("memory.stat"), "inactive_file") or 0), 0))
+    return min(candidates)
 
 
 def peak_memory() -> int:
@@ -161,8 +161,8 @@ def _limit_files() -> list[Path]:
         cgroup_lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
-    inside = next((line.removeprefix("0::/") for line in cgroup_lines if line.startswith("0::/")), "")
-    groups = [root / inside, *(root / inside).parents]
+    control_group = next((line.removeprefix("0::/") for line in cgroup_lines if line.startswith("0::/")), "")
+    groups = [root / control_group, *(root / control_group).parents]
     unified = [group / "memory.max" for group in groups if group.is_relative_to(root)]
     return [*unified, root / "memory" / "memory.limit_in_bytes"]
 

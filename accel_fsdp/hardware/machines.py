@@ -110,8 +110,8 @@ def address_problem(text: str) -> str:
     """Why machines can't connect at this address; empty if its form allows it."""
     if "://" in text:
         return "it is a URL, and the launcher takes only a host name or an IP address"
-    inside = text.strip(":")  # ::1
-    if not re.fullmatch(r"[^\W_]|[^\W_][\w.:-]*[^\W_]", inside, re.ASCII) or len(text) > LONGEST_NAME:
+    bare = text.strip(":")  # ::1
+    if not re.fullmatch(r"[^\W_]|[^\W_][\w.:-]*[^\W_]", bare, re.ASCII) or len(text) > LONGEST_NAME:
         return "a host name or an IP address has only letters, digits, dots and dashes"
     if text.count(":") == 1:
         return "the port has a separate question and key, main_process_port"

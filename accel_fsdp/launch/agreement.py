@@ -353,7 +353,7 @@ def _shortened(values: list[str]) -> list[str]:
     """The values shortened for the table: if one is long, the part of each around the first difference."""
     if max(map(len, values)) <= LONGEST_VALUE:
         return values
-    same = len(os.path.commonprefix(values))  # noqa: RUF071  # letter by letter
-    start = max(same - LONGEST_VALUE // 3, 0)
+    common = len(os.path.commonprefix(values))  # noqa: RUF071  # letter by letter
+    start = max(common - LONGEST_VALUE // 3, 0)
     end = start + LONGEST_VALUE
     return [f"{'...' if start else ''}{value[start:end]}{'...' if value[end:] else ''}" for value in values]

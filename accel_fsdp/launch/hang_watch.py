@@ -218,11 +218,11 @@ class Watchdog:
 
     def _store_host(self) -> str:
         """The host of the job's store, with its ranks."""
-        has = next((peer.beat for peer in self.seen.values() if peer.beat.has_store), None)
-        if has is None:
+        holder = next((peer.beat for peer in self.seen.values() if peer.beat.has_store), None)
+        if holder is None:
             return f"{LaunchEnvironment.now().main_address}, where the job's store is"
-        ranks = [rank for rank, peer in self.seen.items() if peer.beat.machine == has.machine]
-        return f"{has.host} ({hangs.ranks_words(ranks)}), where the job's store is"
+        ranks = [rank for rank, peer in self.seen.items() if peer.beat.machine == holder.machine]
+        return f"{holder.host} ({hangs.ranks_words(ranks)}), where the job's store is"
 
     # The main thread, when its work has failed
 

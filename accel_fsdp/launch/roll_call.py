@@ -105,8 +105,8 @@ def _connect(machine: LauncherInfo, address: Address, seconds: float) -> JsonSto
     limit = min(seconds, OWN_SECONDS) if is_own else seconds
     note = f"; {address.host} is this machine, which was started as machine {machine.rank}" if is_own else ""
     while True:
-        left = began + limit - time.monotonic()
-        problem = rendezvous.wait_for(address.host, address.port, max(min(REPORT_SECONDS, left), 0.0))
+        remaining = began + limit - time.monotonic()
+        problem = rendezvous.wait_for(address.host, address.port, max(min(REPORT_SECONDS, remaining), 0.0))
         if not problem:
             return address.open(OPEN_SECONDS)
         waited = time.monotonic() - began

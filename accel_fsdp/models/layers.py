@@ -148,9 +148,9 @@ def language_parameters(model: Any) -> int:
 
     Encoder and decoder of a text model are not separated either.
     """
-    beside = beside_text(model)
-    read = (counting.numel(parameter) for name, parameter in model.named_parameters() if name not in beside)
-    return sum(read) if beside else 0
+    skipped = beside_text(model)
+    counts = (counting.numel(parameter) for name, parameter in model.named_parameters() if name not in skipped)
+    return sum(counts) if skipped else 0
 
 
 def beside_text(model: Any) -> frozenset[str]:

@@ -167,11 +167,11 @@ def length_of(shape: ModelShape, seq_len: int | None, flag: str = "--seq-len") -
 
 def layouts(job: Job) -> Iterator[Job]:
     """The job in all strategies that make sense for its ranks, in the order of the table."""
-    ranks, together = job.layout.ranks, job.layout.ranks_per_node
+    ranks, per_node = job.layout.ranks, job.layout.ranks_per_node
     if ranks == 1:
         yield replace(job, layout=Layout.alone())
         return
-    numbers: tuple[int, ...] = (1, 2, 4, 5) if ranks > together > 1 else (1, 2)
+    numbers: tuple[int, ...] = (1, 2, 4, 5) if ranks > per_node > 1 else (1, 2)
     strategies = {Engine.DDP: (1,), Engine.FSDP2: numbers, Engine.FSDP1: numbers, Engine.DEEPSPEED: (1, 2, 3)}
     for engine in strategies:
         for strategy in strategies[engine]:
@@ -185,12 +185,12 @@ def meshes(problem: Problem) -> Iterator[Job]:
     rows accumulate more micro-batches towards the global batch.
     """
     job, recipe = problem.job, problem.job.recipe
-    ranks, together = job.layout.ranks, job.layout.ranks_per_node
+    ranks, per_node = job.layout.ranks, job.layout.ranks_per_node
     plain = recipe.kernels == "none" and not recipe.chunked_loss and recipe.optimizer in MESH_OPTIMIZERS
     if not plain or recipe.precision == "fp16" or problem.shape.language:
         return
-    strategies, experts = (1, 4) if ranks > together > 1 else (1,), min(ranks, problem.shape.experts or 1)
-    for strategy, tensor, divided in product(strategies, _divisors(together), _divisors(experts)):
+    strategies, experts = (1, 4) if ranks > per_node > 1 else (1,), min(ranks, problem.shape.experts or 1)
+    for strategy, tensor, divided in product(strategies, _divisors(per_node), _divisors(experts)):
         sizes = {"strategy": strategy, "tensor": tensor, "experts": divided}
         mesh = job.with_layout(engine=Engine.FSDP2, offload=False, **sizes)
         misfits = [mesh.layout.experts_misfit, *problem.shape.division.misfits(mesh.layout.sizes, recipe.method)]

@@ -129,8 +129,8 @@ def _to_load(problem: Problem, job: Job) -> str:
 
 def _sharded(problem: Problem, job: Job, ranks: int = 0) -> Job | None:
     """The job in the first layout that works and shards everything over the ranks, or the single process."""
-    ranks, together = ranks or job.layout.ranks, job.layout.ranks_per_node
-    spread = job.with_layout(ranks=ranks, ranks_per_node=min(together, ranks))
+    ranks, per_node = ranks or job.layout.ranks, job.layout.ranks_per_node
+    spread = job.with_layout(ranks=ranks, ranks_per_node=min(per_node, ranks))
     fully_sharded = [job for job in layouts(spread) if SHARDS_ALL.get(job.engine) == job.layout.strategy]
     fully_sharded.sort(key=lambda job: list(SHARDS_ALL).index(job.engine))
     return next((job for job in fully_sharded if not problem.refuses(job)), None)

@@ -97,15 +97,15 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
     """Predicts one optimizer step of one rank; all ranks do the same."""
     pieces = tuple(_pieces(shape, recipe, layout))
     reducing = communication.reduces_per_step(recipe, layout)
-    spent: dict[Bound, float] = {"compute": 0, "intra-node": 0, "inter-node": 0, "pcie": 0}
+    bound_seconds: dict[Bound, float] = {"compute": 0, "intra-node": 0, "inter-node": 0, "pcie": 0}
     for times, reduces in ((reducing, True), (recipe.accumulation - reducing, False)):
         if times:
             for piece in pieces:
                 for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
-                    spent[bound] += seconds * piece.count * times
+                    bound_seconds[bound] += seconds * piece.count * times
     for bound, seconds in (*_update(shape, recipe, layout, gpu), *_exchanged(shape, recipe, layout, gpu)):
-        spent[bound] += seconds
-    total = sum(spent.values())
+        bound_seconds[bound] += seconds
+    total = sum(bound_seconds.values())
     tokens = layout.row_part(recipe.rows * recipe.length * recipe.accumulation)
     useful = layout.row_part(useful_flops(shape, recipe) * recipe.accumulation)
     shortest, longest = MESH_RANGE if layout.is_by_transformers else RANGE
@@ -114,7 +114,7 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
         range_seconds=(total * shortest, total * longest),
         tokens_per_s_per_gpu=tokens / total,
         mfu=useful / total / peak_flops(recipe, gpu),
-        bound=max(spent, key=lambda bound: spent[bound]),
+        bound=max(bound_seconds, key=lambda bound: bound_seconds[bound]),
         assumptions=tuple(_assumptions(shape, recipe, layout, gpu)),
     )
 
@@ -156,9 +156,9 @@ def update_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) 
 
 def useful_flops(shape: ModelShape, recipe: Recipe) -> float:
     """FLOPs of one micro-batch that MFU counts: all products of forward and backward, without recomputation."""
-    works = [(len(block.layers), *block_work(block, shape, recipe)) for block in shape.blocks]
-    works.append((1, *head_work(shape, recipe)))
-    return sum((forward.flops + backward.flops) * count for count, forward, backward in works)
+    counted = [(len(block.layers), *block_work(block, shape, recipe)) for block in shape.blocks]
+    counted.append((1, *head_work(shape, recipe)))
+    return sum((forward.flops + backward.flops) * count for count, forward, backward in counted)
 
 
 def peak_flops(recipe: Recipe, gpu: Gpu) -> float:

@@ -51,7 +51,7 @@ def _bundled(name: str) -> TraceRecord:
 def first_alike(name: str) -> str:
     """The first model of the catalogue with the same configuration; its file serves all of them."""
     entries = catalogue.entries()
-    return next(twin for twin in entries if entries[twin]["config"] == entries[name]["config"])
+    return next(other for other in entries if entries[other]["config"] == entries[name]["config"])
 
 
 def file_name(name: str) -> str:

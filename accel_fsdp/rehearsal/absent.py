@@ -136,11 +136,11 @@ def _mismatch_with_ended(calls: Calls, all_ranks: set[int], aborted: Mapping[int
         last = _before_end(_last_call(several))
         if not silent or not last:
             continue
-        its_last = aborted.get(silent[0])
-        if its_last and _branch(its_last) and its_last.lines != last.lines:
-            return _Mismatch(silent[0], its_last, rank, last)
+        its_call = aborted.get(silent[0])
+        if its_call and _branch(its_call) and its_call.lines != last.lines:
+            return _Mismatch(silent[0], its_call, rank, last)
         by_number = next((call for call in reversed(several) if _branch(call)), None)
-        return _Mismatch(rank, by_number or last, silent[0], its_last, is_new=by_number is not None)
+        return _Mismatch(rank, by_number or last, silent[0], its_call, is_new=by_number is not None)
     return None
 
 

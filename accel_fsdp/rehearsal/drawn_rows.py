@@ -70,14 +70,14 @@ def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     dropped = len(several) * first["batch"] if any(rows["drops_last"] for rows in several) else 0
     if length - drawn > dropped:
         sharders = first["sharders"]
-        how, fix = (
+        detail, fix = (
             "",
             "a sampler that gives each row to one rank: DistributedSampler(data), or accelerator.prepare(loader)",
         )
         if len(sharders) > 1:
-            how = f": {' and '.join(sharders)} both give each rank a part"
+            detail = f": {' and '.join(sharders)} both give each rank a part"
             fix = "leave out the DistributedSampler: accelerator.prepare(dataloader) gives each rank its part"
-        what = f"of {counted(length, 'row')} the ranks take only {drawn} in an epoch{how}"
+        what = f"of {counted(length, 'row')} the ranks take only {drawn} in an epoch{detail}"
         yield Failure(what, SCRIPT, fix, first["line"])
 
 
@@ -199,8 +199,8 @@ def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
 def _unpadded(rows: Mapping[str, Any]) -> Mapping[str, Any]:
     """The rows without the last batch of an epoch, which rows from its start may fill."""
     batches, full = rows["places"], -(-(rows["planned"] or 0) // (rows["batch"] or 1))
-    ends = rows["is_whole"] or (full and len(batches or ()) >= full)
-    if not ends:
+    is_last = rows["is_whole"] or (full and len(batches or ()) >= full)
+    if not is_last:
         return rows
     return {**rows, "places": batches and batches[:-1], "hashes": rows["hashes"][:-1]}
 

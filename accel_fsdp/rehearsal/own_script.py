@@ -41,9 +41,9 @@ class OwnRehearsal:
         for failure in saved.failures(outcome.events, outcome.holdings, self.job):
             raise failure
         note = "".join(f"; not watched: {event['what']} ({event['why']})" for event in unwatched)
-        same = repeated.summary(outcome.events)
+        repeated_steps = repeated.summary(outcome.events)
         of_gpus = f"; {gpu_calls}" if (gpu_calls := without_gpu.taken(outcome.events)) else ""
-        return Proof(verdict.summary(outcome.holdings) + same + note + of_gpus, last_lines(outcome.printed))
+        return Proof(verdict.summary(outcome.holdings) + repeated_steps + note + of_gpus, last_lines(outcome.printed))
 
     def _failed(self, outcome: Outcome) -> Failure:
         failure = of_outcome(outcome)

@@ -105,8 +105,8 @@ class SftRehearsal:
         outcome = self.launcher.python("read", READS, words, ACCELERATE_MIXED_PRECISION=self.precision)
         if outcome.code:
             raise of_outcome(outcome)
-        left = replaced(self.given)
-        return f"{SCRIPT} takes them" + (f"; set or left out here: {', '.join(left)}" if left else "")
+        flags = replaced(self.given)
+        return f"{SCRIPT} takes them" + (f"; set or left out here: {', '.join(flags)}" if flags else "")
 
     def train_as_written(self) -> str:
         """Trains two steps in the YAML's precision; in bfloat16 compares losses with one process under autocast."""
@@ -136,8 +136,8 @@ class SftRehearsal:
         words = self._words("run", self.ranks, resume_from_checkpoint="true")
         outcome = self._launch("resumed", self.in_float32, words)
         losses = self._losses("run")
-        same = repeated.summary(outcome.events)
-        return f"steps {SAVED + 1} to {STEPS}, loss {losses[SAVED + 1]:.4f} -> {losses[STEPS]:.4f}{same}"
+        repeated_steps = repeated.summary(outcome.events)
+        return f"steps {SAVED + 1} to {STEPS}, loss {losses[SAVED + 1]:.4f} -> {losses[STEPS]:.4f}{repeated_steps}"
 
     def compare(self) -> str:
         """Trains all steps in one process, without sharding, and compares the losses."""

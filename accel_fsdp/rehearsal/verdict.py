@@ -47,8 +47,8 @@ def _rank_differences(job: Job, rank: int, holding: Holding) -> Iterator[Differe
     if not job.layout.is_sharded:
         return
     if not holding.units:
-        how = f"{holding.model} runs as {holding.engine}"
-        yield Difference(f"rank {rank} holds all {holding.weights:,} weights: {how}", "distributed_type")
+        what = f"{holding.model} runs as {holding.engine}"
+        yield Difference(f"rank {rank} holds all {holding.weights:,} weights: {what}", "distributed_type")
         return
     may_be_whole = job.engine is Engine.DEEPSPEED or job.layout.is_by_transformers  # transformers leaves adapters whole
     if holding.whole and not may_be_whole and not job.ignores_modules:

@@ -42,5 +42,5 @@ def why_ended(line: str) -> str:
     if not Path(file).is_file():
         return ""
     lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
-    read = "\n".join(lines[max(0, int(number) - 1 - LINES_BEFORE) : int(number)])
-    return MORE_RANKS if SPEAKS_OF_ONE.search(read) else ""
+    lines_above = "\n".join(lines[max(0, int(number) - 1 - LINES_BEFORE) : int(number)])
+    return MORE_RANKS if SPEAKS_OF_ONE.search(lines_above) else ""

@@ -114,8 +114,8 @@ def check(output_dir: Path, needed_bytes: int, text: str) -> None:
 def _checkpoints_to_come(trainer: Any) -> int:
     """The number of additional checkpoints that will be on the disk at once."""
     args, state = trainer.args, trainer.state
-    left, epochs = state.max_steps - state.global_step, state.num_train_epochs
-    per_epoch = state.max_steps / epochs if epochs <= state.max_steps else left  # unknown of a stream
-    saves = cost.events(args.save_strategy.value, state.save_steps, left, per_epoch)
+    remaining, epochs = state.max_steps - state.global_step, state.num_train_epochs
+    per_epoch = state.max_steps / epochs if epochs <= state.max_steps else remaining  # unknown of a stream
+    saves = cost.events(args.save_strategy.value, state.save_steps, remaining, per_epoch)
     complete = sum(not completeness.flaw(path) for path in file_names.checkpoints(Path(args.output_dir)))
     return cost.at_once(saves, args.save_total_limit or 0, complete)

@@ -134,12 +134,12 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
     """
     free = host.free_memory() if gathers_here else None
     needed = state_bytes.gathering_bytes(gathered_bytes)
-    short = free is not None and needed > free
-    frees: list[int | None] = [free if short else None]
+    is_short = free is not None and needed > free
+    free_of_ranks: list[int | None] = [free if is_short else None]
     if dist.is_initialized():
-        frees = [None] * dist.get_world_size()
-        dist.all_gather_object(frees, free if short else None)
-    least_free = min((free for free in frees if free is not None), default=None)
+        free_of_ranks = [None] * dist.get_world_size()
+        dist.all_gather_object(free_of_ranks, free if is_short else None)
+    least_free = min((free for free in free_of_ranks if free is not None), default=None)
     if least_free is None:
         return
     saved, (takes, available) = checkpoint(), distinguishable(gib_or_mib, needed, least_free)

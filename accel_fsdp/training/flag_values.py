@@ -67,8 +67,8 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
     for group in (model, data, training):
         for name, allowed in RANGES.items():
             value = getattr(group, name, None)
-            decides = name != "num_train_epochs" or training.max_steps < 1
-            if isinstance(value, (int, float)) and value not in allowed and decides:
+            has_effect = name != "num_train_epochs" or training.max_steps < 1
+            if isinstance(value, (int, float)) and value not in allowed and has_effect:
                 raise UsageError(f"--{name} {value}", why=f"it has to be {allowed}", fix=f"--{name} with such a number")
     if training.max_steps < 1 and training.max_steps != -1:
         raise UsageError(
@@ -124,12 +124,12 @@ def _check_profile(training: TrainingArguments) -> None:
 
 def _check_unsharded(model: Any) -> None:
     """Refuses adapters with more than LoRA's own matrices, which are tested only in one process and under DDP."""
-    where = from_run.engine_here()
-    if where not in (Engine.NONE, Engine.DDP):
+    engine = from_run.engine_here()
+    if engine not in (Engine.NONE, Engine.DDP):
         for name in UNSHARDED:
             if getattr(model, name, None):
                 raise UserError(
-                    f"--{name} under {where.label}",
+                    f"--{name} under {engine.label}",
                     why="it hasn't been shown to train, save and resume there, and a run with it may hang",
                     fix="leave it out, or distributed_type: MULTI_GPU, where the base fits on one GPU",
                 )

@@ -268,7 +268,7 @@ def _rename_ties(ties: Mapping[PreTrainedModel, Mapping[str, str]]) -> None:
     An adapter on a tied head moves its weight from `lm_head` to `lm_head.base_layer`.
     """
     for part, names in ties.items():
-        part._tied_weights_keys = {_name_inside(part, tied): _name_inside(part, to) for tied, to in names.items()}
+        part._tied_weights_keys = {_name_inside(part, tied): _name_inside(part, new) for tied, new in names.items()}
         part.all_tied_weights_keys = dict(part._tied_weights_keys)
 
 

@@ -188,8 +188,8 @@ class Losses:
         with torch.no_grad():
             rows = zip(outputs["logits"], target_ids, strict=True)
             of_predictions = torch.stack([cross_entropy(*row) for row in rows]).sum()
-        differs = (loss.detach() / scale - of_predictions).abs() > OTHER_LOSS * of_predictions
-        if not self.trainer.accelerator.gather(differs[None].to(self.args.device)).any():
+        differences = (loss.detach() / scale - of_predictions).abs() > OTHER_LOSS * of_predictions
+        if not self.trainer.accelerator.gather(differences[None].to(self.args.device)).any():
             return loss
         if self.args.process_index == 0:
             text = "the model's own loss is not the mean over next tokens; that mean is computed from its predictions"

@@ -71,8 +71,8 @@ class Stop(TrainerCallback):  # type: ignore[misc]
             store.set(KEY, f"{step + 1} {name}")
         if not store.check([KEY]):
             return ""
-        last, by = store.get(KEY).decode().split()
-        return by if int(last) <= step else ""
+        last, signal_name = store.get(KEY).decode().split()
+        return signal_name if int(last) <= step else ""
 
     def _listen(self) -> None:
         reader, self._pipe = os.pipe()

@@ -128,16 +128,16 @@ def _check_rows(checkpoint: Path, origin: Origin | None, rows_per_step: int, ign
 
 def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
     """The flaw of a checkpoint on any rank. Each rank checks all sizes and its share of the bytes and pickles."""
-    apart = training.save_on_each_node  # then each machine has its own checkpoint and checks all of it
-    part, of = (
+    is_separate = training.save_on_each_node  # then each machine has its own checkpoint and checks all of it
+    part, parts = (
         (training.local_process_index, LaunchEnvironment.now().local_world_size)
-        if apart
+        if is_separate
         else (training.process_index, training.world_size)
     )
     try:
         problem = completeness.flaw(checkpoint) if checkpoint.is_dir() else "there is no such folder"
-        problem = problem or marker.damage(checkpoint, part=part, of=of)
-        if not problem and (refused := resumed_pickles.refusal(checkpoint, part, of)):
+        problem = problem or marker.damage(checkpoint, part=part, of=parts)
+        if not problem and (refused := resumed_pickles.refusal(checkpoint, part, parts)):
             raise refused
     except (OSError, UserError) as error:
         problem = getattr(error, "what", "") or str(error)

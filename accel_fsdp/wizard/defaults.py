@@ -71,9 +71,9 @@ def cpu_offload(context: Context) -> tuple[bool, str]:
     if state is None:
         return False, "several times slower; only when nothing else fits"
     too_much = state[0] > state[1] * notes.ROOM_FOR_STATE
-    needed, has = distinguishable(about_gib, *state)
+    needed, available = distinguishable(about_gib, *state)
     verb = "don't fit" if too_much else "fit"
-    return too_much, f"{needed} of weights and training state per GPU {verb} into {has}"
+    return too_much, f"{needed} of weights and training state per GPU {verb} into {available}"
 
 
 def activation_checkpointing(context: Context) -> tuple[bool, str]:

@@ -228,8 +228,8 @@ def _has_value(job: JobConfig, section: str, key: str, value: Any, answered: Col
     meaning = _effective_value(job, section, key)
     if meaning in UNKNOWN or (raw is None and meaning == value):
         return True
-    same = str(meaning).lower() == str(value).lower()
-    return same and (_is_readable(field, raw) or raw is None)
+    is_equal = str(meaning).lower() == str(value).lower()
+    return is_equal and (_is_readable(field, raw) or raw is None)
 
 
 def _flat(mapping: dict[str, Any]) -> dict[tuple[str, str], Any]:

@@ -90,8 +90,8 @@ def legend(context: Context) -> str:
     problem = _several(context, 1)
     if problem is None:
         return ""
-    has, length = gib_or_mib(problem.capacity_bytes), problem.job.recipe.length
-    return f"~GiB: predicted peak with 1 x {length:,} tokens, of {has} on a GPU"
+    memory, length = gib_or_mib(problem.capacity_bytes), problem.job.recipe.length
+    return f"~GiB: predicted peak with 1 x {length:,} tokens, of {memory} on a GPU"
 
 
 def of_each_size(axis: str, check: Callable[[Context, Any], Any], context: Context) -> str:
@@ -169,12 +169,12 @@ def state_memory(context: Context) -> tuple[float, float] | None:
     if context.model is None or layout is None:
         return None
     is_known = machine.accelerator is not None and gpus.is_known(machine.accelerator)
-    has = gpus.find(str(machine.accelerator), machine.memory_gib).usable_gib if is_known else machine.memory_gib
-    if has is None:
+    memory_gib = gpus.find(str(machine.accelerator), machine.memory_gib).usable_gib if is_known else machine.memory_gib
+    if memory_gib is None:
         return None
     fused = context.model.fused_experts if context["method"] == "qlora" else 0
     state = (context.model.parameters - fused) * state_bytes.PER_PARAMETER[context["method"]]
-    return layout.shard_of(state / layout.tensor + fused * state_bytes.DTYPE_BYTES["bfloat16"]), has * GIB
+    return layout.shard_of(state / layout.tensor + fused * state_bytes.DTYPE_BYTES["bfloat16"]), memory_gib * GIB
 
 
 def checkpoints_in_yaml(context: Context) -> bool:
@@ -236,14 +236,14 @@ def misfit(context: Context) -> tuple[str, ...]:
     if judged.fits and _is_hosted(context):
         return ()
     if judged.verdict == "no":
-        how = f"this doesn't fit: it {judged.words}"
+        misfit_words = f"this doesn't fit: it {judged.words}"
     elif judged.verdict == "tight":
-        how = f"this leaves too little free memory: it {judged.words}"
+        misfit_words = f"this leaves too little free memory: it {judged.words}"
     else:
         problem = _problem(context)
-        how = f"this doesn't fit. {host_words(context) or (problem.host_lack(problem.job) if problem else '')}"
+        misfit_words = f"this doesn't fit. {host_words(context) or (problem.host_lack(problem.job) if problem else '')}"
     better = "; ".join(_better(context)) or "a smaller model, or larger GPUs"
-    return f"warning: {how}", f"  what fits: {better}"
+    return f"warning: {misfit_words}", f"  what fits: {better}"
 
 
 def host_words(context: Context) -> str:

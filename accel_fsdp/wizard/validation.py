@@ -25,7 +25,7 @@ MOST_RANKS = 1_000_000
 def reason(question: str, value: Any, context: Context) -> str:
     """Why this option can't be chosen with the answers so far; empty if it can."""
     fatal = (clash.what for clash in _clashes(question, value, context) if not clash.mended)
-    return _misplaced(question, value, context) or next(fatal, "")
+    return _why_unsuitable(question, value, context) or next(fatal, "")
 
 
 def caution(question: str, value: Any, context: Context) -> str:
@@ -70,7 +70,7 @@ _PARTS = {
 by then."""
 
 
-def _misplaced(question: str, value: Any, context: Context) -> str:
+def _why_unsuitable(question: str, value: Any, context: Context) -> str:
     """Why an option is unsuitable, besides the table of combinations; empty if it is suitable."""
     four_bits = context.given.get("method") == "qlora"
     if (question, value) == ("engine", "deepspeed") and four_bits:
@@ -112,9 +112,9 @@ def check_gpus(context: Context, value: Any) -> str:
         raise _wrong_gpus(text, "a machine without GPUs is called cpu", "processes have a separate flag", "cpu")
     if machine.count * number > MOST_RANKS:
         raise _wrong_gpus(text, f"that is {machine.count * number:,} GPUs", "no cluster has them", "8xH100")
-    alike = name.translate(LOOKALIKES)
-    typed_wrong = not gpus.is_known(name) and gpus.is_known(alike)
-    if suggestion := gpus.with_size(name) or (gpus.find(alike).name if typed_wrong else ""):
+    lookalike = name.translate(LOOKALIKES)
+    typed_wrong = not gpus.is_known(name) and gpus.is_known(lookalike)
+    if suggestion := gpus.with_size(name) or (gpus.find(lookalike).name if typed_wrong else ""):
         what = f"{name} is an unknown GPU. Did you mean {suggestion}?"
         raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, suggestion))
     if gpus.is_known(name):

@@ -344,7 +344,7 @@ def test_gradients_may_be_cleared_in_many_ways(
             loss.backward()
             observed.ran_backward()
         for optimizer in optimizers[: 2 - step % 2]:
-            observed.steps_now(optimizer)
+            observed.before_step(optimizer)
             optimizer.step()
         if not late:
             clears(optimizers, models)

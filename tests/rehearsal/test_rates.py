@@ -62,7 +62,7 @@ def mistakes_of(make: Makes, moves: int, folder: Path, monkeypatch: pytest.Monke
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1e-3, momentum=0.9)
     scheduler = make(optimizer)
     for _ in range(STEPS):
-        observed.steps_now(optimizer)
+        observed.before_step(optimizer)
         optimizer.step()
         for _ in range(moves):
             scheduler.step()

@@ -110,13 +110,13 @@ def _place(
         settled = place.settle(engine, flags, values, str(options.file or "this job"))
     except UserError as error:
         return place.NOWHERE, [of_error("job", error)]
-    low = [name for name in ("num_machines", "num_processes") if int(settled.value(name, 1)) < 1]
+    wrong = [name for name in ("num_machines", "num_processes") if int(settled.value(name, 1)) < 1]
     if settled.machines > 1 and not settled.value("main_process_ip"):
         why, fix = "the machines have no rendezvous address", "--main-process-ip ADDRESS: the address of machine 0"
         return place.NOWHERE, [Row("job", "error", "the address of machine 0 is unknown", why, fix)]
-    if low:
-        what, why = f"{low[0]} {settled.value(low[0])}", "a job has at least one"
-        return place.NOWHERE, [Row("job", "error", what, why, f"a number above 0 in {settled.known[low[0]].source}")]
+    if wrong:
+        what, why = f"{wrong[0]} {settled.value(wrong[0])}", "a job has at least one"
+        return place.NOWHERE, [Row("job", "error", what, why, f"a number above 0 in {settled.known[wrong[0]].source}")]
     return settled, []
 
 

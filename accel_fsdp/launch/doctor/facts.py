@@ -156,13 +156,13 @@ def _torch_cuda() -> str:
 
 def _gpus() -> tuple[list[str], str, str]:
     """The names of the GPUs that a process here would see, the driver's version, and what is wrong with them."""
-    listed = host.listed_gpus()
-    if listed.accelerator is None:
+    machine = host.listed_gpus()
+    if machine.accelerator is None:
         broken = Path("/dev/nvidia0").exists() or Path("/dev/nvidiactl").exists()
         return [], "", _output_of("nvidia-smi", "-L") or "nvidia-smi lists no GPU" if broken else ""
     driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-    problem = _unseen_by_torch(listed.count) if is_installed("torch") else ""
-    return [machines.as_named(replace(listed, count=1))] * listed.count, driver, problem
+    problem = _unseen_by_torch(machine.count) if is_installed("torch") else ""
+    return [machines.as_named(replace(machine, count=1))] * machine.count, driver, problem
 
 
 def _unseen_by_torch(count: int) -> str:

@@ -139,13 +139,13 @@ def _disk(facts: Facts) -> Iterator[Row]:
 
 def _host_name(facts: Facts, several: bool, communicated: bool) -> Iterator[Row]:
     addresses, own_addresses = facts.name_addresses, set().union(*facts.addresses.values())
-    reached = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
-    if reached and (not own_addresses or own_addresses & set(reached)):  # without psutil no address is known
+    reachable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback]
+    if reachable and (not own_addresses or own_addresses & set(reachable)):  # without psutil no address is known
         yield Row("host name", "ok", f"{facts.name} is {', '.join(addresses)}")
         return
     what = f"{facts.name} is {', '.join(addresses)}, its own alone" if addresses else f"{facts.name} is unknown here"
-    if reached:
-        what = f"{facts.name} is {', '.join(reached)}, an address that none of its interfaces has"
+    if reachable:
+        what = f"{facts.name} is {', '.join(reachable)}, an address that none of its interfaces has"
     if not several or "GLOO_SOCKET_IFNAME" in facts.variables:
         yield Row("host name", "ok", f"{what}; a job on one machine doesn't need it" if not several else what)
         return
@@ -179,10 +179,10 @@ def _wrong_interfaces(facts: Facts) -> Iterator[Row]:
     """Reports interfaces named in variables that exist but don't lead to another machine."""
     for variable, _, names in rendezvous.named_interfaces(facts.variables, list(facts.addresses)):
         for name in names:
-            inside = name == "lo" or name.startswith(BRIDGES)
-            if not inside and (facts.addresses[name] or not any(facts.addresses.values())):
+            is_internal = name == "lo" or name.startswith(BRIDGES)
+            if not is_internal and (facts.addresses[name] or not any(facts.addresses.values())):
                 continue  # without psutil no address is known
-            why = "it leads to no other machine: Connection refused" if inside else "it has no IP address"
+            why = "it leads to no other machine: Connection refused" if is_internal else "it has no IP address"
             leading = [interface for interface, addresses in facts.addresses.items() if _leads_away(addresses)]
             others = [interface for interface in leading if not interface.startswith(BRIDGES)]
             fix = f"export {variable}={others[0]}" if others else f"unset {variable}"

@@ -57,8 +57,8 @@ class NetworkResults:
     @property
     def can_join(self) -> bool:
         numbers = [facts.asks_for for facts in self.facts.values()]
-        alike = all(count == numbers[0] for count in numbers)
-        return alike and not self.missing and not any(pair.error for pair in self.pairs)
+        is_even = all(count == numbers[0] for count in numbers)
+        return is_even and not self.missing and not any(pair.error for pair in self.pairs)
 
     @property
     def least_bandwidth(self) -> float:

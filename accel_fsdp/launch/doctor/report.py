@@ -124,8 +124,8 @@ def without_private(text: str, facts: dict[int, Facts]) -> str:
     text = MAIL.sub("<user>", URL.sub("<url>", text))
     for number, machine in sorted(facts.items(), key=lambda item: -len(item[1].name)):
         for name in {machine.name, machine.name.partition(".")[0]} - {""}:
-            where = r"" if DISTINCT.search(name) else r"(?<=\| )(?=\S+ is )"  # else a host called torch hides torch
-            text = re.sub(rf"{where}(?<![\w-]){re.escape(name)}(?![\w-])", f"<machine {number}>", text)
+            context = r"" if DISTINCT.search(name) else r"(?<=\| )(?=\S+ is )"  # else a host called torch hides torch
+            text = re.sub(rf"{context}(?<![\w-]){re.escape(name)}(?![\w-])", f"<machine {number}>", text)
         addresses = {address for own in machine.addresses.values() for address in own} | set(machine.name_addresses)
         for address in sorted(addresses, key=len):
             text = re.sub(rf"(?<![\w.:]){re.escape(address)}(?![\w.:]*\d)", "<address>", text)

@@ -50,10 +50,10 @@ def fit(trainer: Any, *, grace: int = 120, minutes: int | None = None) -> int:
 @contextlib.contextmanager
 def _noted_signals() -> Iterator[list[int]]:
     """Records signals in the block; Ray's own handlers would end this process."""
-    noted: list[int] = []
-    before = {number: signal.signal(number, lambda number, _: noted.append(number)) for number in SIGNALS}
+    received: list[int] = []
+    before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in SIGNALS}
     try:
-        yield noted
+        yield received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

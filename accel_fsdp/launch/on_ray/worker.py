@@ -65,13 +65,13 @@ def _variables(messages: Any) -> dict[str, str]:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     context = ray.train.get_context()
-    meets = None
+    rendezvous = None
     if context.get_world_rank() == 0:
         ray.get(messages.begin.remote(context.get_world_size()))
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent does
         _kept.append(store)
-        meets = ray.util.get_node_ip_address(), store.port
-    address, port = broadcast_from_rank_zero(meets)
+        rendezvous = ray.util.get_node_ip_address(), store.port
+    address, port = broadcast_from_rank_zero(rendezvous)
     return {
         "RANK": str(context.get_world_rank()),
         "LOCAL_RANK": str(context.get_local_rank()),

@@ -112,8 +112,8 @@ def _texts() -> list[str]:
     main = Path(sys.argv[0])
     text = main.read_text(encoding="utf-8", errors="replace")
     words = set(re.findall(r"\w+", text))
-    beside = [path for path in main.parent.glob("*.py") if path.stem in words]
-    return [text, *(path.read_text(encoding="utf-8", errors="replace") for path in beside), *sys.argv[1:]]
+    siblings = [path for path in main.parent.glob("*.py") if path.stem in words]
+    return [text, *(path.read_text(encoding="utf-8", errors="replace") for path in siblings), *sys.argv[1:]]
 
 
 def _report_use(what: str) -> None:

@@ -46,7 +46,7 @@ class ObservedGradients:
             if gradient.is_kept:
                 gradient.used = _checksum(gradient.parameter())
 
-    def steps_now(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
         """Called before each step of an optimizer."""
         last = self.tracked.pop(id(optimizer), None)
         if last and last.backwards and last.parameter() is not None:

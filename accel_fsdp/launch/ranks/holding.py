@@ -84,9 +84,9 @@ class Holding:
 def holdings(events: Iterable[RankEvent]) -> dict[int, Holding]:
     """The weights that each rank held at its first step, or after `prepare` if it took no step."""
     by_rank: dict[int, Holding] = {}
-    listed = list(events)
+    all_events = list(events)
     for kind in ("prepared", "stepped"):
-        by_rank |= {event.rank: _parse_holding(event.content["holding"]) for event in listed if event.kind == kind}
+        by_rank |= {event.rank: _parse_holding(event.content["holding"]) for event in all_events if event.kind == kind}
     return by_rank
 
 

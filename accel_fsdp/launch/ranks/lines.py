@@ -124,8 +124,8 @@ class ObservedLines:
         whole = [place.parameter for place in self.places() if parts.is_whole(place) and place.parameter.requires_grad]
         if whole and len(values) == sum(weight.numel() for weight in whole):
             whole, values = whole[:1], values[: whole[0].numel()]
-        same = (weight for weight in whole if weight.numel() == len(values))
-        return next((weight for weight in same if weight.detach().flatten().equal(values.to(weight.dtype))), None)
+        candidates = (weight for weight in whole if weight.numel() == len(values))
+        return next((weight for weight in candidates if weight.detach().flatten().equal(values.to(weight.dtype))), None)
 
 
 def _storage(tensor: Any) -> int:

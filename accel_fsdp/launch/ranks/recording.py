@@ -153,9 +153,9 @@ class Recorder:
         self._stop()
         self.lines.report_averaging()
         if self.written:
-            same = self._unchanged()
-            unchanged = [place.name for place in self.places if place.parameter.requires_grad and place.name in same]
-            events.report("weights", moved=len(same) < len(self.begun), still=sorted(set(unchanged)))
+            unchanged = self._unchanged()
+            still = [place.name for place in self.places if place.parameter.requires_grad and place.name in unchanged]
+            events.report("weights", moved=len(unchanged) < len(self.begun), still=sorted(set(still)))
 
     def _unchanged(self) -> set[str]:
         """The weights whose parts on this rank have the values that they had before the first update."""
@@ -296,8 +296,8 @@ class Recorder:
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
             names = {id(place.parameter): place.name for place in self.places}
-            if outside := _reached(roots, {id(node) for node in self.boundary}, names):
-                update.why = update.why or f"{outside} is used outside of the model's forward"
+            if weight := _reached(roots, {id(node) for node in self.boundary}, names):
+                update.why = update.why or f"{weight} is used outside of the model's forward"
             self.check_kept(update)
         nested, self.in_backward = self.in_backward, True
         try:
@@ -317,8 +317,8 @@ class Recorder:
         if not parts.same(self._used(update.reduced), self._used(now)):
             update.dropped |= bool(update.backwards) and not self.in_step and not parts.not_zero(now)
             update.cleared = self.lines.cleared if update.dropped else ""
-            when = "between two backward passes of a step" if update.backwards else "before it"
-            update.why = update.why or f"gradients are kept, cleared or changed {when}"
+            moment = "between two backward passes of a step" if update.backwards else "before it"
+            update.why = update.why or f"gradients are kept, cleared or changed {moment}"
 
     def _used(self, gradients: Parts) -> Parts:
         """The gradients that aren't 0, without weights outside the last step's optimizers: those may accumulate."""

@@ -43,7 +43,7 @@ class ObservedResumes:
         if folder is not None and any(folder.glob(f"{file_names.OPTIMIZER}*")):
             self.checkpoint, self.line = folder.name, script.line_of_stack(sys._getframe(2))
 
-    def steps_now(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
         """Called before each step of an optimizer."""
         if self.checkpoint:
             self.empty = None if _has_states(optimizer) else optimizer

@@ -179,7 +179,7 @@ class ObservedSaves:
             return sum(parameter.numel() for parameter in saved.parameters())
         return sum(prod(place.shape) for name, place in self.places.items() if name.startswith(f"{path}."))
 
-    def trains(self, model: "nn.Module") -> None:
+    def before_training(self, model: "nn.Module") -> None:
         """Called before the first step with the only trained model."""
         size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
         if not self.sees_weights or from_run.is_deepspeed(model) or size_bytes > copies.MOST_BYTES:

@@ -90,10 +90,10 @@ class ObservedSchedules:
 
     def _counts_of(self, optimizer: Any) -> _Scheduled | None:
         """The counts of an optimizer, also if given a wrapper of it, such as Accelerate's."""
-        same = (known for known in self.scheduled if known.optimizer.param_groups is optimizer.param_groups)
-        return next(same, None)
+        matches = (known for known in self.scheduled if known.optimizer.param_groups is optimizer.param_groups)
+        return next(matches, None)
 
-    def steps_now(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
         """Called before each step of an optimizer."""
         if known := self._counts_of(optimizer):
             known.step(float(optimizer.param_groups[0].get("lr", 1.0)))

@@ -301,10 +301,10 @@ class _Steps:
     def _step(self, optimizer: Any, *_: Any) -> None:
         if _only_creates_states():
             return
-        self.weights.steps_now(optimizer, self._outermost())
-        self.gradients.steps_now(optimizer)
-        self.schedules.steps_now(optimizer)
-        self.resumes.steps_now(optimizer)
+        self.weights.before_step(optimizer, self._outermost())
+        self.gradients.before_step(optimizer)
+        self.schedules.before_step(optimizer)
+        self.resumes.before_step(optimizer)
         if self.is_first and self.in_backward:  # weights may be unsharded until it ends
             self.stepped_in_backward = optimizer
         elif self.is_first and self.models:  # a closure has yet to run them
@@ -324,7 +324,7 @@ class _Steps:
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         models = self._trained_by(trained)
         if len(models) == 1:
-            self.saves.trains(models[0][0])
+            self.saves.before_training(models[0][0])
         for model, own in models:
             name = type(unwrapped(model)).__name__
             ids = {id(p) for p in model.parameters()}  # frozen ones too: AdamW(model.parameters()) has them

@@ -103,7 +103,7 @@ class ObservedWeights:
             self.first = _checksum_of_all(models) if self.steps == 0 else 0
         self.backwards += 1
 
-    def steps_now(self, optimizer: Any, models: Iterable["nn.Module"]) -> None:
+    def before_step(self, optimizer: Any, models: Iterable["nn.Module"]) -> None:
         """Called before each step of an optimizer."""
         if self.steps == 0:
             events.report("first-step", line=script.line_of_stack(sys._getframe(2)))

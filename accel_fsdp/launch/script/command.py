@@ -82,9 +82,9 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     machine_0 = _place(CLUSTER_ENGINES[options.engine].title, job_file)
     settled = place.settle(machine_0, {}, job.values, str(options.file))
     launcher.launcher_words(options.file, options.script, job_file.words, place=settled, values=job.values)
-    read = settled.applied(job), document
+    config_and_document = settled.applied(job), document
     nothing = "no job file was written; --no-check writes it as it is"
-    if stops(options.file, read, options.script, job_file.words, options.no_check, stopped=nothing):
+    if stops(options.file, config_and_document, options.script, job_file.words, options.no_check, stopped=nothing):
         return 1
     text = "\n".join(kind.text(job_file))
     if options.output is None:

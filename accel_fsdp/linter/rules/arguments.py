@@ -201,8 +201,8 @@ def every_rank_converts(subject: Subject) -> Iterator[Finding]:
 
     In transformers 5.23 ranks other than 0 read too, also with `fsdp_cpu_ram_efficient_loading`.
     """
-    low = subject.model is not None and subject.model.dtype in LOW_DTYPES
-    if subject.is_fsdp and low and subject.asked_dtype == "float32":
+    is_16_bit = subject.model is not None and subject.model.dtype in LOW_DTYPES
+    if subject.is_fsdp and is_16_bit and subject.asked_dtype == "float32":
         yield Finding(
             "fsdp_config.fsdp_cpu_ram_efficient_loading",
             "each rank converts all weights to float32 while loading",
@@ -311,12 +311,12 @@ def dropout_drawn_twice(subject: Subject) -> Iterator[Finding]:
     Accelerate 1.15 checkpoints without the generators' states, so the gradients belong to a different forward pass than
     the loss. train/sft.py then uses the layers' own checkpointing.
     """
-    drops = [name for name, value in (subject.args or {}).items() if "dropout" in name and _positive(value)]
+    dropouts = [name for name, value in (subject.args or {}).items() if "dropout" in name and _positive(value)]
     is_on = subject.engine is Engine.FSDP2 and subject.on("fsdp_activation_checkpointing")
-    if is_on and drops and not subject.uses_sft:
+    if is_on and dropouts and not subject.uses_sft:
         yield Finding(
             "fsdp_config.fsdp_activation_checkpointing",
-            f"--{drops[0]} with FSDP2's activation checkpointing",
+            f"--{dropouts[0]} with FSDP2's activation checkpointing",
             "backward drops other activations than forward, so the gradients belong to another loss",
             "fsdp_activation_checkpointing: false and --gradient_checkpointing true, or no dropout",
         )

@@ -323,8 +323,8 @@ def not_a_choice(subject: Subject) -> Iterator[Finding]:
             continue
         hint = did_you_mean(str(value), field.choices)
         suggestion = subject.fsdp_version if field.key == "fsdp_version" else ""
-        same = [choice for choice in field.choices if choice.lower() == str(value).lower()]
-        edits = tuple(Edit(field.section, field.key, kind) for kind in same if field.key == "distributed_type")
+        spelled = [choice for choice in field.choices if choice.lower() == str(value).lower()]
+        edits = tuple(Edit(field.section, field.key, kind) for kind in spelled if field.key == "distributed_type")
         yield Finding(
             path,
             f"{field.key}: {value} is unknown.{hint}",

@@ -146,13 +146,13 @@ def tensors_across_machines(subject: Subject) -> Iterator[Finding]:
 
     Each layer sums activations over the group, in forward and in backward, so the network determines the step time.
     """
-    size, together = subject.axes["tp"], subject.ranks_here
-    if size > 1 and (subject.number("num_machines") or 1) > 1 and together and together % size:
+    size, per_machine = subject.axes["tp"], subject.ranks_here
+    if size > 1 and (subject.number("num_machines") or 1) > 1 and per_machine and per_machine % size:
         yield Finding(
             TENSOR,
-            f"tp_size: {size} on machines with {counted(together, 'rank')}",
+            f"tp_size: {size} on machines with {counted(per_machine, 'rank')}",
             "a group spans machines, and every layer waits for the network several times",
-            f"{size_key('tp')} that divides {together}",
+            f"{size_key('tp')} that divides {per_machine}",
         )
 
 

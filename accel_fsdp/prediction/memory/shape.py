@@ -99,8 +99,8 @@ class ModelShape:
     @property
     def numel(self) -> int:
         """The number of elements of all parameters."""
-        inside = sum(len(block.layers) * parameter.numel for block in self.blocks for parameter in block.parameters)
-        return inside + sum(parameter.numel for parameter in self.outer)
+        in_blocks = sum(len(block.layers) * parameter.numel for block in self.blocks for parameter in block.parameters)
+        return in_blocks + sum(parameter.numel for parameter in self.outer)
 
     @lru_cache(256)  # noqa: B019 - shapes live as long as the process
     def part(self, tensor: int, experts: int) -> "ModelShape":

@@ -123,10 +123,10 @@ class Units(NamedTuple):
 
 def distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
     """The units of a model; equal units are one object."""
-    alike = replace(recipe, rows=1, length=1, accumulation=1, checkpointing="none")
+    same_units = replace(recipe, rows=1, length=1, accumulation=1, checkpointing="none")
     tensor, experts = layout.tensor, layout.experts
     single_rank = Layout(layout.engine, 1, 1, 1, tensor=tensor, experts=experts)
-    return _distinct_units(shape.part(tensor, experts), alike, single_rank)
+    return _distinct_units(shape.part(tensor, experts), same_units, single_rank)
 
 
 def all_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]:

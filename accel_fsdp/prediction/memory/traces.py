@@ -174,8 +174,8 @@ class Variant(NamedTuple):
     def of(name: str) -> "Variant":
         """The variant of a name."""
         plain, tensor, experts = AXES_IN_NAME.fullmatch(name).groups()  # type: ignore[union-attr]
-        alone = next(variant for variant in VARIANTS if variant.name == plain)
-        return alone._replace(tensor=int(tensor or 1), experts=int(experts or 1))
+        known = next(variant for variant in VARIANTS if variant.name == plain)
+        return known._replace(tensor=int(tensor or 1), experts=int(experts or 1))
 
 
 def _every_variant() -> list[Variant]:

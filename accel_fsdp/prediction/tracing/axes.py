@@ -64,10 +64,10 @@ class Axes:
 
     def divide(self, module: nn.Module, place: str = "") -> None:
         """Divides a module on the meta device, which is at `place` in the model, where it has plans."""
-        inside = {name for name, _ in (*module.named_modules(), *module.named_parameters())}
+        names = {name for name, _ in (*module.named_modules(), *module.named_parameters())}
         start = f"{place}." if place else ""
         tensor, expert = (
-            {short: style for name, style in plan.items() if (short := name.removeprefix(start)) in inside}
+            {short: style for name, style in plan.items() if (short := name.removeprefix(start)) in names}
             for plan in (self.tensor_plan, self.expert_plan)
         )
         module.__dict__["config"] = self._config  # multi-head latent attention asks for its sizes

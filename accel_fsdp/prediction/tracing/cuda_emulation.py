@@ -112,8 +112,8 @@ def _attention(
     efficient one can't share key heads among query heads.
     """
     if torch.is_autocast_enabled("cpu"):
-        low = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(low), key.to(low), value.to(low)
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     width = query.shape[-1]
     if attn_mask is None and query.dtype in LOW and value.shape[-1] == width <= 256:
         padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value)]
@@ -261,7 +261,7 @@ def summed_in_place(events: list[StorageEvent]) -> tuple[list[StorageEvent], dic
     on (`accumulate` in input_buffer.cpp). Such a sum is an addition after which one term is released at once.
     """
     summed: list[StorageEvent] = []
-    same: dict[int, int] = {}
+    replaced: dict[int, int] = {}
     skip: set[int] = set()
     for number, event in enumerate(events):
         if number in skip:
@@ -270,10 +270,10 @@ def summed_in_place(events: list[StorageEvent]) -> tuple[list[StorageEvent], dic
             release = _released_after(events, number)
             if release is not None:
                 skip.add(release)
-                same[event.key] = same.get(events[release].key, events[release].key)
+                replaced[event.key] = replaced.get(events[release].key, events[release].key)
                 continue
-        summed.append(event._replace(key=same.get(event.key, event.key)))
-    return summed, same
+        summed.append(event._replace(key=replaced.get(event.key, event.key)))
+    return summed, replaced
 
 
 def _released_after(events: list[StorageEvent], created: int) -> int | None:

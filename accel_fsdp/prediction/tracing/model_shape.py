@@ -132,9 +132,9 @@ def _outer(model: "nn.Module", layers: Iterable[str], divided: Divided) -> tuple
     """The parameters outside the blocks; tied ones count once, under their first name."""
     output = getattr(model, "get_output_embeddings", lambda: None)()
     parameters, counted_ids = [], set()
-    inside = tuple(f"{path}." for path in layers)
+    prefixes = tuple(f"{path}." for path in layers)
     for path, module in model.named_modules():
-        if f"{path}.".startswith(inside):
+        if f"{path}.".startswith(prefixes):
             continue
         for name, p in module.named_parameters(recurse=False):
             if id(p) in counted_ids:

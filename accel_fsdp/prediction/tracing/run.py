@@ -74,7 +74,7 @@ def record_run(
                 loss.backward()
             del loss, rest
             watch.stop()
-            backward, same = summed_in_place(watch.events[split:])
+            backward, replaced = summed_in_place(watch.events[split:])
             grads = {watch.key_of(_local_part(p.grad)) for p in module.parameters() if p.grad is not None}
             alive = [watch.key_of(grad) for grad in caught]
             module.zero_grad()
@@ -84,8 +84,8 @@ def record_run(
         first,
         order(watch.events[:split]),
         order(backward),
-        {same.get(key, key) for key in grads},
-        [same.get(key, key) for key in alive],
+        {replaced.get(key, key) for key in grads},
+        [replaced.get(key, key) for key in alive],
         output,
     )
 

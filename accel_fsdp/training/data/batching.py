@@ -66,8 +66,8 @@ class Collator:
             parts["attention_mask"] = [np.ones_like(ids) for ids in parts["input_ids"]]
         if self.flat:
             return {name: _tensor(np.concatenate(lines)[None]) for name, lines in parts.items()}
-        fills = {"input_ids": self.pad_token_id, "labels": IGNORED, "attention_mask": 0, "position_ids": None}
-        return {name: _tensor(_padded(lines, fills[name])) for name, lines in parts.items()}
+        padding = {"input_ids": self.pad_token_id, "labels": IGNORED, "attention_mask": 0, "position_ids": None}
+        return {name: _tensor(_padded(lines, padding[name])) for name, lines in parts.items()}
 
     def check_length(self, longest: int) -> None:
         """Refuses a document with more tokens than the model has positions."""

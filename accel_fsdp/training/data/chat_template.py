@@ -229,8 +229,8 @@ def _places(spoken: list[dict[str, Any]], texts: list[str], exact: bool) -> list
     """
     places: list[int] = []
     for turn in spoken:
-        _, thinks, after = str(turn["content"]).rpartition(END_OF_THOUGHT)
-        answer, whole_turn = after.strip(), exact and not thinks and "reasoning_content" not in turn
+        _, has_thought, after = str(turn["content"]).rpartition(END_OF_THOUGHT)
+        answer, whole_turn = after.strip(), exact and not has_thought and "reasoning_content" not in turn
         rest = range(places[-1] + 1 if places else 0, len(texts))
         place = next((n for n in rest if (answer == texts[n] if whole_turn else answer in texts[n])), None)
         if place is None:

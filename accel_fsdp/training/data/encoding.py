@@ -47,13 +47,13 @@ class Encoder:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Encoded | BadRow]:
         """Encodes rows in their order, before anything is cut; the tokenizer is called once for all of them."""
-        read = [or_bad_row(self.reader, row) for row in rows]
-        kind = next((type(example) for example in read if not isinstance(example, BadRow)), BadRow)
+        parsed = [or_bad_row(self.reader, row) for row in rows]
+        kind = next((type(example) for example in parsed if not isinstance(example, BadRow)), BadRow)
         other_kind = BadRow("it is of another kind than rows near it")
-        read = [example if isinstance(example, kind | BadRow) else other_kind for example in read]
-        examples = [example for example in read if not isinstance(example, BadRow)]
+        parsed = [example if isinstance(example, kind | BadRow) else other_kind for example in parsed]
+        examples = [example for example in parsed if not isinstance(example, BadRow)]
         encoded = iter(self._examples(examples))
-        return [example if isinstance(example, BadRow) else next(encoded) for example in read]
+        return [example if isinstance(example, BadRow) else next(encoded) for example in parsed]
 
     def _examples(self, examples: list[Example]) -> list[Encoded | BadRow]:
         if examples and isinstance(examples[0], Chat):
@@ -110,15 +110,15 @@ class Encoder:
         self, encoded: list[Encoded | BadRow], written: list[tuple[str, list[chat_template.TextSpan]] | BadRow]
     ) -> list[Encoded | BadRow]:
         """Decodes every trained range and compares it with its text."""
-        claims = [
+        spans = [
             (row, row_encoded.ids[first:last], text[0][start:end])
             for row, (row_encoded, text) in enumerate(zip(encoded, written, strict=True))
             if not isinstance(row_encoded, BadRow) and not isinstance(text, BadRow)
             for (first, last), (start, end) in zip(row_encoded.trained or [], text[1], strict=True)
         ]
-        decoded = self._decoded([ids for _, ids, _ in claims])
+        decoded = self._decoded([ids for _, ids, _ in spans])
         proven = list(encoded)
-        for (row, _, text), decoded_text in zip(claims, decoded, strict=True):
+        for (row, _, text), decoded_text in zip(spans, decoded, strict=True):
             if decoded_text.strip() != text.strip() and decoded_text.strip() != self._normalised(text):
                 proven[row] = BadRow(f"the tokens of an assistant turn decode to {decoded_text!r}, not to {text!r}")
         return proven

@@ -180,8 +180,8 @@ def _broken(path: Path) -> str | None:
     """The first file that can't be read on its own, with its line if known."""
     from datasets import load_dataset
 
-    inside = sorted(path.rglob("*")) if path.is_dir() else [path]
-    for file in (file for file in inside if file.suffix in FILE_BUILDERS and file.is_file()):
+    paths = sorted(path.rglob("*")) if path.is_dir() else [path]
+    for file in (file for file in paths if file.suffix in FILE_BUILDERS and file.is_file()):
         try:
             load_dataset(_builder(file), data_files=str(file))
         except _load_errors() as error:

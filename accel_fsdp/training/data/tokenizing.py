@@ -259,13 +259,13 @@ def _only_trained(
 ) -> "tuple[Dataset | packing.Packed, TokenSummary]":
     """Drops rows without trained tokens, packs the others if asked to, and counts both."""
     length, trained = np.asarray(encoded["length"][:]), np.asarray(encoded["trained"][:])
-    long = length > options.max_length
-    dropped_long = long & (options.truncation_mode == "drop")
+    too_long = length > options.max_length
+    dropped_long = too_long & (options.truncation_mode == "drop")
     keep = (trained > 0) & ~dropped_long
     empty = length == 0
     if not keep.any():
         reason = NO_TURN if options.assistant_only_loss else "none has a token to predict"
-        raise _nothing_left(options, "all rows are empty" if empty.all() else TOO_LONG if long.any() else reason)
+        raise _nothing_left(options, "all rows are empty" if empty.all() else TOO_LONG if too_long.any() else reason)
     kept_columns = encoded.select_columns(KEPT)
     if not keep.all():
         kept_columns = kept_columns.select(np.flatnonzero(keep))
@@ -275,7 +275,7 @@ def _only_trained(
         lengths=lengths,
         packed=packed.lengths if packed else None,
         trained=int(trained[keep].sum()),
-        truncated_rows=int((long & keep).sum()),
+        truncated_rows=int((too_long & keep).sum()),
         dropped_long=int(dropped_long.sum()),
         dropped_untrained=int((~keep & ~dropped_long & ~empty).sum()),
         dropped_empty=int(empty.sum()),

@@ -200,10 +200,10 @@ def changes(old: Settings, new: Settings) -> Iterator[SettingChange]:
     Data with the same content may come from anywhere; only the rank that has read them compares the content.
     """
     old_hash, new_hash = old.get("data", {}).get(CONTENT), new.get("data", {}).get(CONTENT)
-    same = old_hash is not None and (old_hash == new_hash or (new_hash is None and not new["data"].get("streaming")))
+    is_same = old_hash is not None and (old_hash == new_hash or (new_hash is None and not new["data"].get("streaming")))
     for group, values in new.items():
         before = old.get(group, {})
-        if group == "data" and same:
+        if group == "data" and is_same:
             continue
         if group == "length" and before and before.keys() != values.keys():
             yield SettingChange(

@@ -130,14 +130,14 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
         if not self.steps:
             return
         profile_flag.check_reached(self.steps, state.max_steps)
-        left = range(max(self.steps.start, state.global_step + 1), self.steps.stop)
-        if left != self.steps:
-            note = f"step {left.start} is the first profiled one" if left else "none is profiled"
+        remaining = range(max(self.steps.start, state.global_step + 1), self.steps.stop)
+        if remaining != self.steps:
+            note = f"step {remaining.start} is the first profiled one" if remaining else "none is profiled"
             self._warn(
                 f"--profile_steps begins at {self.steps.start}, and {state.global_step:,} steps are done: {note}"
             )
-        self.steps = left
-        if self.rank == 0 and left:
+        self.steps = remaining
+        if self.rank == 0 and remaining:
             self.report.read_plan()
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto logs each start and stop
 

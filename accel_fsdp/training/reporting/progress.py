@@ -159,8 +159,8 @@ class ProgressReport(TrainerCallback):  # type: ignore[misc]
         self.steps_here += 1
         if self.steps_here == COMPARE_AFTER_STEPS - 1 and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()  # loading and sharding may have taken more
-        ends = self.steps_here == 1 or control.should_training_stop or state.global_step >= state.max_steps
-        if ends and args.logging_strategy != "no":
+        reports = self.steps_here == 1 or control.should_training_stop or state.global_step >= state.max_steps
+        if reports and args.logging_strategy != "no":
             control.should_log = True
         if self.steps_here == COMPARE_AFTER_STEPS and state.is_world_process_zero:
             say(f"peak memory after step {state.global_step:,}: {self._comparison()}", "cyan")
@@ -269,8 +269,8 @@ def line(logs: Mapping[str, float], step: int, max_steps: int, seconds_per_step:
     words += [f"MFU {logs['mfu']:.1%}"] if "mfu" in logs else []
     for name, suffix in (("peak_memory_gib", ""), ("peak_host_memory_gib", " of host memory")):
         words += [f"{gib_or_mib(logs[name] * GIB)}{suffix}"] if name in logs else []
-    left = seconds_per_step * (max_steps - step)
-    return "  ".join([*words, *([f"{tqdm.format_interval(left)} left"] if left >= 1 else [])])
+    remaining = seconds_per_step * (max_steps - step)
+    return "  ".join([*words, *([f"{tqdm.format_interval(remaining)} left"] if remaining >= 1 else [])])
 
 
 def _accuracy(logs: Mapping[str, float], prefix: str = "") -> str:

@@ -120,14 +120,14 @@ def read(
     events = sorted((event for event in trace["traceEvents"] if "ts" in event), key=lambda event: float(event["ts"]))
     times = _mark_times(events)
     moments, backend = _levels(events, before_bytes, device)
-    when = [moment for moment, _ in moments]
+    times_us = [moment for moment, _ in moments]
     stretches = []
     for index, (mark, following) in enumerate(pairwise(marks)):
         began, end = times[mark.number], times[following.number]
-        first, last = bisect_right(when, began), bisect_right(when, end)
-        inside = [level for _, level in moments[first - 1 : last]]
-        spent = (end - began) / 1e6 if seconds is None else seconds[index]
-        stretches.append(Measured(mark, began, spent, inside[0], max(inside), inside[-1]))
+        first, last = bisect_right(times_us, began), bisect_right(times_us, end)
+        levels = [level for _, level in moments[first - 1 : last]]
+        duration = (end - began) / 1e6 if seconds is None else seconds[index]
+        stretches.append(Measured(mark, began, duration, levels[0], max(levels), levels[-1]))
     return StepTrace(tuple(stretches), tuple(_collectives(events)), tuple(moments), backend)
 
 
