@@ -148,7 +148,7 @@ def export(
     """Writes a Hugging Face folder from a checkpoint, complete and verified or not at all, as `accel-fsdp export`.
 
     Raises:
-        UserError: the checkpoint can't be exported as asked; `out` stays unchanged.
+        UserError: the checkpoint can't be exported as requested; `out` stays unchanged.
     """
     from accel_fsdp import exporter
 

@@ -157,7 +157,7 @@ def _exit(exit_code: int) -> NoReturn:
 
 
 def wait_for_others(end: str) -> None:
-    """Returns once all ranks have come to this end, as closed connections would fail the collectives of others.
+    """Returns once all ranks have reached this point: connections closed earlier would break the collectives of others.
 
     The ranks count themselves in the store, because a barrier could be mistaken for one in which another rank still
     waits.

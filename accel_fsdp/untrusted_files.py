@@ -65,7 +65,7 @@ def leads_nowhere(link: Path) -> UserError:
 
 
 def has(folder: Path, name: str, index: str) -> bool:
-    """Whether a file that the folder's `index` names is there.
+    """Whether a file that the folder's `index` names exists.
 
     Raises:
         UserError: it is outside of the folder, isn't a plain file, or can't be opened.

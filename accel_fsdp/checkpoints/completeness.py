@@ -80,7 +80,7 @@ def begin(checkpoint: Path) -> None:
     exists = checkpoint.exists()
     was_complete = exists and not flaw(checkpoint)
     if was_complete or not exists:
-        _remove(_aside(checkpoint))  # of a run that was killed while it deleted
+        _remove(_aside(checkpoint))  # left by a run that was killed during a deletion
     if was_complete:
         os.replace(checkpoint, _aside(checkpoint))
     _remove(checkpoint)
@@ -244,7 +244,7 @@ def retire(run: Path, keep: int | None, best: str | None) -> None:
     The `best` one stays, and counts. Nothing is deleted without `keep`, or if none is complete.
     """
     for old in run.glob(f".{file_names.CHECKPOINT}*.old"):
-        if not (run / old.stem[1:]).exists():  # of a run that was killed while it deleted
+        if not (run / old.stem[1:]).exists():  # left by a run that was killed during a deletion
             _remove(old)
     checkpoints = file_names.checkpoints(run)
     complete = [path for path in checkpoints if not flaw(path)]

@@ -154,7 +154,7 @@ def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple
     """Splits elements `start` to `stop` of a tensor in C order into boxes, given by offsets and sizes."""
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
-    if first > last:  # all of it within one row
+    if first > last:  # the elements are all in one row
         first = last = start // row
         yield from _in_row(shape, first, start - first * row, stop - first * row)
         return
@@ -179,7 +179,7 @@ def _fill(
     """Fills `target` with the box of a piece that begins at `offsets`.
 
     A box of contiguous bytes is read at once; another one is divided along the dimension with the largest stride. So a
-    transposed tensor is read in runs of its own order, and memory holds no more than is asked for.
+    transposed tensor is read in contiguous runs, and memory holds no more than the requested elements.
     """
     import numpy as np
 

@@ -131,7 +131,7 @@ class JobConfig:
         return str(self.fsdp(key)).lower() in TRUE_WORDS
 
     def spelt(self, key: str, otherwise: Any, section: str = "") -> Any:
-        """A value as spelled in the file, before YAML makes a number or a boolean of it: text, or a list of texts."""
+        """A value as spelled in the file, before YAML makes it a number or a boolean: text, or a list of texts."""
         return self._as_text.section(section).get(key, otherwise)
 
     @cached_property

@@ -185,7 +185,7 @@ def _after_gap(text: str, at: int) -> int:
 
 
 def _with_flow(text: str, node: Any, key: str, value: Any) -> str:
-    """Adds an entry to a mapping in braces, on a line of its own if the last entry has one."""
+    """Adds an entry to a mapping in braces, on a separate line if the last entry has one."""
     entry = f"{_flow(key)}: {_flow(value)}"
     if not node.value:
         index = node.start_mark.index + 1

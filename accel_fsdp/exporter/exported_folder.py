@@ -58,7 +58,7 @@ def expected_tensors(
 ) -> Expected:
     """Lists what `save_model` must write, by the model before FSDP wraps it.
 
-    `trained_as`: the dtype to which the engine casts trainable parameters and in which it gathers them, None for none.
+    `trained_as`: the dtype to which the engine casts trainable parameters and in which it gathers them, None if none.
     `saved_as`: the dtype of the export, None for as gathered; parameters that transformers keeps in float32 stay in it.
     """
     import torch
@@ -94,7 +94,7 @@ def _gathered(model: "nn.Module", trained_as: "torch.dtype | None") -> "dict[str
     import torch
 
     shapes = {name: getattr(parameter, "ds_shape", None) for name, parameter in _all_parameters(model)}
-    # DeepSpeed casts no model that ZeRO-3 has built in parts, not even adapters that were added to it whole
+    # DeepSpeed casts no model that ZeRO-3 has built in parts, nor whole adapters that were added to one
     casts = trained_as is not None and not any(shapes.values())
     trainable = {name for name, parameter in _all_parameters(model) if parameter.requires_grad} if casts else ()
     blueprint = {}

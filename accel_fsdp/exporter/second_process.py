@@ -41,7 +41,7 @@ class SecondProcess(Executor):
         self._asking = ThreadPoolExecutor(1)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """The answer, or the error that the function raised, once the earlier requests are answered."""
+        """A future with the answer, or the error that the function raised, after those of earlier requests."""
         return self._asking.submit(self._ask, pickle.dumps((fn, args, kwargs)))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

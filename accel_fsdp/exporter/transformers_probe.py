@@ -80,7 +80,7 @@ class InProcess(Executor):
     """An executor that runs each function at once, in this process."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
-        """The answer, or the error to be raised where the answer is taken."""
+        """A future with the answer, or with the error that reading the answer raises."""
         future: Future[Any] = Future()
         with warnings.catch_warnings(action="ignore"):  # as in the other process: the answer contains what matters
             try:

@@ -38,7 +38,7 @@ class Schedule:
 
     With `max_steps` 0 it ends after `epochs`. Steps below 1 are a share of all steps.
 
-    `kept` is `save_total_limit`, 0 without. `eval_steps` None: an evaluation at every log, at unknown intervals.
+    `kept` is `save_total_limit`, 0 without one. `eval_steps` None: an evaluation at every log, at unknown intervals.
     """
 
     max_steps: int = 0

@@ -139,7 +139,7 @@ class Layout:
         return total // self.data_ranks
 
     def batches(self, rows: int, each: int) -> int:
-        """The batches that so many rows make, if ranks that share rows take `each` at a time; the last may be short."""
+        """The batches in this number of rows, if ranks that share rows take `each` at a time; the last may be short."""
         return -(-rows // self.rows_of_all(each))
 
     @property
@@ -173,7 +173,7 @@ class Layout:
         return (self.ranks_per_node if hybrid else self.ranks) // self.tensor
 
     def check_experts(self) -> None:
-        """Refuses ranks that can't divide the experts as asked.
+        """Refuses ranks that can't divide the experts as requested.
 
         Raises:
             UsageError: names the sizes.
@@ -188,7 +188,7 @@ class Layout:
 
     @property
     def experts_misfit(self) -> str:
-        """Why the ranks can't divide the experts as asked; empty if they can (`DistributedConfig`, transformers)."""
+        """Why the ranks can't divide the experts; empty if they can (`DistributedConfig`, transformers)."""
         if self.experts > 1 and self.engine is not Engine.FSDP2:
             return f"it needs FSDP2, not {self.engine.label}"
         sizes = (1, self.shard_ranks, self.tensor, self.experts)  # replicas don't matter

@@ -1,4 +1,4 @@
-"""Runs one process with forwarded signals, as torchrun does with its ranks, and puts exit codes in words."""
+"""Runs one process with forwarded signals, as torchrun does with its ranks, and describes exit codes."""
 
 import signal
 import subprocess

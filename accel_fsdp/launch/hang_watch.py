@@ -183,7 +183,7 @@ class Watchdog:
     def _forget(self) -> None:
         now = time.monotonic()
         self._since = self._place_since = now
-        self._changed, self.seen = {}, {}  # new ones: the other thread may be reading the old
+        self._changed, self.seen = {}, {}  # new dicts: the other thread may be reading the old ones
 
     def _watch_main(self) -> None:
         rounds, waited, before = 0, 0.0, time.monotonic()
@@ -202,7 +202,7 @@ class Watchdog:
                 self._stop_alone(f"no heartbeat of {self._store_host()}, for {waited:.0f} s{why}")
 
     def _measure_others(self, now: float) -> None:
-        """Called every second, after a look at the main thread."""
+        """Called every second, after reading the main thread's stack."""
 
     def _needs_others(self) -> bool:
         """Whether this rank can't go on without the others."""

@@ -75,7 +75,7 @@ class JsonStore:
         return json.loads(self.torch_store.get(name)) if self.torch_store.check([name]) else None
 
     def wait(self, names: Iterable[str], seconds: float) -> dict[str, Any]:
-        """Waits until all names have values, at most for `seconds`; returns the values that are there."""
+        """Waits until all names have values, at most for `seconds`; returns the values that have arrived."""
         needed, values, deadline = list(names), dict[str, Any](), time.monotonic() + seconds
         while True:
             values |= {name: self.get(name) for name in needed if name not in values and self.torch_store.check([name])}

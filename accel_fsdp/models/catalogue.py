@@ -1,7 +1,7 @@
 """Facts of widely used models, bundled: these need no network, no token and no torch.
 
 `catalogue.json` holds, per hub id, the configuration that was used, the positions (the longest sequence that its makers
-name) and the facts of the model built from it on the meta device; `make docs` renews the facts, and a test builds the
+name) and the facts of the model built from it on the meta device; `make docs` updates the facts, and a test builds the
 models again. `methods` are those whose allocations can be recorded, if not all can: PEFT's LoRA and bitsandbytes wrap
 Llama 4's router as a plain linear layer, and the linear attention of Qwen3.5 allocates chunk by chunk.
 """

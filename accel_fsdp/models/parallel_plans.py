@@ -28,7 +28,7 @@ SINCE = "5.23"
 
 
 def check_version(axis: str) -> None:
-    """Checks that the installed transformers can divide a model well; `axis` is the setting that asks for it.
+    """Checks that the installed transformers can divide a model correctly; `axis` is the setting that requests it.
 
     Raises:
         UserError: it is older than `SINCE`.

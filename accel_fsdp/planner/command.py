@@ -82,7 +82,7 @@ def search_problem(flags: PlanCommand, read_shape: ReadShape = by_name.read_shap
 def _with_header(flags: PlanCommand) -> PlanCommand:
     """The flags, completed from the command in the header of `--config`.
 
-    Method and length come from it if the model does.
+    Method and length are taken from it only together with the model.
     """
     if flags.config is None or str(flags.config) == yaml_file.STDIN or (flags.model and flags.gpus):
         return flags

@@ -229,7 +229,7 @@ class PlanReport:
             yield "Rows of many lengths, without --packing, leave gaps that only expandable segments avoid."
 
     def _replayed(self, choice: Candidate) -> tuple[Reservation, Reservation, tuple[int, int]]:
-        """The replayed allocator without and with expandable segments, and the range of reserved bytes without."""
+        """The replayed allocator without and with expandable segments, and the range of bytes reserved without them."""
         replay = self.problem.replay(choice.job)
         room = self.problem.capacity_bytes - choice.device.outside
         plain = replay(False, room)

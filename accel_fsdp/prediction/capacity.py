@@ -86,7 +86,7 @@ class Device:
     """One rank's needs of its GPU: the allocator's reserved bytes and the driver's total, as ranges.
 
     `capacity` are the bytes of the GPU, `outside` those of CUDA and NCCL outside the allocator. `replayed` are the
-    reserved bytes of the allocator's replay, 0 without. `runs_out` is the phase in which memory runs out, or may.
+    reserved bytes of the allocator's replay, 0 without one. `runs_out` is the phase in which memory runs out, or may.
     """
 
     allocated: int
@@ -216,7 +216,7 @@ class Host:
 
     @property
     def training(self) -> int:
-        """The bytes to load the model and to train it."""
+        """The bytes needed to load the model and to train it."""
         return max(self.loading, self.offload)
 
 

@@ -32,7 +32,7 @@ class Problem:
     `fixed_rows` keeps the job's micro-batch. `global_rows` are the sequences of one optimizer step on all GPUs, 0 for
     any number with the job's accumulation. `host_gib` is one machine's memory, 0 if unknown. `refuses` returns why a
     job doesn't work although it may fit. `ram_efficient`: one rank of a machine reads the weights. `notes` are
-    assumptions besides those of a step. `search` decides about `meshes`.
+    assumptions besides those of a step. `search` says which `meshes` to try.
     """
 
     shape: ModelShape
@@ -204,7 +204,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def offloads(job: Job) -> tuple[Job, ...]:
-    """The job, and with FSDP's offload, which wasn't tried on transformers' meshes."""
+    """Yields the job, then the job with FSDP's offload, which wasn't tried on transformers' meshes."""
     plain = job.layout.is_fsdp and not job.layout.is_by_transformers
     return (job, job.with_layout(offload=True)) if plain else (job,)
 

@@ -242,7 +242,7 @@ def _search(problem: Problem, jobs: Iterable[Job], all_ways: bool = True, fastes
                 if candidate := _best(problem, offloaded) or _smallest_way(problem, offloaded):
                     fastest = max(fastest, candidate.tokens_per_s)
                     yield candidate
-                    break  # offload only where nothing fits without
+                    break  # offload is tried only if nothing fits without it
 
 
 def _at_most(problem: Problem, job: Job) -> float:

@@ -129,7 +129,7 @@ def _before_end(call: Call | None) -> Call | None:
 def _mismatch_with_ended(calls: Calls, all_ranks: set[int], aborted: Mapping[int, Call]) -> _Mismatch | None:
     """The mismatch with a rank that reported no calls: it has ended, or a library aborted it in the call of `aborted`.
 
-    The other rank's last call under a condition on its rank is then the one that it makes alone.
+    The call that the other rank makes alone is then its last one under a condition on its rank.
     """
     silent = sorted(all_ranks - calls.keys())
     for rank, several in sorted(calls.items()):

@@ -141,7 +141,7 @@ def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome, experts: i
 
 
 def differences(expected: Job, holdings: Mapping[int, Holding], events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Yields what the ranks hold otherwise than expected, the most serious first."""
+    """Yields differences between what the ranks hold and what is expected, the most serious first."""
     lines = {event.kind: str(event.content["line"]) for event in events if event.kind in ("begun", "first-step")}
     is_by_hand = "begun" in lines and not any(event.kind == "prepared" for event in events)
     for difference in verdict.differences(expected, holdings):

@@ -50,7 +50,7 @@ def rehearse(options: RehearseCommand, words: tuple[str, ...]) -> int:
 def _run(options: RehearseCommand, words: tuple[str, ...], report: Report) -> None:
     """Runs the steps, and adds each to the report."""
     require("rehearsing", "torch", "accelerate", "transformers")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed, where it is installed, would warn that it chose so
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise an installed DeepSpeed warns that it chose the CPU
     if options.processes is not None:
         scaled.check_processes(options.processes)
     if options.timeout < 1:

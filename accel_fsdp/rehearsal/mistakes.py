@@ -221,7 +221,7 @@ def _different_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -
 
 
 def _final_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> dict[int, int]:
-    """Each rank's number of steps on sharded weights; under DDP of all steps, if some rank took none."""
+    """Each rank's number of steps on sharded weights; under DDP the number of all steps, if some rank took none."""
     reports = {event.rank: event.content for event in _events("trained", events)}
     sharded = {rank: report["sharded_steps"] for rank, report in reports.items()}
     ddp = by_rank and all(report.engine == Engine.DDP.label for report in by_rank.values())
@@ -293,7 +293,7 @@ def _steps_until_now(events: Sequence[RankEvent]) -> dict[int, int]:
 
 
 def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """Reports the first loss that isn't finite, as later ones follow from it; or weights whose losses hide that."""
+    """Reports the first loss that isn't finite, as later ones follow from it; or NaN weights behind finite losses."""
     for event in _events("loss", events):
         if not math.isfinite(event.content["value"]):
             yield Failure(

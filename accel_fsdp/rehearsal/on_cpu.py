@@ -18,7 +18,7 @@ INTERRUPTED = 130
 def measured(job: JobConfig, launch: Callable[[], int], experts: int = 1) -> int:
     """Launches the job and shows what its ranks held, by unit; returns its exit code, or 1 if the YAML differs.
 
-    Rows of the data that several ranks train on, or none, are a failure too. `experts`: the expert-parallel size.
+    Rows of the data that several ranks, or no rank, train on are a failure too. `experts`: the expert-parallel size.
     """
     with janitor.folder() as folder:
         os.environ |= janitor.mark(folder) | {ranks.EVENTS: str(folder), "CUDA_VISIBLE_DEVICES": ""}

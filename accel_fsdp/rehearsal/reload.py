@@ -1,4 +1,4 @@
-"""Loads two exported folders in a fresh process; prints the largest difference of the logits, and the largest one."""
+"""Loads two exported folders in a fresh process; prints the logits' largest difference, and the largest logit."""
 
 import sys
 from pathlib import Path

@@ -282,7 +282,7 @@ def _frozen(content: Mapping[str, Any]) -> Failure:
 
 
 def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Weights with gradients that never change, beside more that do, unlike in a script that trains only a head.
+    """Some weights get gradients and never change, while more weights do, unlike in a script that trains only a head.
 
     Weights that join an optimizer later, or that the script changes, don't count.
     """

@@ -76,7 +76,7 @@ def scale(job: JobConfig, processes: int | None = None, experts: int = 1) -> tup
 
 
 def expert_parallel_size(words: Sequence[str]) -> int:
-    """The expert-parallel size in the arguments of train/sft.py; 1 without."""
+    """The expert-parallel size in the arguments of train/sft.py; 1 by default."""
     return from_arguments.expert_parallel_size(parse_command_line(words))
 
 

@@ -62,7 +62,7 @@ class SmallRun:
     keep_end: bool = False
 
     def words(self, places: Mapping[str, str], rows: int, **more: str) -> list[str]:
-        """The arguments for processes that take so many rows each."""
+        """The arguments for processes that take this number of rows each."""
         sizes = {
             "per_device_train_batch_size": str(rows),
             "gradient_accumulation_steps": str(self.accumulation),

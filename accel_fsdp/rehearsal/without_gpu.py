@@ -22,7 +22,7 @@ LINES_BEFORE = 3
 
 
 def taken(events: Sequence[RankEvent]) -> str:
-    """The GPU calls for which the CPU stood in, each with the script's first line of it; empty without any."""
+    """The GPU calls for which the CPU stood in, each with its first line in the script; empty without any."""
     lines: dict[str, str] = {}
     for event in events:
         if event.kind == "taken-for-cpu":

@@ -110,8 +110,8 @@ def receives_weights(options: ModelArguments) -> bool:
 def _without_weights(options: ModelArguments) -> Any:
     """A model of the right shapes whose memory is never touched, so that the system doesn't allocate it.
 
-    Not on the meta device: Accelerate's FSDP2 path tells parameters apart by their addresses (1.15). A model that keeps
-    some weights in another dtype, or is quantised, is known only once it is loaded.
+    Not on the meta device: Accelerate's FSDP2 path distinguishes parameters by their addresses (1.15). A model that
+    keeps some weights in another dtype, or is quantised, is known only once it is loaded.
     """
     config = models.read_config(*options.source)
     dtype, _ = weight_dtype(options)

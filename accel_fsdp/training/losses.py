@@ -67,7 +67,7 @@ def right_tokens(logits: Tensor, target_ids: Tensor) -> Tensor:
 
 
 def router_coefficient(model: Any) -> float | None:
-    """The weight of a mixture's router loss; None where the model has no such loss, or an unknown name for it."""
+    """The weight of a mixture's router loss; None if the model has no such loss, or has it under an unknown name."""
     holders = [*model.modules(), model.config.get_text_config()]
     values = (getattr(holder, name, None) for holder in holders for name in ROUTER_COEFFICIENTS)
     return next((float(value) for value in values if value is not None), None)

@@ -110,7 +110,7 @@ def _effective_value(job: JobConfig, section: str, key: str) -> Any:
     content, field = job.section(section), BY_NAME[section, key]
     value = content.get(key)
     if value is None and key in content and section == "fsdp_config" and key not in NULL_IS_ABSENT:
-        return str(None)  # the text that the launcher makes of it
+        return str(None)  # the text to which the launcher converts it
     if key == "fsdp_state_dict_type":
         return job.state_dict_type or ("FULL_STATE_DICT" if job.full_state_dict else "SHARDED_STATE_DICT")
     if key == "fsdp_sharding_strategy":

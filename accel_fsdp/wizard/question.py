@@ -33,7 +33,7 @@ class Context:
     """The context of a question: the answers so far, the model, and the machine that was found.
 
     `traced` are the recorded allocations of a model outside of the catalogue. `unread`: the model's facts are unknown,
-    and it is not of a kind in the catalogue.
+    and the catalogue has no model of its kind.
     """
 
     given: GivenAnswers

@@ -93,7 +93,7 @@ _DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
 
 
 def to_text(answers: Answers, launch: str = "") -> str:
-    """The whole file: header and YAML. `launch` replaces the launch command if more is known than the answers."""
+    """The whole file: header and YAML. `launch` replaces the launch command, if a caller knows a longer one."""
     return "\n".join([*header(answers, launch), yaml_file.dump(_quoted(to_mapping(answers)))])
 
 

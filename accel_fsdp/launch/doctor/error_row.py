@@ -24,5 +24,5 @@ class KnownError:
 
     @property
     def often(self) -> str:
-        """The cause, marked as usual, because it comes from a table and not from a look at this machine."""
+        """The cause, marked as usual, because it comes from a table and not from this machine."""
         return f"often: {self.cause}"

@@ -1,4 +1,4 @@
-"""A job on Ray: what the driver that `accel-fsdp script ray` writes calls, and what Ray's workers run for it."""
+"""Runs a job on Ray: functions for the driver that `accel-fsdp script ray` writes, and for Ray's workers."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""The observers inside a rank, and the library internals that they rely on; one line reports changed ones."""
+"""The observers inside a rank, and the library internals that they need; changed ones are reported in one line."""
 
 import functools
 from collections.abc import Callable

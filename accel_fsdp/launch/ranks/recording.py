@@ -50,7 +50,7 @@ UPDATES = Observation(
 
 
 def begin(kind: "type[Recorder]") -> "Recorder | None":
-    """Begins to record if a rehearsal asks for it, before the script imports anything."""
+    """Begins to record if a rehearsal requests it, before the script imports anything."""
     folder = os.environ.get(RECORDS)
     if not folder or not UPDATES.is_possible:
         return None

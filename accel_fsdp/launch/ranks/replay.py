@@ -305,7 +305,7 @@ class _Repeated:
         return worst
 
     def _compare_clipping(self, reduced: Tensors, used: Tensors) -> None:
-        """Compares the factor between reduced and used gradients on all ranks, and with the norm that was asked for."""
+        """Compares the factor between reduced and used gradients on all ranks, and with the requested norm."""
         clips = self.first["clips"]
         if clips and not any(clip["backwards"] for clip in clips):
             self._differs("clipped-early", clips[0]["line"])

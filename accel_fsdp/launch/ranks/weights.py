@@ -176,13 +176,13 @@ class ObservedWeights:
 
 
 def _numbers_in(value: Any) -> list[float]:
-    """An optimizer's setting as numbers, without values such as None."""
+    """The numbers in an optimizer's setting, without values such as None."""
     several = value if isinstance(value, tuple | list) else [value]
     return [float(number) for number in several if isinstance(number, int | float) or hasattr(number, "item")]
 
 
 def checksum(values: "torch.Tensor") -> int:
-    """A checksum that a cast to float32 keeps. It reads a copy: NumPy would pin a storage that FSDP1 resizes."""
+    """A checksum unchanged by a cast to float32. It reads a copy: NumPy would pin a storage that FSDP1 resizes."""
     import torch
 
     plain = values.detach().as_subclass(torch.Tensor)
@@ -208,7 +208,7 @@ def _sums_of_plain(parameter: Any) -> list[tuple[float, float]]:
 
 
 def sums(values: "torch.Tensor") -> tuple[float, float]:
-    """Sum and norm, which rounding hardly changes. Other random values change the sum by about the norm."""
+    """The sum and the norm. Rounding hardly changes them; other random values change the sum by about the norm."""
     import torch
 
     plain = values.detach().as_subclass(torch.Tensor)

@@ -65,7 +65,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     """Writes the job file, or prints it; returns 0, or 1 where the linter finds errors.
 
     Raises:
-        UserError: the job could not run as it is, or the file is there.
+        UserError: the job could not run as it is, or the file exists.
         UsageError: a flag has an invalid value, or the YAML can't be read.
     """
     if options.output and not options.force:
@@ -104,7 +104,7 @@ def _check_words(options: ScriptCommand, script_args: tuple[str, ...]) -> None:
             why="the machines of the job would have no file to read",
             fix="accel-fsdp script ENGINE FILE SCRIPT, with a file that the machines see",
         )
-    names = (str(options.file), str(options.script))  # the first line of a job file has them
+    names = (str(options.file), str(options.script))  # the job file's first line contains both
     for word in (*names, *script_args):
         if UNPRINTABLE.search(word) or "\r" in word or ("\n" in word and word in names):
             raise UsageError(

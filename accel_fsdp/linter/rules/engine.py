@@ -101,7 +101,7 @@ class Subject(JobConfig):
 
     @property
     def experts(self) -> int:
-        """The expert-parallel size of train/sft.py, from the arguments or the launch line; 1 without."""
+        """The expert-parallel size of train/sft.py, from the arguments or the launch line; 1 by default."""
         launched = parse_command_line(script_arguments(self.source)) if self.args is None else self.args
         return from_arguments.expert_parallel_size(launched) if self.launches_sft else 1
 

@@ -353,7 +353,7 @@ def _grown(block: Block) -> int:
 
 
 def _free_space(block: Block | None) -> int:
-    """The free and unmapped space from a block on."""
+    """The free and unmapped space from this block onwards."""
     size = 0
     while block is not None and block.is_free:
         size += block.size

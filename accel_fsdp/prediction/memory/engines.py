@@ -32,8 +32,8 @@ from accel_fsdp.prediction.memory.timeline import (
 def frees_output_late() -> bool:
     """Whether FSDP2's forward holds a unit's all-gather output until the next unit is copied out of its own.
 
-    Torch before 2.15 kept it in a variable of `wait_for_unshard`; since then it is freed when the next all-gather is
-    there (`release_all_gather_state_for_comm_reuse`). Without torch the larger of both is assumed. The version comes
+    Torch before 2.15 kept it in a variable of `wait_for_unshard`; since then it is freed when the next all-gather has
+    ended (`release_all_gather_state_for_comm_reuse`). Without torch the larger of both is assumed. The version comes
     from torch's own file, because importing importlib.metadata takes longer than most predictions.
     """
     torch = find_spec("torch")
@@ -65,7 +65,7 @@ class EngineMemory:
     nested: Mapping[int, Unit] = field(default_factory=dict)
 
     def experts_of(self, unit: int) -> int:
-        """The index of the unit that is nested in this one; 0 without."""
+        """The index of the unit that is nested in this one; 0 without one."""
         return len(self.units) + unit if unit in self.nested else 0
 
     def unit(self, number: int) -> Unit:

@@ -110,8 +110,8 @@ def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...
 class Units(NamedTuple):
     """One unit per distinct block, in the order of `ModelShape.blocks`, and the first and a last unit.
 
-    `experts` are those of each block, None where they aren't units of their own. `again` is a tied table, which the
-    root that transformers makes of the whole model gathers and reduces once more, for the head.
+    `experts` are those of each block, None where they aren't units of their own. `again` is a tied table: transformers
+    makes the whole model the root unit, which gathers and reduces it again for the head.
     """
 
     blocks: tuple[Unit, ...]

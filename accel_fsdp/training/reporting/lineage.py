@@ -110,7 +110,7 @@ def of_run(checkpoint: str | None, model: Any, data: Any, training: Any, rows: A
 
 
 def settings(model: Any, data: Any, training: Any, rows: "Dataset | Packed | None") -> Settings:
-    """The settings of a run, from its arguments. `rows` are its tokens, None if unknown."""
+    """The settings of a run, from its arguments. `rows` is the tokenised data set, None if unknown."""
     adapter = {name: getattr(model, name) for name in ADAPTER} if model.use_peft else {}
     packed_to = data.max_length if data.packing else None
     limit = (

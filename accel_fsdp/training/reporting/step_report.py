@@ -118,7 +118,7 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Known:
-    """The context of a trace. `predicted` is None without a plan; `why_unknown` says why it or the time is unknown.
+    """The context of a trace. `predicted` is None without a plan; `why_unknown`: why the plan or its time is unknown.
 
     `units` are the sizes of the shards that FSDP's calls send, `buckets` the bytes of the gradients in DDP's.
     `own_engine`: DeepSpeed sends and updates by itself. `quick_seconds`: the seconds of steps without the profiler.
