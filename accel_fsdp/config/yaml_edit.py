@@ -215,7 +215,7 @@ def _is_block(node: Any) -> bool:
 
 
 def _end(text: str, name: Any, value: Any) -> int:
-    """Where an entry ends: PyYAML counts the comments behind a block to it."""
+    """Where an entry ends: for PyYAML the comments behind a block are part of it."""
     while _is_block(value):
         name, value = value.value[-1] if isinstance(value, yaml.MappingNode) else (value, value.value[-1])
     if value.start_mark.index < name.start_mark.index:

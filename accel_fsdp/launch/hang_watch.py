@@ -1,7 +1,7 @@
 """Watches a job from inside each rank, and ends a job that hangs or has lost a host, with a report of where it was.
 
-It takes two threads. One exchanges heartbeats through the job's store, which may block for ever if its machine is off;
-the other checks every second whether the first still gets answers, and where the main thread is.
+It takes two threads. One exchanges heartbeats through the job's store, which may block indefinitely if its machine is
+off; the other checks every second whether the first still gets answers, and where the main thread is.
 """
 
 import contextlib

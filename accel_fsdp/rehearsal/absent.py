@@ -41,7 +41,7 @@ FIXES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Absence:
-    """The act of one rank alone as a sentence, the script's line, and the fix."""
+    """A sentence on what one rank did alone, the script's line, and the fix."""
 
     what: str
     line: str

@@ -148,7 +148,7 @@ def _with_weights(options: ModelArguments) -> Any:
         )
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # bitsandbytes 0.50 would pack the weights again in the first evaluation, under FSDP's hands
+            # bitsandbytes 0.50 would pack the weights again in the first evaluation, while FSDP manages them
             module.support_avx512bf16_for_cpu = False
     return model
 
@@ -164,7 +164,7 @@ def weight_dtype(options: ModelArguments) -> tuple[torch.dtype, str]:
         chosen: torch.dtype = getattr(torch, options.dtype)
         if chosen == torch.float32 or options.use_peft:
             return chosen, "--dtype"
-        if launch.uses_fsdp and launch.mixed_precision != "no":  # in place, Accelerate would do it on every rank
+        if launch.uses_fsdp and launch.mixed_precision != "no":  # otherwise Accelerate would cast on every rank
             return torch.float32, f"not {options.dtype}: FSDP keeps float32 masters under mixed_precision"
         if launch.uses_deepspeed:
             return chosen, "--dtype; DeepSpeed keeps float32 masters beside it"

@@ -81,7 +81,7 @@ class Subject(JobConfig):
     uses_sft: bool = False
 
     def older(self, package: str, version: str) -> bool:
-        """Whether a package is installed in an older version."""
+        """Whether the installed version of a package is older."""
         from packaging.version import Version
 
         installed = self.versions.get(package)

@@ -42,7 +42,7 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Attempt:
-    """The sizes that are reduced besides the layers; the first attempt with a running model is taken."""
+    """The sizes that are reduced besides the layers; the first attempt whose model runs is taken."""
 
     words: str
     widths: bool = True

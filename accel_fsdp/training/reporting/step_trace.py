@@ -60,7 +60,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Measured:
-    """The stretch between a mark and the next: its begin in the trace, its seconds, and bytes."""
+    """The stretch between a mark and the next: its start in the trace, its seconds, and bytes."""
 
     mark: Mark
     began_us: float
