@@ -159,13 +159,13 @@ def tapes_of(name: str, config: Any, variant: str, wide: str = "none") -> tuple[
     def anew() -> trace_store.TraceRecord:
         from accel_fsdp.prediction.tracing import fit, recorder
 
-        known = recorder._changed
+        known = recorder._use_fused_kernels
 
         def widened(model: Any, variant: Variant) -> None:
             _widen(model, wide)
             known(model, variant)
 
-        with changed(recorder, _changed=known if wide == "none" else widened):
+        with changed(recorder, _use_fused_kernels=known if wide == "none" else widened):
             shape, tapes = fit.record_model(name, config, (variant,))
         return shape, {key: tapes[variant]}
 
@@ -437,7 +437,7 @@ def _has_wide_norms(known: Any, block: Any, recipe: Recipe) -> bool:
 
 
 @instead_of(work)
-def _between(known: Any, block: Any, shape: ModelShape, recipe: Recipe) -> tuple[work.Work, work.Work]:
+def _between_products(known: Any, block: Any, shape: ModelShape, recipe: Recipe) -> tuple[work.Work, work.Work]:
     """torch.compile fuses the kernels between products."""
     forward, backward = known(block, shape, recipe)
     return (replace(forward, kernels=2), replace(backward, kernels=4)) if of(recipe).compiled else (forward, backward)

@@ -190,10 +190,10 @@ def split(paths: Paths, adapter: str | None = None) -> Weights:
             )
         return Weights(tensors, optimizer=optimizer)
     base, adapters = tensor_names.divided(tensors)
-    return Weights(base, _chosen(adapters, adapter), optimizer)
+    return Weights(base, _chosen_adapter(adapters, adapter), optimizer)
 
 
-def _chosen(adapters: Mapping[str, dict[str, Stored]], name: str | None) -> dict[str, Stored]:
+def _chosen_adapter(adapters: Mapping[str, dict[str, Stored]], name: str | None) -> dict[str, Stored]:
     names = ", ".join(sorted(adapters))
     if name is not None and name not in adapters and any(adapters):
         raise UsageError(

@@ -241,7 +241,7 @@ OWN: dict[int, Callable[[Machine], None]] = {
 """The steps that are not Python's."""
 
 
-def _checked(value: Any) -> None:
+def _check_limits(value: Any) -> None:
     if isinstance(value, str):
         value.encode()
     elif value.bit_length() > 8 * LONGEST_NUMBER:
@@ -257,7 +257,7 @@ def _charged(code: int, cost: int) -> Callable[[Machine], None]:
             machine.charge(0)
         step(machine)
         if is_checked:
-            _checked(machine.stack[-1])
+            _check_limits(machine.stack[-1])
 
     return charge_and_step
 

@@ -274,7 +274,7 @@ def _entries(content: bytes, start: int) -> dict[str, Slot]:
         if mark != ENTRY:
             raise ValueError("an entry is missing")
         name_start = offset + ENTRY_FIELDS.size
-        size, packed, header = _wide((size, packed, header), content[name_start + name : name_start + name + extra])
+        size, packed, header = _zip64((size, packed, header), content[name_start + name : name_start + name + extra])
         if method != 0 or packed != size:
             raise ValueError("a compressed record")
         key = content[name_start : name_start + name].decode().partition("/")[2]
@@ -286,7 +286,7 @@ def _entries(content: bytes, start: int) -> dict[str, Slot]:
     return slots
 
 
-def _wide(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
+def _zip64(fields: tuple[int, int, int], extra: bytes) -> tuple[int, int, int]:
     if 0xFFFFFFFF not in fields:
         return fields
     offset = 0

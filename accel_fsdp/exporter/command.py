@@ -69,7 +69,7 @@ def run(options: ExportCommand) -> int:
     refusals.check_local(options)
     if options.list:
         return show_list(options)
-    out = options.src if options.check else _out_of(options)
+    out = options.src if options.check else _required_out(options)
     if options.push_to_hub:
         hub.check_name(options.push_to_hub)
     if options.check:
@@ -108,7 +108,7 @@ def _with_refused_pickles(checkpoint: CheckpointLocation) -> CheckpointLocation:
     return replace(checkpoint, missing=(*checkpoint.missing, f"a safe state: {refused.what}"))
 
 
-def _out_of(options: ExportCommand) -> Path:
+def _required_out(options: ExportCommand) -> Path:
     if options.out is None:
         raise UsageError("no OUT given", why="there is nowhere to write", fix="accel-fsdp export SRC OUT")
     return options.out
@@ -117,12 +117,12 @@ def _out_of(options: ExportCommand) -> Path:
 def exported(options: ExportCommand) -> ExportReport:
     """Writes OUT, complete and verified, or not at all."""
     global _before
-    out = _out_of(options).resolve()
+    out = _required_out(options).resolve()
     _before = out, _inode(out)
     try:
         return _find_and_export(options, out)
     except OSError as error:
-        raise _failed(out, error) from error
+        raise _disk_error(out, error) from error
 
 
 def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
@@ -289,7 +289,7 @@ class _Export:
         return placed
 
 
-def _failed(out: Path, error: OSError) -> UserError:
+def _disk_error(out: Path, error: OSError) -> UserError:
     """The error for a file of the source, or for the export that is being written; write errors mostly name no file."""
     path = Path(str(error.filename)) if error.filename else out
     being_written = any(part.startswith(f".{out.name}.") for part in path.parts) or out.is_relative_to(path)

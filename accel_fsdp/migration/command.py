@@ -116,7 +116,7 @@ def _report(path: Path, migration: Migration, after: str, options: MigrateComman
     rows = [
         (
             change.kind + ("!" if change.breaks else ""),
-            _becomes(change),
+            _before_and_after(change),
             f"{change.why}: {change.fix}" if change.fix else change.why,
         )
         for change in migration.changes
@@ -126,7 +126,7 @@ def _report(path: Path, migration: Migration, after: str, options: MigrateComman
         console.show_table(("", "key", "why"), rows, styles, to_stderr=options.dry_run)
 
 
-def _becomes(change: Change) -> str:
+def _before_and_after(change: Change) -> str:
     """A key before and after, with an arrow if it changes."""
     key = change.key.rpartition(".")[2]
     before = f"{key}: {change.old}" if change.old else key

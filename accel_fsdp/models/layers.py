@@ -48,7 +48,7 @@ def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
     """
     present = Counter(type(module).__name__ for module in model.modules())
     names = [name for name in (getattr(model, "_no_split_modules", None) or ()) if present[name]]
-    around_embedding = _around({input_embedding(model)}, model)
+    around_embedding = _classes_around({input_embedding(model)}, model)
     names = [name for name in names if name not in around_embedding]
     names = _outermost(model, names) or _repeated_layer(model)
     return tuple(LayerClass(name, present[name], _parameters_of_one(model, name)) for name in sorted(names))
@@ -87,7 +87,7 @@ def input_embedding(model: "nn.Module") -> "nn.Module | None":
     return table
 
 
-def _around(parts: "Set[nn.Module | None]", model: "nn.Module") -> frozenset[str]:
+def _classes_around(parts: "Set[nn.Module | None]", model: "nn.Module") -> frozenset[str]:
     """The classes of the modules that contain these parts of the model, without the model's own class."""
     modules = dict(model.named_modules(remove_duplicate=False))
     places = (path for path, module in modules.items() if module in parts)
@@ -101,7 +101,7 @@ def embedding_parents(model: "nn.Module", layers: Collection[str]) -> frozenset[
     those of the layer classes, and stops; under FSDP1 a head that shares the weight sees a shard.
     """
     of_layers = {module for module in model.modules() if type(module).__name__ in layers}
-    return _around({input_embedding(model)}, model) - _around(of_layers, model)
+    return _classes_around({input_embedding(model)}, model) - _classes_around(of_layers, model)
 
 
 def embeddings(model: "nn.Module") -> Embeddings:

@@ -125,10 +125,10 @@ def answer(text: str) -> Iterator[str]:
     except UserError as error:
         yield _refusal(error)
     except Exception as error:  # a traceback is hard to read in a browser
-        yield _refusal(_mistake(error))
+        yield _refusal(_bug(error))
 
 
-def _mistake(error: Exception) -> UserError:
+def _bug(error: Exception) -> UserError:
     return UserError(
         f"The planner stopped: {type(error).__name__}: {first_line(error)}",
         why="no input should stop it: this is a bug of the planner",

@@ -108,7 +108,7 @@ class Comparison:
             ("Fastest", self.fastest, lambda spent: spent.hours),
         ):
             if best:
-                yield f"{word}: {best.name}, {self._time_and_money(best)}.{self._alike(best, amount)}"
+                yield f"{word}: {best.name}, {self._time_and_money(best)}.{self._indistinguishable(best, amount)}"
         for machine in self.machines:
             if machine.why:
                 yield f"{machine.name}: {machine.why}."
@@ -130,7 +130,7 @@ class Comparison:
         price = f", {cost_report.span(money)} at {cost_report.price(machine.spent)} per GPU-hour" if money else ""
         return f"{cost_report.hours(machine.spent.hours)}{price}"
 
-    def _alike(self, best: Machine, amount: Callable[[cost.Cost], Any]) -> str:
+    def _indistinguishable(self, best: Machine, amount: Callable[[cost.Cost], Any]) -> str:
         """Names the machines whose predictions equal the best within the prediction's error."""
         assert best.spent is not None
         lowest = amount(best.spent).expected

@@ -109,7 +109,7 @@ def sections(report: PlanReport) -> Iterator[str]:
     problem, plan = report.problem, report.plan
     choice = plan.choice or min(plan.rows, key=lambda candidate: candidate.prediction.peak.total)
     yield f"<header><h1>{escape(title_of(problem))}</h1><p>{escape(report.headline())}</p></header>"
-    yield f'<section class="advice">{"".join(map(_advised, report.advice()))}</section>'
+    yield f'<section class="advice">{"".join(map(_advice, report.advice()))}</section>'
     if problem.ranks > 1:
         yield _strategy_bars(problem)
     yield _strategies(problem, plan)
@@ -117,10 +117,10 @@ def sections(report: PlanReport) -> Iterator[str]:
     yield _numbers(problem, plan)
     by_gpus = _over_gpus(problem, choice.recipe)
     lead, details = "More GPUs make the sharded state smaller, not the activations.", f"{choice.recipe.length:,} tokens"
-    yield _growing("More GPUs", lead, f"{details} per sequence", problem, choice, by_gpus)
+    yield _growth("More GPUs", lead, f"{details} per sequence", problem, choice, by_gpus)
     by_tokens = _over_tokens(problem, choice.recipe)
     lead, details = "Longer sequences make the activations larger.", f"on {_gpus(problem)}"
-    yield _growing("Longer sequences", lead, details, problem, choice, by_tokens)
+    yield _growth("Longer sequences", lead, details, problem, choice, by_tokens)
     yield _more_numbers(choice, by_gpus, by_tokens)
     yield (
         f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
@@ -128,7 +128,7 @@ def sections(report: PlanReport) -> Iterator[str]:
     )
 
 
-def _advised(line: str) -> str:
+def _advice(line: str) -> str:
     """A paragraph of advice; indented text becomes a block to copy."""
     kind = "pre" if line.startswith("  ") else "p"
     return f"<{kind}>{escape(line.strip())}</{kind}>"
@@ -213,7 +213,7 @@ def _step(problem: Problem, candidate: Candidate, chosen: bool) -> str:
     )
 
 
-def _growing(title: str, lead: str, predicted: str, problem: Problem, candidate: Candidate, series: Series) -> str:
+def _growth(title: str, lead: str, predicted: str, problem: Problem, candidate: Candidate, series: Series) -> str:
     """A figure of the peak against one number, with everything else fixed."""
     setting = (
         f"{rows_in(candidate.recipe)} per GPU, {checkpointing_in(candidate.recipe)}; sharded by FSDP2, without offload"

@@ -146,7 +146,7 @@ class PlanReport:
             yield from cost_report.sentences(self.spent, problem.gpu)
         elif self.args:
             yield cost_report.UNKNOWN
-        yield from self._others(choice)
+        yield from self._alternatives(choice)
         yield from (UNTRIED,) if self.plan.untried else ()
         yield from self._reserved(choice)
         yield self._longest(choice)
@@ -199,7 +199,7 @@ class PlanReport:
             f"({_seconds(shortest)} to {_seconds(longest)})."
         )
 
-    def _others(self, choice: Candidate) -> Iterator[str]:
+    def _alternatives(self, choice: Candidate) -> Iterator[str]:
         if self.plan.ties:
             ways = ", ".join(f"{tie.layout.name} ({_settings_and_memory(tie)})" for tie in self.plan.ties)
             better = search.advantages(choice, self.plan.ties)

@@ -91,7 +91,7 @@ def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tup
         starts = sum(p.cut is not None and p.cut < len(p.shape) - 1 for p in divided)
         forward, backward = summed.times(ends), summed.times(starts + ends * (forwards - 1))
         if layout.experts > 1 and any(p.dispatched for p in block.parameters):
-            sent = _across(tokens * shape.experts_used / layout.tensor, layout).times(2)
+            sent = _all_to_all(tokens * shape.experts_used / layout.tensor, layout).times(2)
             forward, backward = forward + sent, backward + sent.times(forwards)
         yield len(block.layers), forward, backward
     cuts = [p for p in shape.outer if p.cut is not None]
@@ -100,7 +100,7 @@ def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tup
         yield 1, summed + _ring(logits, layout.tensor, layout.ranks_per_node), summed
 
 
-def _across(volume_bytes: float, layout: Layout) -> Traffic:
+def _all_to_all(volume_bytes: float, layout: Layout) -> Traffic:
     """One rank's part of an all-to-all: equal parts for all others, over the network for those on other machines."""
     ranks = layout.experts
     local_ranks = min(ranks, layout.ranks_per_node)

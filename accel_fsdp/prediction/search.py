@@ -65,7 +65,7 @@ def _largest(needs: Callable[[int], Device], has: int, most: int, fitting: int =
     needed = {number: needs(number).needed for number in {1 + fitting // 2, fitting} if fitting > 1}
     while high - low > step:
         tries = len(needed)
-        number = tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _meets(needed, low, high, has)
+        number = tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _crossing(needed, low, high, has)
         number = min(max(number, low + 1), high - 1)
         device = needs(number)
         needed[number] = device.needed
@@ -73,7 +73,7 @@ def _largest(needs: Callable[[int], Device], has: int, most: int, fitting: int =
     return low
 
 
-def _meets(needed: Mapping[int, int], low: int, high: int, has: int) -> int:
+def _crossing(needed: Mapping[int, int], low: int, high: int, has: int) -> int:
     """The point where a line reaches the limit: the line through `low` and `high`, or the two highest known numbers."""
     first, second = (low, high) if low in needed and high in needed else sorted(needed)[-2:]
     slope = (needed[second] - needed[first]) / (second - first)
@@ -110,7 +110,7 @@ def make_plan(problem: Problem) -> Plan:
     used = {candidate.layout for candidate in divided}
     jobs += [job for job in meshes(problem) if job.layout in used]
     rows = tuple(_loadable(problem, problem.evaluate(job)) for job in jobs)
-    choice = _sure(problem, candidates)
+    choice = _confirmed(problem, candidates)
     if choice is None:
         return Plan(problem, rows, untried=untried)
     bests: dict[Layout, Candidate] = {choice.layout: choice}  # the fastest of each layout
@@ -126,7 +126,7 @@ def make_plan(problem: Problem) -> Plan:
 def best(problem: Problem) -> Candidate | None:
     """The choice of `make_plan` alone; None if nothing fits."""
     candidates = list(_search(problem, layouts(problem.job), all_ways=False))
-    return _sure(problem, candidates + _divided(problem, candidates)[0])
+    return _confirmed(problem, candidates + _divided(problem, candidates)[0])
 
 
 def judge(problem: Problem) -> Plan:
@@ -148,7 +148,7 @@ def least(problem: Problem) -> Candidate:
     return min(candidates, key=lambda candidate: (bool(candidate.refused), candidate.device.needed))
 
 
-def _sure(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
+def _confirmed(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
     """The simplest of the fastest candidates, confirmed by the allocator's replay; those that fail it are shrunk."""
     confirmed: list[Candidate] = []
     while candidates:
@@ -194,7 +194,7 @@ def _divided(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate],
     if problem.search == "plain" or not (helps or is_requested):
         return [], False
     candidates: list[Candidate] = []
-    speeds = {job: _at_most(problem, job) for job in meshes(problem) if _may_rest(problem, job)}
+    speeds = {job: _speed_bound(problem, job) for job in meshes(problem) if _may_fit(problem, job)}
     variants: set[str] = set()
     for job in sorted(speeds, key=lambda job: -speeds[job]):
         fastest = max((candidate.tokens_per_s for candidate in (*plain, *candidates)), default=0)
@@ -215,7 +215,7 @@ def _divided(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate],
     return candidates, False
 
 
-def _may_rest(problem: Problem, job: Job) -> bool:
+def _may_fit(problem: Problem, job: Job) -> bool:
     """Whether a GPU holds what a rank has between steps, and its largest unit with that unit's gradients beside it.
 
     Also whether nothing else rules the job out.
@@ -236,16 +236,16 @@ def _search(problem: Problem, jobs: Iterable[Job], all_ways: bool = True, fastes
     for job in jobs:
         for kind in dict.fromkeys((job.recipe.checkpointing, "full")):
             variant = job.with_recipe(checkpointing=kind)
-            if not all_ways and _at_most(problem, variant) < TIE * fastest:
+            if not all_ways and _speed_bound(problem, variant) < TIE * fastest:
                 continue
             for offloaded in offloads(variant):
-                if candidate := _best(problem, offloaded) or _smallest_way(problem, offloaded):
+                if candidate := _best(problem, offloaded) or _smallest_by_replay(problem, offloaded):
                     fastest = max(fastest, candidate.tokens_per_s)
                     yield candidate
                     break  # offload is tried only if nothing fits without it
 
 
-def _at_most(problem: Problem, job: Job) -> float:
+def _speed_bound(problem: Problem, job: Job) -> float:
     """An upper bound of the speed: larger micro-batches share a step's fixed costs among more tokens."""
     jobs = [job] if problem.fixed_rows else _split(problem, job) or [job.with_recipe(rows=MOST_ROWS)]
     return max(problem.step(batch).tokens_per_s_per_gpu for batch in jobs)
@@ -261,7 +261,7 @@ def _best(problem: Problem, job: Job, below: int = MOST_TOKENS) -> Candidate | N
     return next((problem.evaluate(batch, quick=True) for batch in enough), None)
 
 
-def _smallest_way(problem: Problem, job: Job) -> Candidate | None:
+def _smallest_by_replay(problem: Problem, job: Job) -> Candidate | None:
     """The smallest micro-batch, if it fits by the allocator's replay rather than at usual fragmentation."""
     if not problem.fixed_rows:
         job = (_split(problem, job) or [job])[0] if problem.global_rows else job.with_recipe(rows=1)

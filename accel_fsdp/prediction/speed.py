@@ -134,17 +134,17 @@ def unit_seconds(
 
     `reduces` adds the reduction of gradients. A unit that represents several layers is counted once.
     """
-    *units, head = (_one(piece, reduces, recipe, layout, gpu) for piece in _pieces(shape, recipe, layout))
+    *units, head = (_piece_seconds(piece, reduces, recipe, layout, gpu) for piece in _pieces(shape, recipe, layout))
     return tuple(units), head
 
 
 def forward_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
     """Forward and loss of one batch, as in an evaluation."""
     pieces = _pieces(shape, recipe, layout)
-    return sum(_one(piece, False, recipe, layout, gpu).forward * piece.count for piece in pieces)
+    return sum(_piece_seconds(piece, False, recipe, layout, gpu).forward * piece.count for piece in pieces)
 
 
-def _one(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> UnitSeconds:
+def _piece_seconds(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> UnitSeconds:
     phases = [seconds for _, seconds in _phases(piece, reduces, recipe, layout, gpu)]
     half = len(phases) // 2
     return UnitSeconds(sum(phases[:half]), sum(phases[half:]))

@@ -97,9 +97,9 @@ def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, W
     """
     tokens = recipe.rows * recipe.length
     total = sum((_product(weight, shape, recipe) for weight in products(block)), Work())
-    flops = 4 * shape.heads * shape.head_dim * _keys(block, shape, recipe) * tokens
+    flops = 4 * shape.heads * shape.head_dim * _attended_keys(block, shape, recipe) * tokens
     attention = Work(attention_flops=flops)
-    between, between_back = _between(block, shape, recipe)
+    between, between_back = _between_products(block, shape, recipe)
     thin, thin_back = _adapters(block, recipe)
     unpacking = _unpacking(block, recipe)
     backward = total.times(2 if recipe.method == "full" else 1) + attention.times(2) + between_back + thin_back
@@ -164,7 +164,7 @@ Piece = tuple[tuple[float, float], float, float]
 """Bytes per element forward and backward, elements per token, kernels."""
 
 
-def _between(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
+def _between_products(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
     """The work between the products of one block, forward and backward."""
     tokens = recipe.rows * recipe.length
     pieces = tuple(_pieces(block, shape, recipe))
@@ -267,7 +267,7 @@ def _plus(left: tuple[float, float], right: tuple[float, float]) -> tuple[float,
     return left[0] + right[0], left[1] + right[1]
 
 
-def _keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
+def _attended_keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
     """The average number of keys that a token attends to: half of all, fewer in a window; eager attention computes all.
 
     Where sliding and full layers alternate, the first layer slides, as in Gemma 2 and 3 and gpt-oss.

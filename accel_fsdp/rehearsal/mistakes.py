@@ -67,7 +67,7 @@ def _optimizer_before_sharding(events: Sequence[RankEvent], by_rank: dict[int, H
             )
 
 
-def _rows(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+def _row_mistakes(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     return drawn_rows.find(events)
 
 
@@ -355,7 +355,7 @@ LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failur
     _different_models,
     _lost_moments,
     _different_units,
-    _rows,
+    _row_mistakes,
     _separated_ties,
     _clipped_by_torch,
     _forgotten_rng,

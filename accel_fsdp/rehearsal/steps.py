@@ -113,7 +113,7 @@ class SftRehearsal:
         outcome = self._launch("written", self.job, self._words_as_written("written", self.ranks))
         if not outcome.losses or not all(map(math.isfinite, outcome.losses)):
             raise Failure(f"losses {outcome.losses}", key="mixed_precision", fix="bf16, which has the range of float32")
-        sharded = self._sharded(outcome)
+        sharded = self._check_shards(outcome)
         if self.precision != "bf16" or self.run.draws_noise:
             return sharded
         self._launch("autocast", self._one_process_job(self.precision), self._words_as_written("autocast", 1))
@@ -129,7 +129,7 @@ class SftRehearsal:
             raise Failure(f"{checkpoint.name} is not complete: {flaw}", output=outcome.tail)
         shutil.copytree(checkpoint, self._output("elsewhere") / checkpoint.name)
         shutil.copytree(self._output("run"), self._output("killed"))
-        return self._sharded(outcome)
+        return self._check_shards(outcome)
 
     def resume(self) -> str:
         """Trains from that checkpoint to the end, on the same number of ranks."""
@@ -202,7 +202,7 @@ class SftRehearsal:
             raise difference
         return outcome
 
-    def _sharded(self, outcome: Outcome) -> str:
+    def _check_shards(self, outcome: Outcome) -> str:
         judge(self.job, self.small.model.layer_classes, outcome, self.small.layout.experts)
         return verdict.summary(outcome.holdings) + repeated.summary(outcome.events)
 

@@ -44,7 +44,7 @@ class FiniteCheck:
 
     def check_loaded(self, checkpoint: str | None) -> None:
         """Refuses NaN and infinite weights before training, so that they aren't blamed on the learning rate."""
-        if names := self._odd_weights():
+        if names := self._non_finite_weights():
             weights = checkpoint or self.trainer.model.config.get_text_config()._name_or_path or "this one"
             raise UserError(
                 f"the loaded weights hold NaN or infinite values: {first_few(names, 1)}",
@@ -92,7 +92,7 @@ class FiniteCheck:
         Raises:
             Diverged: they aren't finite.
         """
-        if not self._odd_weights():
+        if not self._non_finite_weights():
             return True
         if not self.args.ignore_nan_inf:
             self.check_weights()
@@ -101,7 +101,7 @@ class FiniteCheck:
 
     def check_weights(self) -> None:
         """Raises Diverged if a weight is not finite."""
-        if self._odd_weights():
+        if self._non_finite_weights():
             raise self.diverged(self._weights_diverged())
 
     def diverged(self, what: str) -> Diverged:
@@ -122,7 +122,7 @@ class FiniteCheck:
     def _weights_diverged(self) -> str:
         return f"after step {self.trainer.state.global_step} the weights hold NaN or infinite values"
 
-    def _odd_weights(self) -> list[str]:
+    def _non_finite_weights(self) -> list[str]:
         """The names of trained parameters with NaN or infinite values on any rank."""
         parameters = self.trainer.model.named_parameters()
         trained = {clean_name(name): p for name, p in parameters if p.requires_grad and p.is_floating_point()}

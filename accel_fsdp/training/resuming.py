@@ -41,7 +41,7 @@ def chosen(training: "TrainingArguments") -> str | None:
         UserError: there is no checkpoint, its steps have another size, or `output_dir` holds a different run, which
         would be mixed with this one.
     """
-    checkpoint = _wanted(training)
+    checkpoint = _requested_checkpoint(training)
     if checkpoint is None:
         return None
     origin = marker.origin_of(checkpoint)
@@ -70,7 +70,7 @@ def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
     training.gradient_accumulation_steps = micro_batches
 
 
-def _wanted(training: "TrainingArguments") -> Path | None:
+def _requested_checkpoint(training: "TrainingArguments") -> Path | None:
     output, resume_from = Path(training.output_dir), training.resume_from_checkpoint
     if resume_from is None or str(resume_from).lower() == "false":
         if any(output.glob(f"{file_names.CHECKPOINT}*")) or (output / file_names.FINAL).exists():

@@ -75,11 +75,11 @@ def note(question: str, value: Any, context: Context) -> str:
         return f"; {state_bytes.experts_in_16_bits(context.model.fused_experts)}"
     if question != "strategy" or (value in (4, 5) and context["num_machines"] == 1):
         return ""
-    candidate = _evaluated(_several(context, value), False)
+    candidate = _evaluated(_sharded_problem(context, value), False)
     return f", ~{gib_or_mib(candidate.device.allocated)}" if candidate else ""
 
 
-def _several(context: Context, strategy: int) -> "Problem | None":
+def _sharded_problem(context: Context, strategy: int) -> "Problem | None":
     """The problem in a strategy, if several ranks share the model."""
     problem = _problem(with_answers(context, strategy=strategy))
     return problem if problem and problem.ranks > 1 else None
@@ -87,7 +87,7 @@ def _several(context: Context, strategy: int) -> "Problem | None":
 
 def legend(context: Context) -> str:
     """Explains the numbers of `note`; empty without any."""
-    problem = _several(context, 1)
+    problem = _sharded_problem(context, 1)
     if problem is None:
         return ""
     memory, length = gib_or_mib(problem.capacity_bytes), problem.job.recipe.length

@@ -45,12 +45,12 @@ def _engine_is(name: str) -> Callable[[Context], bool]:
     return lambda context: bool(context["engine"] == name)
 
 
-def _without_key(name: str, prompt: str, default: Default, meanings: dict[Any, str], **options: Any) -> Question:
+def _unkeyed(name: str, prompt: str, default: Default, meanings: dict[Any, str], **options: Any) -> Question:
     """A question that no single key of the YAML answers."""
     return Question(name, prompt, default, _options(name, meanings), metavar="|".join(meanings), **options)
 
 
-def _of_key(name: str, key: str, default: Default, *, section: str = "fsdp_config", **options: Any) -> Question:
+def _keyed(name: str, key: str, default: Default, *, section: str = "fsdp_config", **options: Any) -> Question:
     """The question for one key of the YAML, with the prompt, the choices and the type that the field table gives it."""
     field = BY_NAME[section, key]
     meanings: dict[Any, str] = {
@@ -108,7 +108,7 @@ QUESTIONS: tuple[Question, ...] = (
         check=validation.check_model,
         metavar="ID_OR_FOLDER",
     ),
-    _without_key(
+    _unkeyed(
         "method",
         "What do you train?",
         defaults.always("full", "every weight is trained"),
@@ -125,7 +125,7 @@ QUESTIONS: tuple[Question, ...] = (
         check=validation.check_gpus,
         metavar="NxNAME[-MEMORYGB]",
     ),
-    _of_key(
+    _keyed(
         "num_machines",
         "num_machines",
         defaults.num_machines,
@@ -133,7 +133,7 @@ QUESTIONS: tuple[Question, ...] = (
         check=validation.check_machines,
         aliases=("--nodes",),
     ),
-    _without_key(
+    _unkeyed(
         "engine",
         "Which engine?",
         defaults.always("fsdp", "PyTorch's own sharding; nothing else to install"),
@@ -144,13 +144,13 @@ QUESTIONS: tuple[Question, ...] = (
             "tpu": "torch_xla's FSDP on a TPU host",
         },
     ),
-    _of_key(
+    _keyed(
         "fsdp_version",
         "fsdp_version",
         defaults.fsdp_version,
         applies=_engine_is("fsdp"),
     ),
-    _of_key(
+    _keyed(
         "strategy",
         "fsdp_sharding_strategy",
         defaults.strategy,
@@ -158,15 +158,15 @@ QUESTIONS: tuple[Question, ...] = (
         names={str(number): name for number, name in STRATEGIES.items()},
         applies=_engine_is("fsdp"),
     ),
-    _of_key(
+    _keyed(
         "zero_stage",
         "zero_stage",
         defaults.always(3, "fits the largest model"),
         section="deepspeed_config",
         applies=_engine_is("deepspeed"),
     ),
-    _of_key("mixed_precision", "mixed_precision", defaults.mixed_precision, section="", hidden=("fp8",)),
-    _of_key("num_processes", "num_processes", defaults.processes, section="", check=validation.check_processes),
+    _keyed("mixed_precision", "mixed_precision", defaults.mixed_precision, section="", hidden=("fp8",)),
+    _keyed("num_processes", "num_processes", defaults.processes, section="", check=validation.check_processes),
     Question(
         "dp_replicate",
         "How many replicas of the model?",
@@ -196,47 +196,47 @@ QUESTIONS: tuple[Question, ...] = (
         foresees=partial(notes.of_each_size, "ep", validation.check_experts),
         metavar="N",
     ),
-    _of_key(
+    _keyed(
         "wrap_policy",
         "fsdp_auto_wrap_policy",
         defaults.always("TRANSFORMER_BASED_WRAP", "gathers one layer at a time"),
         applies=IS_FSDP,
     ),
-    _of_key(
+    _keyed(
         "layer_class",
         "fsdp_transformer_layer_cls_to_wrap",
         defaults.layer_class,
         applies=lambda context: context.engine is Engine.TPU or _wraps("TRANSFORMER_BASED_WRAP")(context),
         check=validation.check_layer_class,
     ),
-    _of_key(
+    _keyed(
         "min_num_params",
         "fsdp_min_num_params",
         defaults.min_num_params,
         applies=_wraps("SIZE_BASED_WRAP"),
         check=validation.check_size,
     ),
-    _of_key(
+    _keyed(
         "cpu_offload",
         "fsdp_offload_params",
         defaults.cpu_offload,
         applies=lambda context: context.is_fsdp or (context.engine is Engine.DEEPSPEED and context["zero_stage"] > 0),
     ),
-    _of_key(
+    _keyed(
         "activation_checkpointing",
         "fsdp_activation_checkpointing",
         defaults.activation_checkpointing,
         applies=lambda context: context.is_fsdp or context.engine is Engine.TPU,
     ),
-    _of_key(
+    _keyed(
         "state_dict_type",
         "fsdp_state_dict_type",
         defaults.always("SHARDED_STATE_DICT", "each rank writes its part; resumes on another number of GPUs"),
         hidden=("LOCAL_STATE_DICT",),
         applies=IS_FSDP,
     ),
-    _of_key("ram_efficient_loading", "fsdp_cpu_ram_efficient_loading", defaults.ram_efficient_loading, applies=IS_FSDP),
-    _of_key(
+    _keyed("ram_efficient_loading", "fsdp_cpu_ram_efficient_loading", defaults.ram_efficient_loading, applies=IS_FSDP),
+    _keyed(
         "main_process_ip",
         "main_process_ip",
         defaults.always("", f"empty: {listed(PLACING, 'or')} give the address of the first machine"),
@@ -244,7 +244,7 @@ QUESTIONS: tuple[Question, ...] = (
         applies=_several_machines,
         check=validation.check_ip,
     ),
-    _of_key(
+    _keyed(
         "main_process_port",
         "main_process_port",
         defaults.always(DEFAULT_PORT, "Accelerate's default"),

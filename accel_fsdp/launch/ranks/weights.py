@@ -57,7 +57,7 @@ class ObservedWeights:
         self.begun: list[_Begun] = []
         self.optimizers = self.backwards = self.steps = self.sharded_steps = 0
         self.first = 0
-        self.has_told = False
+        self.has_reported = False
         self.backward_line = self.sharded_at = ""
         self.made_at: dict[int, str] = {}
         self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -157,9 +157,9 @@ class ObservedWeights:
 
     def _report_begun(self, models: Iterable["nn.Module"]) -> None:
         """Reports the first values of all units; None for a unit whose part was loaded or sent after sharding."""
-        if self.has_told:
+        if self.has_reported:
             return
-        self.has_told = True
+        self.has_reported = True
         names = {id(module): user_name(path) for model in models for path, module in model.named_modules()}
         units = []
         for begun in self.begun:

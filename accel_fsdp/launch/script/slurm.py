@@ -74,14 +74,14 @@ def _run(job: JobFile) -> list[str]:
     return [
         "# One launcher for each machine, with a separate log.",
         "code=0",
-        f"srun {_end_of_one(job)} --open-mode=append --output=%x-%j-machine-%n.log \\",
+        f"srun {_early_end_flags(job)} --open-mode=append --output=%x-%j-machine-%n.log \\",
         f"    {job.command('    ')} || code=$?",
         *(again if job.resumes else []),
         "exit $code",
     ]
 
 
-def _end_of_one(job: JobFile) -> str:
+def _early_end_flags(job: JobFile) -> str:
     """srun's flags for a machine that ends before the others.
 
     Ending the others at once would hide the code of a stopped job behind theirs, 143. Our ranks all end together; a

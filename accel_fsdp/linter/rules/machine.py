@@ -67,7 +67,7 @@ def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
 
     One id under MULTI_GPU on one machine is refused by the launcher.
     """
-    chosen, ranks = _chosen(subject), subject.ranks_here
+    chosen, ranks = _count_of_ids(subject), subject.ranks_here
     if subject.engine not in (Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED) or not chosen:
         return
     if subject.values.get("distributed_type") == MULTI_CPU:
@@ -82,7 +82,7 @@ def fewer_gpu_ids_than_processes(subject: Subject) -> Iterator[Finding]:
         )
 
 
-def _chosen(subject: Subject) -> int:
+def _count_of_ids(subject: Subject) -> int:
     """The number of GPUs in `gpu_ids`; 0 for all of them."""
     chosen = subject.top("gpu_ids")
     if isinstance(chosen, list):  # AF207 makes text of it
@@ -154,7 +154,7 @@ def _gpus(subject: Subject) -> int:
     """The GPUs that the ranks of this machine will see; 0 if unknown or none."""
     if subject.here is None or not subject.here.gpus:
         return 0
-    return _chosen(subject) or subject.here.usable_gpus or 0
+    return _count_of_ids(subject) or subject.here.usable_gpus or 0
 
 
 @rule("AF422", pains=("P47",))
@@ -164,7 +164,7 @@ def more_processes_than_gpus(subject: Subject) -> Iterator[Finding]:
     AF413 is about `gpu_ids`.
     """
     gpus = _gpus(subject)
-    if subject.engine is not Engine.NONE and 0 < gpus < subject.ranks_here and not _chosen(subject):
+    if subject.engine is not Engine.NONE and 0 < gpus < subject.ranks_here and not _count_of_ids(subject):
         yield Finding(
             "num_processes",
             f"{subject.ranks_here} processes and {gpus} GPUs on this machine",

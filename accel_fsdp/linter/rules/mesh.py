@@ -114,15 +114,15 @@ def axes_of_another_engine(subject: Subject) -> Iterator[Finding]:
         return
     others = [axis for axis in ROW_AXES if subject.axes[axis] > 1]
     if subject.engine is not Engine.FSDP2:
-        what = f"{_asked(subject)} with {subject.engine.label}"
+        what = f"{_requested_axis(subject)} with {subject.engine.label}"
         yield Finding("distributed_type", what, "train/sft.py stops: it needs FSDP2", "fsdp_version: 2")
     for axis in others if subject.engine is Engine.FSDP2 else ():
-        what = f"{_asked(subject)} beside {axis}_size: {subject.axes[axis]}"
+        what = f"{_requested_axis(subject)} beside {axis}_size: {subject.axes[axis]}"
         why = "train/sft.py stops: transformers has no axis for parts of a row"
         yield Finding(f"parallelism_config.{size_key(axis)}", what, why, f"{size_key(axis)}: 1")
 
 
-def _asked(subject: Subject) -> str:
+def _requested_axis(subject: Subject) -> str:
     """The axis that makes transformers shard the model, as the user wrote it."""
     return f"tp_size: {subject.axes['tp']}" if subject.axes["tp"] > 1 else f"{EXPERT_FLAG} {subject.experts}"
 

@@ -189,14 +189,14 @@ def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
 def _statements_of_rank_0(node: ast.If) -> list[ast.stmt]:
     """The statements that only rank 0 runs below an `if`."""
     if isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not):
-        return node.orelse if _chooses(node.test.operand, ast.Eq) else []
-    return node.body if _chooses(node.test, ast.Eq) else node.orelse if _chooses(node.test, ast.NotEq) else []
+        return node.orelse if _is_rank_0(node.test.operand, ast.Eq) else []
+    return node.body if _is_rank_0(node.test, ast.Eq) else node.orelse if _is_rank_0(node.test, ast.NotEq) else []
 
 
-def _chooses(test: ast.expr, operator: type[ast.cmpop]) -> bool:
+def _is_rank_0(test: ast.expr, operator: type[ast.cmpop]) -> bool:
     """Whether a condition selects rank 0: by a property, or by a comparison with 0."""
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        return operator is ast.Eq and any(_chooses(part, operator) for part in test.values)
+        return operator is ast.Eq and any(_is_rank_0(part, operator) for part in test.values)
     if isinstance(test, ast.Compare):
         zero = len(test.ops) == 1 and isinstance(test.ops[0], operator) and constant(test.comparators[0]) in (0, "0")
         return zero and bool(RANKS & set(re.findall(r"\w+", ast.unparse(test.left))))

@@ -150,7 +150,7 @@ def number_in_another_base(subject: Subject) -> Iterator[Finding]:
         if not isinstance(value, int) or isinstance(value, bool) or field.key == "gpu_ids":  # AF207
             continue
         spelt = subject.spelt(field.key, str(value), field.section)
-        if not _means(spelt, value):
+        if not _reads_as(spelt, value):
             yield Finding(
                 path,
                 f"{field.key}: {spelt} is {value} to YAML",
@@ -159,7 +159,7 @@ def number_in_another_base(subject: Subject) -> Iterator[Finding]:
             )
 
 
-def _means(spelt: str, number: int) -> bool:
+def _reads_as(spelt: str, number: int) -> bool:
     """Whether people would read this text as the same number: plain digits, or Python's notation, such as 0x10."""
     for base in (10, 0):
         with contextlib.suppress(ValueError):

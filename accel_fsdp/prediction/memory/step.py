@@ -182,7 +182,7 @@ class Walk:
 
     def _forward(self) -> None:
         self.engine.before_forward(0)
-        self._rise(self.embedding.forward_peak)
+        self._peak_of_forward(self.embedding.forward_peak)
         self.meter.add(ACTIVATIONS, self.embedding.forward_end)
         self.engine.after_forward(0)
         self.meter.mark()
@@ -211,7 +211,7 @@ class Walk:
             if unit in middle[-1:]:
                 self.meter.repeat(before, self.engine.counts[unit] - 1)
 
-    def _rise(self, peak: int) -> None:
+    def _peak_of_forward(self, peak: int) -> None:
         self.meter.touch({ACTIVATIONS: peak})
 
     def _rise_with_experts(self, unit: int, peak: int, again: bool = False) -> None:
@@ -225,7 +225,7 @@ class Walk:
             self.engine.before_forward(experts)
         if again:
             self.engine.end_forward()
-        self._rise(peak)
+        self._peak_of_forward(peak)
         if experts and not again:
             self.engine.after_forward(experts)
 

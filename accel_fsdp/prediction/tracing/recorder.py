@@ -38,11 +38,11 @@ class _Stage(nn.Module):
         own_names = vars(self).keys()
         plain = {k: v for k, v in vars(layer).items() if isinstance(v, str | int | float) and k not in own_names}
         self.__dict__.update(plain)  # models ask a layer for its kind of attention
-        self._seen = on_call
+        self._on_call = on_call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the callback with its arguments, and returns the answer as the block's result."""
-        return self._seen(args, kwargs)
+        return self._on_call(args, kwargs)
 
 
 class Recorder:
@@ -69,7 +69,7 @@ class Recorder:
             based = model.base_model is not model  # Llama 4's class for images and text has parts, but no base model
             self._headless = model.base_model if based else model.get_submodule(parent)
             self._lists[self._list] = nn.ModuleList()
-            _changed(model, variant)
+            _use_fused_kernels(model, variant)
             if self._axes:
                 self._axes.divide(model)
             with self._mode:
@@ -79,9 +79,9 @@ class Recorder:
         self._layers: dict[tuple[int, int], nn.Module] = {}
         self._width: dict[int, int] = {}
         self._dtype: dict[int, torch.dtype] = {}
-        self._leave_out(set(self._text) - self._reached())
+        self._leave_out(set(self._text) - self._layers_for_text())
 
-    def _reached(self) -> set[int]:
+    def _layers_for_text(self) -> set[int]:
         """The layers that run for a row without images; layers that attend only to images are skipped."""
         reached: set[int] = set()
 
@@ -91,7 +91,7 @@ class Recorder:
 
         if self.shape.language:
             self._stages(max(self._text) + 1, seen)
-            with self._mode, CudaRules(), self._around(), torch.no_grad(), quiet():
+            with self._mode, CudaRules(), self._contexts(), torch.no_grad(), quiet():
                 self._forward(self._ids(At(1, STEP, 0)))
         return reached or set(self._text)
 
@@ -116,10 +116,10 @@ class Recorder:
     def _stages(self, count: int, on_call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Replaces the blocks by stages."""
 
-        def one(index: int) -> _Stage:
+        def stage_for(index: int) -> _Stage:
             return _Stage(self._metas[index], lambda args, kwargs: on_call(index, args, kwargs))
 
-        self._lists[self._list] = nn.ModuleList([one(index) for index in range(count)])
+        self._lists[self._list] = nn.ModuleList([stage_for(index) for index in range(count)])
 
     def _as_block(self, index: int, hidden: Tensor) -> Any:
         """The hidden states as a block returns them: some return a tuple."""
@@ -145,7 +145,7 @@ class Recorder:
             return self._as_block(index, hidden)
 
         self._stages(max(self._text) + 1, seen)
-        with self._mode, CudaRules(), self._around(), torch.no_grad(), quiet():
+        with self._mode, CudaRules(), self._contexts(), torch.no_grad(), quiet():
             self._forward(self._ids(at))
         return calls
 
@@ -236,7 +236,7 @@ class Recorder:
             return torch.zeros(at.rows, at.length, dtype=torch.long)
 
     @contextmanager
-    def _around(self) -> Iterator[None]:
+    def _contexts(self) -> Iterator[None]:
         """Enters the contexts that forward runs in."""
         with ExitStack() as stack:
             if self.variant.kernels != "none":
@@ -254,7 +254,7 @@ class Recorder:
     ) -> RecordedRun:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
-            return record_run(call, like, module, self._around, self.variant.selective, twice)
+            return record_run(call, like, module, self._contexts, self.variant.selective, twice)
 
 
 def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
@@ -302,10 +302,10 @@ def _adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
             )
 
             adapt(layer, variant, rank)
-        _changed(layer, variant)
+        _use_fused_kernels(layer, variant)
 
 
-def _changed(module: nn.Module, variant: Variant) -> None:
+def _use_fused_kernels(module: nn.Module, variant: Variant) -> None:
     """Puts fused kernels into a model or a layer, if the variant has them."""
     if variant.kernels != "none":
         from accel_fsdp.prediction.tracing.fused_kernels import fuse

@@ -189,7 +189,7 @@ def _rendered_with_spans(
 
 def _with_spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks | None) -> tuple[str, list[TextSpan]]:
     assistant_turns = [turn for turn in chat.messages if turn["role"] == "assistant"]
-    spans = generated if marks is None else _between(text, marks)
+    spans = generated if marks is None else _spans_between(text, marks)
     if marks is not None and len(spans) != len(assistant_turns):
         raise BadRow(
             f"{len(assistant_turns)} assistant turns, but the written text shows {len(spans)}: the text of a turn "
@@ -201,7 +201,7 @@ def _with_spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks |
     return text, spans if first == 0 else spans[places[first] :] if first < len(places) else []
 
 
-def _between(text: str, marks: Marks) -> list[TextSpan]:
+def _spans_between(text: str, marks: Marks) -> list[TextSpan]:
     """The spans from each opening to the first end token after it."""
     spans: list[TextSpan] = []
     start = text.find(marks.opening)

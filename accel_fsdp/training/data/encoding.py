@@ -104,9 +104,9 @@ class Encoder:
         encoded = [
             chat if isinstance(chat, BadRow) else or_bad_row(_masked, next(encodings), *chat) for chat in written
         ]
-        return self._proven(encoded, written)
+        return self._check_decoding(encoded, written)
 
-    def _proven(
+    def _check_decoding(
         self, encoded: list[Encoded | BadRow], written: list[tuple[str, list[chat_template.TextSpan]] | BadRow]
     ) -> list[Encoded | BadRow]:
         """Decodes every trained range and compares it with its text."""

@@ -36,7 +36,7 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
             return _load(name, path, config_name, streaming)
     except _load_errors() as error:
         hint = "" if path.exists() else " (and there is no file or folder of that name here)"
-        raise _unreadable(name, (_broken(path) or _cause(error)) + hint) from error
+        raise _unreadable(name, (_broken_file(path) or _cause(error)) + hint) from error
 
 
 def check_name(name: str) -> None:
@@ -76,7 +76,7 @@ def reading(name: str) -> Iterator[None]:
     try:
         yield
     except _load_errors() as error:
-        broken = _broken(Path(name)) if Path(name).exists() else None
+        broken = _broken_file(Path(name)) if Path(name).exists() else None
         if broken is None:
             raise
         raise _unreadable(name, broken) from error
@@ -176,7 +176,7 @@ def _files(name: str, config_name: str | None, split: str) -> list[tuple[str, in
     return [(str(file), len(load_dataset(_builder(file), data_files=str(file), split="train"))) for file in files]
 
 
-def _broken(path: Path) -> str | None:
+def _broken_file(path: Path) -> str | None:
     """The first file that can't be read on its own, with its line if known."""
     from datasets import load_dataset
 
