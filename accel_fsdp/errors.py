@@ -317,9 +317,9 @@ def to_stdout() -> Iterator[None]:
 def _forget_stdout() -> None:
     """Drops buffered output: otherwise Python tries to write it again at its end, and fails again."""
     with contextlib.suppress(OSError, ValueError):
-        silent = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silent, sys.stdout.fileno())
-        os.close(silent)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def report_to_launcher(error: UserError) -> None:

@@ -63,9 +63,9 @@ def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> list[str
             why="nothing was done",
             fix=f"{hint} {extra}" if hint else f"{command} --help shows what it takes",
         )
-    several = {name: values for name, values in values_of.items() if len(set(values)) > 1}
+    repeated = {name: values for name, values in values_of.items() if len(set(values)) > 1}
     return [
-        f"{name} is given {len(values)} times; the last one counts: {values[-1]}" for name, values in several.items()
+        f"{name} is given {len(values)} times; the last one counts: {values[-1]}" for name, values in repeated.items()
     ]
 
 

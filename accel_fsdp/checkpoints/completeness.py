@@ -211,8 +211,8 @@ def _flaw(checkpoint: Path) -> str:
         for name in (file_names.SHARDED_MODEL, file_names.SHARDED_OPTIMIZER)
         if (checkpoint / name).is_dir()
     )
-    cut = [path.name for path in sharded if not is_whole_dcp(path)]
-    return f"{cut[0]}/{file_names.DCP_METADATA} is missing" if cut else ""
+    incomplete = [path.name for path in sharded if not is_whole_dcp(path)]
+    return f"{incomplete[0]}/{file_names.DCP_METADATA} is missing" if incomplete else ""
 
 
 def _size_flaw(path: Path, size: int) -> str:

@@ -218,10 +218,10 @@ def _second_model(paths: Paths, model: Paths) -> Paths:
         if path not in model and not any("optim" in key.lower() for key in path[:-1]):
             mappings.setdefault(path[:-1], []).append(path)
     second: dict[tuple[str, ...], Stored] = {}
-    for several in mappings.values():
-        same = {path: paths[path] for path in several if shapes.get(_plain(path[-1])) == paths[path].shape}
-        if 2 * len(same) > len(several):
-            second |= same
+    for group in mappings.values():
+        copies = {path: paths[path] for path in group if shapes.get(_plain(path[-1])) == paths[path].shape}
+        if 2 * len(copies) > len(group):
+            second |= copies
     return second
 
 

@@ -177,10 +177,10 @@ def load(path: Path, doubled: bool = False) -> Any:
             parser = _round_trip()
             yaml_checks.refuse_scalar(path, parser.compose(text), parser.constructor.construct_object)
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        location = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(error, "problem", None) or getattr(error, "reason", "not YAML")
         raise UsageError(
-            f"{where}: {problem}",
+            f"{location}: {problem}",
             why="the file is not valid YAML",
             fix="correct that line, or make a new file: accel-fsdp config",
         ) from error

@@ -230,8 +230,8 @@ def check_finite(report: ExportReport) -> ExportReport:
 
 def _non_finite(report: ExportReport) -> str:
     numbers, tensors = sum(report.non_finite.values()), len(report.non_finite)
-    several = counted(numbers, "number is", "numbers are")
-    return f"{several} NaN or infinite, in {tensors} of {counted(len(report.tensors), 'tensor')}"
+    amount = counted(numbers, "number is", "numbers are")
+    return f"{amount} NaN or infinite, in {tensors} of {counted(len(report.tensors), 'tensor')}"
 
 
 def _tensors(path: Path) -> dict[str, safetensors_header.Tensor]:

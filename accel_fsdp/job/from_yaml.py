@@ -94,9 +94,9 @@ def predictable(config: JobConfig, arguments: Mapping[str, Any] | None = None, r
     ranks = config.processes
     is_single = config.engine is Engine.NONE and ranks == 1
     if not is_single and (config.engine not in SHARDING_KINDS | {Engine.DDP} or not ranks):
-        several = counted(ranks, "process", "processes") if ranks else "an unknown number of processes"
+        amount = counted(ranks, "process", "processes") if ranks else "an unknown number of processes"
         raise UsageError(
-            f"{config.engine.label} with {several} can't be predicted",
+            f"{config.engine.label} with {amount} can't be predicted",
             why="a plan needs FSDP, DDP, DeepSpeed or one process, and num_processes",
             fix="leave out --config, or see what accel-fsdp check FILE says",
         )

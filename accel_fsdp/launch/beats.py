@@ -118,7 +118,7 @@ def state_of(pid: int, computed: dict[int, float] | None = None) -> str:
     """
     try:
         process = psutil.Process(pid)
-        status, times = process.status(), process.cpu_times()
+        status, cpu_times = process.status(), process.cpu_times()
     except psutil.NoSuchProcess:
         return GONE
     if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
@@ -129,5 +129,5 @@ def state_of(pid: int, computed: dict[int, float] | None = None) -> str:
         return STOPPED
     if computed is None:
         return ""
-    before, computed[pid] = computed.get(pid), times.user + times.system
+    before, computed[pid] = computed.get(pid), cpu_times.user + cpu_times.system
     return COMPUTES if before is not None and computed[pid] > before else ""

@@ -234,10 +234,10 @@ def _from_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
             "--resume_from_checkpoint auto, which reads the same variables; or a number of machines",
         )
     machines, per_node = variables.number("PET_NNODES"), variables.text("PET_NPROC_PER_NODE")
-    several = per_node is not None and per_node.value not in ("auto", "gpu", "cpu")  # torchrun counts devices for these
+    numeric = per_node is not None and per_node.value not in ("auto", "gpu", "cpu")  # torchrun counts devices for these
     return _known_values(
         num_machines=machines,
-        num_processes=_total(variables.number("PET_NPROC_PER_NODE"), machines, at_most=False) if several else None,
+        num_processes=_total(variables.number("PET_NPROC_PER_NODE"), machines, at_most=False) if numeric else None,
         machine_rank=variables.number("PET_NODE_RANK", "PET_GROUP_RANK"),
         main_process_ip=variables.text("PET_MASTER_ADDR"),
         main_process_port=variables.number("PET_MASTER_PORT"),

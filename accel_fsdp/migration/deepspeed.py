@@ -58,12 +58,12 @@ def _strategy_to_stage(draft: Draft, stage: int) -> None:
     if as_int(draft.job.top("num_machines")) == 1:  # the group is the only machine
         strategy = ZERO_TWINS[ZERO_STAGES[strategy]]
     twin = ZERO_STAGES[strategy]
-    same = twin == stage
-    why = f"{strategy} is {zero_name(twin)}" + ("" if same else "; another was asked for")
+    is_exact = twin == stage
+    why = f"{strategy} is {zero_name(twin)}" + ("" if is_exact else "; another was asked for")
     hybrid = strategy in HYBRID
     if hybrid:
         why = "hybrid is ZeRO++ or MiCS, in DeepSpeed's own JSON"
-    kind: ChangeKind = "renamed" if same and not hybrid else "changed"
+    kind: ChangeKind = "renamed" if is_exact and not hybrid else "changed"
     draft.row(key, kind, why, value=stage, new_key="zero_stage", breaks=hybrid)
 
 
@@ -180,13 +180,13 @@ def _trainers_share(draft: Draft) -> None:
 
 
 def _launching(draft: Draft) -> None:
-    several = (as_int(draft.job.top("num_machines")) or 1) > 1
-    why = "accelerate launch on each machine" if several else "one machine"
+    is_multi = (as_int(draft.job.top("num_machines")) or 1) > 1
+    why = "accelerate launch on each machine" if is_multi else "one machine"
     launcher = str(draft.value("deepspeed_multinode_launcher")).lower()
-    odd = several and launcher not in ("none", "pdsh", "standard")
-    draft.row("deepspeed_multinode_launcher", "lost", why, breaks=odd)
+    is_unsupported = is_multi and launcher not in ("none", "pdsh", "standard")
+    draft.row("deepspeed_multinode_launcher", "lost", why, breaks=is_unsupported)
     for key in ("deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter"):
-        draft.row(key, "lost", why, breaks=several and launcher != "standard")
+        draft.row(key, "lost", why, breaks=is_multi and launcher != "standard")
 
 
 def _stage_to_strategy(draft: Draft, stage: int, version: int) -> None:

@@ -83,7 +83,7 @@ def _sizes(draft: Draft) -> dict[str, int]:
 
 
 def _precision(draft: Draft, sizes: Mapping[str, int]) -> bool:
-    """Whether FSDP computes in bfloat16; its gradients are then reduced in float32."""
+    """Records `mixed_precision`; returns whether FSDP computes in bfloat16, with gradients reduced in float32."""
     text = str(draft.job.top("mixed_precision")).lower()
     if text in ("no", "false"):
         draft.top("mixed_precision", "renamed", "fsdp_mixed_precision: false")

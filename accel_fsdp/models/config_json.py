@@ -158,7 +158,7 @@ def contradictory(name: str, what: str) -> UserError:
 
 
 @contextmanager
-def believed(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def explained_errors(name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Converts all errors that transformers raises for a config into one message.
 
     `passing` are errors with other reasons, which the caller handles.

@@ -42,4 +42,4 @@ def packing(model: "nn.Module") -> dict["nn.Parameter", int]:
 
 
 def weights(model: "nn.Module") -> dict["nn.Parameter", int]:
-    return {parameter: numel(parameter) * several for parameter, several in packing(model).items()}
+    return {parameter: numel(parameter) * per_element for parameter, per_element in packing(model).items()}

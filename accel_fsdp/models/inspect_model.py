@@ -32,7 +32,7 @@ def read_model(name: str) -> ModelFacts:
 def model_facts(name: str, config: Any) -> ModelFacts:
     """Builds the model of a Transformers config on the meta device and looks at it."""
     model = build(name, config)
-    with config_json.believed(name):
+    with config_json.explained_errors(name):
         wrapped = layers.wrap_classes(model)
         reason = "found in the built model" if wrapped else "no repeated layer found: name the class"
         return ModelFacts(

@@ -47,7 +47,7 @@ def tensor_bytes(optimizer: str, shape: Sequence[int], weight: int, embedding: b
     """
     numel = math.prod(shape)
     if optimizer == "adafactor":
-        several = len(shape) > 1
-        return MASTER * (math.prod(shape[:-1]) + math.prod([*shape[:-2], shape[-1]]) if several else numel)
+        is_matrix = len(shape) > 1
+        return MASTER * (math.prod(shape[:-1]) + math.prod([*shape[:-2], shape[-1]]) if is_matrix else numel)
     in_float32 = numel < EIGHT_BIT_FROM or (embedding and not optimizer.startswith("adamw_torch"))
     return round(numel * element_bytes(optimizer.replace("_8bit", "_32bit") if in_float32 else optimizer, weight))

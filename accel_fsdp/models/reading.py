@@ -22,7 +22,7 @@ def read_config(name: str, revision: str = "main", run_code: bool = False) -> An
 
     if not run_code:
         remote_code.check_kernels(name, settings)
-    with config_json.believed(name):
+    with config_json.explained_errors(name):
         try:
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=run_code)
         except ValueError as error:

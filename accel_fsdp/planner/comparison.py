@@ -217,7 +217,7 @@ def compare(flags: PlanCommand) -> Comparison:
     """The best candidate on each machine."""
     described = machines.parse_list(flags.compare or "", "--compare")
     kinds = {name: command.gpu_of(machine, "--compare") for name, (machine, _) in described.items()}
-    _refuse_twice({name: (kinds[name], machine.count, several) for name, (machine, several) in described.items()})
+    _refuse_twice({name: (kinds[name], machine.count, count) for name, (machine, count) in described.items()})
     _refuse_beside(flags, {gpu.name for gpu in kinds.values()})
     inputs = [workload.inputs_of(flags, gpu) for gpu in kinds.values()]
     is_default = inputs[0].work == cost.Work()
@@ -225,12 +225,12 @@ def compare(flags: PlanCommand) -> Comparison:
     problems: list[Problem] = []
     errors: list[UsageError] = []
     read = cache(by_name.read_shape)
-    for (name, (machine, several)), work in zip(described.items(), inputs, strict=True):
+    for (name, (machine, count)), work in zip(described.items(), inputs, strict=True):
         try:
             problem, _ = command.search_problem(replace(flags, gpus=name), read)
         except UsageError as error:  # such as attention that a GPU doesn't support: its row reports it
             errors.append(error)
-            results.append(Machine(name, kinds[name], machine.count * several, why=f"{error.what}: {error.why}"))
+            results.append(Machine(name, kinds[name], machine.count * count, why=f"{error.what}: {error.why}"))
             continue
         problems.append(problem)
         results.append(_best_on(name, problem, replace(work, work=USUAL) if is_default else work))

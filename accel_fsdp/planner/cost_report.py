@@ -41,8 +41,8 @@ def price(spent: cost.Cost) -> str:
 
 def hours(amount: cost.Span) -> str:
     """A time with its range: `8.7 hours (7.4 to 12)`."""
-    same = 1 if amount.expected >= 1 else 60
-    return f"{about_hours(amount.expected)} ({two_digits(amount.least * same)} to {two_digits(amount.most * same)})"
+    unit = 1 if amount.expected >= 1 else 60
+    return f"{about_hours(amount.expected)} ({two_digits(amount.least * unit)} to {two_digits(amount.most * unit)})"
 
 
 def span(amount: cost.Span) -> str:

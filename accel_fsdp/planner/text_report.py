@@ -128,8 +128,8 @@ class PlanReport:
                 reasons.setdefault(candidate.refused, []).append(candidate.layout.name)
         if not self.config:
             for why, names in reasons.items():
-                mended = why.endswith(combinations.UNLESS_SFT)
-                fails = f"fails{combinations.UNLESS_SFT if mended else ''}"
+                is_fixed = why.endswith(combinations.UNLESS_SFT)
+                fails = f"fails{combinations.UNLESS_SFT if is_fixed else ''}"
                 yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_SFT)}."
 
     def advice(self) -> Iterator[str]:
@@ -168,17 +168,17 @@ class PlanReport:
 
     def _why_nothing_fits(self) -> Iterator[str]:
         """Why nothing fits, and which changes would."""
-        judged = self.plan.rows[0] if self.config else None
-        lack = self.problem.host_lack(judged.job) if judged else ""
-        if judged and judged.refused and judged.refused != lack:
-            yield f"This YAML doesn't work, regardless of memory: {judged.refused}."
+        given = self.plan.rows[0] if self.config else None
+        lack = self.problem.host_lack(given.job) if given else ""
+        if given and given.refused and given.refused != lack:
+            yield f"This YAML doesn't work, regardless of memory: {given.refused}."
             yield f"  accel-fsdp check {self.config} --model {self.problem.shape.name}"
             return
-        phase = judged.device.runs_out if judged else ""
-        where = f"It doesn't fit: memory runs out in the {phase}." if phase else "Nothing fits."
-        where = f"{where} Each GPU has {gib_or_mib(self.problem.capacity_bytes)}."
-        where = f"It doesn't fit. {lack}." if judged and judged.refused else where
-        yield f"{where} What would fit:"
+        phase = given.device.runs_out if given else ""
+        reason = f"It doesn't fit: memory runs out in the {phase}." if phase else "Nothing fits."
+        reason = f"{reason} Each GPU has {gib_or_mib(self.problem.capacity_bytes)}."
+        reason = f"It doesn't fit. {lack}." if given and given.refused else reason
+        yield f"{reason} What would fit:"
         changes = list(remedies.remedies(self.problem, self._layout())) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
         yield from (UNTRIED,) if self.plan.untried else ()
@@ -201,14 +201,14 @@ class PlanReport:
 
     def _alternatives(self, choice: Candidate) -> Iterator[str]:
         if self.plan.ties:
-            ways = ", ".join(f"{tie.layout.name} ({_settings_and_memory(tie)})" for tie in self.plan.ties)
+            equals = ", ".join(f"{tie.layout.name} ({_settings_and_memory(tie)})" for tie in self.plan.ties)
             better = search.advantages(choice, self.plan.ties)
-            yield f"Equally fast within the error of a prediction, which may be {1 - search.TIE:.0%} off: {ways}." + (
+            yield f"Equally fast within the error of a prediction, which may be {1 - search.TIE:.0%} off: {equals}." + (
                 f" {choice.layout.name} {'; and it '.join(better)}." if better else ""
             )
         if second := self.plan.runner_up:
-            times = choice.tokens_per_s / second.tokens_per_s
-            slower = f"{1 - 1 / times:.0%} slower" if times < 2 else f"a step takes {times:.1f} times as long"
+            ratio = choice.tokens_per_s / second.tokens_per_s
+            slower = f"{1 - 1 / ratio:.0%} slower" if ratio < 2 else f"a step takes {ratio:.1f} times as long"
             yield f"Next is {second.layout.name} ({_settings_and_memory(second)}): {slower}."
 
     def _reserved(self, choice: Candidate) -> Iterator[str]:
@@ -273,12 +273,12 @@ class PlanReport:
         """Warns of FSDP2's padding, which takes memory and traffic; other engines have none."""
         fsdp2 = (candidate for candidate in self.plan.rows if candidate.layout.engine is Engine.FSDP2)
         worst = max(fsdp2, default=None, key=self._padded)
-        if worst is None or (times := self._padded(worst)) < MOST_PADDING:
+        if worst is None or (ratio := self._padded(worst)) < MOST_PADDING:
             return
         shape, layout = self.problem.shape, worst.layout
         padded = f"a layer's {shape.experts} experts" if shape.experts else "a tensor's rows"
         yield (
-            f"FSDP2 distributes {padded} whole, so on {layout.shard_ranks} GPUs each holds and sends {times:.1f} times "
+            f"FSDP2 distributes {padded} whole, so on {layout.shard_ranks} GPUs each holds and sends {ratio:.1f} times "
             "its share, padding; FSDP1 and ZeRO-3 cut through them, and hybrid sharding shares among fewer GPUs."
         )
 

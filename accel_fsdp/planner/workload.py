@@ -148,16 +148,16 @@ def _refuse_price(path: Path, name: str, price: object) -> None:
 
 def _gpu_of(path: Path, name: str) -> tuple[str, float | None]:
     """The GPU that a key names, and its size if the key has one."""
-    where = f"{path}:"
-    machine, several = machines.parse(f"1x{name}", where)
-    if machine.accelerator is None or (machine.count, several) != (1, 1):
+    location = f"{path}:"
+    machine, count = machines.parse(f"1x{name}", location)
+    if machine.accelerator is None or (machine.count, count) != (1, 1):
         raise UsageError(
-            f"{where} {name} is several GPUs",
+            f"{location} {name} is several GPUs",
             why="a price is for one GPU and one hour",
             fix=f"the name alone: {machine.accelerator} = 2.5",
         )
     try:
         gpu = gpus.find(machine.accelerator, machine.memory_gib)
     except UsageError as error:
-        raise UsageError(f"{where} {error.what}", why="a price can't be like this", fix=error.fix) from error
+        raise UsageError(f"{location} {error.what}", why="a price can't be like this", fix=error.fix) from error
     return gpu.name, machine.memory_gib

@@ -261,8 +261,8 @@ def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iter
 
 def _exchanged(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """The time of the communication of tensor and expert parallelism, for which the products wait."""
-    for count, *ways in communication.exchanges(shape, recipe, layout):
-        for sent in ways:
+    for count, *passes in communication.exchanges(shape, recipe, layout):
+        for sent in passes:
             bound, seconds = sending_seconds(sent, max(layout.tensor, layout.experts), gpu)
             yield bound, seconds * count * recipe.accumulation
 

@@ -132,14 +132,14 @@ def _mismatch_with_ended(calls: Calls, all_ranks: set[int], aborted: Mapping[int
     The call that the other rank makes alone is then its last one under a condition on its rank.
     """
     silent = sorted(all_ranks - calls.keys())
-    for rank, several in sorted(calls.items()):
-        last = _before_end(_last_call(several))
+    for rank, own_calls in sorted(calls.items()):
+        last = _before_end(_last_call(own_calls))
         if not silent or not last:
             continue
         its_call = aborted.get(silent[0])
         if its_call and _branch(its_call) and its_call.lines != last.lines:
             return _Mismatch(silent[0], its_call, rank, last)
-        by_number = next((call for call in reversed(several) if _branch(call)), None)
+        by_number = next((call for call in reversed(own_calls) if _branch(call)), None)
         return _Mismatch(rank, by_number or last, silent[0], its_call, is_new=by_number is not None)
     return None
 
@@ -150,13 +150,13 @@ def _mismatch_between(calls: Calls, *sides: tuple[int, Call | None]) -> _Mismatc
     def is_new(rank: int, call: Call, other: int) -> bool:
         return call.lines not in {earlier.lines for earlier in calls[other]}
 
-    ways = []
+    candidates = []
     for (rank, call), (other, other_call) in (sides, sides[::-1]):
         if call:
             new = is_new(rank, call, other)
             kind = PRIORITY.index(call.kind) if call.kind in PRIORITY else len(PRIORITY)
-            ways.append((not new, not _branch(call), kind, rank, _Mismatch(rank, call, other, other_call, new)))
-    return min(ways)[-1]
+            candidates.append((not new, not _branch(call), kind, rank, _Mismatch(rank, call, other, other_call, new)))
+    return min(candidates)[-1]
 
 
 def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
@@ -182,12 +182,12 @@ def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
         return Absence(f"{call.function} gets tensors of different sizes on ranks {pair}", line, FIXES["sizes"])
     if mismatch.other_call is None:
         return Absence(f"rank {rank} alone calls {call.function}", line, FIXES.get(call.kind, FIXES["other"]))
-    where = f"{mismatch.other_call.function} at {mismatch.other_call.lines[-1]}"
+    other_place = f"{mismatch.other_call.function} at {mismatch.other_call.lines[-1]}"
     if mismatch.is_new and call.kind in PRIORITY:
         return Absence(
-            f"rank {rank} alone calls {call.function}, where rank {other} calls {where}", line, FIXES[call.kind]
+            f"rank {rank} alone calls {call.function}, where rank {other} calls {other_place}", line, FIXES[call.kind]
         )
-    return Absence(f"rank {rank} calls {call.function} where rank {other} calls {where}", line, FIXES["other"])
+    return Absence(f"rank {rank} calls {call.function} where rank {other} calls {other_place}", line, FIXES["other"])
 
 
 def _branch(call: Call) -> str:

@@ -34,11 +34,11 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
         if event.kind == "drawn":
             rows = event.content
             by_loader.setdefault((rows["epoch"], rows["line"], rows["loader"]), {})[event.rank] = rows
-    looks = [_same_rows(events, row_events)]
-    looks += [look(of_ranks) for look in (_shared, _lost, _split_twice) for _, of_ranks in sorted(by_loader.items())]
-    looks += [_smaller_batches(events, of_ranks) for _, of_ranks in sorted(by_loader.items())]
-    looks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
-    yield from list(chain.from_iterable(looks))[:1]
+    checks = [_same_rows(events, row_events)]
+    checks += [look(of_ranks) for look in (_shared, _lost, _split_twice) for _, of_ranks in sorted(by_loader.items())]
+    checks += [_smaller_batches(events, of_ranks) for _, of_ranks in sorted(by_loader.items())]
+    checks += [_not_shuffled(events, rank) for rank in sorted({event.rank for event in events})]
+    yield from list(chain.from_iterable(checks))[:1]
 
 
 def _same_rows(events: Sequence[RankEvent], row_events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -56,18 +56,18 @@ def _same_rows(events: Sequence[RankEvent], row_events: Sequence[RankEvent]) -> 
 
 def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     """Rows of the data set that no rank takes in an epoch, beyond an incomplete last batch that is dropped."""
-    several = list(of_ranks.values())
-    first = several[0]
+    records = list(of_ranks.values())
+    first = records[0]
     length = first["length"]
-    if len(several) < 2 or not all(rows["once"] and rows["length"] == length for rows in several):
+    if len(records) < 2 or not all(rows["once"] and rows["length"] == length for rows in records):
         return
-    if not all(_same_data(first, other) is not False for other in several[1:]):
+    if not all(_same_data(first, other) is not False for other in records[1:]):
         return
-    if all(rows["is_whole"] for rows in several):
-        drawn = len(set().union(*(_places(rows) for rows in several)))
+    if all(rows["is_whole"] for rows in records):
+        drawn = len(set().union(*(_places(rows) for rows in records)))
     else:
-        drawn = sum(rows["planned"] for rows in several)
-    dropped = len(several) * first["batch"] if any(rows["drops_last"] for rows in several) else 0
+        drawn = sum(rows["planned"] for rows in records)
+    dropped = len(records) * first["batch"] if any(rows["drops_last"] for rows in records) else 0
     if length - drawn > dropped:
         sharders = first["sharders"]
         detail, fix = (
@@ -83,13 +83,13 @@ def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
 
 def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
     """The script gives each rank different rows, and each rank takes only a part of these."""
-    several = list(of_ranks.values())
-    first = several[0]
-    if not all(rows["once"] and rows["sharders"] and rows["planned"] < rows["length"] for rows in several):
+    records = list(of_ranks.values())
+    first = records[0]
+    if not all(rows["once"] and rows["sharders"] and rows["planned"] < rows["length"] for rows in records):
         return
-    starts = {(rows["start"], rows["fingerprint"]) for rows in several}
+    starts = {(rows["start"], rows["fingerprint"]) for rows in records}
     file = first["line"].rpartition(":")[0]
-    if len(starts) == len(several) > 1 and (line := line_of_split(file)):
+    if len(starts) == len(records) > 1 and (line := line_of_split(file)):
         what = (
             f"of its {counted(first['length'], 'row')} a rank takes only {first['planned']} in an epoch: the script "
             f"gives each rank its part, and {first['sharders'][0]} gives it a part of that"
@@ -149,16 +149,16 @@ def _fix(sharders: Sequence[str], same_data: bool | None) -> str:
     return "accelerator.prepare(dataloader), or a DistributedSampler, and one seed on all ranks for the order of rows"
 
 
-def _parts_of_one(several: Sequence[Mapping[str, Any]]) -> bool:
+def _parts_of_one(records: Sequence[Mapping[str, Any]]) -> bool:
     """Whether each row of the data set is meant for a single rank: by a known sampler, or by the numbers of rows."""
-    if all(rows["once"] for rows in several):
+    if all(rows["once"] for rows in records):
         return True
-    if not all(rows["is_whole"] and rows["is_own"] for rows in several):
+    if not all(rows["is_whole"] and rows["is_own"] for rows in records):
         return False
-    places = [_places(rows) for rows in several]
-    without_repeats = all(len(set(_places(_unpadded(rows)))) == len(_places(_unpadded(rows))) for rows in several)
-    last_rows = sum(len(rows["places"][-1]) for rows in several)
-    return without_repeats and 0 <= sum(map(len, places)) - several[0]["length"] < last_rows
+    places = [_places(rows) for rows in records]
+    without_repeats = all(len(set(_places(_unpadded(rows)))) == len(_places(_unpadded(rows))) for rows in records)
+    last_rows = sum(len(rows["places"][-1]) for rows in records)
+    return without_repeats and 0 <= sum(map(len, places)) - records[0]["length"] < last_rows
 
 
 def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bool | None:
@@ -181,7 +181,7 @@ def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
     by_loader: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for rows in epochs:
         by_loader.setdefault((rows["line"], rows["loader"]), []).append(rows)
-    for last, now in chain.from_iterable(pairwise(several) for several in by_loader.values()):
+    for last, now in chain.from_iterable(pairwise(own_epochs) for own_epochs in by_loader.values()):
         if last["sampler_epoch"] is None or last["sampler_epoch"] != now["sampler_epoch"]:
             continue
         count = min(len(_places(last)), len(_places(now)))

@@ -35,8 +35,8 @@ def _swallowed_error(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -
         if (event.rank, error) not in caused and not CONSEQUENCE.search(error):
             ranks.setdefault((line, error.partition(":")[0]), set()).add(event.rank)
     for event in _events("raised", events):
-        several = ranks.get((event.content["line"], event.content["error"].partition(":")[0]), began)
-        if event.rank in several and several != began:
+        raised_on = ranks.get((event.content["line"], event.content["error"].partition(":")[0]), began)
+        if event.rank in raised_on and raised_on != began:
             yield Failure(
                 f"rank {event.rank} alone went on after an error of its model: {event.content['error']}",
                 SCRIPT,
@@ -286,8 +286,8 @@ def _steps_until_now(events: Sequence[RankEvent]) -> dict[int, int]:
     steps: dict[int, list[int]] = {}
     for event in _events("loss", events):
         steps.setdefault(event.rank, []).append(event.content["step"] - 1)
-    counts = {rank: several[-1] for rank, several in steps.items()}
-    as_many = len({len(several) for several in steps.values()}) == 1
+    counts = {rank: counts_of[-1] for rank, counts_of in steps.items()}
+    as_many = len({len(counts_of) for counts_of in steps.values()}) == 1
     on_all_ranks = set(steps) == {event.rank for event in _events("began", events)}
     return counts if as_many and on_all_ranks and not all(counts.values()) else {}
 

@@ -298,8 +298,8 @@ def _kind_of_values(file: _File, model: _Model) -> str | None:
     for rank, parts in model.parts[file.step].items():
         if holds({name: (total, norm) for name, (_, total, norm) in parts.items()}):
             return f"the part that rank {rank} holds, and 0 for the others"
-    for times, factor in ((model.ranks, str(model.ranks)), (1 / model.ranks, f"1/{model.ranks}")):
-        if holds({name: (total * times, norm * times) for name, (total, norm) in now.items()}):
+    for ratio, factor in ((model.ranks, str(model.ranks)), (1 / model.ranks, f"1/{model.ranks}")):
+        if holds({name: (total * ratio, norm * ratio) for name, (total, norm) in now.items()}):
             return f"weights that are {factor} times the model's"
     return OTHER
 

@@ -25,8 +25,8 @@ class HangWatch(Watchdog, TrainerCallback):  # type: ignore[misc]
     def begin(self, main: int | None = None) -> None:
         """Begins to watch a thread of this process, by default the calling one; replaces the launcher's watch."""
         watched.end()
-        several = LaunchEnvironment.now().world_size > 1
-        if not self.off and not (several and not dist.is_initialized()):
+        is_multi = LaunchEnvironment.now().world_size > 1
+        if not self.off and not (is_multi and not dist.is_initialized()):
             super().begin(main)
 
     @contextlib.contextmanager

@@ -147,8 +147,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
             single = "one process, which holds the whole model"
-            several = f"{kind}: no FSDP was asked for; each rank may hold the whole model"
-            console.say(several if self.args.world_size > 1 else single, style="yellow")
+            multiple = f"{kind}: no FSDP was asked for; each rank may hold the whole model"
+            console.say(multiple if self.args.world_size > 1 else single, style="yellow")
         if self.data_collator.packed:  # after the sharding check: a forward pass leaves FSDP's root unit gathered
             self.add_callback(batching.IsolationCheck(self.data_collator))
 

@@ -174,9 +174,9 @@ def _write(session: interview.Interview, options: WizardOptions, original: Origi
             f"note: {what if answers.auto_class else unread}; launch a script of your own:", style="yellow", wrap=True
         )
     else:
-        where = ", on each machine with its own --machine_rank" if answers.num_machines > 1 else ""
-        where = ", in a job of SLURM, Kubernetes or another engine" if answers.needs_engine else where
-        console.say(f"train with{where}:")
+        hint = ", on each machine with its own --machine_rank" if answers.num_machines > 1 else ""
+        hint = ", in a job of SLURM, Kubernetes or another engine" if answers.needs_engine else hint
+        console.say(f"train with{hint}:")
     console.put(to_yaml.launch_line(answers, str(output)), lines=True)
     return 0
 

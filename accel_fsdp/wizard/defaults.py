@@ -114,6 +114,6 @@ def processes(context: Context) -> tuple[int, str]:
     if context["engine"] == "tpu":
         return (count or 8) * number, "one per TPU core"
     if count:
-        several = f", {number} machines" if number > 1 else ""
-        return count * number, f"{count} x {context.machine.accelerator}{several}"
+        suffix = f", {number} machines" if number > 1 else ""
+        return count * number, f"{count} x {context.machine.accelerator}{suffix}"
     return 2 * number, "no GPU: two processes per machine, enough to rehearse on CPU"

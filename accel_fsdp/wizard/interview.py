@@ -127,11 +127,11 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool
 def answers(session: Interview) -> Answers:
     """The answers of a finished interview, with the plan's length and environment unless it is quiet or from a file."""
     context = session.settled()
-    judged = None if session.quiet or session.as_written else notes.judgement(context)
-    if judged is None:
+    candidate = None if session.quiet or session.as_written else notes.judgement(context)
+    if candidate is None:
         return to_answers(context)
-    environment = tuple(judged.device.environment.items())
-    return replace(to_answers(context), length=judged.recipe.length, environment=environment)
+    environment = tuple(candidate.device.environment.items())
+    return replace(to_answers(context), length=candidate.recipe.length, environment=environment)
 
 
 def warnings(session: Interview) -> tuple[str, ...]:

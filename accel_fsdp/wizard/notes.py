@@ -230,15 +230,15 @@ def misfit(context: Context) -> tuple[str, ...]:
 
     Empty if they fit, or if this is unknown.
     """
-    judged = judgement(context)
-    if judged is None:
+    candidate = judgement(context)
+    if candidate is None:
         return _misfit_of_state(context)
-    if judged.fits and _is_hosted(context):
+    if candidate.fits and _is_hosted(context):
         return ()
-    if judged.verdict == "no":
-        misfit_words = f"this doesn't fit: it {judged.words}"
-    elif judged.verdict == "tight":
-        misfit_words = f"this leaves too little free memory: it {judged.words}"
+    if candidate.verdict == "no":
+        misfit_words = f"this doesn't fit: it {candidate.words}"
+    elif candidate.verdict == "tight":
+        misfit_words = f"this leaves too little free memory: it {candidate.words}"
     else:
         problem = _problem(context)
         misfit_words = f"this doesn't fit. {host_words(context) or (problem.host_lack(problem.job) if problem else '')}"

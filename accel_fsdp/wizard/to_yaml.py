@@ -38,7 +38,7 @@ def to_mapping(answers: Answers) -> dict[str, Any]:
         if question.key and engine in BY_NAME[question.key].engines:
             value = getattr(answers, question.field)
             if value in ("", ()):
-                continue  # the engine that starts the machines, or the model itself, says it
+                continue  # the cluster engine, or the model itself, supplies it
             values[question.key] = ",".join(value) if isinstance(value, tuple) else value
     values |= _DERIVED[engine](answers)
     content: dict[str, Any] = {}

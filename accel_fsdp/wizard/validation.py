@@ -30,8 +30,8 @@ def reason(question: str, value: Any, context: Context) -> str:
 
 def caution(question: str, value: Any, context: Context) -> str:
     """The condition under which this option works with the answers so far; empty without one."""
-    mended = (clash for clash in _clashes(question, value, context) if clash.mended)
-    return next((f"{clash.what}: {clash.why}" for clash in mended), "")
+    fixed = (clash for clash in _clashes(question, value, context) if clash.mended)
+    return next((f"{clash.what}: {clash.why}" for clash in fixed), "")
 
 
 def cautions(context: Context) -> tuple[str, ...]:

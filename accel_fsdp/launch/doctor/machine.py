@@ -123,13 +123,13 @@ def _limits(facts: Facts) -> Iterator[Row]:
 
 
 def _disk(facts: Facts) -> Iterator[Row]:
-    speed, where = facts.disk_bytes_per_second, f"on {facts.filesystem}" if facts.filesystem else ""
+    speed, place = facts.disk_bytes_per_second, f"on {facts.filesystem}" if facts.filesystem else ""
     if speed is None:
-        what, fix = f"{facts.disk_problem} {where}".strip(), "make room or get the right to write there"
+        what, fix = f"{facts.disk_problem} {place}".strip(), "make room or get the right to write there"
         yield Row("disk", "error", what, "no checkpoint can be written", f"{fix}; --folder tests another one")
         return
-    where = f"{where} in {facts.folder}".strip()
-    what = f"{per_second(speed)} {where}" + f" ({kib_or_mib(PROBE_BYTES)} written and synced)"
+    place = f"{place} in {facts.folder}".strip()
+    what = f"{per_second(speed)} {place}" + f" ({kib_or_mib(PROBE_BYTES)} written and synced)"
     if speed < SLOW_DISK:
         why = f"a checkpoint of 100 GB takes {100e9 / speed / 60:,.0f} minutes"
         yield Row("disk", "warning", what, why, "write to a faster disk: --folder measures another one")

@@ -304,15 +304,15 @@ def collective_key(name: str, size: int) -> str:
 def _measure(name: str, size: int, prepared: PreparedCollective) -> CollectiveResult:
     import torch
 
-    times = []
+    durations = []
     for _ in range(REPEATS + 1):
         began = time.perf_counter()
         prepared.run()
         _finish(prepared.result)
-        times.append(time.perf_counter() - began)
+        durations.append(time.perf_counter() - began)
     if not torch.equal(prepared.result, prepared.expected):
         raise RuntimeError("the result is wrong")
-    took = statistics.median(times[1:])
+    took = statistics.median(durations[1:])
     return CollectiveResult(name, size, took, prepared.factor * size / took)
 
 

@@ -200,8 +200,8 @@ def hashes_of(batch: Any, rows: int | None = None) -> list[int] | None:
     if isinstance(batch, Mapping):
         mask = batch.get("attention_mask")
         batch = [batch["input_ids"]] if "input_ids" in batch else list(batch.values())
-    several = batch if isinstance(batch, list | tuple) else [batch]
-    tensors = [tensor for tensor in several if isinstance(tensor, torch.Tensor) and tensor.dim() and not tensor.is_meta]
+    parts = batch if isinstance(batch, list | tuple) else [batch]
+    tensors = [tensor for tensor in parts if isinstance(tensor, torch.Tensor) and tensor.dim() and not tensor.is_meta]
     tensors = [tensor for tensor in tensors if len(tensor) == (rows or len(tensors[0]))]
     if not tensors:
         return None

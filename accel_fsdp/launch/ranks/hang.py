@@ -117,8 +117,8 @@ def is_debugged(place: Instructions) -> bool:
 
 def computed_seconds() -> float:
     """The CPU time of this process and its children, which may tokenize for it."""
-    times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return time.process_time() + float(sum(child.user + child.system for child in times))
+    child_times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
+    return time.process_time() + float(sum(child.user + child.system for child in child_times))
 
 
 def caller_of_error(error: BaseException) -> str:

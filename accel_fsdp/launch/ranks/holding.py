@@ -194,10 +194,10 @@ def _fsdp2_units(name: str, module: Any, counted_ids: set[int]) -> Iterator[tupl
         counted_ids.add(id(group))
         parameters = [param.sharded_param for param in group.fsdp_params]
         owned = {id(param.sharded_param): param._module_info for param in group.fsdp_params}
-        several = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]
+        per_element = [counting.per_element(owned[id(p)].module, owned[id(p)].param_name, p) for p in parameters]
         ranks = getattr(group.mesh_info, "shard_mesh_size", 1)
         reshards = group.post_forward_mesh_info is not None
-        yield _dtensor_unit(name, class_name(module), list(zip(parameters, several, strict=True)), ranks, reshards)
+        yield _dtensor_unit(name, class_name(module), list(zip(parameters, per_element, strict=True)), ranks, reshards)
 
 
 def _dtensor_unit(

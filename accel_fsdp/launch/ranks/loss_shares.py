@@ -16,9 +16,9 @@ IGNORED = -100
 def flaw(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """The ratio of an update's gradients to those of the mean over its tokens; None if it is 1 or undefined.
 
-    Each rank's loss is a sum over its tokens, divided by those of all ranks: the shares add up to their number.
-    Trainer multiplies by the ranks, as FSDP averages over them. Where it counts ranks that see the same rows, as those
-    of tensor parallelism, the gradients are several times as large.
+    Each rank's loss is a sum over its tokens, divided by those of all ranks: the shares add up to the mean over all
+    tokens. Trainer multiplies by the ranks, as FSDP averages over them. Where it counts ranks that see the same rows,
+    as those of tensor parallelism, the gradients are several times as large.
     """
     total, ranks, batches = 0.0, len(updates), len(updates[0]["forwards"])
     for forward in (forward for update in updates for forward in update["forwards"]):
@@ -29,9 +29,9 @@ def flaw(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
             return None
         tokens = int((labels[:, 1:] != IGNORED).sum())
         total += float(sent[forward["loss"]]) * tokens / float(count) / ranks
-    wrong = {ranks, 1 / ranks, batches, 1 / batches, ranks * batches} - {1}
-    times = next((times for times in wrong if math.isclose(total, times, rel_tol=COUNTED)), None)
-    return {"ratio": times, "ranks": ranks, "accumulation": batches} if times else None
+    ratios = {ranks, 1 / ranks, batches, 1 / batches, ranks * batches} - {1}
+    match = next((match for match in ratios if math.isclose(total, match, rel_tol=COUNTED)), None)
+    return {"ratio": match, "ranks": ranks, "accumulation": batches} if match else None
 
 
 def of_batches(forwards: Sequence[Mapping[str, Any]]) -> list[float]:

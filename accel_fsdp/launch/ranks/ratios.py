@@ -37,10 +37,10 @@ def factor(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float | None:
     """The factor by which a rank scaled its parts of the gradients; None without parts, or if it isn't one number."""
     before = {name: part for name, (_, part) in reduced.items() if name in used}
     after = {name: used[name][1] for name in before}
-    times = ratio(after, before)
+    common = ratio(after, before)
     size = math.sqrt(sum(norm(part) ** 2 for part in after.values()))
-    residual = math.sqrt(sum(norm(after[name] - times * part) ** 2 for name, part in before.items()))
-    return times if size and residual <= EXACT * size else None
+    residual = math.sqrt(sum(norm(after[name] - common * part) ** 2 for name, part in before.items()))
+    return common if size and residual <= EXACT * size else None
 
 
 def share_changed(reduced: Mapping[str, Any], used: Mapping[str, Any]) -> float:

@@ -287,9 +287,9 @@ class Recorder:
         self, original: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Differentiates with respect to the original outputs, not the copies: a loss among them depends on no copy."""
-        several = inputs if isinstance(inputs, list | tuple) else [inputs]
+        parameters = inputs if isinstance(inputs, list | tuple) else [inputs]
         copies = {id(copied_output): returned for copied_output, returned in self.returned}
-        return original(outputs, [copies.get(id(tensor), tensor) for tensor in several], *args, **kwargs)
+        return original(outputs, [copies.get(id(tensor), tensor) for tensor in parameters], *args, **kwargs)
 
     def _running_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
         update = self.update
@@ -361,7 +361,7 @@ class Recorder:
 
     def _places(self, names: Iterable[Iterable[str]]) -> list[Place]:
         """The locations of the weights in an optimizer's groups."""
-        trained = {name for several in names for name in several}
+        trained = {name for group in names for name in group}
         return [place for place in self.places if place.name in trained]
 
     def _clips(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any) -> None:
@@ -376,7 +376,7 @@ class Recorder:
         update, self.update, self.boundary, self.returned = self.update, None, [], []
         if update is None or not update.steps:
             return
-        self.covered = {name for step in update.steps for several in step.names for name in several}
+        self.covered = {name for step in update.steps for group in step.names for name in group}
         rank = LaunchEnvironment.now().rank
         path = self.folder / f"{rank}.{self.written}"
         torch.save(asdict(update), f"{path}.part")

@@ -311,7 +311,7 @@ class _Repeated:
             self._differs("clipped-early", clips[0]["line"])
             return
         factors = {rank: factor(update["reduced"], update["used"]) for rank, update in enumerate(self.updates)}
-        known = {rank: times for rank, times in factors.items() if times is not None}
+        known = {rank: value for rank, value in factors.items() if value is not None}
         changed = [share_changed(update["reduced"], update["used"]) for update in self.updates]
         if max(changed) > MOSTLY and min(changed) == 0:
             self._differs("changed-apart", self._altered_at(), ranks=[changed.index(max(changed)), changed.index(0)])

@@ -194,7 +194,7 @@ def _shared(model: "nn.Module") -> list[list[str]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    return [several for several in names.values() if len(several) > 1]
+    return [group for group in names.values() if len(group) > 1]
 
 
 def _report_holding(kind: str, model: "nn.Module", **more: Any) -> None:
@@ -346,9 +346,9 @@ class _Steps:
 
         A reference model of DPO has gradients and no optimizer.
         """
-        able = [(model, {id(p) for p in model.parameters() if p.requires_grad}) for model in self._outermost()]
-        able = [(model, own) for model, own in able if own]
-        return [(model, own) for model, own in able if own & trained] or able
+        candidates = [(model, {id(p) for p in model.parameters() if p.requires_grad}) for model in self._outermost()]
+        candidates = [(model, own) for model, own in candidates if own]
+        return [(model, own) for model, own in candidates if own & trained] or candidates
 
     def _outermost(self) -> list["nn.Module"]:
         """The modules that ran forward, without the parts of other modules."""

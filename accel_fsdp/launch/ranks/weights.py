@@ -177,8 +177,8 @@ class ObservedWeights:
 
 def _numbers_in(value: Any) -> list[float]:
     """The numbers in an optimizer's setting, without values such as None."""
-    several = value if isinstance(value, tuple | list) else [value]
-    return [float(number) for number in several if isinstance(number, int | float) or hasattr(number, "item")]
+    items = value if isinstance(value, tuple | list) else [value]
+    return [float(number) for number in items if isinstance(number, int | float) or hasattr(number, "item")]
 
 
 def checksum(values: "torch.Tensor") -> int:

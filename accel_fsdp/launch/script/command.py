@@ -210,7 +210,7 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
             fix=on_tpu if config.engine is Engine.TPU else hint,
         )
     processes = config.processes
-    several = config.number("num_machines") if "num_machines" in config.values else 0  # not Accelerate's default
+    stated = config.number("num_machines") if "num_machines" in config.values else 0  # not Accelerate's default
     text = options.gpus or from_yaml.gpus_in_header(config)
     if not text:
         if not processes:
@@ -219,10 +219,10 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
                 why="the job file asks for that many GPUs",
                 fix="num_processes in the YAML, or accel-fsdp script --gpus 2x8xH100-80GB for two machines",
             )
-        number = several or 1
+        number = stated or 1
         return number, place.of_each(number, processes, " in the YAML"), None
     machine, number = machines.parse(text)
-    in_file = (several or number, processes or number * machine.count)
+    in_file = (stated or number, processes or number * machine.count)
     if in_file != (number, number * machine.count) or not machine.count:
         in_yaml = f"says num_machines {in_file[0]}, num_processes {in_file[1]}"
         raise UsageError(

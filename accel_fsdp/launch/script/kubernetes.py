@@ -52,7 +52,7 @@ def train_job(job: JobFile) -> list[str]:
 
 def pytorch_job(job: JobFile) -> list[str]:
     """A PyTorchJob: a master, and the other machines as its workers."""
-    several = job.machines > 1
+    has_workers = job.machines > 1
     workers = ["    Worker:", f"      replicas: {job.machines - 1}", *_restarts(job), "      template: *machine"]
     return [
         *_heading(job),
@@ -70,7 +70,7 @@ def pytorch_job(job: JobFile) -> list[str]:
         "    Master:",
         "      replicas: 1",
         *_restarts(job),
-        f"      template:{' &machine' if several else ''}",
+        f"      template:{' &machine' if has_workers else ''}",
         "        spec:",
         *_pod(job, "          "),
         "          containers:",
@@ -80,7 +80,7 @@ def pytorch_job(job: JobFile) -> list[str]:
         *_resources(job, "                "),
         *_container(job, "              "),
         *_mounts(job, "              "),
-        *(workers if several else []),
+        *(workers if has_workers else []),
     ]
 
 

@@ -16,18 +16,18 @@ def text(job: JobFile) -> list[str]:
             why="the script would train without FSDP",
             fix="accel-fsdp launch --machine-rank N --main-process-ip ADDRESS FILE SCRIPT, on each machine",
         )
-    several = job.machines > 1
-    usage = "bash FILE NUMBER ADDRESS, with NUMBER 0, 1, ... and ADDRESS machine 0's" if several else "bash FILE"
+    is_multi = job.machines > 1
+    usage = "bash FILE NUMBER ADDRESS, with NUMBER 0, 1, ... and ADDRESS machine 0's" if is_multi else "bash FILE"
     return [
         "#!/bin/bash",
-        *job.heading(f"Start it {'on each machine ' if several else ''}from a folder that all machines see: {usage}"),
+        *job.heading(f"Start it {'on each machine ' if is_multi else ''}from a folder that all machines see: {usage}"),
         "set -euo pipefail",
         *([f"cd {job.flags.shared}"] if job.flags.shared else []),
         "# source .venv/bin/activate    # <- where accel-fsdp is installed",
         'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
         *shell_variables(job),
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}",
-        *(_rendezvous() if several else []),
+        *(_rendezvous() if is_multi else []),
         f"mkdir -p logs/{job.name}",
         f"exec {job.under_timeout(_command(job))}",
     ]

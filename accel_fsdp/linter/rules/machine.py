@@ -320,12 +320,12 @@ def port_is_taken(subject: Subject) -> Iterator[Finding]:
     """
     if subject.engine is Engine.NONE or subject.here is None or not subject.here.port_in_use:
         return
-    several = subject.number("num_machines") > 1
+    is_multi = subject.number("num_machines") > 1
     yield Finding(
         "main_process_port" if "main_process_port" in subject.values else "",
         f"port {subject.top('main_process_port') or DEFAULT_PORT} is in use on this machine",
-        "the launcher stops if this is machine 0" if several else "the launcher takes another one",
-        "main_process_port: another one" if several else "main_process_port: 0, which finds a free one",
+        "the launcher stops if this is machine 0" if is_multi else "the launcher takes another one",
+        "main_process_port: another one" if is_multi else "main_process_port: 0, which finds a free one",
     )
 
 

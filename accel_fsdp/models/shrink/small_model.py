@@ -145,7 +145,7 @@ def _make(
 ) -> _BuiltModel:
     real_kinds = layer_kinds.all_kinds(real)
     for in_a_row in (False, True):
-        with config_json.believed(name):
+        with config_json.explained_errors(name):
             small = small_config.smaller(config, real, attempt, words, divisors, in_a_row)
         shape = _on_meta(name, small)
         if real_kinds <= layer_kinds.all_kinds(shape):

@@ -59,7 +59,7 @@ def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelSh
             from accel_fsdp.prediction.tracing.fit import record_model
 
             in_catalogue = name in catalogue.entries() and not Path(name).exists()
-            with config_json.believed(name):
+            with config_json.explained_errors(name):
                 return record_model(name, _configured(config) if in_catalogue else read_config(name), (variant,))
 
     shape, tapes = trace_store.cached_or_recorded(config, variant, anew)

@@ -136,13 +136,13 @@ def fit(run: Callable[[At], RecordedRun], lengths: tuple[int, ...], ranked: bool
     ranks = RANKS if ranked else (0, 0, 0)
     cached = cache(run)
     try:  # most sizes depend on the tokens only; a batch of other rows proves it
-        several = _fit(cached, (2, 2, 4), lengths, ranks, ALONE)
+        tape = _fit(cached, (2, 2, 4), lengths, ranks, ALONE)
     except RuntimeError:
-        several = _fit(cached, (2, 3, 4), lengths, ranks, SEVERAL)
+        tape = _fit(cached, (2, 3, 4), lengths, ranks, SEVERAL)
     at = At(1, lengths[3], ranks[2])
-    if _replays(several, cached(at), at):
-        return several
-    return replace(several, alone=_fit(cached, (1, 1, 1), lengths, ranks, ALONE))
+    if _replays(tape, cached(at), at):
+        return tape
+    return replace(tape, alone=_fit(cached, (1, 1, 1), lengths, ranks, ALONE))
 
 
 def _replays(tape: Tape, raw: RecordedRun, at: At) -> bool:

@@ -111,9 +111,9 @@ def marks(tokenizer: "PreTrainedTokenizerBase") -> Marks | None:
     parts = re.split(f"{QUESTION}|{ANSWER}", _render(tokenizer, two_turns))
     opening, endings, before = "", [""], parts[1::2]
     if len(parts) == 5:
-        bare = _render(tokenizer, question).partition(QUESTION)[2]
+        prefix = _render(tokenizer, question).partition(QUESTION)[2]
         prompted = _render(tokenizer, question, add_generation_prompt=True).partition(QUESTION)[2]
-        opening = _opening(prompted.removeprefix(bare), before)
+        opening = _opening(prompted.removeprefix(prefix), before)
         endings = [_ending(tokenizer, after) for after in parts[2::2]]
     if not opening or not all(endings):
         raise UserError(

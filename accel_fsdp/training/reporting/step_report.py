@@ -87,8 +87,8 @@ class UnitRow:
         return self.of(self.count)
 
     def of(self, count: int) -> str:
-        several = f"{count} x " if count > 1 else ""
-        return f"{self.phase} of {several}{self.unit}" if self.phase in ("forward", "backward") else self.unit
+        count_text = f"{count} x " if count > 1 else ""
+        return f"{self.phase} of {count_text}{self.unit}" if self.phase in ("forward", "backward") else self.unit
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,9 @@ def compare(step: int, batches: Sequence[tuple[int, int]], trace: StepTrace, kno
     between = Quantity(trace.stretches[0].before_bytes, known.predicted.between_bytes if known.predicted else None)
     top = max(stretches, key=lambda stretch: stretch.peak_bytes.measured)
     peaks = [stretch.peak_bytes.predicted for stretch in stretches if stretch.peak_bytes.predicted is not None]
-    times = [stretch.seconds.predicted for stretch in stretches if stretch.seconds.predicted is not None]
+    predicted = [stretch.seconds.predicted for stretch in stretches if stretch.seconds.predicted is not None]
     highest = Quantity(top.peak_bytes.measured, max(peaks, default=None))
-    seconds = Quantity(trace.seconds, sum(times) if times else None)
+    seconds = Quantity(trace.seconds, sum(predicted) if predicted else None)
     differences = _differences(folded, sent, between, highest, seconds)
     large = [difference for difference in differences if difference.share >= LEAST_SHARE]
     return StepComparison(
