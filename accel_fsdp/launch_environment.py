@@ -48,7 +48,7 @@ def _switch(name: str, default: str = "false") -> _Variable[bool]:
 
 
 def _is_on(word: str) -> bool:
-    """Whether it is one of the words that Accelerate reads as true."""
+    """Whether Accelerate reads this word as true."""
     from accelerate.utils import str_to_bool
 
     try:

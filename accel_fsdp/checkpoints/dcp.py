@@ -149,15 +149,15 @@ class _Chunks:
     def view(self, item: _Item, sizes: tuple[int, ...]) -> Any:
         """The tensor at the item's place, which must have these sizes."""
         if kind := self._kinds.get((item.length, sizes)):
-            head, entry, like = kind
+            head, entry, first = kind
             crc = self.reader.bytes_of(item.path, item.start + entry + torch_zip.CRC_AT, CRC_BYTES)
             if crc != bytes(CRC_BYTES) and self.reader.bytes_of(item.path, item.start, len(head)) == head:
-                length = like.storage.record.length
+                length = first.storage.record.length
                 record = FileRecord(item.path, item.start + len(head), length, int.from_bytes(crc, "little"))
-                return View(Storage(like.dtype, record), like.dtype, like.offset, like.shape, like.strides)
-        return self._taken_apart(item, sizes)
+                return View(Storage(first.dtype, record), first.dtype, first.offset, first.shape, first.strides)
+        return self._parsed(item, sizes)
 
-    def _taken_apart(self, item: _Item, sizes: tuple[int, ...]) -> Any:
+    def _parsed(self, item: _Item, sizes: tuple[int, ...]) -> Any:
         opened = Archive(self.reader, item.path, item.start, item.length)
         view = opened.load(TENSORS, SPARE_FOR_ONE_TENSOR)
         if isinstance(view, View) and view.storage.dtype == view.dtype and DATA in opened.slots:

@@ -208,8 +208,8 @@ def _folders_nearby(checkpoint: CheckpointLocation) -> Iterator[Path]:
 
 
 def _base(near: tuple[Path, ...], adapter: Path | None) -> tuple[str, str | None] | None:
-    """The model that an adapter was trained on, and its revision; for a model, only if no config is near and
-    run.json names it; else None.
+    """The model that an adapter was trained on, and its revision. For a model: the one that run.json names if no config
+    is near; else None.
     """
     records = (summary.read_json(folder / file_names.RUN) for folder in near)
     trained = (model for record in records if (model := _trained_model(record)))

@@ -55,7 +55,7 @@ class Gpu:
 
     @cached_property
     def has_bf16(self) -> bool:
-        """Whether it is of the Ampere generation or newer (compute capability 8.0)."""
+        """Whether the GPU is of the Ampere generation or newer (compute capability 8.0)."""
         return has_bf16(MachineFacts(self.name, 1))
 
     @property
@@ -185,7 +185,7 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     nearest = min(rows, key=lambda gpu: abs(gpu.memory_gib - size))
     if memory_gib is None or memory_gib == nearest.memory_gib:
         return nearest
-    reported = nearest.usable_gib * REPORTED_SHARE <= memory_gib < nearest.memory_gib  # by a driver, not a vendor
+    reported = nearest.usable_gib * REPORTED_SHARE <= memory_gib < nearest.memory_gib  # as drivers report it
     return dataclasses.replace(nearest, memory_gib=memory_gib, reported_gib=memory_gib if reported else None)
 
 

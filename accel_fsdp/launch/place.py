@@ -107,7 +107,7 @@ def _value_in_file(name: str, value: Any, file: str) -> SourcedValue | None:
 
 
 def _compare_with_file(place: Place, name: str, stated: SourcedValue, in_file: SourcedValue) -> None:
-    """Compares the place with the file, whose values flags replace, except the rank: it may be another machine's file.
+    """Refuses contradictions with the file. Flags replace its values, except a rank, which may be another machine's.
 
     An address in a file may be an older job's. `accelerate config` writes machine_rank: 0 into files for all machines.
     """
@@ -209,7 +209,7 @@ def _total(per_node: SourcedValue | None, machines: SourcedValue | None, at_most
 
 
 def _from_cloud(machines: str, gpus: str, rank: str, addresses: str, variables: Variables) -> dict[str, SourcedValue]:
-    """SkyPilot and dstack, by the names of their variables; the first of the `addresses` is machine 0's."""
+    """Reads the variables of SkyPilot or dstack, by their names; the first of the `addresses` is machine 0's."""
     count, hosts = variables.number(machines), variables.text(addresses)
     if count is None:
         return {}
@@ -222,7 +222,7 @@ def _from_cloud(machines: str, gpus: str, rank: str, addresses: str, variables: 
 
 
 def _from_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
-    """Kubeflow's Trainer and its newer PyTorchJobs, for torchrun, which reads these as defaults of its flags."""
+    """Reads variables of Kubeflow's Trainer and newer PyTorchJobs, which torchrun uses as defaults of its flags."""
     nodes = variables.text("PET_NNODES")
     if nodes is None:
         return {}
@@ -245,7 +245,7 @@ def _from_kubeflow(variables: Variables) -> dict[str, SourcedValue]:
 
 
 def _from_pytorchjob(variables: Variables) -> dict[str, SourcedValue]:
-    """PyTorchJobs of older operators, where WORLD_SIZE counts pods and RANK is the pod's, unlike torchrun's."""
+    """Reads variables of older PyTorchJobs, where WORLD_SIZE counts pods and RANK is the pod's, unlike torchrun's."""
     if "LOCAL_RANK" in variables.all or not {"WORLD_SIZE", "RANK", "MASTER_ADDR"} <= variables.all.keys():
         return {}
     return _known_values(

@@ -121,8 +121,8 @@ def embeddings(model: "nn.Module") -> Embeddings:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(id(module))
     for unit in units:
-        inside = {id(module) for part in unit for module in part.modules()}
-        if any(owners[id(parameter)] - inside for part in unit for parameter in part.parameters()):
+        members = {id(module) for part in unit for module in part.modules()}
+        if any(owners[id(parameter)] - members for part in unit for parameter in part.parameters()):
             return "shared"
     return ""
 

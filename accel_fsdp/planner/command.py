@@ -386,11 +386,11 @@ def _check_step(recipe: Recipe, global_rows: int) -> None:
         UsageError: a step has too many tokens.
     """
     rows = {"--batch": recipe.rows, "--accumulation": recipe.accumulation, "--global-batch": global_rows}
-    flag, rows_or_tokens = max(rows.items(), key=lambda row: row[1])
+    flag, value = max(rows.items(), key=lambda row: row[1])
     tokens = max(recipe.rows * recipe.accumulation, global_rows) * recipe.length
     if tokens > MOST_TOKENS:
         raise UsageError(
-            f"{flag} {rows_or_tokens} makes a step of {tokens:,} tokens",
+            f"{flag} {value} makes a step of {tokens:,} tokens",
             why=f"a step of more than {MOST_TOKENS:,} takes days",
-            fix=f"{flag} {max(rows_or_tokens * MOST_TOKENS // tokens, 1)} or less",
+            fix=f"{flag} {max(value * MOST_TOKENS // tokens, 1)} or less",
         )

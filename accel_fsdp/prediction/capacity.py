@@ -105,12 +105,12 @@ class Device:
 
     @property
     def fits(self) -> bool:
-        """Whether it fits with the margin, if need be with expandable segments."""
+        """Whether the rank fits with the margin, if need be with expandable segments."""
         return self.verdict in ("yes", "expandable")
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """The environment variables that it needs to fit."""
+        """The environment variables that the rank needs to fit."""
         return EXPANDABLE_SEGMENTS if self.verdict == "expandable" else {}
 
     @property

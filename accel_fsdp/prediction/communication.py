@@ -112,10 +112,10 @@ def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     volume = unit.trained_numel * sent_gradient_bytes(recipe, layout)
     pieces = _pieces(unit, layout)
     scattered = _ring(volume, pieces, layout.machine_share)
-    apart = 1 if layout.is_sharded else layout.ranks_per_node  # hybrid: a rank's replicas are on other machines
+    remote = 1 if layout.is_sharded else layout.ranks_per_node  # hybrid: a rank's replicas are on other machines
     width = compute_bytes(recipe) if layout.engine is Engine.DEEPSPEED else master_bytes(recipe, layout)
     offloaded = Traffic(pcie_bytes=layout.shard_of(unit.trained_numel * width) if layout.offload else 0)
-    return scattered + _ring(volume / pieces, layout.replicas, apart).times(2) + offloaded
+    return scattered + _ring(volume / pieces, layout.replicas, remote).times(2) + offloaded
 
 
 def copied(unit: Unit, recipe: Recipe, layout: Layout) -> tuple[float, float]:

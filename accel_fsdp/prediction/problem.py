@@ -134,7 +134,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it works and fits with the margin, if necessary with expandable segments."""
+        """Whether the job works and fits with the margin, if necessary with expandable segments."""
         return not self.refused and self.device.fits
 
     @property

@@ -64,7 +64,7 @@ def absence(events: Sequence[RankEvent]) -> Absence | None:
     """The absence that the ranks' calls show, or None."""
     calls = {event.rank: calls_of(event.content) for event in events if event.kind == "calls"}
     all_ranks = {event.rank for event in events if event.kind == "began"}
-    if unequal := _sizes_apart(calls):
+    if unequal := _unequal_sizes(calls):
         return unequal
     aborted = {event.rank: calls_of(event.content)[-1] for event in events if event.kind == "aborted"}
     mismatch = next(_mismatches(calls), None) or _mismatch_with_ended(calls, all_ranks, aborted)
@@ -76,7 +76,7 @@ def absence(events: Sequence[RankEvent]) -> Absence | None:
     return _absence_of(mismatch, events) if mismatch else None
 
 
-def _sizes_apart(calls: Calls) -> Absence | None:
+def _unequal_sizes(calls: Calls) -> Absence | None:
     for first, other in combinations(sorted(calls), 2):
         call, other_call = _last_call(calls[first]), _last_call(calls[other])
         if not call or not other_call or not call.lines:

@@ -170,7 +170,7 @@ def _clipped_early(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, "clip between backward and optimizer.step()", content["line"])
 
 
-def _clipped_apart(content: Mapping[str, Any]) -> Failure:
+def _clipped_differently(content: Mapping[str, Any]) -> Failure:
     (lowest, highest), (first, other) = content["factors"], content["ranks"]
     what = (
         f"between backward and step gradients are multiplied by {lowest:.4g} on rank {first} and by {highest:.4g} on "
@@ -187,7 +187,7 @@ def _summed_again(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, "leave it out: DDP and FSDP have averaged them over ranks", content["line"])
 
 
-def _changed_apart(content: Mapping[str, Any]) -> Failure:
+def _changed_differently(content: Mapping[str, Any]) -> Failure:
     changed, same = content["ranks"]
     what = f"between backward and step gradients change on rank {changed}, and not on rank {same}"
     return Failure(what, SCRIPT, "change gradients on all ranks in the same way", content["line"])
@@ -310,9 +310,9 @@ SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "behind": _behind,
     "behind-deepspeed": _behind_deepspeed,
     "clipped-early": _clipped_early,
-    "clipped-apart": _clipped_apart,
+    "clipped-apart": _clipped_differently,
     "clipped-by-engine": _clipped_by_engine,
-    "changed-apart": _changed_apart,
+    "changed-apart": _changed_differently,
     "clipped-otherwise": _clipped_otherwise,
     "divided": _divided,
     "dropped": _dropped,

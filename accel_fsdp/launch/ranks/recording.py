@@ -98,7 +98,7 @@ class Recorder:
             from accelerate.local_sgd import LocalSGD
 
             before(Accelerator, "prepare", self.keep_all)
-            before(LocalSGD, "__enter__", self._trains_apart)
+            before(LocalSGD, "__enter__", self._averages_locally)
         after(fsdp, "fully_shard", lambda module, *_, **__: self.prepare(module))
         before(torch.nn.utils, "clip_grad_norm_", self._clips)
         before(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._clips)
@@ -133,7 +133,7 @@ class Recorder:
             if isinstance(model, nn.Module):
                 self.keep(model)
 
-    def _trains_apart(self, local: Any) -> None:
+    def _averages_locally(self, local: Any) -> None:
         if local.enabled:
             self.why = LOCAL_SGD
 

@@ -266,7 +266,7 @@ class _Repeated:
         for loss in (loss for loss in self.trainer_losses if loss.update == self.number):
             try:
                 with alone(), self._as_recorded(self.model, vars(loss.forward)):
-                    difference = loss.apart(self.model)
+                    difference = loss.distance(self.model)
             except Exception:  # a script's own trainer may raise any error without its model
                 return
             if difference > (EXACT if self.exact else ROUNDED):

@@ -32,16 +32,16 @@ class TrainerLoss:
     original: Callable[..., Any]
     arguments: inspect.BoundArguments
 
-    def apart(self, model: "nn.Module") -> float:
+    def distance(self, model: "nn.Module") -> float:
         """How far the recorded gradients of the outputs are from a multiple of those with this model."""
         gradients = enumerate(self.forward.gradients)
         recorded = {str(n): gradient for n, gradient in gradients if gradient is not None and n != self.forward.loss}
         if not recorded:
             return 0.0
         repeated = {str(n): gradient for n, gradient in self._gradients(model).items()}
-        times = ratio(recorded, repeated)
+        factor = ratio(recorded, repeated)
         return max(
-            norm(gradient - times * repeated[n]) / norm(gradient) if n in repeated else 1.0
+            norm(gradient - factor * repeated[n]) / norm(gradient) if n in repeated else 1.0
             for n, gradient in recorded.items()
         )
 

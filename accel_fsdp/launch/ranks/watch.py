@@ -232,13 +232,13 @@ class _Steps:
         self.drawn = ObservedRows()
         self.schedules = ObservedSchedules()
         self.resumes = ObservedResumes()
-        self.of_modules: list[Any] = []
+        self.module_hooks: list[Any] = []
 
     def install(self) -> None:
         from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        self.of_modules = [
+        self.module_hooks = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
@@ -314,7 +314,7 @@ class _Steps:
             signal.pause()
 
     def _leave_modules(self) -> None:
-        for hook in self.of_modules:
+        for hook in self.module_hooks:
             hook.remove()
 
     def _report_first(self, optimizer: Any) -> None:

@@ -76,7 +76,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     _warn_of_secrets(script_args)
     kind = ENGINES[options.engine]
     job, document = read_config(options.file)
-    job_file = _settle(options, job, script_args)
+    job_file = _job_file(options, job, script_args)
     if job_file.uses_sft:
         _refuse_own_flags(script_args)
     machine_0 = _place(CLUSTER_ENGINES[options.engine].title, job_file)
@@ -163,7 +163,7 @@ def _refuse_own_flags(script_args: tuple[str, ...]) -> None:
         )
 
 
-def _settle(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> JobFile:
+def _job_file(options: ScriptCommand, config: JobConfig, script_args: tuple[str, ...]) -> JobFile:
     count, gpus, kind = _machines(options, config)
     uses_sft = read_launch(options.script, script_args).uses_sft
     arguments = flag_words.parse_command_line(script_args)

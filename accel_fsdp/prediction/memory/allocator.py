@@ -43,7 +43,7 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Whether it is a part of its segment."""
+        """Whether the block is only a part of its segment."""
         return self.before is not None or self.next is not None
 
 

@@ -50,8 +50,8 @@ def script_of(tape: Tape, at: At) -> Script:
     """Matches each release on a tape with the latest allocation of its size."""
     live: dict[tuple[float, ...], list[int]] = {}
     forward = list(_requests(tape.forward, at, live, 0))
-    same = live.get(tape.output, [])
-    output = same[-1] if same else UPSTREAM
+    open_slots = live.get(tape.output, [])
+    output = open_slots[-1] if open_slots else UPSTREAM
     if tape.output.at(at):
         live.setdefault(tape.output, []).insert(0, UPSTREAM)
     events = tape.backward
@@ -59,9 +59,9 @@ def script_of(tape: Tape, at: At) -> Script:
     if events and events[-1].sign > 0 and any(request.slot == UPSTREAM for request in backward):
         slot = backward.pop().slot  # a placeholder for the tensors that the caller holds
         live[events[-1].size].remove(slot)
-    left = [slot for slots in live.values() for slot in slots if slot != UPSTREAM]
+    rest = [slot for slots in live.values() for slot in slots if slot != UPSTREAM]
     first = tuple(_requests(tape.first or tape.forward, at, {}, 0))
-    return Script(first, _remaining_slot(first), tuple(forward), tuple(backward), output, left[-1] if left else None)
+    return Script(first, _remaining_slot(first), tuple(forward), tuple(backward), output, rest[-1] if rest else None)
 
 
 def _remaining_slot(requests: Sequence[Request]) -> int | None:
