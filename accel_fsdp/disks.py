@@ -26,7 +26,7 @@ def full(error: BaseException, folder: Path) -> str:
     causes = list(_chain(error))
     by_number = any(isinstance(cause, OSError) and cause.errno in NO_ROOM for cause in causes)
     is_full = by_number or any(SAID.search(str(cause)) for cause in causes)
-    if not is_full and not _refuses(folder):
+    if not is_full and not _has_no_room(folder):
         return ""
     return f"the disk is full, {gib_or_mib(shutil.disk_usage(atomic_files.existing_part(folder)).free)} are free"
 
@@ -40,7 +40,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
 
 
-def _refuses(folder: Path) -> bool:
+def _has_no_room(folder: Path) -> bool:
     try:
         with tempfile.TemporaryFile(dir=atomic_files.existing_part(folder)) as probe:
             probe.write(bytes(PROBE_BYTES))

@@ -53,7 +53,7 @@ class UserError(Exception):
         super().__init__(what)
 
     def __reduce__(self) -> tuple[Callable[..., "UserError"], tuple[object, ...]]:
-        return _rebuilt, (type(self), self.what, self.why, self.fix)  # from one process to another
+        return _rebuilt, (type(self), self.what, self.why, self.fix)  # to send it from one process to another
 
     def __str__(self) -> str:
         return f"error: {one_line(self.what)}\n  why: {one_line(self.why)}\n  fix: {one_line(self.fix)}"

@@ -221,7 +221,7 @@ def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
     single = _checkpoint_in_file(place)
     checkpoints = [single] if single else listed(place)
     if not checkpoints:
-        raise _nothing_found(path, place)
+        raise _not_found(path, place)
     complete = [checkpoint for checkpoint in checkpoints if not checkpoint.missing]
     if not complete:
         raise checkpoints[-1].refused or UserError(
@@ -310,7 +310,7 @@ def _checkpoint_in_safetensors(path: Path) -> CheckpointLocation | None:
     return CheckpointLocation(kind, folder, path, completeness.unfinished(folder))
 
 
-def _nothing_found(path: Path, place: Path) -> UserError:
+def _not_found(path: Path, place: Path) -> UserError:
     for link in sorted(place.glob("*")):
         if link.suffix in file_names.READABLE and link.is_symlink() and not link.exists():
             return untrusted_files.leads_nowhere(link)

@@ -276,7 +276,7 @@ class FileReader:
         while bytes_read < len(view):
             try:
                 count = os.preadv(descriptor, [view[bytes_read:]], at + bytes_read)
-            except OSError as error:  # of the source: its disk may fail
+            except OSError as error:  # the disk of the source may fail
                 raise untrusted_files.unreadable(path, error.strerror or str(error)) from error
             if count == 0:
                 raise damaged(path, f"is cut short: it ends at byte {at + bytes_read}")

@@ -94,7 +94,7 @@ def settle(place: Place, flags: Mapping[str, Any], values: Mapping[str, Any], fi
     settled = Place(place.engine, {name: value for name in FLAGS if (value := stated.get(name) or in_file.get(name))})
     _check_rank(settled, stated, in_file, file)
     if isinstance(processes := settled.value("num_processes"), int):
-        of_each(settled.machines, processes, ": accel-fsdp launch --num-processes N FILE SCRIPT")
+        ranks_per_machine(settled.machines, processes, ": accel-fsdp launch --num-processes N FILE SCRIPT")
     return settled
 
 
@@ -161,7 +161,7 @@ def _check_rank(
         )
 
 
-def of_each(machines: int, processes: int, fix: str) -> int:
+def ranks_per_machine(machines: int, processes: int, fix: str) -> int:
     """The number of processes that each machine starts; `fix` is what to type if they can't be divided evenly."""
     if processes % machines:
         raise UsageError(

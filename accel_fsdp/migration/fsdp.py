@@ -60,7 +60,7 @@ def to_fsdp1(draft: Draft) -> None:
 
 
 def to_ddp(draft: Draft, key: str, why: str) -> None:
-    """Plain DDP, for a job without sharding. Other settings of the section are lost."""
+    """Migrates a job without sharding to plain DDP. Other settings of the section are lost."""
     draft.top("distributed_type", "changed", why, value=DISTRIBUTED_TYPES[Engine.DDP])
     draft.row(key, "lost", why)
     for name in ("fsdp_offload_params", "fsdp_activation_checkpointing"):

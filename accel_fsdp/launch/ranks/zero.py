@@ -132,7 +132,7 @@ class ZeroRecorder(Recorder):
         self.asked_at = script.line_of_stack(sys._getframe(2))
 
     def _accelerate_clips(self, _: Any, parameters: Any, max_norm: Any, *__: Any, **___: Any) -> None:
-        """Reports a norm to which Accelerate clips nothing, as DeepSpeed clips by its own; not one that only counts."""
+        """Reports a finite norm to which only Accelerate is asked to clip: it leaves clipping to DeepSpeed."""
         if self.has_compared_norms or not script.is_calling(sys._getframe(2)):
             return
         for limit in (float(engine.gradient_clipping()) for engine in self._engines()):

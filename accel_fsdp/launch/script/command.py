@@ -220,7 +220,7 @@ def _machines(options: ScriptCommand, config: JobConfig) -> tuple[int, int, Mach
                 fix="num_processes in the YAML, or accel-fsdp script --gpus 2x8xH100-80GB for two machines",
             )
         number = stated or 1
-        return number, place.of_each(number, processes, " in the YAML"), None
+        return number, place.ranks_per_machine(number, processes, " in the YAML"), None
     machine, number = machines.parse(text)
     in_file = (stated or number, processes or number * machine.count)
     if in_file != (number, number * machine.count) or not machine.count:

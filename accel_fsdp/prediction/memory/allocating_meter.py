@@ -48,7 +48,7 @@ class AllocatingMeter(Meter):
         if size > 0:
             sizes = self._sizes(kind, size, unit)
             if kind == PARAMETERS and unit is not None:
-                blocks = self._loaded(unit, sizes)
+                blocks = self._load_shards(unit, sizes)
             else:
                 blocks = [self.allocator.malloc(tensor_size, stream) for tensor_size in sizes]
             self.named.setdefault((kind, name), []).append(Group(size, blocks))
@@ -61,8 +61,8 @@ class AllocatingMeter(Meter):
         for size, unit in sizes:
             self.add(kind, size, name, unit=unit)
 
-    def _loaded(self, unit: Unit, sizes: Sequence[int]) -> list[Block]:
-        """The sharded tensors of a unit, each made from temporary tensors on the GPU.
+    def _load_shards(self, unit: Unit, sizes: Sequence[int]) -> list[Block]:
+        """Allocates the sharded tensors of a unit, each made from temporary tensors on the GPU.
 
         FSDP1 flattens a unit's parameters there before it cuts them (`_init_flat_param_and_metadata`); Accelerate gives
         FSDP2's shards one whole parameter after the other (`fsdp2_load_full_state_dict`); bitsandbytes packs 16 bits.

@@ -100,7 +100,7 @@ class CachingAllocator:
         Raises:
             MemoryError: there isn't enough memory, even after all cached blocks have been released.
         """
-        size, pool, blocks, index = self._looked_up(size, stream)
+        size, pool, blocks, index = self._look_up(size, stream)
         block = self._new(pool, stream, size) if index is None else blocks.pop(index)[2]
         if block.size - size >= pool.least_rest:
             remainder = self._cut(block, size)
@@ -116,14 +116,14 @@ class CachingAllocator:
         Raises:
             MemoryError: as `malloc`.
         """
-        rounded, pool, blocks, index = self._looked_up(size, stream)
+        rounded, pool, blocks, index = self._look_up(size, stream)
         if index is None:
             self.free(self.malloc(size, stream))
             return
         size_there = blocks[index][0]
         self._update_peaks(self.active + (rounded if size_there - rounded >= pool.least_rest else size_there))
 
-    def _looked_up(self, size: int, stream: int) -> tuple[int, _Pool, list[tuple[int, int, Block]], int | None]:
+    def _look_up(self, size: int, stream: int) -> tuple[int, _Pool, list[tuple[int, int, Block]], int | None]:
         """The rounded size of a request, its pool, the cached blocks of its stream, and the place of one that fits."""
         if self._completed:
             self._process_events()

@@ -156,13 +156,11 @@ class Variant(NamedTuple):
     @property
     def name(self) -> str:
         """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention, fused kernels, ranks."""
-        suffix = "32" if self.method != "full" and self.adapters != self.weights else ""
-        suffix += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
+        tags = "32" if self.method != "full" and self.adapters != self.weights else ""
+        tags += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
         ends = [*([] if self.kernels == "none" else [self.kernels]), *(["sac"] if self.selective else [])]
         ends += [f"{axis}{getattr(self, axis)}" for axis in ("tensor", "experts") if getattr(self, axis) > 1]
-        return "-".join(
-            (self.weights, *(["amp"] if self.autocast else []), self.method + suffix, self.attention, *ends)
-        )
+        return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + tags, self.attention, *ends))
 
     @property
     def weight_bytes(self) -> int:
