@@ -16,7 +16,7 @@ import lazy_loader
 
 __version__ = "0.1.0"
 
-# transformers imports PEFT, and that bitsandbytes, which warns on CPUs of a kernel that training doesn't use (0.50)
+# transformers imports PEFT, which imports bitsandbytes; that warns on CPUs of a kernel unused in training (0.50)
 logging.getLogger("bitsandbytes.backends.cpu").setLevel(logging.ERROR)
 
 _retried: set[str] = set()

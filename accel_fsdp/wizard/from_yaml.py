@@ -223,8 +223,8 @@ def _has_value(job: JobConfig, section: str, key: str, value: Any, answered: Col
     if raw is None and key in job.section(section) and key not in NULL_IS_ABSENT and field.default not in UNKNOWN:
         return False
     if (section, key) not in KEYS:
-        open_ = raw is None and (section in job.values or section != "parallelism_config")
-        return open_ or (raw is not None and _is_readable(field, raw))
+        is_open = raw is None and (section in job.values or section != "parallelism_config")
+        return is_open or (raw is not None and _is_readable(field, raw))
     meaning = _effective_value(job, section, key)
     if meaning in UNKNOWN or (raw is None and meaning == value):
         return True

@@ -205,7 +205,7 @@ class CachingAllocator:
         if index == len(blocks):
             return None
         if self.expandable:
-            while index + 1 < len(blocks) and _grown(blocks[index + 1][2]) < _grown(blocks[index][2]):
+            while index + 1 < len(blocks) and _largest_size(blocks[index + 1][2]) < _largest_size(blocks[index][2]):
                 index += 1
         return index
 
@@ -347,7 +347,7 @@ def _page(pool: _Pool) -> int:
     return SMALL_SEGMENT_BYTES if pool.small else LARGE_SEGMENT_BYTES
 
 
-def _grown(block: Block) -> int:
+def _largest_size(block: Block) -> int:
     """The largest size that a block of an expandable segment can grow to."""
     return block.size + (block.next.size if block.next is not None and not block.next.mapped else 0)
 

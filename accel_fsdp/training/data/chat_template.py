@@ -196,7 +196,7 @@ def _with_spans(chat: Chat, text: str, generated: list[TextSpan], marks: Marks |
             "contains the marks"
         )
     answers = [_text_without_ending(text[start:end], marks) for start, end in spans]
-    places = _places(assistant_turns, answers, exact=marks is not None)
+    places = _turn_spans(assistant_turns, answers, exact=marks is not None)
     first = 0 if chat.answers is None else len(assistant_turns) - chat.answers
     return text, spans if first == 0 else spans[places[first] :] if first < len(places) else []
 
@@ -221,7 +221,7 @@ def _text_without_ending(text: str, marks: Marks | None) -> str:
     return text.removesuffix(ending).strip()
 
 
-def _places(spoken: list[dict[str, Any]], texts: list[str], exact: bool) -> list[int]:
+def _turn_spans(spoken: list[dict[str, Any]], texts: list[str], exact: bool) -> list[int]:
     """The span of each assistant turn, in their order.
 
     A span contains the turn's text, or with `exact` is that text. Templates rearrange thoughts, so for a turn with a
