@@ -189,7 +189,7 @@ def _prepare_deepspeed() -> None:
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.update(dict.fromkeys(OFFLOAD_DEVICES, "none"))
-    with contextlib.suppress(ModuleNotFoundError):  # Accelerate says so
+    with contextlib.suppress(ModuleNotFoundError):  # Accelerate reports a missing DeepSpeed
         from deepspeed.ops import __compatible_ops__ as compatible
 
         compatible["deepspeed_shm_comm"] = False

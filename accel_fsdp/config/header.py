@@ -26,8 +26,8 @@ def comment(title: str, made_by: str, launch: str) -> list[str]:
 
     The command that made it is on a separate line, by which `with_header` recognises the header.
     """
-    again = made_by.startswith(COMMAND)
-    origin = [f"{HEADER} {__version__}:", f"#   {made_by}"] if again else [f"{HEADER} {__version__}: {made_by}"]
+    is_command = made_by.startswith(COMMAND)
+    origin = [f"{HEADER} {__version__}:", f"#   {made_by}"] if is_command else [f"{HEADER} {__version__}: {made_by}"]
     return [f"# {title}", *origin, LAUNCH, f"#   {launch}"]
 
 

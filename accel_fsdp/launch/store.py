@@ -42,13 +42,11 @@ class Address:
             raise RuntimeError(problem)
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-        def open_store() -> TCPStore:
+        def connect() -> TCPStore:
             limit = timedelta(seconds=seconds)
             return TCPStore(self.host, self.port, is_master=self.hosts, wait_for_workers=False, timeout=limit)
 
-        store = time_limits.result_of(
-            open_store, seconds + ANSWER_SECONDS
-        )  # TCPStore waits for another program's answer
+        store = time_limits.result_of(connect, seconds + ANSWER_SECONDS)  # TCPStore waits for another program's answer
         if store is None:
             cause = "another program answers there"
             raise RuntimeError("no store could be opened" if self.hosts else cause)

@@ -254,18 +254,14 @@ def _why_not(problem: Problem) -> str:
     how = f"{smallest.layout.name}, {rows_in(smallest.recipe)} per GPU and {checkpointing_in(smallest.recipe)}"
     need = f"the least that a GPU needs are {gib_of(smallest.device.needed, problem.capacity_bytes)}, with {how}"
     offloaded = smallest.job.with_layout(offload=smallest.layout.is_fsdp)
-    loading, hosted, available = (
-        problem.host(smallest.job).loading,
-        problem.host(offloaded).training,
-        problem.host_bytes,
-    )
-    if smallest.fits and loading > available:
+    loading, hosted, host = problem.host(smallest.job).loading, problem.host(offloaded).training, problem.host_bytes
+    if smallest.fits and loading > host:
         return "{}; loading needs {} of each machine's memory, and {} are there".format(
-            need, *distinguishable(about_gib, loading, available)
+            need, *distinguishable(about_gib, loading, host)
         )
-    if offloaded != smallest.job and hosted > available:
+    if offloaded != smallest.job and hosted > host:
         need += "; offload needs {} of each machine's memory, and {} are there".format(
-            *distinguishable(about_gib, hosted, available)
+            *distinguishable(about_gib, hosted, host)
         )
     return need
 

@@ -90,8 +90,8 @@ class Problem:
 
     def host_need(self, needed: int) -> str:
         """A need of host memory in words, with the available memory if that is less."""
-        need, has = distinguishable(about_gib, needed, self.host_bytes)
-        less = f", where {has} {'are' if self.host_gib else 'are usual'}" if needed > self.host_bytes else ""
+        need, host = distinguishable(about_gib, needed, self.host_bytes)
+        less = f", where {host} {'are' if self.host_gib else 'are usual'}" if needed > self.host_bytes else ""
         return f"{need} of memory on each machine{less}"
 
     @property

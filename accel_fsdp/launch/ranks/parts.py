@@ -215,8 +215,8 @@ def _strided_offsets(tensor: Any) -> list[int | list[int]]:
     coordinate = tensor.device_mesh.get_coordinate()
     for place, ranks, index in zip(tensor.placements, tensor.device_mesh.shape, coordinate, strict=True):
         if isinstance(place, Shard | _StridedShard):
-            alone = _StridedShard(0, split_factor=place.split_factor) if isinstance(place, _StridedShard) else Shard(0)
-            indices[place.dim] = alone._split_tensor(indices[place.dim], ranks, with_padding=False)[0][index]
+            shard = _StridedShard(0, split_factor=place.split_factor) if isinstance(place, _StridedShard) else Shard(0)
+            indices[place.dim] = shard._split_tensor(indices[place.dim], ranks, with_padding=False)[0][index]
     return [int(rows[0]) if _is_in_one_piece(rows) else rows.tolist() for rows in indices]
 
 
