@@ -41,7 +41,7 @@ class Migrated:
     lost: tuple[Change, ...]
 
 
-def _refusing(function: Callable[P, T]) -> Callable[P, T]:
+def _checks_keywords(function: Callable[P, T]) -> Callable[P, T]:
     """Makes `function` raise a UserError for unknown keywords, as `plan` does, instead of a TypeError."""
     parameters = inspect.signature(function).parameters
 
@@ -53,7 +53,7 @@ def _refusing(function: Callable[P, T]) -> Callable[P, T]:
     return refusing
 
 
-@_refusing
+@_checks_keywords
 def check(
     path: File,
     *,
@@ -119,7 +119,7 @@ def _plan_command(function: str, left_out: Iterable[str], **flags: Any) -> PlanC
     return planner.PlanCommand(**flags)
 
 
-@_refusing
+@_checks_keywords
 def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrated:
     """The output of `accel-fsdp migrate --dry-run`, with the change of each key; the file is not changed.
 
@@ -134,7 +134,7 @@ def migrate(path: File, to: MigrationTarget, *, layer_class: str = "") -> Migrat
     return Migrated(text, drawn.changes, drawn.broken)
 
 
-@_refusing
+@_checks_keywords
 def export(
     src: File,
     out: File,

@@ -62,7 +62,7 @@ def call(words: list[str]) -> int:
     command, flags, script_args = _parse(words)
     if command.cleaned:
         _end_as_ctrl_c_does(command.left)
-    run = _imported(command.run) if isinstance(command.run, str) else command.run
+    run = _import(command.run) if isinstance(command.run, str) else command.run
     code: int = run(flags, script_args) if command.has_script else run(flags)
     return code
 
@@ -256,14 +256,14 @@ class Command:
 
     def left(self) -> str:
         """A sentence on the files that remain if the command is ended now."""
-        return (_imported(self.finished)() if self.finished else "") or self.cleaned or self.outcome
+        return (_import(self.finished)() if self.finished else "") or self.cleaned or self.outcome
 
     def flags(self) -> type:
-        flags_class: type = _imported(self.place)
+        flags_class: type = _import(self.place)
         return flags_class
 
 
-def _imported(place: str) -> Any:
+def _import(place: str) -> Any:
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)
 

@@ -139,7 +139,7 @@ def _check(command: str, flag: Flag, value: str) -> None:
         )
     if value == "None" and type(None) in flag.types:
         raise UsageError(
-            f"{flag.name} takes {_expected(flag)}, not None",
+            f"{flag.name} takes {_expected_value(flag)}, not None",
             why="None would count as a missing flag",
             fix=f"leave out {flag.name}",
         )
@@ -153,13 +153,13 @@ def _check(command: str, flag: Flag, value: str) -> None:
     else:
         return
     raise UsageError(
-        f"{flag.name} takes {_expected(flag)}, {problem}",
+        f"{flag.name} takes {_expected_value(flag)}, {problem}",
         why="nothing was done",
         fix=f"{flag.name} with {example}; {command} --help shows the flags",
     )
 
 
-def _expected(flag: Flag) -> str:
+def _expected_value(flag: Flag) -> str:
     if flag.choices:
         return f"one of {', '.join(flag.choices)}"
     kinds = {int: "a whole number", float: "a number", Path: "a path"}

@@ -163,9 +163,9 @@ def lines(
         return across, height - BOTTOM - (math.log2(y) - low_y) / max(high_y - low_y, 1) * (height - BOTTOM - top)
 
     step = -(-(high_y - low_y) // 7) or 1
-    shapes = [_rung(at(2**low_x, 2.0**power)[1], right, _short(2.0**power)) for power in range(low_y, high_y + 1, step)]
+    shapes = [_grid(at(2**low_x, 2.0**power)[1], right, _label(2.0**power)) for power in range(low_y, high_y + 1, step)]
     ticks = sorted({x for curve in curves for x, _ in curve.points})
-    shapes += _ticks([(at(x, 1)[0], _short(x)) for x in ticks], height - BOTTOM)
+    shapes += _ticks([(at(x, 1)[0], _label(x)) for x in ticks], height - BOTTOM)
     x, y = at(here[0], capacity.gib)
     shapes.append(_line(x, top, x, height - BOTTOM, "here"))
     shapes.append(_text(min(max(x, LEFT + 40), right - 40), top - 8, here[1], "middle"))
@@ -197,7 +197,7 @@ def areas(words: Words, samples: Sequence[tuple[str, Mapping[str, float]]], capa
     def at(size: float) -> float:
         return height - BOTTOM - size / limit * (height - BOTTOM - top)
 
-    shapes = [_rung(at(size), width - 8, f"{size:,g}") for size in _round_steps(limit)]
+    shapes = [_grid(at(size), width - 8, f"{size:,g}") for size in _round_steps(limit)]
     letters = list(samples[0][1])
     stacks = [[0.0, *accumulate(sizes.values())] for _, sizes in samples]
     for number, letter in enumerate(letters):
@@ -234,7 +234,7 @@ def losses(words: Words, curves: Sequence[Curve], width: int, axes: tuple[str, s
         across = LEFT + x / last * (right - LEFT)
         return across, height - BOTTOM - (y - bottom) / (rungs[-1] - bottom) * (height - BOTTOM - top)
 
-    shapes = [_rung(at(0, y)[1], right, f"{y:.6g}") for y in rungs]
+    shapes = [_grid(at(0, y)[1], right, f"{y:.6g}") for y in rungs]
     shapes += _ticks([(at(x, bottom)[0], f"{x:,.0f}") for x in _round_steps(last) if x == int(x)], height - BOTTOM)
     ends = []
     for curve in curves:
@@ -290,7 +290,7 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     return math.log2(min(values)), math.log2(max(values))
 
 
-def _short(size: float) -> str:
+def _label(size: float) -> str:
     return f"{size / 1024:g}k" if size >= 2048 else f"{size:,g}" if size >= 1 else f"1/{1 / size:g}"
 
 
@@ -318,7 +318,7 @@ def _ticks(places: Sequence[tuple[float, str]], y: float) -> Iterator[str]:
             yield _text(x, y + LINE, name, "middle")
 
 
-def _rung(y: float, right: float, name: str) -> str:
+def _grid(y: float, right: float, name: str) -> str:
     return _line(LEFT, y, right, y, "rung") + _text(LEFT - 6, y + 4, name, "end")
 
 

@@ -98,7 +98,7 @@ def _read(
     # Before stage 2 only the module's state contains the frozen parameters.
     saved = first["buffer_names"] if stage == 3 else first["module"] or {}
     tensors = {name: first["module"][name].stored(name) for name in saved if isinstance(first["module"][name], View)}
-    tensors |= _frozen(loaded if stage == 3 else loaded[:1])
+    tensors |= _frozen_tensors(loaded if stage == 3 else loaded[:1])
     paddings = states[0].get("param_alignment_paddings")
     place = _stage3 if stage == 3 else partial(_stage2, paddings=paddings)
     flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
@@ -123,7 +123,7 @@ def _moments(states: list[dict[str, Any]], flat: str) -> Iterator[tuple[str, lis
             yield key, groups
 
 
-def _frozen(loaded: list[dict[str, Any]]) -> dict[str, Stored]:
+def _frozen_tensors(loaded: list[dict[str, Any]]) -> dict[str, Stored]:
     shapes = loaded[0].get("frozen_param_shapes") or {}
     return {
         name: _joined(name, shape, [_span_of(rank["frozen_param_fragments"][name]) for rank in loaded])

@@ -329,7 +329,7 @@ def _not_found(path: Path, place: Path) -> UserError:
             why="each rank wrote its own part, in a form that only the same rank of the same job can load",
             fix="resume with the same ranks and YAML, and save once under fsdp_state_dict_type: SHARDED_STATE_DICT",
         )
-    near = sorted(_below(place, DEPTH), key=lambda checkpoint: checkpoint.number < 0)[:3]
+    near = sorted(_checkpoints_below(place, DEPTH), key=lambda checkpoint: checkpoint.number < 0)[:3]
     return UserError(
         f"{path} holds no checkpoint" + (" itself" if near else ""),
         why=f"{'one other is' if len(near) == 1 else 'several checkpoints are'} below it"
@@ -341,9 +341,9 @@ def _not_found(path: Path, place: Path) -> UserError:
     )
 
 
-def _below(folder: Path, depth: int) -> Iterator[CheckpointLocation]:
+def _checkpoints_below(folder: Path, depth: int) -> Iterator[CheckpointLocation]:
     for path in _folders(folder):
         checkpoints = listed(path) if path.name != file_names.DESCRIBED else []
         yield from checkpoints[-1:]
         if not checkpoints and depth > 1:
-            yield from _below(path, depth - 1)
+            yield from _checkpoints_below(path, depth - 1)

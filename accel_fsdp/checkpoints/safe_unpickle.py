@@ -248,7 +248,7 @@ def _check_limits(value: Any) -> None:
         raise ValueError("a number of many digits")
 
 
-def _charged(code: int, cost: int) -> Callable[[Machine], None]:
+def _charging_step(code: int, cost: int) -> Callable[[Machine], None]:
     step, is_checked = OWN.get(code) or PYTHONS.dispatch[code], code in CHECKED
 
     def charge_and_step(machine: Machine) -> None:
@@ -262,7 +262,7 @@ def _charged(code: int, cost: int) -> Callable[[Machine], None]:
     return charge_and_step
 
 
-Machine.dispatch = {code: _charged(code, cost) for code, cost in COSTS.items()}
+Machine.dispatch = {code: _charging_step(code, cost) for code, cost in COSTS.items()}
 
 
 def unpickle(
@@ -279,7 +279,7 @@ def unpickle(
     """
     try:
         content_read = Machine(content, admitted, path, load, spare_room).load()
-        _, leaves, letters = _unfolded([content_read], {}, 0)
+        _, leaves, letters = _unfolded_size([content_read], {}, 0)
         limit = SPARE_LEAVES + LEAVES_PER_BYTE * len(content)
         if leaves > limit or letters > limit * ROOM_PER_BYTE:
             raise ValueError("its parts are referred to more often than in any checkpoint")
@@ -289,7 +289,7 @@ def unpickle(
     return content_read
 
 
-def _unfolded(holder: Any, sizes: dict[int, tuple[int, ...]], depth: int) -> tuple[int, ...]:
+def _unfolded_size(holder: Any, sizes: dict[int, tuple[int, ...]], depth: int) -> tuple[int, ...]:
     """The height of a container, its leaves, and the letters of all paths, with shared parts counted each time.
 
     `sizes` has the counted containers, and an empty tuple for those around this one.
@@ -300,9 +300,9 @@ def _unfolded(holder: Any, sizes: dict[int, tuple[int, ...]], depth: int) -> tup
         raise ValueError("it holds itself, or is nested deeper than any checkpoint")
     sizes[id(holder)] = ()
     height, leaves, letters = 1, 1, 0
-    for name_letters, part in _inner(holder):
+    for name_letters, part in _inner_parts(holder):
         if isinstance(part, HOLDERS):
-            below, inside, text = _unfolded(part, sizes, depth + 1)
+            below, inside, text = _unfolded_size(part, sizes, depth + 1)
         else:
             below, inside, text = 0, 1, len(part) if isinstance(part, (str, bytes)) else 0
         height, leaves, letters = max(height, below + 1), leaves + inside, letters + text + name_letters * inside
@@ -312,7 +312,7 @@ def _unfolded(holder: Any, sizes: dict[int, tuple[int, ...]], depth: int) -> tup
     return height, leaves, letters
 
 
-def _inner(value: Any) -> Iterator[tuple[int, Any]]:
+def _inner_parts(value: Any) -> Iterator[tuple[int, Any]]:
     """The parts of a container, each with the number of letters that it adds to the paths of its leaves."""
     if isinstance(value, dict):
         for name, part in value.items():

@@ -98,7 +98,7 @@ def _check_size(text: str, path: Path) -> None:
         if isinstance(event, yaml.AliasEvent):
             size = sizes.get(anchor, 1)
             if size is None:
-                raise _refused(f"{path}:{line}: *{anchor} holds itself")
+                raise _refusal(f"{path}:{line}: *{anchor} holds itself")
             count += size
         elif isinstance(event, yaml.CollectionStartEvent):
             incomplete.append((anchor, count))
@@ -111,10 +111,10 @@ def _check_size(text: str, path: Path) -> None:
             sizes[anchor] = 1
             count += 1
         if count > MOST_NODES:
-            raise _refused(f"{path}:{line}: more than {MOST_NODES:,} keys and values up to here, with aliases expanded")
+            raise _refusal(f"{path}:{line}: more than {MOST_NODES:,} keys and values up to here, with aliases expanded")
 
 
-def _refused(what: str) -> UsageError:
+def _refusal(what: str) -> UsageError:
     return UsageError(
         what,
         why="no settings are so many, and a parser takes minutes for them",

@@ -223,7 +223,7 @@ class _Export:
         )
         outputs = planner.outputs(description)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
-            report = self._verified(folder, planner, outputs, adapter)
+            report = self._write_and_verify(folder, planner, outputs, adapter)
             if unknown:
                 console.say(f"names and ties are taken from the checkpoint: {unknown}", style="yellow")
             report.save(folder)
@@ -243,7 +243,7 @@ class _Export:
             description = self.pool.submit(describe, *places, shapes).result()
         merge_lora.check_saved(weights.adapter, *description)
 
-    def _verified(self, folder: Path, planner: Planner, outputs: list[Output], adapter: bool) -> ExportReport:
+    def _write_and_verify(self, folder: Path, planner: Planner, outputs: list[Output], adapter: bool) -> ExportReport:
         """Writes headers and companion files first: from_pretrained needs only those, and loads them meanwhile."""
         companions, options = planner.companions, self.options
         placed = self._place(folder, outputs, planner.weights, adapter)

@@ -77,7 +77,7 @@ class Planner:
         if description is None:
             return self._named(tensors, {})
         expected = description.files if filed else description.memory
-        compared = _compared(tensors, expected, description.floating, self.companions)
+        compared = _checked_tensors(tensors, expected, description.floating, self.companions)
         if filed or not description.converts:
             return self._named(compared, description.wider)
         return self._named(hf_layout.converted(compared, description, self.companions.folder), description.wider)
@@ -150,7 +150,7 @@ def _check_matrices(adapter: Mapping[str, Stored]) -> None:
         )
 
 
-def _compared(
+def _checked_tensors(
     tensors: dict[str, Source],
     expected: Mapping[str, tuple[int, ...]],
     floating: Collection[str],

@@ -64,7 +64,7 @@ def expected_tensors(
     import torch
     from peft import PeftModel, get_peft_model_state_dict
 
-    blueprint = _gathered(model, trained_as)
+    blueprint = _meta_state_dict(model, trained_as)
     gathered_bytes = sum(tensor.numel() * tensor.element_size() for tensor in blueprint.values())
     casts = {} if saved_as is None else dict.fromkeys(_castable(model, blueprint, saved_as), saved_as)
     rounding = _rounding({blueprint[name].dtype for name in casts}, saved_as)
@@ -89,7 +89,7 @@ def _rounding(trained: "set[torch.dtype]", saved: "torch.dtype | None") -> Round
     return Rounding(str(widest).removeprefix("torch."), str(saved).removeprefix("torch."))
 
 
-def _gathered(model: "nn.Module", trained_as: "torch.dtype | None") -> "dict[str, torch.Tensor]":
+def _meta_state_dict(model: "nn.Module", trained_as: "torch.dtype | None") -> "dict[str, torch.Tensor]":
     """The full state dict that the engine will return, on the meta device."""
     import torch
 

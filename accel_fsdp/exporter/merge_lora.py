@@ -250,10 +250,10 @@ def merged(
 def check_saved(adapter: Collection[str], needed: Iterable[str], possible: Collection[str]) -> None:
     """Refuses an adapter that lacks tensors that PEFT creates for its settings, or holds matrices of other modules."""
     if lacks := tensor_names.lacking(adapter, needed):
-        raise _contradicted(f"lacks {lacks}, which {file_names.ADAPTER_CONFIG} asks for")
+        raise _contradiction(f"lacks {lacks}, which {file_names.ADAPTER_CONFIG} asks for")
     if unchosen := next((name for name in adapter if LORA.search(name) and name not in possible), None):
         module = tensor_names.module_of(unchosen)
-        raise _contradicted(f"holds LoRA matrices of {module}, and {file_names.ADAPTER_CONFIG} chooses other modules")
+        raise _contradiction(f"holds LoRA matrices of {module}, and {file_names.ADAPTER_CONFIG} chooses other modules")
 
 
 def tied_once(
@@ -320,7 +320,7 @@ def _unmergeable(what: str) -> UserError:
     )
 
 
-def _contradicted(what: str) -> UserError:
+def _contradiction(what: str) -> UserError:
     return UserError(
         f"the adapter's file {what}",
         why="the file is incomplete or of another adapter, and the merge would not be the model that was trained",

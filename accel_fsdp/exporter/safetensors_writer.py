@@ -198,7 +198,7 @@ def _block(output: Output, reader: FileReader, buffers: Buffers, start: int, sto
         and (non_finite := count_non_finite(narrowed_block, output.dtype))
         and non_finite > count_non_finite(raw, source.dtype)
     ):
-        raise _beyond(output.name, output.dtype)
+        raise _overflow_error(output.name, output.dtype)
     return narrowed_block
 
 
@@ -223,10 +223,10 @@ def check_range(name: str, dtype: str, before: "torch.Tensor", after: "torch.Ten
         return
     infinite = after.isinf()
     if bool(infinite.any()) and bool(before[infinite].isfinite().any()):
-        raise _beyond(name, dtype)
+        raise _overflow_error(name, dtype)
 
 
-def _beyond(name: str, dtype: str) -> UserError:
+def _overflow_error(name: str, dtype: str) -> UserError:
     return UserError(
         f"{name} holds numbers beyond {LARGEST[dtype]}",
         why="they would be infinite in the export",

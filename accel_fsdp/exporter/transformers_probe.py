@@ -303,23 +303,23 @@ def loads(folder: Path) -> None:
     except remote_code.NeedsCode:
         raise
     except Exception as error:  # a config that was edited by hand
-        raise _refused(folder, first_line(error)) from error
+        raise _refusal(folder, first_line(error)) from error
     problems = {key: names for key, names in report.items() if names and key != "error_msgs"}
     if problems:
         report_text = "; ".join(
             f"{key}: {', '.join(map(str, sorted(map(str, names))[:SHOWN]))}" for key, names in problems.items()
         )
-        raise _refused(folder, report_text)
+        raise _refusal(folder, report_text)
     if (folder / file_names.TOKENIZER_CONFIG).is_file():
         try:
             read_tokenizer(str(folder))
         except remote_code.NeedsCode:
             raise
         except (UserError, KeyError, ImportError) as error:
-            raise _refused(folder, f"tokenizer: {first_line(error)}") from error
+            raise _refusal(folder, f"tokenizer: {first_line(error)}") from error
 
 
-def _refused(folder: Path, what: str) -> UserError:
+def _refusal(folder: Path, what: str) -> UserError:
     being_written = folder.name.startswith(".")
     return UserError(
         f"from_pretrained doesn't load {'what was written' if being_written else folder}: {what}",

@@ -85,7 +85,7 @@ class Member:
     machine: int
     host: str = field(default_factory=socket.gethostname)
     digest: str = ""
-    may_differ: Sequence[str] = field(default_factory=lambda: _allowed(os.environ.get(MAY_DIFFER, "")))
+    may_differ: Sequence[str] = field(default_factory=lambda: _allowed_keys(os.environ.get(MAY_DIFFER, "")))
 
     @property
     def place(self) -> str:
@@ -109,13 +109,13 @@ def differences(settings: Mapping[int, Settings]) -> list[Difference]:
         for name in dict.fromkeys(name for table in tables.values() for name in table):
             values: dict[str, list[int]] = {}
             for number, table in tables.items():
-                values.setdefault(_shown(table.get(name)), []).append(number)
+                values.setdefault(_value_text(table.get(name)), []).append(number)
             if len(values) > 1:
                 different.append(Difference(group, name, values))
     return different
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """The value as text, in full: two long values may differ only at their ends."""
     if isinstance(value, float):
         return f"{value:.12g}"
@@ -150,7 +150,7 @@ def is_own(argument: str) -> bool:
 
 def of_job(variables: Mapping[str, str], script: Path, words: Sequence[str] = ()) -> Settings:
     """The settings of a job with any script, on this machine; `variables` are those of its ranks."""
-    plain = {name: _visible(name, value) for name, value in variables.items() if is_compared(name)}
+    plain = {name: _printable_value(name, value) for name, value in variables.items() if is_compared(name)}
     files = {name: digest_of(Path(value)) for name, value in variables.items() if name in CONFIG_FILES}
     return {
         "environment": dict(sorted({**plain, **files}.items())),
@@ -204,7 +204,7 @@ def flags_of(words: Sequence[str]) -> dict[str, str]:
     return flags
 
 
-def _visible(variable: str, value: str) -> str:
+def _printable_value(variable: str, value: str) -> str:
     """A variable's value as other machines may print it: a secret is replaced by its hash."""
     return f"a secret ({digest_of(value.encode())[:6]})" if SECRET_VARIABLES.search(variable) else portable(value)
 
@@ -225,7 +225,7 @@ def _last_part(word: str) -> str:
     return os.path.basename(os.path.abspath(os.path.expanduser(word))) if is_path else word
 
 
-def _allowed(text: str) -> list[str]:
+def _allowed_keys(text: str) -> list[str]:
     return [_key(name) for name in re.split(r"[,\s]+", text) if name]
 
 

@@ -114,7 +114,7 @@ class Watchdog:
         self._last_round = began
         self._publish(*self._own_beat())
         self._read(began)
-        cause = self._reported()
+        cause = self._reported_cause()
         if cause and cause.reported_by != self.rank:
             self._failed_since = self._failed_since or began
             if began - self._failed_since > self._grace:
@@ -128,7 +128,7 @@ class Watchdog:
         self._messages.put(f"stack/{self.rank}", stack)
         self._messages.put(f"beat/{self.rank}", dataclasses.asdict(beat))
 
-    def _reported(self) -> Cause | None:
+    def _reported_cause(self) -> Cause | None:
         """The failure that a rank has reported, if one has."""
         content = self._messages.get("failure")
         return Cause(**content) if content else None
@@ -264,7 +264,7 @@ class Watchdog:
 
     def _known_cause(self) -> Cause | None:
         try:
-            if cause := self._reported():
+            if cause := self._reported_cause():
                 return cause
         except (RuntimeError, OSError):
             self._store_is_gone = True
@@ -293,7 +293,7 @@ class Watchdog:
             silent = set(hangs.silent_ranks(self.seen, self.patience.silence / 2))
             living = {rank for rank in self.seen if rank not in silent} | {self.rank}
             self._wait_for(lambda: living <= messages.of_ranks("report").keys())
-            states = self._collected()
+            states = self._last_states()
             reports = self.rank == min(living) and not late
             if not reports:
                 self._wait_for(lambda: messages.get("reported") is not None)
@@ -314,7 +314,7 @@ class Watchdog:
         while not is_done() and time.monotonic() < deadline:
             time.sleep(0.1)
 
-    def _collected(self) -> dict[int, LastSeen]:
+    def _last_states(self) -> dict[int, LastSeen]:
         """The last report of each rank, or its last heartbeat if it hasn't reported."""
         stacks, reports = self._messages.of_ranks("stack"), self._messages.of_ranks("report")
         states = {}

@@ -81,7 +81,7 @@ def parse(config_file: Path, words: list[str], place: Place = NOWHERE) -> Any:
     try:
         args, defaults, mp_from_flag = _validate_launch_command(launch_command_parser().parse_args(words))
     except REFUSALS as error:
-        raise _refused(config_file, error) from error
+        raise _refusal(config_file, error) from error
     if args.main_process_port is None and args.num_machines == 1 and distributed(args):
         args.main_process_port = 0  # a free port, so that two jobs on one machine don't clash
     fields = [*(defaults.deepspeed_config if defaults else ()), *(["mixed_precision"] if mp_from_flag else [])]
@@ -147,7 +147,7 @@ def _place_flags(place: Place, values: Mapping[str, Any]) -> list[str]:
     return [*words, "--rdzv_backend", C10D, "--rdzv_conf", f"is_host={int(place.value('machine_rank', 0) == 0)}"]
 
 
-def _refused(config_file: Path, error: Exception) -> UserError:
+def _refusal(config_file: Path, error: Exception) -> UserError:
     return UserError(
         f"Accelerate refuses {config_file}: {first_line(error)}",
         why="no process was started",
@@ -175,7 +175,7 @@ def environment(args: Any) -> dict[str, str]:
         else:
             prepared = prepare_simple_launcher_cmd_env(args)[1]
     except REFUSALS as error:
-        raise _refused(args.config_file, error) from error
+        raise _refusal(args.config_file, error) from error
     if args.on_cpus:
         prepared[USE_CPU] = "true"
     if distributed(args) and not check_cuda_p2p_ib_support():
@@ -293,7 +293,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     except subprocess.CalledProcessError as error:
         return _show_end("DeepSpeed's launcher", error.returncode)
     except ImportError as error:  # DeepSpeed
-        raise _refused(args.config_file, error) from error
+        raise _refusal(args.config_file, error) from error
     except SignalException as error:
         print(f"\naccel-fsdp: ended by {error.sigval.name}", file=sys.stderr)
         return 128 + int(error.sigval)

@@ -44,7 +44,7 @@ def _watch(note: Path, over: threading.Event) -> None:
             continue
         failed += 1.0
         alone = 0.0 if _ranks() else alone + 1.0
-        if alone >= LAUNCHER_SECONDS or failed >= _longest():
+        if alone >= LAUNCHER_SECONDS or failed >= _longest_wait():
             for rank in _ranks():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rank.kill()
@@ -61,7 +61,7 @@ def _ranks() -> list[psutil.Process]:
     return running
 
 
-def _longest() -> float:
+def _longest_wait() -> float:
     """`RANKS_SECONDS`, or longer if the launcher's own variable lets ranks take longer."""
     with contextlib.suppress(ValueError):
         return RANKS_SECONDS - 30.0 + float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))

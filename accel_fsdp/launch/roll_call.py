@@ -151,7 +151,7 @@ def _wait_for_all(store: JsonStore, machine: LauncherInfo, address: Address, sec
             return
         now = time.monotonic()
         if now >= deadline:
-            late = f"{_connected(present, machine.machines)}, after {seconds:.0f} s"
+            late = f"{_connection_status(present, machine.machines)}, after {seconds:.0f} s"
             fix = "start the missing ones; --timeout SECONDS waits longer"
             if machine.rank == 0:
                 _refuse(store, late, fix)
@@ -159,7 +159,7 @@ def _wait_for_all(store: JsonStore, machine: LauncherInfo, address: Address, sec
         if now - last_report >= REPORT_SECONDS:
             last_report = now
             place = f"; machine 0 waits at {address}" if machine.rank == 0 else ""
-            console.say(f"accel-fsdp: {_connected(present, machine.machines)}, {now - began:.0f} s{place}")
+            console.say(f"accel-fsdp: {_connection_status(present, machine.machines)}, {now - began:.0f} s{place}")
         time.sleep(POLL_SECONDS)
 
 
@@ -182,7 +182,7 @@ def _confirm(store: JsonStore, machine: LauncherInfo) -> None:
         raise _refusal(*refusal)
 
 
-def _connected(present: Mapping[int, LauncherInfo], machines: int) -> str:
+def _connection_status(present: Mapping[int, LauncherInfo], machines: int) -> str:
     missing = [str(rank) for rank in range(machines) if rank not in present]
     missing_list = first_few(missing, 8)
     names = f"machine {missing_list} is" if len(missing) == 1 else f"machines {missing_list} are"

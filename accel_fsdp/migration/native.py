@@ -139,13 +139,13 @@ def from_native(values: Mapping[str, Any], layer_class: str) -> tuple[Migration,
     sizes = {name: _size(values, name) for name in NATIVE_SIZES}
     *mesh, experts = sizes.values()
     if unknown := sorted(values.keys() - NATIVE_DEFAULTS.keys()):
-        raise _refused(f"DistributedConfig has no {', '.join(unknown)}", "transformers refuses it")
+        raise _refusal(f"DistributedConfig has no {', '.join(unknown)}", "transformers refuses it")
     if values.get("tp_plan") is not None and values.get(NATIVE_SIZES[2]) is None:
-        raise _refused(
+        raise _refusal(
             f"tp_plan without {NATIVE_SIZES[2]}", "tensor parallelism then takes all ranks, whose number isn't known"
         )
     if refused := expert_refusal(sizes):
-        raise _refused(refused, "transformers refuses it")
+        raise _refusal(refused, "transformers refuses it")
     mixed, offload = (values.get(name) is True for name in ("fsdp_mixed_precision", "fsdp_cpu_offload"))
     content: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -175,7 +175,7 @@ def _size(values: Mapping[str, Any], name: str) -> int:
     value = values.get(name)
     size = 1 if value is None else as_int(value) if isinstance(value, int) else None
     if not size:
-        raise _refused(f"{name}: {value}", "it has to be a whole number, 1 or more")
+        raise _refusal(f"{name}: {value}", "it has to be a whole number, 1 or more")
     return size
 
 
@@ -197,5 +197,5 @@ def _field(name: str, value: Any, experts: int) -> Change:
     return Change(name, "lost", show(value), why=why, breaks=not harmless)
 
 
-def _refused(what: str, why: str) -> UsageError:
+def _refusal(what: str, why: str) -> UsageError:
     return UsageError(what, why=why, fix="correct the JSON")

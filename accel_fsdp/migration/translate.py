@@ -60,22 +60,22 @@ def _check(job: JobConfig) -> None:
     """Refuses a file without a counterpart, or without a meaning to keep."""
     kind = job.values.get("distributed_type")
     if job.engine in (Engine.NONE, Engine.TPU) or kind == MULTI_CPU:
-        raise _refused(f"distributed_type: {kind} can't be migrated", "only FSDP, DeepSpeed and DDP on GPUs can")
+        raise _refusal(f"distributed_type: {kind} can't be migrated", "only FSDP, DeepSpeed and DDP on GPUs can")
     if job.values.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
-        raise _refused("this is not the config of a local machine", "SageMaker has other keys")
+        raise _refusal("this is not the config of a local machine", "SageMaker has other keys")
     for section in SECTIONS.values():
         content = job.values.get(section)
         if content is not None and not isinstance(content, Mapping):
-            raise _refused(f"{section} is {content!r}, not a mapping of keys", "its settings are not read")
+            raise _refusal(f"{section} is {content!r}, not a mapping of keys", "its settings are not read")
         for key in content or ():
             if not isinstance(key, str):
-                raise _refused(f"{section} has the key {key!r}, which is not text", "Accelerate stops at it")
+                raise _refusal(f"{section} has the key {key!r}, which is not text", "Accelerate stops at it")
     version: Any = job.fsdp("fsdp_version")
     if job.is_fsdp and str(version) not in ("1", "2"):
-        raise _refused(f"fsdp_version: {version} is neither 1 nor 2", "Accelerate stops at it")
+        raise _refusal(f"fsdp_version: {version} is neither 1 nor 2", "Accelerate stops at it")
 
 
-def _refused(what: str, why: str) -> UsageError:
+def _refusal(what: str, why: str) -> UsageError:
     return UsageError(
         what, why=why, fix="accel-fsdp check FILE says what else is wrong; or make one: accel-fsdp config"
     )

@@ -91,10 +91,10 @@ class Proposer:
         if key not in self._answers:
             preset = self._required_answers(job)
             if catalogue_name := catalogue.canonical(self.model):
-                self._answers[key] = _settled({**preset, "model": catalogue_name})
+                self._answers[key] = _settled_answers({**preset, "model": catalogue_name})
             else:
                 words = {name: value for name, value in preset.items() if name not in layout.axes}
-                settled = _settled({**words, "model": PRESET_MODEL})
+                settled = _settled_answers({**words, "model": PRESET_MODEL})
                 own_answers = {"model": self.model, "layer_class": self.layer_class, **layout.axes}
                 self._answers[key] = Answers(**{**vars(settled), **own_answers})
         base, sharded = self._answers[key], layout.is_fsdp
@@ -115,7 +115,7 @@ class Proposer:
         """
         if job.engine is Engine.NONE:
             return self._yaml_for_one_process(job, environment)
-        answers, words = _settled(self._flags(job)), _argument_words(job)
+        answers, words = _settled_answers(self._flags(job)), _argument_words(job)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
         line = header.engine_line if answers.needs_engine else header.launch_line
         return to_yaml.to_text(answers, line(THIS_FILE, script, environment=environment))
@@ -161,7 +161,7 @@ class Proposer:
         return words | {axis: str(size) for axis, size in layout.axes.items() if size > 1}
 
 
-def _settled(flags: dict[str, str]) -> Answers:
+def _settled_answers(flags: dict[str, str]) -> Answers:
     return interview.answers(interview.Interview(flags, dict(flags), quiet=True))
 
 

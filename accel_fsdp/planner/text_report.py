@@ -149,7 +149,7 @@ class PlanReport:
         yield from self._alternatives(choice)
         yield from (UNTRIED,) if self.plan.untried else ()
         yield from self._reserved(choice)
-        yield self._longest(choice)
+        yield self._longest_sequence(choice)
         yield self._host(choice)
         if choice.layout.offload and (remedy_list := list(remedies.remedies(problem, choice.layout))):
             yield "Where machines have less memory than that: " + "; or ".join(remedy_list) + "."
@@ -215,7 +215,7 @@ class PlanReport:
         """The memory that PyTorch's allocator reserves, and what expandable segments would change."""
         if not choice.layout.is_replayed:
             return
-        plain, expandable, ends = self._replayed(choice)
+        plain, expandable, ends = self._replays(choice)
         expected, (low, high) = gib_in_figure(plain.reserved / GIB), (number_in_figure(size / GIB) for size in ends)
         reserved = f"The allocator reserves about {expected} ({low} to {high})"
         if plain.failed_at:
@@ -228,7 +228,7 @@ class PlanReport:
         if not self.args:
             yield "Rows of many lengths, without --packing, leave gaps that only expandable segments avoid."
 
-    def _replayed(self, choice: Candidate) -> tuple[Reservation, Reservation, tuple[int, int]]:
+    def _replays(self, choice: Candidate) -> tuple[Reservation, Reservation, tuple[int, int]]:
         """The replayed allocator without and with expandable segments, and the range of bytes reserved without them."""
         replay = self.problem.replay(choice.job)
         room = self.problem.capacity_bytes - choice.device.outside
@@ -238,7 +238,7 @@ class PlanReport:
     def _allocator(self, choice: Candidate | None) -> dict[str, Any] | None:
         if choice is None or not choice.layout.is_replayed:
             return None
-        plain, expandable, ends = self._replayed(choice)
+        plain, expandable, ends = self._replays(choice)
         return {
             "reserved_bytes": plain.reserved,
             "reserved_bytes_range": ends,
@@ -246,7 +246,7 @@ class PlanReport:
             "expandable_reserved_bytes": expandable.reserved,
         }
 
-    def _longest(self, choice: Candidate) -> str:
+    def _longest_sequence(self, choice: Candidate) -> str:
         (chosen, alone), limit = self.plan.longest, self.problem.shape.positions
         note = ", the model's limit" if limit else ""
 

@@ -74,7 +74,7 @@ def unit_steps(
     between = step.predict(shape, tapes, recipe, layout, workspace_bytes).steady
     first, *others = stretches
     first = replace(first, peak_bytes=max(first.peak_bytes, between))  # FSDP1 frees gradients when it begins
-    return UnitSteps(between, (first, *others), tuple(_sent(shape, recipe, layout)))
+    return UnitSteps(between, (first, *others), tuple(_sent_by_unit(shape, recipe, layout)))
 
 
 Place = tuple[int, Phase, str, int | None]
@@ -110,7 +110,7 @@ def _seconds(place: Place, shape: ModelShape, recipe: Recipe, layout: Layout, gp
     return sum(part.forward if phase == "forward" else part.backward for part in parts)
 
 
-def _sent(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[UnitTraffic]:
+def _sent_by_unit(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[UnitTraffic]:
     """Traffic by unit name; blocks of one class are added up."""
     by_name: dict[str, UnitTraffic] = {}
     units = communication.units(shape, recipe, layout)

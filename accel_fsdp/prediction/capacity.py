@@ -178,10 +178,10 @@ def device(
         return Device(allocated, ranged, "tight", outside, capacity_bytes, runs_out=phase)
     if replay is None or not layout.is_replayed or (high <= spared and not unusual):
         return Device(allocated, ranged, "yes", outside, capacity_bytes)
-    return _replayed(Device(allocated, ranged, "yes", outside, capacity_bytes), replay, spared)
+    return _replay_verdict(Device(allocated, ranged, "yes", outside, capacity_bytes), replay, spared)
 
 
-def _replayed(device: Device, replay: Replay, spared: int) -> Device:
+def _replay_verdict(device: Device, replay: Replay, spared: int) -> Device:
     """The verdict of the allocator's replay: fits with the 5 % margin, with expandable segments, or without margin."""
     room = device.capacity - device.outside
     plain = reservation = replay(False, spared)

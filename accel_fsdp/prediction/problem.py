@@ -21,7 +21,7 @@ HOST_PER_GPU = 3
 p4d.24xlarge (1,152 GiB), 3 in g4dn.metal (384 GiB), 4 in g5.48xlarge (768 GiB)."""
 
 
-def _allowed(job: Job) -> str:
+def _refuses_nothing(job: Job) -> str:
     return ""
 
 
@@ -44,7 +44,7 @@ class Problem:
     notes: tuple[str, ...] = ()
     global_rows: int = 0
     host_gib: float = 0
-    refuses: Callable[[Job], str] = _allowed
+    refuses: Callable[[Job], str] = _refuses_nothing
     search: Search = "auto"
 
     def predicted(self, job: Job) -> Prediction:

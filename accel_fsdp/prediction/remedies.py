@@ -81,7 +81,7 @@ def _other_methods(problem: Problem, smallest: Job, given: Layout | None) -> Ite
         job = _sharded(problem, smallest.with_recipe(method=method, dtype="bfloat16"))
         if job and _has_room(problem, job):
             size = gib_or_mib(problem.predicted(job).peak.total)
-            yield f"--method {method}, with {_how(job, given)}: {size}{_to_load(problem, job)}"
+            yield f"--method {method}, with {_job_text(job, given)}: {size}{_to_load(problem, job)}"
 
 
 def _other_optimizer(problem: Problem, smallest: Job, given: Layout | None) -> Iterator[str]:
@@ -92,7 +92,7 @@ def _other_optimizer(problem: Problem, smallest: Job, given: Layout | None) -> I
     if job:
         for offloaded in offloads(job):
             if _fits(problem, offloaded):
-                yield f"--optimizer {offloaded.recipe.optimizer}, with {_how(offloaded, given)}"
+                yield f"--optimizer {offloaded.recipe.optimizer}, with {_job_text(offloaded, given)}"
                 return
 
 
@@ -107,7 +107,7 @@ def _more_gpus(problem: Problem, smallest: Job, given: Layout | None) -> Iterato
             if job is None:
                 continue
             if _has_room(problem, job):
-                how = _how(job, given) + _to_load(problem, job)
+                how = _job_text(job, given) + _to_load(problem, job)
                 yield f"{job.layout.ranks} GPUs{f' and {flag}' if flag else ''}, with {how}"
                 return
             size = problem.predicted(job).peak.total
@@ -116,7 +116,7 @@ def _more_gpus(problem: Problem, smallest: Job, given: Layout | None) -> Iterato
         yield f"a smaller model, or GPUs with more memory: each of {least[1]} would still hold {gib_or_mib(least[0])}"
 
 
-def _how(job: Job, given: Layout | None) -> str:
+def _job_text(job: Job, given: Layout | None) -> str:
     checkpointing = "activation checkpointing" + ("" if job.method == "full" else " in the script")
     layout_name = f"{job.layout.name}, " if given != job.layout and job.engine is not Engine.NONE else ""
     return f"{layout_name}1 sequence per GPU and {checkpointing}"

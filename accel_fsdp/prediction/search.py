@@ -39,7 +39,7 @@ def largest(problem: Problem, job: Job, field: str, most: int, like: Candidate |
     def needs(number: int) -> Device:
         return _memory_of(problem, job.with_recipe(**{field: number}), like)
 
-    return _largest(needs, problem.capacity_bytes, most, getattr(like.recipe, field) if like else 0)
+    return _largest_number(needs, problem.capacity_bytes, most, getattr(like.recipe, field) if like else 0)
 
 
 def _memory_of(problem: Problem, job: Job, like: Candidate | None) -> Device:
@@ -55,7 +55,7 @@ def _memory_of(problem: Problem, job: Job, like: Candidate | None) -> Device:
     return replace(device, verdict="tight" if wasted else "yes")
 
 
-def _largest(needs: Callable[[int], Device], has: int, most: int, fitting: int = 0) -> int:
+def _largest_number(needs: Callable[[int], Device], has: int, most: int, fitting: int = 0) -> int:
     """The largest number from 1 to `most` that fits; if `fitting` is known to fit, a result within 2 % is enough.
 
     Memory grows about linearly, so the next number tried is where the line through the two numbers around the limit
@@ -99,18 +99,18 @@ class Plan:
     @cached_property
     def longest(self) -> tuple[int, int]:
         """The longest sequences that fit, in the recommended micro-batch and alone; found when first asked for."""
-        return _longest(self.problem, self.choice) if self.choice else (0, 0)
+        return _longest_sequences(self.problem, self.choice) if self.choice else (0, 0)
 
 
 def make_plan(problem: Problem) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; chooses the simplest of the fastest that fit."""
     jobs, candidates = list(layouts(problem.job)), list(_search(problem, layouts(problem.job)))
-    divided, untried = _divided(problem, candidates)
+    divided, untried = _divided_candidates(problem, candidates)
     candidates += divided
     used = {candidate.layout for candidate in divided}
     jobs += [job for job in meshes(problem) if job.layout in used]
-    rows = tuple(_loadable(problem, problem.evaluate(job)) for job in jobs)
-    choice = _confirmed(problem, candidates)
+    rows = tuple(_refuse_unloadable(problem, problem.evaluate(job)) for job in jobs)
+    choice = _confirm(problem, candidates)
     if choice is None:
         return Plan(problem, rows, untried=untried)
     bests: dict[Layout, Candidate] = {choice.layout: choice}  # the fastest of each layout
@@ -126,15 +126,15 @@ def make_plan(problem: Problem) -> Plan:
 def best(problem: Problem) -> Candidate | None:
     """The choice of `make_plan` alone; None if nothing fits."""
     candidates = list(_search(problem, layouts(problem.job), all_ways=False))
-    return _confirmed(problem, candidates + _divided(problem, candidates)[0])
+    return _confirm(problem, candidates + _divided_candidates(problem, candidates)[0])
 
 
 def judge(problem: Problem) -> Plan:
     """Judges the job of the problem as it is: whether it fits, and the largest micro-batch and sequence that do."""
-    candidate = _loadable(problem, problem.evaluate(problem.job))
+    candidate = _refuse_unloadable(problem, problem.evaluate(problem.job))
     if not candidate.fits:
         return Plan(problem, (candidate,))
-    largest_rows = largest(problem, problem.job, "rows", MOST_ROWS, _replayed(problem, candidate))
+    largest_rows = largest(problem, problem.job, "rows", MOST_ROWS, _limited_by_replay(problem, candidate))
     reason = f"It fits, up to {rows_in(replace(candidate.recipe, rows=largest_rows))} per GPU."
     return Plan(problem, (candidate,), candidate, reason=reason)
 
@@ -148,7 +148,7 @@ def least(problem: Problem) -> Candidate:
     return min(candidates, key=lambda candidate: (bool(candidate.refused), candidate.device.needed))
 
 
-def _confirmed(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
+def _confirm(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
     """The simplest of the fastest candidates, confirmed by the allocator's replay; those that fail it are shrunk."""
     confirmed: list[Candidate] = []
     while candidates:
@@ -167,24 +167,24 @@ def _confirmed(problem: Problem, candidates: list[Candidate]) -> Candidate | Non
     return None
 
 
-def _longest(problem: Problem, candidate: Candidate) -> tuple[int, int]:
-    limit, like = problem.shape.positions or MOST_TOKENS, _replayed(problem, candidate)
+def _longest_sequences(problem: Problem, candidate: Candidate) -> tuple[int, int]:
+    limit, like = problem.shape.positions or MOST_TOKENS, _limited_by_replay(problem, candidate)
     jobs = candidate.job, candidate.job.with_recipe(rows=1)
     chosen, single = (largest(problem, job, "length", limit, like) for job in jobs)
     return chosen, max(chosen, single)
 
 
-def _replayed(problem: Problem, candidate: Candidate) -> Candidate | None:
+def _limited_by_replay(problem: Problem, candidate: Candidate) -> Candidate | None:
     """The candidate if it fits only by the allocator's replay, which then decides its limits; else None."""
     return None if candidate.verdict == "yes" and problem.has_room(candidate.job) else candidate
 
 
-def _loadable(problem: Problem, candidate: Candidate) -> Candidate:
+def _refuse_unloadable(problem: Problem, candidate: Candidate) -> Candidate:
     """The candidate, refused if it would fit but a machine's memory isn't enough."""
     return replace(candidate, refused=problem.host_lack(candidate.job)) if candidate.fits else candidate
 
 
-def _divided(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate], bool]:
+def _divided_candidates(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate], bool]:
     """The best candidates that divide layers or experts too, if asked for or where that may help the `plain` ones.
 
     Also returns whether they may help but can't be recorded here.

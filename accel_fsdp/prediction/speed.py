@@ -103,7 +103,7 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
             for piece in pieces:
                 for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
                     bound_seconds[bound] += seconds * piece.count * times
-    for bound, seconds in (*_update(shape, recipe, layout, gpu), *_exchanged(shape, recipe, layout, gpu)):
+    for bound, seconds in (*_update(shape, recipe, layout, gpu), *_exchange_times(shape, recipe, layout, gpu)):
         bound_seconds[bound] += seconds
     total = sum(bound_seconds.values())
     tokens = layout.row_part(recipe.rows * recipe.length * recipe.accumulation)
@@ -259,7 +259,7 @@ def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iter
     yield sending_seconds(communication.update(shape, recipe, layout), layout.ranks, gpu)
 
 
-def _exchanged(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
+def _exchange_times(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """The time of the communication of tensor and expert parallelism, for which the products wait."""
     for count, *passes in communication.exchanges(shape, recipe, layout):
         for sent in passes:

@@ -139,14 +139,14 @@ def to_text(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> str:
     content = {
         "key": key,
         "shape": asdict(shape),
-        "sizes": [_short(size) for size in sizes],
+        "sizes": [_without_zeros(size) for size in sizes],
         "tapes": lines,
         "variants": variants,
     }
     return json.dumps(content, separators=(",", ":")) + "\n"
 
 
-def _short(size: Size) -> list[float]:
+def _without_zeros(size: Size) -> list[float]:
     numbers = list(size)
     while numbers and not numbers[-1]:
         numbers.pop()

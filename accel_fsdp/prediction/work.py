@@ -183,17 +183,17 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
     norm_width = 2 if _has_wide_norms(block, recipe) else 1
     yield from norms
     if attention and not _has_learned_positions(shape):
-        per_element = FUSED_ROTARY_BYTES if fused else _times(ROTARY_BYTES, norm_width)
+        per_element = FUSED_ROTARY_BYTES if fused else _scaled_bytes(ROTARY_BYTES, norm_width)
         yield per_element, queries + keys, 1 if fused else KERNELS["rotary"]
     yield (0, 0), 0, KERNELS["attention"] if attention else 0
-    yield _times(RESIDUAL_BYTES, norm_width), 2 * shape.hidden, KERNELS["residual"]
+    yield _scaled_bytes(RESIDUAL_BYTES, norm_width), 2 * shape.hidden, KERNELS["residual"]
     inner = [
         _inner_width(weight, shape) * _routes(weight, shape) for weight in products(block) if not _is_attention(weight)
     ]
     if inner:
         gated = math.isclose(sum(inner), 3 * min(inner)) or shape.experts > 0
         per_element = (FUSED_GATE_BYTES if _fuses_gates(recipe) else GATE_BYTES) if gated else ACTIVATION_BYTES
-        yield _times(per_element, norm_width), sum(inner) / (3 if gated else 2), KERNELS["inner"]
+        yield _scaled_bytes(per_element, norm_width), sum(inner) / (3 if gated else 2), KERNELS["inner"]
     experts = [weight for weight in block.parameters if weight.kind == "experts"]
     if experts:
         yield ROUTED_BYTES, shape.experts_used * shape.hidden, 6
@@ -214,7 +214,7 @@ def _norms(block: Block, shape: ModelShape, queries: float, keys: float, recipe:
         norm_width = norm.numel if norm.numel != shape.head_dim else keys if "k_" in norm.name else queries
         if _has_bias(norm, block):
             casts = _casts_norms(block, recipe)
-            yield (_plus(LAYER_NORM_BYTES, AUTOCAST_BYTES) if casts else LAYER_NORM_BYTES), norm_width, 1
+            yield (_added_bytes(LAYER_NORM_BYTES, AUTOCAST_BYTES) if casts else LAYER_NORM_BYTES), norm_width, 1
         else:
             yield FUSED_NORM_BYTES if fused else RMS_NORM_BYTES, norm_width, 1 if fused else KERNELS["norm"]
 
@@ -259,11 +259,11 @@ def _unpacking(block: Block, recipe: Recipe) -> Work:
     return Work(unpacked=sum(packed), kernels=KERNELS["packed"] * len(packed))
 
 
-def _times(bytes_: tuple[float, float], factor: float) -> tuple[float, float]:
+def _scaled_bytes(bytes_: tuple[float, float], factor: float) -> tuple[float, float]:
     return bytes_[0] * factor, bytes_[1] * factor
 
 
-def _plus(left: tuple[float, float], right: tuple[float, float]) -> tuple[float, float]:
+def _added_bytes(left: tuple[float, float], right: tuple[float, float]) -> tuple[float, float]:
     return left[0] + right[0], left[1] + right[1]
 
 

@@ -31,7 +31,7 @@ class OwnRehearsal:
         for mistake in mistakes.find(outcome.events):  # first, as it may have caused the failure
             raise mistake
         if outcome.hang or outcome.code:
-            raise self._failed(outcome)
+            raise self._failure_of(outcome)
         unwatched = [event.content for event in outcome.events if event.kind == "unwatched" and event.rank == 0]
         if not outcome.holdings:
             if not unwatched:
@@ -45,7 +45,7 @@ class OwnRehearsal:
         of_gpus = f"; {gpu_calls}" if (gpu_calls := without_gpu.taken(outcome.events)) else ""
         return Proof(verdict.summary(outcome.holdings) + repeated_steps + note + of_gpus, last_lines(outcome.printed))
 
-    def _failed(self, outcome: Outcome) -> Failure:
+    def _failure_of(self, outcome: Outcome) -> Failure:
         failure = of_outcome(outcome)
         if any(event.kind == "stepped" for event in outcome.events):
             failure.what += f"; until then it trained: {verdict.summary(outcome.holdings)}"

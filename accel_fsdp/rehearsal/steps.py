@@ -117,7 +117,7 @@ class SftRehearsal:
         if self.precision != "bf16" or self.run.draws_noise:
             return sharded
         self._launch("autocast", self._one_process_job(self.precision), self._words_as_written("autocast", 1))
-        losses, alone = (dict(enumerate(self._logged(name), 1)) for name in ("written", "autocast"))
+        losses, alone = (dict(enumerate(self._logged_losses(name), 1)) for name in ("written", "autocast"))
         return f"{sharded}; {_compare_losses(losses, alone, range(1, len(alone) + 1), self.autocast_tolerance)}"
 
     def train_and_save(self) -> str:
@@ -212,7 +212,7 @@ class SftRehearsal:
         state = json.loads(path.read_text(encoding="utf-8"))
         return {entry["step"]: entry["loss"] for entry in state["log_history"] if "loss" in entry}
 
-    def _logged(self, name: str) -> list[float]:
+    def _logged_losses(self, name: str) -> list[float]:
         return [entry["loss"] for entry in run_record.read(self._output(name))["log"] if "loss" in entry]
 
 

@@ -57,9 +57,9 @@ def serve(calls: int, questions: int, store: str) -> None:
     watching = threading.Thread(target=_report_places, args=(Connection(questions), threading.get_ident()), daemon=True)
     watching.start()
     with contextlib.suppress(EOFError):
-        pipe.send(_joined(pipe.recv(), store))
+        pipe.send(_join_group(pipe.recv(), store))
         while True:
-            pipe.send(_called(pipe.recv_bytes()))
+            pipe.send(_call(pipe.recv_bytes()))
 
 
 def _report_places(questions: Connection, main: int) -> None:
@@ -72,7 +72,7 @@ def _report_places(questions: Connection, main: int) -> None:
         os._exit(1)
 
 
-def _joined(preparation: dict[str, Any], store: str) -> Answer:
+def _join_group(preparation: dict[str, Any], store: str) -> Answer:
     import torch.distributed as dist
 
     try:
@@ -88,7 +88,7 @@ def _joined(preparation: dict[str, Any], store: str) -> Answer:
     return Answer(pickle.dumps(None))
 
 
-def _called(call: bytes) -> Answer:
+def _call(call: bytes) -> Answer:
     from accelerate.state import AcceleratorState, GradientState
 
     try:
@@ -103,7 +103,7 @@ def _called(call: bytes) -> Answer:
     finally:
         AcceleratorState._reset_state()
         GradientState._reset_state()
-    return _returned(value)
+    return _answer_with(value)
 
 
 def _file_of(function: Callable[..., Any]) -> str:
@@ -112,7 +112,7 @@ def _file_of(function: Callable[..., Any]) -> str:
     return str(getattr(sys.modules.get(getattr(function, "__module__", "")), "__file__", ""))
 
 
-def _returned(value: Any) -> Answer:
+def _answer_with(value: Any) -> Answer:
     try:
         return Answer(_pickled(value))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The parts of `train/sft.py`: flags, model, a Trainer whose checkpoints survive, resume, reports."""
+"""The parts of `train/sft.py`: flags, model, Trainer, checkpoints, resuming, reports."""
 
 import lazy_loader
 

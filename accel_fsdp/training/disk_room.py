@@ -69,7 +69,7 @@ def check_shared(trainer: Any, resume_from: str | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".shared-", dir=folder, ignore_cleanup_errors=True) as probe:
         [first, *_] = gather_object([Path(probe).name])
-        answers = gather_object([(_appears(folder / first), resume_from)])
+        answers = gather_object([(_sees_file(folder / first), resume_from)])
         trainer.accelerator.wait_for_everyone()
     if all(sees_it for sees_it, _ in answers) and len({start for _, start in answers}) == 1:
         return
@@ -80,7 +80,7 @@ def check_shared(trainer: Any, resume_from: str | None) -> None:
     )
 
 
-def _appears(folder: Path) -> bool:
+def _sees_file(folder: Path) -> bool:
     """Whether this rank sees rank 0's file; network disks may take a while to show it."""
     deadline = time.monotonic() + SHOWN_SECONDS
     while folder.name not in os.listdir(folder.parent):

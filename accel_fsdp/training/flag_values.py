@@ -155,7 +155,7 @@ def _check_combination(model: Any, training: TrainingArguments) -> None:
 def _check_optimizer(training: TrainingArguments) -> None:
     """Builds the optimizer and the schedule for a parameter of one number, as Trainer will for the model."""
     name = str(getattr(training.optim, "value", training.optim))
-    with _understood(f"--optim {name}"):
+    with _convert_errors(f"--optim {name}"):
         try:
             kind, options = Trainer.get_optimizer_cls_and_kwargs(training, None)
         except ImportError as error:
@@ -170,7 +170,7 @@ def _check_optimizer(training: TrainingArguments) -> None:
             raise error
         optimizer = kind([torch.nn.Parameter(torch.zeros(1))], **options)
     schedule = str(getattr(training.lr_scheduler_type, "value", training.lr_scheduler_type))
-    with _understood(f"--lr_scheduler_type {schedule}"):
+    with _convert_errors(f"--lr_scheduler_type {schedule}"):
         get_scheduler(
             schedule,
             optimizer,
@@ -185,7 +185,7 @@ def _wants_model(optimizer: str) -> bool:
 
 
 @contextlib.contextmanager
-def _understood(flag: str) -> Iterator[None]:
+def _convert_errors(flag: str) -> Iterator[None]:
     """Converts the errors of torch or a package about a value into a UserError."""
     try:
         yield

@@ -68,7 +68,7 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
     Raises:
         UserError: the weights can't be read, the vocabulary is too small, or no module matches `lora_target_modules`.
     """
-    with _unloadable(options.model_name_or_path):
+    with _convert_errors(options.model_name_or_path):
         model = _without_weights(options) if receives_weights(options) else _with_weights(options)
     if _first_rank():
         if not (options.load_in_4bit or LaunchEnvironment.now().by_transformers):
@@ -84,7 +84,7 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
 
 
 @contextmanager
-def _unloadable(name: str) -> Iterator[None]:
+def _convert_errors(name: str) -> Iterator[None]:
     """Converts the errors of loading a model, on ranks with and without weights, into one message."""
     try:
         yield

@@ -49,7 +49,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Requests a checkpoint and the end of training, on all ranks after the same step."""
-        self.agreed = self._agreed_on(state.global_step)
+        self.agreed = self._agreed_signal(state.global_step)
         if self.agreed:
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
@@ -61,7 +61,7 @@ class Stop(TrainerCallback):  # type: ignore[misc]
         if self.agreed:
             control.should_save = control.should_evaluate = control.should_log = False
 
-    def _agreed_on(self, step: int) -> str:
+    def _agreed_signal(self, step: int) -> str:
         """The name of the signal if the ranks stop after this step, else empty."""
         name = signal.Signals(self.signal).name if self.signal else ""
         if not dist.is_initialized():

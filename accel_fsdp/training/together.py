@@ -71,7 +71,7 @@ class Peers:
         elif self.several and self.machines > 1:
             self._fails_itself = isinstance(error, UserError)
             if not self._fails_itself:  # often a collective that lacks a failed rank: the watch knows which
-                time.sleep(2 * self._every)
+                time.sleep(2 * self._poll_seconds)
             self._report(error)
         self._over.set()
 
@@ -84,7 +84,7 @@ class Peers:
     # When a rank fails
 
     @property
-    def _every(self) -> float:
+    def _poll_seconds(self) -> float:
         return max(POLL_SECONDS, dist.get_world_size() / RANKS_PER_SECOND)
 
     def _report(self, error: BaseException) -> None:
@@ -96,11 +96,11 @@ class Peers:
         with contextlib.suppress(RuntimeError):
             self.store.compare_set("failed", "", json.dumps(note))
             heard = [f"heard/{machine}" for machine in range(self.machines) if machine != self.own.machine]
-            self.store.wait(heard, timedelta(seconds=3 * self._every))
+            self.store.wait(heard, timedelta(seconds=3 * self._poll_seconds))
 
     def _watch(self, store: Any) -> None:
         launchers = _launchers_store()
-        while not self._over.wait(self._every):
+        while not self._over.wait(self._poll_seconds):
             try:
                 what = self._failure(store, launchers)
             except RuntimeError:

@@ -161,7 +161,7 @@ def update(document: Any, job: JobConfig, old: Answers, new: Answers, answered: 
     for section in (removed_sections | unreadable) - {""}:  # text or a list, which Accelerate can't read either
         apply(document, [Edit("", section)])
     dropped = [Edit(place, key) for place, key in before if (place, key) not in after and place not in removed_sections]
-    dropped += [Edit(place, key) for place, key in _unusable(job, new) if place not in removed_sections]
+    dropped += [Edit(place, key) for place, key in _unusable_keys(job, new) if place not in removed_sections]
     dropped += [
         Edit(*question.key) for question in applying(new) if question.key and getattr(new, question.field) == ""
     ]
@@ -187,7 +187,7 @@ def corrections(job: JobConfig, old: Answers, new: Answers, read: Collection[str
         question = "strategy" if key == RESHARD else KEYS.get((section, key))
         if raw is not None and not _is_readable(field, raw) and (question is None or question in read):
             sentences.append(f"Accelerate can't read {key}: {raw}, so the key is rewritten")
-    for section, key in _unusable(job, new):
+    for section, key in _unusable_keys(job, new):
         sentences.append(f"{key}: {job.section(section)[key]} can't be used, so the key is removed")
     unread = {Engine.FSDP1: RESHARD, Engine.FSDP2: STRATEGY}.get(job.engine, "")
     if unread and job.has(unread):
@@ -201,7 +201,7 @@ def corrections(job: JobConfig, old: Answers, new: Answers, read: Collection[str
 KEYS = {question.key: question.field for question in QUESTIONS if question.key}
 
 
-def _unusable(job: JobConfig, new: Answers) -> list[tuple[str, str]]:
+def _unusable_keys(job: JobConfig, new: Answers) -> list[tuple[str, str]]:
     """The keys without a question whose values Accelerate can't use."""
     decided, unusable = _flat(to_mapping(new)), []
     for (section, key), field in BY_NAME.items():

@@ -75,7 +75,7 @@ def note(question: str, value: Any, context: Context) -> str:
         return f"; {state_bytes.experts_in_16_bits(context.model.fused_experts)}"
     if question != "strategy" or (value in (4, 5) and context["num_machines"] == 1):
         return ""
-    candidate = _evaluated(_sharded_problem(context, value), False)
+    candidate = _evaluate(_sharded_problem(context, value), False)
     return f", ~{gib_or_mib(candidate.device.allocated)}" if candidate else ""
 
 
@@ -100,7 +100,7 @@ def of_each_size(axis: str, check: Callable[[Context, Any], Any], context: Conte
     for size in range(1, context.machine.count + 1):
         try:
             check(context, size)
-            candidate = _evaluated(_problem(with_answers(context, **{axis: size}), records=True), False)
+            candidate = _evaluate(_problem(with_answers(context, **{axis: size}), records=True), False)
         except UserError:  # this size doesn't divide the model, or can't be recorded
             continue
         if candidate:
@@ -119,7 +119,7 @@ def advice(context: Context, **changed: Any) -> "Candidate | None":
         return None
 
 
-def _evaluated(problem: "Problem | None", checkpointing: bool) -> "Candidate | None":
+def _evaluate(problem: "Problem | None", checkpointing: bool) -> "Candidate | None":
     if problem is None:
         return None
     try:
@@ -222,7 +222,7 @@ def _unknown_gpu(context: Context) -> tuple[str, ...]:
 def judgement(context: Context) -> "Candidate | None":
     """The plan's verdict on settled answers; None if the model or the GPU is unknown."""
     checkpointing = context["activation_checkpointing"] or checkpoints_in_script(context)
-    return _evaluated(_problem(context), checkpointing)
+    return _evaluate(_problem(context), checkpointing)
 
 
 def misfit(context: Context) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def _as_text(value: Any) -> str:
 
 
 def _ask_text(prompt: str, default: str, reason: str, before: str | None) -> tuple[Any, str]:
-    first, instruction = _fitted(prompt, reason, room=len(default) + 2)
+    first, instruction = _fit_lines(prompt, reason, room=len(default) + 2)
     grey = [("class:instruction", default)]
     answer = _run(questionary.text(first, default=before or "", instruction=instruction + " ", placeholder=grey))
     answer = default if answer == "" else answer
@@ -58,7 +58,7 @@ def _ask_choice(question: Question, context: Context, proposed: Any, reason: str
     choices = [_choice(option) for option in options]
     free = [choice for choice in choices if not choice.disabled]
     default = next((choice for choice in free if str(choice.value) == str(proposed)), free[0])
-    prompt, instruction = _fitted(question.prompt, reason)
+    prompt, instruction = _fit_lines(question.prompt, reason)
     answer = _run(questionary.select(prompt, choices, default=default, instruction=instruction, use_jk_keys=False))
     return answer, next((option.label for option in options if option.value == answer), "")
 
@@ -66,7 +66,7 @@ def _ask_choice(question: Question, context: Context, proposed: Any, reason: str
 def pick(text: str, rows: Sequence[tuple[str, str]], instruction: str) -> Any:
     """Lets the user pick one of several rows (value, label); Escape returns BACK. Leaves nothing on the screen."""
     choices = [_choice(Option(value, label)) for value, label in rows]
-    first, hint = _fitted(text, instruction)
+    first, hint = _fit_lines(text, instruction)
     return _run(questionary.select(first, choices, instruction=hint, use_jk_keys=False))
 
 
@@ -82,7 +82,7 @@ def pause() -> None:
     _run(questionary.press_any_key_to_continue("Any key goes back to the review"))
 
 
-def _fitted(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
+def _fit_lines(prompt: str, reason: str, room: int = 0) -> tuple[str, str]:
     """Prompt and reason, broken between words; the reason gets its own lines if it doesn't fit with `room`."""
     first, instruction = _fill(prompt, start=2, indent=2), f"({reason})"
     end = len(first.splitlines()[-1]) + 3

@@ -550,12 +550,12 @@ def test_the_largest_that_fits_is_found_with_few_tries(
         return Device(number)
 
     has = round((constant + max(0, limit - knee) * slope) * 1.05)
-    assert search._largest(needs, has, most) == min(limit, most)  # type: ignore[arg-type]
+    assert search._largest_number(needs, has, most) == min(limit, most)  # type: ignore[arg-type]
     assert len(tried) == len(set(tried)) <= 3 * most.bit_length() + 2
 
     tried.clear()
     known = min(limit, most) // 2
-    largest = search._largest(needs, has, most, known)  # type: ignore[arg-type]
+    largest = search._largest_number(needs, has, most, known)  # type: ignore[arg-type]
     assert known <= largest <= min(limit, most) <= largest + known // search.FINE
     assert len(tried) == len(set(tried))
 

@@ -121,7 +121,7 @@ def _pairs(results: NetworkResults) -> Iterator[Row]:
     yield from (_slow_machine(results, machine) for machine in slow)
     for pair in results.pairs:
         if not pair.error and not {pair.first, pair.second} & set(slow):
-            yield from _measured(pair)
+            yield from _speed_row(pair)
 
 
 def _unreachable_machines(results: NetworkResults, failed: list[PairResult]) -> list[int]:
@@ -183,7 +183,7 @@ def _slow_machine(results: NetworkResults, machine: int) -> Row:
     return Row(f"machine {machine}", "error", what, why, fix)
 
 
-def _measured(pair: PairResult) -> Iterator[Row]:
+def _speed_row(pair: PairResult) -> Iterator[Row]:
     what = f"{per_second(pair.bytes_per_second)}, {pair.latency_seconds * 1e6:,.0f} us"
     if pair.bytes_per_second >= SLOW_LINK:
         yield Row(_name(pair), "ok", what)

@@ -103,9 +103,9 @@ def _place(
     try:
         engine = place.now()
         if launched.is_rank:
-            return _launcher_place(launched), _launched_otherwise(engine, values, launched)
+            return _launcher_place(launched), _unapplied_settings(engine, values, launched)
         if launched.has_config and engine.machines > 1:
-            return place.NOWHERE, _launched_otherwise(engine, values, launched)
+            return place.NOWHERE, _unapplied_settings(engine, values, launched)
         flags = {name: getattr(options, name) for name in place.FLAGS}
         settled = place.settle(engine, flags, values, str(options.file or "this job"))
     except UserError as error:
@@ -131,7 +131,7 @@ def _launcher_place(launched: LaunchEnvironment) -> place.Place:
     return place.Place("torchrun", values)
 
 
-def _launched_otherwise(engine: place.Place, values: Mapping[str, Any], launched: LaunchEnvironment) -> list[Row]:
+def _unapplied_settings(engine: place.Place, values: Mapping[str, Any], launched: LaunchEnvironment) -> list[Row]:
     """Reports settings of the engine and the YAML that the launcher of this process did not apply."""
     rows = []
     for name, started in (("num_machines", launched.machines), ("num_processes", launched.world_size)):

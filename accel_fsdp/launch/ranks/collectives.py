@@ -59,7 +59,7 @@ def aborted(folder: Path, script_file: Path) -> list[RankEvent]:
                 f"{script_file.parent / os.path.basename(file)}:{line}"
                 for file, line, _ in map(frames.__getitem__, own)
             ]
-            call = _called([name for *_, name in frames[: own[0]]], "a collective")
+            call = _called_function([name for *_, name in frames[: own[0]]], "a collective")
             content = {"calls": [["", 0, "", call, lines[::-1], []]], "line": lines[0]}
             results.append(RankEvent(int(path.name.partition(".")[0]), time.monotonic(), "aborted", content))
     return results
@@ -69,7 +69,7 @@ def _folder(file: str | Path) -> str:
     return os.path.dirname(os.path.abspath(file))
 
 
-def _called(names: Sequence[str], collective: str) -> str:
+def _called_function(names: Sequence[str], collective: str) -> str:
     """The function of `names` (innermost first) that the script's line calls; the collective if none is known."""
     return next((name for name in reversed(names) if name in NAMES), collective)
 
@@ -101,7 +101,7 @@ def _call(entry: Mapping[str, Any]) -> Call:
     lines = tuple(script.line_of([(frames[number]["filename"], frames[number]["line"])]) for number in reversed(own))
     inner = [str(frame["name"]) for frame in (frames[: own[0]] if own else frames)]
     collective = str(entry["profiling_name"]).rpartition(":")[2]
-    call = _called(inner, collective)
+    call = _called_function(inner, collective)
     sizes = tuple(tuple(size) for size in entry.get("input_sizes", ()))
     return Call(str(entry["process_group"][0]), int(entry["collective_seq_id"]), collective, call, lines, sizes)
 

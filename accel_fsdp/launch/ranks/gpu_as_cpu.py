@@ -98,7 +98,7 @@ def install() -> None:
     torch.Tensor.record_stream = _do_nothing  # type: ignore[method-assign]
     torch.Generator = _on_cpu(torch.Generator)  # type: ignore[misc]
     replace(torch.nn.Module, "to", _move)
-    replace(torch.nn.Module, "cuda", lambda _, module, *__, **___: _stay(module))
+    replace(torch.nn.Module, "cuda", lambda _, module, *__, **___: _stay_on_cpu(module))
     _translate_arguments()
     texts = _texts()
     if any(MENTIONS_GPU.search(text) for text in texts):
@@ -270,7 +270,7 @@ def _make_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
     return original("cuda", *args) if args and isinstance(args[0], int) else original(*args, **kwargs)
 
 
-def _stay(moved: Any) -> Any:
+def _stay_on_cpu(moved: Any) -> Any:
     _report_use(".cuda()")
     return moved
 
@@ -282,7 +282,7 @@ def _translate_devices() -> None:
 
     instead: dict[Any, Callable[..., Any]] = {
         torch.Tensor.to: _move,
-        torch.Tensor.cuda: lambda _, tensor, *__, **___: _stay(tensor),
+        torch.Tensor.cuda: lambda _, tensor, *__, **___: _stay_on_cpu(tensor),
         torch.Tensor.pin_memory: lambda _, tensor, *__, **___: tensor,
         torch.device: _make_device,
     }

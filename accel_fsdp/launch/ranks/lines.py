@@ -54,14 +54,14 @@ class ObservedLines:
         from torch.nn.parallel import DistributedDataParallel
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-        before(dist, "all_reduce", self._summing)
+        before(dist, "all_reduce", self._record_sum)
         register_optimizer_step_pre_hook(self.report_averaging)
         for name in METHODS:
-            yield replace(torch.Tensor, name, self._changing)
+            yield replace(torch.Tensor, name, self._record_change)
         for name in COLLECTIVES:
-            yield replace(dist, name, self._changing)
+            yield replace(dist, name, self._record_change)
         for owner in (torch.optim.Optimizer, torch.nn.Module):
-            yield replace(owner, "zero_grad", self._clearing)
+            yield replace(owner, "zero_grad", self._record_clearing)
         for wrapper in (DistributedDataParallel, fsdp.FullyShardedDataParallel):
             yield replace(wrapper, "no_sync", self._not_syncing)
         yield replace(fsdp.FSDPModule, "set_requires_gradient_sync", self._setting_sync)
@@ -75,7 +75,7 @@ class ObservedLines:
         lines = {name: self.changed.get(_storage(tensor), "") for name, tensor in tensors.items()}
         return {name: line for name, line in lines.items() if line}
 
-    def _changing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record_change(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         import torch
 
         if not torch.compiler.is_compiling() and self.is_outside():
@@ -83,7 +83,7 @@ class ObservedLines:
             self.changed[_storage(changed)] = script.line_of_stack(sys._getframe(2))
         return original(*args, **kwargs)
 
-    def _clearing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record_clearing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.cleared = script.line_of_stack(sys._getframe(2)) or self.cleared
         return original(*args, **kwargs)
 
@@ -101,7 +101,7 @@ class ObservedLines:
         self.unsynced = "" if is_on else script.line_of_stack(sys._getframe(2))
         return original(*args, **kwargs)
 
-    def _summing(self, tensor: Any, *_: Any, **__: Any) -> None:
+    def _record_sum(self, tensor: Any, *_: Any, **__: Any) -> None:
         """Notes a weight that the script sums over ranks, or a copy of it."""
         if self.summed is None and not self.has_averaged and self.is_outside():
             weight = self._weight_of(parts.local(tensor).detach().flatten())

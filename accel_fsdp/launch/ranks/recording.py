@@ -102,11 +102,11 @@ class Recorder:
         after(fsdp, "fully_shard", lambda module, *_, **__: self.prepare(module))
         before(torch.nn.utils, "clip_grad_norm_", self._clips)
         before(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._clips)
-        self.remove.append(replace(torch.nn.Module, "__call__", self._calling))
+        self.remove.append(replace(torch.nn.Module, "__call__", self._record_call))
         self.remove.append(replace(torch.autograd, "backward", self._running_backward))
-        self.remove.append(replace(torch.autograd, "grad", self._differentiating))
+        self.remove.append(replace(torch.autograd, "grad", self._differentiate))
         self.remove += self.lines.install()
-        hooks = [register_optimizer_step_pre_hook(self._step), register_optimizer_step_post_hook(self._stepped)]
+        hooks = [register_optimizer_step_pre_hook(self._step), register_optimizer_step_post_hook(self._after_step)]
         self.remove += [hook.remove for hook in hooks]
 
     def keep(self, root: "nn.Module") -> None:
@@ -153,11 +153,11 @@ class Recorder:
         self._stop()
         self.lines.report_averaging()
         if self.written:
-            unchanged = self._unchanged()
+            unchanged = self._unchanged_weights()
             still = [place.name for place in self.places if place.parameter.requires_grad and place.name in unchanged]
             events.report("weights", moved=len(unchanged) < len(self.begun), still=sorted(set(still)))
 
-    def _unchanged(self) -> set[str]:
+    def _unchanged_weights(self) -> set[str]:
         """The weights whose parts on this rank have the values that they had before the first update."""
         now = parts.parts(self.places, lambda parameter: parameter)
         return {name for name, (_, part) in self.begun.items() if name not in now or part.equal(now[name][1])}
@@ -169,7 +169,7 @@ class Recorder:
     def _is_outside(self) -> bool:
         return bool(self.copies) and not (self.depth or self.in_backward or self.in_step)
 
-    def _calling(self, original: Callable[..., Any], module: "nn.Module", *args: Any, **kwargs: Any) -> Any:
+    def _record_call(self, original: Callable[..., Any], module: "nn.Module", *args: Any, **kwargs: Any) -> Any:
         import torch
 
         if torch.compiler.is_compiling():  # this call is part of a recorded forward pass
@@ -186,7 +186,7 @@ class Recorder:
             result = original(module, *args, **kwargs)
         finally:
             self.depth -= 1
-        return result if forward is None else self._watched(forward, result)
+        return result if forward is None else self._watch_output(forward, result)
 
     def _newest(self) -> tuple[int, Forward | None]:
         return self.written, self.update.forwards[-1] if self.update is not None and self.update.forwards else None
@@ -244,7 +244,7 @@ class Recorder:
     def _weights(self) -> Parts:
         return parts.parts(self.places, lambda parameter: parameter if parameter.is_floating_point() else None)
 
-    def _watched(self, forward: Forward, value: Any, path: str = "") -> Any:
+    def _watch_output(self, forward: Forward, value: Any, path: str = "") -> Any:
         """A module's output, with a copy of each tensor: an output may be a part of another, as logits of a loss.
 
         The gradient of a copy thus comes only from code outside of the module.
@@ -252,15 +252,15 @@ class Recorder:
         import torch
 
         if isinstance(value, torch.Tensor):
-            return self._watched_tensor(forward, value, path)
+            return self._watch_tensor(forward, value, path)
         prefix = f"{path}." if path else ""
         for key, inner in members(value):
-            watched = self._watched(forward, inner, f"{prefix}{key}")
+            watched = self._watch_output(forward, inner, f"{prefix}{key}")
             if watched is not inner:
                 value = with_member(value, key, watched)
         return value
 
-    def _watched_tensor(self, forward: Forward, tensor: "torch.Tensor", path: str) -> "torch.Tensor":
+    def _watch_tensor(self, forward: Forward, tensor: "torch.Tensor", path: str) -> "torch.Tensor":
         number = len(forward.gradients)
         forward.gradients.append(None)
         if path == "loss" and tensor.numel() == 1:
@@ -283,9 +283,7 @@ class Recorder:
         now = gradient.detach().cpu().clone()
         forward.gradients[number] = now if last is None else last + now
 
-    def _differentiating(
-        self, original: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def _differentiate(self, original: Callable[..., Any], outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Differentiates with respect to the original outputs, not the copies: a loss among them depends on no copy."""
         parameters = inputs if isinstance(inputs, list | tuple) else [inputs]
         copies = {id(copied_output): returned for copied_output, returned in self.returned}
@@ -296,7 +294,7 @@ class Recorder:
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
             names = {id(place.parameter): place.name for place in self.places}
-            if weight := _reached(roots, {id(node) for node in self.boundary}, names):
+            if weight := _reached_weight(roots, {id(node) for node in self.boundary}, names):
                 update.why = update.why or f"{weight} is used outside of the model's forward"
             self.check_kept(update)
         nested, self.in_backward = self.in_backward, True
@@ -314,13 +312,13 @@ class Recorder:
     def check_kept(self, update: Update) -> None:
         """Compares the gradients before a backward pass with those after the last one."""
         now = self._gradients()
-        if not parts.same(self._used(update.reduced), self._used(now)):
+        if not parts.same(self._used_gradients(update.reduced), self._used_gradients(now)):
             update.dropped |= bool(update.backwards) and not self.in_step and not parts.not_zero(now)
             update.cleared = self.lines.cleared if update.dropped else ""
             moment = "between two backward passes of a step" if update.backwards else "before it"
             update.why = update.why or f"gradients are kept, cleared or changed {moment}"
 
-    def _used(self, gradients: Parts) -> Parts:
+    def _used_gradients(self, gradients: Parts) -> Parts:
         """The gradients that aren't 0, without weights outside the last step's optimizers: those may accumulate."""
         covered = self.covered
         return {name: part for name, part in parts.not_zero(gradients).items() if covered is None or name in covered}
@@ -350,7 +348,7 @@ class Recorder:
         update.altered |= self.lines.of(places, lambda parameter: parameter.grad)
         update.cleared = update.cleared or self.lines.cleared
 
-    def _stepped(self, optimizer: Any, *_: Any) -> None:
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
         self.in_step = False
         if self.update is None or not self.update.steps:
             return
@@ -384,7 +382,7 @@ class Recorder:
         self.written += 1
 
 
-def _reached(roots: "Iterable[torch.Tensor]", boundary: set[int], names: Mapping[int, str]) -> str:
+def _reached_weight(roots: "Iterable[torch.Tensor]", boundary: set[int], names: Mapping[int, str]) -> str:
     """The first weight on which a loss depends other than through outputs of recorded forward passes; or empty."""
     seen: dict[int, Any] = {}  # keeps the nodes alive, so that no other node gets the id of a seen one
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]

@@ -132,7 +132,7 @@ class _Repeated:
         if self.first["unprepared"]:
             return self._differs("unprepared", self._step_line)
         covered = set(self._stepped_names)
-        reduced, used = self._whole("reduced"), self._whole("used")
+        reduced, used = self._whole_tensors("reduced"), self._whole_tensors("used")
         if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
             line = between_ranks.line_of(self.updates, "changed")
             self._differs("begins", line or self.wrapped_at, ranks=ranks)
@@ -152,7 +152,7 @@ class _Repeated:
         self._compare_losses()
         if content := loss_shares.flaw(self.with_rows):
             self._differs("counted", self.first["line"], **content)
-        before, after = self._whole("weights"), self._whole("after")
+        before, after = self._whole_tensors("weights"), self._whole_tensors("after")
         why = self._compare_steps(before, used, after)
         moved = any(not before[name].equal(after[name]) for name in after)
         uncovered = {name for name, gradient in plain.items() if bool(gradient.any())} - covered
@@ -194,7 +194,7 @@ class _Repeated:
     def _differs(self, what: str, line: str, **content: Any) -> None:
         events.report("otherwise", what=what, update=self.number + 1, line=line, **content)
 
-    def _whole(self, kind: str) -> Tensors:
+    def _whole_tensors(self, kind: str) -> Tensors:
         of_ranks = [update[kind] for update in self.updates]
         names = {name: None for rank_parts in of_ranks for name in rank_parts}
         wholes = {name: parts.whole(self.weights[name].shape, name, of_ranks) for name in names if name in self.weights}
@@ -204,7 +204,7 @@ class _Repeated:
         """The plain model's gradients: of the mean over ranks of the sum over their micro-batches."""
         import torch
 
-        values = self._whole("weights")
+        values = self._whole_tensors("weights")
         trained = set(self.first["trained"])
         with torch.no_grad():
             for name, weight in self.weights.items():

@@ -36,9 +36,9 @@ class ObservedResumes:
                 continue
             self.watched.add(module)
             if Observation(f"resumes by {kind}.{method}", (internal,)).is_possible:
-                after(owner, method, self._loaded)
+                after(owner, method, self._note_load)
 
-    def _loaded(self, _: Any, checkpoint: Any = None, *__: Any, **___: Any) -> None:
+    def _note_load(self, _: Any, checkpoint: Any = None, *__: Any, **___: Any) -> None:
         folder = Path(checkpoint) if checkpoint else None
         if folder is not None and any(folder.glob(f"{file_names.OPTIMIZER}*")):
             self.checkpoint, self.line = folder.name, script.line_of_stack(sys._getframe(2))

@@ -70,9 +70,9 @@ class TrainerLosses:
         trainer = sys.modules.get("transformers.trainer")
         if not self.is_watched and trainer is not None and LOSSES.is_possible:
             self.is_watched = True
-            replace(trainer.Trainer, "compute_loss", self._computing)
+            replace(trainer.Trainer, "compute_loss", self._record_loss)
 
-    def _computing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _, before = self.newest()
         arguments = inspect.signature(original).bind(*args, **kwargs)
         try:

@@ -167,7 +167,7 @@ def _watch_prepare(measures: bool, resumes: ObservedResumes) -> None:
     @functools.wraps(original)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
         resumes.watch()
-        before = [_shared(item) for item in args if isinstance(item, torch.nn.Module)]
+        before = [_shared_weights(item) for item in args if isinstance(item, torch.nn.Module)]
         result = original(self, *args, **kwargs)
         prepared = result if isinstance(result, tuple | list) else (result,)
         if any(isinstance(item, torch.utils.data.DataLoader) for item in prepared):
@@ -189,7 +189,7 @@ def _check_prepared(call: str, accelerator: Any, *_: Any, **__: Any) -> None:
         events.report("state-of-nothing", call=call, line=script.line_of_stack(sys._getframe(2)))
 
 
-def _shared(model: "nn.Module") -> list[list[str]]:
+def _shared_weights(model: "nn.Module") -> list[list[str]]:
     """The names of each weight that has several, such as that of embedding and head."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -322,7 +322,7 @@ class _Steps:
         if self.drawn.has_trained:
             self._leave_modules()
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        models = self._trained_by(trained)
+        models = self._trained_models(trained)
         if len(models) == 1:
             self.saves.before_training(models[0][0])
         for model, own in models:
@@ -341,7 +341,7 @@ class _Steps:
         units = [(names[unit], line) for unit, line in self.units if unit in names]
         events.report("units", names=[name for name, _ in units], lines=[line for _, line in units])
 
-    def _trained_by(self, trained: set[int]) -> list[tuple["nn.Module", set[int]]]:
+    def _trained_models(self, trained: set[int]) -> list[tuple["nn.Module", set[int]]]:
         """The outermost modules with parameters in an optimizer; all trainable ones if there are none.
 
         A reference model of DPO has gradients and no optimizer.

@@ -57,7 +57,7 @@ class ZeroRecorder(Recorder):
         from deepspeed.runtime.engine import DeepSpeedEngine
 
         after(DeepSpeedEngine, "__init__", lambda engine, *_, **__: self.prepare(engine))
-        after(DeepSpeedEngine, "_backward_epilogue", self._reduced)
+        after(DeepSpeedEngine, "_backward_epilogue", self._read_reduced)
         before(DeepSpeedEngine, "_take_model_step", self._steps)
         before(DeepSpeedOptimizerWrapper, "step", self._accelerate_steps)
         before(Accelerator, "clip_grad_norm_", self._accelerate_clips)
@@ -71,7 +71,7 @@ class ZeroRecorder(Recorder):
             super().keep_all(accelerator, *args, **kwargs)
 
     def keep(self, root: "nn.Module") -> None:
-        with _gathered(root) as is_split:
+        with _gather_weights(root) as is_split:
             super().keep(root)
         if is_split and (plain := self.copies[-1].plain) is not None:
             from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -121,7 +121,7 @@ class ZeroRecorder(Recorder):
     def _engines(self) -> list[Any]:
         return [model for model_ref in self.prepared.values() if hasattr(model := model_ref(), "zero_optimization")]
 
-    def _reduced(self, engine: Any, *_: Any) -> None:
+    def _read_reduced(self, engine: Any, *_: Any) -> None:
         """Reads the gradients that the engine has averaged over ranks, after the last backward pass of a step."""
         if self.update is not None and engine.is_gradient_accumulation_boundary():
             self.update.reduced = self._gradients_of(engine)
@@ -219,7 +219,7 @@ def _is_behind(place: Place, engine: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _gathered(model: Any) -> Iterator[bool]:
+def _gather_weights(model: Any) -> Iterator[bool]:
     """Gathers the weights of a model that was created under ZeRO-3, unless it is too large to be copied."""
     split = [weight for weight in model.parameters() if copies.is_split(weight)]
     size_bytes = sum(weight.ds_numel * weight.element_size() for weight in split)

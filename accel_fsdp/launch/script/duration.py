@@ -40,7 +40,7 @@ class Duration:
 def predicted(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Duration | None:
     """The duration of `train/sft.py` with these arguments and rows of full length; None where a number is unknown."""
     with contextlib.suppress(*UNKNOWN):
-        problem = _planned(arguments, config, machines, machine)
+        problem = _problem_to_plan(arguments, config, machines, machine)
         steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(problem.job)
         return Duration(steps, problem.step(problem.job)) if steps else None
     return None
@@ -51,7 +51,7 @@ def environment(
 ) -> Mapping[str, str]:
     """The variables without which the job doesn't fit, from the plan or else from the YAML's comment."""
     with contextlib.suppress(*UNKNOWN):
-        problem = _planned(arguments, config, machines, machine)
+        problem = _problem_to_plan(arguments, config, machines, machine)
         return problem.evaluate(problem.job).device.environment
     return header.variables(config.source)
 
@@ -59,7 +59,7 @@ def environment(
 UNKNOWN = (UserError, RuntimeError, KeyError, ImportError)
 
 
-def _planned(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Problem:
+def _problem_to_plan(arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None) -> Problem:
     """The job as a problem for the planner; raises one of UNKNOWN if it can't be planned.
 
     The model must be bundled or on this machine, because a job file is written without network access.

@@ -9,7 +9,7 @@ OTHERS_SECONDS = 60
 
 def text(job: JobFile) -> list[str]:
     """The batch script: `srun` starts the launcher once on each machine; a stopped job goes back into the queue."""
-    return [*_directives(job), "", *_prepared(job), "", *_run(job)]
+    return [*_directives(job), "", *_setup_lines(job), "", *_run(job)]
 
 
 def _directives(job: JobFile) -> list[str]:
@@ -48,7 +48,7 @@ def _limit(job: JobFile) -> tuple[list[str], int]:
     return ["# <- No duration was given. A shorter limit lets the scheduler start the job earlier:"], DEFAULT_MINUTES
 
 
-def _prepared(job: JobFile) -> list[str]:
+def _setup_lines(job: JobFile) -> list[str]:
     network = [
         "# export NCCL_SOCKET_IFNAME=ib0          # <- InfiniBand, if NCCL takes another interface",
         "# export FI_PROVIDER=efa                 # <- AWS with EFA",

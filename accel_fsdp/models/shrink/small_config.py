@@ -30,10 +30,10 @@ class Change:
     after: object
 
     def __str__(self) -> str:
-        return f"{self.key} {_shown(self.before)} -> {_shown(self.after)}"
+        return f"{self.key} {_value_text(self.before)} -> {_value_text(self.after)}"
 
 
-def _shown(value: object) -> str:
+def _value_text(value: object) -> str:
     text = str(value)
     return (
         text if len(text) <= 60 else f"{len(value)} entries" if isinstance(value, (list, dict)) else text[:57] + "..."

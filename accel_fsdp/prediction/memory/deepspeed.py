@@ -26,7 +26,7 @@ class Zero(EngineMemory):
     def load(self) -> None:
         """Weights, masters and the bucket."""
         stage, compute = self.layout.strategy, shards.compute_bytes(self.recipe)
-        weights = self.total(lambda unit: shards.gathered_bytes(unit, self._unsharded()))
+        weights = self.total(lambda unit: shards.gathered_bytes(unit, self._unsharded_layout()))
         if stage < 3:
             self.meter.add(PARAMETERS, weights)
         elif not self.layout.offload:
@@ -46,7 +46,7 @@ class Zero(EngineMemory):
     def adds(self, unit: int) -> bool:
         return False
 
-    def _unsharded(self) -> Layout:
+    def _unsharded_layout(self) -> Layout:
         return Layout(Engine.NONE, 1, 1, 1)
 
     def _trained_numel(self) -> int:
@@ -55,17 +55,17 @@ class Zero(EngineMemory):
     def before_forward(self, unit: int) -> None:
         """Stage 3 gathers the unit and prefetches about as many bytes."""
         if self.layout.strategy == 3:
-            self._live(unit, 1)
+            self._add_live(unit, 1)
 
     def after_forward(self, unit: int) -> None:
         if self.layout.strategy == 3:
-            self._live(unit, -1)
+            self._add_live(unit, -1)
 
     def before_backward(self, unit: int) -> None:
         self.before_forward(unit)
 
-    def _live(self, unit: int, sign: int) -> None:
-        size = 2 * shards.gathered_bytes(self.units[unit], self._unsharded())
+    def _add_live(self, unit: int, sign: int) -> None:
+        size = 2 * shards.gathered_bytes(self.units[unit], self._unsharded_layout())
         self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * state_bytes.LOW), ("unit", unit), stream=GATHER)
 
     def after_backward(self, unit: int, grad_bytes: int) -> None:

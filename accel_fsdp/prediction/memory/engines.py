@@ -207,7 +207,7 @@ class Fsdp(EngineMemory, ABC):
             self.gathered.remove(unit)
             self.meter.add(GATHERED, -self._size(unit), ("unit", unit))
 
-    def _reduced(self, unit: int) -> tuple[int, int]:
+    def _reduction_bytes(self, unit: int) -> tuple[int, int]:
         """The bytes of the input and of the output of the unit's reduction."""
         width = shards.reduce_bytes(self.recipe, self.layout)
         unsharded, shard = (shards.trained_bytes(self.unit(unit), self.layout, width, part) for part in (False, True))
@@ -278,9 +278,9 @@ class Fsdp2(Fsdp):
             self.meter.add(GATHERED, -self._output(unit), ("output", unit))
             self.gathered.add(unit)
             self.prefetched = None
-        self._prefetch(self._before(unit))
+        self._prefetch(self._unit_before(unit))
 
-    def _before(self, unit: int) -> int:
+    def _unit_before(self, unit: int) -> int:
         """The unit whose forward ended before this one's: nested ones end first."""
         return unit - len(self.units) - 1 if unit >= len(self.units) else self.experts_of(unit) or unit - 1
 
@@ -317,7 +317,7 @@ class Fsdp2(Fsdp):
 
     def _reduce(self, unit: int, ready: int) -> None:
         """Reduces a unit's gradients over the ranks, and frees those that are `ready`."""
-        unsharded, shard = self._reduced(unit)
+        unsharded, shard = self._reduction_bytes(unit)
         self.meter.add(GRADIENTS, unsharded, "input")
         self.meter.add(GRADIENTS, -ready, ("new", unit))
         self.reducing = unsharded

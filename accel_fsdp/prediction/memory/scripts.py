@@ -136,11 +136,11 @@ def with_loss(script: Script, loss: Loss, logits: int) -> Script:
 
 def _with_brief(script: Script) -> Script:
     """The script, with an allocation and its immediate release merged into one request."""
-    first, forward, backward = map(_joined, (script.first, script.forward, script.backward))
+    first, forward, backward = map(_join_requests, (script.first, script.forward, script.backward))
     return script._replace(first=first, forward=forward, backward=backward)
 
 
-def _joined(requests: Sequence[Request]) -> tuple[Request, ...]:
+def _join_requests(requests: Sequence[Request]) -> tuple[Request, ...]:
     joined: list[Request] = []
     for request in requests:
         last = joined[-1] if joined else None

@@ -343,7 +343,7 @@ def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -
 @lru_cache(CACHED)
 def tensor_weights(unit: Unit, how: Literal["stored", "used", "trained"], flat: bool) -> tuple[float, ...]:
     """The shares of a unit's tensors in its bytes: at rest, gathered, or trained."""
-    width = {"stored": _stored_bytes, "used": _used_bytes, "trained": _trained}[how]
+    width = {"stored": _stored_bytes, "used": _used_bytes, "trained": _one_if_trained}[how]
     if flat:
         sums = tuple(sum(param.numel * width(param) for param in group) for group in _flat_groups(unit.parameters))
         return tuple(size for size in sums if size)
@@ -358,7 +358,7 @@ def loaded_sizes(unit: Unit) -> tuple[int, ...]:
     )
 
 
-def _trained(param: HeldParameter) -> float:
+def _one_if_trained(param: HeldParameter) -> float:
     return float(param.trained)
 
 

@@ -60,13 +60,13 @@ def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelSh
 
             in_catalogue = name in catalogue.entries() and not Path(name).exists()
             with config_json.explained_errors(name):
-                return record_model(name, _configured(config) if in_catalogue else read_config(name), (variant,))
+                return record_model(name, _config_of(config) if in_catalogue else read_config(name), (variant,))
 
     shape, tapes = trace_store.cached_or_recorded(config, variant, anew)
     return replace(shape, name=name), tapes
 
 
-def _configured(settings: Mapping[str, Any]) -> Any:
+def _config_of(settings: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     return AutoConfig.for_model(**settings)

@@ -55,7 +55,7 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
         frozen = known.method != "full"  # adapters are in the blocks only
         outside = known._replace(method="lora" if frozen else "full", adapters="fp32")
         try:
-            with _unlogged(), _ranks_for(known):
+            with _silent_log(), _ranks_for(known):
                 recorder = Recorder(name, config, known)
                 tapes[variant] = alike[outside] = record(recorder, alike.get(outside))
         except (RuntimeError, ValueError) as error:
@@ -77,7 +77,7 @@ def _ranks_for(variant: Variant) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _unlogged() -> Iterator[None]:
+def _silent_log() -> Iterator[None]:
     """Suppresses torch's logged tracebacks about fake tensors; the error is reported in a line."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
@@ -171,7 +171,7 @@ def _fit(
 
     def size(values: tuple[int, ...], by: str) -> Size:
         if values not in sizes:
-            sizes[values] = _solved(tuple(points), terms, values[:-1])
+            sizes[values] = _solve(tuple(points), terms, values[:-1])
             if sizes[values].exact(check) != values[-1]:
                 raise RuntimeError(f"{by}: {values[-1]} bytes at {check}, not {sizes[values].exact(check)}")
         return sizes[values]
@@ -197,7 +197,7 @@ def _check_same(first: RecordedRun, second: RecordedRun, at: At) -> None:
     raise RuntimeError(f"runs differ at {at}: event {number} is {second.names[number]}, not {first.names[number]}")
 
 
-def _solved(points: tuple[At, ...], terms: tuple[str, ...], values: tuple[int, ...]) -> Size:
+def _solve(points: tuple[At, ...], terms: tuple[str, ...], values: tuple[int, ...]) -> Size:
     inverse = _inverse(points, terms)
     solution = {
         term: sum(a * b for a, b in zip(row, values, strict=True)) for term, row in zip(terms, inverse, strict=True)

@@ -30,7 +30,7 @@ def fuse(model: nn.Module, variant: Variant) -> None:
     """Replaces layers by stand-ins for a variant's fused kernels."""
     for path, module in list(model.named_modules()):
         parent, _, attribute = path.rpartition(".")
-        new = _fused(module, variant)
+        new = _fused_module(module, variant)
         if new is not None and path:
             model.get_submodule(parent)._modules[attribute] = new
     if variant.kernels == "foak" and variant.method == "qlora":
@@ -38,7 +38,7 @@ def fuse(model: nn.Module, variant: Variant) -> None:
             _fuse_adapters(module, variant)
 
 
-def _fused(module: nn.Module, variant: Variant) -> nn.Module | None:
+def _fused_module(module: nn.Module, variant: Variant) -> nn.Module | None:
     name = type(module).__name__
     if name.endswith("RMSNorm") and "weight" in module._parameters:
         return FusedNorm(module, in_place=not name.startswith(APART))

@@ -31,7 +31,7 @@ def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
             adapted = variant.targets == "all" or attribute in ATTENTION_LINEAR
             if adapted or variant.method == "qlora":
                 _check_product(path, module)
-            new = _wrapped(module, variant, rank) if adapted else _frozen(module, variant)
+            new = _lora_layer(module, variant, rank) if adapted else _frozen_layer(module, variant)
             layer.get_submodule(parent)._modules[attribute] = new
     layer.requires_grad_(False)
     for module in layer.modules():
@@ -63,7 +63,7 @@ def _settings(rank: int, transposed: bool, variant: Variant) -> Any:
     return LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, fan_in_fan_out=transposed)
 
 
-def _wrapped(module: Any, variant: Variant, rank: int) -> nn.Module:
+def _lora_layer(module: Any, variant: Variant, rank: int) -> nn.Module:
     transposed = not isinstance(module, nn.Linear)
     if variant.method == "qlora":
         packed = FourBitLinear(module)
@@ -75,7 +75,7 @@ def _wrapped(module: Any, variant: Variant, rank: int) -> nn.Module:
     return wrapped
 
 
-def _frozen(module: Any, variant: Variant) -> nn.Module:
+def _frozen_layer(module: Any, variant: Variant) -> nn.Module:
     return FourBitLinear(module) if variant.method == "qlora" else module
 
 

@@ -80,7 +80,7 @@ def record_run(
             module.zero_grad()
     order = in_order_of_creation if at_once else list
     first = _without_saving(call, like, around) if twice and like is not None else []
-    return _settled(
+    return _recorded_run(
         first,
         order(watch.events[:split]),
         order(backward),
@@ -113,7 +113,7 @@ def _without_saving(
     return in_order_of_creation([event for event in watch.events if event.sign])
 
 
-def _settled(
+def _recorded_run(
     first: list[StorageEvent],
     forward: list[StorageEvent],
     backward: list[StorageEvent],

@@ -43,7 +43,7 @@ class Encoder:
     marks: chat_template.Marks | None
 
     def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-        return _columns([self._finished(row) for row in self.encode(batch_rows(batch))])
+        return _columns([self._ids_and_labels(row) for row in self.encode(batch_rows(batch))])
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Encoded | BadRow]:
         """Encodes rows in their order, before anything is cut; the tokenizer is called once for all of them."""
@@ -135,7 +135,7 @@ class Encoder:
         """The text as the tokenizer writes it: some normalise letters or drop a leading space."""
         return self._decoded(self._ids([text], special=False))[0].strip()
 
-    def _finished(self, row: Encoded | BadRow) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]:
+    def _ids_and_labels(self, row: Encoded | BadRow) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]", int, str]:
         """Ids and labels within the length limit, the length before truncation, and the row's error."""
         if isinstance(row, BadRow):
             return _NONE, _NONE, 0, "" if isinstance(row, Empty) else str(row)

@@ -63,7 +63,7 @@ def _body(
     yield f"- data: {_name(dataset)}, split {arguments['data']['dataset_train_split']}"
     yield f"- method: supervised fine-tuning of {METHODS[peft]}"
     if run["plan"]:
-        yield f"- trained {_where(run)}, {run['machine']['device']}"
+        yield f"- trained {_strategy_text(run)}, {run['machine']['device']}"
     yield from _segments(run.get("segments", []))
     yield "\n## Results\n"
     yield "| | first | best | last |\n|---|---|---|---|"
@@ -84,7 +84,7 @@ def _body(
     yield from (f"| {name} | {version} |" for name, version in run["versions"].items())
 
 
-def _where(run: Mapping[str, Any]) -> str:
+def _strategy_text(run: Mapping[str, Any]) -> str:
     """The strategy of the last session, and the number of ranks of each."""
     ranks = [run["machine"]["ranks"]]
     stretches = [segment["settings"].get("ranks", {}).get("ranks") for segment in run.get("segments", [])]

@@ -163,8 +163,8 @@ def compare(step: int, batches: Sequence[tuple[int, int]], trace: StepTrace, kno
     rows, length = largest(batches)
     title = f"{rows} x {length:,} tokens on each of {counted(known.ranks, 'rank')}"
     title += f", {len(batches)} micro-batches" if batches[1:] else ""
-    stretches = list(_compared(trace.stretches, known.predicted))
-    folded, sent = list(_rows(stretches)), list(_sent(trace.collectives, known))
+    stretches = list(_compare_stretches(trace.stretches, known.predicted))
+    folded, sent = list(_rows(stretches)), list(_sent_by_unit(trace.collectives, known))
     between = Quantity(trace.stretches[0].before_bytes, known.predicted.between_bytes if known.predicted else None)
     top = max(stretches, key=lambda stretch: stretch.peak_bytes.measured)
     peaks = [stretch.peak_bytes.predicted for stretch in stretches if stretch.peak_bytes.predicted is not None]
@@ -194,7 +194,7 @@ def largest(batches: Sequence[tuple[int, int]]) -> tuple[int, int]:
     return max(batches, key=lambda batch: batch[0] * batch[1])
 
 
-def _compared(stretches: Sequence[Measured], predicted: by_unit.UnitSteps | None) -> Iterator[ComparedStretch]:
+def _compare_stretches(stretches: Sequence[Measured], predicted: by_unit.UnitSteps | None) -> Iterator[ComparedStretch]:
     plan: dict[Any, tuple[float | None, ...]] = {}
     before = predicted.between_bytes if predicted else 0
     if predicted:
@@ -233,7 +233,7 @@ def _rows(stretches: Sequence[ComparedStretch]) -> Iterator[UnitRow]:
 # Traffic
 
 
-def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[SentBytes]:
+def _sent_by_unit(collectives: Sequence[Collective], known: Known) -> Iterator[SentBytes]:
     """Assigns each call to the unit whose shard has its size; units of one size share their calls."""
     sent: dict[str, list[float]] = {}
     for call in collectives:
@@ -241,7 +241,7 @@ def _sent(collectives: Sequence[Collective], known: Known) -> Iterator[SentBytes
         for (name, ranks), units in Counter(owners).items():
             gathers_and_reduces = sent.setdefault(name, [0.0, 0.0])
             gathers_and_reduces[call.kind != "all-gather"] += call.sent_bytes(ranks) * units / len(owners)
-    planned = _planned(known)
+    planned = _planned_bytes(known)
     for name in dict.fromkeys((*planned, *sent)):
         unplanned = (None, None) if not planned or name == OTHER else (0.0, 0.0)
         yield SentBytes(name, *map(Quantity, sent.get(name, (0.0, 0.0)), planned.get(name, unplanned)))
@@ -266,11 +266,11 @@ def _owners(call: Collective, known: Known) -> list[tuple[str, int]]:
     return [(name, call.ranks or unit.ranks) for name, unit in owners] or [(OTHER, call.ranks or known.ranks)]
 
 
-def _planned(known: Known) -> dict[str, tuple[float, float]]:
+def _planned_bytes(known: Known) -> dict[str, tuple[float, float]]:
     """The predicted bytes to gather and to reduce, by unit."""
     if known.predicted is None:
         return {}
-    planned = {unit.unit: (_all(unit.gathers), _all(unit.reduces)) for unit in known.predicted.sent}
+    planned = {unit.unit: (_total_bytes(unit.gathers), _total_bytes(unit.reduces)) for unit in known.predicted.sent}
     if known.units:
         return planned
     gathers, reduces = map(sum, zip(*planned.values(), strict=True))
@@ -278,7 +278,7 @@ def _planned(known: Known) -> dict[str, tuple[float, float]]:
     return {WHOLE if known.own_engine else GRADIENTS: (gathers, reduces)} if gathers + reduces else {}
 
 
-def _all(sent: Traffic) -> float:
+def _total_bytes(sent: Traffic) -> float:
     return sent.intra_bytes + sent.inter_bytes
 
 
