@@ -56,18 +56,18 @@ class Comparison:
     @property
     def fastest(self) -> Machine | None:
         """The machine that needs the fewest hours; None if nothing fits on any."""
-        return self._least(lambda spent: spent.hours)
+        return self._machine_with_least(lambda spent: spent.hours)
 
     @property
     def cheapest(self) -> Machine | None:
         """The machine with the lowest cost; None if no price is known."""
-        return self._least(lambda spent: spent.money)
+        return self._machine_with_least(lambda spent: spent.money)
 
     @property
     def _spent(self) -> list[tuple[Machine, cost.Cost]]:
         return [(machine, machine.spent) for machine in self.machines if machine.spent]
 
-    def _least(self, amount: Callable[[cost.Cost], cost.Span | None]) -> Machine | None:
+    def _machine_with_least(self, amount: Callable[[cost.Cost], cost.Span | None]) -> Machine | None:
         pairs = [(span.expected, machine) for machine, spent in self._spent if (span := amount(spent))]
         return min(pairs, key=lambda pair: pair[0])[1] if pairs else None
 

@@ -54,7 +54,7 @@ class SftRehearsal:
         yield "resume after SIGKILL", self.resume
         yield "compare with one process", self.compare
         if self.job.engine is not Engine.DEEPSPEED:
-            yield f"resume on {counted(self.others, 'rank')}", self.resume_on_others
+            yield f"resume on {counted(self.fewer_ranks, 'rank')}", self.resume_on_fewer_ranks
         yield "export", self.export
         yield "reload", self.reload
 
@@ -79,7 +79,7 @@ class SftRehearsal:
         return str(self.job.top("mixed_precision"))
 
     @property
-    def others(self) -> int:
+    def fewer_ranks(self) -> int:
         return self.ranks // 2
 
     @cached_property
@@ -144,11 +144,11 @@ class SftRehearsal:
         self._launch("alone", self._one_process_job(self.in_float32.top("mixed_precision")), self._words("alone", 1))
         return _compare_losses(self._losses("run"), self._losses("alone"), range(1, STEPS + 1), self.tolerance)
 
-    def resume_on_others(self) -> str:
+    def resume_on_fewer_ranks(self) -> str:
         """Resumes the first checkpoint with another world size."""
         checkpoint = self._output("elsewhere") / f"{file_names.CHECKPOINT}{SAVED}"
-        job = scaled.without_mesh(self.in_float32, self.others)
-        words = self._words("elsewhere", self.others, resume_from_checkpoint=str(checkpoint))
+        job = scaled.without_mesh(self.in_float32, self.fewer_ranks)
+        words = self._words("elsewhere", self.fewer_ranks, resume_from_checkpoint=str(checkpoint))
         self._launch("elsewhere", job, words)
         steps = range(SAVED + 1, STEPS + 1)
         return _compare_losses(self._losses("elsewhere"), self._losses("alone"), steps, self.tolerance)

@@ -44,7 +44,7 @@ class Checkpoints:
         """Writes a checkpoint with `write`, Trainer's own method."""
         folder = self.folder(trial)
         self.together(lambda: self._begin(folder))
-        with self._abandoned_on_errors(folder), own_retention(self.args):
+        with self._abandon_on_errors(folder), own_retention(self.args):
             write()
         self.trainer.accelerator.wait_for_everyone()
         hashes = self._hashes(folder)
@@ -90,7 +90,7 @@ class Checkpoints:
         self.refuse(failure.what if has_raised else f"a collective failed: {failure.what}", error, failure.fix)
 
     @contextlib.contextmanager
-    def _abandoned_on_errors(self, folder: Path) -> Iterator[None]:
+    def _abandon_on_errors(self, folder: Path) -> Iterator[None]:
         """If the block fails, removes the half-written checkpoint, and keeps the complete one that it would replace.
 
         Raises:
@@ -109,7 +109,7 @@ class Checkpoints:
             self.refuse(f"cannot save {folder}: {full or cause(error)}", error, "free some space" if full else "")
 
     def _begin(self, folder: Path) -> None:
-        with self._abandoned_on_errors(folder):
+        with self._abandon_on_errors(folder):
             completeness.begin(folder)
         newest = completeness.choose(folder.parent).newest
         needed = completeness.size_bytes(newest) if newest else self.checkpoint_bytes
@@ -136,7 +136,7 @@ class Checkpoints:
         return {name: digest for part, _ in parts for name, digest in part.items()}
 
     def _seal(self, folder: Path, hashes: dict[str, str] | None) -> None:
-        with self._abandoned_on_errors(folder):
+        with self._abandon_on_errors(folder):
             completeness.seal(folder, self.origin(), hashes)
         completeness.retire(folder.parent, self.args.save_total_limit, self.trainer.state.best_model_checkpoint)
 
