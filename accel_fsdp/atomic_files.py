@@ -164,7 +164,7 @@ def replaced_folder(target: Path, sync: bool = True) -> Iterator[Path]:
     their way to the disk at the end.
     """
     temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
-    with _folder(target.parent), _only_writer(target):
+    with _create_folder(target.parent), _only_writer(target):
         if old.exists() and not target.exists():  # a process was ended between the two renames
             os.replace(old, target)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -193,7 +193,7 @@ def _remove(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _folder(path: Path) -> Iterator[None]:
+def _create_folder(path: Path) -> Iterator[None]:
     """Creates a folder and its missing parents; on any error removes those again."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(parents=True, exist_ok=True)

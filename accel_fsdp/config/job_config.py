@@ -63,8 +63,8 @@ class JobConfig:
     def engine(self) -> Engine:
         kind = str(self.values.get("distributed_type"))
         if kind == DISTRIBUTED_TYPES[Engine.FSDP1]:
-            first = self.fsdp_version == "1" or self.fsdp("fsdp_version") is None
-            return Engine.FSDP1 if first else Engine.FSDP2
+            is_fsdp1 = self.fsdp_version == "1" or self.fsdp("fsdp_version") is None
+            return Engine.FSDP1 if is_fsdp1 else Engine.FSDP2
         if kind in DDP_TYPES:
             return Engine.DDP
         return {DISTRIBUTED_TYPES[engine]: engine for engine in (Engine.DEEPSPEED, Engine.TPU)}.get(kind, Engine.NONE)

@@ -105,7 +105,7 @@ def aside() -> Iterator[Executor]:
 
 
 @contextmanager
-def _creating(dtype: str | None) -> Iterator[None]:
+def _create_on_meta(dtype: str | None) -> Iterator[None]:
     """Creates new tensors on the meta device, in this dtype unless the model's code asks for another."""
     import torch
 
@@ -122,7 +122,7 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
     """The model of a folder's config on the meta device, as the class that the config names."""
     try:
         config = read_config(str(folder))
-        with _creating(dtype), config_json.bounded(str(folder)):
+        with _create_on_meta(dtype), config_json.bounded(str(folder)):
             kind = model_class(config)
             if kind.__name__.startswith("Auto"):
                 model = kind.from_config(config, trust_remote_code=False)

@@ -296,7 +296,7 @@ def _judge(store: "Store", name: str, members: int, seconds: float, wait: str) -
     numbers = [member.number for member in arrived]
     if len(arrived) < members:
         what = f"{len(arrived)} of {counted(members, 'process', 'processes')} came to compare settings"
-        why = f"the others have ended, or are {seconds:.0f} s behind machine {_places(arrived, by_rank=True)}"
+        why = f"the others have ended, or are {seconds:.0f} s behind machine {_place_names(arrived, by_rank=True)}"
         fix = f"look at the logs of all machines{wait}"
         return {"what": what, "why": why, "fix": fix, "members": numbers}
     first = {member.digest: member.number for member in reversed(arrived)}
@@ -336,14 +336,14 @@ def _table(odd: Iterable[Difference], holders: Mapping[int, Sequence[Member]]) -
         name = f"{diff.group}: {diff.name}"
         values = zip(members_of, _shortened(list(diff.values)), strict=True)
         for members, value in sorted(values, key=lambda pair: pair[0][0].machine):
-            rows.append((name, value, _places(members, by_rank)))
+            rows.append((name, value, _place_names(members, by_rank)))
             name = ""
     rows += [(f"{group}: {count - SHOWN_NAMES} more", "", "") for group, count in counts.items() if count > SHOWN_NAMES]
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     return [f"{name:{widths[0]}}  {value:{widths[1]}}  {place}".rstrip() for name, value, place in rows]
 
 
-def _places(members: Sequence[Member], by_rank: bool) -> str:
+def _place_names(members: Sequence[Member], by_rank: bool) -> str:
     """Names the machines, or the ranks if those of one machine differ."""
     places = list(dict.fromkeys(f"{m.place} rank {m.number}" if by_rank else m.place for m in members))
     return first_few(places, SHOWN_MACHINES)

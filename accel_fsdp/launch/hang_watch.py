@@ -100,13 +100,13 @@ class Watchdog:
     def _exchange_beats(self) -> None:
         while not self._over.wait(self.every if self.seen else self.every / 10):  # first beats soon: they name hosts
             try:
-                self._round()
+                self._run_round()
             except (RuntimeError, OSError):  # a DistError is one
                 self._store_is_gone = True
                 return
             self._rounds += 1
 
-    def _round(self) -> None:
+    def _run_round(self) -> None:
         began, before = time.monotonic(), self._last_round
         longest = max(self.patience.silence / 2, LOST_BEATS * self.every)
         if began - before > longest:  # this process was stopped or cut off, so its knowledge is old

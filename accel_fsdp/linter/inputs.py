@@ -42,7 +42,7 @@ def read_launch(script: Path, words: tuple[str, ...]) -> Subject:
     if subject.uses_sft:
         return subject
     with contextlib.suppress(UsageError):
-        subject = replace(subject, script=_parsed(script, _script_text(script)))
+        subject = replace(subject, script=_parse_script(script, _script_text(script)))
     return subject
 
 
@@ -71,7 +71,7 @@ def read_given(sources: Sources) -> Subject:
         starter=launcher_of(words),
         launcher=launcher_flags(words),
         checkpoint=checkpoint,
-        script=None if sources.script is None or script is None else _parsed(sources.script, script),
+        script=None if sources.script is None or script is None else _parse_script(sources.script, script),
         uses_sft=_uses_sft(Path(_script_in(words))) if script is None else USES_TRAINING.search(script) is not None,
     )
 
@@ -123,7 +123,7 @@ def _script_text(path: Path) -> str:
     return yaml_file.read_text(path, why="the script can't be checked", fix="give a Python file")
 
 
-def _parsed(path: Path, text: str) -> ScriptFacts:
+def _parse_script(path: Path, text: str) -> ScriptFacts:
     """Parses a training script without running it."""
     try:
         return ScriptFacts(path.name, ast.parse(text))

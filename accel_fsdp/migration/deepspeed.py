@@ -26,7 +26,7 @@ def fsdp_to_zero(draft: Draft, stage: int) -> None:
     _loading_to_zero(draft, stage)
     draft.row("fsdp_state_dict_type", "lost", "DeepSpeed has its own checkpoints")
     draft.lose_rest("FSDP only")
-    _zero_defaults(draft, stage)
+    _add_zero_defaults(draft, stage)
     if draft.job.engine is Engine.FSDP1:
         casts_buffers(draft, "DeepSpeed leaves buffers in their dtype")
 
@@ -40,7 +40,7 @@ def ddp_to_zero(draft: Draft, stage: int) -> None:
     draft.add("offload_param_device", "none", "as before")
     if stage == 3:
         draft.add("zero3_init_flag", False, "every rank loads the model, as before")
-    _zero_defaults(draft, stage)
+    _add_zero_defaults(draft, stage)
     casts_buffers(draft, "16-bit weights in place of autocast")
 
 
@@ -88,7 +88,7 @@ def _loading_to_zero(draft: Draft, stage: int) -> None:
         draft.row(key, "lost", "every rank loads the model: more host memory")
 
 
-def _zero_defaults(draft: Draft, stage: int) -> None:
+def _add_zero_defaults(draft: Draft, stage: int) -> None:
     draft.add("gradient_accumulation_steps", "auto", "from the training arguments")
     draft.add("gradient_clipping", "auto", "from the training arguments")
     if stage == 3:
@@ -107,8 +107,8 @@ def zero_stage(draft: Draft) -> int:
 def zero_to_fsdp(draft: Draft, version: int) -> None:
     stage = zero_stage(draft)
     draft.lose_mesh("ZeRO has no mesh")
-    _trainers_share(draft)
-    _launching(draft)
+    _convert_trainer_keys(draft)
+    _drop_launcher_keys(draft)
     draft.row("deepspeed_config_file", "lost", "its content is not read", breaks=True)
     draft.row("deepspeed_moe_layer_cls_names", "lost", "FSDP needs none")
     draft.row("zero3_save_16bit_model", "lost", "fsdp_state_dict_type decides")
@@ -168,7 +168,7 @@ def restage(draft: Draft, stage: int) -> None:
             draft.row("offload_param_device", "changed", "ZeRO-3 only: parameters stay on the GPU", value="none")
 
 
-def _trainers_share(draft: Draft) -> None:
+def _convert_trainer_keys(draft: Draft) -> None:
     """Accumulation and clipping, which DeepSpeed takes from the YAML and FSDP from the training arguments."""
     for key, flag, harmless in (
         ("gradient_accumulation_steps", "--gradient_accumulation_steps", ("auto", "1")),
@@ -179,7 +179,7 @@ def _trainers_share(draft: Draft) -> None:
         draft.row(key, "lost", f"type {flag} {text}" if breaks else "from the training arguments", breaks=breaks)
 
 
-def _launching(draft: Draft) -> None:
+def _drop_launcher_keys(draft: Draft) -> None:
     is_multi = (as_int(draft.job.top("num_machines")) or 1) > 1
     why = "accelerate launch on each machine" if is_multi else "one machine"
     launcher = str(draft.value("deepspeed_multinode_launcher")).lower()

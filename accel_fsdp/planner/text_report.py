@@ -153,7 +153,7 @@ class PlanReport:
         yield self._host(choice)
         if choice.layout.offload and (remedy_list := list(remedies.remedies(problem, choice.layout))):
             yield "Where machines have less memory than that: " + "; or ".join(remedy_list) + "."
-        yield from self._padding()
+        yield from self._padding_warning()
         if command := self.command():
             yield "Its YAML (or -o FILE):"
             yield f"  {command}"
@@ -182,7 +182,7 @@ class PlanReport:
         changes = list(remedies.remedies(self.problem, self._layout())) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
         yield from (UNTRIED,) if self.plan.untried else ()
-        yield from self._padding()
+        yield from self._padding_warning()
         yield from self.problem.notes
 
     def _one_step(self, choice: Candidate) -> str:
@@ -269,7 +269,7 @@ class PlanReport:
             f"{about_gb(host.export)}."
         )
 
-    def _padding(self) -> Iterator[str]:
+    def _padding_warning(self) -> Iterator[str]:
         """Warns of FSDP2's padding, which takes memory and traffic; other engines have none."""
         fsdp2 = (candidate for candidate in self.plan.rows if candidate.layout.engine is Engine.FSDP2)
         worst = max(fsdp2, default=None, key=self._padded)

@@ -204,7 +204,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def offloads(job: Job) -> tuple[Job, ...]:
-    """Yields the job, then the job with FSDP's offload, which wasn't tried on transformers' meshes."""
+    """The job, then the job with FSDP's offload, which wasn't tried on transformers' meshes."""
     plain = job.layout.is_fsdp and not job.layout.is_by_transformers
     return (job, job.with_layout(offload=True)) if plain else (job,)
 

@@ -231,7 +231,7 @@ def _may_fit(problem: Problem, job: Job) -> bool:
 def _search(problem: Problem, jobs: Iterable[Job], all_ways: bool = True, fastest: float = 0) -> Iterator[Candidate]:
     """Yields the best micro-batch of each of these layouts and checkpointing that works and fits.
 
-    Without `all_ways`, candidates are skipped that can't be as fast as an earlier one, or as the `fastest` before.
+    Without `all_ways`, skips candidates that can't be as fast as an earlier one, or as `fastest`.
     """
     for job in jobs:
         for kind in dict.fromkeys((job.recipe.checkpointing, "full")):

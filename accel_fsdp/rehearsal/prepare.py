@@ -61,7 +61,7 @@ def prepare(
     small = shrink(source, folder / "model", divisors)
     _check_mesh(layout, str(small.folder), words)
     small_rows, why = _rows(flag_words.parse_command_line(words), launcher, _has_chat_template(small.folder))
-    _without_dropout(small.folder)
+    _turn_off_dropout(small.folder)
     job, changes = with_smaller_units(job, *small.layer_parameters)
     units = "by size" if by_size(job) else f"of {', '.join(small.layer_classes)}"
     data = f"rows {small_rows.origin}{why and ', as ' + why}"
@@ -150,7 +150,7 @@ def _has_chat_template(folder: Path) -> bool:
     return bool(read_tokenizer(str(folder)).chat_template)
 
 
-def _without_dropout(folder: Path) -> None:
+def _turn_off_dropout(folder: Path) -> None:
     """Turns off random layers, which differ from rank to rank, so that losses can be compared."""
     path = folder / file_names.CONFIG
     config = _without_random_layers(json.loads(path.read_text(encoding="utf-8")))

@@ -135,11 +135,7 @@ def _as_stored(trainer: Any, checkpoint: str | None) -> Iterator[None]:
     """In the block, FSDP's state dict type is that of the checkpoint's files, and failures become one error."""
     plugin = _fsdp_plugin(trainer)
     try:
-        with (
-            contextlib.nullcontext()
-            if plugin is None or checkpoint is None
-            else _with_state_dict_type(plugin, Path(checkpoint))
-        ):
+        with contextlib.nullcontext() if plugin is None or checkpoint is None else _as_files(plugin, Path(checkpoint)):
             yield
     except (OSError, RuntimeError, *ERRORS, CheckpointException) as error:
         raise UserError(
@@ -150,7 +146,7 @@ def _as_stored(trainer: Any, checkpoint: str | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _with_state_dict_type(plugin: Any, checkpoint: Path) -> Iterator[None]:
+def _as_files(plugin: Any, checkpoint: Path) -> Iterator[None]:
     """Gives `plugin` the state dict type of the checkpoint's files, and the configs of that type."""
     facts = summary.facts_of(checkpoint)
     before = plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config

@@ -151,7 +151,7 @@ class Losses:
             scale, router = self._rank_scale(), self._router_loss(outputs)
             loss = loss - scale * router
             if model.training and not self._compared:
-                loss = self._compare(loss, outputs, target_ids, scale)
+                loss = self._compare_own_loss(loss, outputs, target_ids, scale)
             loss = loss / torch.as_tensor(tokens).clamp(min=1) + router * self._router_share
         self._score(outputs, target_ids)
         return loss, outputs
@@ -177,7 +177,7 @@ class Losses:
         weighted: Tensor = self._router * balance.to(self.args.device)
         return weighted
 
-    def _compare(self, loss: Tensor, outputs: Any, target_ids: Tensor, scale: int) -> Tensor:
+    def _compare_own_loss(self, loss: Tensor, outputs: Any, target_ids: Tensor, scale: int) -> Tensor:
         """Compares the model's own loss on the first batch with the next-token loss, which replaces it if they differ.
 
         Bart's decoder doesn't shift the labels, and others ignore the number of tokens. Row by row, to spare memory.

@@ -83,7 +83,7 @@ def _requested_checkpoint(training: "TrainingArguments") -> Path | None:
     if str(resume_from).lower() not in ("true", "auto"):
         return _refuse_flawed(Path(resume_from), training)
     choice = completeness.choose(
-        output, _agreed([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
+        output, _gather_answers([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
     )
     if training.process_index == 0:
         for folder, flaw in choice.skipped.items():
@@ -141,10 +141,10 @@ def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
             raise refused
     except (OSError, UserError) as error:
         problem = getattr(error, "what", "") or str(error)
-    return next(filter(None, _agreed([problem])), "")
+    return next(filter(None, _gather_answers([problem])), "")
 
 
-def _agreed(answers: list[T]) -> list[T]:
+def _gather_answers(answers: list[T]) -> list[T]:
     """The results of all ranks, in rank order; on TPU only the own result."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType, gather_object

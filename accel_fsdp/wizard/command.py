@@ -125,7 +125,7 @@ def _review(session: interview.Interview, options: WizardOptions, original: Orig
         if chosen == SHOW:
             console.show_yaml(text, place)
             if original is not None:
-                _diff(original, text, place)
+                _show_diff(original, text, place)
             prompts.pause()
         elif chosen == QUIT:
             console.say("nothing written")
@@ -141,7 +141,7 @@ def _rows(answers: Answers) -> list[tuple[str, str]]:
     return [(field, f"{field.replace('_', ' '):25} {value}") for field, value in texts]
 
 
-def _diff(original: Original, text: str, place: str) -> None:
+def _show_diff(original: Original, text: str, place: str) -> None:
     console.show_diff(original.job.source, text, str(original.path), place)
 
 
@@ -150,7 +150,7 @@ def _may_write(output: Path | None, options: WizardOptions, original: Original |
     if output is None or options.force or not atomic_files.is_taken(output):
         return True
     if original is not None:
-        _diff(original, text, str(output))
+        _show_diff(original, text, str(output))
     return prompts.confirm(f"{output} exists. Overwrite it?", default=original is not None)
 
 
@@ -163,7 +163,7 @@ def _write(session: interview.Interview, options: WizardOptions, original: Origi
         console.put(text.rstrip(), lines=True)
         return 0
     if original is not None and not sys.stdin.isatty():
-        _diff(original, text, str(output))
+        _show_diff(original, text, str(output))
     atomic_files.write_text(output, text)
     everywhere = ", which accelerate launch reads where no --config_file is given"
     console.say(f"written: {output}{everywhere if output == atomic_files.default_config() else ''}", style="green")

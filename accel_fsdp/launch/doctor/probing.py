@@ -126,15 +126,15 @@ def sizes(on_gpus: bool, bytes_per_second: float) -> list[int]:
     return [least, *(size for size in larger if not bytes_per_second or size < bytes_per_second * LONG_SECONDS)]
 
 
-def _started(task: Task, store: JsonStore) -> set[int]:
+def _wait_for_start(task: Task, store: JsonStore) -> set[int]:
     """Waits until the processes of all members have started, and returns the numbers of those that have."""
     store.put(f"{task.task}/{task.number}/started", True)
     keys = {f"{task.task}/{number}/started": number for number in task.members}
     return {keys[key] for key in store.wait(keys, START_SECONDS)}
 
 
-def _pairs(task: Task, store: JsonStore) -> None:
-    present = _started(task, store)
+def _test_pairs(task: Task, store: JsonStore) -> None:
+    present = _wait_for_start(task, store)
     deadline = time.monotonic()
     for pairs in rounds(task.members):
         deadline += 2 * PAIR_SECONDS
@@ -143,13 +143,13 @@ def _pairs(task: Task, store: JsonStore) -> None:
             store.put(f"{pair_key(low, high, side)}/comes", True)
             seconds = deadline - time.monotonic() if partner in present else 0.0
             if store.wait([f"{pair_key(low, high, 1 - side)}/comes"], seconds):
-                result = _pair(task, store, low, high)
+                result = _test_pair(task, store, low, high)
             else:
                 result = PairResult(low, high, error=f"machine {partner} did not respond in its test")
             store.put(pair_key(low, high, side), asdict(result))
 
 
-def _pair(task: Task, store: JsonStore, first: int, second: int) -> PairResult:
+def _test_pair(task: Task, store: JsonStore, first: int, second: int) -> PairResult:
     import torch.distributed as dist
 
     result, began = PairResult(first, second), time.monotonic()
@@ -270,11 +270,11 @@ def _prepare(name: str, count: int, device: str) -> PreparedCollective:
     return PreparedCollective(lambda: dist.all_reduce(data.fill_(rank + 1)), data, expected, 2 * of_others)
 
 
-def _collectives(task: Task, store: JsonStore) -> None:
+def _test_collectives(task: Task, store: JsonStore) -> None:
     import torch.distributed as dist
 
     name = "the start"
-    _started(task, store)
+    _wait_for_start(task, store)
     try:
         _join(task, store, "collectives/group", task.number, len(task.members), COLLECTIVE_SECONDS)
         for name in COLLECTIVES:
@@ -327,7 +327,7 @@ def main() -> None:
     task = Task(**{**fields, "address": Address(**fields["address"])})
     threading.Thread(target=_end_with_parent, daemon=True).start()
     store = task.address.open(COLLECTIVE_SECONDS)
-    {"pairs": _pairs, "collectives": _collectives}[task.task](task, store)
+    {"pairs": _test_pairs, "collectives": _test_collectives}[task.task](task, store)
 
 
 if __name__ == "__main__":

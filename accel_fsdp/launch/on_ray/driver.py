@@ -39,7 +39,7 @@ def fit(trainer: Any, *, grace: int = 120, minutes: int | None = None) -> int:
             errors.append(error)
 
     running = threading.Thread(target=run, daemon=True)  # in the main thread Ray would answer Ctrl-C, without saving
-    with _recorded_signals() as signals:
+    with _record_signals() as signals:
         running.start()
         _wait(running, messages, signals, grace, minutes * 60 if minutes else math.inf)
     code = 128 + signals[0] if running.is_alive() else _code(errors, *ray.get(messages.outcome.remote()))
@@ -48,7 +48,7 @@ def fit(trainer: Any, *, grace: int = 120, minutes: int | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _recorded_signals() -> Iterator[list[int]]:
+def _record_signals() -> Iterator[list[int]]:
     """Records signals in the block; Ray's own handlers would end this process."""
     received: list[int] = []
     before = {number: signal.signal(number, lambda number, _: received.append(number)) for number in SIGNALS}

@@ -318,8 +318,8 @@ def _translate_arguments() -> None:
     _translate(torch.nn.parallel.DistributedDataParallel, "__init__", device_ids=None, output_device=None)
     _translate(fsdp.FullyShardedDataParallel, "__init__", device_id=torch.device("cpu"))
     _translate(torch, "load", called="torch.load", map_location="cpu")
-    replace(torch.amp.GradScaler, "__init__", _scale)
-    replace(torch.autocast, "__init__", _autocast)
+    replace(torch.amp.GradScaler, "__init__", _init_scaler)
+    replace(torch.autocast, "__init__", _autocast_on_cpu)
 
 
 def _translate_loading() -> None:
@@ -332,7 +332,7 @@ def _translate_loading() -> None:
         _translate(modeling_utils, "check_and_set_device_map", called="from_pretrained", device_map="cpu")
 
 
-def _autocast(original: Callable[..., Any], self: Any, device_type: str, dtype: Any = None, **more: Any) -> None:
+def _autocast_on_cpu(original: Callable[..., Any], self: Any, device_type: str, dtype: Any = None, **more: Any) -> None:
     """Maps CUDA to the CPU in the user's own calls: activation checkpointing enters contexts for both devices."""
     import torch
 
@@ -342,7 +342,7 @@ def _autocast(original: Callable[..., Any], self: Any, device_type: str, dtype: 
     original(self, device_type, dtype, **more)
 
 
-def _scale(original: Callable[..., Any], self: Any, device: str = "cuda", *more: Any, **options: Any) -> None:
+def _init_scaler(original: Callable[..., Any], self: Any, device: str = "cuda", *more: Any, **options: Any) -> None:
     """Begins with a factor of 1, so that no step is skipped, and gradients are unscaled for the comparison."""
     if _names_gpu(device):
         _report_use('GradScaler("cuda")')

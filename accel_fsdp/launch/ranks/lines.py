@@ -120,7 +120,7 @@ class ObservedLines:
                 events.report("averaged", line=line)
 
     def _weight_of(self, values: "torch.Tensor") -> "torch.Tensor | None":
-        """The weight with these values, or the first one if they are all of the weights, concatenated; None for shards."""
+        """The weight with these values, or the first if they are all weights' values, concatenated; None for shards."""
         whole = [place.parameter for place in self.places() if parts.is_whole(place) and place.parameter.requires_grad]
         if whole and len(values) == sum(weight.numel() for weight in whole):
             whole, values = whole[:1], values[: whole[0].numel()]

@@ -98,15 +98,15 @@ class Recorder:
             from accelerate.local_sgd import LocalSGD
 
             before(Accelerator, "prepare", self.keep_all)
-            before(LocalSGD, "__enter__", self._averages_locally)
+            before(LocalSGD, "__enter__", self._skip_local_sgd)
         after(fsdp, "fully_shard", lambda module, *_, **__: self.prepare(module))
-        before(torch.nn.utils, "clip_grad_norm_", self._clips)
-        before(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._clips)
+        before(torch.nn.utils, "clip_grad_norm_", self._record_clipping)
+        before(fsdp.FullyShardedDataParallel, "clip_grad_norm_", self._record_clipping)
         self.remove.append(replace(torch.nn.Module, "__call__", self._record_call))
-        self.remove.append(replace(torch.autograd, "backward", self._running_backward))
+        self.remove.append(replace(torch.autograd, "backward", self._record_backward))
         self.remove.append(replace(torch.autograd, "grad", self._differentiate))
         self.remove += self.lines.install()
-        hooks = [register_optimizer_step_pre_hook(self._step), register_optimizer_step_post_hook(self._after_step)]
+        hooks = [register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)]
         self.remove += [hook.remove for hook in hooks]
 
     def keep(self, root: "nn.Module") -> None:
@@ -133,7 +133,7 @@ class Recorder:
             if isinstance(model, nn.Module):
                 self.keep(model)
 
-    def _averages_locally(self, local: Any) -> None:
+    def _skip_local_sgd(self, local: Any) -> None:
         if local.enabled:
             self.why = LOCAL_SGD
 
@@ -270,13 +270,13 @@ class Recorder:
         forward.outputs[number] = tensor.detach().cpu().clone()
         watched = tensor.clone()
         watched.register_hook(  # type: ignore[no-untyped-call]
-            functools.partial(self._got_gradient, forward, number)
+            functools.partial(self._record_gradient, forward, number)
         )
         self.boundary.append(watched.grad_fn)
         self.returned.append((watched, tensor))
         return watched
 
-    def _got_gradient(self, forward: Forward, number: int, gradient: "torch.Tensor") -> None:
+    def _record_gradient(self, forward: Forward, number: int, gradient: "torch.Tensor") -> None:
         if not self.in_backward:  # torch.autograd.grad, which leaves no gradient in a weight
             return
         last = forward.gradients[number]
@@ -289,7 +289,7 @@ class Recorder:
         copies = {id(copied_output): returned for copied_output, returned in self.returned}
         return original(outputs, [copies.get(id(tensor), tensor) for tensor in parameters], *args, **kwargs)
 
-    def _running_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def _record_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
         update = self.update
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
@@ -326,7 +326,7 @@ class Recorder:
     def _gradients(self) -> Parts:
         return parts.parts(self.places, lambda parameter: parameter.grad)
 
-    def _step(self, optimizer: Any, *_: Any) -> None:
+    def _begin_step(self, optimizer: Any, *_: Any) -> None:
         update = self.update
         if update is None:
             return
@@ -348,7 +348,7 @@ class Recorder:
         update.altered |= self.lines.of(places, lambda parameter: parameter.grad)
         update.cleared = update.cleared or self.lines.cleared
 
-    def _after_step(self, optimizer: Any, *_: Any) -> None:
+    def _end_step(self, optimizer: Any, *_: Any) -> None:
         self.in_step = False
         if self.update is None or not self.update.steps:
             return
@@ -362,7 +362,7 @@ class Recorder:
         trained = {name for group in names for name in group}
         return [place for place in self.places if place.name in trained]
 
-    def _clips(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any) -> None:
+    def _record_clipping(self, parameters: Any, max_norm: Any, norm_type: Any = 2.0, *_: Any, **__: Any) -> None:
         if self.update is not None:
             line = script.line_of_stack(sys._getframe(2))
             self.update.clips.append(Clip(float(max_norm), float(norm_type), self.update.backwards, line))

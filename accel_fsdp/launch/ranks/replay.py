@@ -107,7 +107,7 @@ class _Repeated:
         if why := next((update["why"] for update in updates if update["why"]), ""):
             shares = loss_shares.of_batches(self.first["forwards"])
             if self.first["dropped"] and len(shares) > 1 and loss_shares.each(shares, 1 / len(shares)):
-                self._differs("dropped", self.first["cleared"] or self.first["line"], accumulation=len(shares))
+                self._report("dropped", self.first["cleared"] or self.first["line"], accumulation=len(shares))
             raise Unrepeatable(why)
         if self.first["precision"] in UNREPEATED:
             raise Unrepeatable(f"autocast on a CPU has no {self.first['precision']}")
@@ -125,23 +125,23 @@ class _Repeated:
     def compare(self) -> None:
         trained = self.first["trained"]
         if not trained:
-            self._differs("frozen", self._step_line)
+            self._report("frozen", self._step_line)
             return
         if missing := next((name for name in trained if name not in self.weights), ""):
             raise Unrepeatable(f"the model had no {missing} before it was sharded")
         if self.first["unprepared"]:
-            return self._differs("unprepared", self._step_line)
+            return self._report("unprepared", self._step_line)
         covered = set(self._stepped_names)
         reduced, used = self._whole_tensors("reduced"), self._whole_tensors("used")
         if not self.number and (ranks := between_ranks.beginning(self.updates, self.weights)):
             line = between_ranks.line_of(self.updates, "changed")
-            self._differs("begins", line or self.wrapped_at, ranks=ranks)
+            self._report("begins", line or self.wrapped_at, ranks=ranks)
         self._compare_copies("weights", "beginning")
         if ranks := between_ranks.modes(self.updates, self.model):
-            self._differs("modes", self.first["line"], ranks=ranks)
+            self._report("modes", self.first["line"], ranks=ranks)
         self._compare_copies("reduced", "gradient")
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
-            self._differs("hidden", self._altered_at(hidden), name=hidden)
+            self._report("hidden", self._altered_at(hidden), name=hidden)
             return
         plain = self._gradients()
         self._compare_trainer_losses()
@@ -151,7 +151,7 @@ class _Repeated:
         self._compare_clipping(reduced, used)
         self._compare_losses()
         if content := loss_shares.flaw(self.with_rows):
-            self._differs("counted", self.first["line"], **content)
+            self._report("counted", self.first["line"], **content)
         before, after = self._whole_tensors("weights"), self._whole_tensors("after")
         why = self._compare_steps(before, used, after)
         moved = any(not before[name].equal(after[name]) for name in after)
@@ -191,7 +191,7 @@ class _Repeated:
         """The script's line that changed a gradient between backward and step; else the step's line."""
         return between_ranks.line_of(self.updates, "altered", name) or self._step_line
 
-    def _differs(self, what: str, line: str, **content: Any) -> None:
+    def _report(self, what: str, line: str, **content: Any) -> None:
         events.report("otherwise", what=what, update=self.number + 1, line=line, **content)
 
     def _whole_tensors(self, kind: str) -> Tensors:
@@ -270,7 +270,7 @@ class _Repeated:
             except Exception:  # a script's own trainer may raise any error without its model
                 return
             if difference > (EXACT if self.exact else ROUNDED):
-                return self._differs("trainer-loss", self.first["line"], apart=difference)
+                return self._report("trainer-loss", self.first["line"], apart=difference)
 
     def _compare_gradients(self, reduced: Tensors, plain: Tensors) -> float:
         """The largest relative difference of a gradient; if too large, it or the ratio of all gradients is reported."""
@@ -288,11 +288,11 @@ class _Repeated:
                 worst, worst_name = deviation, name
         of_all = ratio(reduced, plain)
         if worst <= tolerance and not self.exact and abs(of_all - 1) > ROUNDED_RATIO:
-            self._differs("all-gradients", self.first["line"], ratio=of_all)
+            self._report("all-gradients", self.first["line"], ratio=of_all)
         if not worst <= tolerance:
             on_ranks = reduced.get(worst_name)
             own_ratio = 0.0 if on_ranks is None else ratio({worst_name: on_ranks}, {worst_name: plain[worst_name]})
-            self._differs(
+            self._report(
                 "gradient",
                 (own_ratio == 0 and self.first["unsynced"]) or self.first["line"],
                 name=worst_name,
@@ -308,13 +308,13 @@ class _Repeated:
         """Compares the factor between reduced and used gradients on all ranks, and with the requested norm."""
         clips = self.first["clips"]
         if clips and not any(clip["backwards"] for clip in clips):
-            self._differs("clipped-early", clips[0]["line"])
+            self._report("clipped-early", clips[0]["line"])
             return
         factors = {rank: factor(update["reduced"], update["used"]) for rank, update in enumerate(self.updates)}
         known = {rank: value for rank, value in factors.items() if value is not None}
         changed = [share_changed(update["reduced"], update["used"]) for update in self.updates]
         if max(changed) > MOSTLY and min(changed) == 0:
-            self._differs("changed-apart", self._altered_at(), ranks=[changed.index(max(changed)), changed.index(0)])
+            self._report("changed-apart", self._altered_at(), ranks=[changed.index(max(changed)), changed.index(0)])
             return
         if not known:
             return
@@ -324,10 +324,10 @@ class _Repeated:
         if known[highest] - known[lowest] > EXACT * known[highest]:
             line = clips[-1]["line"] if clips else self._altered_at()
             factors_now, by_engine = [known[lowest], known[highest]], self.first["by_engine"]
-            self._differs("clipped-apart", line, factors=factors_now, ranks=[lowest, highest], by_engine=by_engine)
+            self._report("clipped-apart", line, factors=factors_now, ranks=[lowest, highest], by_engine=by_engine)
             return
         if not clips and len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT):
-            self._differs("summed-again", self._altered_at(), ranks=len(factors))
+            self._report("summed-again", self._altered_at(), ranks=len(factors))
         if not clips or len(known) < len(factors):
             return
         if clips[-1]["norm"] != 2:
@@ -335,21 +335,21 @@ class _Repeated:
         total = math.sqrt(sum(norm(gradient) ** 2 for gradient in reduced.values()))
         expected = min(1.0, clips[-1]["most"] / (total + 1e-6))
         if abs(expected - known[lowest]) > 10 * EXACT * expected:
-            self._differs("clipped-otherwise", clips[-1]["line"], factors=[known[lowest], expected])
+            self._report("clipped-otherwise", clips[-1]["line"], factors=[known[lowest], expected])
 
     def _compare_losses(self) -> None:
         if content := loss_shares.misdivided(self.first, len(self.with_rows)):
-            self._differs(line=self.first["line"], **content)
+            self._report(line=self.first["line"], **content)
 
     def _compare_copies(self, kind: str, what: str) -> None:
         content = between_ranks.copies(self.updates, kind)
         if content and kind == "reduced":
             is_whole = content["name"] in self.first["unsharded"]
             line = self.wrapped_at if is_whole else self.first["unsynced"] or self.first["line"]
-            self._differs("ignored" if is_whole else "copies", line, of=what, **content)
+            self._report("ignored" if is_whole else "copies", line, of=what, **content)
         elif content:
             line = between_ranks.line_of(self.updates, "changed", content["name"])
-            self._differs("copies", line or self._step_line, of=what, **content)
+            self._report("copies", line or self._step_line, of=what, **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""
@@ -368,7 +368,7 @@ class _Repeated:
                 change, expected = after[name].float() - before[name].float(), weight.float() - before[name].float()
                 size = max(norm(expected), 1e-6 * norm(before[name]))
                 if size and (difference := norm(change - expected) / size) > 10 * EXACT:
-                    self._differs(
+                    self._report(
                         "step",
                         step["line"],
                         name=name,

@@ -102,10 +102,10 @@ class ObservedSaves:
         import torch.distributed as dist
 
         self.sees_weights = HELD.is_possible
-        after(dist, "barrier", self._passed_barrier)
+        after(dist, "barrier", self._count_barrier)
         self.watch()
 
-    def _passed_barrier(self, *_: Any, **__: Any) -> None:
+    def _count_barrier(self, *_: Any, **__: Any) -> None:
         self.barriers += 1
 
     def watch(self) -> None:

@@ -242,7 +242,7 @@ class _Steps:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        register_optimizer_step_pre_hook(self._step)
+        register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self.resumes.stepped)
 
     def _enter(self, module: "nn.Module", args: tuple[Any, ...]) -> None:
@@ -270,10 +270,10 @@ class _Steps:
     def watch_backward(self) -> None:
         import torch
 
-        before(torch.Tensor, "backward", self._runs_backward)
+        before(torch.Tensor, "backward", self._before_backward)
         after(torch.Tensor, "backward", self.ran_backward)
 
-    def _runs_backward(self, *_: Any, **__: Any) -> None:
+    def _before_backward(self, *_: Any, **__: Any) -> None:
         if self.is_first and not self.backwards_begun:  # backward may hang where the ranks ran different units
             self._report_units(self._outermost())
         self.in_backward = self.backwards_begun = True
@@ -298,7 +298,7 @@ class _Steps:
         self.schedules.report_end()
         self.saves.report_held(self.weights.steps)
 
-    def _step(self, optimizer: Any, *_: Any) -> None:
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
         if _only_creates_states():
             return
         self.weights.before_step(optimizer, self._outermost())

@@ -67,7 +67,7 @@ class ObservedWeights:
         if OPTIMIZERS.is_possible:
             from torch.optim import Optimizer
 
-            after(Optimizer, "__init__", self._made_optimizer)
+            after(Optimizer, "__init__", self._count_optimizer)
         if FSDP1.is_possible:
             from torch.distributed.fsdp._flat_param import FlatParamHandle
 
@@ -77,7 +77,7 @@ class ObservedWeights:
 
             self._watch_sharding(FSDPParam, "_init_sharded_param", lambda _, param, *__: _sums_of_plain(param))
 
-    def _made_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
+    def _count_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.optimizers += 1
         self.made_at[id(optimizer)] = script.line_of_stack(sys._getframe(2))
 

@@ -58,9 +58,9 @@ class ZeroRecorder(Recorder):
 
         after(DeepSpeedEngine, "__init__", lambda engine, *_, **__: self.prepare(engine))
         after(DeepSpeedEngine, "_backward_epilogue", self._read_reduced)
-        before(DeepSpeedEngine, "_take_model_step", self._steps)
-        before(DeepSpeedOptimizerWrapper, "step", self._accelerate_steps)
-        before(Accelerator, "clip_grad_norm_", self._accelerate_clips)
+        before(DeepSpeedEngine, "_take_model_step", self._record_step)
+        before(DeepSpeedOptimizerWrapper, "step", self._count_accelerate_step)
+        before(Accelerator, "clip_grad_norm_", self._check_clipping)
         return True
 
     def keep_all(self, accelerator: Any, *args: Any, **kwargs: Any) -> None:
@@ -126,12 +126,12 @@ class ZeroRecorder(Recorder):
         if self.update is not None and engine.is_gradient_accumulation_boundary():
             self.update.reduced = self._gradients_of(engine)
 
-    def _accelerate_steps(self, *_: Any) -> None:
+    def _count_accelerate_step(self, *_: Any) -> None:
         """Called at Accelerate's `optimizer.step()`, which does nothing under DeepSpeed."""
         self.asked += 1
         self.asked_at = script.line_of_stack(sys._getframe(2))
 
-    def _accelerate_clips(self, _: Any, parameters: Any, max_norm: Any, *__: Any, **___: Any) -> None:
+    def _check_clipping(self, _: Any, parameters: Any, max_norm: Any, *__: Any, **___: Any) -> None:
         """Reports a finite norm to which only Accelerate is asked to clip: it leaves clipping to DeepSpeed."""
         if self.has_compared_norms or not script.is_calling(sys._getframe(2)):
             return
@@ -141,7 +141,7 @@ class ZeroRecorder(Recorder):
                 line = script.line_of_stack(sys._getframe(2))
                 events.report("otherwise", what="clipped-by-engine", norms=[float(max_norm), limit], line=line)
 
-    def _steps(self, engine: Any, *_: Any) -> None:
+    def _record_step(self, engine: Any, *_: Any) -> None:
         self.taken += 1
         if self.update is None:
             return

@@ -32,7 +32,7 @@ def take(part: Part, model: "nn.Module", in_a_row: bool) -> None:
             layer_numbers = _kept_layers(part, model, depth, in_a_row)
             if key not in LAYER_LISTS:
                 part.values[key] = len(layer_numbers)
-            _per_layer(part, depth, layer_numbers)
+            _cut_per_layer(part, depth, layer_numbers)
 
 
 def _kept_layers(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> list[int]:
@@ -72,7 +72,7 @@ def _numbers_of_layers(part: Part, depth: int) -> Iterator[tuple[str, list[int]]
             yield key, value
 
 
-def _per_layer(part: Part, depth: int, layer_numbers: Sequence[int]) -> None:
+def _cut_per_layer(part: Part, depth: int, layer_numbers: Sequence[int]) -> None:
     """Cuts every per-layer setting, and those that list layers by number, to the kept layers."""
     for key, value in part.real.items():
         if isinstance(value, list) and len(value) == depth and not TOKENS.search(key):

@@ -55,10 +55,10 @@ def _small_heads(part: Part) -> int:
 
 
 def _narrow_part(part: Part, width: int, head: int, new_widths: dict[int, int]) -> None:
-    _few_experts(part)
-    mamba = _small_mamba(part, width)
+    _reduce_experts(part)
+    mamba = _shrink_mamba(part, width)
     if part.heads and not (mamba and "num_heads" in part.real):
-        _few_heads(part, width, head)
+        _reduce_heads(part, width, head)
     hidden = part.hidden or max(new_widths)
     single = part.values.get(OF_LAYERS) or {}
     for keys in (part.values, *single.values()):
@@ -79,7 +79,7 @@ def _scaled(value: int, factor: float, new_widths: dict[int, int]) -> int:
     return new_widths[value]
 
 
-def _few_heads(part: Part, width: int, head: int) -> None:
+def _reduce_heads(part: Part, width: int, head: int) -> None:
     has_head_width = any(HEAD_WIDTHS.search(key) for key in part.real if type(part.real[key]) is int)
     ratio = part.heads // part.groups
     heads = _small_heads(part)
@@ -118,14 +118,14 @@ def _narrow_heads(part: Part, small: int) -> None:
             part.values[key] = max(1, part.real[key] * min(GROUPS, keys) // keys)
     for key in ROPE:
         if isinstance(part.values.get(key), dict):
-            _small_rope(part.values[key], factor)
+            _shrink_rope(part.values[key], factor)
 
 
-def _small_rope(rope: dict[str, Any], factor: float) -> None:
+def _shrink_rope(rope: dict[str, Any], factor: float) -> None:
     """Cuts lists with a factor for each pair of dimensions, and the shares of a head in several rotations."""
     for key, value in rope.items():
         if isinstance(value, dict):
-            _small_rope(value, factor)
+            _shrink_rope(value, factor)
         elif isinstance(value, list) and value and key.endswith("_factor"):
             count = max(1, round(len(value) * factor))
             rope[key] = [value[number * len(value) // count] for number in range(count)]
@@ -144,7 +144,7 @@ def _shares(parts: Sequence[int], total: int) -> list[int]:
     return shares
 
 
-def _few_experts(part: Part) -> None:
+def _reduce_experts(part: Part) -> None:
     """Reduces the experts, with no more per token than there are, in groups of at least two."""
     experts = part.experts
     if experts < 2:
@@ -165,7 +165,7 @@ def _few_experts(part: Part) -> None:
             part.values["topk_group"] = max(1, (part.real.get("topk_group") or 1) * part.values[key] // groups)
 
 
-def _small_mamba(part: Part, width: int) -> list[str]:
+def _shrink_mamba(part: Part, width: int) -> list[str]:
     """Narrows a state space layer, whose heads together are `expand` times as wide as the layer."""
     expand = part.real.get("mamba_expand", part.real.get("expand"))
     if not isinstance(expand, (int, float)):

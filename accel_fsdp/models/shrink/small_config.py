@@ -85,15 +85,15 @@ def smaller(
     parts = parts_of(config)
     for part in parts:
         fewer_layers.take(part, model, in_a_row)
-        _small_windows(part)
+        _shrink_windows(part)
         if attempt.vocabulary:
-            _small_vocabulary(part, words)
+            _shrink_vocabulary(part, words)
         _renumber(part, words)
     fewer_layers.keep_features(parts)
     if attempt.widths:
         narrower.narrow(parts, attempt.heads, attempt.parts)
     for part in parts if divisors else ():
-        _for_mesh(part, divisors)
+        _raise_for_mesh(part, divisors)
     return type(config).from_dict(parts[0].values)
 
 
@@ -128,17 +128,17 @@ def renumbered(value: Any, ids: Mapping[int, int]) -> Any:
     return ids.get(value, value) if type(value) is int else value
 
 
-def _small_windows(part: Part) -> None:
+def _shrink_windows(part: Part) -> None:
     for key in part.keys(WINDOWS):
         part.values[key] = min(part.real[key], WINDOW)
 
 
-def _small_vocabulary(part: Part, words: Words) -> None:
+def _shrink_vocabulary(part: Part, words: Words) -> None:
     for key in part.keys(VOCABULARIES):
         part.values[key] = min(part.real[key], words.count)
 
 
-def _for_mesh(part: Part, divisors: Mapping[str, int]) -> None:
+def _raise_for_mesh(part: Part, divisors: Mapping[str, int]) -> None:
     """Raises counts to multiples of what divides them, as the real ones are on the real mesh, which may be another."""
     _raise(part, EXPERT_COUNTS, divisors["experts"])
     _raise(part, VOCABULARIES, divisors["rows"])

@@ -217,7 +217,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if storage._cdata not in inputs and storage._cdata not in self._keys and storage.nbytes():
                     self._record_creation(storage, str(func))
         if func in (_FLASH_BACKWARD, _EFFICIENT_BACKWARD):
-            self._workspaces(func, args)
+            self._add_workspaces(func, args)
         return result
 
     def _record_creation(self, storage: torch.UntypedStorage, by: str) -> None:
@@ -233,7 +233,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self._refs.append(weakref.ref(storage, died))
 
-    def _workspaces(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _add_workspaces(self, func: Any, args: tuple[Any, ...]) -> None:
         """Float32 sums of both kernels' backward, sizes before they are rounded to the kernels' tiles.
 
         flash_api.cpp (mha_bwd): dq_accum and softmax_d; dk and dv of each query head where key heads are shared.

@@ -90,8 +90,8 @@ class Recorder:
             return _split(args, kwargs)[0]
 
         if self.shape.language:
-            self._stages(max(self._text) + 1, seen)
-            with self._mode, CudaRules(), self._contexts(), torch.no_grad(), quiet():
+            self._replace_blocks(max(self._text) + 1, seen)
+            with self._mode, CudaRules(), self._enter_contexts(), torch.no_grad(), quiet():
                 self._forward(self._ids(At(1, STEP, 0)))
         return reached or set(self._text)
 
@@ -113,7 +113,7 @@ class Recorder:
                 self._layers[index, rank] = layer.to_empty(device="cpu").train()
         return self._layers[index, rank]
 
-    def _stages(self, count: int, on_call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def _replace_blocks(self, count: int, on_call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Replaces the blocks by stages."""
 
         def stage_for(index: int) -> _Stage:
@@ -144,8 +144,8 @@ class Recorder:
             calls[index] = (hidden, others, kwarg_tensors)
             return self._as_block(index, hidden)
 
-        self._stages(max(self._text) + 1, seen)
-        with self._mode, CudaRules(), self._contexts(), torch.no_grad(), quiet():
+        self._replace_blocks(max(self._text) + 1, seen)
+        with self._mode, CudaRules(), self._enter_contexts(), torch.no_grad(), quiet():
             self._forward(self._ids(at))
         return calls
 
@@ -179,7 +179,7 @@ class Recorder:
             raise _FirstBlockReached
 
         def call(watch: Watch, make_input: Callable[[], Tensor]) -> Any:
-            self._stages(1, seen)
+            self._replace_blocks(1, seen)
             watch.start()
             try:
                 self._forward(ids)
@@ -202,7 +202,7 @@ class Recorder:
                 watch.start()
                 return self._as_block(0, make_input())
 
-            self._stages(1, seen)
+            self._replace_blocks(1, seen)
             if chunked and (vocabulary := self.model.get_output_embeddings()) is not None:
                 return _chunked_loss(self._forward(ids, inner=True).last_hidden_state, vocabulary)
             output = self._forward(ids, **options)
@@ -236,7 +236,7 @@ class Recorder:
             return torch.zeros(at.rows, at.length, dtype=torch.long)
 
     @contextmanager
-    def _contexts(self) -> Iterator[None]:
+    def _enter_contexts(self) -> Iterator[None]:
         """Enters the contexts that forward runs in."""
         with ExitStack() as stack:
             if self.variant.kernels != "none":
@@ -254,7 +254,7 @@ class Recorder:
     ) -> RecordedRun:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
-            return record_run(call, like, module, self._contexts, self.variant.selective, twice)
+            return record_run(call, like, module, self._enter_contexts, self.variant.selective, twice)
 
 
 def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:

@@ -93,7 +93,7 @@ class RowReader:
         return _text(parts["text"], self.column["text"])
 
     def _instruction(self, row: Mapping[str, Any]) -> Example:
-        instruction = _prompt(row["instruction"], self.column["instruction"])
+        instruction = _read_prompt(row["instruction"], self.column["instruction"])
         output = _text(row["output"], self.column["output"])
         extra = row.get("input") or ""
         if self.chats:
@@ -267,10 +267,10 @@ def _pair(prompt: object, completion: object) -> Example:
         answer = _turns(completion, "completion")
         before = _turns(prompt, "prompt") if prompt else []
         return Chat([*before, *answer], sum(turn["role"] == "assistant" for turn in answer))
-    return Pair(_prompt(prompt, "prompt"), _text(completion, "completion"))
+    return Pair(_read_prompt(prompt, "prompt"), _text(completion, "completion"))
 
 
-def _prompt(value: object, column: str) -> str:
+def _read_prompt(value: object, column: str) -> str:
     """Reads a prompt, which may be empty: then the answer is trained as plain text."""
     return "" if value is None else _text(value, column) if str(value).strip() else str(value)
 

@@ -57,9 +57,9 @@ class Encoder:
 
     def _examples(self, examples: list[Example]) -> list[Encoded | BadRow]:
         if examples and isinstance(examples[0], Chat):
-            return self._chats([example for example in examples if isinstance(example, Chat)])
+            return self._encode_chats([example for example in examples if isinstance(example, Chat)])
         if examples and isinstance(examples[0], Pair):
-            return self._pairs([example for example in examples if isinstance(example, Pair)])
+            return self._encode_pairs([example for example in examples if isinstance(example, Pair)])
         return [Encoded(self._with_eos(ids)) for ids in self._ids([str(example) for example in examples])]
 
     def _ids(self, texts: list[str], special: bool = True) -> list[list[int]]:
@@ -80,7 +80,7 @@ class Encoder:
         eos = self.tokenizer.eos_token_id
         return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
-    def _pairs(self, pairs: list[Pair]) -> list[Encoded | BadRow]:
+    def _encode_pairs(self, pairs: list[Pair]) -> list[Encoded | BadRow]:
         """Tokenises prompt and completion separately, as at inference: no token can be half prompt, half answer."""
         eos = self.tokenizer.eos_token_id
         prompts = self._ids([pair.prompt for pair in pairs])
@@ -92,7 +92,7 @@ class Encoder:
             encoded.append(Encoded(ids, [(len(before), len(ids))] if self.completion_only else None))
         return encoded
 
-    def _chats(self, rows: list[Chat]) -> list[Encoded | BadRow]:
+    def _encode_chats(self, rows: list[Chat]) -> list[Encoded | BadRow]:
         if not self.completion_only:
             rows = [replace(row, answers=None) for row in rows]
         written = chat_template.written(self.tokenizer, rows, self.marks, self.masked)
