@@ -104,8 +104,8 @@ def _mode_and_newline(path: Path) -> tuple[int, str]:
         raise OSError(errno.EINVAL, "it is not a file")
     with path.open("r+b") as file:  # fails where the file is read-only, which a rename would ignore
         content = file.read(ENOUGH_FOR_LINE_ENDS)
-    windows = 0 < content.count(b"\n") == content.count(b"\r\n")
-    return stat.S_IMODE(mode), "\r\n" if windows else "\n"
+    is_windows = 0 < content.count(b"\n") == content.count(b"\r\n")
+    return stat.S_IMODE(mode), "\r\n" if is_windows else "\n"
 
 
 def default_config() -> Path:

@@ -233,8 +233,8 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
     console.put(shlex.join(["accelerate", "launch", *words]), lines=True)
     if not parses:
         library = NotInstalled.of("accelerate", "Accelerate's parser was skipped, since it")
-        also = "the environment of the ranks is unknown too"
-        console.say(f"note: {library.what}; {also}: {library.fix}", style="yellow", wrap=True)
+        unknown = "the environment of the ranks is unknown too"
+        console.say(f"note: {library.what}; {unknown}: {library.fix}", style="yellow", wrap=True)
     return 0
 
 

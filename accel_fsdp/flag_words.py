@@ -85,8 +85,8 @@ def flags_of(declared: type) -> dict[str, Flag]:
             continue
         argument = next((note for note in notes if hasattr(note, "aliases")), None)
         name = f"--{argument.name}" if argument and argument.name else flag_of(field)
-        union = get_origin(kind) in (Union, types.UnionType)
-        flag = Flag(name, get_args(kind) if union else (kind,))
+        is_union = get_origin(kind) in (Union, types.UnionType)
+        flag = Flag(name, get_args(kind) if is_union else (kind,))
         flags |= dict.fromkeys((name, *((argument and argument.aliases) or ())), flag)
     return flags
 

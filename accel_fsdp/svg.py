@@ -208,8 +208,8 @@ def areas(words: Words, samples: Sequence[tuple[str, Mapping[str, float]]], capa
     for (name, _), (start, end) in zip(counts, pairwise(bounds), strict=True):
         shapes.append(_line(start, top, start, height - BOTTOM, "rung"))
         for row, word in enumerate(_phase(name, len(counts) > PHASES)):
-            last = end == bounds[-1]
-            x, anchor = (width, "end") if last else ((start + end) / 2, "middle")
+            is_last = end == bounds[-1]
+            x, anchor = (width, "end") if is_last else ((start + end) / 2, "middle")
             shapes.append(_text(x, height - BOTTOM + LINE * (row + 1), word, anchor))
     shapes += _capacity_line(capacity, at(capacity.gib), limit, width - 8)
     peak = max(range(len(totals)), key=totals.__getitem__)

@@ -170,8 +170,8 @@ def lacking_to_resume(checkpoint: Path, parts: Parts) -> list[str]:
         folder = checkpoint / (deepspeed.latest(checkpoint) or "")
         return [] if any(folder.glob(file_names.ZERO_MODELS)) else ["model weights"]
     words = {file_names.OPTIMIZER: "optimizer state", file_names.SCHEDULER: f"schedule ({file_names.SCHEDULER})"}
-    weighed = parts.hub or by_fsdp(checkpoint, parts)
-    return ([] if weighed else ["model weights"]) + [words[name] for name in parts.missing_state]
+    has_weights = parts.hub or by_fsdp(checkpoint, parts)
+    return ([] if has_weights else ["model weights"]) + [words[name] for name in parts.missing_state]
 
 
 def by_deepspeed(checkpoint: Path) -> bool:

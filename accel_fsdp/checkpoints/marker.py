@@ -71,10 +71,10 @@ def _origin(path: Path, content: Any) -> Origin | None:
         is_valid = type(origin.ranks) is type(origin.rows_per_step) is int and isinstance(origin.engine, str)
         groups = [origin.settings, *(part["settings"] for part in origin.before)]
         plain = all(isinstance(values, dict) for part in groups for values in part.values())
-        steps = all(type(part["last_step"]) is int for part in origin.before)
+        has_steps = all(type(part["last_step"]) is int for part in origin.before)
     except (TypeError, KeyError, AttributeError) as error:
         raise untrusted_files.broken(path, "is damaged: its description of the run") from error
-    if not (is_valid and plain and steps):
+    if not (is_valid and plain and has_steps):
         raise untrusted_files.broken(path, "is damaged: its description of the run")
     return origin
 

@@ -212,18 +212,18 @@ class _Export:
             transformers_probe.describe, companions.folder, dtype_asked or companions.dtype
         )
         weights = open_checkpoint.read(self.checkpoint, self.reader, options.with_optimizer, options.adapter)
-        adapter = bool(weights.adapter) and not options.merge_adapter
+        is_adapter = bool(weights.adapter) and not options.merge_adapter
         refusals.check_weights(options, weights, companions)
         if options.merge_adapter:
             self._check_adapter(weights, companions)
-        dtype = dtype_asked or (None if adapter else companions.dtype)
+        dtype = dtype_asked or (None if is_adapter else companions.dtype)
         planner = Planner(weights, companions, self.reader, dtype, options.merge_adapter)
         description, unknown = (
-            (None, "") if adapter else planner.described(model_described, by_name=options.verify == "bytes")
+            (None, "") if is_adapter else planner.described(model_described, by_name=options.verify == "bytes")
         )
         outputs = planner.outputs(description)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
-            report = self._write_and_verify(folder, planner, outputs, adapter)
+            report = self._write_and_verify(folder, planner, outputs, is_adapter)
             if unknown:
                 console.say(f"names and ties are taken from the checkpoint: {unknown}", style="yellow")
             report.save(folder)

@@ -188,8 +188,8 @@ def find(
         return CompanionFiles(folder, near, adapter, run=None if folder == run else run)
     if not described:
         raise _no_config(checkpoint.folder)
-    trained = described[0].name != file_names.DESCRIBED and checkpoint.kind != "adapter"
-    return CompanionFiles(described[0], near, adapter, trained, run)
+    is_trained = described[0].name != file_names.DESCRIBED and checkpoint.kind != "adapter"
+    return CompanionFiles(described[0], near, adapter, is_trained, run)
 
 
 def _folders_nearby(checkpoint: CheckpointLocation) -> Iterator[Path]:

@@ -162,8 +162,8 @@ class Merger:
     def lora(self, module: str) -> None:
         """Replaces the weight of `module` by the merged one."""
         down, up = (self.adapter.get(f"{module}.{name}.weight") for name in ("lora_A", "lora_B"))
-        embedding = f"{module}.lora_embedding_A" in self.adapter
-        if embedding:
+        is_embedding = f"{module}.lora_embedding_A" in self.adapter
+        if is_embedding:
             down, up = (self.adapter.get(f"{module}.lora_embedding_{letter}") for letter in "AB")
         if down is None or up is None:
             raise _mismatch(f"one of the two matrices of {module} is missing")
@@ -172,7 +172,7 @@ class Merger:
         if base.dtype not in FLOATS:
             raise _mismatch(f"{target} has no floating-point dtype but {base.dtype}")
         by_settings = bool(self.settings.get("fan_in_fan_out"))
-        turned = embedding or (by_settings if self.turned is None else f"{name}.weight" in self.turned)
+        turned = is_embedding or (by_settings if self.turned is None else f"{name}.weight" in self.turned)
         shape = (down.shape[1], up.shape[0]) if turned else (up.shape[0], down.shape[1])
         if len(base.shape) != 2 or base.shape != shape:
             raise _mismatch(f"{module} is {list(base.shape)} in the base and {list(shape)} in the adapter")

@@ -185,8 +185,8 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     nearest = min(rows, key=lambda gpu: abs(gpu.memory_gib - size))
     if memory_gib is None or memory_gib == nearest.memory_gib:
         return nearest
-    reported = nearest.usable_gib * REPORTED_SHARE <= memory_gib < nearest.memory_gib  # as drivers report it
-    return dataclasses.replace(nearest, memory_gib=memory_gib, reported_gib=memory_gib if reported else None)
+    is_reported = nearest.usable_gib * REPORTED_SHARE <= memory_gib < nearest.memory_gib  # as drivers report it
+    return dataclasses.replace(nearest, memory_gib=memory_gib, reported_gib=memory_gib if is_reported else None)
 
 
 def with_size(name: str) -> str:

@@ -81,8 +81,8 @@ def count_gpus() -> int | None:
     except (OSError, subprocess.TimeoutExpired):
         proc = Path("/proc/driver/nvidia/gpus")
         count = len(list(proc.iterdir())) if proc.is_dir() else 0
-    others = any(any(Path("/dev").glob(pattern)) for pattern in OTHER_ACCELERATORS)
-    return None if count == 0 and others else count
+    has_others = any(any(Path("/dev").glob(pattern)) for pattern in OTHER_ACCELERATORS)
+    return None if count == 0 and has_others else count
 
 
 def listed_gpus() -> MachineFacts:

@@ -62,8 +62,8 @@ def layout_of(accelerator: Any) -> Layout | None:
     deepspeed = getattr(accelerator.state, "deepspeed_plugin", None)
     if deepspeed is not None:
         section = deepspeed.deepspeed_config.get("zero_optimization", {})
-        offload = (section.get("offload_optimizer") or {}).get("device") == "cpu"
-        return Layout.zero(int(deepspeed.zero_stage), ranks, together, offload)
+        offloads = (section.get("offload_optimizer") or {}).get("device") == "cpu"
+        return Layout.zero(int(deepspeed.zero_stage), ranks, together, offloads)
     kind = accelerator.distributed_type.value
     if kind == "NO":
         return Layout.alone()

@@ -284,9 +284,9 @@ class Watchdog:
         if self._over.is_set():
             sys.exit()  # ends this thread: the main one has noticed by itself
         messages, states = self._messages, dict[int, LastSeen]()
-        reports = late = False
+        is_reporter = is_late = False
         try:
-            late = messages.get("reported") is not None
+            is_late = messages.get("reported") is not None
             cause = Cause(**messages.agree("verdict", dataclasses.asdict(cause)))
             self._report(LastSeen(*self._own_beat(), _last_collective()))
             in_time(self._keep_record)
@@ -294,13 +294,13 @@ class Watchdog:
             living = {rank for rank in self.seen if rank not in silent} | {self.rank}
             self._wait_for(lambda: living <= messages.of_ranks("report").keys())
             states = self._last_states()
-            reports = self.rank == min(living) and not late
-            if not reports:
+            is_reporter = self.rank == min(living) and not is_late
+            if not is_reporter:
                 self._wait_for(lambda: messages.get("reported") is not None)
         except (RuntimeError, OSError):
             pass
         self._wake_stopped()
-        self._leave(cause, states, reports, silently=late)
+        self._leave(cause, states, is_reporter, silently=is_late)
 
     def _wake_stopped(self) -> None:
         """Wakes ranks of this machine that a signal stopped, so that they end too: their launcher waits for them."""
@@ -340,8 +340,8 @@ class Watchdog:
         error = self._error(cause, states)
         errors.report_to_launcher(error)
         ranks_here = [peer.beat.rank for peer in self._peers_here() if peer.beat.rank in states]
-        first_here = min((rank for rank in ranks_here if states[rank].ago is None), default=self.rank) == self.rank
-        if (reports or first_here) and not silently:
+        is_first_here = min((rank for rank in ranks_here if states[rank].ago is None), default=self.rank) == self.rank
+        if (reports or is_first_here) and not silently:
             console.say(f"{hangs.stacks(states)}\n{error}" if reports else str(error), lines=True)
         if reports and self.messages is not None and len(states) > 1:
             with contextlib.suppress(RuntimeError, OSError):

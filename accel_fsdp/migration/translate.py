@@ -24,7 +24,7 @@ def plan(job: JobConfig, target: MigrationTarget, layer_class: str = "") -> Migr
     source = _name(draft)
     if source == TARGETS[target]:
         return Migration(source, TARGETS[target], note=f"is {source} already")
-    _draw(draft, target)
+    _convert(draft, target)
     return draft.migration(source, TARGETS[target])
 
 
@@ -34,7 +34,7 @@ def new_draft(job: JobConfig, place: str, layer_class: str = "") -> Draft:
     return Draft(job, SECTIONS.get(job.engine, ""), place, layer_class)
 
 
-def _draw(draft: Draft, target: MigrationTarget) -> None:
+def _convert(draft: Draft, target: MigrationTarget) -> None:
     engine, number = draft.job.engine, int(target[-1])
     if target.startswith("zero"):
         steps = {Engine.DDP: deepspeed.ddp_to_zero, Engine.DEEPSPEED: deepspeed.restage}

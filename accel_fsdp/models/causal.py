@@ -48,9 +48,9 @@ def check_config(config: Any, name: str, remote_code: bool = False) -> None:
             fix=f"--model_name_or_path with {DECODER}; or a script of your own for this kind",
         )
     reads_both_ways = type(config) in MODEL_FOR_MASKED_LM_MAPPING or config.model_type in AHEAD_UNLESS_DECODER
-    always = config.model_type in ALWAYS_AHEAD
-    if always or (reads_both_ways and not getattr(config, "is_decoder", False)):
-        raise _looks_ahead(name, architecture, always)
+    is_always_ahead = config.model_type in ALWAYS_AHEAD
+    if is_always_ahead or (reads_both_ways and not getattr(config, "is_decoder", False)):
+        raise _looks_ahead(name, architecture, is_always_ahead)
 
 
 def check_model(model: "nn.Module", name: str) -> None:

@@ -374,9 +374,9 @@ def _check_numbers(flags: PlanCommand, recipe: Recipe, nodes: int) -> None:
     }
     for flag, value in numbers.items():
         if value is not None and value < 1:
-            memory = flag == "--host-memory"
-            why = "a machine has some memory to load the model" if memory else "there would be nothing to train"
-            raise UsageError(f"{flag} {value} is less than 1", why=why, fix=f"{flag} {512 if memory else 1}")
+            is_memory = flag == "--host-memory"
+            why = "a machine has some memory to load the model" if is_memory else "there would be nothing to train"
+            raise UsageError(f"{flag} {value} is less than 1", why=why, fix=f"{flag} {512 if is_memory else 1}")
 
 
 def _check_step(recipe: Recipe, global_rows: int) -> None:

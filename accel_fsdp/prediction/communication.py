@@ -157,8 +157,8 @@ def gathers_per_step(unit: Unit, recipe: Recipe, layout: Layout) -> int:
 
 def reduces_per_step(recipe: Recipe, layout: Layout) -> int:
     """How often gradients are reduced; ZeRO-2 and 3 can't wait for the last micro-batch."""
-    always = layout.engine is Engine.DEEPSPEED and layout.strategy >= 2
-    return recipe.accumulation if always else 1
+    is_zero = layout.engine is Engine.DEEPSPEED and layout.strategy >= 2
+    return recipe.accumulation if is_zero else 1
 
 
 def gathered(unit: Unit, recipe: Recipe) -> Iterable[tuple[int, float]]:

@@ -303,8 +303,8 @@ OLDER = {Engine.FSDP1: 1, Engine.DEEPSPEED: 2}
 def _burden(candidate: Candidate) -> tuple[bool, int, bool, bool, bool, int]:
     """The candidate's value for each of `BURDENS`; lower is better."""
     layout, older = candidate.layout, OLDER.get(candidate.layout.engine, 0)
-    checkpoints, gaps = candidate.recipe.checkpointing != "none", candidate.verdict == "expandable"
-    return layout.offload, older, layout.is_by_transformers, checkpoints, gaps, candidate.device.needed
+    is_checkpointed, is_expandable = candidate.recipe.checkpointing != "none", candidate.verdict == "expandable"
+    return layout.offload, older, layout.is_by_transformers, is_checkpointed, is_expandable, candidate.device.needed
 
 
 def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:

@@ -61,7 +61,7 @@ class _Mismatch:
 
 
 def absence(events: Sequence[RankEvent]) -> Absence | None:
-    """The absence that the ranks' calls show, or None."""
+    """The missing or differing collective that the ranks' calls show, or None."""
     calls = {event.rank: calls_of(event.content) for event in events if event.kind == "calls"}
     all_ranks = {event.rank for event in events if event.kind == "began"}
     if unequal := _unequal_sizes(calls):

@@ -80,8 +80,8 @@ def _is_gone(error: BaseException) -> bool:
     """Whether the data set is missing on the hub, closed to this account, or the connection was lost."""
     from datasets.exceptions import DatasetNotFoundError
 
-    lost = type(error) is FileNotFoundError  # not one of its subclasses, which name a missing part of the data set
-    return lost or isinstance(error, (DatasetNotFoundError, ConnectionError))
+    is_lost = type(error) is FileNotFoundError  # not one of its subclasses, which name a missing part of the data set
+    return is_lost or isinstance(error, (DatasetNotFoundError, ConnectionError))
 
 
 def _offline() -> bool:

@@ -287,9 +287,9 @@ def _steps_until_now(events: Sequence[RankEvent]) -> dict[int, int]:
     for event in _events("loss", events):
         steps.setdefault(event.rank, []).append(event.content["step"] - 1)
     counts = {rank: counts_of[-1] for rank, counts_of in steps.items()}
-    as_many = len({len(counts_of) for counts_of in steps.values()}) == 1
+    is_equal_count = len({len(counts_of) for counts_of in steps.values()}) == 1
     on_all_ranks = set(steps) == {event.rank for event in _events("began", events)}
-    return counts if as_many and on_all_ranks and not all(counts.values()) else {}
+    return counts if is_equal_count and on_all_ranks and not all(counts.values()) else {}
 
 
 def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:

@@ -119,11 +119,11 @@ def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
     sizes = from_arguments.sizes_of(arguments)
     is_cut = rows.origin == "cut"
     whole_rows = bool(rows.columns & {*WHOLE, str(arguments.get("dataset_text_field", "text"))})
-    answers = (
+    has_completions = (
         not whole_rows or arguments.get("truncation_mode") == "drop" or any(name in arguments for name in OF_ANSWERS)
     )
     replaced = {*SET, *sizes, *PLACES, EXPERT_FIELD}
-    replaced |= {"truncation_mode"} if is_cut and answers else set()
+    replaced |= {"truncation_mode"} if is_cut and has_completions else set()
     remaining, dropped = _without_flags(words, {*replaced, *DROPPED, *OF_GPUS, *(() if is_cut else OF_OWN_ROWS)})
     return SmallRun(
         remaining,
@@ -131,7 +131,7 @@ def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
         accumulation=min(sizes["gradient_accumulation_steps"], 2),
         max_length=min(sizes["max_length"], TOKENS),
         left_out=tuple(sorted({name for name in dropped if name in OF_GPUS})),
-        keep_end=is_cut and answers,
+        keep_end=is_cut and has_completions,
     )
 
 

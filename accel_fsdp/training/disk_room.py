@@ -39,11 +39,11 @@ def predicted_bytes(trainer: Any) -> tuple[int, int]:
     }
     masters = sum(counting.numel(p) * size for p, size in element_bytes.items())
     optimizer = _optimizer_bytes(trainer, element_bytes)
-    adapter = hasattr(model, "peft_config")
+    is_adapter = hasattr(model, "peft_config")
     frozen = (counting.numel(p) * p.element_size() for p in model.parameters() if not p.requires_grad)
-    weights = masters + (0 if adapter else sum(frozen))
+    weights = masters + (0 if is_adapter else sum(frozen))
     if zero:
-        stored = element_bytes if adapter else model.parameters()
+        stored = element_bytes if is_adapter else model.parameters()
         forward = sum(counting.numel(p) * (state_bytes.LOW if mixed else p.element_size()) for p in stored)
         stage = int(state.deepspeed_plugin.zero_stage)
         return state_bytes.checkpoint_bytes(masters, optimizer, zero_stage=stage, forward=forward), weights

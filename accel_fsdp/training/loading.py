@@ -45,11 +45,11 @@ def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> N
     names, and leaves the others untrained, with only a warning (transformers 5.23).
     """
     own_format = trainer.is_sharded or trainer.is_deepspeed_enabled or trainer.on_tpu
-    converted = not (own_format or _has_adapter(trainer)) and bool(getattr(trainer.model, "_weight_conversions", None))
+    converts = not (own_format or _has_adapter(trainer)) and bool(getattr(trainer.model, "_weight_conversions", None))
     with _as_stored(trainer, checkpoint), _without_frozen(trainer):
         if trainer.by_transformers and checkpoint is not None:
             mesh_checkpoints.load_weights(trainer.model, Path(checkpoint))
-        elif converted and checkpoint is not None:
+        elif converts and checkpoint is not None:
             _load_converted(trainer.model, checkpoint)
         else:
             load()

@@ -74,7 +74,7 @@ def router_coefficient(model: Any) -> float | None:
 
 
 def prepare(arguments: dict[str, Any]) -> None:
-    """Sets Trainer's arguments: rows fill an epoch's last step, and the log doesn't replace NaN by zeros."""
+    """Changes Trainer's arguments: empty rows fill an epoch's last step, and the log doesn't replace NaN by zeros."""
     arguments["args"].logging_nan_inf_filter = False
     for name in ("train_dataset", "eval_dataset"):
         if hasattr(arguments.get(name), "__len__"):

@@ -52,8 +52,8 @@ def to_flags(job: JobConfig) -> dict[str, str]:
         if question.key and engine in BY_NAME[question.key].engines:
             value = _effective_value(job, *question.key)
             if value not in UNKNOWN:
-                names = BY_NAME[question.key].kind is Kind.NAMES
-                flags[question.field] = _class_names(value) if names else str(value)
+                is_names = BY_NAME[question.key].kind is Kind.NAMES
+                flags[question.field] = _class_names(value) if is_names else str(value)
     if engine in FSDP_ENGINES:
         flags["fsdp_version"] = str(FSDP_ENGINES[engine])
     if engine is Engine.FSDP2:

@@ -57,16 +57,16 @@ def layout_of(context: Context) -> Layout | None:
     ranks = answers.get("num_processes") or count * number
     if not count or answers["engine"] == "tpu":
         return None
-    together, offload = max(ranks // number, 1), bool(answers.get("cpu_offload"))
+    together, offloads = max(ranks // number, 1), bool(answers.get("cpu_offload"))
     engine = engine_of(answers)
     if engine is Engine.DEEPSPEED:
-        return Layout.zero(answers.get("zero_stage", 3), ranks, together, offload)
+        return Layout.zero(answers.get("zero_stage", 3), ranks, together, offloads)
     if engine is Engine.DDP:
         return Layout.ddp(ranks, together)
     replicas, tensor, experts = (answers.get(name) or 1 for name in ("dp_replicate", "tp", "ep"))
     strategy = answers.get("strategy", 1)
     together = ranks // replicas if strategy in (4, 5) and replicas > 1 else together
-    return Layout(engine, strategy, ranks, together, offload, tensor, experts=experts)
+    return Layout(engine, strategy, ranks, together, offloads, tensor, experts=experts)
 
 
 def note(question: str, value: Any, context: Context) -> str:

@@ -112,11 +112,11 @@ def _without_inductor() -> Iterator[None]:
     import torch
 
     names = vars(torch)
-    absent = "_inductor" not in names and "torch._inductor" not in sys.modules
-    if absent:
+    is_absent = "_inductor" not in names and "torch._inductor" not in sys.modules
+    if is_absent:
         names["_inductor"] = None
     try:
         yield
     finally:
-        if absent and names.get("_inductor") is None:
+        if is_absent and names.get("_inductor") is None:
             names.pop("_inductor", None)

@@ -174,9 +174,9 @@ def _fsdp1_unit(name: str, module: Any) -> tuple[HeldUnit, set[int]]:
     elements = flat._unpadded_unsharded_size.numel()
     infos = zip(flat._param_infos, flat._numels, strict=True)
     weights = sum(numel * counting.per_element(info.module, info.param_name, flat) for info, numel in infos)
-    alone = module.sharding_strategy == ShardingStrategy.NO_SHARD
+    is_unsharded = module.sharding_strategy == ShardingStrategy.NO_SHARD
     reshards = module.sharding_strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
-    ranks = 1 if alone else several
+    ranks = 1 if is_unsharded else several
     own_weights, share = flat.numel() * weights // elements, _largest_part(elements, ranks) * weights // elements
     stored, trained = flat.numel(), flat.numel() * flat.requires_grad
     unit = HeldUnit(

@@ -36,9 +36,9 @@ def flaw(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def of_batches(forwards: Sequence[Mapping[str, Any]]) -> list[float]:
     """The gradient of each loss that the model itself computed; empty if the step's loss uses other outputs."""
-    others = any(g is not None for f in forwards for n, g in enumerate(f["gradients"]) if n != f["loss"])
-    counted = any("num_items_in_batch" in forward["inputs"][1] for forward in forwards)
-    if others or counted or any(f["loss"] is None or f["gradients"][f["loss"]] is None for f in forwards):
+    has_others = any(g is not None for f in forwards for n, g in enumerate(f["gradients"]) if n != f["loss"])
+    is_counted = any("num_items_in_batch" in forward["inputs"][1] for forward in forwards)
+    if has_others or is_counted or any(f["loss"] is None or f["gradients"][f["loss"]] is None for f in forwards):
         return []
     return [float(forward["gradients"][forward["loss"]]) for forward in forwards]
 

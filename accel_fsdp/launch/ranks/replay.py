@@ -77,8 +77,8 @@ def _compare(recorder: Recorder, number: int, updates: Sequence[dict[str, Any]])
     try:
         _Repeated(recorder, number, updates).compare()
     except Unrepeatable:
-        alone = updates[0]["why"] == LOCAL_SGD
-        if not alone and (content := between_ranks.copies(updates, "reduced")):
+        is_local_sgd = updates[0]["why"] == LOCAL_SGD
+        if not is_local_sgd and (content := between_ranks.copies(updates, "reduced")):
             events.report("otherwise", what="copies", line=updates[0]["line"], of="gradient", **content)
         raise
 
@@ -154,14 +154,14 @@ class _Repeated:
             self._report("counted", self.first["line"], **content)
         before, after = self._whole_tensors("weights"), self._whole_tensors("after")
         why = self._compare_steps(before, used, after)
-        moved = any(not before[name].equal(after[name]) for name in after)
+        has_changed = any(not before[name].equal(after[name]) for name in after)
         uncovered = {name for name, gradient in plain.items() if bool(gradient.any())} - covered
         events.report(
             "repeated",
             update=self.number + 1,
             apart=worst,
             steps=why,
-            moved=moved,
+            moved=has_changed,
             cleared=bool(plain) and not any(bool(gradient.any()) for gradient in used.values()),
             rates=[settings.get("lr") for step in self.first["steps"] for settings in step["settings"]],
             uncovered=sorted(uncovered),

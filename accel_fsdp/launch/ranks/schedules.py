@@ -97,9 +97,9 @@ class ObservedSchedules:
         """Called before each step of an optimizer."""
         if known := self._counts_of(optimizer):
             known.step(float(optimizer.param_groups[0].get("lr", 1.0)))
-        rests = all(not float(group.get("lr", 1.0)) for group in optimizer.param_groups)
-        self.idle = self.idle + 1 if rests else 0
-        self.trained += not rests
+        is_idle = all(not float(group.get("lr", 1.0)) for group in optimizer.param_groups)
+        self.idle = self.idle + 1 if is_idle else 0
+        self.trained += not is_idle
 
     def report_end(self) -> None:
         """Called at the end of the script."""

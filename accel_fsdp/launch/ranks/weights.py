@@ -166,9 +166,9 @@ class ObservedWeights:
             sharded = begun.of()
             if sharded is None:
                 continue
-            same = begun.part == checksum(_local_part(sharded))
+            is_same = begun.part == checksum(_local_part(sharded))
             own_names = [".".join(filter(None, (names.get(id(module), ""), name))) for module, name in _params(sharded)]
-            weights = [[name, whole if same else None] for name, whole in zip(own_names, begun.whole, strict=False)]
+            weights = [[name, whole if is_same else None] for name, whole in zip(own_names, begun.whole, strict=False)]
             units.append({"ranks": _ranks_of_unit(sharded), "weights": weights})
         if units:
             events.report("begun", units=units, line=self.sharded_at)

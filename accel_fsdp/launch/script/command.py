@@ -167,11 +167,11 @@ def _job_file(options: ScriptCommand, config: JobConfig, script_args: tuple[str,
     count, gpus, kind = _machines(options, config)
     uses_sft = read_launch(options.script, script_args).uses_sft
     arguments = flag_words.parse_command_line(script_args)
-    resumed = RESUMES in arguments
+    is_resumed = RESUMES in arguments
     time_unneeded = options.engine == "slurm" and uses_sft and options.time is None  # the others need no time
     return JobFile(
         flags=options,
-        words=(*script_args, f"--{RESUMES}", "auto") if uses_sft and not resumed else script_args,
+        words=(*script_args, f"--{RESUMES}", "auto") if uses_sft and not is_resumed else script_args,
         name=_name(options),
         machines=count,
         gpus=gpus,

@@ -169,8 +169,8 @@ class Subject(JobConfig):
         not.
         """
         loaded = state_bytes.DTYPE_BYTES.get(self.asked_dtype, state_bytes.MASTER)
-        mixed, zero = self.mixed or self.top("mixed_precision") == "fp8", self.engine is Engine.DEEPSPEED
-        return state_bytes.weight_bytes(loaded, mixed, self.is_fsdp, zero)
+        is_mixed, is_deepspeed = self.mixed or self.top("mixed_precision") == "fp8", self.engine is Engine.DEEPSPEED
+        return state_bytes.weight_bytes(loaded, is_mixed, self.is_fsdp, is_deepspeed)
 
     @property
     def held_bytes(self) -> int:

@@ -52,15 +52,15 @@ def reshard_under_fsdp1(subject: Subject) -> Iterator[Finding]:
         return  # AF202; nothing runs before the version is known
     fix, edits = _instead_of_reshard(subject)
     value = str(subject.fsdp("fsdp_reshard_after_forward")).upper()
-    same = value == subject.strategy or (value.lower() in TRUE_WORDS and RESHARDS.get(subject.strategy) is True)
-    same = same or (value.lower() in FALSE_WORDS and RESHARDS.get(subject.strategy) is False)
+    is_same = value == subject.strategy or (value.lower() in TRUE_WORDS and RESHARDS.get(subject.strategy) is True)
+    is_same = is_same or (value.lower() in FALSE_WORDS and RESHARDS.get(subject.strategy) is False)
     yield Finding(
         "fsdp_config.fsdp_reshard_after_forward",
         "FSDP1 ignores fsdp_reshard_after_forward",
-        f"the model is trained with {subject.strategy}" + (", the same strategy" if same else ""),
+        f"the model is trained with {subject.strategy}" + (", the same strategy" if is_same else ""),
         fix,
         edits,
-        milder="note" if same else "warning" if subject.has("fsdp_sharding_strategy") else None,
+        milder="note" if is_same else "warning" if subject.has("fsdp_sharding_strategy") else None,
     )
 
 
@@ -146,15 +146,15 @@ def no_wrap_policy(subject: Subject) -> Iterator[Finding]:
     missing, and keeps an explicit NO_WRAP.
     """
     if subject.is_fsdp and subject.wrap_policy == "NO_WRAP" and subject.strategy != "NO_SHARD":
-        missing = not subject.has("fsdp_auto_wrap_policy")
+        is_missing = not subject.has("fsdp_auto_wrap_policy")
         edit = Edit("fsdp_config", "fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP")
         layer = "fsdp_transformer_layer_cls_to_wrap"
         yield Finding(
             "fsdp_config.fsdp_auto_wrap_policy",
-            "fsdp_auto_wrap_policy is missing: NO_WRAP" if missing else "fsdp_auto_wrap_policy: NO_WRAP",
+            "fsdp_auto_wrap_policy is missing: NO_WRAP" if is_missing else "fsdp_auto_wrap_policy: NO_WRAP",
             "every rank gathers the whole model at once" + (f"; {layer} is ignored" if subject.has(layer) else ""),
             "fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            (edit,) if missing else (),
+            (edit,) if is_missing else (),
         )
 
 

@@ -229,11 +229,11 @@ def key_without_effect(subject: Subject) -> Iterator[Finding]:
             f"{'a deepspeed_config_file with it' if field.section else on_line}, or remove it",
         )
     if defaults:
-        several = len(defaults) > 1
+        plural = len(defaults) > 1
         yield Finding(
             defaults[0],
-            f"{', '.join(defaults)} {'have' if several else 'has'} no effect in the file",
-            f"the launcher takes {'them' if several else 'it'} from its command line only; these are the usual values",
+            f"{', '.join(defaults)} {'have' if plural else 'has'} no effect in the file",
+            f"the launcher takes {'them' if plural else 'it'} from its command line only; these are the usual values",
             "nothing to do",
         )
 
@@ -339,10 +339,10 @@ def not_a_boolean(subject: Subject) -> Iterator[Finding]:
     """A value that is neither true nor false where one is needed."""
     for path, field, value in written(subject):
         if field.kind is Kind.BOOL and value is not None and str(value).lower() not in TRUE_WORDS + FALSE_WORDS:
-            strategy = subject.engine is Engine.FSDP2 and str(value).upper() in STRATEGIES.values()
+            is_strategy = subject.engine is Engine.FSDP2 and str(value).upper() in STRATEGIES.values()
             if not field.section and (field.key != "use_cpu" or subject.engine is not Engine.NONE):
                 continue  # AF209, AF107
-            if field.key == "fsdp_reshard_after_forward" and (subject.engine is Engine.FSDP1 or strategy):
+            if field.key == "fsdp_reshard_after_forward" and (subject.engine is Engine.FSDP1 or is_strategy):
                 continue  # AF302, AF304
             yield Finding(
                 path,

@@ -332,8 +332,8 @@ def port_is_taken(subject: Subject) -> Iterator[Finding]:
 @rule("AF433", "warning", pains=("P55",))
 def local_disk_for_several_machines(subject: Subject) -> Iterator[Finding]:
     """Sharded checkpoints of several machines on a local disk: each has only its own parts, one has `.metadata`."""
-    local = subject.here is not None and subject.here.filesystem in LOCAL_FILESYSTEMS
-    if subject.is_fsdp and local and subject.number("num_machines") > 1 and subject.sharded_state_dict:
+    is_local = subject.here is not None and subject.here.filesystem in LOCAL_FILESYSTEMS
+    if subject.is_fsdp and is_local and subject.number("num_machines") > 1 and subject.sharded_state_dict:
         yield Finding(
             "num_machines",
             f"--output_dir is on this machine's own {subject.here.filesystem if subject.here else 'disk'}",

@@ -53,7 +53,7 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
     if subject.engine not in engines or not subject.section("parallelism_config") or not are_integers:
         return
     small = [name for name, size in sizes.items() if size < 1]
-    bare = sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1 and (sizes["tp"] > 1 or sizes["cp"] > 1)
+    is_unsharded = sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1 and (sizes["tp"] > 1 or sizes["cp"] > 1)
     what = fix = ""
     if small:
         what, fix = f"{small[0]}_size is {sizes[small[0]]}", "sizes of 1 or more"
@@ -61,7 +61,7 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
         what, fix = "cp and sp exclude each other", "one of them at 1"
     elif subject.by_transformers:
         pass
-    elif bare:
+    elif is_unsharded:
         what, fix = "replicas beside tp or cp need shards", "dp_shard_size above 1, or dp_replicate_size: 1"
     elif subject.engine is Engine.FSDP2 and sizes["dp_shard"] == sizes["cp"] == 1 < sizes["dp_replicate"] * sizes["tp"]:
         what, fix = "the mesh leaves FSDP nothing to shard over", "dp_shard_size above 1"
@@ -166,14 +166,14 @@ def replicas_are_not_machines(subject: Subject) -> Iterator[Finding]:
     copies, machines = subject.axes["dp_replicate"], subject.number("num_machines") or 1
     ranks, together = subject.processes, subject.ranks_here
     if subject.engine is Engine.FSDP2 and 1 < copies != machines and ranks % copies == 0 and together:
-        inside = together % (ranks // copies) == 0
+        divides = together % (ranks // copies) == 0
         yield Finding(
             f"parallelism_config.{size_key('dp_replicate')}",
             f"{copies} replicas on {counted(machines, 'machine')}",
-            "each machine holds several copies, in more memory" if inside else "weights are gathered over the network",
+            "each machine holds several copies, in more memory" if divides else "weights are gathered over the network",
             f"{size_key('dp_replicate')}: {machines}, unless the model is "
-            + ("small enough" if inside else "too large for a machine"),
-            milder=None if inside or (ranks // copies) % together == 0 else "warning",
+            + ("small enough" if divides else "too large for a machine"),
+            milder=None if divides or (ranks // copies) % together == 0 else "warning",
         )
 
 
@@ -274,8 +274,8 @@ def norms_are_summed_too_often(subject: Subject) -> Iterator[Finding]:
     transformers up to 5.24 sums the accumulated gradient of q_norm and k_norm over the `tp` ranks after every
     micro-batch: 3.4 times too large after three on two ranks. The first loss doesn't show it. train/sft.py fixes it.
     """
-    many = from_arguments.positive_int(subject.arg("gradient_accumulation_steps")) > 1
-    if subject.model is not None and subject.model.replicated_norms and many:
+    accumulates = from_arguments.positive_int(subject.arg("gradient_accumulation_steps")) > 1
+    if subject.model is not None and subject.model.replicated_norms and accumulates:
         for call in _sharded_loads(subject):
             yield at(
                 subject,

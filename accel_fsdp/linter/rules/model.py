@@ -177,8 +177,8 @@ def unit_per_expert(subject: Subject) -> Iterator[Finding]:
 @rule("AF508", "note", pains=("P54",))
 def export_doubles_in_size(subject: Subject) -> Iterator[Finding]:
     """Full training of 16-bit weights with mixed precision exports float32, twice the size of the base."""
-    low = subject.model is not None and subject.model.dtype in LOW_DTYPES
-    if subject.is_fsdp and subject.mixed and subject.trains_everything and low:
+    is_low = subject.model is not None and subject.model.dtype in LOW_DTYPES
+    if subject.is_fsdp and subject.mixed and subject.trains_everything and is_low:
         yield Finding(
             "mixed_precision",
             "the trained model will be float32, twice the base's size",

@@ -198,8 +198,8 @@ def _is_rank_0(test: ast.expr, operator: type[ast.cmpop]) -> bool:
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         return operator is ast.Eq and any(_is_rank_0(part, operator) for part in test.values)
     if isinstance(test, ast.Compare):
-        zero = len(test.ops) == 1 and isinstance(test.ops[0], operator) and constant(test.comparators[0]) in (0, "0")
-        return zero and bool(RANKS & set(re.findall(r"\w+", ast.unparse(test.left))))
+        is_zero = len(test.ops) == 1 and isinstance(test.ops[0], operator) and constant(test.comparators[0]) in (0, "0")
+        return is_zero and bool(RANKS & set(re.findall(r"\w+", ast.unparse(test.left))))
     text = ast.unparse(test)
     plain = isinstance(test, ast.Name | ast.Attribute | ast.Call)
     return operator is ast.Eq and plain and any(word in text for word in RANK_WORDS)

@@ -59,14 +59,14 @@ def compiled_twice(subject: Subject) -> Iterator[Finding]:
     Accelerate uses the old key and ignores the section.
     """
     if "dynamo_backend" in subject.values and subject.section("dynamo_config"):
-        same = len(subject.section("dynamo_config")) == 1
-        same = same and subject.section("dynamo_config").get("dynamo_backend") == subject.values["dynamo_backend"]
+        section = subject.section("dynamo_config")
+        is_only_key = len(section) == 1 and section.get("dynamo_backend") == subject.values["dynamo_backend"]
         yield Finding(
             "dynamo_backend",
             f"dynamo_backend: {subject.values['dynamo_backend']} beside dynamo_config",
             "Accelerate drops dynamo_config and compiles as dynamo_backend says",
             "dynamo_backend inside dynamo_config alone",
-            (Edit("", "dynamo_backend"),) if same else (),
+            (Edit("", "dynamo_backend"),) if is_only_key else (),
         )
 
 

@@ -53,9 +53,9 @@ def _kept_layers(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> 
 
 def _lists_kinds(part: Part, depth: int) -> bool:
     """Whether layers in between can be left out: the config lists their kinds, or layers of another kind by number."""
-    lists = any(isinstance(value, list) and len(value) == depth for value in part.real.values())
+    has_lists = any(isinstance(value, list) and len(value) == depth for value in part.real.values())
     counts = any(type(part.real.get(key)) is int for key in (*FROM_THE_START, *FROM_THE_END))
-    return lists or counts
+    return has_lists or counts
 
 
 def _numbers_of_layers(part: Part, depth: int) -> Iterator[tuple[str, list[int]]]:

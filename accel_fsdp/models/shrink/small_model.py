@@ -106,8 +106,8 @@ def _tokenizer(name: str) -> Any:
         raise
     except UserError:
         return None
-    files = any((Path(name) / file).is_file() for file in TOKENIZER_FILES)
-    return tokenizer if files or len(tokenizer.get_vocab()) >= FEWEST_TOKENS else None
+    has_files = any((Path(name) / file).is_file() for file in TOKENIZER_FILES)
+    return tokenizer if has_files or len(tokenizer.get_vocab()) >= FEWEST_TOKENS else None
 
 
 def _rows(tokenizer: Any, token_ids: dict[int, str]) -> int:

@@ -90,9 +90,9 @@ def master_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a trained weight at rest."""
     if recipe.method != "full":
         return state_bytes.MASTER
-    mixed, zero = recipe.precision != "no", layout.engine is Engine.DEEPSPEED
+    is_mixed, is_deepspeed = recipe.precision != "no", layout.engine is Engine.DEEPSPEED
     upcasts = layout.is_fsdp and not layout.is_by_transformers  # Accelerate does
-    return state_bytes.weight_bytes(state_bytes.DTYPE_BYTES[recipe.dtype], mixed, upcasts, zero)
+    return state_bytes.weight_bytes(state_bytes.DTYPE_BYTES[recipe.dtype], is_mixed, upcasts, is_deepspeed)
 
 
 def outer_parts(shape: ModelShape, layout: Layout) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
@@ -273,9 +273,9 @@ def _flat_groups(params: tuple[HeldParameter, ...]) -> list[tuple[HeldParameter,
 @lru_cache(CACHED)
 def quantization_bytes(unit: Unit, layout: Layout) -> int:
     """The quantisation state of a unit's 4-bit weights; FSDP1 keeps it whole on every rank."""
-    whole = layout.engine is Engine.FSDP1
+    is_whole = layout.engine is Engine.FSDP1
     packed = (param for param in unit.parameters if param.quantized)
-    elements = sum(param.numel / (1 if whole else pieces_of(param, layout)) for param in packed)
+    elements = sum(param.numel / (1 if is_whole else pieces_of(param, layout)) for param in packed)
     return round(elements * (state_bytes.NF4_BYTES - 0.5))
 
 

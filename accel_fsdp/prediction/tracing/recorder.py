@@ -66,8 +66,8 @@ class Recorder:
             parent, self._list, _ = layers[places[0]][0].rsplit(".", 2)
             del layers
             self._lists = model.get_submodule(parent)._modules
-            based = model.base_model is not model  # Llama 4's class for images and text has parts, but no base model
-            self._headless = model.base_model if based else model.get_submodule(parent)
+            has_base = model.base_model is not model  # Llama 4's class for images and text has parts, but no base model
+            self._headless = model.base_model if has_base else model.get_submodule(parent)
             self._lists[self._list] = nn.ModuleList()
             _use_fused_kernels(model, variant)
             if self._axes:

@@ -42,8 +42,8 @@ def load(name: str, config_name: str | None = None, *, streaming: bool = False) 
 def check_name(name: str) -> None:
     """Refuses a name that can only be a file or folder and doesn't exist; names on the hub pass."""
     path = Path(name)
-    local = path.suffix in FILE_ENDINGS and not path.is_absolute()
-    check_local_path(f"./{name}" if local else name, "data set", "trl-lib/Capybara")
+    is_local = path.suffix in FILE_ENDINGS and not path.is_absolute()
+    check_local_path(f"./{name}" if is_local else name, "data set", "trl-lib/Capybara")
     for card in CARDS:
         _check_card(path / card, path)
 

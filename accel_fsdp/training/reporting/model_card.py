@@ -30,13 +30,13 @@ def text(
     only by its hub id, because the hub refuses cards with local paths.
     """
     model, data = run["arguments"]["model"], run["arguments"]["data"]
-    base, dataset, peft = str(model["model_name_or_path"]), str(data["dataset_name"]), bool(model["use_peft"])
+    base, dataset, is_peft = str(model["model_name_or_path"]), str(data["dataset_name"]), bool(model["use_peft"])
     front = ModelCardData(
-        library_name="peft" if peft else "transformers",
+        library_name="peft" if is_peft else "transformers",
         pipeline_tag="text-generation",
         base_model=base if _on_hub(base) else None,
         datasets=[dataset] if _on_hub(dataset) else None,
-        tags=["sft", "fsdp", "accel-fsdp", *(["lora"] if peft else [])],
+        tags=["sft", "fsdp", "accel-fsdp", *(["lora"] if is_peft else [])],
     )
     body = "\n".join(_body(run, results(log_history), rounding))
     return str(ModelCard(f"---\n{front.to_yaml()}\n---\n\n{body}\n"))
@@ -56,12 +56,12 @@ def _body(
 ) -> Iterator[str]:
     arguments, training = run["arguments"], run["arguments"]["training"]
     base, dataset = str(arguments["model"]["model_name_or_path"]), str(arguments["data"]["dataset_name"])
-    peft = bool(arguments["model"]["use_peft"])
+    is_peft = bool(arguments["model"]["use_peft"])
     yield f"# {_name(base)}, fine-tuned on {_name(dataset)}\n"
     revision = f", revision {arguments['model']['model_revision']}" if _on_hub(base) else ""  # a folder has none
     yield f"- base model: {_name(base)}{revision}"
     yield f"- data: {_name(dataset)}, split {arguments['data']['dataset_train_split']}"
-    yield f"- method: supervised fine-tuning of {METHODS[peft]}"
+    yield f"- method: supervised fine-tuning of {METHODS[is_peft]}"
     if run["plan"]:
         yield f"- trained {_strategy_text(run)}, {run['machine']['device']}"
     yield from _segments(run.get("segments", []))
@@ -78,7 +78,7 @@ def _body(
         )
     yield "\n## Arguments\n"
     yield "| argument | value |\n|---|---|"
-    yield from _arguments(arguments, peft)
+    yield from _arguments(arguments, is_peft)
     yield "\n## Versions\n"
     yield "| package | version |\n|---|---|"
     yield from (f"| {name} | {version} |" for name, version in run["versions"].items())
