@@ -195,10 +195,10 @@ def _with_flow(text: str, node: Any, key: str, value: Any) -> str:
     comma = _after_gap(text, index)
     head = text[: comma + 1] if text[comma] == "," else f"{text[:index]},"
     tail = text[comma + 1 :] if text[comma] == "," else text[index:]
-    same_line, newline, below = tail.partition("\n")
+    same_line, newline, next_lines = tail.partition("\n")
     if indent.strip() or not newline or same_line.partition("#")[0].strip():
         return f"{head} {entry}{tail}"
-    return f"{head}{same_line}\n{indent}{entry}\n{below}"
+    return f"{head}{same_line}\n{indent}{entry}\n{next_lines}"
 
 
 def _mapping(text: str, section: str) -> Any:

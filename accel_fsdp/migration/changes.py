@@ -188,8 +188,8 @@ class Draft:
             if key not in self.reported and key != self.section:
                 self.changes.append(Change(str(key), "kept", show(value), show(value)))
         written = [str(key) for key in self._content(self.section)]
-        inside = [f"{self.section}.{name}" for key in written for name in (full_name(self.section, key), key)]
-        order = [name for key in self.job.values for name in (str(key), *(inside if key == self.section else ()))]
+        paths = [f"{self.section}.{name}" for key in written for name in (full_name(self.section, key), key)]
+        order = [name for key in self.job.values for name in (str(key), *(paths if key == self.section else ()))]
         ranked = sorted(self.changes, key=lambda change: order.index(change.key) if change.key in order else len(order))
         return Migration(source, target, self._edits(), tuple(ranked))
 

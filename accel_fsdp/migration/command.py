@@ -137,11 +137,11 @@ def _before_and_after(change: Change) -> str:
 def _broken(path: Path, migration: Migration) -> UserError:
     keys = ", ".join(change.key.rpartition(".")[2] for change in migration.broken)
     flags = " ".join(change.fix for change in migration.broken if change.fix)
-    instead = f"give the script {flags}, and write the file" if flags else "accept the loss and write the file"
+    alternative = f"give the script {flags}, and write the file" if flags else "accept the loss and write the file"
     return UserError(
         f"{path}: {migration.target} can't keep the meaning of {keys}",
         why="; ".join(change.why for change in migration.broken),
-        fix=f"change those keys first, or {instead}: --force. Nothing was written",
+        fix=f"change those keys first, or {alternative}: --force. Nothing was written",
     )
 
 

@@ -63,9 +63,9 @@ def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
     parents = {path: set(_parents(path)) for path, name in classes.items() if name in names}
     stacks = {
         classes[outer]
-        for path, outside in parents.items()
+        for path, outer_paths in parents.items()
         if path.rpartition(".")[0] in lists
-        for outer in outside & parents.keys()
+        for outer in outer_paths & parents.keys()
     }
     layer_paths = {path for path in parents if classes[path] not in stacks}
     free = {classes[path] for path in layer_paths if not parents[path] & layer_paths}

@@ -113,10 +113,10 @@ class PlanReport:
 
     def _fits_legend(self) -> Iterator[str]:
         """Explains the words that occur in the column `fits`."""
-        outside = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
+        outside_size = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
         verdicts = {candidate.verdict for candidate in self.plan.rows}
         nccl = " and NCCL" if self.problem.job.layout.ranks > 1 else ""
-        words = [f"yes with {outside} more for CUDA{nccl} and 5% to spare"]
+        words = [f"yes with {outside_size} more for CUDA{nccl} and 5% to spare"]
         if "expandable" in verdicts:
             words.append(f"expandable {capacity.NEEDS_EXPANDABLE}")
         if "tight" in verdicts:

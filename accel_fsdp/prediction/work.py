@@ -200,8 +200,8 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
         looped = shape.experts if len(experts[0].shape) == 2 else 0
         yield (0, LOOPED_BYTES), looped * shape.hidden, 0
     if norm_width > 1:
-        into = shape.hidden * (len(products(block)) - 1 - bool(inner)) + sum(inner) / 3
-        yield (WIDE_IN_BYTES, WIDE_IN_BYTES), into, len(products(block))
+        read_elements = shape.hidden * (len(products(block)) - 1 - bool(inner)) + sum(inner) / 3
+        yield (WIDE_IN_BYTES, WIDE_IN_BYTES), read_elements, len(products(block))
         yield (WIDE_OUT_BYTES, WIDE_OUT_BYTES), attention - queries + sum(inner) * 2 / 3 + shape.hidden, 0
 
 
@@ -246,7 +246,7 @@ def _adapters(block: Block, recipe: Recipe) -> tuple[Work, Work]:
         flops = 2 * recipe.lora_rank * sum(weight.shape) * tokens
         thin = Work(float32_flops=flops) if in_float32 else Work(matmul_flops=flops)
         rows, columns = weight.shape
-        moved = [Work(moved_bytes=(into * columns + out * rows) * tokens) for into, out in LORA_BYTES]
+        moved = [Work(moved_bytes=(inputs * columns + outputs * rows) * tokens) for inputs, outputs in LORA_BYTES]
         launched = Work(kernels=KERNELS["lora"])
         forward += thin + moved[0] + launched
         backward += thin.times(2) + moved[1] + launched.times(2)

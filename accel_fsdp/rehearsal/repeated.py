@@ -287,8 +287,8 @@ def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
     Weights that join an optimizer later, or that the script changes, don't count.
     """
     updates = [event.content for event in events if event.kind == "repeated"]
-    still = [set(event.content["still"]) for event in events if event.kind == "weights"]
-    left = sorted(set(updates[0]["uncovered"]).intersection(*still)) if updates and still else []
+    unchanged = [set(event.content["still"]) for event in events if event.kind == "weights"]
+    left = sorted(set(updates[0]["uncovered"]).intersection(*unchanged)) if updates and unchanged else []
     if left and len(left) < updates[0]["trained"] / 2:
         verb = "have gradients and never change" if len(left) > 1 else "has gradients and never changes"
         what = f"no optimizer has {_names(left)}, which {verb}"

@@ -178,8 +178,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         """
         if resume_from_checkpoint is not None and not self.on_tpu:  # a TPU's checkpoint has other files
             grouping = str(self.args.train_sampling_strategy) in GROUPING
-            here, skips_data = self.checkpoints.origin(), not self.args.ignore_data_skip
-            resuming.check(Path(resume_from_checkpoint), here, grouping, skips_data)
+            origin, skips_data = self.checkpoints.origin(), not self.args.ignore_data_skip
+            resuming.check(Path(resume_from_checkpoint), origin, grouping, skips_data)
         self.watch.begin()
         try:
             disk_room.check_shared(self, resume_from_checkpoint)

@@ -118,8 +118,8 @@ class NetworkTests:
         present = self.store.wait(["present"], self.group.seconds + LEAVE_SECONDS).get("present")
         if present is None or self.group.machine not in present["machines"]:
             raise RuntimeError("machine 0 continued without this machine")
-        ahead = time.time() - present["clock"]
-        self.store.put(f"sees/{self.group.machine}", {"ahead": ahead, "mark": _sees_file(folder, present["mark"])})
+        offset = time.time() - present["clock"]
+        self.store.put(f"sees/{self.group.machine}", {"ahead": offset, "mark": _sees_file(folder, present["mark"])})
         self.results.facts = dict.fromkeys(present["machines"], facts)
 
     def test_network(self) -> None:

@@ -280,7 +280,7 @@ def _translate_devices() -> None:
     """Has torch's functions and the methods of tensors take CUDA devices for the CPU."""
     import torch
 
-    instead: dict[Any, Callable[..., Any]] = {
+    replacements: dict[Any, Callable[..., Any]] = {
         torch.Tensor.to: _move,
         torch.Tensor.cuda: lambda _, tensor, *__, **___: _stay_on_cpu(tensor),
         torch.Tensor.pin_memory: lambda _, tensor, *__, **___: tensor,
@@ -290,8 +290,8 @@ def _translate_devices() -> None:
     class Devices(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs = kwargs or {}
-            if func in instead:
-                return instead[func](func, *args, **kwargs)
+            if func in replacements:
+                return replacements[func](func, *args, **kwargs)
             if kwargs:
                 if _names_gpu(kwargs.get("device")):
                     _report_use(f"device={_device_text(kwargs['device'])}")

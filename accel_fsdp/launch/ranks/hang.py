@@ -71,11 +71,11 @@ def _watch(main: int) -> None:
             answered = True
             events.report("at", **_content(location))
             collectives.report()
-        now, computed, here = time.monotonic(), computed_seconds(), location.stack
-        if here != place or computed - busy > BUSY * (now - since):
+        now, computed, stack = time.monotonic(), computed_seconds(), location.stack
+        if stack != place or computed - busy > BUSY * (now - since):
             if reported:
                 events.report("went-on")
-            place, since, busy, delayed, reported = here, now, computed, frames.delayed_seconds(), 0
+            place, since, busy, delayed, reported = stack, now, computed, frames.delayed_seconds(), 0
             continue
         seconds = now - since
         is_long = seconds > (COLLECTIVE_SECONDS if location.collective else OTHER_SECONDS)

@@ -180,8 +180,8 @@ def _places_in_flat(flat: Any, paths: Mapping[int, str]) -> Iterator[Place]:
             continue
         name = ".".join(filter(None, (paths[id(info.module)], info.param_name)))
         shard_range = slice(shard.offset_in_shard, shard.offset_in_shard + shard.numel_in_shard)
-        parameter, within = (flat, shard_range) if original is None else (original, None)
-        yield Place(name, parameter, shard.intra_param_start_idx, tuple(shape), within, flat, shard_range)
+        parameter, part_range = (flat, shard_range) if original is None else (original, None)
+        yield Place(name, parameter, shard.intra_param_start_idx, tuple(shape), part_range, flat, shard_range)
 
 
 def _originals(module: Any) -> list["torch.Tensor"]:

@@ -141,10 +141,10 @@ class Recorder:
         """Called with a model after it, or a part of it, has been sharded; wrappers around it are among its modules."""
         if isinstance(model, list) or (known := self.models.get(unwrapped(model))) is None:
             return
-        number, within = known
+        number, prefix = known
         for path, inner in model.named_modules():
-            self.models[inner] = (number, ".".join(filter(None, (within, user_name(path)))))
-        if not within:
+            self.models[inner] = (number, ".".join(filter(None, (prefix, user_name(path)))))
+        if not prefix:
             self.prepared[number] = weakref.ref(model)
 
     def end(self) -> None:
@@ -154,8 +154,8 @@ class Recorder:
         self.lines.report_averaging()
         if self.written:
             unchanged = self._unchanged_weights()
-            still = [place.name for place in self.places if place.parameter.requires_grad and place.name in unchanged]
-            events.report("weights", moved=len(unchanged) < len(self.begun), still=sorted(set(still)))
+            kept = [place.name for place in self.places if place.parameter.requires_grad and place.name in unchanged]
+            events.report("weights", moved=len(unchanged) < len(self.begun), still=sorted(set(kept)))
 
     def _unchanged_weights(self) -> set[str]:
         """The weights whose parts on this rank have the values that they had before the first update."""

@@ -48,8 +48,8 @@ def line_of_error(error: BaseException) -> str:
 def line_above(line: str, word: str) -> str:
     """The nearest line with `word` at or above `line`, both as file:line; `line` itself if there is none."""
     path, _, number = line.rpartition(":")
-    above = linecache.getlines(path)[: int(number or 0)]
-    return next((f"{path}:{at}" for at in range(len(above), 0, -1) if word in above[at - 1]), line)
+    lines_above = linecache.getlines(path)[: int(number or 0)]
+    return next((f"{path}:{at}" for at in range(len(lines_above), 0, -1) if word in lines_above[at - 1]), line)
 
 
 def is_calling(frame: FrameType | None) -> bool:

@@ -317,10 +317,10 @@ def locate(findings: list[Finding], document: Any) -> list[Finding]:
 def _line(document: Any, dotted: str, spelt: Mapping[tuple[str, str], str]) -> int | None:
     section, _, key = dotted.rpartition(".")
     place = section if section in document else spelt.get(("", section), section)
-    inside = document.get(place) if section else document
+    mapping = document.get(place) if section else document
     for candidate in (key, short_name(section, key), spelt.get((section, key))):
-        if hasattr(inside, "lc") and candidate in inside:
-            return int(inside.lc.key(candidate)[0]) + 1
+        if hasattr(mapping, "lc") and candidate in mapping:
+            return int(mapping.lc.key(candidate)[0]) + 1
     if section and place in document:
         return int(document.lc.key(place)[0]) + 1
     return None

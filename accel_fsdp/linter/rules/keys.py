@@ -107,10 +107,10 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
     for key in subject.section(""):
         if key in fields or key in OLD_TOP_KEYS:
             continue
-        inside = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
-        match = "" if inside else typo_of(key, fields)
+        home = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
+        match = "" if home else typo_of(key, fields)
         near = match or near_key(key, fields)
-        hint = f" It belongs into {inside}." if inside else f" Did you mean {near}?" if near else ""
+        hint = f" It belongs into {home}." if home else f" Did you mean {near}?" if near else ""
         ignored = bool(match) and fields[match].kind is Kind.SECTION and subject.engine not in fields[match].engines
         fits = bool(match) and match not in subject.values and not (ignored and subject.has_engine)
         yield Finding(

@@ -291,10 +291,10 @@ def no_room_for_checkpoints(subject: Subject) -> Iterator[Finding]:
     size = subject.checkpoint_bytes
     needed = size * ((int(save_total_limit) if save_total_limit.isdecimal() else 1) + 1)
     if needed > free:
-        takes, there = distinguishable(about_gib, needed, free)
+        takes, available = distinguishable(about_gib, needed, free)
         yield Finding(
             "fsdp_config.fsdp_state_dict_type",
-            f"checkpoints of {about_gib(size)} need {takes}, {there} are free at --output_dir",
+            f"checkpoints of {about_gib(size)} need {takes}, {available} are free at --output_dir",
             "a full disk stops the run",
             "another disk, a lower --save_total_limit, or SHARDED_STATE_DICT",
         )

@@ -234,9 +234,9 @@ def evaluating_first(subject: Subject) -> Iterator[Finding]:
     """`trainer.evaluate()` before `trainer.train()`: FSDP2 stops there, FSDP1 in `train()`."""
     trainer_names = trainers(subject)
     for scope in calls_by_scope(subject):
-        inside = [call for call in scope if on_trainer(call, trainer_names)]
-        trains = {receiver(call): call.lineno for call in reversed(inside) if name_of(call) == "train"}
-        first = [c for c in inside if name_of(c) == "evaluate" and c.lineno < trains.get(receiver(c), 0)]
+        trainer_calls = [call for call in scope if on_trainer(call, trainer_names)]
+        trains = {receiver(call): call.lineno for call in reversed(trainer_calls) if name_of(call) == "train"}
+        first = [c for c in trainer_calls if name_of(c) == "evaluate" and c.lineno < trains.get(receiver(c), 0)]
         if first:
             call = first[0]
             yield at(
@@ -254,9 +254,9 @@ def accelerator_before_arguments(subject: Subject) -> Iterator[Finding]:
 
     The process group exists already, with 10 minutes.
     """
-    for inside in calls_by_scope(subject):
-        last = max((call.lineno for call in inside if name_of(call) in ARGUMENT_CLASSES), default=0)
-        early = [c for c in inside if name_of(c) in ("Accelerator", "PartialState") and c.lineno < last]
+    for calls in calls_by_scope(subject):
+        last = max((call.lineno for call in calls if name_of(call) in ARGUMENT_CLASSES), default=0)
+        early = [c for c in calls if name_of(c) in ("Accelerator", "PartialState") and c.lineno < last]
         if early:
             call = early[0]
             yield at(

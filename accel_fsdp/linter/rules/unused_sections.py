@@ -211,11 +211,11 @@ def gpu_twice(subject: Subject) -> Iterator[Finding]:
         return
     numbers = [word.strip() for word in chosen.split(",")]
     repeated = [number for index, number in enumerate(numbers) if number in numbers[:index] and number]
-    below = [number for number in numbers if number.startswith("-")]
-    if repeated or below:
+    below_zero = [number for number in numbers if number.startswith("-")]
+    if repeated or below_zero:
         yield Finding(
             "gpu_ids",
-            f"gpu_ids: {chosen} names {repeated[0] + ' twice' if repeated else below[0]}",
+            f"gpu_ids: {chosen} names {repeated[0] + ' twice' if repeated else below_zero[0]}",
             "CUDA offers no GPU at all" if repeated else "CUDA offers the GPUs before it only",
             "gpu_ids: each GPU once, or all",
         )

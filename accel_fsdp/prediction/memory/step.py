@@ -91,12 +91,12 @@ class Layers(NamedTuple):
     def shortened(order: Sequence[int]) -> "Layers":
         """The fewest layers that give the same result."""
         period = next((size for size in range(1, len(order)) if order[size:] == order[:-size]), len(order))
-        between = len(order) // period - 4
-        if between < 2:
+        repeats = len(order) // period - 4
+        if repeats < 2:
             return Layers.whole(order)
-        first, left_out = 2 * period, (between - 1) * period
+        first, left_out = 2 * period, (repeats - 1) * period
         places = [*range(first + period), *range(first + period + left_out, len(order))]
-        counts = [1] * first + [between] * period + [1] * (len(places) - first - period)
+        counts = [1] * first + [repeats] * period + [1] * (len(places) - first - period)
         return Layers(places, counts, range(first + 1, first + period + 1))
 
 

@@ -53,11 +53,11 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
     for variant in variants:
         known = Variant.of(variant)
         frozen = known.method != "full"  # adapters are in the blocks only
-        outside = known._replace(method="lora" if frozen else "full", adapters="fp32")
+        outer_variant = known._replace(method="lora" if frozen else "full", adapters="fp32")
         try:
             with _silent_log(), _ranks_for(known):
                 recorder = Recorder(name, config, known)
-                tapes[variant] = alike[outside] = record(recorder, alike.get(outside))
+                tapes[variant] = alike[outer_variant] = record(recorder, alike.get(outer_variant))
         except (RuntimeError, ValueError) as error:
             raise UserError(
                 f"what {name} allocates can't be recorded: {first_line(error) or type(error).__name__}",

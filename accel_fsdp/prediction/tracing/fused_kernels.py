@@ -131,9 +131,9 @@ def _fuse_adapters(attention: nn.Module, variant: Variant) -> None:
     for names in (("q_proj", "k_proj", "v_proj"), ("o_proj",)):
         layers = [attention._modules.get(name) for name in names]
         if all(isinstance(layer, LoraLayer) for layer in layers):
-            together = _SharedInputLayers([layer for layer in layers if layer is not None], variant.dropout)
+            shared_layers = _SharedInputLayers([layer for layer in layers if layer is not None], variant.dropout)
             for index, name in enumerate(names):
-                attention._modules[name] = _Part(together, index)
+                attention._modules[name] = _Part(shared_layers, index)
 
 
 class _SharedInputLayers(nn.Module):

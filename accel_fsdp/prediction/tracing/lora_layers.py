@@ -59,7 +59,7 @@ def _check_product(path: str, module: Any) -> None:
 
 
 def _settings(rank: int, transposed: bool, variant: Variant) -> Any:
-    dropout = 0.1 if variant.dropout else 0.0  # how much doesn't matter
+    dropout = 0.1 if variant.dropout else 0.0  # its size does not matter
     return LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, fan_in_fan_out=transposed)
 
 

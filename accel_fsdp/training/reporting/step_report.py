@@ -284,9 +284,9 @@ def _total_bytes(sent: Traffic) -> float:
 
 def unit_names(units: Sequence[HeldUnit], layers: Mapping[str, str], embedding: str) -> list[tuple[str, HeldUnit]]:
     """The planner's name of each FSDP unit. `layers` are classes by path; an adapter's unit is its layer's."""
-    outside = [unit for unit in units if not _layer(unit.name, layers) and unit.weights]
-    ends = {embedding: by_unit.EMBEDDING} if len(outside) > 1 else {}
-    head = by_unit.HEAD if len(outside) > 1 else by_unit.OUTSIDE
+    outer_units = [unit for unit in units if not _layer(unit.name, layers) and unit.weights]
+    ends = {embedding: by_unit.EMBEDDING} if len(outer_units) > 1 else {}
+    head = by_unit.HEAD if len(outer_units) > 1 else by_unit.OUTSIDE
     return [(_layer(unit.name, layers) or ends.get(unit.name, head), unit) for unit in units]
 
 
