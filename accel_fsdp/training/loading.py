@@ -165,14 +165,14 @@ def _without_frozen(trainer: Any) -> Iterator[None]:
     if not _has_adapter(trainer):
         yield
         return
-    FSDP1_LOG.addFilter(_is_no_absence)
+    FSDP1_LOG.addFilter(_is_other_message)
     try:
         yield
     finally:
-        FSDP1_LOG.removeFilter(_is_no_absence)
+        FSDP1_LOG.removeFilter(_is_other_message)
 
 
-def _is_no_absence(record: logging.LogRecord) -> bool:
+def _is_other_message(record: logging.LogRecord) -> bool:
     return not record.getMessage().startswith("Did not find param with FQN")
 
 
