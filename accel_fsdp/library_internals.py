@@ -105,8 +105,8 @@ def _fits(function: Any, expected: str) -> bool:
 def fits(known: list[str], expected: str) -> bool:
     """Whether a function with these parameters takes what `Internal.parameters` expects."""
     first, rest, keyword_only = (part.split() for part in expected.partition("*"))
-    begins = known[: len(first)] == first
-    return begins and (set(keyword_only) <= set(known) if rest else len(known) == len(first))
+    has_first = known[: len(first)] == first
+    return has_first and (set(keyword_only) <= set(known) if rest else len(known) == len(first))
 
 
 def _signature(function: Any) -> str:

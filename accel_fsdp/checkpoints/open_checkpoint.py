@@ -155,10 +155,10 @@ def _tensor_of_parts(name: str, parts: Mapping[tuple[int, ...], safetensors_head
         )
     if any((part.dtype, len(part.shape)) != (first.dtype, len(first.shape)) for part in parts.values()):
         raise damaged(first.file, f"and its siblings hold parts of {name} that don't belong together")
-    ends = [tuple(map(add, at, part.shape)) for at, part in parts.items()]
+    ends = [tuple(map(add, low, part.shape)) for low, part in parts.items()]
     shape = tuple(max(ends_of) for ends_of in zip(*ends, strict=True))
     pieces = [
-        Piece(FileRecord(part.file, part.start, part.end - part.start), at, part.shape) for at, part in parts.items()
+        Piece(FileRecord(part.file, part.start, part.end - part.start), low, part.shape) for low, part in parts.items()
     ]
     return tensor(name, first.dtype, shape, pieces)
 

@@ -59,11 +59,11 @@ def divided(tensors: Mapping[str, T]) -> tuple[dict[str, T], dict[str, dict[str,
     base: dict[str, T] = {}
     adapters: dict[str, dict[str, T]] = {}
     for name, tensor in tensors.items():
-        adapter, filed = _adapter_and_name(name)
+        adapter, tensor_name = _adapter_and_name(name)
         if adapter is None:
             base[name] = tensor
         else:
-            adapters.setdefault(adapter, {})[_prefixed(filed)] = tensor
+            adapters.setdefault(adapter, {})[_prefixed(tensor_name)] = tensor
     if not _is_whole(base, tensors):
         for tensors_of in adapters.values():
             tensors_of |= {_prefixed(name): tensor for name, tensor in base.items()}

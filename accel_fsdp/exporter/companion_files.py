@@ -157,9 +157,9 @@ def describe(model: Any, tokenizer: Any, folder: Path) -> None:
     with contextlib.suppress(UserError):  # then it is the dtype that was loaded
         name, code_runs = str(inner.config._name_or_path), inner.config.is_remote_code()
         config = summary.read_json(folder / file_names.CONFIG)
-        filed = models.read_config(name, run_code=code_runs)
-        if filed.dtype is not None:
-            config["dtype"] = str(filed.dtype).removeprefix("torch.")
+        stored_config = models.read_config(name, run_code=code_runs)
+        if stored_config.dtype is not None:
+            config["dtype"] = str(stored_config.dtype).removeprefix("torch.")
             atomic_files.write_text(folder / file_names.CONFIG, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -69,16 +69,16 @@ class Planner:
         _check_matrices(self.weights.adapter)
         if self.weights.adapter and not self.merge:
             return self._named(self.weights.adapter, {})
-        filed = self.weights.filed or (self.merge and not self.weights.tensors)
+        is_whole = self.weights.filed or (self.merge and not self.weights.tensors)
         sources = self._tensors(description)
         if description is not None:
-            sources = tensor_names.unprefixed(sources, description.files if filed else description.memory)
+            sources = tensor_names.unprefixed(sources, description.files if is_whole else description.memory)
         tensors = self._without_copies(sources, self._ties(sources, description))
         if description is None:
             return self._named(tensors, {})
-        expected = description.files if filed else description.memory
+        expected = description.files if is_whole else description.memory
         compared = _checked_tensors(tensors, expected, description.floating, self.companions)
-        if filed or not description.converts:
+        if is_whole or not description.converts:
             return self._named(compared, description.wider)
         return self._named(hf_layout.converted(compared, description, self.companions.folder), description.wider)
 

@@ -206,14 +206,14 @@ class Merger:
 
     def named(self, name: str) -> str:
         """The name of a model's tensor in the base, whose files may use other names."""
-        filed = name if self.filed_as is None else self.filed_as.get(name, name)
-        if filed not in self.tensors and self.settings.get("target_parameters"):
+        filed_name = name if self.filed_as is None else self.filed_as.get(name, name)
+        if filed_name not in self.tensors and self.settings.get("target_parameters"):
             raise _unmergeable("with target_parameters")
-        if self.filed_as is not None and name not in self.filed_as and filed in self.tensors:
+        if self.filed_as is not None and name not in self.filed_as and filed_name in self.tensors:
             raise _unmergeable(f"on {name}, which the model's files hold in another layout,")
-        if filed not in self.tensors:
-            raise _mismatch(f"{filed} is not in the base")
-        return filed
+        if filed_name not in self.tensors:
+            raise _mismatch(f"{filed_name} is not in the base")
+        return filed_name
 
     def _dtype(self, base: Source) -> str:
         """The dtype of the merge: float32 unless the base's is asked for, so that another dtype is rounded to once."""

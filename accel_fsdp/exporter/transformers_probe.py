@@ -152,17 +152,17 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
     config_json.check_count(str(folder), sum(tensor.shape[0] for tensor in tensors.values() if tensor.dim() > 2) // 3)
     tensors = _as_loaded(model, exported_folder.without_tied_copies(tensors, ties), dtype)
-    filed = exported_folder.as_saved(model, tensors)  # expected_tensors would import PEFT, which takes a second
-    memory, files = ({name: tuple(tensor.shape) for name, tensor in layout.items()} for layout in (tensors, filed))
+    saved = exported_folder.as_saved(model, tensors)  # expected_tensors would import PEFT, which takes a second
+    memory, files = ({name: tuple(tensor.shape) for name, tensor in layout.items()} for layout in (tensors, saved))
     wide_dtypes = {TORCH_NAMES[short]: short for short in ("F32", "F64") if dtype and short != dtype}
-    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in filed.items()}
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in saved.items()}
     wider = {name: wide_dtypes[tensor] for name, tensor in dtypes.items() if tensor in wide_dtypes}
-    converts = any(filed.get(name) is not tensor for name, tensor in tensors.items())
-    names = {id(tensor): name for name, tensor in filed.items()}
+    converts = any(saved.get(name) is not tensor for name, tensor in tensors.items())
+    names = {id(tensor): name for name, tensor in saved.items()}
     filed_as = {name: names[id(tensor)] for name, tensor in tensors.items() if id(tensor) in names}
     turned = frozenset(f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Conv1D))
     quantised = getattr(model.config, "quantization_config", None) is not None
-    floating = frozenset() if quantised else _floating(model, tensors, filed)
+    floating = frozenset() if quantised else _floating(model, tensors, saved)
     return Description(memory, files, ties, converts, wider, filed_as, turned, floating)
 
 

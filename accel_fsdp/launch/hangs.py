@@ -218,11 +218,11 @@ class LastSeen:
         beat = self.beat
         waits = f" in {beat.collective}" if beat.collective else ""
         doing = f", {beat.doing}" if beat.doing else ""
-        at = f" at {beat.caller}" if beat.caller else ""
+        place = f" at {beat.caller}" if beat.caller else ""
         ago = f", {self.ago:.0f} s ago" if self.ago is not None else ""
         if beat.step is None:
-            return (" after the end of its script" if beat.doing == AFTER else f"{waits}{at}")[1:] + ago
-        return f"after step {beat.step}{doing}{waits}{at}{ago}"
+            return (" after the end of its script" if beat.doing == AFTER else f"{waits}{place}")[1:] + ago
+        return f"after step {beat.step}{doing}{waits}{place}{ago}"
 
 
 SEVERAL = {"waits": "wait", "was last seen": "were last seen", "is": "are"}

@@ -215,8 +215,8 @@ class PlanReport:
         """The memory that PyTorch's allocator reserves, and what expandable segments would change."""
         if not choice.layout.is_replayed:
             return
-        plain, expandable, ends = self._replays(choice)
-        expected, (low, high) = gib_in_figure(plain.reserved / GIB), (number_in_figure(size / GIB) for size in ends)
+        plain, expandable, bounds = self._replays(choice)
+        expected, (low, high) = gib_in_figure(plain.reserved / GIB), (number_in_figure(size / GIB) for size in bounds)
         reserved = f"The allocator reserves about {expected} ({low} to {high})"
         if plain.failed_at:
             reserved = f"The allocator runs out of memory in the {plain.failed_at}"
@@ -238,10 +238,10 @@ class PlanReport:
     def _allocator(self, choice: Candidate | None) -> dict[str, Any] | None:
         if choice is None or not choice.layout.is_replayed:
             return None
-        plain, expandable, ends = self._replays(choice)
+        plain, expandable, bounds = self._replays(choice)
         return {
             "reserved_bytes": plain.reserved,
-            "reserved_bytes_range": ends,
+            "reserved_bytes_range": bounds,
             "runs_out": plain.failed_at or plain.thrashes,
             "expandable_reserved_bytes": expandable.reserved,
         }

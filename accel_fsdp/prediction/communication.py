@@ -87,9 +87,9 @@ def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tup
     summed = _ring(tokens, layout.tensor, layout.ranks_per_node).times(2)
     for block in shape.blocks:
         divided = [p for p in block.parameters if not (p.dispatched and layout.experts > 1) and len(p.shape) > 1]
-        ends = sum(p.cut == len(p.shape) - 1 for p in divided)
-        starts = sum(p.cut is not None and p.cut < len(p.shape) - 1 for p in divided)
-        forward, backward = summed.times(ends), summed.times(starts + ends * (forwards - 1))
+        rowwise = sum(p.cut == len(p.shape) - 1 for p in divided)
+        columnwise = sum(p.cut is not None and p.cut < len(p.shape) - 1 for p in divided)
+        forward, backward = summed.times(rowwise), summed.times(columnwise + rowwise * (forwards - 1))
         if layout.experts > 1 and any(p.dispatched for p in block.parameters):
             sent = _all_to_all(tokens * shape.experts_used / layout.tensor, layout).times(2)
             forward, backward = forward + sent, backward + sent.times(forwards)

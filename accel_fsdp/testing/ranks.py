@@ -191,9 +191,9 @@ def _scaled(processes: int | None, config_file: str | Path | None) -> JobConfig:
         what = f"{config_file} can't run on CPU ranks: {error.what}"
         raise UserError(what, why=error.why, fix=error.fix) from None
     except UsageError as error:
-        on = counted(processes or scaled.PROCESSES, "CPU rank")
+        rank_count = counted(processes or scaled.PROCESSES, "CPU rank")
         fix = "another number of processes, or none: Ranks(config_file=FILE)"
-        raise UsageError(f"{config_file} can't run on {on}", why=error.why, fix=fix) from None
+        raise UsageError(f"{config_file} can't run on {rank_count}", why=error.why, fix=fix) from None
 
 
 def _started(environment: Mapping[str, str], folder: Path, output: Path) -> _Rank:

@@ -100,9 +100,9 @@ def location_of(thread: int, caller: str = "") -> Location | None:
     stack = frames.stack_of(thread)
     if not stack:
         return None
-    begins = next((number for number, at in enumerate(stack) if at.code.co_filename == caller), len(stack))
+    end = next((number for number, at in enumerate(stack) if at.code.co_filename == caller), len(stack))
     line = script.line_of([(at.code.co_filename, at.line) for at in reversed(stack)])
-    return Location(line, _collective(stack), frames.text_of(stack[:begins]), _caller(stack))
+    return Location(line, _collective(stack), frames.text_of(stack[:end]), _caller(stack))
 
 
 def place_of(thread: int) -> Instructions:

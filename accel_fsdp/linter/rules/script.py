@@ -125,8 +125,8 @@ def wrapped_names(subject: Subject) -> set[str]:
 
 
 def is_wrapped(subject: Subject, call: ast.Call) -> bool:
-    on = call.func.value if isinstance(call.func, ast.Attribute) else None
-    unwrapped = isinstance(on, ast.Call) and name_of(on) == "unwrap_model"
+    owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+    unwrapped = isinstance(owner, ast.Call) and name_of(owner) == "unwrap_model"
     return unwrapped or receiver(call) in wrapped_names(subject)
 
 
@@ -409,10 +409,10 @@ def norm_that_deepspeed_ignores(subject: Subject) -> Iterator[Finding]:
     limit = from_arguments.number(section.get("gradient_clipping"), None)
     if subject.engine is not Engine.DEEPSPEED or "deepspeed_config_file" in section or limit:
         return
-    to, clips = (1.0, "to 1.0") if limit is None else (0, "not at all")
+    used_norm, clips = (1.0, "to 1.0") if limit is None else (0, "not at all")
     for call in calls(subject, "clip_grad_norm_", of_any_engine=True):
         norm = constant(call.args[1] if len(call.args) > 1 else keyword(call, "max_norm"))
-        if "accelerator" in receiver(call) and isinstance(norm, int | float) and norm not in (0, to):
+        if "accelerator" in receiver(call) and isinstance(norm, int | float) and norm not in (0, used_norm):
             yield at(
                 subject,
                 call,

@@ -142,7 +142,7 @@ def _recorded_run(
     for event in (*forward, *backward):
         if event.sign < 0:
             left.pop(event.key, None)
-    leaked = [by for key, by in left.items() if key not in alive]
+    leaked = [operation for key, operation in left.items() if key not in alive]
     if leaked:
         raise RuntimeError(f"backward leaves behind what these made: {', '.join(leaked)}")
     inputs = [e.key for e in forward if e.sign == 0]

@@ -188,10 +188,10 @@ def _tokens(encoding: Any, text: str, span: chat_template.TextSpan) -> chat_temp
         raise BadRow("an assistant turn has no token of its own")
     while (after := encoding.token_to_chars(last + 1)) is not None and after[0] < end:  # several tokens form one letter
         last += 1
-    begins, stops = encoding.token_to_chars(first)
-    if text[begins:start].strip():
-        raise BadRow(f"one token holds {text[begins:start]!r} and the assistant's first letters")
-    if begins < start and not text[start:stops].strip():
+    begin, stop = encoding.token_to_chars(first)
+    if text[begin:start].strip():
+        raise BadRow(f"one token holds {text[begin:start]!r} and the assistant's first letters")
+    if begin < start and not text[start:stop].strip():
         first += 1
     if unread := text[end : encoding.token_to_chars(last)[1]].strip():
         raise BadRow(f"one token holds the assistant's last letters and {unread!r}")
