@@ -238,11 +238,8 @@ def _only_writer(target: Path) -> Iterator[None]:
 def _exchange(first: Path, second: Path) -> bool:
     """Swaps two names in one step; False where the system or the file system can't (it is Linux's renameat2)."""
     swap = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    current_folder, names = ctypes.c_int(AT_FDCWD), (os.fsencode(first), os.fsencode(second))
-    return (
-        swap is not None
-        and swap(current_folder, names[0], current_folder, names[1], ctypes.c_uint(RENAME_EXCHANGE)) == 0
-    )
+    at, names = ctypes.c_int(AT_FDCWD), (os.fsencode(first), os.fsencode(second))
+    return swap is not None and swap(at, names[0], at, names[1], ctypes.c_uint(RENAME_EXCHANGE)) == 0
 
 
 def only_run(folder: Path) -> "FileLock":

@@ -105,11 +105,11 @@ DESCRIBED, FINAL = "model", "final"
 trained; and the result."""
 
 OF_RANK = re.compile(rf"(?:__|{RNG_STATE}_|{ZERO_RANK}|fsdp_rank)(\d+)")
-"""The number of the rank that wrote a file, in its name, whoever wrote it."""
+"""The number of the rank that wrote a file, in its name, with any library."""
 CHECKPOINT = "checkpoint-"
 """The beginning of the names of checkpoint folders, of Trainer and train/native.py; the step follows."""
 NUMBERED = re.compile(r"(?:checkpoint|ckpt|step|epoch|iter)[-_]?(\d+)")
-"""A checkpoint's folder by its step, whoever wrote it."""
+"""A checkpoint's folder by its step, of any program."""
 STATE = (FSDP_MODEL, OPTIMIZER, Path(SCHEDULER).stem, Path(TRAINING_ARGS).stem, RNG_STATE, SCALER)
 """Beginnings of files that end like weights but that `from_pretrained` can't load."""
 NOT_WEIGHTS = (*STATE, RANDOM_STATES, "rng", "optim", "train_state", "dataloader")

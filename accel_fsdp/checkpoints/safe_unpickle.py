@@ -302,10 +302,10 @@ def _unfolded_size(holder: Any, sizes: dict[int, tuple[int, ...]], depth: int) -
     height, leaves, letters = 1, 1, 0
     for name_letters, part in _inner_parts(holder):
         if isinstance(part, HOLDERS):
-            below, inside, text = _unfolded_size(part, sizes, depth + 1)
+            part_height, count, size = _unfolded_size(part, sizes, depth + 1)
         else:
-            below, inside, text = 0, 1, len(part) if isinstance(part, (str, bytes)) else 0
-        height, leaves, letters = max(height, below + 1), leaves + inside, letters + text + name_letters * inside
+            part_height, count, size = 0, 1, len(part) if isinstance(part, (str, bytes)) else 0
+        height, leaves, letters = max(height, part_height + 1), leaves + count, letters + size + name_letters * count
     if height > DEEPEST:
         raise ValueError("it is nested deeper than any checkpoint")
     sizes[id(holder)] = height, leaves, letters

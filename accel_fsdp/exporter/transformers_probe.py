@@ -228,8 +228,8 @@ def describe_adapter(
                 fix="load it with PEFT, and merge_and_unload() or save_pretrained it",
             )
         needed = get_peft_model_state_dict(model, save_embedding_layers=False)  # else it would ask the hub
-        more = get_peft_model_state_dict(model, save_embedding_layers=True)
-        shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (needed, more)]
+        with_embeddings = get_peft_model_state_dict(model, save_embedding_layers=True)
+        shapes = [{name: tuple(tensor.shape) for name, tensor in state.items()} for state in (needed, with_embeddings)]
         return shapes[0], shapes[1]
     except UserError:
         raise

@@ -91,8 +91,8 @@ class Problem:
     def host_need(self, needed: int) -> str:
         """A need of host memory in words, with the available memory if that is less."""
         need, host = distinguishable(about_gib, needed, self.host_bytes)
-        less = f", where {host} {'are' if self.host_gib else 'are usual'}" if needed > self.host_bytes else ""
-        return f"{need} of memory on each machine{less}"
+        note = f", where {host} {'are' if self.host_gib else 'are usual'}" if needed > self.host_bytes else ""
+        return f"{need} of memory on each machine{note}"
 
     @property
     def ranks(self) -> int:

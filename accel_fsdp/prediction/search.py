@@ -199,8 +199,8 @@ def _divided_candidates(problem: Problem, plain: list[Candidate]) -> tuple[list[
     for job in sorted(speeds, key=lambda job: -speeds[job]):
         fastest = max((candidate.tokens_per_s for candidate in (*plain, *candidates)), default=0)
         variant = variant_for(job.recipe, job.layout)
-        enough = candidates and len(variants) == MOST_MESHES and variant not in variants
-        if not is_requested and (enough or speeds[job] < TIE * fastest):
+        has_enough = candidates and len(variants) == MOST_MESHES and variant not in variants
+        if not is_requested and (has_enough or speeds[job] < TIE * fastest):
             break
         try:
             _ = problem.tapes[variant]
@@ -257,8 +257,8 @@ def _best(problem: Problem, job: Job, below: int = MOST_TOKENS) -> Candidate | N
         return None
     batches = [batch for batch in _batches(problem, job) if batch.recipe.rows < below]
     speeds = [problem.step(batch).tokens_per_s_per_gpu for batch in batches]
-    enough = (batch for batch, speed in zip(batches, speeds, strict=True) if speed >= ENOUGH * max(speeds))
-    return next((problem.evaluate(batch, quick=True) for batch in enough), None)
+    fast_batches = (batch for batch, speed in zip(batches, speeds, strict=True) if speed >= ENOUGH * max(speeds))
+    return next((problem.evaluate(batch, quick=True) for batch in fast_batches), None)
 
 
 def _smallest_by_replay(problem: Problem, job: Job) -> Candidate | None:

@@ -107,11 +107,11 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
             is_mistake = bool(first_rows & other_rows)
         else:
             first_rows, other_rows = _contents(record), _contents(other_record)
-            enough = min(len(first_rows), len(other_rows)) >= FEWEST_BY_CONTENT
+            has_enough = min(len(first_rows), len(other_rows)) >= FEWEST_BY_CONTENT
             share = len(first_rows & other_rows) / max(1, min(len(first_rows), len(other_rows)))
             by_content = record["places"] is None or (not same_data and record["once"] and other_record["once"])
             minimum = SHARE_BY_CONTENT if record["places"] is None else SHARE_OF_PARTS
-            is_mistake = enough and by_content and share >= minimum
+            is_mistake = has_enough and by_content and share >= minimum
         if is_mistake:
             yield Failure(
                 f"rank {other} trained on {len(first_rows & other_rows)} of {counted(len(other_rows), 'row')} that "

@@ -121,8 +121,8 @@ def _all_gradients(content: Mapping[str, Any]) -> Failure:
 
 
 def _behind(content: Mapping[str, Any]) -> Failure:
-    changed, same = content["ranks"]
-    what = f"between two steps {content['name']} changed on rank {changed}, and not on rank {same}"
+    changed, unchanged = content["ranks"]
+    what = f"between two steps {content['name']} changed on rank {changed}, and not on rank {unchanged}"
     fix = "change weights on all ranks; a rank sees its own shards alone"
     return Failure(what, SCRIPT, fix, content["line"])
 
@@ -144,10 +144,10 @@ def _more_steps(content: Mapping[str, Any]) -> Failure:
 
 
 def _begins(content: Mapping[str, Any]) -> Failure:
-    changed, same = content["ranks"]
+    changed, unchanged = content["ranks"]
     what = (
         f"before the first step rank {changed} has other weights than the model that was wrapped on rank 0, and rank "
-        f"{same} has these"
+        f"{unchanged} has these"
     )
     fix = "the same seed on all ranks before the model is made; and no values of another rank into wrapped weights"
     return Failure(what, SCRIPT, fix, content["line"])
@@ -188,8 +188,8 @@ def _summed_again(content: Mapping[str, Any]) -> Failure:
 
 
 def _changed_differently(content: Mapping[str, Any]) -> Failure:
-    changed, same = content["ranks"]
-    what = f"between backward and step gradients change on rank {changed}, and not on rank {same}"
+    changed, unchanged = content["ranks"]
+    what = f"between backward and step gradients change on rank {changed}, and not on rank {unchanged}"
     return Failure(what, SCRIPT, "change gradients on all ranks in the same way", content["line"])
 
 

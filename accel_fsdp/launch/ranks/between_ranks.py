@@ -25,8 +25,8 @@ def copies(updates: Updates, kind: str) -> dict[str, Any] | None:
             if (placed := update[kind].get(name)) is None:
                 continue
             start, part = placed
-            first, same = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
-            difference = norm(part - same) / max(norm(same), 1e-12)
+            first, other_part = seen.setdefault(f"{start} {tuple(part.shape)}", (rank, part))
+            difference = norm(part - other_part) / max(norm(other_part), 1e-12)
             if part.numel() and difference > EXACT:
                 return {"name": name, "ranks": [first, rank], "apart": difference}
     return None

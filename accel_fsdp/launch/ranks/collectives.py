@@ -53,13 +53,13 @@ def aborted(folder: Path, script_file: Path) -> list[RankEvent]:
     results = []
     for path in folder.glob(f"*{events.ABORTED}"):
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', path.read_text(encoding="utf-8", errors="replace"))
-        own = [number for number, (file, *_) in enumerate(frames) if _folder(file) == _folder(script_file)]
-        if own:
+        own_frames = [number for number, (file, *_) in enumerate(frames) if _folder(file) == _folder(script_file)]
+        if own_frames:
             lines = [
                 f"{script_file.parent / os.path.basename(file)}:{line}"
-                for file, line, _ in map(frames.__getitem__, own)
+                for file, line, _ in map(frames.__getitem__, own_frames)
             ]
-            call = _called_function([name for *_, name in frames[: own[0]]], "a collective")
+            call = _called_function([name for *_, name in frames[: own_frames[0]]], "a collective")
             content = {"calls": [["", 0, "", call, lines[::-1], []]], "line": lines[0]}
             results.append(RankEvent(int(path.name.partition(".")[0]), time.monotonic(), "aborted", content))
     return results

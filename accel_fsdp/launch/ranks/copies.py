@@ -50,13 +50,13 @@ def copied(model: "nn.Module") -> Copy:
     if loaded_in_shards(model):
         try:
             return Copy(_rebuilt(model), hooks)
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # any error of the model's own code
             return Copy(None, hooks, f"the model can't be built again: {type(error).__name__}: {error}")
     if any(parameter.is_meta or is_split(parameter) for parameter in model.parameters()):
         return Copy(None, hooks, "the model had no values when it was sharded")
     try:
         return Copy(copy.deepcopy(model), hooks)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # any error of the model's own code
         return Copy(None, hooks, f"the model can't be copied: {type(error).__name__}: {error}")
 
 

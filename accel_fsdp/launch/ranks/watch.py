@@ -347,8 +347,8 @@ class _Steps:
         A reference model of DPO has gradients and no optimizer.
         """
         candidates = [(model, {id(p) for p in model.parameters() if p.requires_grad}) for model in self._outermost()]
-        candidates = [(model, own) for model, own in candidates if own]
-        return [(model, own) for model, own in candidates if own & trained] or candidates
+        candidates = [(model, ids) for model, ids in candidates if ids]
+        return [(model, ids) for model, ids in candidates if ids & trained] or candidates
 
     def _outermost(self) -> list["nn.Module"]:
         """The modules that ran forward, without the parts of other modules."""

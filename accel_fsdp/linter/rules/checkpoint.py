@@ -131,8 +131,8 @@ def weights_of_one_rank(subject: Subject) -> Iterator[Finding]:
 def checkpoint_of_weights_only(subject: Subject) -> Iterator[Finding]:
     """A checkpoint with Hugging Face weights alone, as `--save_only_model` writes it: FSDP can't resume from it."""
     saved = subject.checkpoint
-    only = saved is not None and saved.trainer_state and saved.hub and not (saved.sharded or saved.full)
-    if saved is not None and subject.is_fsdp and only:
+    has_weights_only = saved is not None and saved.trainer_state and saved.hub and not (saved.sharded or saved.full)
+    if saved is not None and subject.is_fsdp and has_weights_only:
         yield Finding(
             "",
             f"{saved.name} holds weights only, no FSDP checkpoint",

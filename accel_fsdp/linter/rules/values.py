@@ -35,14 +35,14 @@ def two_spellings(subject: Subject) -> Iterator[Finding]:
             name = full_name(section, str(key))
             if name in spellings:
                 first, previous = spellings[name]
-                same = previous == value and type(previous) is type(value)
+                equal = previous == value and type(previous) is type(value)
                 yield Finding(
                     f"{section}.{key}",
-                    f"{first} and {key} are one key, {'given twice' if same else f'once {previous} and once {value}'}",
+                    f"{first} and {key} are one key, {'given twice' if equal else f'once {previous} and once {value}'}",
                     f"the last one wins: {value}",
-                    f"remove {first}" if same else "keep one of them",
-                    (Edit(section, first),) if same else (),
-                    milder="warning" if same else None,
+                    f"remove {first}" if equal else "keep one of them",
+                    (Edit(section, first),) if equal else (),
+                    milder="warning" if equal else None,
                 )
             spellings[name] = str(key), value
 

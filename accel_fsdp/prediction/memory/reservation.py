@@ -233,19 +233,19 @@ class _AllocatingWalk(Walk):
 
     def _head_forward(self, slots: dict[int, Block]) -> None:
         """Runs the head and the loss; fused kernels reach their peak at once, and leave gradients."""
-        meter, more = self.meter, max(self.more_logits[0], 0)
+        meter, more_bytes = self.meter, max(self.more_logits[0], 0)
         if self.scripts.head is None:
             meter.add(LOSS, self.head.forward_peak, "loss")
             meter.add(LOSS, -self.head.forward_peak, "loss")
             meter.add(LOSS, self.head.forward_end, "loss")
             return
-        meter.add(LOSS, more, "more logits")
+        meter.add(LOSS, more_bytes, "more logits")
         self._issue(self.scripts.head.forward, slots, self.head_unit)
-        meter.add(LOSS, -more, "more logits")
+        meter.add(LOSS, -more_bytes, "more logits")
 
     def _head_backward(self, slots: dict[int, Block]) -> None:
         """Gathers the head after the backward of the loss, which precedes every parameter's gradient."""
-        meter, more, script = self.meter, max(self.more_logits[1], 0), self.scripts.head
+        meter, more_bytes, script = self.meter, max(self.more_logits[1], 0), self.scripts.head
         if script is None:
             self.engine.before_head_backward(self.head_unit)
             self.gradient = meter.allocator.malloc(max(self.blocks[self.order[-1]].output, 1))
@@ -254,11 +254,11 @@ class _AllocatingWalk(Walk):
             return
         first = next((index for index, request in enumerate(script.backward) if request.grad), len(script.backward))
         cut = 0 if self.recipe.chunked_loss else first
-        meter.add(LOSS, more, "more logits")
+        meter.add(LOSS, more_bytes, "more logits")
         self._issue(script.backward[:cut], slots, self.head_unit)
         self.engine.before_head_backward(self.head_unit)
         self._issue(script.backward[cut:], slots, self.head_unit)
-        meter.add(LOSS, -more, "more logits")
+        meter.add(LOSS, -more_bytes, "more logits")
         self.gradient = self._free_all_but(slots, script.left)
 
     def _free_all_but(self, slots: dict[int, Block], left: int | None) -> Block:

@@ -378,8 +378,8 @@ def verdict(comparison: StepComparison) -> list[str]:
     if comparison.highest.predicted is None:
         return ["nothing to compare with"]
     texts = [f"  {difference.what}: {difference.text}" for difference in comparison.differences[:SHOWN]]
-    none = f"no difference above {LEAST_SHARE:.1%} of the step's memory, time or traffic"
-    return ["the largest differences:", *texts] if texts else [none]
+    no_difference = f"no difference above {LEAST_SHARE:.1%} of the step's memory, time or traffic"
+    return ["the largest differences:", *texts] if texts else [no_difference]
 
 
 def lines(comparison: StepComparison, place: str) -> Iterator[str]:
