@@ -111,11 +111,11 @@ class Rehearsed:
         Accelerate's functions turn the YAML into its launcher's variables, and the ranks start as under torchrun,
         because loading the launcher itself takes as long as a rank.
         """
-        hold = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else self._records(name, job)
+        hold = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else self._record_variables(name, job)
         variables_of = environments(job, self.folder / f"{name}.yaml", self.script)
         return self._run(name, RANK, [str(self.script), *words], [hold | variables for variables in variables_of])
 
-    def _records(self, name: str, job: JobConfig) -> dict[str, str]:
+    def _record_variables(self, name: str, job: JobConfig) -> dict[str, str]:
         """The variable that makes the ranks record their updates, for jobs that can be repeated in one process."""
         if job.engine is Engine.NONE:
             return {}

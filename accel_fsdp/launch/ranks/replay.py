@@ -141,7 +141,7 @@ class _Repeated:
             self._report("modes", self.first["line"], ranks=ranks)
         self._compare_copies("reduced", "gradient")
         if hidden := next((name for name in used if not _finite(reduced.get(name)) and _finite(used[name])), ""):
-            self._report("hidden", self._altered_at(hidden), name=hidden)
+            self._report("hidden", self._line_of_change(hidden), name=hidden)
             return
         plain = self._gradients()
         self._compare_trainer_losses()
@@ -187,7 +187,7 @@ class _Repeated:
     def _stepped_names(self) -> list[str]:
         return [name for step in self.first["steps"] for names in step["names"] for name in names]
 
-    def _altered_at(self, name: str = "") -> str:
+    def _line_of_change(self, name: str = "") -> str:
         """The script's line that changed a gradient between backward and step; else the step's line."""
         return between_ranks.line_of(self.updates, "altered", name) or self._step_line
 
@@ -314,7 +314,7 @@ class _Repeated:
         known = {rank: value for rank, value in factors.items() if value is not None}
         changed = [share_changed(update["reduced"], update["used"]) for update in self.updates]
         if max(changed) > MOSTLY and min(changed) == 0:
-            self._report("changed-apart", self._altered_at(), ranks=[changed.index(max(changed)), changed.index(0)])
+            self._report("changed-apart", self._line_of_change(), ranks=[changed.index(max(changed)), changed.index(0)])
             return
         if not known:
             return
@@ -322,12 +322,12 @@ class _Repeated:
             clips = []
         lowest, highest = (choose(known, key=lambda rank: known[rank]) for choose in (min, max))
         if known[highest] - known[lowest] > EXACT * known[highest]:
-            line = clips[-1]["line"] if clips else self._altered_at()
+            line = clips[-1]["line"] if clips else self._line_of_change()
             factors_now, by_engine = [known[lowest], known[highest]], self.first["by_engine"]
             self._report("clipped-apart", line, factors=factors_now, ranks=[lowest, highest], by_engine=by_engine)
             return
         if not clips and len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT):
-            self._report("summed-again", self._altered_at(), ranks=len(factors))
+            self._report("summed-again", self._line_of_change(), ranks=len(factors))
         if not clips or len(known) < len(factors):
             return
         if clips[-1]["norm"] != 2:
