@@ -277,11 +277,11 @@ def _places(counts: Sequence[int], right: float, least: float) -> tuple[list[flo
     return spread, bounds
 
 
-def _phase(name: str, many: bool) -> list[str]:
+def _phase(name: str, is_short: bool) -> list[str]:
     """A phase's name in at most two lines; short where there are many phases."""
     short_names = {"between": "idle", "optimizer": "step", "forward": "fwd", "backward": "bwd"}
     first, *rest = name.split()
-    if not many:
+    if not is_short:
         return [first, *rest]
     return [short_names.get(first, first), *(rest[-1:] if "micro-batch" in rest else [])]
 

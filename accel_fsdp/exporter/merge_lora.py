@@ -228,10 +228,10 @@ def merged(
     filed_as: Mapping[str, str] | None = None,
     turned: frozenset[str] | None = None,
 ) -> dict[str, Source]:
-    """The base with all of the adapter's changes; changed weights in float32 unless `wanted_dtype` is the base's dtype.
+    """The base with all of the adapter's changes.
 
-    Without `wanted_dtype` they have the base's dtype. `filed_as`: the names of the model's tensors in the base's files.
-    `turned`: as in `Merger`.
+    Changed weights have the base's dtype, or float32 if `wanted_dtype` is another one. `filed_as`: the names of the
+    model's tensors in the base's files. `turned`: as in `Merger`.
     """
     merger = Merger(dict(base), adapter, settings, wanted_dtype, filed_as, turned)
     for name, tensor in adapter.items():

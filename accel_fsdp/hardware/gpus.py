@@ -173,8 +173,8 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     plain_name = _plain(name)
     rows = [gpu for gpu in GPUS if _plain(gpu.name) == plain_name]
     if not rows:
-        names, sized = {_plain(gpu.name): gpu.name for gpu in GPUS}, with_size(name)
-        suggestion = f" Did you mean {sized}?" if sized else ""
+        names, sized_name = {_plain(gpu.name): gpu.name for gpu in GPUS}, with_size(name)
+        suggestion = f" Did you mean {sized_name}?" if sized_name else ""
         raise UsageError(
             f"{name} is an unknown GPU.{suggestion or did_you_mean(name, names.values())}",
             why="the step time depends on its peak, memory and links",

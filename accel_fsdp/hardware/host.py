@@ -163,8 +163,8 @@ def _limit_files() -> list[Path]:
         return []
     control_group = next((line.removeprefix("0::/") for line in cgroup_lines if line.startswith("0::/")), "")
     groups = [root / control_group, *(root / control_group).parents]
-    unified = [group / "memory.max" for group in groups if group.is_relative_to(root)]
-    return [*unified, root / "memory" / "memory.limit_in_bytes"]
+    files = [group / "memory.max" for group in groups if group.is_relative_to(root)]
+    return [*files, root / "memory" / "memory.limit_in_bytes"]
 
 
 def _number(path: Path) -> int | None:

@@ -27,19 +27,19 @@ def ends_after_its_ranks(folder: Path) -> Iterator[None]:
 
     The folder is for the failed rank's note, and is removed with the process.
     """
-    over, note = threading.Event(), folder / "failed"
+    stop, note = threading.Event(), folder / "failed"
     os.environ[FAILURE_FILE] = str(note)
-    threading.Thread(target=_watch, args=(note, over), daemon=True).start()
+    threading.Thread(target=_watch, args=(note, stop), daemon=True).start()
     try:
         yield
     finally:
-        over.set()
+        stop.set()
         os.environ.pop(FAILURE_FILE)
 
 
-def _watch(note: Path, over: threading.Event) -> None:
+def _watch(note: Path, stop: threading.Event) -> None:
     failed = alone = 0.0
-    while not over.wait(1.0):
+    while not stop.wait(1.0):
         if not note.exists():
             continue
         failed += 1.0

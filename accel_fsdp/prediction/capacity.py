@@ -168,17 +168,17 @@ def device(
     they count only if they can't be freed. To find that out, the allocator is replayed on a GPU of that size.
     """
     allocated, outside = prediction.peak.total, outside_bytes(gpu, layout.ranks)
-    room, spared = capacity_bytes - outside, spared_bytes(capacity_bytes) - outside
+    room, limit = capacity_bytes - outside, spared_bytes(capacity_bytes) - outside
     low, expected, high = (round(allocated * factor) for factor in RESERVED[layout.engine])
-    ranged = (min(low, max(room, allocated)), min(high, max(room, allocated)))
+    reserved = (min(low, max(room, allocated)), min(high, max(room, allocated)))
     phase = prediction.peak.phase
     if allocated > room:
-        return Device(allocated, ranged, "no", outside, capacity_bytes, runs_out=phase)
-    if allocated > spared or (replay is None and expected > spared):
-        return Device(allocated, ranged, "tight", outside, capacity_bytes, runs_out=phase)
-    if replay is None or not layout.is_replayed or (high <= spared and not unusual):
-        return Device(allocated, ranged, "yes", outside, capacity_bytes)
-    return _replay_verdict(Device(allocated, ranged, "yes", outside, capacity_bytes), replay, spared)
+        return Device(allocated, reserved, "no", outside, capacity_bytes, runs_out=phase)
+    if allocated > limit or (replay is None and expected > limit):
+        return Device(allocated, reserved, "tight", outside, capacity_bytes, runs_out=phase)
+    if replay is None or not layout.is_replayed or (high <= limit and not unusual):
+        return Device(allocated, reserved, "yes", outside, capacity_bytes)
+    return _replay_verdict(Device(allocated, reserved, "yes", outside, capacity_bytes), replay, limit)
 
 
 def _replay_verdict(device: Device, replay: Replay, spared: int) -> Device:

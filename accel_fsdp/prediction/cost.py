@@ -98,7 +98,7 @@ class Evaluations:
 class CostInputs:
     """The inputs of a job's cost besides the job.
 
-    `price` is that of one GPU for an hour, None if unknown. `schedule` None: no cost of checkpoints.
+    `price` is that of one GPU for an hour, None if unknown. Without `schedule` checkpoints cost nothing.
     """
 
     work: Work

@@ -47,10 +47,10 @@ def _memory_of(problem: Problem, job: Job, like: Candidate | None) -> Device:
     device = problem.device(job, quick=like is None or job.layout.is_replayed)
     if like is None or device.verdict == "no" or not job.layout.is_replayed:
         return device
-    spared = capacity.spared_bytes(problem.capacity_bytes) - device.outside
-    if device.allocated > spared:
+    limit = capacity.spared_bytes(problem.capacity_bytes) - device.outside
+    if device.allocated > limit:
         return device
-    reservation = problem.replay(job)(like.verdict == "expandable", spared)
+    reservation = problem.replay(job)(like.verdict == "expandable", limit)
     wasted = reservation.failed_at or (like.verdict == "yes" and reservation.thrashes)
     return replace(device, verdict="tight" if wasted else "yes")
 

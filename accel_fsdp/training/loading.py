@@ -209,7 +209,7 @@ def _without_state(trainer: Any, checkpoint: Path) -> list[torch.nn.Parameter]:
 
 
 def _names_in(checkpoint: Path) -> optimizer_names.OptimizerNames | None:
-    """The stored names; None if they can't be read here. Torch then reports the error, or reads them itself."""
+    """The stored names; None if they can't be read here. Torch then reads them itself, or reports the error."""
     try:
         return optimizer_names.read(checkpoint)
     except UserError:

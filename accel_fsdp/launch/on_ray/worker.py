@@ -42,8 +42,8 @@ def run_rank(job: Mapping[str, Any]) -> None:
     import ray
 
     rank, messages = ray.train.get_context().get_world_rank(), actor.messages()
-    _, over, _ = ray.get(messages.outcome.remote())
-    if over is not None:
+    _, exit_code, _ = ray.get(messages.outcome.remote())
+    if exit_code is not None:
         return
     signalled = messages.next_signal.remote()
     process = _start(job, _variables(messages))
