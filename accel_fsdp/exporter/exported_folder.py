@@ -146,7 +146,7 @@ def without_tied_copies(
 
 
 def as_saved(model: "nn.Module", state_dict: "dict[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Renames and splits as `save_pretrained` does: transformers 5 has its own layout for some models in memory."""
+    """Renames and splits tensors as `save_pretrained`: transformers 5 has its own layout for some models in memory."""
     from transformers.core_model_loading import revert_weight_conversion
 
     skipped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())

@@ -282,7 +282,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
     logging.disable(logging.ERROR)  # torchrun's report of which process it ended; this process logs nothing else
     try:
         with tempfile.TemporaryDirectory(prefix="accel-fsdp-", ignore_cleanup_errors=True) as folder:
-            parsed.log_dir = parsed.log_dir or folder  # otherwise torchrun leaves one behind
+            parsed.log_dir = parsed.log_dir or folder  # otherwise torchrun leaves its own folder behind
             with leaving.ends_after_its_ranks(Path(folder)) if address else contextlib.nullcontext():
                 launch_command(parsed)
     except ChildFailedError as error:

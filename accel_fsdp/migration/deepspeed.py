@@ -135,13 +135,13 @@ def zero_to_fsdp(draft: Draft, version: int) -> None:
 
 def ddp_to_fsdp(draft: Draft, version: int) -> None:
     """DDP becomes FSDP1's NO_SHARD, or FSDP2, which has no mode that shards nothing."""
-    is_first = version == 1
-    draft.lose_mesh("FSDP1 has no mesh" if is_first else "DDP reads none")
-    why = "the new engine" if is_first else "FSDP2 shards parameters, gradients and optimizer state"
+    is_fsdp1 = version == 1
+    draft.lose_mesh("FSDP1 has no mesh" if is_fsdp1 else "DDP reads none")
+    why = "the new engine" if is_fsdp1 else "FSDP2 shards parameters, gradients and optimizer state"
     draft.top("distributed_type", "changed", why, value=DISTRIBUTED_TYPES[Engine.FSDP1])
     drop_use_cpu(draft)
     draft.add("fsdp_version", version, "the new engine")
-    if is_first:
+    if is_fsdp1:
         draft.add("fsdp_sharding_strategy", "NO_SHARD", "DDP in FSDP1's words; FULL_SHARD shards")
     else:
         why = "FULL_SHARD; false keeps gathered parameters until the backward pass"
@@ -149,7 +149,7 @@ def ddp_to_fsdp(draft: Draft, version: int) -> None:
     add_wrapping(draft)
     draft.add("fsdp_state_dict_type", "FULL_STATE_DICT", "DDP saves whole models")
     draft.add("fsdp_cpu_ram_efficient_loading", False, "every rank loads the model, as before")
-    casts_buffers(draft, f"16-bit weights {'and buffers ' if is_first else ''}in place of autocast")
+    casts_buffers(draft, f"16-bit weights {'and buffers ' if is_fsdp1 else ''}in place of autocast")
 
 
 def restage(draft: Draft, stage: int) -> None:

@@ -68,8 +68,8 @@ def _outermost(model: "nn.Module", names: list[str]) -> list[str]:
         for outer in outer_paths & parents.keys()
     }
     layer_paths = {path for path in parents if classes[path] not in stacks}
-    free = {classes[path] for path in layer_paths if not parents[path] & layer_paths}
-    return [name for name in names if name in free]
+    outermost = {classes[path] for path in layer_paths if not parents[path] & layer_paths}
+    return [name for name in names if name in outermost]
 
 
 def _parents(path: str) -> Iterator[str]:
