@@ -79,7 +79,7 @@ class Fsdp1(Fsdp):
     def after_backward(self, unit: int, grad_bytes: int) -> None:
         """Frees the unit and reduces its gradients."""
         if grad_bytes:
-            unsharded, shard = self._reduced(unit)
+            unsharded, shard = self._reduction_bytes(unit)
             # the backward of torch.split joins the views' gradients in a new tensor
             self.meter.add(GRADIENTS, unsharded, ("whole", unit))
             self.meter.add(GRADIENTS, -grad_bytes, ("new", unit))
