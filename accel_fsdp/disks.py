@@ -13,7 +13,7 @@ from accel_fsdp.units import MIB, gib_or_mib
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SAID = re.compile(r"No space left on device|Not enough disk space|Disk quota exceeded|\(os error (28|122)\)")
-"""By libraries in Rust, whose errors have no number, and by datasets, which looks before it writes."""
+"""Errors of libraries in Rust, which have no number, and of datasets, which checks the space before it writes."""
 PROBE_BYTES = MIB
 
 

@@ -22,7 +22,7 @@ from accel_fsdp.checkpoints import deepspeed, file_names, marker
 from accel_fsdp.errors import UserError
 
 MOST_LOGGED = 20_000_000
-"""At most so many numbers in `trainer_state.json`, which logs all steps."""
+"""The most numbers in `trainer_state.json`, which logs all steps."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ PYTHONS: Any = pickle._Unpickler  # the implementation in Python, whose opcodes 
 LONGEST_NUMBER = 64
 """Bytes."""
 ROOM_PER_BYTE, MOST_ROOM = 36, 1 << 32
-"""Bytes of memory that a pickle may take per byte of its length, and at most; honest ones take 30 per byte."""
+"""Bytes of memory that a pickle may take per byte of its length, and at most; those of checkpoints take 30 per byte."""
 SLOT, NUMBER, CONTAINER = 8, 40, 100
 """The approximate bytes of a value."""
 MOST_IN_KEY = 16
@@ -39,7 +39,7 @@ DEEPEST = 100
 SPARE_ROOM, SPARE_FOR_ONE_TENSOR = 1 << 22, 1 << 16
 """Bytes of memory that any pickle may take, and one that describes a single tensor, of which there are thousands."""
 SPARE_LEAVES, LEAVES_PER_BYTE = 100_000, 4
-"""The most values in a pickle, each counted as often as it is referred to; honest pickles share a few."""
+"""The most values in a pickle, each counted as often as it is referred to; pickles of checkpoints share a few."""
 INDEX_LETTERS = 8
 
 

@@ -37,7 +37,7 @@ FLOATS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3F
 GAP_BYTES = 1 << 24
 LONGEST_ROW = 1 << 22
 SPREAD, SMALL_READ = 2, 4096
-"""A run of bytes is read at once if it is at most so many times the requested bytes, or at most so many bytes."""
+"""A run of bytes is read at once if it is at most this many times the requested bytes, or at most this many bytes."""
 MOST_CUTS = 8
 """Dimensions along which the ranks of a mesh may cut one tensor; known are 3."""
 CRC_POLYNOMIAL = 0xEDB88320  # of zip and zlib, bits reversed

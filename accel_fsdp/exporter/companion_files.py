@@ -23,7 +23,7 @@ COPIED = (
 )
 """Files that `save_pretrained` of tokenizers and processors writes. None of them is code."""
 IN_RUN = (*(pattern for pattern in COPIED if not pattern.startswith("*")), file_names.CHAT_TEMPLATE)
-"""Such files in a run's folder, which may be the user's project: without patterns that fit any file of a kind."""
+"""Such files in a run's folder, which may be the user's project: without patterns that match any file of a type."""
 CODE_KEYS = frozenset({"auto_map", "custom_pipelines"})
 """Keys of configs that name Python files beside them."""
 OWN = "transformers."

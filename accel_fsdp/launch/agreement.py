@@ -65,13 +65,13 @@ OWN_ARGUMENTS = re.compile(
 SECRET_FLAGS = re.compile(r"([\w.]*[_.])?(token|password|secret|key)")
 """Flags whose values are compared, but not shown."""
 SECRET_VARIABLES = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIALS?)(_|$)")
-"""Variables likewise."""
+"""Variables whose values are compared, but not shown."""
 MAY_DIFFER = "ACCEL_FSDP_MAY_DIFFER"
 """The variable that names, on any machine, other settings that may differ."""
 NAMED = ("arguments", "environment", "versions")
 """Groups whose settings the variable names one by one; of other groups it names the whole group."""
 SHOWN_NAMES = 6
-"""At most, of each group: thousands of tensors may differ."""
+"""The most names that are shown of each group: thousands of tensors may differ."""
 SHOWN_MACHINES = 4
 LONGEST_VALUE = 60
 POLL_SECONDS, LEAVE_SECONDS = 0.01, 10.0

@@ -62,7 +62,7 @@ class Place:
 
 
 NOWHERE = Place()
-"""Without known parts: a launch on one machine."""
+"""A place without known parts: a launch on one machine."""
 
 
 def find(variables: Mapping[str, str]) -> Place:

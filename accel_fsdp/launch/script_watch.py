@@ -25,7 +25,7 @@ RELIES_ON = (
     Internal("torch.distributed.distributed_c10d:_get_default_group", ""),
 )
 SILENCE_SECONDS = 300.0
-"""C code of an unknown script may hold Python's lock for long."""
+"""Seconds without a heartbeat: C code of an unknown script may hold Python's lock for long."""
 PART_OF_TIMEOUT = 0.9
 """The share of the process group's own timeout, after which torch ends the job without naming a rank."""
 TORCHS_SECONDS = 1800.0

@@ -18,7 +18,7 @@ EVERY_SECONDS = 0.05
 FAILED = "failed"
 """The name under which a launcher reports that a rank of its machine has failed."""
 ANSWER_SECONDS = 3.0
-"""Added to the store's own timeout."""
+"""Seconds that are added to the store's own timeout."""
 
 
 @dataclass(frozen=True)

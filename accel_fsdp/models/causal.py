@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 TOKENS = (5, 6, 7, 8, 9)
 OTHER_LAST = 10
-"""Ordinary tokens: some models derive positions or masks from special ones."""
+"""Ordinary token ids: some models derive positions or masks from special tokens."""
 ROUNDING = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 """The possible rounding error of a prediction, if mixed experts are computed in other groups; a dense model has
 none. A look ahead changes the predictions of trained weights by far more."""

@@ -45,7 +45,7 @@ LAYERS = re.compile(r"layer|depth|block|stage|n_repeat|codebooks|levels")
 PARTS = re.compile(r"expert|head|num_labels")
 NO_COUNTS = re.compile(r"size|dim|vocab|_ids?$|_idx|index")
 MOST_LAYERS, MOST_PARTS = 2_000, 20_000
-"""The largest known are 126 layers and 16,384 experts."""
+"""The limits of layers and of parts; the largest known models have 126 layers and 16,384 experts."""
 MOST_EXPERTS = 300_000
 """The limit for all layers together; the largest known have 31,000."""
 LARGEST_WIDTH = 10**9

@@ -53,8 +53,8 @@ def gathering_bytes(weights: int) -> float:
 
 
 PER_PARAMETER: Mapping[Method, float] = {"full": training_bytes(MASTER), "lora": LOW, "qlora": 0.6}
-"""About, before activations: with an adapter a frozen weight of 16 bits, or one of 4 bits with its share of those that
-stay in 16."""
+"""Approximate bytes, before activations: with an adapter a frozen weight of 16 bits, or one of 4 bits with its share of
+those that stay in 16."""
 
 
 def experts_in_16_bits(parameters: float) -> str:

@@ -13,7 +13,7 @@ from accel_fsdp.units import GIB, about_gib
 from accel_fsdp.wizard.question import Context, engine_of
 
 LOOKALIKES = str.maketrans("OoIl", "0011")
-"""Letters that are typed for digits."""
+"""Letters that people type in place of digits."""
 MEMORY_MATTERS = "a GPU's memory decides what fits"
 LONGEST_PATH, LONGEST_SHOWN = 1024, 80
 MORE_MEMORY = 1.5

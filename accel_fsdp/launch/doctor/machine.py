@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
 
 LITTLE_SHARED = 64 * MIB
-"""The default of containers."""
+"""Containers have this much shared memory by default."""
 LEAST_FREE_SHARED = 16 * MIB
 FEW_FILES = 4096
 """Open files at a time: a rank holds sockets to other ranks, shards, and what its data loaders open."""
@@ -218,4 +218,4 @@ ODD: dict[str, tuple[tuple[str, ...], str]] = {
     "NCCL_SHM_DISABLE": (ON, "GPUs of this machine communicate through the network"),
     "NCCL_IB_DISABLE": (ON, "machines communicate by TCP even with InfiniBand"),
 }
-"""Variables with values that slow a job down or hide what goes wrong; each is a way around some problem."""
+"""Variables with values that slow a job down or hide errors; each is a workaround for some problem."""

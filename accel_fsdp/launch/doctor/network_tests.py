@@ -19,7 +19,7 @@ from accel_fsdp.launch.doctor import probing
 from accel_fsdp.launch.doctor.facts import Facts
 
 FOLDER_SECONDS = 3.0
-"""Until the other machines see a new file of machine 0 in a shared folder (NFS caches folder listings)."""
+"""Seconds until the other machines see a new file of machine 0 in a shared folder (NFS caches folder listings)."""
 LEAVE_SECONDS = 10.0
 NO_ANSWER = "no answer"
 SLOW = 0.5

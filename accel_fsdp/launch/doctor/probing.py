@@ -34,7 +34,7 @@ START_SECONDS = 60.0
 """Seconds for a partner's process to import torch on a busy machine; the network's timeout begins after that."""
 PINGS = 20
 SMALL_BYTES = 1024
-"""Fits into one packet on any network."""
+"""Bytes of a message that fits into one packet on any network."""
 SWEEP = (SMALL_BYTES, 64 * 1024, 512 * 1024, 4 * MIB, 32 * MIB, 64 * MIB)
 """Bytes of messages, which grow until one takes long enough to be measured."""
 TCP_COUNTERS = Path("/proc/net/snmp")

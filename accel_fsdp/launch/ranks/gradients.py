@@ -9,7 +9,7 @@ from accel_fsdp.launch.ranks import events, parts, script
 from accel_fsdp.launch.ranks.weights import checksum
 
 CLEARED = -1
-"""In place of the checksum of a gradient that is None or 0."""
+"""Stands for the checksum of a gradient that is None or 0."""
 MOST_STEPS = 4
 """The first steps of an optimizer, in which its gradients are observed."""
 

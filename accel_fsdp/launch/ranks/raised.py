@@ -11,7 +11,7 @@ from accel_fsdp.launch.ranks.observing import Observation
 from accel_fsdp.library_internals import Internal
 
 MOST = 8
-"""The most errors that are reported, because a handler may catch one in each step."""
+"""The most errors that are reported: a handler may catch one in each step."""
 ERRORS = Observation(
     "errors that a script catches",
     (

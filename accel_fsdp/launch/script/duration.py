@@ -19,7 +19,7 @@ Arguments: TypeAlias = Mapping[str, Any]
 FACTOR = 3
 """A step may take this many times the prediction: data is read, checkpoints are written, the network is shared."""
 AROUND_SECONDS = 3600
-"""Before the first step and after the last: the model is loaded, rows are tokenized, a model is exported."""
+"""Seconds before the first step and after the last: to load the model, tokenize rows and export the model."""
 
 
 @dataclass(frozen=True)

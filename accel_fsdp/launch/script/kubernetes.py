@@ -5,7 +5,7 @@ from accel_fsdp.launch.script.job_file import INSTALL, NCCL_DEBUG, RESTARTS, TOK
 RUNTIME, REPLICATED_JOB, CONTAINER = "torch-distributed", "node", "node"
 """The runtime that comes with Kubeflow's Trainer, and what it calls its parts."""
 PYTORCHJOB_CONTAINER = "pytorch"
-"""The operator looks for a container of that name."""
+"""The container that the operator looks for."""
 CLAIM = "shared"
 
 

@@ -153,7 +153,7 @@ def adapter_on_a_tied_weight(subject: Subject) -> Iterator[Finding]:
 
 
 HEAD, EMBEDDING = ("lm_head",), ("embed_tokens",)
-"""The ends of a tied weight, as most models call them."""
+"""The two modules that share a tied weight, as most models call them."""
 
 
 @rule("AF624", "warning", pains=("P16",))

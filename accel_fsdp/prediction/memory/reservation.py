@@ -27,7 +27,7 @@ from accel_fsdp.prediction.memory.timeline import (
 from accel_fsdp.prediction.memory.traces import Tapes
 
 STEPS = 2
-"""After so many steps nothing new is reserved: a third one changed none of 208 published runs by 0.5 %."""
+"""After this many steps nothing new is reserved: a third one changed none of 208 published runs by 0.5 %."""
 GROWING = (1 / 2, 3 / 4, 7 / 8)
 """Lengths of rows that vary, in shares of the longest: each new longest one halves what was missing, as it does on
 average where lengths are spread evenly. A longer batch finds no room in what shorter ones have left; 100 steps of

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROUNDING = {torch.float32: 2.0**-20, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
-"""How much of a prediction may be rounding: the dtype's own 8 times over. A dense model moves by nothing at all, mixed
-experts are computed in groups that depend on the other tokens."""
+"""The possible rounding error of a prediction: 8 times that of the dtype. Predictions of a dense model don't change at
+all; mixed experts are computed in groups that depend on the other tokens."""
 
 
 @dataclass(frozen=True)

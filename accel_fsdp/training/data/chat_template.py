@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TRIAL_SECONDS = 20.0
-"""For one conversation of two turns, which takes a thousandth of it."""
+"""The time limit of one conversation of two turns, which takes a thousandth of it."""
 QUESTION, ANSWER = "Xquestionx", "Xanswerx"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 END_OF_THOUGHT = "</think>"

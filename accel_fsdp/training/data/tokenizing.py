@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROWS_PER_PROCESS = 2000
-"""A process takes about half a second to start; with fewer rows than this it would never earn that back."""
+"""The fewest rows of a process, which takes about half a second to start: with fewer it would save less than that."""
 
 STREAMED = 100
 """Rows of a stream that are tokenised together: enough for the tokenizer's threads, soon enough for the first step."""

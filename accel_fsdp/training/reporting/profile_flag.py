@@ -5,7 +5,7 @@ import re
 from accel_fsdp.errors import UsageError
 
 MOST_PROFILED = 10
-"""Steps: more would fill a disk and show nothing new."""
+"""The most steps of a profile: more would fill a disk and show nothing new."""
 PROFILED = "--profile_steps 3:5 profiles the steps 3, 4 and 5, as the log counts them"
 
 
