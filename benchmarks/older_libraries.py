@@ -248,7 +248,7 @@ def _held_parameters(
 
 
 @instead_of(engines.Fsdp)
-def _reduced(known: Any, engine: engines.Fsdp, unit: int) -> tuple[int, int]:
+def _reduction_bytes(known: Any, engine: engines.Fsdp, unit: int) -> tuple[int, int]:
     if of(engine.recipe).reduce != "float32":
         return known(engine, unit)
     sizes = (
