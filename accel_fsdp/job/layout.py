@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from accel_fsdp.config import EXPERT_FLAG, NATIVE_SIZES, STRATEGIES, Engine, expert_refusal, zero_name
 from accel_fsdp.errors import UsageError
+from accel_fsdp.units import counted
 
 FSDP_KINDS = frozenset({Engine.FSDP1, Engine.FSDP2})
 SHARDING_KINDS = FSDP_KINDS | {Engine.DEEPSPEED}
@@ -69,7 +70,7 @@ class Layout:
         if self.engine is Engine.DDP:
             return self.engine.label
         sharded = f"{self.engine.label} {STRATEGIES[self.strategy]}" if self.is_fsdp else zero_name(self.strategy)
-        axes = [f"{axis} {size}" for axis, size in self.axes.items() if size > 1]
+        axes = [f"{axis} {size}" for axis, size in {**self.axes, self.row_axis: self.context}.items() if size > 1]
         if self.wrapper is not Engine.NONE:
             axes.insert(0, sharded + (" offload" if self.offload else ""))
         return ", ".join(axes)
@@ -83,6 +84,16 @@ class Layout:
     def axes(self) -> dict[str, int]:
         """The sizes of the axes that only transformers divides a model by, by the wizard's names."""
         return {"tp": self.tensor, "ep": self.experts}
+
+    @property
+    def row_axis(self) -> str:
+        """The axis whose ranks have parts of a row: Accelerate's for FSDP2, or DeepSpeed's."""
+        return "sp" if self.engine is Engine.DEEPSPEED else "cp"
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether attention gathers the keys and values of a row's other parts; DeepSpeed's `sp` exchanges heads."""
+        return self.context > 1 and self.engine is Engine.FSDP2
 
     @property
     def mesh(self) -> str:
@@ -101,7 +112,7 @@ class Layout:
     @property
     def is_replayed(self) -> bool:
         """Whether each of the layout's allocations is known, so that the allocator can be replayed."""
-        return self.engine is not Engine.DEEPSPEED and self.experts == 1
+        return self.engine is not Engine.DEEPSPEED and self.experts == self.context == 1
 
     @property
     def wrapper(self) -> Engine:
@@ -112,6 +123,11 @@ class Layout:
     def ranks_per_row(self) -> int:
         """Ranks that share the rows they train on."""
         return self.tensor * self.context
+
+    @property
+    def row_owner(self) -> str:
+        """What holds a micro-batch, in words: a GPU, or several that have parts of its rows."""
+        return counted(self.context, "GPU") if self.context > 1 else "GPU"
 
     @property
     def shares_rows(self) -> bool:

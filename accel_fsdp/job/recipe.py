@@ -1,6 +1,6 @@
 """How one rank trains: everything besides model and machine that decides memory and time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from accel_fsdp.config import Method, Precision
@@ -50,3 +50,7 @@ class Recipe:
     def recomputes(self) -> bool:
         """Whether backward computes whole blocks again."""
         return self.checkpointing in ("full", "reentrant")
+
+    def part_of_rows(self, ranks: int) -> "Recipe":
+        """The recipe of one of the ranks that divide each row's tokens among them."""
+        return self if ranks == 1 else replace(self, length=-(-self.length // ranks))

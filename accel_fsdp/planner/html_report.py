@@ -153,7 +153,7 @@ def _strategy_bars(problem: Problem) -> str:
         html_page.figure(
             [svg.pairs(words, rows, ("DDP", "FULL_SHARD"), width) for width in WIDTHS],
             (
-                f"Predicted for FSDP2 on {problem.ranks:,} GPUs, {_recipe(problem.job.recipe)}. Each kind at its own "
+                f"Predicted for FSDP2 on {problem.ranks:,} GPUs, {_batch(problem.job)}. Each kind at its own "
                 "peak; "
                 "the peaks are not all at the same time."
             ),
@@ -163,10 +163,10 @@ def _strategy_bars(problem: Problem) -> str:
 
 def _strategies(problem: Problem, plan: Plan) -> str:
     rows = [_bar(candidate, candidate.layout.name) for candidate in plan.rows]
-    how = f"The highest point of one step, {_recipe(problem.job.recipe)}."
+    how = f"The highest point of one step, {_batch(problem.job)}."
     if plan.choice and plan.choice.recipe != problem.job.recipe:
         rows.insert(0, _bar(plan.choice, f"Recommended, {rows_in(plan.choice.recipe)}"))
-        how += f" The recommended one: {plan.choice.layout.name}, {_recipe(plan.choice.recipe)}."
+        how += f" The recommended one: {plan.choice.layout.name}, {_batch(plan.choice.job)}."
     summary = "; ".join(f"{row.name}: {row.note}" for row in rows)
     words = Words("Memory of one GPU at the highest point of a step, by strategy", summary)
     return html_page.section(
@@ -196,7 +196,7 @@ def _bar(candidate: Candidate, name: str) -> Bar:
 def _step(problem: Problem, candidate: Candidate, chosen: bool) -> str:
     samples = _timeline(problem, candidate.job).samples
     phases = [(moment.phase, {LETTERS[kind]: size / GIB for kind, size in moment.live.items()}) for moment in samples]
-    name = f"{candidate.layout.name}, {_recipe(candidate.recipe)}"
+    name = f"{candidate.layout.name}, {_batch(candidate.job)}"
     peaks = "; ".join(f"{moment.phase}: {gib_in_figure(moment.total / GIB)}" for moment in candidate.prediction.moments)
     words = Words(f"Memory over one step: {name}", f"Highest point of each phase: {peaks}")
     kinds = [kind for kind in KINDS if any(moment.live[kind] for moment in samples)]
@@ -328,5 +328,6 @@ def _capacity(problem: Problem) -> Capacity:
     return Capacity(f"one {problem.gpu.name}", problem.gpu.usable_gib)
 
 
-def _recipe(recipe: Recipe) -> str:
-    return f"{rows_in(recipe)} x {recipe.length:,} tokens per GPU, {checkpointing_in(recipe)}"
+def _batch(job: Job) -> str:
+    recipe = job.recipe
+    return f"{rows_in(recipe)} x {recipe.length:,} tokens per {job.layout.row_owner}, {checkpointing_in(recipe)}"

@@ -80,7 +80,7 @@ class PlanReport:
         return (
             f"{shape.name}: {parameters(shape.numel, shape.language)}, {recipe.method} training on "
             f"{problem.job.layout.ranks} x {problem.gpu.name} with {gib_or_mib(problem.capacity_bytes)}, "
-            f"{recipe.rows} x {recipe.length:,} tokens per GPU"
+            f"{recipe.rows} x {recipe.length:,} tokens per {problem.job.layout.row_owner}"
             + (f", {recipe.accumulation} times a step" if recipe.accumulation > 1 else "")
             + "; all of it predicted."
         )
@@ -138,7 +138,7 @@ class PlanReport:
         if choice is None:
             yield from self._why_nothing_fits()
             return
-        how = f"{rows_in(choice.recipe)} per GPU, {checkpointing_in(choice.recipe)}"
+        how = f"{rows_in(choice.recipe)} per {choice.layout.row_owner}, {checkpointing_in(choice.recipe)}"
         needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine is Engine.DEEPSPEED else ""
         yield f"Take {choice.layout.name}{needs} with {how}. {self.plan.reason}"
         yield self._one_step(choice)

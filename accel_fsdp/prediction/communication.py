@@ -73,13 +73,15 @@ def _pieces(unit: Unit, layout: Layout) -> int:
 
 
 def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[int, Traffic, Traffic]]:
-    """The traffic of tensor and expert parallelism between products, which no computation hides.
+    """The traffic of tensor, expert and context parallelism between products, which no computation hides.
 
     Yields its count per micro-batch, and the bytes of forward and of backward, with forward repeated by checkpointing.
     Each all-reduce is of the hidden states: one at the end of attention and of the dense products, which are cut by
     rows, and one in backward for the input of each product that is cut by columns (transformers' plans don't share
     them). An exchange of experts sends each token to as many ranks as it has experts, and back.
     """
+    if layout.context > 1:
+        yield from _exchanges_of_rows(shape, recipe, layout)
     if not layout.is_by_transformers:
         return
     tokens = recipe.rows * recipe.length * shape.hidden * compute_bytes(recipe)
@@ -91,7 +93,7 @@ def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tup
         columnwise = sum(p.cut is not None and p.cut < len(p.shape) - 1 for p in divided)
         forward, backward = summed.times(rowwise), summed.times(columnwise + rowwise * (forwards - 1))
         if layout.experts > 1 and any(p.dispatched for p in block.parameters):
-            sent = _all_to_all(tokens * shape.experts_used / layout.tensor, layout).times(2)
+            sent = _all_to_all(tokens * shape.experts_used / layout.tensor, layout.experts, layout).times(2)
             forward, backward = forward + sent, backward + sent.times(forwards)
         yield len(block.layers), forward, backward
     cuts = [p for p in shape.outer if p.cut is not None]
@@ -100,9 +102,27 @@ def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tup
         yield 1, summed + _ring(logits, layout.tensor, layout.ranks_per_node), summed
 
 
-def _all_to_all(volume_bytes: float, layout: Layout) -> Traffic:
+def _exchanges_of_rows(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[int, Traffic, Traffic]]:
+    """The same for attention between the parts of a row.
+
+    Context parallelism gathers keys and values, again in backward, and passes their gradients on in float32 (torch,
+    `_templated_ring_attention_backward`). Sequence parallelism exchanges queries, keys, values and outputs.
+    """
+    width, tokens, ranks = compute_bytes(recipe), recipe.rows * recipe.length, layout.context
+    forwards = 2 if recipe.recomputes else 1
+    for block in shape.blocks:
+        queries, keys = shape.attention_widths(block)
+        if keys and layout.gathers_keys:
+            gathered = _ring(2 * keys * tokens * width, ranks, layout.ranks_per_node)
+            passed = _ring(2 * keys * tokens * state_bytes.MASTER, ranks, layout.ranks_per_node)
+            yield len(block.layers), gathered, gathered.times(forwards) + passed
+        elif keys:
+            sent = _all_to_all(2 * (queries + keys) * tokens / ranks * width, ranks, layout)
+            yield len(block.layers), sent, sent.times(forwards)
+
+
+def _all_to_all(volume_bytes: float, ranks: int, layout: Layout) -> Traffic:
     """One rank's part of an all-to-all: equal parts for all others, over the network for those on other machines."""
-    ranks = layout.experts
     local_ranks = min(ranks, layout.ranks_per_node)
     return Traffic(volume_bytes * (local_ranks - 1) / ranks, volume_bytes * (ranks - local_ranks) / ranks)
 

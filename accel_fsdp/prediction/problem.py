@@ -145,7 +145,7 @@ class Candidate:
     def words(self) -> str:
         """The verdict in words, such as: needs 63.7 of 39.4 GiB with 1 x 2,048 tokens per GPU."""
         memory = gib_of(self.device.needed, self.device.capacity)
-        return f"needs {memory} with {self.recipe.rows} x {self.recipe.length:,} tokens per GPU"
+        return f"needs {memory} with {self.recipe.rows} x {self.recipe.length:,} tokens per {self.layout.row_owner}"
 
 
 def length_of(shape: ModelShape, seq_len: int | None, flag: str = "--seq-len") -> int:

@@ -108,7 +108,7 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
     total = sum(bound_seconds.values())
     tokens = layout.row_part(recipe.rows * recipe.length * recipe.accumulation)
     useful = layout.row_part(useful_flops(shape, recipe) * recipe.accumulation)
-    shortest, longest = MESH_RANGE if layout.is_by_transformers else RANGE
+    shortest, longest = MESH_RANGE if layout.is_by_transformers or layout.context > 1 else RANGE
     return Step(
         step_seconds=total,
         range_seconds=(total * shortest, total * longest),
@@ -213,9 +213,11 @@ def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stret
         inner = Traffic(), Traffic(), (0.0, 0.0)
         forward, backward = block_work(unit.block, part, recipe) if unit.block else (Work(), Work())
         repeated = recomputed(forward, unit.block, part, recipe)
+        forward, backward, repeated = (work.times(1 / layout.context) for work in (forward, backward, repeated))
         adapters = communication.gathered_alone(unit, layout)
         yield Stretch(unit.count, forward, backward, repeated, gather, gathers, reduce, copied, adapters, not adapters)
-    yield Stretch(1, *head_work(part, recipe), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
+    forward, backward = (work.times(1 / layout.context) for work in head_work(part, recipe))
+    yield Stretch(1, forward, backward, Work(), Traffic(), 0, Traffic(), (0, 0), 0)
 
 
 def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
@@ -260,10 +262,10 @@ def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iter
 
 
 def _exchange_times(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
-    """The time of the communication of tensor and expert parallelism, for which the products wait."""
+    """The time of the communication between products, which wait for it."""
     for count, *passes in communication.exchanges(shape, recipe, layout):
         for sent in passes:
-            bound, seconds = sending_seconds(sent, max(layout.tensor, layout.experts), gpu)
+            bound, seconds = sending_seconds(sent, max(layout.tensor, layout.experts, layout.context), gpu)
             yield bound, seconds * count * recipe.accumulation
 
 
@@ -284,6 +286,9 @@ def _assumptions(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) ->
         yield f"The network gives each GPU {about_gb(gpu.network_bytes_per_s)}/s."
     if layout.is_by_transformers:
         yield "No published run of transformers calibrates the time of divided layers or experts."
+    if layout.context > 1:
+        parts = "gathers keys and values" if layout.gathers_keys else "exchanges heads"
+        yield f"No run has tested {layout.row_axis} {layout.context}: it divides activations, and {parts}."
     if layout.offload:
         yield f"Each host's memory streams {about_gb(HOST_BYTES_PER_S)}/s for the optimizer."
     if _is_bf16(recipe) and not gpu.has_bf16:

@@ -96,7 +96,7 @@ def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, W
     of which frozen weights need the first alone.
     """
     tokens = recipe.rows * recipe.length
-    total = sum((_product(weight, shape, recipe) for weight in products(block)), Work())
+    total = sum((_product(weight, shape, recipe) for weight in block.products), Work())
     flops = 4 * shape.heads * shape.head_dim * _attended_keys(block, shape, recipe) * tokens
     attention = Work(attention_flops=flops)
     between, between_back = _between_products(block, shape, recipe)
@@ -122,7 +122,7 @@ def recomputed(forward: Work, block: Block | None, shape: ModelShape, recipe: Re
     No tensor is saved after the input of that product (torch.utils.checkpoint's early stop). Selective checkpointing
     repeats every second product and all work between products, but no attention.
     """
-    weights = products(block) if block else ()
+    weights = block.products if block else ()
     if recipe.checkpointing == "none" or not weights:
         return Work()
     if recipe.checkpointing == "selective":
@@ -130,11 +130,6 @@ def recomputed(forward: Work, block: Block | None, shape: ModelShape, recipe: Re
         return forward + saved.times(-1) + Work(attention_flops=-forward.attention_flops)
     last = _product(weights[-1], shape, recipe)
     return forward + last.times(-1 if recipe.checkpointing == "full" else 0)
-
-
-def products(block: Block) -> tuple[Parameter, ...]:
-    """The weights that tokens are multiplied with."""
-    return tuple(weight for weight in block.parameters if weight.kind in ("linear", "experts"))
 
 
 def share(weight: Parameter, shape: ModelShape) -> float:
@@ -176,9 +171,8 @@ def _between_products(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[
 
 def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
     fused = _is_fused(recipe)
-    attention = sum(_inner_width(weight, shape) for weight in products(block) if _is_attention(weight))
-    queries = shape.heads * shape.head_dim
-    keys = max(0, attention - 2 * queries) / 2
+    attention = sum(weight.inner_width(shape.hidden) for weight in block.products if weight.is_attention)
+    queries, keys = shape.attention_widths(block)
     norms = tuple(_norms(block, shape, queries, keys, recipe))
     norm_width = 2 if _has_wide_norms(block, recipe) else 1
     yield from norms
@@ -188,7 +182,9 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
     yield (0, 0), 0, KERNELS["attention"] if attention else 0
     yield _scaled_bytes(RESIDUAL_BYTES, norm_width), 2 * shape.hidden, KERNELS["residual"]
     inner = [
-        _inner_width(weight, shape) * _routes(weight, shape) for weight in products(block) if not _is_attention(weight)
+        weight.inner_width(shape.hidden) * _routes(weight, shape)
+        for weight in block.products
+        if not weight.is_attention
     ]
     if inner:
         gated = math.isclose(sum(inner), 3 * min(inner)) or shape.experts > 0
@@ -200,8 +196,8 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
         looped = shape.experts if len(experts[0].shape) == 2 else 0
         yield (0, LOOPED_BYTES), looped * shape.hidden, 0
     if norm_width > 1:
-        read_elements = shape.hidden * (len(products(block)) - 1 - bool(inner)) + sum(inner) / 3
-        yield (WIDE_IN_BYTES, WIDE_IN_BYTES), read_elements, len(products(block))
+        read_elements = shape.hidden * (len(block.products) - 1 - bool(inner)) + sum(inner) / 3
+        yield (WIDE_IN_BYTES, WIDE_IN_BYTES), read_elements, len(block.products)
         yield (WIDE_OUT_BYTES, WIDE_OUT_BYTES), attention - queries + sum(inner) * 2 / 3 + shape.hidden, 0
 
 
@@ -279,19 +275,9 @@ def _attended_keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
     return window - window**2 / (2 * recipe.length)
 
 
-def _inner_width(weight: Parameter, shape: ModelShape) -> int:
-    """The side of a weight that isn't the hidden one, whichever comes first (transformers' Conv1D is transposed)."""
-    first, second = weight.shape[-2:]
-    return first if second == shape.hidden else second
-
-
 def _routes(weight: Parameter, shape: ModelShape) -> float:
     """The number of a parameter's matrices that one token uses."""
     return math.prod(weight.shape[:-2]) * share(weight, shape)
-
-
-def _is_attention(weight: Parameter) -> bool:
-    return "attn" in weight.name or "attention" in weight.name
 
 
 def _has_learned_positions(shape: ModelShape) -> bool:

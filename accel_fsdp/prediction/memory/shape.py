@@ -38,6 +38,15 @@ class Parameter:
         shape = (*self.shape[:place], -(-self.shape[place] // ranks), *self.shape[place + 1 :])
         return replace(self, shape=shape)
 
+    @property
+    def is_attention(self) -> bool:
+        return "attn" in self.name or "attention" in self.name
+
+    def inner_width(self, hidden: int) -> int:
+        """The side that isn't the hidden one, whichever comes first (transformers' Conv1D is transposed)."""
+        first, second = self.shape[-2:]
+        return first if second == hidden else second
+
     def is_adapted(self, targets: LoraTargets) -> bool:
         """Whether LoRA adapts the parameter in a block: that of any linear layer, or only those of attention."""
         return self.kind == "linear" and (
@@ -59,6 +68,11 @@ class Block:
     def __hash__(self) -> int:
         """The hash of a part, as for `ModelShape`."""
         return hash((self.name, self.layers))
+
+    @property
+    def products(self) -> tuple[Parameter, ...]:
+        """The weights that tokens are multiplied with."""
+        return tuple(weight for weight in self.parameters if weight.kind in ("linear", "experts"))
 
 
 @dataclass(frozen=True)
@@ -118,6 +132,12 @@ class ModelShape:
             experts=-(-self.experts // experts),
             experts_used=self.experts_used / (tensor if experts > 1 else 1),
         )
+
+    def attention_widths(self, block: Block) -> tuple[int, float]:
+        """The number of a token's queries, and of its keys, in a layer; 0 keys without attention."""
+        attention = sum(weight.inner_width(self.hidden) for weight in block.products if weight.is_attention)
+        queries = self.heads * self.head_dim
+        return queries, max(0, attention - 2 * queries) / 2
 
     @property
     def head_rows(self) -> int:

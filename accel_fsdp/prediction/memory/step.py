@@ -127,6 +127,7 @@ class Walk:
     @classmethod
     def of(cls, meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> "Self":
         """Prepares the engine, the blocks' replays and the layers to walk through."""
+        recipe = recipe.part_of_rows(layout.context)
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
         layers = Layers.whole(order) if meter.sees_each else Layers.shortened(order)
