@@ -37,6 +37,18 @@ def mesh_fits(sizes: Mapping[str, int], ranks: int) -> bool:
     return total == ranks or (sizes["dp_shard"] == 1 and total > 0 and ranks % total == 0)
 
 
+def row_refusal(sizes: Mapping[str, int], is_fsdp2: bool, is_zero_3: bool) -> tuple[str, str] | None:
+    """A size that no library takes for parts of a row, and why: Accelerate has `cp` for FSDP2, and `sp` is ZeRO-3's."""
+    context, sequence, tensor = (f"{axis}_size: {sizes[axis]}" for axis in ("cp", "sp", "tp"))
+    if sizes["cp"] != 1 and not is_fsdp2:
+        return context, "only FSDP2 has it"
+    if sizes["sp"] != 1 and not is_zero_3:
+        return sequence, "only ZeRO-3 has it"
+    if sizes["cp"] != 1 and sizes["tp"] != 1:
+        return f"{context} with {tensor}", "transformers, which divides layers, has no axis for parts of a row"
+    return None
+
+
 def expert_refusal(sizes: Mapping[str, int]) -> str:
     """Why transformers refuses the `ep_size` among these sizes of all `NATIVE_SIZES`; empty if it takes it."""
     _, shards, tensor, experts = (sizes[name] for name in NATIVE_SIZES)

@@ -14,6 +14,7 @@ from accel_fsdp.config import (
     Precision,
     made_with,
     mesh_fits,
+    row_refusal,
 )
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import machines
@@ -120,27 +121,20 @@ def check_sharding(config: JobConfig, ranks: int) -> None:
     if config.engine is Engine.DEEPSPEED:
         stage = _stage(config)
         _refuse(stage not in STAGES, f"zero_stage: {stage}", "DeepSpeed has the stages 0 to 3")
-    _check_row_axes(config)
+    refusal = row_refusal(
+        config.mesh, config.engine is Engine.FSDP2, config.engine is Engine.DEEPSPEED and _stage(config) == 3
+    )
+    _refuse(bool(refusal), *(refusal or ("", "")))
     if config.engine is not Engine.FSDP2:
         return
-    names = [*NATIVE_AXES.values(), *ROW_AXES]
-    sizes = [config.mesh[axis] for axis in names]
+    *sizes, tensor = (config.mesh[axis] for axis in NATIVE_AXES.values())
+    others = [size for axis in ROW_AXES if (size := config.mesh[axis]) != 1]
+    sizes += ([] if tensor == 1 else [tensor]) + others
     fits = all(isinstance(size, int) for size in sizes) and (
-        mesh_fits(config.mesh, ranks) if config.mesh["tp"] > 1 else math.prod(sizes) == ranks
+        mesh_fits(config.mesh, ranks) if tensor != 1 else math.prod(sizes) == ranks
     )
     misfits = bool(config.section("parallelism_config")) and not fits
-    shown = " x ".join(str(size) for axis, size in config.mesh.items() if axis in names[:2] or size != 1)
-    _refuse(misfits, f"a mesh of {shown} on {ranks} processes", "they must multiply to that")
-
-
-def _check_row_axes(config: JobConfig) -> None:
-    """Refuses `cp` and `sp` where no library has them: Accelerate has `cp` for FSDP2, and `sp` is DeepSpeed's."""
-    context, sequence, tensor = (f"{axis}_size: {config.mesh[axis]}" for axis in ("cp", "sp", "tp"))
-    divided = {axis for axis in ROW_AXES if config.mesh[axis] != 1}
-    is_stage_3 = config.engine is Engine.DEEPSPEED and _stage(config) == 3
-    _refuse("cp" in divided and config.engine is not Engine.FSDP2, context, "only FSDP2 has it")
-    _refuse("sp" in divided and not is_stage_3, sequence, "only ZeRO-3 has it")
-    _refuse("cp" in divided and config.mesh["tp"] != 1, f"{context} with {tensor}", "transformers has no axis for it")
+    _refuse(misfits, f"a mesh of {' x '.join(map(str, sizes))} on {ranks} processes", "they must multiply to that")
 
 
 def _stage(config: JobConfig) -> Any:
