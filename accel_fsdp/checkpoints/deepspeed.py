@@ -42,18 +42,28 @@ ADMITTED: dict[tuple[str, str], Any] = {
 
 
 def folder_of(checkpoint: Path) -> Path | None:
-    """The folder of the ranks' files: the `global_stepN` that `latest` names, else the highest; None without one."""
+    """The folder of the ranks' files: the one that `latest` names, else the highest `global_stepN`; None without one.
+
+    `Accelerator.save_state` names it `pytorch_model`, Trainer `global_stepN`.
+    """
     if any(checkpoint.glob(file_names.ZERO_OPTIMIZERS)):
         return checkpoint
     name = latest(checkpoint)
+    if name and Path(name).name == name and any((checkpoint / name).glob(file_names.ZERO_OPTIMIZERS)):
+        return checkpoint / name
     steps = sorted(checkpoint.glob(f"{file_names.GLOBAL_STEP}*"), key=lambda path: _numbers(path.name))
-    matches = [path for path in steps if path.name == name]
-    return matches[0] if matches else steps[-1] if steps else None
+    return steps[-1] if steps else None
+
+
+def is_inner(folder: Path) -> bool:
+    """Whether a folder of the ranks' files is inside of a checkpoint."""
+    return folder.name.startswith(file_names.GLOBAL_STEP) or latest(folder.parent) == folder.name
 
 
 def latest(checkpoint: Path) -> str | None:
-    """The folder that DeepSpeed's file `latest` names; None where there is no such file."""
-    text = untrusted_files.read_text(checkpoint / file_names.LATEST, LONGEST_NAME)
+    """The folder that DeepSpeed's file `latest` names; None without such a file: `latest` may link to a checkpoint."""
+    path = checkpoint / file_names.LATEST
+    text = None if path.is_dir() else untrusted_files.read_text(path, LONGEST_NAME)
     return None if text is None else text.strip()
 
 

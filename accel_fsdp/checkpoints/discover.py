@@ -162,7 +162,7 @@ def _zero(folder: Path) -> CheckpointLocation | None:
     if place is None:
         return None
     missing = [name for name in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS) if not any(place.glob(name))]
-    outer = folder.parent if place == folder and folder.name.startswith(file_names.GLOBAL_STEP) else folder
+    outer = folder.parent if place == folder and deepspeed.is_inner(folder) else folder
     return CheckpointLocation(
         "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in missing), *completeness.unfinished(outer))
     )

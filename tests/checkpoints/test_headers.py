@@ -158,3 +158,18 @@ def test_parts_of_tensors_by_torchs_own_writer(tmp_path: Path, monkeypatch: pyte
     next(parts.glob("shard-00002-*")).unlink()
     with pytest.raises(UserError, match="and its siblings hold"):
         open_checkpoint.read(location, FileReader())
+
+
+def test_deepspeeds_folder_is_the_one_that_latest_names(tmp_path: Path) -> None:
+    """`Accelerator.save_state` names it pytorch_model; in other folders `latest` may link to a checkpoint."""
+    inner = tmp_path / "saved" / "pytorch_model"
+    inner.mkdir(parents=True)
+    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        (inner / name).touch()
+    (tmp_path / "saved" / "latest").write_text("pytorch_model")
+    for folder in (inner.parent, inner):
+        checkpoint = discover.look(folder)
+        assert checkpoint is not None
+        assert (checkpoint.kind, checkpoint.folder, checkpoint.weights) == ("ZeRO", inner.parent, inner)
+    (tmp_path / "latest").symlink_to("saved")
+    assert discover.look(tmp_path) is None

@@ -140,6 +140,8 @@ for step, batch in enumerate(loader):
         break
 
 own = accelerator.process_index
+if "saves state" in WAYS:
+    accelerator.save_state(sys.argv[3])
 if "gathers padded" in WAYS:
     accelerator.gather(accelerator.pad_across_processes(torch.zeros(2, 3 + own), dim=1))
 if "generates" in WAYS:

@@ -18,8 +18,8 @@ def zero(stage: int, batches: int = 1, **more: Any) -> dict[str, Any]:
 
 
 RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "accumulates,own loss,groups,clips": (zero(2, 2), {}),
-    "accumulates,frozen weights": (zero(3, 2), {}),
+    "accumulates,own loss,groups,clips,saves state": (zero(2, 2), {}),
+    "accumulates,frozen weights,saves state": (zero(3, 2), {}),
     "dropout,two passes,momentum": (zero(1), {}),
     "adapter,accumulates": (zero(3, 2, zero3_init_flag=True), {}),
     "own loss,groups,accumulates": (zero(2, 2), BF16),
@@ -32,7 +32,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("ways", RIGHT)
 def test_what_deepspeed_trains_is_what_one_process_trains(ways: str, tiny_model: Path, tmp_path: Path) -> None:
     engine, top = RIGHT[ways]
-    step = rehearsed(yaml_file(tmp_path, {}, **engine, **top), SCRIPT, ways, tiny_model)
+    step = rehearsed(yaml_file(tmp_path, {}, **engine, **top), SCRIPT, ways, tiny_model, tmp_path / "saved")
     assert step["passed"], step
     same = SAME.search(step["said"])
     assert same, step["said"]
