@@ -83,5 +83,4 @@ from .vocabulary import deepspeed_name as deepspeed_name
 from .vocabulary import zero_name as zero_name
 from .yaml_edit import Edit as Edit
 from .yaml_edit import apply as apply
-from .yaml_edit import as_scalar as as_scalar
 from .yaml_file import dump as dump

@@ -58,21 +58,8 @@ def _applied(document: Any, text: str, edit: Edit) -> str:
         key = edit.new_key
     if edit.value is not None:
         key = key if key in mapping else edit.new_key or edit.key
-        return _put(document, text, edit.section, key, as_scalar(edit.value))
+        return _put(document, text, edit.section, key, yaml_file.as_scalar(edit.value))
     return _dropped(document, text, edit.section, key) if is_there and not edit.new_key else text
-
-
-def as_scalar(value: Any) -> Any:
-    """Quotes text that PyYAML would read as another type, such as no, on or 1e8; returns other values unchanged."""
-    try:
-        is_unchanged = not isinstance(value, str) or yaml.safe_load(value) == value
-    except yaml.YAMLError:  # an unfinished quote, or a control character, which the emitter escapes by itself
-        is_unchanged = not value.isprintable()
-    if is_unchanged:
-        return value
-    from ruamel.yaml.scalarstring import SingleQuotedScalarString  # late: a plan has no value that needs it
-
-    return SingleQuotedScalarString(value)
 
 
 # Each of these changes the document's values first, and returns the text with the same change.

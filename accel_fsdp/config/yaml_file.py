@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from accel_fsdp.config import yaml_checks
 from accel_fsdp.errors import UsageError
 from accel_fsdp.units import MIB, gib_or_mib
@@ -23,13 +25,34 @@ LARGEST = MIB
 
 
 def dump(document: Any) -> str:
-    """The YAML text of a mapping, or of what `load` returned: lines that were not edited come back byte for byte."""
+    """The YAML text of a new mapping, quoted where necessary, or of what `load` returned.
+
+    Lines of a loaded document that were not edited come back byte for byte.
+    """
     source: str | None = getattr(document, "source", None)
     if source is None:
-        return text_of(document)
+        return text_of(_quoted(document))
     if document.is_json:
         return json.dumps(document, indent=_json_indent(source)) + "\n" * source.endswith("\n")
     return source
+
+
+def _quoted(value: Any) -> Any:
+    """Quotes text where necessary, at every level: a layer class may be called NO."""
+    return {key: _quoted(inner) for key, inner in value.items()} if isinstance(value, dict) else as_scalar(value)
+
+
+def as_scalar(value: Any) -> Any:
+    """Quotes text that PyYAML would read as another type, such as no, on or 1e8; returns other values unchanged."""
+    try:
+        is_unchanged = not isinstance(value, str) or yaml.safe_load(value) == value
+    except yaml.YAMLError:  # an unfinished quote, or a control character, which the emitter escapes by itself
+        is_unchanged = not value.isprintable()
+    if is_unchanged:
+        return value
+    from ruamel.yaml.scalarstring import SingleQuotedScalarString
+
+    return SingleQuotedScalarString(value)
 
 
 def _json_indent(text: str) -> int | None:
@@ -138,8 +161,6 @@ def _depth(text: str) -> int:
 
 def doubled_keys(text: str) -> dict[str, list[int]]:
     """The keys, as dotted paths, that occur more than once in one mapping of a YAML, each with its lines."""
-    import yaml
-
     top = yaml.compose(text)
     lines: dict[str, list[int]] = {}
     if not isinstance(top, yaml.MappingNode):

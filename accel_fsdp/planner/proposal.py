@@ -15,7 +15,6 @@ from accel_fsdp.config import (
     THIS_FILE,
     TORCH_DTYPES,
     Engine,
-    as_scalar,
     header,
     yaml_file,
 )
@@ -124,8 +123,8 @@ class Proposer:
         """The YAML for one GPU, without an engine; the wizard would write FSDP."""
         values = {
             "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": as_scalar("NO"),
-            "mixed_precision": as_scalar(job.recipe.precision),
+            "distributed_type": "NO",
+            "mixed_precision": job.recipe.precision,
             "num_processes": 1,
             "num_machines": 1,
         }

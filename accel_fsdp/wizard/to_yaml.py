@@ -14,7 +14,6 @@ from accel_fsdp.config import (
     THIS_FILE,
     TORCH_DTYPES,
     Engine,
-    as_scalar,
     deepspeed_name,
     yaml_file,
 )
@@ -94,12 +93,7 @@ _DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
 
 def to_text(answers: Answers, launch: str = "") -> str:
     """The whole file: header and YAML. `launch` replaces the launch command, if a caller knows a longer one."""
-    return "\n".join([*header(answers, launch), yaml_file.dump(_quoted(to_mapping(answers)))])
-
-
-def _quoted(value: Any) -> Any:
-    """Quotes text where necessary, at every level: a layer class may be called NO."""
-    return {key: _quoted(inner) for key, inner in value.items()} if isinstance(value, dict) else as_scalar(value)
+    return "\n".join([*header(answers, launch), yaml_file.dump(to_mapping(answers))])
 
 
 def header(answers: Answers, launch: str = "") -> list[str]:

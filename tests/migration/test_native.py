@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from accelerate.commands.config.config_args import load_config_from_file
 from checking import V2
 from conftest import accel_fsdp
 from meaning import meaning
@@ -131,6 +132,12 @@ def test_a_native_file_becomes_a_yaml_that_passes(tmp_path: Path) -> None:
     assert "bfloat16" in output
     findings = linter.lint(tmp_path / "back.yaml", linter.LintOptions(strict=True))
     assert [finding.code for finding in findings if finding.severity == "error"] == []
+
+
+def test_accelerate_reads_the_precision_of_a_native_file_as_text(tmp_path: Path) -> None:
+    """A bare no would be false: accelerate launch stops, as 'bool' object has no attribute 'lower'."""
+    to_yaml(tmp_path, fsdp_size=2, tp_size=2)
+    assert load_config_from_file(str(tmp_path / "back.yaml")).mixed_precision == "no"
 
 
 def test_experts_go_to_the_launch_line(tmp_path: Path) -> None:
