@@ -27,6 +27,7 @@ from .native import expert_refusal as expert_refusal
 from .native import is_native as is_native
 from .native import mesh_fits as mesh_fits
 from .native import row_refusal as row_refusal
+from .native import whole_mesh as whole_mesh
 from .read import ReadConfig as ReadConfig
 from .read import read_config as read_config
 from .read import unreadable as unreadable

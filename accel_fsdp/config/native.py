@@ -1,10 +1,11 @@
 """transformers' own settings of a mesh, `DistributedConfig` (5.23), which no Accelerate YAML holds. Pure."""
 
 from collections.abc import Mapping
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 from accel_fsdp.config.schema import OTHER_AXES
+from accel_fsdp.config.vocabulary import Engine
 
 NATIVE_AXES: Mapping[str, str] = {"dp_replicate_size": "dp_replicate", "fsdp_size": "dp_shard", "tp_size": "tp"}
 """The sizes of its mesh, in order, each with the axis of `parallelism_config` that means the same."""
@@ -35,6 +36,24 @@ def mesh_fits(sizes: Mapping[str, int], ranks: int) -> bool:
     """
     total = prod(sizes.values())
     return total == ranks or (sizes["dp_shard"] == 1 and total > 0 and ranks % total == 0)
+
+
+def whole_mesh(sizes: Mapping[str, int], ranks: int, engine: Engine, by_transformers: bool) -> dict[str, int]:
+    """The nearest sizes of all axes that the engine takes, and whose product is the number of ranks."""
+    one = dict.fromkeys(sizes, 1)
+    if engine is Engine.DDP:
+        return {**one, "dp_replicate": ranks}
+    row = "sp" if engine is Engine.DEEPSPEED else "cp"
+    tensor = gcd(max(sizes["tp"], 1), ranks) if engine is Engine.FSDP2 else 1
+    parts = 1 if by_transformers else gcd(max(sizes[row], 1), ranks // tensor)
+    if tensor == ranks and not by_transformers:  # Accelerate needs ranks to shard over
+        tensor //= next((factor for factor in range(2, tensor + 1) if tensor % factor == 0), 1)
+    if parts == 1 and engine is Engine.DEEPSPEED:
+        return one  # without parts of rows it has no mesh
+    rest = ranks // (tensor * parts)
+    copies = max(sizes["dp_replicate"], 1)
+    copies = copies if rest % copies == 0 and rest > copies else 1
+    return {**one, "dp_replicate": copies, "dp_shard": rest // copies, "tp": tensor, row: parts}
 
 
 def row_refusal(sizes: Mapping[str, int], is_fsdp2: bool, is_zero_3: bool) -> tuple[str, str] | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 from accel_fsdp.config import EXPERT_FLAG, NATIVE_SIZES, STRATEGIES, Engine, expert_refusal, zero_name
 from accel_fsdp.errors import UsageError
+from accel_fsdp.models import Divisible
 from accel_fsdp.units import counted
 
 FSDP_KINDS = frozenset({Engine.FSDP1, Engine.FSDP2})
@@ -195,11 +196,10 @@ class Layout:
             UsageError: names the sizes.
         """
         if self.experts_misfit:
-            whole = self.shard_ranks * self.tensor
             raise UsageError(
                 f"{EXPERT_FLAG} {self.experts} on a mesh of {self.mesh}",
                 why=f"transformers refuses it: {self.experts_misfit}",
-                fix=f"{EXPERT_FLAG} {whole}, or another multiple of {self.tensor} that divides it",
+                fix=Divisible().fix_of("ep", self.sizes),
             )
 
     @property

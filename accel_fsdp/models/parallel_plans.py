@@ -21,8 +21,13 @@ REPLICATED = "replicated_with_grad_allreduce"
 FUSED = frozenset({"qkv_proj", "query_key_value"})
 QUERIES, KEYS = FUSED | {"q_proj", "q_b_proj"}, FUSED | {"k_proj"}
 """Layers whose outputs are whole heads, which the ranks of an axis share evenly or not at all."""
-SETTINGS: Mapping[str, str] = {"tp": size_key("tp"), "ep": EXPERT_FLAG}
-"""The names of the axes in a YAML and in the arguments of `train/sft.py`."""
+SETTINGS: Mapping[str, str] = {
+    "tp": size_key("tp"),
+    "ep": EXPERT_FLAG,
+    "full": "full training, without --load_in_4bit and --use_peft",
+    "lora": "LoRA, without --load_in_4bit",
+}
+"""What the user sets, in a YAML and in the arguments of `train/sft.py`: axes by name, and methods."""
 SINCE = "5.23"
 """The first version of transformers whose meshes were compared with one process."""
 
@@ -88,23 +93,38 @@ class Divisible:
     ) -> Iterator[Misfit]:
         """Why a mesh of these sizes can't divide the model. `sizes` has those of "fsdp", "tp" and "ep".
 
-        `settings` are the names of what the user sets, by axis.
+        `settings` are the names of what the user sets, as in `SETTINGS`.
         """
         for misfit in (*_weight_misfits(sizes, method), *self._plan_misfits(sizes), *self._tie_misfits(sizes)):
-            yield misfit._replace(fix=misfit.fix.format(**settings))
+            fix = self.fix_of(misfit.axis, sizes, settings) if misfit.kind == "count" else misfit.fix
+            yield misfit._replace(fix=fix.format(**settings, without=_sized(misfit.axis, [], sizes, settings)))
+
+    def fitting(self, axis: str, sizes: Mapping[str, int]) -> list[int]:
+        """The sizes of an axis, above 1, with which the same ranks can divide the model's heads or experts."""
+        ranks, fixed = sizes["fsdp"] * sizes["tp"], sizes["ep" if axis == "tp" else "tp"]
+        counts = (ranks, self.heads, self.kv_heads) if axis == "tp" else (ranks, self.experts)
+        return [
+            size
+            for size in range(2, ranks + 1)
+            if not any(count % size for count in counts)
+            and (fixed == 1 or (fixed % size if axis == "tp" else size % fixed) == 0)
+        ]
+
+    def fix_of(self, axis: str, sizes: Mapping[str, int], settings: Mapping[str, str] = SETTINGS) -> str:
+        """What to type for an axis whose size doesn't fit."""
+        return _sized(axis, self.fitting(axis, sizes), sizes, settings)
 
     def _plan_misfits(self, sizes: Mapping[str, int]) -> Iterator[Misfit]:
         plans = {"tp": (self.tensor_plan, "layers"), "ep": (self.expert_plan, "experts")}
         for axis, (plan, parts) in plans.items():
             if plan is False and sizes[axis] > 1:
                 what = f"{axis} {sizes[axis]}: transformers has no plan to divide the {parts} of this model"
-                yield Misfit("plan", axis, what, "it doesn't know how to split them", f"leave out {{{axis}}}")
+                yield Misfit("plan", axis, what, "it doesn't know how to split them", "{without}")
         counts = {"attention heads": ("tp", self.heads), "key/value heads": ("tp", self.kv_heads)}
         for noun, (axis, count) in {**counts, "experts": ("ep", self.experts)}.items():
             if count % sizes[axis] and plans[axis][0] is not False:
                 what = f"{axis} {sizes[axis]} doesn't divide the model's {count} {noun}"
-                fix = f"{{{axis}}} of a size that divides {count}"
-                yield Misfit("count", axis, what, "each rank holds a whole number of them", fix)
+                yield Misfit("count", axis, what, "each rank holds a whole number of them", "")
 
     def _tie_misfits(self, sizes: Mapping[str, int]) -> Iterator[Misfit]:
         """transformers 5.23 gives FSDP a tied weight twice, and torch copies it for one of the two where it pads."""
@@ -114,19 +134,28 @@ class Divisible:
                 *("tie", axis),
                 f"a vocabulary of {self.tied_rows:,} in an embedding that is also the head, over {ranks} ranks",
                 "the head would keep its first weights while the embedding is trained, without an error",
-                f"ranks whose number divides {self.tied_rows:,}; or leave out {{tp}} and {{ep}}",
+                f"ranks whose number divides {self.tied_rows:,}; or {{without}}",
             )
+
+
+def _sized(axis: str, values: list[int], sizes: Mapping[str, int], settings: Mapping[str, str]) -> str:
+    """What to type for an axis to have one of these sizes, on as many ranks; without any, to leave it out."""
+    name = settings[axis]
+    if name.startswith("--"):
+        return f"{name} {' or '.join(map(str, values))}" if values else f"leave out {name}"
+    size = max(values, default=1)
+    return f"{name}: {size} and {size_key('dp_shard')}: {sizes['fsdp'] * sizes['tp'] // size}"
 
 
 def _weight_misfits(sizes: Mapping[str, int], method: Method) -> Iterator[Misfit]:
     axis = "tp" if sizes["tp"] > 1 else "ep"
     if method == "qlora" and sizes[axis] > 1:
         what, why = "packed weights, of 4-bit or 8-bit values,", "they have another shape than the plan divides"
-        yield Misfit("weights", axis, f"{what} with {axis} {sizes[axis]}", why, "weights in 16 bits")
+        fix = "{full}; or {without}" if axis == "tp" else "{lora}; or {without}"
+        yield Misfit("weights", axis, f"{what} with {axis} {sizes[axis]}", why, fix)
     elif method == "lora" and axis == "tp":
         why = "PEFT 0.21 stops in the first step of an adapter on split layers"
-        fix = "leave out {tp}; experts may be divided ({ep})"
-        yield Misfit("weights", axis, f"an adapter with {axis} {sizes[axis]}", why, fix)
+        yield Misfit("weights", axis, f"an adapter with {axis} {sizes[axis]}", why, "{without}; or {full}")
 
 
 def cuts(model: Any) -> dict[str, int]:

@@ -17,7 +17,7 @@ from accel_fsdp.wizard import notes
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
 from accel_fsdp.wizard.question import Context, Question, settle, skip
-from accel_fsdp.wizard.questions import QUESTIONS, SEQ_LEN, SETTLED, to_answers
+from accel_fsdp.wizard.questions import QUESTIONS, SEQ_LEN, SETTLED, disabled_by, to_answers
 
 WITHOUT_MODEL = ""
 """The answer where no model is needed: the layer class is named, or a file is edited."""
@@ -64,7 +64,7 @@ class Interview:
 
     def _settle(self, question: Question, context: Context) -> Context:
         if not question.applies(context):
-            return skip(question, context, self.flags)
+            return skip(question, context, self.flags, *disabled_by(question, context))
         context = self._settle_given(question, context)
         if question.field == "gpus":
             return self._settle_given(SEQ_LEN, replace(context, traced=_traced(context)))

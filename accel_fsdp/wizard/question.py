@@ -112,13 +112,13 @@ def settle(question: Question, context: Context, value: Any) -> Context:
     return _store(question, context, question.check(context, value))
 
 
-def skip(question: Question, context: Context, flags: GivenAnswers) -> Context:
-    """Stores the default of a question that does not apply."""
+def skip(question: Question, context: Context, flags: GivenAnswers, decided: str = "", enabling: str = "") -> Context:
+    """Stores the default of a question that does not apply, as `decided` says; with `enabling` it would."""
     if question.field in flags:
         raise UsageError(
-            f"{question.flag} has no effect with the other answers",
+            f"{question.flag} has no effect with {decided or 'the other answers'}",
             why="a setting without effect usually means a mistake elsewhere",
-            fix=f"leave out {question.flag}",
+            fix=f"leave out {question.flag}" + (f", or {enabling}" if enabling else ""),
         )
     return _store(question, context, question.default(context)[0])
 

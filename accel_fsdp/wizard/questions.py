@@ -270,6 +270,19 @@ def to_answers(context: Context) -> Answers:
     return replace(answers, auto_class=auto_class)
 
 
+def disabled_by(question: Question, context: Context) -> tuple[str, str]:
+    """The flag of the one answer so far without which a question would apply, and its first value with which it does.
+
+    Empty if no single answer decides that.
+    """
+    for earlier in QUESTIONS:
+        options = earlier.options(context) if earlier.options and earlier.field in context.given else []
+        for value in (option.value for option in options if not option.disabled):
+            if question.applies(replace(context, given={**context.given, earlier.field: value})):
+                return f"{earlier.flag} {context[earlier.field]}", f"{earlier.flag} {value}"
+    return "", ""
+
+
 def applying(answers: Answers) -> list[Question]:
     context, questions = Context(given=vars(answers)), []
     for question in filter(lambda question: question.applies(context), QUESTIONS):

@@ -20,6 +20,8 @@ MORE_MEMORY = 1.5
 """The factor over the largest card of a name that is accepted, for new editions of it."""
 MOST_RANKS = 1_000_000
 """The largest plausible number of machines or processes; a larger one is taken for a typing error."""
+FLAGS = {"tp": "--tp", "ep": "--ep", "full": "--method full", "lora": "--method lora"}
+"""What the user types for axes and methods, by the names in `Divisible.misfits`."""
 
 
 def reason(question: str, value: Any, context: Context) -> str:
@@ -239,23 +241,33 @@ def check_replicas(context: Context, value: Any) -> int:
 def check_tensor(context: Context, value: Any) -> int:
     """Refuses what transformers can't divide: over machines, by heads, without a plan, or in 4 bits."""
     here = context["num_processes"] // context["num_machines"]
-    size = _divisor(
-        "--tp", value, here, f"every layer waits for all ranks of a group, so it stays in one machine: {here}"
-    )
+    why = f"every layer waits for all ranks of a group, so it stays in one machine: {here}"
+    size = _divisor("--tp", value, here, why, _sizes_that_fit(context, "tp"))
     if size > 1:
-        _refuse_axis(context, "--tp", size, {"tp": size, "ep": 1})
+        _refuse_axis(context, "tp", {"tp": size, "ep": 1})
     return size
 
 
 def check_experts(context: Context, value: Any) -> int:
     """Refuses what transformers' mesh or the model's experts don't allow."""
-    whole = _ranks_per_copy(context)
-    size = _divisor("--ep", value, whole, f"experts are divided over the {whole} ranks of one copy")
+    whole, fix = _ranks_per_copy(context), _sizes_that_fit(context, "ep")
+    size = _divisor("--ep", value, whole, f"experts are divided over the {whole} ranks of one copy", fix)
     if size > 1 and size % context["tp"]:
-        raise UserError(f"--ep {size}", why=f"it holds whole groups of --tp {context['tp']}", fix=f"--ep {whole}")
+        raise UserError(f"--ep {size}", why=f"it holds whole groups of --tp {context['tp']}", fix=fix)
     if size > 1:
-        _refuse_axis(context, "--ep", size, {"tp": context["tp"], "ep": size})
+        _refuse_axis(context, "ep", {"tp": context["tp"], "ep": size})
     return size
+
+
+def _sizes_that_fit(context: Context, axis: str) -> str:
+    """The fix that names an axis' sizes for these processes and this model."""
+    tensor = context["tp"] if axis == "ep" else 1
+    sizes = {"fsdp": _ranks_per_copy(context) // tensor, "tp": tensor, "ep": 1}
+    here = context["num_processes"] // context["num_machines"]
+    fitting = (context.model or Divisible()).fitting(axis, sizes)
+    fitting = [size for size in fitting if axis == "ep" or here % size == 0]
+    words = " or ".join(map(str, fitting))
+    return f"--{axis} {words}" if fitting else f"leave out --{axis}, or another --num-processes"
 
 
 def _ranks_per_copy(context: Context) -> int:
@@ -264,21 +276,22 @@ def _ranks_per_copy(context: Context) -> int:
     return int(context["num_processes"] // max(replicas, 1))
 
 
-def _divisor(flag: str, value: Any, whole: int, why: str) -> int:
+def _divisor(flag: str, value: Any, whole: int, why: str, fix: str = "") -> int:
     size = _number(flag, value, why, fix=1, most=MOST_RANKS)
     if whole % size:
-        raise UserError(f"{flag} {size} does not divide {whole}", why=why, fix=f"{flag} that divides {whole}")
+        raise UserError(f"{flag} {size} does not divide {whole}", why=why, fix=fix or f"{flag} that divides {whole}")
     return size
 
 
-def _refuse_axis(context: Context, flag: str, size: int, axes: dict[str, int]) -> None:
+def _refuse_axis(context: Context, axis: str, axes: dict[str, int]) -> None:
     model = context.model
     if model and model.auto_class != CAUSAL:
-        raise UserError(f"{flag} {size} for {model.auto_class}", why="train/sft.py alone divides", fix=f"{flag} 1")
+        flag = f"--{axis} {axes[axis]}"
+        raise UserError(f"{flag} for {model.auto_class}", why="train/sft.py alone divides", fix=f"--{axis} 1")
     sizes = {**axes, "fsdp": _ranks_per_copy(context) // axes["tp"]}
-    flags = {axis: f"--{axis}" for axis in axes}
-    for misfit in (model or Divisible()).misfits(sizes, context["method"], flags):
-        raise UserError(f"{model.name}: {misfit.what}" if model else misfit.what, why=misfit.why, fix=misfit.fix)
+    for misfit in (model or Divisible()).misfits(sizes, context["method"], FLAGS):
+        fix = _sizes_that_fit(context, misfit.axis) if misfit.kind == "count" else misfit.fix
+        raise UserError(f"{model.name}: {misfit.what}" if model else misfit.what, why=misfit.why, fix=fix)
 
 
 def _two_on_each(context: Context) -> str:

@@ -255,6 +255,36 @@ def test_train_sft_takes_the_road_that_splits_layers() -> None:
     assert "AF316" in codes_of(ours(V2 + alone.replace("2", "3")))
 
 
+FOUR = V2.replace("num_processes: 2", "num_processes: 4")
+ON_FOUR = FOUR + TP.replace("dp_shard_size: 4", "dp_shard_size: 2")
+WHOLE = "parallelism_config_tp_size: 1 and parallelism_config_dp_shard_size: 4"
+
+
+@pytest.mark.parametrize(
+    ("bad", "code", "fix"),
+    [
+        (ours(ON_FOUR, "train/sft.py --use_peft"), "AF519", f"{WHOLE}; or full training"),
+        (ours(ON_FOUR, "train/sft.py --load_in_4bit"), "AF519", "full training, without --load_in_4bit"),
+        (ours(FOUR, f"{EXPERTS} 2 --load_in_4bit"), "AF519", "LoRA, without --load_in_4bit"),
+        (ours(ON_FOUR, model=replace(HEADS, tensor_plan=False)), "AF517", WHOLE),
+        (ours(ON_FOUR, model=replace(HEADS, heads=3)), "AF516", WHOLE),
+        (
+            ours(ON_FOUR.replace("shard_size: 2", "shard_size: 1").replace("tp_size: 2", "tp_size: 4"), model=HEADS),
+            "AF516",
+            "parallelism_config_tp_size: 2 and parallelism_config_dp_shard_size: 2",
+        ),
+        (ours(FOUR, f"{EXPERTS} 3"), "AF330", f"{EXPERTS[13:]} 2 or 4"),
+        (ours(FOUR, f"{EXPERTS} 3", model=replace(HEADS, experts=6)), "AF330", f"{EXPERTS[13:]} 2"),
+        (ours(FOUR, f"{EXPERTS} 3", model=replace(HEADS, experts=5)), "AF330", f"leave out {EXPERTS[13:]}"),
+        (ours(FOUR, f"{EXPERTS} 4", model=replace(HEADS, experts=6)), "AF516", f"{EXPERTS[13:]} 2"),
+        (ours(DDP + TP), "AF329", "distributed_type: FSDP with fsdp_version: 2"),
+    ],
+)
+def test_the_fix_of_an_axis_leads_to_a_mesh_that_works(bad: Subject, code: str, fix: str) -> None:
+    fixes = [finding.fix for finding in run(bad) if finding.code == code]
+    assert [text for text in fixes if text.startswith(fix)], fixes
+
+
 @pytest.mark.parametrize(
     ("bad", "code", "key", "fix"),
     [

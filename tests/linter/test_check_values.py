@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import re
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -170,6 +171,38 @@ def test_what_accelerate_takes_is_clean(name: str, tmp_path: Path) -> None:
     path = tmp_path / "checked.yaml"
     path.write_text(text)
     assert [finding for finding in linter.lint(path, linter.LintOptions()) if finding.severity == "error"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        (DDP, {"dp_replicate": 4, "tp": 2}),
+        (DDP, {"dp_shard": 8}),
+        (DDP, {"tp": 4}),
+        (EIGHT, {"dp_replicate": 4, "tp": 2}),
+        (EIGHT, {"dp_replicate": 2, "cp": 4}),
+        (EIGHT, {"dp_shard": -1, "tp": 2}),
+        (EIGHT, {"tp": 8}),
+        (EIGHT, {"tp": 3, "dp_shard": 2}),
+        (EIGHT, {"dp_replicate": 8}),
+        (EIGHT, {"cp": 2, "sp": 4}),
+        (EIGHT, {"dp_shard": 4}),
+        (ZERO.replace("stage: 2", "stage: 3"), {"sp": 3}),
+    ],
+)
+def test_each_mesh_that_a_fix_names_is_taken(text: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    """AF315 and AF316: the fix holds a whole mesh, or sizes of 1, and no other finding about the mesh follows."""
+    text = text.replace("num_processes: 2", "num_processes: 8")
+    findings = [finding for finding in run(subject(text + mesh(**sizes))) if finding.code in ("AF315", "AF316")]
+    for fix in findings[-1].fix.split("; or "):
+        named = {axis: int(size) for axis, size in re.findall(r"(\w+?)_size: (-?\d+)", fix)}
+        renamed = {axis.removeprefix("parallelism_config_"): size for axis, size in named.items()}
+        mended = (EIGHT if "distributed_type: FSDP" in fix else text) + mesh(**{**sizes, **renamed})
+        processes = re.search(r"num_processes: (\d+)", fix)
+        mended = mended.replace("num_processes: 8", processes[0]) if processes else mended
+        if "DEEPSPEED" not in mended:  # it doesn't look at the product
+            accelerate_takes(mended, tmp_path)
+        assert not {"AF315", "AF316"} & codes_of(subject(mended)), fix
 
 
 def test_text_that_counts_as_true(tmp_path: Path) -> None:

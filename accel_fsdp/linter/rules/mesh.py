@@ -4,7 +4,7 @@ import ast
 import math
 from collections.abc import Iterator
 
-from accel_fsdp.config import BY_NAME, EXPERT_FLAG, ROW_AXES, Engine, mesh_fits, size_key
+from accel_fsdp.config import BY_NAME, EXPERT_FLAG, ROW_AXES, Engine, mesh_fits, size_key, whole_mesh
 from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
 from accel_fsdp.linter.rules.script import at, calls, keyword
@@ -33,8 +33,8 @@ def mesh_under_another_engine(subject: Subject) -> Iterator[Finding]:
             f"parallelism_config.{key}",
             f"{subject.engine.label} does not use {key}",
             "DeepSpeed shards as zero_stage says" if counts else "Accelerate stops, or runs without it",
-            f"{key}: 1, or "
-            + ("distributed_type: DEEPSPEED" if field.engines == {Engine.DEEPSPEED} else "fsdp_version: 2"),
+            f"{key}: 1; or "
+            + ("distributed_type: DEEPSPEED" if field.engines == {Engine.DEEPSPEED} else _to_fsdp2(subject)),
             milder="warning" if counts else None,
         )
 
@@ -52,35 +52,52 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
     are_integers = all(type(size) is int for size in sizes.values())
     if subject.engine not in engines or not subject.section("parallelism_config") or not are_integers:
         return
-    small = [name for name, size in sizes.items() if size < 1]
-    is_unsharded = sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1 and (sizes["tp"] > 1 or sizes["cp"] > 1)
-    what = fix = ""
-    if small:
-        what, fix = f"{small[0]}_size is {sizes[small[0]]}", "sizes of 1 or more"
-    elif sizes["cp"] > 1 and sizes["sp"] > 1:
-        what, fix = "cp and sp exclude each other", "one of them at 1"
-    elif subject.by_transformers:
-        pass
-    elif is_unsharded:
-        what, fix = "replicas beside tp or cp need shards", "dp_shard_size above 1, or dp_replicate_size: 1"
-    elif subject.engine is Engine.FSDP2 and sizes["dp_shard"] == sizes["cp"] == 1 < sizes["dp_replicate"] * sizes["tp"]:
-        what, fix = "the mesh leaves FSDP nothing to shard over", "dp_shard_size above 1"
-    if what:
-        yield Finding("parallelism_config", what, "Accelerate stops: ValueError", fix)
+    small = next((name for name, size in sizes.items() if size < 1), "")
     total, processes = math.prod(sizes.values()), subject.number("num_processes")
-    if subject.by_transformers and mesh_fits(sizes, processes):
-        return
-    if processes and total not in (1, processes):
+    what, key = f"{small}_size is {sizes[small]}" if small else _refused_by_accelerate(subject), "parallelism_config"
+    why, fix = f"{'train/sft.py' if subject.by_transformers else 'Accelerate'} stops: ValueError", _whole_mesh(subject)
+    fits = total in (1, processes) or (subject.by_transformers and mesh_fits(sizes, processes))
+    if processes and not what and not fits:
         largest = max((name for name in sizes if sizes[name] != 1), key=lambda name: sizes[name])
         product = " x ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
-        yield Finding(
-            f"parallelism_config.{size_key(largest)}",
-            f"parallelism_config has {total} ranks ({product}), num_processes is {processes}",
-            "DeepSpeed stops: train_batch_size is not equal to micro batches times ranks"
-            if subject.engine is Engine.DEEPSPEED and sizes["sp"] != 1
-            else f"{'train/sft.py' if subject.by_transformers else 'Accelerate'} stops: the sizes must multiply to it",
-            f"parallelism_config_..._size whose product is {processes}, or num_processes: {total}",
-        )
+        what = f"parallelism_config has {total} ranks ({product}), num_processes is {processes}"
+        why = why.replace("ValueError", "the sizes must multiply to it")
+        if subject.engine is Engine.DEEPSPEED and sizes["sp"] != 1:
+            why = "DeepSpeed stops: train_batch_size is not equal to micro batches times ranks"
+        fix, key = f"{fix}; or num_processes: {total}", f"{key}.{size_key(largest)}"
+    if what:
+        yield Finding(key, what, why, fix)
+
+
+def _refused_by_accelerate(subject: Subject) -> str:
+    """Sizes that Accelerate refuses beside each other; empty if there are none, or if it doesn't see them."""
+    sizes = subject.mesh
+    if sizes["cp"] > 1 and sizes["sp"] > 1:
+        return "cp and sp exclude each other"
+    if subject.by_transformers:
+        return ""
+    if sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1 and (sizes["tp"] > 1 or sizes["cp"] > 1):
+        return "replicas beside tp or cp need shards"
+    unsharded = sizes["dp_shard"] == sizes["cp"] == 1 < sizes["dp_replicate"] * sizes["tp"]
+    return "the mesh leaves FSDP nothing to shard over" if subject.engine is Engine.FSDP2 and unsharded else ""
+
+
+def _whole_mesh(subject: Subject) -> str:
+    """Sizes that can be used, as in a YAML; under DDP also those of FSDP2, which takes more axes."""
+    sizes, engine = subject.mesh, subject.engine
+    ranks = subject.number("num_processes") or max(math.prod(max(size, 1) for size in sizes.values()), 2)
+
+    def words(engine: Engine) -> str:
+        mesh = whole_mesh(sizes, ranks, engine, subject.by_transformers)
+        return ", ".join(f"{axis}_size: {size}" for axis, size in mesh.items() if size != 1 or sizes[axis] != 1)
+
+    if engine is Engine.DDP:
+        return f"{words(engine)}; or {_to_fsdp2(subject)}, {words(Engine.FSDP2)}"
+    return words(engine)
+
+
+def _to_fsdp2(subject: Subject) -> str:
+    return "fsdp_version: 2" if subject.engine is Engine.FSDP1 else "distributed_type: FSDP with fsdp_version: 2"
 
 
 @rule("AF703", "warning")
@@ -115,7 +132,7 @@ def axes_of_another_engine(subject: Subject) -> Iterator[Finding]:
     others = [axis for axis in ROW_AXES if subject.axes[axis] > 1]
     if subject.engine is not Engine.FSDP2:
         what = f"{_requested_axis(subject)} with {subject.engine.label}"
-        yield Finding("distributed_type", what, "train/sft.py stops: it needs FSDP2", "fsdp_version: 2")
+        yield Finding("distributed_type", what, "train/sft.py stops: it needs FSDP2", _to_fsdp2(subject))
     for axis in others if subject.engine is Engine.FSDP2 else ():
         what = f"{_requested_axis(subject)} beside {axis}_size: {subject.axes[axis]}"
         why = "train/sft.py stops: transformers has no axis for parts of a row"
@@ -135,8 +152,7 @@ def experts_do_not_fit_the_mesh(subject: Subject) -> Iterator[Finding]:
     """
     layout = subject.job.layout
     if subject.by_transformers and subject.engine is Engine.FSDP2 and layout.ranks and layout.experts_misfit:
-        whole = layout.shard_ranks * layout.tensor
-        fix = f"{EXPERT_FLAG} {whole}, or another multiple of {layout.tensor} that divides it"
+        fix = (subject.model or Divisible()).fix_of("ep", layout.sizes)
         yield Finding("num_processes", layout.experts_misfit, "train/sft.py stops, as transformers refuses it", fix)
 
 
