@@ -75,6 +75,7 @@ def _meaning(ratio: float, content: Mapping[str, Any]) -> str:
         (batches, "it is multiplied by the number of micro-batches"),
         (1 / batches, "it is divided by the number of micro-batches twice"),
         (ranks * batches, "it is summed over ranks and micro-batches"),
+        (1 / ranks / batches, "it is divided by the ranks and by the micro-batches once more"),
     )
     near = (text for value, text in meanings if value != 1 and math.isclose(ratio, value, rel_tol=NEAR))
     return next(near, "")
@@ -210,7 +211,8 @@ def _divided(content: Mapping[str, Any]) -> Failure:
     batches = content["accumulation"]
     if content["ratio"] > 1:
         what = f"losses are not divided by gradient_accumulation_steps: gradients are {batches} times those of the mean"
-        return Failure(what, SCRIPT, "accelerator.backward(loss), which divides it", content["line"])
+        fix = "accelerator.backward(loss), which divides it; in compute_loss a sum divided by num_items_in_batch"
+        return Failure(what, SCRIPT, fix, content["line"])
     what = f"losses are divided by gradient_accumulation_steps twice: gradients are 1/{batches} of those of the mean"
     return Failure(what, SCRIPT, "accelerator.backward(loss) divides it: leave out the script's own", content["line"])
 

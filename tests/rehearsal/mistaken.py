@@ -166,11 +166,15 @@ for step, batch in enumerate(epochs):  # twice
         loss = model.module(input_ids=batch, labels=batch).loss
     else:
         counts = {"num_items_in_batch": torch.tensor(271.0)} if NAME == "count in forward" else {}
+        if NAME == "tokens of all, divided":
+            counts = {"num_items_in_batch": 4 * batch[:, 1:].numel()}  # of two ranks and two micro-batches
         wrong = 600 * step * accelerator.process_index if NAME == "swallows an error" else 0
         try:
             loss = model(input_ids=batch + wrong, labels=batch, **counts).loss
         except IndexError:
             continue
+    if NAME == "reduced loss":
+        loss = accelerator.reduce(loss, "mean")
     if NAME == "clips before backward":
         accelerator.clip_grad_norm_(model.parameters(), 1e-3)
     if NAME == "not divided":
@@ -179,6 +183,9 @@ for step, batch in enumerate(epochs):  # twice
     elif NAME == "optimizer not prepared":
         with accelerator.accumulate(model):
             accelerator.backward(loss)
+    elif NAME == "tokens of all, divided":
+        with accelerator.accumulate(model):
+            accelerator.backward(loss)  # which divides it again
     elif NAME == "divided twice":
         with accelerator.accumulate(model):
             accelerator.backward(loss / ACCUMULATED)

@@ -77,6 +77,9 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
     if "probes gradients" in WAYS:  # as an adaptive weight of a loss does
         (probed,) = torch.autograd.grad(loss, output.logits, retain_graph=True)
         loss = loss * (1 + probed.norm().detach())
+    if "summed loss" in WAYS:  # the mean of a sum is right, and a copy is for a log
+        accelerator.print("loss", accelerator.reduce(loss.detach(), "mean").item())
+        torch.distributed.all_reduce(loss)
     if "two passes" in WAYS:
         loss = loss + model(input_ids=batch.flip(1), labels=batch).loss
     return loss

@@ -190,6 +190,12 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "trained weights that FSDP ignores": ("head ignored", FSDP1, "the script", "prepare(model, optimizer, loader)"),
     "losses not divided by the accumulation steps": ("not divided", FSDP1, "the script", "loss.backward()"),
     "losses divided twice": ("divided twice", FSDP2, "the script", "accelerator.backward(loss / ACCUMULATED)"),
+    "losses divided by the tokens of all ranks and micro-batches, and again": (
+        "tokens of all, divided", FSDP2, "the script", "# which divides it again",
+    ),
+    "a loss that is averaged over ranks before backward": (
+        "reduced loss", FSDP2, "the script", 'accelerator.reduce(loss, "mean")',
+    ),
     "zero_grad() before the step": ("cleared before the step", FSDP2, "the script", "optimizer.step()"),
     "a learning rate of 0": ("rate of 0", FSDP1, "the script", "optimizer.step()"),
     "a rate that ends too early": ("rate ends early", FSDP2, "the script", "LinearLR("),

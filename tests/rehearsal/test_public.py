@@ -59,7 +59,23 @@ def test_a_training_step_that_does_not_divide(tiny_model: Path, tmp_path: Path) 
     step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "undivided")
     message = "losses are not divided by gradient_accumulation_steps: gradients are 2 times those of the mean"
     assert (step["passed"], step["said"]) == (False, message)
-    assert step["line"].endswith("with_trainer.py:16")
+    assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'loss.backward()')}")
+
+
+def test_a_mean_of_the_script_that_trainer_does_not_divide(tiny_model: Path, tmp_path: Path) -> None:
+    """Trainer divides no loss of a model that counts tokens, and leaves the counting to the script's compute_loss."""
+    script = HERE / "with_trainer.py"
+    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "mean")
+    message = "losses are not divided by gradient_accumulation_steps: gradients are 2 times those of the mean"
+    assert (step["passed"], step["said"]) == (False, message)
+    assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'def compute_loss')}")
+    assert "num_items_in_batch" in step["fix"]
+    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "divided")
+    assert step["passed"], step
+
+
+def _line_of(script: Path, text: str) -> int:
+    return next(number for number, line in enumerate(script.read_text().splitlines(), 1) if text in line)
 
 
 @BOTH

@@ -19,7 +19,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulates,own loss,groups,clips": (FSDP2, {}),
     "accumulates by hand,frozen weights,momentum,evaluates,average": (FSDP1, {}),
     "dropout,two passes,weights clamped,clips values,reference": ({}, {}),
-    "gradual unfreezing,loss and logits,clips each micro-batch": (
+    "gradual unfreezing,loss and logits,clips each micro-batch,summed loss": (
         FSDP1 | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},
         {},
     ),

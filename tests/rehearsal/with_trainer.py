@@ -1,12 +1,14 @@
 """A training script with Trainer, `with_trainer.py MODEL FOLDER`: in bf16 as TRL's are, and nothing said of the CPU.
 
-With a third argument its training_step forgets to divide the loss by gradient_accumulation_steps.
+With a third argument a step has two micro-batches. `undivided`: its training_step forgets to divide the loss by them;
+`mean`: its compute_loss does, so that Trainer doesn't divide either; `divided`: its compute_loss divides.
 """
 
 import sys
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 
@@ -17,18 +19,31 @@ class Undivided(Trainer):
         return loss.detach()
 
 
-is_undivided = len(sys.argv) > 3
+class Weighted(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        weights = torch.linspace(0.5, 1.5, outputs.logits.shape[-1])
+        loss = nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weights)
+        if KIND == "divided":
+            loss = loss / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+KIND = sys.argv[3] if len(sys.argv) > 3 else ""
 arguments = TrainingArguments(
     sys.argv[2],
-    bf16=not is_undivided,
+    bf16=not KIND,
     max_steps=2,
     per_device_train_batch_size=2,
-    gradient_accumulation_steps=1 + is_undivided,
+    gradient_accumulation_steps=2 if KIND else 1,
+    save_strategy="no" if KIND else "steps",
     report_to="none",
 )
 rows = torch.randint(0, 100, (16, 12), generator=torch.Generator().manual_seed(0))
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 data = [{"input_ids": row, "labels": row} for row in rows]
-trainer = (Undivided if is_undivided else Trainer)(model, arguments, train_dataset=data)  # type: ignore[arg-type]
+kind = {"undivided": Undivided, "": Trainer}.get(KIND, Weighted)
+trainer = kind(model, arguments, train_dataset=data)  # type: ignore[arg-type]
 trainer.train()
 trainer.save_model()

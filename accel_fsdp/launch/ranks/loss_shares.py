@@ -29,7 +29,7 @@ def flaw(updates: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
             return None
         tokens = int((labels[:, 1:] != IGNORED).sum())
         total += float(sent[forward["loss"]]) * tokens / float(count) / ranks
-    ratios = {ranks, 1 / ranks, batches, 1 / batches, ranks * batches} - {1}
+    ratios = {ranks, 1 / ranks, batches, 1 / batches, ranks * batches, 1 / ranks / batches} - {1}
     match = next((match for match in ratios if math.isclose(total, match, rel_tol=COUNTED)), None)
     return {"ratio": match, "ranks": ranks, "accumulation": batches} if match else None
 

@@ -262,15 +262,15 @@ class _Repeated:
         return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)
 
     def _compare_trainer_losses(self) -> None:
-        """Reports a loss computed by Trainer whose gradients differ for the plain model."""
+        """Reports a loss of Trainer whose gradients differ for the plain model, and a script's that isn't divided."""
         for loss in (loss for loss in self.trainer_losses if loss.update == self.number):
             try:
                 with alone(), self._as_recorded(self.model, vars(loss.forward)):
-                    difference = loss.distance(self.model)
+                    content = loss.flaw(self.model, EXACT if self.exact else ROUNDED)
             except Exception:  # a script's own trainer may raise any error without its model
                 return
-            if difference > (EXACT if self.exact else ROUNDED):
-                return self._report("trainer-loss", self.first["line"], apart=difference)
+            if content:
+                return self._report(**{**content, "line": content["line"] or self.first["line"]})
 
     def _compare_gradients(self, reduced: Tensors, plain: Tensors) -> float:
         """The largest relative difference of a gradient; if too large, it or the ratio of all gradients is reported."""

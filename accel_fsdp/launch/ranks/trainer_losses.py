@@ -3,15 +3,18 @@
 They may depend on changes by FSDP: FSDP2 renames the model's class, by which Trainer decides whether to shift labels.
 """
 
+import contextlib
+import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.launch.ranks.observing import Observation, replace
+from accel_fsdp.launch.ranks import script
+from accel_fsdp.launch.ranks.observing import Observation, before, replace
 from accel_fsdp.launch.ranks.outputs import tensors_in
-from accel_fsdp.launch.ranks.ratios import norm, ratio
+from accel_fsdp.launch.ranks.ratios import EXACT, norm, ratio
 from accel_fsdp.launch.ranks.records import Forward, Unrecordable, recorded
 from accel_fsdp.library_internals import Internal
 
@@ -19,23 +22,38 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-RELIES_ON = (Internal("transformers.trainer:Trainer.compute_loss", "self model inputs return_outputs *"),)
+RELIES_ON = (
+    Internal("transformers.trainer:Trainer.compute_loss", "self model inputs return_outputs *"),
+    Internal("transformers.trainer:Trainer.training_step", "self model inputs num_items_in_batch"),
+)
 LOSSES = Observation("the losses that Trainer computes itself", RELIES_ON)
 
 
 @dataclass(frozen=True)
 class TrainerLoss:
-    """A call of `compute_loss`, to be repeated with another model: its forward pass, and the update."""
+    """A call of `compute_loss`, to be repeated with another model: its forward pass, and the update.
+
+    `line` is where the script defines the method; empty for Trainer's own.
+    """
 
     update: int
     forward: Forward
     original: Callable[..., Any]
     arguments: inspect.BoundArguments
+    line: str = ""
 
-    def distance(self, model: "nn.Module") -> float:
+    def flaw(self, model: "nn.Module", tolerance: float) -> dict[str, Any] | None:
+        """Whether the gradients of Trainer's loss differ for this model, or the script's loss isn't divided."""
+        if self.line:
+            batches = int(self.arguments.arguments["self"].current_gradient_accumulation_steps)
+            content = {"what": "divided", "ratio": batches, "accumulation": batches, "line": self.line}
+            return content if batches > 1 and self._is_undivided(model, tolerance) else None
+        difference = self._distance(model)
+        return {"what": "trainer-loss", "apart": difference, "line": ""} if difference > tolerance else None
+
+    def _distance(self, model: "nn.Module") -> float:
         """How far the recorded gradients of the outputs are from a multiple of those with this model."""
-        gradients = enumerate(self.forward.gradients)
-        recorded = {str(n): gradient for n, gradient in gradients if gradient is not None and n != self.forward.loss}
+        recorded = self._recorded()
         if not recorded:
             return 0.0
         repeated = {str(n): gradient for n, gradient in self._gradients(model).items()}
@@ -45,13 +63,60 @@ class TrainerLoss:
             for n, gradient in recorded.items()
         )
 
+    def _recorded(self) -> "dict[str, torch.Tensor]":
+        gradients = enumerate(self.forward.gradients)
+        return {str(n): gradient for n, gradient in gradients if gradient is not None and n != self.forward.loss}
+
+    def _is_undivided(self, model: "nn.Module", tolerance: float) -> bool:
+        """Whether backward got the loss as it is, a mean over the micro-batch, whatever the step's other ones are.
+
+        Such a loss depends neither on the number of tokens that Trainer counts in the step nor on that of its
+        micro-batches, and rows that come twice don't change it.
+        """
+        recorded = self._recorded()
+        repeated = {str(n): gradient for n, gradient in self._gradients(model).items()}
+        if not recorded or abs(ratio(recorded, repeated) - 1) > tolerance:
+            return False
+        model.eval()  # dropout would draw other numbers for twice the rows
+        arguments, trainer = self.arguments.arguments, self.arguments.arguments["self"]
+        value, inputs = self._value(model), arguments["inputs"]
+        others = []
+        arguments["inputs"] = twice(inputs)
+        others.append(self._value(model))
+        arguments["inputs"] = inputs
+        for named in (arguments, *(value for value in arguments.values() if isinstance(value, dict))):  # or **kwargs
+            if (count := named.get("num_items_in_batch")) is not None:
+                named["num_items_in_batch"] = 2 * count
+                others.append(self._value(model))
+                named["num_items_in_batch"] = count
+        with (
+            doubled(trainer, "current_gradient_accumulation_steps"),
+            doubled(trainer.args, "gradient_accumulation_steps"),
+        ):
+            others.append(self._value(model))
+        return all(abs(other - value) <= EXACT * abs(value) for other in others)
+
+    def _value(self, model: "nn.Module") -> float:
+        import torch
+
+        with torch.no_grad():
+            return float(self._call(model, return_outputs=False))
+
+    def _call(self, model: "nn.Module", return_outputs: bool) -> Any:
+        self.arguments.arguments |= {"model": model, "return_outputs": return_outputs}
+        inputs = self.arguments.arguments["inputs"]
+        self.arguments.arguments["inputs"] = dict(inputs)  # the method may take labels out
+        try:
+            return self.original(*self.arguments.args, **self.arguments.kwargs)
+        finally:
+            self.arguments.arguments["inputs"] = inputs
+
     def _gradients(self, model: "nn.Module") -> "Mapping[int, torch.Tensor]":
         """The gradients of the loss with respect to this model's outputs, by the number of the output."""
         import torch
 
-        self.arguments.arguments |= {"model": model, "return_outputs": True}
         with torch.enable_grad():
-            loss, outputs = self.original(*self.arguments.args, **self.arguments.kwargs)
+            loss, outputs = self._call(model, return_outputs=True)
         tensors = {number: tensor for number, tensor in enumerate(tensors_in(outputs)) if tensor.requires_grad}
         gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
         return {number: gradient for number, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
@@ -71,8 +136,18 @@ class TrainerLosses:
         if not self.is_watched and trainer is not None and LOSSES.is_possible:
             self.is_watched = True
             replace(trainer.Trainer, "compute_loss", self._record_loss)
+            before(trainer.Trainer, "training_step", self._watch_own)
 
-    def _record_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _watch_own(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """Wraps the method that the script defines in a class of its own."""
+        kind: Any = next((kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)), type(trainer))
+        code = getattr(kind.compute_loss, "__code__", None)
+        if code is None or hasattr(kind.compute_loss, "__wrapped__"):
+            return
+        if line := script.line_of([(code.co_filename, code.co_firstlineno)]):
+            replace(kind, "compute_loss", functools.partial(self._record_loss, line=line))
+
+    def _record_loss(self, original: Callable[..., Any], *args: Any, line: str = "", **kwargs: Any) -> Any:
         _, before = self.newest()
         arguments = inspect.signature(original).bind(*args, **kwargs)
         try:
@@ -83,5 +158,29 @@ class TrainerLosses:
         update, forward = self.newest()
         if forward is not None and forward is not before:
             arguments.arguments["inputs"] = inputs
-            self.calls.append(TrainerLoss(update, forward, original, arguments))
+            self.calls.append(TrainerLoss(update, forward, original, arguments, line))
         return result
+
+
+@contextlib.contextmanager
+def doubled(owner: Any, name: str) -> Iterator[None]:
+    number = getattr(owner, name)
+    setattr(owner, name, 2 * number)
+    try:
+        yield
+    finally:
+        setattr(owner, name, number)
+
+
+def twice(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The batch with each row twice: tensors and lists of as many items as the first tensor has rows."""
+    import torch
+
+    rows = next(len(value) for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim())
+
+    def of(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim() and len(value) == rows:
+            return torch.cat([value, value])
+        return value + value if isinstance(value, list) and len(value) == rows else value
+
+    return {name: of(value) for name, value in inputs.items()}

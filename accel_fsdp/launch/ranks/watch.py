@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.job import from_run
-from accel_fsdp.launch.ranks import collectives, drawn_rows, events, hang, holding, raised, script
+from accel_fsdp.launch.ranks import collectives, drawn_rows, events, hang, holding, raised, reduced_losses, script
 from accel_fsdp.launch.ranks.drawn_rows import ObservedRows
 from accel_fsdp.launch.ranks.gradients import ObservedGradients
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
@@ -56,7 +56,7 @@ STEPS = Observation(
     ),
 )
 HOLDING = Observation("what each rank holds", holding.RELIES_ON)
-OBSERVED = (LOSSES, CLIPPING, CHECKPOINTING, PREPARING, TRACKERS, STEPS, drawn_rows.LOADERS)
+OBSERVED = (LOSSES, CLIPPING, CHECKPOINTING, PREPARING, TRACKERS, STEPS, drawn_rows.LOADERS, reduced_losses.REDUCTIONS)
 RELIES_ON = tuple(internal for observation in OBSERVED for internal in observation.relies_on)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 """The variable that names a checkpoint: in the first step after it is complete, a rank waits to be killed."""
@@ -75,6 +75,7 @@ def begin() -> Callable[[], None]:
         PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes),
         STEPS: steps.install,
         drawn_rows.LOADERS: steps.drawn.install,
+        reduced_losses.REDUCTIONS: reduced_losses.ObservedReductions().install,
         raised.ERRORS: raised.ObservedErrors().install,
     }
     for observation, install in installers.items():
