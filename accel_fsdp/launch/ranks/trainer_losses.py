@@ -166,12 +166,13 @@ class TrainerLosses:
 
 @contextlib.contextmanager
 def doubled(owner: Any, name: str) -> Iterator[None]:
-    number = getattr(owner, name)
-    setattr(owner, name, 2 * number)
+    values = vars(owner)
+    number = values[name]
+    values[name] = 2 * number
     try:
         yield
     finally:
-        setattr(owner, name, number)
+        values[name] = number
 
 
 def twice(inputs: Mapping[str, Any]) -> dict[str, Any]:
