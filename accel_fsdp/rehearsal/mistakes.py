@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
-from accel_fsdp.rehearsal import drawn_rows, rates, repeated
+from accel_fsdp.rehearsal import drawn_rows, effects, rates, repeated
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
@@ -23,6 +23,7 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
         yield from look(events, by_rank)
     yield from repeated.differences(events)
     yield from rates.mistakes(events)
+    yield from effects.mistakes(events)
 
 
 def _swallowed_error(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:

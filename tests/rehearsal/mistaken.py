@@ -56,7 +56,7 @@ if NAME == "split by hand":
 if NAME == "same order":
     loader = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))  # type: ignore[arg-type, var-annotated]
 
-if NAME == "frozen layers":
+if NAME in ("frozen layers", "unfrozen late"):
     for parameter in model.model.layers[0].self_attn.parameters():
         parameter.requires_grad = False
 if NAME == "forgotten random state":
@@ -160,6 +160,9 @@ for step, batch in enumerate(epochs):  # twice
     elif NAME == "NaN replaced":
         logits = model(input_ids=batch).logits
         loss = torch.where(logits > 0, logits.sqrt(), logits**2).mean()
+    elif NAME == "NaN hidden late":
+        mean = model(input_ids=batch, labels=batch if step == 0 else batch * 0 - 100).loss
+        loss = torch.nan_to_num(mean)
     elif NAME == "NaN hidden":
         loss = torch.nan_to_num(model(input_ids=batch).logits.sqrt().mean())
     elif NAME == "past the wrapper":
@@ -230,7 +233,11 @@ for step, batch in enumerate(epochs):  # twice
         model.zero_grad()
     elif NAME != "never cleared":
         optimizer.zero_grad(set_to_none=NAME != "none")
-    if step == {"same order": 5, "another order": 3}.get(NAME, 3 if "rate " in NAME else 2 * ACCUMULATED - 1):
+    if NAME == "unfrozen late" and step == 2:
+        model.requires_grad_(True)
+    if step == {"same order": 5, "another order": 3, "unfrozen late": 3, "NaN hidden late": 3}.get(
+        NAME, 3 if "rate " in NAME else 2 * ACCUMULATED - 1
+    ):
         break
 
 if NAME == "weights after evaluation":

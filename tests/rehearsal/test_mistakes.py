@@ -19,7 +19,7 @@ from conftest import ROOT, accel_fsdp
 
 from accel_fsdp.config import read_config
 from accel_fsdp.launch.ranks import RankEvent, gradients, measure, read, script
-from accel_fsdp.rehearsal import blame, job, mistakes, on_cpu, own_script, repeated
+from accel_fsdp.rehearsal import blame, effects, job, mistakes, on_cpu, own_script, repeated
 from accel_fsdp.rehearsal.job import Outcome
 
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
@@ -143,6 +143,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "an own sampler with another seed on each rank": ("another order", FSDP2, "the script", "sampler=Shuffled())"),
     "fewer rows on one rank": ("fewer rows", FSDP2, "the script", "batch_size=2 - accelerator.process_index"),
     "a head in no optimizer": ("head forgotten", FSDP2, "the script", "AdamW(model.model.parameters()"),
+    "layers unfrozen later, in no optimizer": ("unfrozen late", FSDP2, "the script", "AdamW(trained or"),
     "set_epoch() forgotten": ("same order", {}, "the script", "# twice"),
     "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
     "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),
@@ -209,6 +210,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
     "gradients summed again": ("summed again", {}, "the script", "all_reduce(parameter.grad)"),
     "a NaN loss replaced": ("NaN hidden", FSDP2, "the script", "torch.nan_to_num(model"),
+    "a NaN loss replaced after a step": ("NaN hidden late", FSDP2, "the script", "torch.nan_to_num(mean)"),
     "NaN gradients replaced": ("NaN replaced", {}, "the script", "nan_to_num_()"),
     "evaluation mode on one rank": ("evaluates on", FSDP2, "the script", "accelerator.backward(loss * scale)"),
     "a loss times the number of ranks": ("times ranks", {}, "the script", "accelerator.backward(loss * scale)"),
@@ -316,6 +318,28 @@ def test_weights_in_no_optimizer_may_be_meant() -> None:
     assert is_reported(3)
     assert not is_reported(2)  # a head alone is trained
     assert not is_reported(3, (["head"], []))  # later, or by the script
+
+
+def test_weights_may_be_left_out_of_optimizers_on_purpose() -> None:
+    def is_reported(count: int, trained: tuple[str, ...] = (), thawed: tuple[str, ...] = ()) -> bool:
+        content = {"kept": ["head"], "trained": list(trained), "thawed": list(thawed), "count": count}
+        return bool(list(effects.mistakes([RankEvent(0, 0.0, "uncovered", content)])))
+
+    assert is_reported(3)
+    assert not is_reported(2)  # a head alone is trained
+    assert is_reported(2, thawed=("head",))
+    assert not is_reported(3, trained=("head",))  # on another rank
+
+
+def test_a_loss_may_be_nan_where_a_batch_has_no_labels() -> None:
+    def is_reported(passes: int, hidden: int, in_a_row: int) -> bool:
+        content = {"passes": passes, "hidden": hidden, "in_a_row": in_a_row, "line": ""}
+        return bool(list(effects.mistakes([RankEvent(0, 0.0, "hidden-nan", content)])))
+
+    assert is_reported(20, 3, 3)
+    assert is_reported(4, 2, 0)
+    assert not is_reported(2, 1, 1)
+    assert not is_reported(20, 6, 2)
 
 
 Clears = Callable[[list[torch.optim.Optimizer], list[torch.nn.Module]], object]

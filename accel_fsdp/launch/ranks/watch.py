@@ -21,11 +21,13 @@ from accel_fsdp.job import from_run
 from accel_fsdp.launch.ranks import collectives, drawn_rows, events, hang, holding, raised, reduced_losses, script
 from accel_fsdp.launch.ranks.drawn_rows import ObservedRows
 from accel_fsdp.launch.ranks.gradients import ObservedGradients
+from accel_fsdp.launch.ranks.hidden_nan import HiddenNan
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.launch.ranks.observing import Observation, after, before
 from accel_fsdp.launch.ranks.resumes import ObservedResumes
 from accel_fsdp.launch.ranks.saves import ObservedSaves
 from accel_fsdp.launch.ranks.schedules import ObservedSchedules
+from accel_fsdp.launch.ranks.uncovered import UncoveredWeights
 from accel_fsdp.launch.ranks.weights import ObservedWeights
 from accel_fsdp.library_internals import Internal
 
@@ -230,6 +232,7 @@ class _Steps:
         self.weights = ObservedWeights()
         self.saves = ObservedSaves(self.weights)
         self.gradients = ObservedGradients()
+        self.uncovered, self.hidden_nan = UncoveredWeights(), HiddenNan()
         self.drawn = ObservedRows()
         self.schedules = ObservedSchedules()
         self.resumes = ObservedResumes()
@@ -274,11 +277,13 @@ class _Steps:
         before(torch.Tensor, "backward", self._before_backward)
         after(torch.Tensor, "backward", self.ran_backward)
 
-    def _before_backward(self, *_: Any, **__: Any) -> None:
+    def _before_backward(self, loss: "torch.Tensor", *_: Any, **__: Any) -> None:
         if self.is_first and not self.backwards_begun:  # backward may hang where the ranks ran different units
             self._report_units(self._outermost())
         self.in_backward = self.backwards_begun = True
         self.gradients.before_backward()
+        self.uncovered.before_backward()
+        self.hidden_nan.before_backward(loss)
 
     def ran_backward(self, loss: "torch.Tensor", *_: Any, **__: Any) -> None:
         self.in_backward = False
@@ -297,6 +302,8 @@ class _Steps:
         self.weights.report_end(self._outermost())
         self.drawn.report_end(self.rows, self.rows_line)
         self.schedules.report_end()
+        self.uncovered.report_end()
+        self.hidden_nan.report_end()
         self.saves.report_held(self.weights.steps)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
@@ -310,6 +317,7 @@ class _Steps:
             self.stepped_in_backward = optimizer
         elif self.is_first and self.models:  # a closure has yet to run them
             self._report_first(optimizer)
+        self.uncovered.before_step(optimizer)
         if self.hold_after is not None and self.hold_after.is_dir() and not completeness.flaw(self.hold_after):
             events.report("held")
             signal.pause()
@@ -326,6 +334,7 @@ class _Steps:
         models = self._trained_models(trained)
         if len(models) == 1:
             self.saves.before_training(models[0][0])
+        self.uncovered.begin(model for model, _ in models)
         for model, own in models:
             name = type(unwrapped(model)).__name__
             ids = {id(p) for p in model.parameters()}  # frozen ones too: AdamW(model.parameters()) has them

@@ -1,0 +1,74 @@
+"""Observes weights that have gradients in a step and are in no optimizer, over the whole run."""
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.job import from_run
+from accel_fsdp.launch.ranks import events, parts
+from accel_fsdp.launch.ranks.holding import user_name
+from accel_fsdp.launch.ranks.weights import checksum
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class _Uncovered:
+    """A weight in no optimizer, with the checksum of this rank's part at the first step that it had a gradient."""
+
+    number: int
+    first: int
+
+
+class UncoveredWeights:
+    """Looks at the weights at the first step of an optimizer after each backward pass.
+
+    A weight that joins an optimizer later, or that the script changes itself, is trained as well.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[weakref.ref[nn.Module]] = []
+        self.frozen: set[int] = set()
+        self.covered: set[int] = set()
+        self.uncovered: dict[str, _Uncovered] = {}
+        self.has_new_gradients = False
+
+    def begin(self, models: Iterable["nn.Module"]) -> None:
+        """Called at the first step with the trained models. DeepSpeed keeps gradients elsewhere."""
+        self.models = [weakref.ref(model) for model in models if not from_run.is_deepspeed(model)]
+        self.frozen = {id(weight) for _, weight in self._weights() if not weight.requires_grad}
+
+    def before_backward(self) -> None:
+        self.has_new_gradients = True
+
+    def before_step(self, optimizer: Any) -> None:
+        self.covered |= {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        if not self.has_new_gradients or not self.models:
+            return
+        self.has_new_gradients = False
+        for name, weight in self._weights():
+            if id(weight) not in self.covered and name not in self.uncovered and _has_gradient(weight):
+                self.uncovered[name] = _Uncovered(id(weight), checksum(parts.local(weight)))
+
+    def report_end(self) -> None:
+        """Reports the weights that never changed on this rank, those that did, and those that were frozen at first."""
+        weights = dict(self._weights())
+        kept, trained, thawed = [], [], []
+        for name, weight in self.uncovered.items():
+            is_same = name in weights and checksum(parts.local(weights[name])) == weight.first
+            (kept if is_same and weight.number not in self.covered else trained).append(name)
+            thawed += [name] if weight.number in self.frozen else []
+        if self.uncovered:
+            count = sum(weight.requires_grad for weight in weights.values())
+            events.report("uncovered", kept=kept, trained=trained, thawed=thawed, count=count)
+
+    def _weights(self) -> Iterable[tuple[str, Any]]:
+        models = (model for model_ref in self.models if (model := model_ref()) is not None)
+        return [(user_name(name), weight) for model in models for name, weight in model.named_parameters()]
+
+
+def _has_gradient(weight: Any) -> bool:
+    gradient = parts.local(weight.grad) if weight.requires_grad else None
+    return gradient is not None and not gradient.is_sparse and bool(gradient.any())
