@@ -5,12 +5,14 @@ Besides the ranks' calls it only reads the script.
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import combinations
 
 from accel_fsdp.launch.ranks import Call, RankEvent, calls_of
+from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
 
 Calls = Mapping[int, Sequence[Call]]
@@ -34,6 +36,8 @@ FIXES: Mapping[str, str] = {
     "an uneven last batch repeats; gather_for_metrics(objects, use_gather_object=True) takes any sizes",
     "uneven": "the same number of steps on every rank: even_batches=True or DataLoader(drop_last=True), under DDP "
     "accelerator.join_uneven_inputs([model]); no break or continue that a rank takes alone",
+    "caught": "let the error end the rank; where a step may be skipped, all ranks must skip it: find out before the "
+    "model runs, and let accelerator.reduce tell the others",
     "other": "every rank must call the same in the same order: what decides it must be equal on all ranks, as after "
     "accelerator.reduce or broadcast",
 }
@@ -168,9 +172,11 @@ def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
         )
     if call.kind == "generate" and not mismatch.is_new:
         return Absence(f"rank {rank} generates more tokens than rank {other}", line, FIXES["lengths"])
+    if caught := _caught(mismatch, events):
+        return caught
     passes = {r: sum(event.kind == "loss" and event.rank == r for event in events) for r in (rank, other)}
     loop = _loop(call)
-    if loop and not mismatch.is_new and not (mismatch.other_call and _is_inside(mismatch.other_call, loop)):
+    if loop and not mismatch.is_new and not (mismatch.other_call and _runs_in(mismatch.other_call.lines, loop)):
         after = counted(passes[other], "backward pass", "backward passes")
         return Absence(
             f"rank {other} left the loop of line {loop.lineno} after {after}, and rank {rank} goes on in it",
@@ -188,6 +194,25 @@ def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
             f"rank {rank} alone calls {call.function}, where rank {other} calls {other_place}", line, FIXES[call.kind]
         )
     return Absence(f"rank {rank} calls {call.function} where rank {other} calls {other_place}", line, FIXES["other"])
+
+
+def _caught(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence | None:
+    """An error that one of the two ranks caught more often, in the loop that makes the call."""
+    loop = _loop(mismatch.call)
+    caught = [event for event in events if event.kind == "caught" and loop and _runs_in(event.content["lines"], loop)]
+    counts = Counter((event.rank, event.content["line"]) for event in caught)
+    for event in caught:
+        error, line = event.content["error"], event.content["line"]
+        peers = {mismatch.rank, mismatch.other} - {event.rank}
+        if len(peers) == 1 and counts[event.rank, line] > counts[peers.pop(), line] and not CONSEQUENCE.search(error):
+            at = _number(event.content["lines"][-1])
+            what = f"rank {event.rank} alone caught an error in line {at} and went on: {error}"
+            return Absence(what, line, FIXES["caught"])
+    return None
+
+
+def _runs_in(lines: Sequence[str], loop: ast.For | ast.While) -> bool:
+    return any(_holds(loop, _number(line)) for line in lines)
 
 
 def _branch(call: Call) -> str:
@@ -221,10 +246,6 @@ def _loop(call: Call) -> ast.For | ast.While | None:
     """The innermost loop of the script that makes a call."""
     loops = (node for line in reversed(call.lines) for node in _parents(line) if isinstance(node, ast.For | ast.While))
     return next(loops, None)
-
-
-def _is_inside(call: Call, loop: ast.For | ast.While) -> bool:
-    return any(_holds(loop, _number(line)) for line in call.lines)
 
 
 def _parents(line: str) -> list[ast.stmt]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
-from accel_fsdp.rehearsal import drawn_rows, effects, rates, repeated
+from accel_fsdp.rehearsal import absent, drawn_rows, effects, rates, repeated
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
@@ -41,8 +41,7 @@ def _swallowed_error(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -
             yield Failure(
                 f"rank {event.rank} alone went on after an error of its model: {event.content['error']}",
                 SCRIPT,
-                "let the error end the rank; where a step may be skipped, all ranks must skip it: find out before the "
-                "model runs, and let accelerator.reduce tell the others",
+                absent.FIXES["caught"],
                 event.content["line"],
             )
             return

@@ -110,6 +110,9 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "state dict on one rank, others end", FSDP2, "the script", "    accelerator.get_state_dict(",
     ),
     "an error caught on one rank": ("swallows an error", FSDP2, "the script", "loss = model(input_ids"),
+    "an error of the script's own, caught on one rank": (
+        "swallows its own error", FSDP2, "the script", "raise ValueError(",
+    ),
     "evaluation on rank 0 alone": ("evaluates on one rank", FSDP2, "the script", "evaluated = model("),
     "a barrier on rank 0 alone": ("barrier on one rank", FSDP2, "the script", "accelerator.wait_for_everyone()"),
     "generate on one rank alone": ("generates on one rank", FSDP2, "the script", "model.generate(rows[:1], max_new"),
@@ -238,6 +241,7 @@ def test_of_the_script(name: str, tiny_model: Path, tmp_path: Path) -> None:
     assert failed["key"] == key, failed
     assert name in DOCS
     assert in_docs(failed["said"]), failed
+    assert "/launch/ranks/" not in failed["output"]
     if mistake == "adapter":  # as TRL's sft.py --use_peft leaves one
         assert "with 0 tensors" in failed["said"]
         assert "PEFT" in failed["fix"]

@@ -102,7 +102,8 @@ def location_of(thread: int, caller: str = "") -> Location | None:
         return None
     end = next((number for number, at in enumerate(stack) if at.code.co_filename == caller), len(stack))
     line = script.line_of([(at.code.co_filename, at.line) for at in reversed(stack)])
-    return Location(line, _collective(stack), frames.text_of(stack[:end]), _caller(stack))
+    shown = [at for at in stack[:end] if not script.is_of_watch(at.code.co_filename)]
+    return Location(line, _collective(stack), frames.text_of(shown), _caller(stack))
 
 
 def place_of(thread: int) -> Instructions:

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_fsdp import cpu
 from accel_fsdp.errors import UserError
-from accel_fsdp.launch.ranks import events, gpu_as_cpu, hang, recording, replay, script, watch, zero
+from accel_fsdp.launch.ranks import events, gpu_as_cpu, hang, raised, recording, replay, script, watch, zero
 from accel_fsdp.launch.ranks.observing import before
 from accel_fsdp.launch_environment import LaunchEnvironment
 
@@ -51,7 +51,7 @@ def keep_closed_groups() -> None:
 def _code_of_script(report_end: Callable[[], None]) -> int:
     code, error, line = 0, "", ""
     try:
-        script.run(sys.argv[0])
+        script.run(sys.argv[0], raised.code_of)
     except SystemExit as ended:
         line = script.line_of_error(ended)
         if isinstance(ended.code, int | None):

@@ -4,19 +4,26 @@ import linecache
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
-from types import FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 OF_SOME_PYTHONS: dict[str, Any] = {"__annotations__": {}, "__cached__": None}
 """Names that some versions of Python give a script."""
+STARTERS = ("<string>", "<frozen runpy>")
+"""The files of Python's frames that start the watch."""
 
 
-def run(path: str) -> None:
-    """Executes a script in `__main__`, with the names that Python would define."""
+def code_of(source: bytes, path: str) -> CodeType:
+    return compile(source, path, "exec", dont_inherit=True)
+
+
+def run(path: str, compiled: Callable[[bytes, str], CodeType] = code_of) -> None:
+    """Executes a script in `__main__`, with the names that Python would define; `compiled` makes its code."""
     absolute = os.path.abspath(path)  # as Python names it, for any typed path
     with open(path, "rb") as file:
-        code = compile(file.read(), absolute, "exec", dont_inherit=True)
+        code = compiled(file.read(), absolute)
     names = vars(sys.modules["__main__"])
     variables = {name: value for name, value in OF_SOME_PYTHONS.items() if name in names}
     variables |= {"__name__": "__main__", "__file__": absolute, "__loader__": SourceFileLoader("__main__", absolute)}
@@ -32,7 +39,27 @@ def show_error(error: BaseException) -> None:
     while trace and trace.tb_frame.f_globals is not vars(sys.modules["__main__"]):
         trace = trace.tb_next
     error.__traceback__ = trace
-    sys.excepthook(type(error), error, trace)
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = _without_watch(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def _without_watch(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames of the functions that watch the script."""
+    entries: list[TracebackType] = []
+    while trace is not None:
+        entries += [] if is_of_watch(trace.tb_frame.f_code.co_filename) else [trace]
+        trace = trace.tb_next
+    for entry in reversed(entries):
+        trace = TracebackType(trace, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return trace
+
+
+def is_of_watch(file: str) -> bool:
+    """Whether a file is code that watches or starts the script, which its stack shows between other frames."""
+    return file in STARTERS or os.path.dirname(file) == os.path.dirname(__file__)
 
 
 def line_of_stack(frame: FrameType | None) -> str:

@@ -55,7 +55,7 @@ class UncoveredWeights:
     def report_end(self) -> None:
         """Reports the weights that never changed on this rank, those that did, and those that were frozen at first."""
         weights = dict(self._weights())
-        kept, trained, thawed = [], [], []
+        kept, trained, thawed = list[str](), list[str](), list[str]()
         for name, weight in self.uncovered.items():
             is_same = name in weights and checksum(parts.local(weights[name])) == weight.first
             (kept if is_same and weight.number not in self.covered else trained).append(name)
