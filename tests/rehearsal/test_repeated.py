@@ -28,6 +28,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "probes gradients,momentum,slow rank,gathers padded,generates": (FSDP2, {}),
     "trains the head alone,compares weights,skips a mean": ({}, {}),
     "compiled": ({}, {}),
+    "gradient cache": ({}, {}),
 }
 
 

@@ -8,13 +8,13 @@ import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import is_installed
-from accel_fsdp.launch.ranks import accumulation, events, lines, parts, precision, script
+from accel_fsdp.launch.ranks import accumulation, events, graph, lines, parts, precision, script
 from accel_fsdp.launch.ranks.copies import Copy, copied, has_hooks, hooks_of, loaded_in_shards, outermost
 from accel_fsdp.launch.ranks.holding import unwrapped, user_name
 from accel_fsdp.launch.ranks.lines import ObservedLines
@@ -294,9 +294,13 @@ class Recorder:
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
             names = {id(place.parameter): place.name for place in self.places}
-            if weight := _reached_weight(roots, {id(node) for node in self.boundary}, names):
-                update.why = update.why or f"{weight} is used outside of the model's forward"
-            self.check_kept(update)
+            reached = graph.reached(roots, self.boundary, names)
+            if reached.weight:
+                update.why = update.why or f"{reached.weight} is used outside of the model's forward"
+            if reached.weight or reached.outputs:
+                self.check_kept(update)
+            else:  # no gradient comes to the model
+                update = None
         nested, self.in_backward = self.in_backward, True
         try:
             original(tensors, *args, **kwargs)
@@ -380,18 +384,3 @@ class Recorder:
         torch.save(asdict(update), f"{path}.part")
         os.replace(f"{path}.part", path)
         self.written += 1
-
-
-def _reached_weight(roots: "Iterable[torch.Tensor]", boundary: set[int], names: Mapping[int, str]) -> str:
-    """The first weight on which a loss depends other than through outputs of recorded forward passes; or empty."""
-    seen: dict[int, Any] = {}  # keeps the nodes alive, so that no other node gets the id of a seen one
-    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-    while nodes:
-        node = nodes.pop()
-        if id(node) in boundary or id(node) in seen:
-            continue
-        seen[id(node)] = node
-        if (leaf := getattr(node, "variable", None)) is not None:  # under FSDP2 an unsharded weight, without a name
-            return names.get(id(leaf), "a weight")
-        nodes += [inner for inner, _ in node.next_functions if inner is not None]
-    return ""
