@@ -1,4 +1,4 @@
-"""Finds weights that no optimizer trains, and losses whose NaN is hidden, in any step of a run. Pure."""
+"""Finds weights that no optimizer trains, hidden NaN losses, and lasting evaluation mode, in any step of a run. Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +12,16 @@ ROW = 3
 def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
     yield from _hidden_nan(events)
     yield from _in_no_optimizer(events)
+    yield from _evaluating(events)
+
+
+def _evaluating(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """Models that began in training mode, and train in evaluation mode to the end."""
+    event = next((event for event in events if event.kind == "evaluates-on"), None)
+    if event:
+        since, steps = event.content["since"], event.content["steps"]
+        what = f"steps {since} to {steps} train in evaluation mode, without dropout, and those before in training mode"
+        yield Failure(what, SCRIPT, "model.train() after each evaluation", event.content["line"])
 
 
 def _hidden_nan(events: Sequence[RankEvent]) -> Iterator[Failure]:

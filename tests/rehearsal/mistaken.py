@@ -65,7 +65,7 @@ if NAME == "forgotten random state":
     forward = layer.mlp.forward
     dropped = lambda x: nn.functional.dropout(forward(x))  # noqa: E731
     layer.mlp.forward = lambda x: checkpointed(dropped, x, use_reentrant=False, preserve_rng_state=False)
-if NAME in ("dropout", "evaluates on"):
+if NAME in ("dropout", "evaluates on", "stays in evaluation"):
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attention_dropout=0.5).train()
 if NAME == "nothing trained":
     model.requires_grad_(False)
@@ -223,6 +223,8 @@ for step, batch in enumerate(epochs):  # twice
         optimizer.step()
     if scheduler is not None:
         scheduler.step()
+    if NAME == "stays in evaluation":
+        model.eval()  # and no train()
     if NAME == "not synced, but compared":
         copied = model.module.lm_head.weight.detach().clone()
         torch.distributed.all_reduce(copied)
@@ -237,9 +239,8 @@ for step, batch in enumerate(epochs):  # twice
         optimizer.zero_grad(set_to_none=NAME != "none")
     if NAME == "unfrozen late" and step == 2:
         model.requires_grad_(True)
-    if step == {"same order": 5, "another order": 3, "unfrozen late": 3, "NaN hidden late": 3}.get(
-        NAME, 3 if "rate " in NAME else 2 * ACCUMULATED - 1
-    ):
+    later = ("another order", "unfrozen late", "NaN hidden late", "stays in evaluation")
+    if step == {"same order": 5, **dict.fromkeys(later, 3)}.get(NAME, 3 if "rate " in NAME else 2 * ACCUMULATED - 1):
         break
 
 if NAME == "weights after evaluation":

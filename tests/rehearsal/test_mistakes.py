@@ -216,6 +216,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a NaN loss replaced after a step": ("NaN hidden late", FSDP2, "the script", "torch.nan_to_num(mean)"),
     "NaN gradients replaced": ("NaN replaced", {}, "the script", "nan_to_num_()"),
     "evaluation mode on one rank": ("evaluates on", FSDP2, "the script", "accelerator.backward(loss * scale)"),
+    "evaluation mode to the end": ("stays in evaluation", FSDP2, "the script", "# and no train()"),
     "a loss times the number of ranks": ("times ranks", {}, "the script", "accelerator.backward(loss * scale)"),
     "a forward pass past the wrapper": ("past the wrapper", {}, "the script", "optimizer.step()"),
     "weights drawn again on a rank": ("begins apart", FSDP2, "the script", ".normal_()"),

@@ -69,12 +69,13 @@ def modes(updates: Updates, model: "nn.Module") -> list[int] | None:
     """A rank that trains in evaluation mode and one that does not, if the model has layers that the mode changes."""
     evaluating = [set(update["forwards"][0]["evaluating"]) for update in updates if update["forwards"]]
     rank = next((rank for rank, mode in enumerate(evaluating) if mode != evaluating[0]), 0)
-    if not rank or not any(map(_differs_in_training, model.modules())):
+    if not rank or not any(map(differs_in_training, model.modules())):
         return None
     return [0, rank] if evaluating[0] > evaluating[rank] else [rank, 0]
 
 
-def _differs_in_training(module: "nn.Module") -> bool:
+def differs_in_training(module: "nn.Module") -> bool:
+    """Whether a layer computes other values in training mode, by dropout or by a batch's statistics."""
     from torch.nn.modules.batchnorm import _BatchNorm
     from torch.nn.modules.dropout import _DropoutNd
 

@@ -23,6 +23,7 @@ from accel_fsdp.launch.ranks.drawn_rows import ObservedRows
 from accel_fsdp.launch.ranks.gradients import ObservedGradients
 from accel_fsdp.launch.ranks.hidden_nan import HiddenNan
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
+from accel_fsdp.launch.ranks.modes import MODES, ObservedModes
 from accel_fsdp.launch.ranks.observing import Observation, after, before
 from accel_fsdp.launch.ranks.resumes import ObservedResumes
 from accel_fsdp.launch.ranks.saves import ObservedSaves
@@ -58,7 +59,17 @@ STEPS = Observation(
     ),
 )
 HOLDING = Observation("what each rank holds", holding.RELIES_ON)
-OBSERVED = (LOSSES, CLIPPING, CHECKPOINTING, PREPARING, TRACKERS, STEPS, drawn_rows.LOADERS, reduced_losses.REDUCTIONS)
+OBSERVED = (
+    LOSSES,
+    CLIPPING,
+    CHECKPOINTING,
+    PREPARING,
+    TRACKERS,
+    STEPS,
+    drawn_rows.LOADERS,
+    reduced_losses.REDUCTIONS,
+    MODES,
+)
 RELIES_ON = tuple(internal for observation in OBSERVED for internal in observation.relies_on)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
 """The variable that names a checkpoint: in the first step after it is complete, a rank waits to be killed."""
@@ -78,6 +89,7 @@ def begin() -> Callable[[], None]:
         STEPS: steps.install,
         drawn_rows.LOADERS: steps.drawn.install,
         reduced_losses.REDUCTIONS: reduced_losses.ObservedReductions().install,
+        MODES: steps.modes.install,
         raised.ERRORS: raised.ObservedErrors().install,
     }
     for observation, install in installers.items():
@@ -235,6 +247,7 @@ class _Steps:
         self.uncovered, self.hidden_nan = UncoveredWeights(), HiddenNan()
         self.drawn = ObservedRows()
         self.schedules = ObservedSchedules()
+        self.modes = ObservedModes()
         self.resumes = ObservedResumes()
         self.module_hooks: list[Any] = []
 
@@ -293,6 +306,7 @@ class _Steps:
             value = float(loss.detach())
             line = "" if math.isfinite(value) else script.line_of_stack(sys._getframe(2))
             events.report("loss", value=value, step=self.weights.steps + 1, line=line)
+        self.modes.ran_backward(self._outermost(), self.weights.steps + 1)
         self.weights.ran_backward(self._outermost())
         self.gradients.ran_backward()
         self.drawn.ran_backward()
@@ -304,6 +318,7 @@ class _Steps:
         self.schedules.report_end()
         self.uncovered.report_end()
         self.hidden_nan.report_end()
+        self.modes.report_end()
         self.saves.report_held(self.weights.steps)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
