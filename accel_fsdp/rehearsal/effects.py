@@ -1,4 +1,4 @@
-"""Finds weights that no optimizer trains, hidden NaN losses, and lasting evaluation mode, in any step of a run. Pure."""
+"""Finds weights that no optimizer trains, hidden NaN, and lasting evaluation mode, in any step of a run. Pure."""
 
 from collections.abc import Iterator, Sequence
 

@@ -48,7 +48,8 @@ def summary(events: Sequence[RankEvent]) -> str:
         notes += "; not repeated: what the script changes in gradients between backward and step"
     if uncovered := updates[0]["uncovered"]:
         notes += f"; no optimizer has {_names(uncovered)}, which have gradients"
-    return f"; {compared} {counted(len(updates), 'step')} are those of one process (apart by {difference:.0e}){notes}"
+    steps = f"the first {len(updates)} steps" if len(updates) > 1 else "the first step"
+    return f"; {compared} {steps} are those of one process (apart by {difference:.0e}){notes}"
 
 
 def _gradient(content: Mapping[str, Any]) -> Failure:

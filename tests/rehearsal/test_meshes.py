@@ -71,7 +71,7 @@ def test_shards_of_tensor_parallel_groups(models: Path, tmp_path: Path) -> None:
     sentences = {step["name"]: step["said"] for step in report["steps"]}
     whole, held = (int(sentences["train and save"].split()[place].replace(",", "")) for place in (-2, -4))
     assert whole / 4 <= held < whole / 4 + 100, sentences  # norms alone are not split
-    assert "gradients and weights of 2 steps are those of one process" in sentences["resume after SIGKILL"]
+    assert "gradients and weights of the first 2 steps are those of one process" in sentences["resume after SIGKILL"]
     assert "losses of steps 3 to 4 are those of one process" in sentences["resume on 2 ranks"]
 
 
@@ -80,8 +80,8 @@ def test_divided_experts(models: Path, tmp_path: Path) -> None:
     report = passed(accel_fsdp("rehearse", mesh_file(tmp_path, "bf16"), *words))
     assert report["changes"][:2] == ["num_processes 8 -> 2", "--expert_parallel_size 8 -> 2"]
     sentences = {step["name"]: step["said"] for step in report["steps"]}
-    assert "gradients and weights of 2 steps are those of one process" in sentences["resume after SIGKILL"]
-    assert "gradients and weights of 2 steps are those of one process" in sentences["train in bf16"]
+    assert "gradients and weights of the first 2 steps are those of one process" in sentences["resume after SIGKILL"]
+    assert "gradients and weights of the first 2 steps are those of one process" in sentences["train in bf16"]
     assert "losses of steps 3 to 4 are those of one process" in sentences["resume on 1 rank"]
 
 

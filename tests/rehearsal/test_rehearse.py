@@ -52,7 +52,7 @@ def test_every_step_passes(name: str, holds: str) -> None:
     assert "losses of steps 1 to 2 are those of one process" in report["steps"][3]["said"]
     assert "losses of steps 1 to 4 are those of one process" in report["steps"][6]["said"]
     for step in report["steps"][3:6:2]:
-        assert "gradients and weights of 2 steps are those of one process" in step["said"]
+        assert "gradients and weights of the first 2 steps are those of one process" in step["said"]
         assert "not repeated" not in step["said"]
     assert report["forecast"].startswith("predicted for the real job: ")
 

@@ -13,7 +13,7 @@ from test_public import rehearsed
 from accel_fsdp.launch.ranks import loss_shares
 
 SCRIPT = ROOT / "tests/rehearsal/right.py"
-SAME = re.compile(r"gradients and weights of 2 steps are those of one process \(apart by (\d)e([+-]\d+)\)")
+SAME = re.compile(r"gradients and weights of the first 2 steps are those of one process \(apart by (\d)e([+-]\d+)\)")
 BF16 = {"mixed_precision": "bf16"}
 RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulates,own loss,groups,clips": (FSDP2, {}),
