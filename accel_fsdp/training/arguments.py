@@ -68,7 +68,8 @@ class ModelArguments:
     )
     lora_target_modules: list[str] = HfArg(
         default_factory=lambda: ["all-linear"],
-        help="Names of the modules that get an adapter; all-linear: every linear layer but the head.",
+        help="Names of the modules that get an adapter; all-linear: every linear layer but the head, "
+        "and not the fused experts of a mixture.",
     )
     lora_modules_to_save: list[str] = HfArg(
         default_factory=list, help="Modules trained in full beside the adapter, such as lm_head. One process or DDP."

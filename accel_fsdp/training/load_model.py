@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from torch import nn
 
 RELIES_ON = (
+    Internal(
+        "peft.utils.transformers_weight_conversion:convert_peft_config_for_transformers",
+        "peft_config model conversions",
+    ),
     Internal("transformers:PreTrainedModel._keep_in_fp32_modules"),
     Internal("transformers:PreTrainedModel._keep_in_fp32_modules_strict"),
     Internal("transformers:PreTrainedModel._no_split_modules"),
@@ -80,7 +84,7 @@ def load_model(options: ModelArguments, tokenizer: PreTrainedTokenizerBase) -> "
             part = f"language part {millions(language, 1)} of {millions(total_parameters, 1)}"
             console.say(f"{type(model).__name__}, {part}: rows of text reach no other weights", style="cyan")
     _fit_vocabulary(model, tokenizer, options)
-    return _with_adapter(model, options) if options.use_peft else model
+    return with_adapter(model, options) if options.use_peft else model
 
 
 @contextmanager
@@ -232,16 +236,20 @@ def _vocabulary_rows(model: Any) -> int:
     return int(getattr(weight, "ds_shape", weight.shape)[0])  # under ZeRO-3 the parameter itself is empty
 
 
-def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
+def with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
+    """The model with a LoRA adapter, and all else frozen.
+
+    Raises:
+        UserError: the target modules can't get one.
+    """
     from peft import LoraConfig, get_peft_model
 
     patches.fix_adapters()
-    targets = options.lora_target_modules
     config = LoraConfig(
         r=options.lora_r,
         lora_alpha=options.lora_alpha,
         lora_dropout=options.lora_dropout,
-        target_modules="all-linear" if targets == ["all-linear"] else targets,
+        target_modules=_target_modules(model, options.lora_target_modules),
         use_dora=options.use_dora,
         use_rslora=options.use_rslora,
         modules_to_save=options.lora_modules_to_save or None,
@@ -252,14 +260,30 @@ def _with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
     try:
         adapted: nn.Module = get_peft_model(model, config)
     except ValueError as error:
-        raise UserError(
-            f"no adapter can be made: {models.first_line(error)}",
-            why="nothing would be trained",
-            fix="--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj",
-        ) from error
+        fix = "--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj"
+        if "lora_dropout" in str(error) and not LaunchEnvironment.now().by_transformers:
+            fix = "--lora_dropout 0; or --lora_target_modules all-linear, which leaves fused experts as they are"
+        what = f"no adapter can be made: {models.first_line(error)}"
+        raise UserError(what, why="nothing would be trained", fix=fix) from error
     _rename_ties(ties)
     mesh.check_adapter(adapted)
     return adapted
+
+
+def _target_modules(model: Any, names: list[str]) -> Any:
+    """The modules that get an adapter.
+
+    PEFT 0.21's all-linear takes in the fused experts of some mixtures, whose adapters allow neither dropout nor experts
+    that are divided. Here it is the linear layers alone, without shared experts whose names are also those of experts.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    if names != ["all-linear"]:
+        return names
+    config = LoraConfig(target_modules="all-linear")
+    convert_peft_config_for_transformers(config, model, None)
+    return config.target_modules
 
 
 def _rename_ties(ties: Mapping[PreTrainedModel, Mapping[str, str]]) -> None:

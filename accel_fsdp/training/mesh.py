@@ -112,7 +112,7 @@ def check_adapter(model: "nn.Module") -> None:
         raise UsageError(
             f"an adapter on the experts with {EXPERT_FLAG} {launch.mesh.get('ep', 1)}",
             why="PEFT 0.21 stops in the first step: each rank has some experts only",
-            fix="--lora_target_modules q_proj k_proj v_proj o_proj",
+            fix="--lora_target_modules all-linear, which leaves fused experts as they are",
         )
 
 

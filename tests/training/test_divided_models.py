@@ -8,8 +8,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from peft.tuners.lora import LoraLayer
 from test_trained_meshes import EXPERTS, KINDS, PACKED, SMALL
-from transformers import AutoConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
@@ -18,7 +20,8 @@ from accel_fsdp.linter import rules
 from accel_fsdp.models import build, model_facts
 from accel_fsdp.planner import PlanCommand, command
 from accel_fsdp.prediction.tracing.model_shape import shape_of
-from accel_fsdp.training import mesh
+from accel_fsdp.training import load_model, mesh
+from accel_fsdp.training.arguments import ModelArguments
 from accel_fsdp.wizard import validation
 from accel_fsdp.wizard.question import Context
 
@@ -124,3 +127,34 @@ def check_all(sizes: dict[str, int], experts: int, config: Any, expected: str) -
     assert refusals_by_check(file, experts, config)[:1] == [refusal] * bool(refusal)
     assert refusal_by_plan(file, experts, config) == refusal
     assert refusal_by_config(file, experts, config) == refusal
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama"])
+def test_the_default_adapter_is_on_linear_layers_alone(kind: str) -> None:
+    """PEFT's all-linear takes fused experts in, and then refuses train/sft.py's dropout."""
+    sizes = {**SMALL, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    config = AutoConfig.for_model(kind, **(SMALL if kind == "llama" else sizes))
+    model = AutoModelForCausalLM.from_config(config)
+    attention = {
+        name.rpartition(".")[2]
+        for name, part in model.named_modules()
+        if "attn" in name and isinstance(part, nn.Linear)
+    }
+    adapted = load_model.with_adapter(model, ModelArguments(model_name_or_path="a", use_peft=True))
+    layers = {name.rpartition(".")[2] for name, part in adapted.named_modules() if isinstance(part, LoraLayer)}
+    assert attention <= layers
+    assert ("gate_proj" in layers) == (kind == "llama")
+    assert "experts" not in layers
+
+
+@pytest.mark.parametrize(
+    ("experts", "fix"),
+    [(1, "--lora_dropout 0; or --lora_target_modules all-linear"), (2, "--lora_target_modules all-linear")],
+)
+def test_the_fix_of_an_adapter_on_experts(experts: int, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_FSDP_MESH" if experts > 1 else "UNUSED", f"ep={experts}")
+    config = AutoConfig.for_model("mixtral", **SMALL, **EXPERTS)
+    named = ModelArguments(model_name_or_path="a", use_peft=True, lora_target_modules=["w1", "w2", "w3"])
+    with pytest.raises(UserError) as refused:
+        load_model.with_adapter(AutoModelForCausalLM.from_config(config), named)
+    assert refused.value.fix.startswith(fix)
