@@ -100,7 +100,7 @@ def stops(
     """
     findings = [
         _with_source(finding, sources.get(finding.key, ""))
-        for finding in lint(path, LintOptions(), read_launch(script, words), read)
+        for finding in lint(path, LintOptions(), read_launch(script, words, read[0].values), read)
     ]
     errors = [finding for finding in findings if finding.severity == "error"]
     of_script = [finding for finding in findings if finding.code.startswith(OF_SCRIPTS)]

@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -33,14 +34,16 @@ USES_TRAINING = re.compile(
 """How train/sft.py, and scripts like it, import the parts that fix bugs of Trainer and PEFT."""
 
 
-def read_launch(script: Path, words: tuple[str, ...]) -> Subject:
+def read_launch(script: Path, words: tuple[str, ...], values: Mapping[str, Any] = MappingProxyType({})) -> Subject:
     """The arguments of a job that is about to be launched, and its script unless that is train/sft.py.
 
-    A script that isn't valid Python is left out, because the launcher reports it.
+    A script that isn't valid Python is left out, because the launcher reports it. The model is read only if
+    transformers divides it under the YAML's `values`, because that takes seconds.
     """
-    subject = Subject({}, args=flag_words.parse_command_line(words), starter="accelerate", uses_sft=_uses_sft(script))
+    args = flag_words.parse_command_line(words)
+    subject = Subject(values, args=args, starter="accelerate", uses_sft=_uses_sft(script))
     if subject.uses_sft:
-        return subject
+        return replace(subject, model=_model_here(args)) if subject.by_transformers else subject
     with contextlib.suppress(UsageError):
         subject = replace(subject, script=_parse_script(script, _script_text(script)))
     return subject
@@ -64,16 +67,28 @@ def read_given(sources: Sources) -> Subject:
         from accel_fsdp.checkpoints import read_checkpoint
 
         checkpoint = read_checkpoint(sources.checkpoint)
+    args = None if sources.args is None else _arguments(sources.args, arguments)
     return Subject(
         {},
-        model=None if sources.model is None else _read_model(sources.model),
-        args=None if sources.args is None else _arguments(sources.args, arguments),
+        model=_model_here(args or {}) if sources.model is None else _read_model(sources.model),
+        args=args,
         starter=launcher_of(words),
         launcher=launcher_flags(words),
         checkpoint=checkpoint,
         script=None if sources.script is None or script is None else _parse_script(sources.script, script),
         uses_sft=_uses_sft(Path(_script_in(words))) if script is None else USES_TRAINING.search(script) is not None,
     )
+
+
+def _model_here(args: Mapping[str, Any]) -> ModelFacts | None:
+    """The facts about the model that the arguments name; None unless it is in a folder here, or bundled."""
+    from accel_fsdp.models import catalogue, read_model
+
+    name = str(args.get("model_name_or_path") or "")
+    if name and (Path(name).is_dir() or catalogue.find(name)):
+        with contextlib.suppress(UserError):
+            return read_model(name)
+    return None
 
 
 def _read_model(name: str) -> ModelFacts:

@@ -21,10 +21,11 @@ import torch
 import yaml
 from accelerate.commands.config.config_args import default_yaml_config_file
 from checking import V1, V2, codes_of, subject
-from conftest import ROOT, accel_fsdp, run
+from conftest import ROOT, SFT, accel_fsdp, run
 from known_issues import PAINS, UNSEEN
 from safetensors.numpy import save_file
 from torch.distributed.checkpoint.metadata import Metadata
+from transformers import AutoConfig
 
 from accel_fsdp.checkpoints import Origin, completeness, discover, summary
 from accel_fsdp.hardware import host
@@ -196,6 +197,23 @@ def test_model_command(tiny_model: Path, tmp_path: Path, fsdp2: Path) -> None:
     settings = json.loads((low / "config.json").read_text())
     (low / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
     assert "AF506" in found(fsdp2, "--model", low)
+
+
+def test_the_model_in_the_arguments_is_read(tmp_path: Path) -> None:
+    """gpt-oss has no plan for `tp`: `check` and `launch` say so before a rank starts."""
+    AutoConfig.for_model("gpt_oss", num_hidden_layers=2, hidden_size=32).save_pretrained(tmp_path / "model")
+    mesh = "parallelism_config: {parallelism_config_dp_shard_size: 1, parallelism_config_tp_size: 2}\n"
+    (tmp_path / "tp.yaml").write_text(V2.replace("LlamaDecoderLayer", "GptOssDecoderLayer") + mesh)
+    words = ("--model_name_or_path", tmp_path / "model")
+    (tmp_path / "args").write_text(f"train/sft.py {' '.join(map(str, words))}")
+    checked = accel_fsdp("check", tmp_path / "tp.yaml", "--args", tmp_path / "args")
+    launched = accel_fsdp("launch", "--cpu", tmp_path / "tp.yaml", SFT, *words)
+    for finished in (checked, launched):
+        assert finished.code == 1
+        assert "AF517" in finished.output
+    bundled = "openai/gpt-oss-20b"
+    (tmp_path / "args").write_text(f"train/sft.py --model_name_or_path {bundled}")
+    assert "AF517" in accel_fsdp("check", tmp_path / "tp.yaml", "--args", tmp_path / "args").output
 
 
 def test_facts_of_models() -> None:
