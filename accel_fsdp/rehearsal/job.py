@@ -28,6 +28,8 @@ Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
 RANK = "accel_fsdp.launch.ranks"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 1.0
+ATTEMPTS = 3
+"""Starts of a launch, each on another port, if its port is taken."""
 PLACES_SECONDS = 8.0
 """Seconds that the ranks may take to report where they are and which collectives they called."""
 TAIL_LETTERS = 4000
@@ -112,8 +114,14 @@ class Rehearsed:
         because loading the launcher itself takes as long as a rank.
         """
         hold = {ranks.HOLD_AFTER: str(kill_after)} if kill_after is not None else self._record_variables(name, job)
-        variables_of = environments(job, self.folder / f"{name}.yaml", self.script)
-        return self._run(name, RANK, [str(self.script), *words], [hold | variables for variables in variables_of])
+        for attempt in range(ATTEMPTS):
+            attempt_name = f"{name}-{attempt}" if attempt else name
+            variables_of = environments(job, self.folder / f"{name}.yaml", self.script)
+            all_variables = [hold | variables for variables in variables_of]
+            outcome = self._run(attempt_name, RANK, [str(self.script), *words], all_variables)
+            if not _is_port_taken(outcome, variables_of[0].get("MASTER_PORT", "")):
+                break
+        return outcome
 
     def _record_variables(self, name: str, job: JobConfig) -> dict[str, str]:
         """The variable that makes the ranks record their updates, for jobs that can be repeated in one process."""
@@ -202,6 +210,12 @@ def environments(job: JobConfig, config: Path, script: Path) -> list[dict[str, s
     if job.engine is Engine.NONE:
         return [common]
     return [common | place for place in places(job.number("num_processes"), machines_of(job))]
+
+
+def _is_port_taken(outcome: Outcome, port: str) -> bool:
+    """Whether another program took the free port between its choice and the first rank's start."""
+    taken = re.compile(rf"\bport: {port}\b.*EADDRINUSE")
+    return any(taken.search(event.content["error"]) for event in outcome.failures)
 
 
 def _code(process: Process) -> int | None:

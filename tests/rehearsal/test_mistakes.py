@@ -6,6 +6,7 @@ docs/rehearse.md shows the lines.
 import json
 import os
 import re
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -17,7 +18,8 @@ import torch
 import yaml
 from conftest import ROOT, accel_fsdp
 
-from accel_fsdp.config import read_config
+from accel_fsdp.config import JobConfig, read_config
+from accel_fsdp.hardware import host
 from accel_fsdp.launch.ranks import RankEvent, gradients, measure, read, script
 from accel_fsdp.rehearsal import blame, effects, job, mistakes, on_cpu, own_script, repeated
 from accel_fsdp.rehearsal.job import Outcome
@@ -435,6 +437,19 @@ def test_weights_that_are_loaded_later_may_begin_apart() -> None:
     assert not mistakes_of(begun(1), begun(1 + 1e-6))  # rounded elsewhere
     assert not mistakes_of(begun(1), begun(None))  # rank 0 sent its own
     assert not mistakes_of(begun(1, (0,)), begun(2, (1,)))  # experts: each rank has others
+
+
+def test_a_taken_port_is_not_the_scripts_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text("import torch\ntorch.distributed.init_process_group('gloo')\n")
+    values = yaml.safe_load(yaml_file(tmp_path, {}).read_text()) | {"num_processes": 2}
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        ports = iter([other.getsockname()[1], host.free_port()])
+        monkeypatch.setattr(host, "free_port", lambda: next(ports))
+        outcome = job.Rehearsed(tmp_path, script, cold=True).launch("script", JobConfig(values), ())
+    assert outcome.code == 0, outcome.output
 
 
 def test_launch_says_which_rank_had_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
