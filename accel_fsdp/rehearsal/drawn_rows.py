@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_fsdp.launch.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
-from accel_fsdp.rehearsal.split_by_hand import line_of_split
+from accel_fsdp.rehearsal.split_by_hand import line_of_draw, line_of_split
 from accel_fsdp.units import counted
 
 FEWEST = 4
@@ -113,12 +113,13 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
             minimum = SHARE_BY_CONTENT if record["places"] is None else SHARE_OF_PARTS
             is_mistake = has_enough and by_content and share >= minimum
         if is_mistake:
+            are_apart = same_data is False or set(_places(record)).isdisjoint(_places(other_record))
             yield Failure(
                 f"rank {other} trained on {len(first_rows & other_rows)} of {counted(len(other_rows), 'row')} that "
                 f"rank {first} had too, in epoch {record['epoch']}",
                 SCRIPT,
-                _fix(record["sharders"], same_data),
-                other_record["line"],
+                _fix(record["sharders"], are_apart),
+                line_of_draw(other_record["line"]) if are_apart else other_record["line"],
             )
             return
 
@@ -139,8 +140,9 @@ def _smaller_batches(events: Sequence[RankEvent], of_ranks: Mapping[int, Mapping
     )
 
 
-def _fix(sharders: Sequence[str], same_data: bool | None) -> str:
-    if sharders and same_data is False:
+def _fix(sharders: Sequence[str], are_apart: bool) -> str:
+    """`are_apart`: the ranks' data sets have other rows at an index, or the ranks took other indices."""
+    if sharders and are_apart:
         return "the same rows in the same order on all ranks: one seed before random_split or shuffle"
     if DISTRIBUTED in sharders:
         return "the same seed in the DistributedSampler of all ranks, and rank=accelerator.process_index"

@@ -255,13 +255,14 @@ def _different_settings(events: Sequence[RankEvent], by_rank: dict[int, Holding]
         for rank in others:
             if different := _first_different_setting(reports[first].content["groups"], reports[rank].content["groups"]):
                 name, value, other_value = different
+                moved_at = reports[rank].content["moved_at"] if name == "lr" and step > min(by_step) else ""
                 yield Failure(
                     f"the ranks' optimizers differ: at step {step} {name} is {value} on rank {first} and "
                     f"{other_value} on rank {rank}",
                     SCRIPT,
                     f"the same {name} on all ranks: neither it nor a schedule may depend on the rank "
                     "or on its own values, such as its loss",
-                    reports[rank].content["line"],
+                    moved_at or reports[rank].content["line"],
                 )
                 return
 

@@ -1,4 +1,4 @@
-"""Finds the line of a script that divides rows by rank."""
+"""Finds the lines of a script that divide rows by rank, or at random."""
 
 import ast
 from functools import cache
@@ -7,16 +7,14 @@ from accel_fsdp.rehearsal.absent import OF_RANK
 
 SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node")
 """Functions that take a part of a data set."""
+DRAWING = ("random_split", "train_test_split", "shuffle", "permutation", "randperm", "sample")
+"""Functions that order or divide a data set at random."""
 
 
 @cache
 def line_of_split(script: str) -> int:
     """The first line with a slice or a call of `SPLITTING` that depends on the rank; 0 if there is none."""
-    try:
-        with open(script, encoding="utf-8") as file:
-            tree = ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError):
-        return 0
+    tree = _parsed(script)
     by_rank: set[str] = set()
     for _ in range(3):  # names computed from the rank, and names computed from those
         for node in ast.walk(tree):
@@ -26,11 +24,31 @@ def line_of_split(script: str) -> int:
     return min(lines, default=0)
 
 
+def line_of_draw(line: str) -> str:
+    """The last call of `DRAWING` before a line of the script, as file:line; the line itself if there is none."""
+    script, _, number = line.rpartition(":")
+    calls = (node for node in ast.walk(_parsed(script)) if isinstance(node, ast.Call) and _name(node) in DRAWING)
+    return f"{script}:{max((call.lineno for call in calls if call.lineno <= int(number)), default=number)}"
+
+
+def _parsed(script: str) -> ast.Module:
+    """The script's syntax; without statements if it can't be read."""
+    try:
+        with open(script, encoding="utf-8") as file:
+            return ast.parse(file.read())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
+
+
 def _splits(node: ast.expr, by_rank: set[str]) -> bool:
     if isinstance(node, ast.Subscript):
         return isinstance(node.slice, ast.Slice) and _has_rank(node.slice, by_rank)
-    called = (getattr(node.func, "attr", "") or getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
-    return called in SPLITTING and any(_has_rank(inner, by_rank) for inner in ast.iter_child_nodes(node))
+    is_split = isinstance(node, ast.Call) and _name(node) in SPLITTING
+    return is_split and any(_has_rank(inner, by_rank) for inner in ast.iter_child_nodes(node))
+
+
+def _name(call: ast.Call) -> str:
+    return getattr(call.func, "attr", "") or getattr(call.func, "id", "")
 
 
 def _has_rank(node: ast.AST, by_rank: set[str]) -> bool:

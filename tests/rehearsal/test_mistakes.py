@@ -405,6 +405,19 @@ def test_ranks_that_run_other_units_are_told_before_backward_hangs() -> None:
     assert by_yaml.key == "fsdp_transformer_layer_cls_to_wrap"
 
 
+def test_rates_that_part_later_are_the_schedules() -> None:
+    def settings(rank: int, step: int, rate: float) -> RankEvent:
+        groups, lines = [{"lr": [rate]}], {"line": "mine.py:1", "moved_at": "mine.py:2"}
+        return RankEvent(rank, 0.0, "settings", {"step": step, "groups": groups, **lines})
+
+    apart = [settings(0, 2, 0.1), settings(1, 2, 0.2)]
+    (made,), (moved,) = (
+        [mistake.line for mistake in mistakes.find(events)]
+        for events in (apart, [settings(0, 1, 0.1), settings(1, 1, 0.1), *apart])
+    )
+    assert (made, moved) == ("mine.py:1", "mine.py:2")
+
+
 def test_a_rank_may_have_a_model_of_its_own() -> None:
     assert mistakes_of(trained(), trained(sharded_steps=1))
     assert not mistakes_of(trained(steps=5, backwards=5), trained())

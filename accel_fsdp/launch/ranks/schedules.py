@@ -13,6 +13,8 @@ SCHEDULES = Observation(
     (
         Internal("torch.optim.lr_scheduler:LRScheduler.__init__", "self optimizer *"),
         Internal("torch.optim.lr_scheduler:LRScheduler.step", "self *"),
+        Internal("torch.optim.lr_scheduler:ReduceLROnPlateau.__init__", "self optimizer *"),
+        Internal("torch.optim.lr_scheduler:ReduceLROnPlateau.step", "self metrics *"),
     ),
 )
 RELIES_ON = SCHEDULES.relies_on
@@ -22,6 +24,7 @@ RELIES_ON = SCHEDULES.relies_on
 class _Scheduled:
     """An optimizer with a scheduler, the line that created it, and the line that moves it more often than steps.
 
+    `last_moved_at` is the line of the last move.
     `cosine` is the latest scheduler with a length, `most` the highest rate of a step and `least` the lowest one after
     it; `risen` is how far the rate rose again after the cosine's length, as a share of the way from `least` to `most`.
     """
@@ -29,6 +32,7 @@ class _Scheduled:
     optimizer: Any
     made_at: str
     moved_at: str = ""
+    last_moved_at: str = ""
     moves: int = 0
     steps: int = 0
     cosine: Any = None
@@ -70,18 +74,25 @@ class ObservedSchedules:
 
     def install(self) -> None:
         if SCHEDULES.is_possible:
-            from torch.optim.lr_scheduler import LRScheduler
+            from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-            after(LRScheduler, "__init__", self._on_created)
-            after(LRScheduler, "step", self._on_moved)
+            for kind in (LRScheduler, ReduceLROnPlateau):  # which has methods of its own
+                after(kind, "__init__", self._on_created)
+                after(kind, "step", self._on_moved)
 
     def _on_created(self, scheduler: Any, *_: Any, **__: Any) -> None:
         if self._counts_of(scheduler.optimizer) is None:
             self.scheduled.append(_Scheduled(scheduler.optimizer, script.line_of_stack(sys._getframe(2))))
 
+    def line_of_move(self, optimizer: Any) -> str:
+        """The script's line that moved a scheduler of an optimizer last; empty if there is none."""
+        known = self._counts_of(optimizer)
+        return known.last_moved_at if known else ""
+
     def _on_moved(self, scheduler: Any, *_: Any, **__: Any) -> None:
         if known := self._counts_of(scheduler.optimizer):  # None in `__init__`, which moves it once
             known.moves += 1
+            known.last_moved_at = script.line_of_stack(sys._getframe(2))
             if length(scheduler):
                 known.cosine_moves = 1 + (known.cosine_moves if known.cosine is scheduler else 0)
                 known.cosine = scheduler

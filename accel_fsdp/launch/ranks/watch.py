@@ -324,7 +324,7 @@ class _Steps:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if _only_creates_states():
             return
-        self.weights.before_step(optimizer, self._outermost())
+        self.weights.before_step(optimizer, self._outermost(), self.schedules.line_of_move(optimizer))
         self.gradients.before_step(optimizer)
         self.schedules.before_step(optimizer)
         self.resumes.before_step(optimizer)

@@ -103,8 +103,8 @@ class ObservedWeights:
             self.first = _checksum_of_all(models) if self.steps == 0 else 0
         self.backwards += 1
 
-    def before_step(self, optimizer: Any, models: Iterable["nn.Module"]) -> None:
-        """Called before each step of an optimizer."""
+    def before_step(self, optimizer: Any, models: Iterable["nn.Module"], moved_at: str) -> None:
+        """Called before each step of an optimizer; `moved_at` is the line that moved its schedule last."""
         if self.steps == 0:
             events.report("first-step", line=script.line_of_stack(sys._getframe(2)))
             self._report_begun(models)
@@ -112,14 +112,15 @@ class ObservedWeights:
         self.stepped.add(optimizer)
         if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
             self.sharded_steps += 1
-            self._report_settings(optimizer)
+            self._report_settings(optimizer, moved_at)
 
-    def _report_settings(self, optimizer: Any) -> None:
+    def _report_settings(self, optimizer: Any, moved_at: str) -> None:
         """Reports the settings with which all ranks must update their shards."""
         groups = [
             {name: _numbers_in(group[name]) for name in SETTINGS if name in group} for group in optimizer.param_groups
         ]
-        events.report("settings", step=self.sharded_steps, groups=groups, line=self.made_at.get(id(optimizer), ""))
+        line = self.made_at.get(id(optimizer), "")
+        events.report("settings", step=self.sharded_steps, groups=groups, line=line, moved_at=moved_at)
 
     def report_end(self, models: Iterable["nn.Module"]) -> None:
         """Called at the end of the script; `models` are those that it still has, if no optimizer has stepped."""
