@@ -32,10 +32,6 @@ COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step 
 WIDE, WIDE_ONLY = 104, ("peak in", "sent GB")
 BAR_CELLS, NARROW_CELLS = 20, 12
 MOST_PADDING = 1.1
-UNTRIED = (
-    "Dividing layers and experts among GPUs (--search all) may help and was not tried: recording what that allocates "
-    "takes torch: pip install accel-fsdp[train]."
-)
 COPIED = ("  accel-fsdp ", "  --per_device_train_batch_size ", "  export ")
 """Lines that stay whole, so that they can be copied."""
 COLOURS = dict(
@@ -147,7 +143,7 @@ class PlanReport:
         elif self.args:
             yield cost_report.UNKNOWN
         yield from self._alternatives(choice)
-        yield from (UNTRIED,) if self.plan.untried else ()
+        yield from self.plan.about_meshes
         yield from self._reserved(choice)
         yield self._longest_sequence(choice)
         yield self._host(choice)
@@ -181,7 +177,7 @@ class PlanReport:
         yield f"{reason} What would fit:"
         changes = list(remedies.remedies(self.problem, self._layout())) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
-        yield from (UNTRIED,) if self.plan.untried else ()
+        yield from self.plan.about_meshes
         yield from self._padding_warning()
         yield from self.problem.notes
 

@@ -12,7 +12,7 @@ from accel_fsdp.prediction.capacity import Device
 from accel_fsdp.prediction.memory import shards, variant_for
 from accel_fsdp.prediction.problem import Candidate, Problem, layouts, meshes, offloads, rows_in
 from accel_fsdp.prediction.speed import RANGE
-from accel_fsdp.units import gib_of
+from accel_fsdp.units import counted, gib_of
 
 MOST_ROWS = 256
 """Beyond this a larger micro-batch gains no speed on any GPU."""
@@ -80,6 +80,12 @@ def _crossing(needed: Mapping[int, int], low: int, high: int, has: int) -> int:
     return first + int((has / (1 + capacity.MARGIN) - needed[first]) / slope) if slope > 0 else high - 1
 
 
+UNTRIED = (
+    "Dividing layers and experts among GPUs (--search all) may help and was not tried: recording what that allocates "
+    "takes torch: pip install accel-fsdp[train]."
+)
+
+
 @dataclass(frozen=True)
 class Plan:
     """The table, the choice, and its reason. `choice` is None if nothing fits.
@@ -100,6 +106,21 @@ class Plan:
     def longest(self) -> tuple[int, int]:
         """The longest sequences that fit, in the recommended micro-batch and alone; found when first asked for."""
         return _longest_sequences(self.problem, self.choice) if self.choice else (0, 0)
+
+    @property
+    def about_meshes(self) -> tuple[str, ...]:
+        """Why no row divides layers or experts, as a sentence, where that was requested or may help."""
+        if self.untried:
+            return (UNTRIED,)
+        if self.problem.search != "all" or any(row.layout.is_by_transformers for row in self.rows):
+            return ()
+        tried = len(list(meshes(self.problem)))
+        why = (
+            f"none of {counted(tried, 'way', 'ways')} fits without CPU offload"
+            if tried
+            else "no size suits this model and these flags"
+        )
+        return (f"Dividing layers and experts among GPUs (--search all): {why}.",)
 
 
 def make_plan(problem: Problem) -> Plan:

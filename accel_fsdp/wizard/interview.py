@@ -81,7 +81,7 @@ class Interview:
                 if question.field in self.flags:
                     raise
                 del self.given[question.field]
-                note = in_words(joined(error.what, error.why))
+                note = f"{in_words(joined(error.what, error.why))}; going on without it: {error.fix}"
                 if not self.as_written:
                     console.say(f"note: {note}", style="yellow", wrap=True)
         if self.as_written:

@@ -95,6 +95,18 @@ def test_a_model_of_one_s_own_is_proposed_with_its_axes() -> None:
     assert "--tp 2 --ep 8" in proposer.command(job)
 
 
+@pytest.mark.parametrize(
+    ("model", "gpus", "words"),
+    [
+        ("meta-llama/Llama-3.1-8B", "4xRTX4090", "none of 2 ways fits without CPU offload"),
+        ("HuggingFaceTB/SmolLM2-135M", "2xH100", "no size suits this model and these flags"),
+    ],
+)
+def test_a_search_for_meshes_says_why_it_shows_none(model: str, gpus: str, words: str) -> None:
+    finished = accel_fsdp("plan", "--model", model, "--gpus", gpus, "--search", "all")
+    assert f"(--search all): {words}" in " ".join(finished.output.split())
+
+
 def test_a_search_beside_a_yaml_is_refused(tmp_path: Path) -> None:
     refused = accel_fsdp("plan", "--config", tmp_path / "fsdp.yaml", "--search", "all")
     assert refused.code == 2

@@ -89,6 +89,13 @@ def test_what_can_not_be_divided_is_refused(words: tuple[str, ...], message: str
     assert not (tmp_path / "a.yaml").exists()
 
 
+def test_a_size_of_a_preset_that_does_not_fit_is_named_with_those_that_do(tmp_path: Path) -> None:
+    flags = ("--preset", "fsdp2_moe_ep", "--yes", "--gpus", "2x3xH100-80GB")
+    output = " ".join(config(tmp_path, *flags)[1].split())
+    assert "ep 8 does not divide 6" in output
+    assert "going on without it: --ep 2" in output
+
+
 def test_each_size_is_asked_with_its_memory_and_speed() -> None:
     flags = {"model": MIXTURE, "gpus": "2xH100-80GB", "method": "lora"}
     context = Interview(flags, dict(flags), quiet=True).settled(until="ep")
