@@ -3,6 +3,7 @@
 Accelerate's own `tp_size` splits no layer with transformers 5.17 or later, and it has no axis for experts.
 """
 
+import logging
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 
 HIDDEN = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """Variables that Accelerate must not find, nor the sizes of its mesh: it would shard the model once more."""
+
+REDISTRIBUTING = "torch.distributed.tensor._redistribute"
+"""The logger of torch that warns on every rank about the order of gathers, which transformers' plans determine."""
 
 PACKED_SINCE = "2.13"
 """The first version of torch whose checkpoints were tried with packed matrices (fused experts) that `tp` divides."""
@@ -79,6 +83,7 @@ def choose(experts: int) -> None:
         del os.environ[name]
     layout_here().check_experts()
     patches.fix_tensor_parallelism()
+    logging.getLogger(REDISTRIBUTING).setLevel(logging.ERROR)
 
 
 def check(config: Any, adapted: bool, quantized: bool) -> None:

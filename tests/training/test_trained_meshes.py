@@ -4,6 +4,7 @@ With EVERY_MESH=1 in the environment all models train on all meshes, not a sampl
 """
 
 import json
+import logging
 import math
 import os
 import re
@@ -18,6 +19,7 @@ from packaging.version import Version
 from peft import PeftModel
 from reference import job_words, train
 from safetensors.torch import load_file
+from torch.distributed.tensor import _redistribute
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from accel_fsdp.errors import UserError
@@ -287,6 +289,14 @@ def test_what_doesn_t_go_is_refused_before_weights_are_read(
     with pytest.raises(UserError) as refused:
         begin()
     assert message in str(refused.value)
+
+
+def test_torch_does_not_warn_about_what_plans_determine(yamls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger(_redistribute.__name__)
+    logger.setLevel(logging.NOTSET)
+    become_rank(yamls / "fsdp2 x tp2.yaml", monkeypatch)
+    mesh.choose(1)
+    assert not logger.isEnabledFor(logging.WARNING)
 
 
 def save_shards(model: Path, folder: Path) -> None:
