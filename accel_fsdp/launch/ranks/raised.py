@@ -78,16 +78,16 @@ def chain(error: BaseException) -> Iterator[str]:
 
 def code_of(source: bytes, path: str) -> CodeType:
     """Compiles a script whose handlers report the errors that they catch. All its lines keep their numbers."""
-    counts: Counter[str] = Counter()
+    counts: Counter[tuple[CodeType, int]] = Counter()
 
     def report_caught() -> None:
-        error = sys.exc_info()[1]
-        handler = script.line_of_stack(sys._getframe(1))
+        error, frame = sys.exc_info()[1], sys._getframe(1)
+        handler = (frame.f_code, frame.f_lineno)
         counts[handler] += 1
-        if error is not None and counts[handler] <= MOST:
-            stack = traceback.extract_stack(sys._getframe(1))
+        if error is not None and counts[handler] <= MOST:  # a stack takes long, and a handler may catch in a hot loop
+            stack = traceback.extract_stack(frame)
             lines = [script.line_of([(at.filename, at.lineno)]) for at in stack if script.is_own(at.filename)]
-            events.report("caught", error=in_a_line(error), line=script.line_of_error(error) or handler, lines=lines)
+            events.report("caught", error=in_a_line(error), line=script.line_of_error(error) or lines[-1], lines=lines)
 
     vars(builtins)[CAUGHT] = report_caught
     return compile(_Reporting().visit(ast.parse(source, path)), path, "exec", dont_inherit=True)
