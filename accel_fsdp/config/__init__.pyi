@@ -26,6 +26,7 @@ from .native import ROW_AXES as ROW_AXES
 from .native import expert_refusal as expert_refusal
 from .native import is_native as is_native
 from .native import mesh_fits as mesh_fits
+from .native import row_axis as row_axis
 from .native import row_refusal as row_refusal
 from .native import whole_mesh as whole_mesh
 from .read import ReadConfig as ReadConfig

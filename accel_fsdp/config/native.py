@@ -38,12 +38,17 @@ def mesh_fits(sizes: Mapping[str, int], ranks: int) -> bool:
     return total == ranks or (sizes["dp_shard"] == 1 and total > 0 and ranks % total == 0)
 
 
+def row_axis(engine: Engine) -> str:
+    """The axis whose ranks have parts of a row: Accelerate's for FSDP2, or DeepSpeed's."""
+    return "sp" if engine is Engine.DEEPSPEED else "cp"
+
+
 def whole_mesh(sizes: Mapping[str, int], ranks: int, engine: Engine, by_transformers: bool) -> dict[str, int]:
     """The nearest sizes of all axes that the engine takes, and whose product is the number of ranks."""
     one = dict.fromkeys(sizes, 1)
     if engine is Engine.DDP:
         return {**one, "dp_replicate": ranks}
-    row = "sp" if engine is Engine.DEEPSPEED else "cp"
+    row = row_axis(engine)
     tensor = gcd(max(sizes["tp"], 1), ranks) if engine is Engine.FSDP2 else 1
     parts = 1 if by_transformers else gcd(max(sizes[row], 1), ranks // tensor)
     if tensor == ranks and not by_transformers:  # Accelerate needs ranks to shard over

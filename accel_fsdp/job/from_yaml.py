@@ -121,10 +121,9 @@ def check_sharding(config: JobConfig, ranks: int) -> None:
     if config.engine is Engine.DEEPSPEED:
         stage = _stage(config)
         _refuse(stage not in STAGES, f"zero_stage: {stage}", "DeepSpeed has the stages 0 to 3")
-    refusal = row_refusal(
-        config.mesh, config.engine is Engine.FSDP2, config.engine is Engine.DEEPSPEED and _stage(config) == 3
-    )
-    _refuse(bool(refusal), *(refusal or ("", "")))
+    is_zero_3 = config.engine is Engine.DEEPSPEED and _stage(config) == 3
+    if refusal := row_refusal(config.mesh, config.engine is Engine.FSDP2, is_zero_3):
+        _refuse(True, *refusal)
     if config.engine is not Engine.FSDP2:
         return
     *sizes, tensor = (config.mesh[axis] for axis in NATIVE_AXES.values())

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from accel_fsdp.config import EXPERT_FLAG, NATIVE_SIZES, STRATEGIES, Engine, expert_refusal, zero_name
+from accel_fsdp.config import EXPERT_FLAG, NATIVE_SIZES, STRATEGIES, Engine, expert_refusal, row_axis, zero_name
 from accel_fsdp.errors import UsageError
 from accel_fsdp.models import Divisible
 from accel_fsdp.units import counted
@@ -88,8 +88,7 @@ class Layout:
 
     @property
     def row_axis(self) -> str:
-        """The axis whose ranks have parts of a row: Accelerate's for FSDP2, or DeepSpeed's."""
-        return "sp" if self.engine is Engine.DEEPSPEED else "cp"
+        return row_axis(self.engine)
 
     @property
     def gathers_keys(self) -> bool:

@@ -251,7 +251,7 @@ def _loop(call: Call) -> ast.For | ast.While | None:
 def _parents(line: str) -> list[ast.stmt]:
     """The statements around a line, innermost first; a function ends them."""
     statements: list[ast.stmt] = []
-    body: Sequence[ast.AST] = [_parsed(line.rpartition(":")[0])]
+    body: Sequence[ast.AST] = [parsed(line.rpartition(":")[0])]
     while inner := next((node for node in body if _holds(node, _number(line))), None):
         if isinstance(inner, ast.FunctionDef | ast.ClassDef):
             statements = []
@@ -272,7 +272,8 @@ def _number(line: str) -> int:
 
 
 @cache
-def _parsed(file: str) -> ast.Module:
+def parsed(file: str) -> ast.Module:
+    """A script's syntax; without statements if it can't be read."""
     try:
         with open(file, encoding="utf-8") as script:
             return ast.parse(script.read())

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.rehearsal import repeated
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 
 ROW = 3
@@ -48,9 +49,5 @@ def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
     left = thawed or sorted(kept)
     if not thawed and (not left or len(left) >= reports[0]["count"] / 2):
         return
-    names = f"{left[0]} and {len(left) - 1} more" if len(left) > 1 else left[0]
-    verb = "have gradients and never change" if len(left) > 1 else "has gradients and never changes"
-    what = f"no optimizer has {names}, which {verb}" + (", unfrozen after the first step" if thawed else "")
     fix = "optimizer.add_param_group with the unfreezing; or give all weights to the optimizer, which skips frozen ones"
-    lines = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
-    yield Failure(what, SCRIPT, fix, next(lines, ""))
+    yield repeated.untrained(left, ", unfrozen after the first step" if thawed else "", fix, events)

@@ -293,11 +293,15 @@ def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
     unchanged = [set(event.content["still"]) for event in events if event.kind == "weights"]
     left = sorted(set(updates[0]["uncovered"]).intersection(*unchanged)) if updates and unchanged else []
     if left and len(left) < updates[0]["trained"] / 2:
-        verb = "have gradients and never change" if len(left) > 1 else "has gradients and never changes"
-        what = f"no optimizer has {_names(left)}, which {verb}"
         fix = "give them to the optimizer, as AdamW(model.parameters()) does; or requires_grad_(False) for them"
-        lines = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
-        yield Failure(what, SCRIPT, fix, next(lines, updates[0]["line"]))
+        yield untrained(left, "", fix, events, updates[0]["line"])
+
+
+def untrained(names: Sequence[str], more: str, fix: str, events: Sequence[RankEvent], line: str = "") -> Failure:
+    """The failure of weights in no optimizer, at the line that made one, else at `line`; `more` ends the sentence."""
+    verb = "have gradients and never change" if len(names) > 1 else "has gradients and never changes"
+    lines = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
+    return Failure(f"no optimizer has {_names(names)}, which {verb}{more}", SCRIPT, fix, next(lines, line))
 
 
 def _names(names: Sequence[str]) -> str:

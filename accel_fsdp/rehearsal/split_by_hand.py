@@ -3,7 +3,7 @@
 import ast
 from functools import cache
 
-from accel_fsdp.rehearsal.absent import OF_RANK
+from accel_fsdp.rehearsal.absent import OF_RANK, parsed
 
 SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node")
 """Functions that take a part of a data set."""
@@ -14,7 +14,7 @@ DRAWING = ("random_split", "train_test_split", "shuffle", "permutation", "randpe
 @cache
 def line_of_split(script: str) -> int:
     """The first line with a slice or a call of `SPLITTING` that depends on the rank; 0 if there is none."""
-    tree = _parsed(script)
+    tree = parsed(script)
     by_rank: set[str] = set()
     for _ in range(3):  # names computed from the rank, and names computed from those
         for node in ast.walk(tree):
@@ -27,17 +27,8 @@ def line_of_split(script: str) -> int:
 def line_of_draw(line: str) -> str:
     """The last call of `DRAWING` before a line of the script, as file:line; the line itself if there is none."""
     script, _, number = line.rpartition(":")
-    calls = (node for node in ast.walk(_parsed(script)) if isinstance(node, ast.Call) and _name(node) in DRAWING)
+    calls = (node for node in ast.walk(parsed(script)) if isinstance(node, ast.Call) and _name(node) in DRAWING)
     return f"{script}:{max((call.lineno for call in calls if call.lineno <= int(number)), default=number)}"
-
-
-def _parsed(script: str) -> ast.Module:
-    """The script's syntax; without statements if it can't be read."""
-    try:
-        with open(script, encoding="utf-8") as file:
-            return ast.parse(file.read())
-    except (OSError, SyntaxError, ValueError):
-        return ast.Module(body=[], type_ignores=[])
 
 
 def _splits(node: ast.expr, by_rank: set[str]) -> bool:

@@ -61,15 +61,15 @@ class ObservedGradients:
 def _first_nonzero(optimizer: Any) -> Any:
     """The first parameter whose gradient isn't 0 on this rank; None if there is none."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return next((parameter for parameter in parameters if _local(parameter) is not None), None)
+    return next((parameter for parameter in parameters if nonzero_part(parameter) is not None), None)
 
 
-def _local(parameter: Any) -> Any:
+def nonzero_part(parameter: Any) -> Any:
     """This rank's part of a gradient; None without a gradient, or for zeros."""
     local_part = parts.local(parameter.grad)
     return local_part if local_part is not None and not local_part.is_sparse and bool(local_part.any()) else None
 
 
 def _checksum(parameter: Any) -> int:
-    local = None if parameter is None else _local(parameter)
+    local = None if parameter is None else nonzero_part(parameter)
     return CLEARED if local is None else checksum(local)

@@ -27,8 +27,8 @@ class ObservedReductions:
     """
 
     def __init__(self) -> None:
-        ranks = range(LaunchEnvironment.now().world_size)
-        self.ranks = len(LaunchEnvironment.now().with_rows(ranks))
+        launch = LaunchEnvironment.now()
+        self.ranks = len(launch.with_rows(range(launch.world_size)))
         self.sums: list[float] = []
         self.is_reported = False
 

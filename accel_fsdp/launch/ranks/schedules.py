@@ -97,7 +97,7 @@ class ObservedSchedules:
                 known.cosine_moves = 1 + (known.cosine_moves if known.cosine is scheduler else 0)
                 known.cosine = scheduler
             if known.moves > known.steps and script.is_calling(sys._getframe(2)):
-                known.moved_at = script.line_of_stack(sys._getframe(2))
+                known.moved_at = known.last_moved_at
 
     def _counts_of(self, optimizer: Any) -> _Scheduled | None:
         """The counts of an optimizer, also if given a wrapper of it, such as Accelerate's."""

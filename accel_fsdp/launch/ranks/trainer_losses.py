@@ -56,7 +56,7 @@ class TrainerLoss:
         recorded = self._recorded()
         if not recorded:
             return 0.0
-        repeated = {str(n): gradient for n, gradient in self._gradients(model).items()}
+        repeated = self._gradients(model)
         factor = ratio(recorded, repeated)
         return max(
             norm(gradient - factor * repeated[n]) / norm(gradient) if n in repeated else 1.0
@@ -74,50 +74,49 @@ class TrainerLoss:
         micro-batches, and rows that come twice don't change it.
         """
         recorded = self._recorded()
-        repeated = {str(n): gradient for n, gradient in self._gradients(model).items()}
+        repeated = self._gradients(model)
         if not recorded or abs(ratio(recorded, repeated) - 1) > tolerance:
             return False
         model.eval()  # dropout would draw other numbers for twice the rows
-        arguments, trainer = self.arguments.arguments, self.arguments.arguments["self"]
-        value, inputs = self._value(model), arguments["inputs"]
-        others = []
-        arguments["inputs"] = twice(inputs)
-        others.append(self._value(model))
-        arguments["inputs"] = inputs
-        for named in (arguments, *(value for value in arguments.values() if isinstance(value, dict))):  # or **kwargs
-            if (count := named.get("num_items_in_batch")) is not None:
-                named["num_items_in_batch"] = 2 * count
+        arguments = self.arguments.arguments
+        value = self._value(model)
+        others = [self._value(model, twice(arguments["inputs"]))]
+        named = [arguments, *(argument for argument in arguments.values() if isinstance(argument, dict))]  # or **kwargs
+        for values in (values for values in named if values.get("num_items_in_batch") is not None):
+            with doubled(values, "num_items_in_batch"):
                 others.append(self._value(model))
-                named["num_items_in_batch"] = count
+        trainer = arguments["self"]
         with (
-            doubled(trainer, "current_gradient_accumulation_steps"),
-            doubled(trainer.args, "gradient_accumulation_steps"),
+            doubled(vars(trainer), "current_gradient_accumulation_steps"),
+            doubled(vars(trainer.args), "gradient_accumulation_steps"),
         ):
             others.append(self._value(model))
         return all(abs(other - value) <= EXACT * abs(value) for other in others)
 
-    def _value(self, model: "nn.Module") -> float:
+    def _value(self, model: "nn.Module", inputs: Mapping[str, Any] | None = None) -> float:
         import torch
 
         with torch.no_grad():
-            return float(self._call(model, return_outputs=False))
+            return float(self._call(model, False, inputs))
 
-    def _call(self, model: "nn.Module", return_outputs: bool) -> Any:
-        self.arguments.arguments |= {"model": model, "return_outputs": return_outputs}
-        inputs = self.arguments.arguments["inputs"]
-        self.arguments.arguments["inputs"] = dict(inputs)  # the method may take labels out
+    def _call(self, model: "nn.Module", return_outputs: bool, inputs: Mapping[str, Any] | None = None) -> Any:
+        """Calls the method with another model, and the recorded inputs or others."""
+        arguments = self.arguments.arguments
+        recorded = arguments["inputs"]
+        copied = dict(recorded if inputs is None else inputs)  # the method may take labels out
+        arguments |= {"model": model, "return_outputs": return_outputs, "inputs": copied}
         try:
             return self.original(*self.arguments.args, **self.arguments.kwargs)
         finally:
-            self.arguments.arguments["inputs"] = inputs
+            arguments["inputs"] = recorded
 
-    def _gradients(self, model: "nn.Module") -> "Mapping[int, torch.Tensor]":
+    def _gradients(self, model: "nn.Module") -> "dict[str, torch.Tensor]":
         """The gradients of the loss with respect to this model's outputs, by the number of the output."""
         import torch
 
         with torch.enable_grad():
-            loss, outputs = self._call(model, return_outputs=True)
-        tensors = {number: tensor for number, tensor in enumerate(tensors_in(outputs)) if tensor.requires_grad}
+            loss, outputs = self._call(model, True)
+        tensors = {str(number): tensor for number, tensor in enumerate(tensors_in(outputs)) if tensor.requires_grad}
         gradients = torch.autograd.grad(loss, list(tensors.values()), allow_unused=True)
         return {number: gradient for number, gradient in zip(tensors, gradients, strict=True) if gradient is not None}
 
@@ -165,8 +164,7 @@ class TrainerLosses:
 
 
 @contextlib.contextmanager
-def doubled(owner: Any, name: str) -> Iterator[None]:
-    values = vars(owner)
+def doubled(values: dict[str, Any], name: str) -> Iterator[None]:
     number = values[name]
     values[name] = 2 * number
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.job import from_run
 from accel_fsdp.launch.ranks import events, parts
+from accel_fsdp.launch.ranks.gradients import nonzero_part
 from accel_fsdp.launch.ranks.holding import user_name
 from accel_fsdp.launch.ranks.weights import checksum
 
@@ -49,7 +50,8 @@ class UncoveredWeights:
             return
         self.has_new_gradients = False
         for name, weight in self._weights():
-            if id(weight) not in self.covered and name not in self.uncovered and _has_gradient(weight):
+            is_new = weight.requires_grad and id(weight) not in self.covered and name not in self.uncovered
+            if is_new and nonzero_part(weight) is not None:
                 self.uncovered[name] = _Uncovered(id(weight), checksum(parts.local(weight)))
 
     def report_end(self) -> None:
@@ -67,8 +69,3 @@ class UncoveredWeights:
     def _weights(self) -> Iterable[tuple[str, Any]]:
         models = (model for model_ref in self.models if (model := model_ref()) is not None)
         return [(user_name(name), weight) for model in models for name, weight in model.named_parameters()]
-
-
-def _has_gradient(weight: Any) -> bool:
-    gradient = parts.local(weight.grad) if weight.requires_grad else None
-    return gradient is not None and not gradient.is_sparse and bool(gradient.any())
