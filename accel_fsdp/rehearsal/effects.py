@@ -30,11 +30,13 @@ def _hidden_nan(events: Sequence[RankEvent]) -> Iterator[Failure]:
     for rank, content in ((event.rank, event.content) for event in events if event.kind == "hidden-nan"):
         passes, hidden = content["passes"], content["hidden"]
         if content["in_a_row"] >= ROW or (hidden > 1 and hidden >= passes / 2):
-            what = (
-                f"the loss is NaN or infinite in {hidden} of {passes} backward passes of rank {rank}, and nan_to_num "
-                "hides it: they give no gradient"
-            )
-            fix = "see what makes it so, such as labels that are all -100, and skip such batches; leave nan_to_num out"
+            by, where = content["by"], f"in {hidden} of {passes} backward passes of rank {rank}"
+            fix = "see what makes it NaN, such as labels that are all -100, and skip such batches"
+            if by == "nan_to_num":
+                what = f"the loss is NaN or infinite {where}, and nan_to_num hides it: they give no gradient"
+                fix += "; leave nan_to_num out"
+            else:
+                what = f"{by or 'the script'} replaces the loss by a number {where}: they give no gradient"
             yield Failure(what, SCRIPT, fix, content["line"])
             return
 

@@ -18,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoModelForCausalLM
 
 NAME, MODEL, FOLDER = sys.argv[1:4]
+HIDDEN_LATE = ("NaN hidden late", "NaN masked late", "NaN left out late")
 ACCUMULATED = 2 if "divided" in NAME or NAME in ("steps early", "optimizer not prepared") else 1
 accelerator = Accelerator(log_with="wandb" if NAME == "tracker" else None, gradient_accumulation_steps=ACCUMULATED)
 if NAME == "uneven batches":
@@ -160,9 +161,14 @@ for step, batch in enumerate(epochs):  # twice
     elif NAME == "NaN replaced":
         logits = model(input_ids=batch).logits
         loss = torch.where(logits > 0, logits.sqrt(), logits**2).mean()
-    elif NAME == "NaN hidden late":
+    elif NAME in HIDDEN_LATE:
         mean = model(input_ids=batch, labels=batch if step == 0 else batch * 0 - 100).loss
-        loss = torch.nan_to_num(mean)
+        if NAME == "NaN masked late":
+            loss = torch.where(mean.isnan(), torch.zeros_like(mean), mean)
+        elif NAME == "NaN left out late":
+            loss = mean if mean.isfinite() else torch.zeros((), requires_grad=True)
+        else:
+            loss = torch.nan_to_num(mean)
     elif NAME == "NaN hidden":
         loss = torch.nan_to_num(model(input_ids=batch).logits.sqrt().mean())
     elif NAME == "past the wrapper":
@@ -239,7 +245,7 @@ for step, batch in enumerate(epochs):  # twice
         optimizer.zero_grad(set_to_none=NAME != "none")
     if NAME == "unfrozen late" and step == 2:
         model.requires_grad_(True)
-    later = ("another order", "unfrozen late", "NaN hidden late", "stays in evaluation")
+    later = ("another order", "unfrozen late", "stays in evaluation", *HIDDEN_LATE)
     if step == {"same order": 5, **dict.fromkeys(later, 3)}.get(NAME, 3 if "rate " in NAME else 2 * ACCUMULATED - 1):
         break
 

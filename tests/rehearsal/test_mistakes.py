@@ -216,6 +216,8 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "gradients summed again": ("summed again", {}, "the script", "all_reduce(parameter.grad)"),
     "a NaN loss replaced": ("NaN hidden", FSDP2, "the script", "torch.nan_to_num(model"),
     "a NaN loss replaced after a step": ("NaN hidden late", FSDP2, "the script", "torch.nan_to_num(mean)"),
+    "a NaN loss masked after a step": ("NaN masked late", FSDP2, "the script", "torch.where(mean.isnan()"),
+    "a number instead of a NaN loss": ("NaN left out late", FSDP2, "the script", "accelerator.backward(loss * scale)"),
     "NaN gradients replaced": ("NaN replaced", {}, "the script", "nan_to_num_()"),
     "evaluation mode on one rank": ("evaluates on", FSDP2, "the script", "accelerator.backward(loss * scale)"),
     "evaluation mode to the end": ("stays in evaluation", FSDP2, "the script", "# and no train()"),
@@ -340,7 +342,7 @@ def test_weights_may_be_left_out_of_optimizers_on_purpose() -> None:
 
 def test_a_loss_may_be_nan_where_a_batch_has_no_labels() -> None:
     def is_reported(passes: int, hidden: int, in_a_row: int) -> bool:
-        content = {"passes": passes, "hidden": hidden, "in_a_row": in_a_row, "line": ""}
+        content = {"passes": passes, "hidden": hidden, "in_a_row": in_a_row, "by": "where", "line": ""}
         return bool(list(effects.mistakes([RankEvent(0, 0.0, "hidden-nan", content)])))
 
     assert is_reported(20, 3, 3)

@@ -1,4 +1,4 @@
-"""Observes losses that are NaN and given to backward as a number, by `nan_to_num`: their gradients are 0."""
+"""Observes losses that a number replaces before backward, as NaN is hidden: they give no gradient."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -8,10 +8,8 @@ from accel_fsdp.launch.ranks import events, script
 if TYPE_CHECKING:
     import torch
 
-REPLACES_NAN = "NanToNumBackward0"
-"""The node of `nan_to_num` in autograd's graph."""
 MOST_NODES = 16
-"""The nodes between a loss and its `nan_to_num`: the loss may be scaled in between."""
+"""The nodes between a loss and what replaces it: the loss may be scaled in between."""
 
 
 class HiddenNan:
@@ -19,31 +17,45 @@ class HiddenNan:
 
     def __init__(self) -> None:
         self.passes = self.hidden = self.in_a_row = 0
-        self.line = ""
+        self.line = self.by = ""
 
     def before_backward(self, loss: "torch.Tensor") -> None:
         self.passes += 1
-        is_hidden = _hides_nan(loss)
-        self.hidden += is_hidden
-        self.in_a_row = self.in_a_row + 1 if is_hidden else 0
-        if is_hidden and not self.line:
-            self.line = script.line_above(script.line_of_stack(sys._getframe(3)), "nan_to_num")
+        by = _replaced_by(loss)
+        self.hidden += by is not None
+        self.in_a_row = self.in_a_row + 1 if by is not None else 0
+        if by is not None and not self.line:
+            self.by, line = by, script.line_of_stack(sys._getframe(3))
+            self.line = script.line_above(line, by) if by else line
 
     def report_end(self) -> None:
         if self.hidden:
-            events.report("hidden-nan", passes=self.passes, hidden=self.hidden, in_a_row=self.in_a_row, line=self.line)
+            counts = {"passes": self.passes, "hidden": self.hidden, "in_a_row": self.in_a_row}
+            events.report("hidden-nan", **counts, by=self.by, line=self.line)
 
 
-def _hides_nan(loss: "torch.Tensor") -> bool:
-    """Whether a loss depends on nothing but a `nan_to_num` of values that are all NaN or infinite."""
+def _replaced_by(loss: "torch.Tensor") -> str | None:
+    """The function of torch that leaves nothing of a loss but a number; empty if it is one from the start."""
     node: Any = loss.grad_fn
     for _ in range(MOST_NODES):
-        if node is None:
-            return False
-        if node.name() == REPLACES_NAN:
-            return not bool(node._saved_self.isfinite().any())
+        if node is None or _is_number(getattr(node, "variable", None)):
+            return ""
         following = [inner for inner, _ in node.next_functions if inner is not None]
         if len(following) != 1:
-            return False
+            return None
+        match node.name():
+            case "NanToNumBackward0" if not node._saved_self.isfinite().any():
+                return "nan_to_num"
+            case "WhereBackward0" if bool((node._saved_condition == (node.next_functions[0][0] is None)).all()):
+                return "where"
+            case "MaskedFillBackward0" if node.next_functions[0][0] is not None and node._saved_mask.all():
+                return "masked_fill"
         node = following[0]
-    return False
+    return None
+
+
+def _is_number(leaf: Any) -> bool:
+    """Whether a leaf of autograd's graph is a number that the script made, not a weight."""
+    import torch
+
+    return isinstance(leaf, torch.Tensor) and not isinstance(leaf, torch.nn.Parameter) and leaf.numel() == 1
