@@ -30,6 +30,8 @@ SETTINGS: Mapping[str, str] = {
 """What the user sets, in a YAML and in the arguments of `train/sft.py`: axes by name, and methods."""
 SINCE = "5.23"
 """The first version of transformers whose meshes were compared with one process."""
+PACKED_SINCE = "2.13"
+"""The first version of torch whose checkpoints were tried with packed matrices that `tp` divides."""
 
 
 def check_version(axis: str) -> None:
@@ -72,7 +74,8 @@ class Divisible:
     `heads` and `kv_heads` are those that tensor parallelism divides, 0 where the model's plan leaves attention whole.
     `experts` is the number in a layer. `tensor_plan` and `expert_plan` say whether transformers knows how to divide its
     layers and experts, None if unknown. `replicated_norms`: norms inside the divided attention, whose gradients its
-    plan sums over the ranks. `tied_rows` are the rows of an embedding that is also the head.
+    plan sums over the ranks. `tied_rows` are the rows of an embedding that is also the head. `packed`: tensor
+    parallelism divides matrices that hold several, such as fused experts.
     """
 
     heads: int = 0
@@ -82,6 +85,7 @@ class Divisible:
     expert_plan: bool | None = None
     replicated_norms: bool = False
     tied_rows: int = 0
+    packed: bool = False
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Divisible":
@@ -89,13 +93,18 @@ class Divisible:
         return cls(**{field.name: facts[field.name] for field in fields(cls) if field.name in facts})
 
     def misfits(
-        self, sizes: Mapping[str, int], method: Method = "full", settings: Mapping[str, str] = SETTINGS
+        self,
+        sizes: Mapping[str, int],
+        method: Method = "full",
+        settings: Mapping[str, str] = SETTINGS,
+        torch: str | None = None,
     ) -> Iterator[Misfit]:
         """Why a mesh of these sizes can't divide the model. `sizes` has those of "fsdp", "tp" and "ep".
 
-        `settings` are the names of what the user sets, as in `SETTINGS`.
+        `settings` are the names of what the user sets, as in `SETTINGS`; `torch` is its version, if known.
         """
-        for misfit in (*_weight_misfits(sizes, method), *self._plan_misfits(sizes), *self._tie_misfits(sizes)):
+        weights = (*_weight_misfits(sizes, method), *self._packed_misfits(sizes, torch))
+        for misfit in (*weights, *self._plan_misfits(sizes), *self._tie_misfits(sizes)):
             fix = self.fix_of(misfit.axis, sizes, settings) if misfit.kind == "count" else misfit.fix
             yield misfit._replace(fix=fix.format(**settings, without=_sized(misfit.axis, [], sizes, settings)))
 
@@ -113,6 +122,14 @@ class Divisible:
     def fix_of(self, axis: str, sizes: Mapping[str, int], settings: Mapping[str, str] = SETTINGS) -> str:
         """What to type for an axis whose size doesn't fit."""
         return _sized(axis, self.fitting(axis, sizes), sizes, settings)
+
+    def _packed_misfits(self, sizes: Mapping[str, int], torch: str | None) -> Iterator[Misfit]:
+        from packaging.version import Version
+
+        if self.packed and sizes["tp"] > 1 and torch and Version(torch) < Version(PACKED_SINCE):
+            what = f"packed matrices, such as fused experts, with tp {sizes['tp']} and torch {torch}"
+            why = "torch trains them, and can't write or read their checkpoints"
+            yield Misfit("weights", "tp", what, why, f"pip install 'torch>={PACKED_SINCE}'; or {{without}}")
 
     def _plan_misfits(self, sizes: Mapping[str, int]) -> Iterator[Misfit]:
         plans = {"tp": (self.tensor_plan, "layers"), "ep": (self.expert_plan, "experts")}
@@ -198,12 +215,8 @@ def divisible_by_config(config: Any) -> Divisible:
         expert_plan=bool(getattr(text, "base_model_ep_plan", None)),
         replicated_norms=REPLICATED in plan.values(),
         tied_rows=count("vocab_size") if getattr(config, "tie_word_embeddings", False) else 0,
+        packed=any(style.startswith("packed") for style in plan.values()),
     )
-
-
-def has_packed_matrices(config: Any) -> bool:
-    """Whether tensor parallelism divides matrices that hold several, such as fused experts."""
-    return any(style.startswith("packed") for style in _tensor_plan(_text_config(config)).values())
 
 
 def _text_config(config: Any) -> Any:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from packaging.version import Version
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp import console, models
@@ -29,9 +28,6 @@ HIDDEN = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_CPU_
 
 REDISTRIBUTING = "torch.distributed.tensor._redistribute"
 """The logger of torch that warns on every rank about the order of gathers, which transformers' plans determine."""
-
-PACKED_SINCE = "2.13"
-"""The first version of torch whose checkpoints were tried with packed matrices (fused experts) that `tp` divides."""
 
 
 def layout_here() -> Layout:
@@ -98,15 +94,9 @@ def check(config: Any, adapted: bool, quantized: bool) -> None:
 
 def check_on(layout: Layout, config: Any, adapted: bool, quantized: bool) -> None:
     """Checks like `check`, for any mesh."""
-    saves_packed = Version(torch.__version__) >= Version(PACKED_SINCE)
-    if layout.tensor > 1 and not saves_packed and models.parallel_plans.has_packed_matrices(config):
-        raise UserError(
-            f"tp_size: {layout.tensor} with packed matrices, such as fused experts, and torch {torch.__version__}",
-            why="torch 2.11 trains them, and can't write or read their checkpoints",
-            fix=f"pip install 'torch>={PACKED_SINCE}', or leave out tp_size",
-        )
     method: Method = "qlora" if quantized else "lora" if adapted else "full"
-    for misfit in models.parallel_plans.divisible_by_config(config).misfits(layout.sizes, method):
+    divisible = models.parallel_plans.divisible_by_config(config)
+    for misfit in divisible.misfits(layout.sizes, method, torch=torch.__version__):
         raise UserError(misfit.what, why=misfit.why, fix=misfit.fix)
 
 

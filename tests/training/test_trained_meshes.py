@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import EXPORTED, MESH
+from accel_fsdp.models import parallel_plans
 from accel_fsdp.testing.ranks import Ranks
 from accel_fsdp.training import mesh
 
@@ -68,7 +69,7 @@ JOBS = {
     "gpt_oss on fsdp4, ep2": ("gpt_oss", "fsdp4", 2),
     "qwen3_moe, lora on fsdp4, ep2": ("qwen3_moe, lora", "fsdp4", 2),
 }
-if PACKED := Version(torch.__version__) >= Version(mesh.PACKED_SINCE):
+if PACKED := Version(torch.__version__) >= Version(parallel_plans.PACKED_SINCE):
     JOBS["qwen3_moe on fsdp2 x tp2, ep4"] = ("qwen3_moe", "fsdp2 x tp2", 4)
 
 

@@ -225,7 +225,8 @@ def weights_that_are_not_divided(subject: Subject) -> Iterator[Finding]:
     """`--load_in_4bit` with `tp` or `--expert_parallel_size`, or `--use_peft` with `tp`, in train/sft.py.
 
     bitsandbytes' packed weights don't have the shape that the plan divides: its layer raises an AssertionError with
-    `tp`, FSDP a RuntimeError with experts. PEFT 0.21 stops in the first step of an adapter on split layers.
+    `tp`, FSDP a RuntimeError with experts. PEFT 0.21 stops in the first step of an adapter on split layers. Before 2.13
+    torch can't write or read checkpoints of packed matrices, such as fused experts, that `tp` divides.
     """
     if subject.by_transformers:
         yield from _misfits(subject, "weights", "train/sft.py stops")
@@ -233,7 +234,8 @@ def weights_that_are_not_divided(subject: Subject) -> Iterator[Finding]:
 
 def _misfits(subject: Subject, kind: str, why: str) -> Iterator[Finding]:
     method = "qlora" if subject.arg_on("load_in_4bit", "load_in_8bit") else subject.job.method
-    for misfit in (subject.model or Divisible()).misfits(subject.job.layout.sizes, method):
+    model, torch = subject.model or Divisible(), subject.versions.get("torch")
+    for misfit in model.misfits(subject.job.layout.sizes, method, torch=torch):
         if misfit.kind == kind:
             yield Finding(TENSOR if misfit.axis == "tp" else "num_processes", misfit.what, why, misfit.fix)
 
