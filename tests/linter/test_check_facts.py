@@ -266,7 +266,10 @@ WHOLE = "parallelism_config_tp_size: 1 and parallelism_config_dp_shard_size: 4"
         (ours(ON_FOUR, "train/sft.py --use_peft"), "AF519", f"{WHOLE}; or full training"),
         (ours(ON_FOUR, "train/sft.py --load_in_4bit"), "AF519", "full training, without --load_in_4bit"),
         (ours(FOUR, f"{EXPERTS} 2 --load_in_4bit"), "AF519", "LoRA, without --load_in_4bit"),
-        (ours(ON_FOUR, model=replace(HEADS, packed=True), versions={"torch": "2.11.0"}), "AF519", "pip install 'torch>=2.13'"),
+        (
+            ours(ON_FOUR, model=replace(HEADS, packed=True), versions={"torch": "2.11.0"}),
+            *("AF519", "pip install 'torch>=2.13'"),
+        ),
         (ours(ON_FOUR, model=replace(HEADS, tensor_plan=False)), "AF517", WHOLE),
         (ours(ON_FOUR, model=replace(HEADS, heads=3)), "AF516", WHOLE),
         (
