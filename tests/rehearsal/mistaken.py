@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file, save_model
 from torch import nn
 from torch.distributed import checkpoint
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoModelForCausalLM
 
@@ -54,6 +54,16 @@ if NAME == "fewer rows":
 if NAME == "split by hand":
     own_rows = rows[accelerator.process_index :: accelerator.num_processes]
     loader = DataLoader(own_rows, batch_size=2)  # type: ignore[arg-type]
+if NAME == "parts of a stream":
+
+    class Stream(IterableDataset[torch.Tensor]):
+        def __init__(self, rank: int, ranks: int) -> None:
+            self.rank, self.ranks = rank, ranks
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(rows[self.rank :: self.ranks])
+
+    loader = DataLoader(Stream(accelerator.process_index, accelerator.num_processes), batch_size=2)
 if NAME == "same order":
     loader = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))  # type: ignore[arg-type, var-annotated]
 
@@ -98,6 +108,7 @@ if NAME == "head ignored":
 rate = {"rates apart": 1e-3 * (1 + accelerator.process_index), "rate of 0": 0.0}.get(NAME, 1e-3)
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.AdamW(trained or model.parameters(), lr=rate)
+moves = len(loader) if NAME == "rate for all ranks" else 0
 if NAME == "head forgotten":
     optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-3)
 if NAME == "optimizer of other weights":
@@ -137,6 +148,8 @@ if NAME == "rate ends early":
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer.optimizer, 1.0, 0.0, total_iters=1)
 if NAME == "rate rises again":
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, T_max=4))
+if NAME == "rate for all ranks":
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, moves)
 if NAME == "evaluates on":
     model.train(accelerator.process_index > 0)
 if NAME == "begins apart" and not accelerator.is_main_process:

@@ -206,6 +206,8 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a learning rate of 0": ("rate of 0", FSDP1, "the script", "optimizer.step()"),
     "a rate that ends too early": ("rate ends early", FSDP2, "the script", "LinearLR("),
     "a rate that rises again": ("rate rises again", FSDP2, "the script", "T_max=4"),
+    "a rate that is left before its end": ("rate for all ranks", FSDP2, "the script", "optimizer.optimizer, moves"),
+    "parts of a stream, prepared": ("parts of a stream", FSDP2, "the script", "DataLoader(Stream("),
     "a scheduler of another optimizer": ("scheduler of another optimizer", FSDP1, "the script", "ConstantLR("),
     "no weight that needs gradients": ("nothing trained", FSDP2, "the script", "optimizer.step()"),
     "gradients cleared with each micro-batch": ("each batch cleared", FSDP2, "the script", "set_to_none=NAME"),

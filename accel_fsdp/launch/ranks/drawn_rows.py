@@ -24,6 +24,7 @@ LOADERS = Observation(
     "rows that loaders give",
     (
         Internal("torch.utils.data:DataLoader.__init__", "self dataset *"),
+        Internal("torch.utils.data:DataLoader.__len__", "self"),
         Internal(f"{ITERATOR}._next_index", "self"),
         Internal(f"{ITERATOR}.__next__", "self"),
     ),
@@ -43,8 +44,10 @@ class DrawnRows:
 
     `start` is a checksum of the data set's first row, where it can be read without side effects. `places` are the rows'
     indices in the data set, None for a stream; `hashes` are checksums of their content, None where the rows of a batch
-    can't be distinguished. `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
+    can't be distinguished. `labels` are integers of which a batch has one for each row, such as classes.
+    `once`: the sampler gives each row of the data set once in an epoch, on all ranks together;
     `is_own`: the sampler isn't torch's. `planned` is the largest number of rows that this rank takes in an epoch.
+    `batches` of an epoch: before Accelerate gives each rank its part, and in the part of this rank.
     `sharders` name the loader or sampler that gives the rank its part. `sampler_epoch`: the last argument of the
     sampler's `set_epoch`, if it has one.
     """
@@ -55,6 +58,7 @@ class DrawnRows:
     epoch: int = 0
     places: list[list[int]] | None = field(default_factory=list)
     hashes: list[list[int] | None] = field(default_factory=list)
+    labels: list[list[int] | None] = field(default_factory=list)
     is_whole: bool = False
     length: int | None = None
     fingerprint: str | None = None
@@ -62,6 +66,7 @@ class DrawnRows:
     once: bool = False
     is_own: bool = False
     planned: int | None = None
+    batches: tuple[int, int] | None = None
     batch: int | None = None
     drops_last: bool = False
     sharders: list[str] = field(default_factory=list)
@@ -93,6 +98,7 @@ class ObservedRows:
 
     def __init__(self) -> None:
         self.made_at: dict[int, str] = {}
+        self.counted: weakref.WeakSet[Any] = weakref.WeakSet()
         self.loaders: weakref.WeakKeyDictionary[Any, _Loader] = weakref.WeakKeyDictionary()
         self.passes: weakref.WeakKeyDictionary[Any, _Pass] = weakref.WeakKeyDictionary()
         self.unfinished: list[_Pass] = []
@@ -105,6 +111,7 @@ class ObservedRows:
         from torch.utils.data.dataloader import _BaseDataLoaderIter
 
         after(DataLoader, "__init__", self._on_loader)
+        after(DataLoader, "__len__", self._on_length)
         iterators: Any = _BaseDataLoaderIter
         draw, give = iterators._next_index, iterators.__next__
 
@@ -132,6 +139,15 @@ class ObservedRows:
             self.last.trained = self.last.given
             self.has_trained = True
 
+    @property
+    def batches(self) -> tuple[int, int]:
+        """The batches of an epoch, of all ranks and of this one, if the script asked for the former.
+
+        They are 0 if it didn't, or left the last epoch before its end.
+        """
+        ended = self.last.rows if self.last else None
+        return ended.batches if ended and ended.is_whole and ended.batches else (0, 0)
+
     def report_end(self, by_hand: list[list[int] | None], line: str) -> None:
         """Reports the remaining rows; `by_hand` are those of the forward passes, for a script without a loader."""
         for unfinished in self.unfinished:
@@ -142,6 +158,13 @@ class ObservedRows:
     def _on_loader(self, _: Any, dataset: Any, *__: Any, **___: Any) -> None:
         if script.is_calling(sys._getframe(2)):  # a library makes another loader of the same data set
             self.made_at[id(dataset)] = script.line_of_stack(sys._getframe(2))
+
+    def _on_length(self, loader: Any) -> None:
+        """Notes that the script asked for the batches of an epoch before Accelerate gave each rank its part."""
+        from torch.utils.data import DataLoader
+
+        if type(loader) is DataLoader and loader.batch_sampler is not None and script.is_calling(sys._getframe(2)):
+            self.counted.add(loader.batch_sampler)
 
     def _on_index(self, iterator: Any, index: Any) -> None:
         drawn = self.passes.get(iterator)
@@ -164,6 +187,8 @@ class ObservedRows:
         loop = script.line_of_stack(sys._getframe(3))
         line = self.made_at.get(id(iterator._dataset), loop)
         rows = DrawnRows(line, loop, **_facts(iterator._index_sampler, iterator._dataset))
+        if getattr(iterator._index_sampler, "batch_sampler", None) not in self.counted:
+            rows.batches = None
         loader.now = _Pass(loader, weakref.ref(iterator._sampler_iter), rows)
         self.unfinished.append(loader.now)
         return loader.now
@@ -175,7 +200,9 @@ class ObservedRows:
         drawn.given += 1
         if drawn.loader.noted < MOST_EPOCHS and sum(len(hashes or [0]) for hashes in drawn.rows.hashes) < MOST_ROWS:
             rows = drawn.rows.places and drawn.rows.places[len(drawn.rows.hashes) :]
-            drawn.rows.hashes.append(hashes_of(batch, len(rows[0]) if rows else None))
+            count = len(rows[0]) if rows else None
+            drawn.rows.hashes.append(hashes_of(batch, count))
+            drawn.rows.labels.append(_labels_of(batch, count))
 
     def _report(self, ended: _Pass) -> None:
         loader, rows = ended.loader, ended.rows
@@ -208,6 +235,17 @@ def hashes_of(batch: Any, rows: int | None = None) -> list[int] | None:
     if len(tensors) == 1 and isinstance(mask, torch.Tensor) and mask.shape == tensors[0].shape:
         return [_hash([ids[real.bool()]]) for ids, real in zip(tensors[0], mask, strict=True)]  # without padding
     return [_hash([tensor[row] for tensor in tensors]) for row in range(len(tensors[0]))]
+
+
+def _labels_of(batch: Any, rows: int | None) -> list[int] | None:
+    """The integers of which a batch has one for each row; None if it has none, or several."""
+    import torch
+
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    found = [part for part in parts if isinstance(part, torch.Tensor) and part.shape == (rows,)]
+    if len(found) != 1 or found[0].is_floating_point() or found[0].is_meta:
+        return None
+    return [int(label) for label in found[0].tolist()]
 
 
 def _hash(parts: "list[torch.Tensor]") -> int:
@@ -245,7 +283,7 @@ def _facts(indices: Any, dataset: Any) -> dict[str, Any]:
         batch_size = (
             indices.batch_size // indices.num_processes if is_shard and indices.split_batches else batches.batch_size
         )
-        facts |= {"once": True, "planned": len(indices) * batch_size}
+        facts |= {"once": True, "planned": len(indices) * batch_size, "batches": (len(batches), len(indices))}
     return facts
 
 

@@ -24,7 +24,8 @@ RELIES_ON = SCHEDULES.relies_on
 class _Scheduled:
     """An optimizer with a scheduler, the line that created it, and the line that moves it more often than steps.
 
-    `last_moved_at` is the line of the last move.
+    `last_moved_at` is the line of the last move, `planned` the number of moves for which a scheduler was made that the
+    script moves itself; Accelerate moves what it prepared once for each rank.
     `cosine` is the latest scheduler with a length, `most` the highest rate of a step and `least` the lowest one after
     it; `risen` is how far the rate rose again after the cosine's length, as a share of the way from `least` to `most`.
     """
@@ -34,6 +35,7 @@ class _Scheduled:
     moved_at: str = ""
     last_moved_at: str = ""
     moves: int = 0
+    planned: int = 0
     steps: int = 0
     cosine: Any = None
     cosine_moves: int = 0
@@ -61,8 +63,14 @@ def length(scheduler: Any) -> int:
 
     if type(scheduler) is CosineAnnealingLR:
         return int(scheduler.T_max)
-    settings = getattr(next(iter(getattr(scheduler, "lr_lambdas", ())), None), "keywords", {})  # transformers' own
+    settings = _settings(scheduler)
     return int(settings.get("num_training_steps", 0)) if settings.get("num_cycles") == 0.5 else 0
+
+
+def _settings(scheduler: Any) -> dict[str, Any]:
+    """The settings of transformers' own schedules; empty for others."""
+    settings: dict[str, Any] = getattr(next(iter(getattr(scheduler, "lr_lambdas", ())), None), "keywords", {})
+    return settings
 
 
 class ObservedSchedules:
@@ -96,6 +104,8 @@ class ObservedSchedules:
             if length(scheduler):
                 known.cosine_moves = 1 + (known.cosine_moves if known.cosine is scheduler else 0)
                 known.cosine = scheduler
+            if script.is_calling(sys._getframe(2)):
+                known.planned = int(_settings(scheduler).get("num_training_steps", 0)) or length(scheduler)
             if known.moves > known.steps and script.is_calling(sys._getframe(2)):
                 known.moved_at = known.last_moved_at
 
@@ -112,8 +122,8 @@ class ObservedSchedules:
         self.idle = self.idle + 1 if is_idle else 0
         self.trained += not is_idle
 
-    def report_end(self) -> None:
-        """Called at the end of the script."""
+    def report_end(self, batches: tuple[int, int]) -> None:
+        """Called at the end of the script with an epoch's `batches`: of all ranks, and of this one."""
         astray = [known.made_at for known in self.scheduled if known.moves > 1 and not known.steps]
         empty = _Scheduled(None, "")
         first = max(self.scheduled, key=lambda known: known.steps, default=empty)
@@ -127,4 +137,7 @@ class ObservedSchedules:
             astray=astray if self.trained + self.idle else [],
             risen={"share": risen.risen, "moves": risen.cosine_moves, "length": length(risen.cosine)},
             risen_at=risen.moved_at or risen.made_at,
+            planned=first.planned,
+            made_at=first.made_at,
+            batches=batches,
         )

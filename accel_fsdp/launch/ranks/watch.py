@@ -28,6 +28,7 @@ from accel_fsdp.launch.ranks.observing import Observation, after, before
 from accel_fsdp.launch.ranks.resumes import ObservedResumes
 from accel_fsdp.launch.ranks.saves import ObservedSaves
 from accel_fsdp.launch.ranks.schedules import ObservedSchedules
+from accel_fsdp.launch.ranks.streams import ObservedStreams
 from accel_fsdp.launch.ranks.uncovered import UncoveredWeights
 from accel_fsdp.launch.ranks.weights import ObservedWeights
 from accel_fsdp.library_internals import Internal
@@ -85,7 +86,7 @@ def begin() -> Callable[[], None]:
         CLIPPING: lambda: after(torch.nn.utils, "clip_grad_norm_", _report_clipping),
         CHECKPOINTING: _watch_checkpointing,
         TRACKERS: _watch_trackers,
-        PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes),
+        PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes, steps.streams),
         STEPS: steps.install,
         drawn_rows.LOADERS: steps.drawn.install,
         reduced_losses.REDUCTIONS: reduced_losses.ObservedReductions().install,
@@ -172,7 +173,7 @@ def _watch_trackers() -> None:
     after(Accelerator, "__init__", check_trackers)
 
 
-def _watch_prepare(measures: bool, resumes: ObservedResumes) -> None:
+def _watch_prepare(measures: bool, resumes: ObservedResumes, streams: ObservedStreams) -> None:
     """Measures each model that Accelerate prepares, and records beforehand which of its modules share a weight."""
     import torch
     from accelerate import Accelerator
@@ -187,6 +188,7 @@ def _watch_prepare(measures: bool, resumes: ObservedResumes) -> None:
         prepared = result if isinstance(result, tuple | list) else (result,)
         if any(isinstance(item, torch.utils.data.DataLoader) for item in prepared):
             events.report("prepared-rows")
+            streams.prepared(prepared)
         models = [item for item in prepared if isinstance(item, torch.nn.Module)]
         if measures:
             for model, shared in zip(models, before, strict=False):
@@ -245,7 +247,7 @@ class _Steps:
         self.saves = ObservedSaves(self.weights)
         self.gradients = ObservedGradients()
         self.uncovered, self.hidden_nan = UncoveredWeights(), HiddenNan()
-        self.drawn = ObservedRows()
+        self.drawn, self.streams = ObservedRows(), ObservedStreams()
         self.schedules = ObservedSchedules()
         self.modes = ObservedModes()
         self.resumes = ObservedResumes()
@@ -315,7 +317,8 @@ class _Steps:
         """Called at the end of the script."""
         self.weights.report_end(self._outermost())
         self.drawn.report_end(self.rows, self.rows_line)
-        self.schedules.report_end()
+        self.streams.report_end(self.drawn.made_at)
+        self.schedules.report_end(self.drawn.batches)
         self.uncovered.report_end()
         self.hidden_nan.report_end()
         self.modes.report_end()
