@@ -265,6 +265,13 @@ def _multiplied(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, "leave it out, or divide by the tokens or rows of all ranks", content["line"])
 
 
+def _unscaled(content: Mapping[str, Any]) -> Failure:
+    ranks = content["ranks"]
+    what = f"the loss is a sum divided by a count of all {ranks} ranks: gradients are 1/{ranks} of those of the mean, "
+    what += "as they are averaged over ranks too"
+    return Failure(what, SCRIPT, "multiply the loss by the number of ranks before backward", content["line"])
+
+
 def _dropped(content: Mapping[str, Any]) -> Failure:
     batches = content["accumulation"]
     what = f"losses are divided by {batches}, and all but the last of {batches} gradients are cleared before the step"
@@ -334,4 +341,5 @@ SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "ignored": _ignored,
     "other-step": _other_step,
     "unprepared": _unprepared,
+    "unscaled": _unscaled,
 }

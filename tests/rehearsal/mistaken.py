@@ -197,6 +197,10 @@ for step, batch in enumerate(epochs):  # twice
             loss = model(input_ids=batch + wrong, labels=batch, **counts).loss
         except (IndexError, ValueError):
             continue
+    if NAME == "tokens of all ranks":
+        tokens = accelerator.reduce(torch.tensor(float(batch[:, 1:].numel())))
+        logits = model(input_ids=batch).logits[:, :-1]
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum") / tokens
     if NAME == "reduced loss":
         loss = accelerator.reduce(loss, "mean")
     if NAME == "clips before backward":

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -48,6 +49,10 @@ if "groups" in WAYS:
 if "trains the head alone" in WAYS:
     optimizer = torch.optim.AdamW(model.lm_head.parameters(), lr=1e-3)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if "sums gradients" in WAYS:
+    for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
 if "warmup" in WAYS:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: min(step, 5) / 5)
 if "hook" in WAYS:
@@ -80,6 +85,11 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
     if "summed loss" in WAYS:  # the mean of a sum is right, and a copy is for a log
         accelerator.print("loss", accelerator.reduce(loss.detach(), "mean").item())
         torch.distributed.all_reduce(loss)
+    if "tokens of all ranks" in WAYS:
+        tokens = accelerator.gather(torch.tensor(batch[:, 1:].numel())).sum()
+        logits = model(input_ids=batch).logits[:, :-1].flatten(0, 1)
+        own_sum = nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum")
+        loss = own_sum / tokens if "sums gradients" in WAYS else own_sum * accelerator.num_processes / tokens
     if "two passes" in WAYS:
         loss = loss + model(input_ids=batch.flip(1), labels=batch).loss
     return loss

@@ -74,6 +74,14 @@ def test_a_mean_of_the_script_that_trainer_does_not_divide(tiny_model: Path, tmp
     assert step["passed"], step
 
 
+def test_a_sum_divided_by_the_tokens_of_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
+    script = HERE / "with_trainer.py"
+    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "tokens")
+    assert not step["passed"]
+    assert "the loss is a sum divided by a count of all 2 ranks" in step["said"]
+    assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'class Summed') + 1}")
+
+
 def _line_of(script: Path, text: str) -> int:
     return next(number for number, line in enumerate(script.read_text().splitlines(), 1) if text in line)
 

@@ -28,6 +28,8 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "probes gradients,momentum,slow rank,gathers padded,generates": (FSDP2, {}),
     "trains the head alone,compares weights,skips a mean": ({}, {}),
     "compiled": ({}, {}),
+    "tokens of all ranks": ({}, {}),
+    "tokens of all ranks,sums gradients": (FSDP2, {}),
     "gradient cache": ({}, {}),
 }
 

@@ -1,7 +1,8 @@
 """A training script with Trainer, `with_trainer.py MODEL FOLDER`: in bf16 as TRL's are, and nothing said of the CPU.
 
 With a third argument a step has two micro-batches. `undivided`: its training_step forgets to divide the loss by them;
-`mean`: its compute_loss does, so that Trainer doesn't divide either; `divided`: its compute_loss divides.
+`mean`: its compute_loss does, so that Trainer doesn't divide either; `divided`: its compute_loss divides. `tokens`: its
+compute_loss divides by the tokens of all ranks, and leaves out the factor of the ranks.
 """
 
 import sys
@@ -17,6 +18,13 @@ class Undivided(Trainer):
         loss: torch.Tensor = model(**self._prepare_inputs(inputs)).loss
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+
+class Summed(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
+        labels = inputs["labels"][:, 1:]
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
 
 
 class Weighted(Trainer):
@@ -43,7 +51,7 @@ arguments = TrainingArguments(
 rows = torch.randint(0, 100, (16, 12), generator=torch.Generator().manual_seed(0))
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 data = [{"input_ids": row, "labels": row} for row in rows]
-kind = {"undivided": Undivided, "": Trainer}.get(KIND, Weighted)
+kind = {"undivided": Undivided, "tokens": Summed, "": Trainer}.get(KIND, Weighted)
 trainer = kind(model, arguments, train_dataset=data)  # type: ignore[arg-type]
 trainer.train()
 trainer.save_model()

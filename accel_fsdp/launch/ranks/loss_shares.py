@@ -66,6 +66,16 @@ def misdivided(update: Mapping[str, Any], ranks: int) -> dict[str, Any] | None:
     return None
 
 
+def lack_ranks(updates: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether every loss is a sum divided by a count of all ranks, without the factor of the ranks."""
+    return all(update["unscaled"] == update["backwards"] for update in updates)
+
+
+def scales_gradients(update: Mapping[str, Any]) -> bool:
+    """Whether the script changes gradients other than by clipping, and may put in a factor that losses lack."""
+    return bool(set(update["altered"].values()) - {clip["line"] for clip in update["clips"]})
+
+
 def each(shares: Sequence[float], value: float) -> bool:
     return bool(shares) and all(abs(share / value - 1) < EXACT for share in shares)
 

@@ -22,6 +22,7 @@ from accel_fsdp.launch.ranks.observing import Observation, after, before, replac
 from accel_fsdp.launch.ranks.outputs import members, with_member
 from accel_fsdp.launch.ranks.parts import Parts, Place
 from accel_fsdp.launch.ranks.records import Clip, Forward, Step, Unrecordable, Update, recorded, setting, states_of
+from accel_fsdp.launch.ranks.summed_counts import SummedCounts
 from accel_fsdp.launch.ranks.trainer_losses import TrainerLosses
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
@@ -79,7 +80,7 @@ class Recorder:
         self.boundary: list[Any] = []
         self.returned: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.remove: list[Callable[[], None]] = []
-        self.trainer_losses = TrainerLosses(self._newest)
+        self.trainer_losses, self.counts = TrainerLosses(self._newest), SummedCounts()
         self.lines = ObservedLines(self._is_outside, lambda: self.places)
 
     def install(self) -> None:
@@ -88,6 +89,7 @@ class Recorder:
         from torch.nn.parallel import DistributedDataParallel
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+        self.counts.install()
         before(DistributedDataParallel, "__init__", lambda _, module, *__, **___: self.keep(module))
         before(fsdp.FullyShardedDataParallel, "__init__", lambda _, module, *__, **___: self._keep_whole(module))
         before(fsdp, "fully_shard", lambda module, *_, **__: self._keep_whole(module))
@@ -290,7 +292,7 @@ class Recorder:
         return original(outputs, [copies.get(id(tensor), tensor) for tensor in parameters], *args, **kwargs)
 
     def _record_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        update = self.update
+        update, derivatives = self.update, list[float]()
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
             names = {id(place.parameter): place.name for place in self.places}
@@ -299,6 +301,7 @@ class Recorder:
                 update.why = update.why or f"{reached.weight} is used outside of the model's forward"
             if reached.weight or reached.outputs:
                 self.check_kept(update)
+                derivatives = self.counts.watch(roots)
             else:  # no gradient comes to the model
                 update = None
         nested, self.in_backward = self.in_backward, True
@@ -309,6 +312,7 @@ class Recorder:
         if update is not None and not nested:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
+            update.unscaled += self.counts.lacks_ranks(derivatives)
             update.reduced = self._gradients()
             update.unsynced = self.lines.unsynced
             self.lines.forget()

@@ -60,8 +60,9 @@ class Clip:
 class Update:
     """`weights` and `after` are the weights' parts before and after the update.
 
-    `reduced` are the gradients after the last backward pass, `used` those at the optimizers' steps. `cast`: the dtype
-    to which FSDP casts weights for a forward pass, `reduces`: the dtype in which it reduces gradients. `dropped`:
+    `reduced` are the gradients after the last backward pass, `used` those at the optimizers' steps. `unscaled`:
+    how many of the `backwards` are of a sum divided by a count of all ranks, without the factor of the ranks. `cast`:
+    the dtype to which FSDP casts weights for a forward pass, `reduces`: that in which it reduces gradients. `dropped`:
     whether gradients were cleared between two backward passes, `midway`: whether it stepped before the last batch of a
     prepared dataloader, `unprepared`: whether before the last one of a step, with gradients that were kept on each
     rank; `by_engine`: whether DeepSpeed's engine clipped gradients and stepped; `unsharded` the weights in no unit of
@@ -84,6 +85,7 @@ class Update:
     steps: list[Step] = field(default_factory=list)
     clips: list[Clip] = field(default_factory=list)
     backwards: int = 0
+    unscaled: int = 0
     accumulation: int = 1
     line: str = ""
     dropped: bool = False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.launch.ranks import accumulation, events, script
 from accel_fsdp.launch.ranks.observing import Observation, after
 from accel_fsdp.launch.ranks.ratios import EXACT
-from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.launch.ranks.summed_counts import SummedCounts
 from accel_fsdp.library_internals import Internal
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 REDUCTIONS = Observation(
     "losses that are summed over ranks", (Internal("torch.distributed:all_reduce", "tensor op *"),)
 )
-MOST_NUMBERS = 100
 
 
 class ObservedReductions:
@@ -27,14 +26,13 @@ class ObservedReductions:
     """
 
     def __init__(self) -> None:
-        launch = LaunchEnvironment.now()
-        self.ranks = len(launch.with_rows(range(launch.world_size)))
-        self.sums: list[float] = []
+        self.counts = SummedCounts()
         self.is_reported = False
 
     def install(self) -> None:
         import torch
 
+        self.counts.install()
         after(torch.distributed, "all_reduce", self._observe)
 
     def _observe(
@@ -47,10 +45,7 @@ class ObservedReductions:
             return
         if op is not None and op not in (sums, averages):
             return
-        if not tensor.requires_grad:
-            number = float(tensor) * (self.ranks if op == averages else 1)
-            self.sums = [number, *self.sums[:MOST_NUMBERS]]
-        elif tensor.grad_fn is not None and torch.is_grad_enabled():
+        if tensor.grad_fn is not None and torch.is_grad_enabled():
             line = script.line_of_stack(sys._getframe(2))
             tensor.register_hook(  # type: ignore[no-untyped-call]
                 lambda derivative: self._compare(float(derivative), line)
@@ -58,7 +53,8 @@ class ObservedReductions:
 
     def _compare(self, derivative: float, line: str) -> None:
         whole = derivative * accumulation.batches()
-        divisors = [self.ranks, *(number for number in self.sums if number > 1)]
-        if line and self.ranks > 1 and any(math.isclose(whole * number, 1, rel_tol=EXACT) for number in divisors):
+        ranks = self.counts.ranks
+        divisors = [ranks, *(number for number in self.counts.numbers if number > 1)]
+        if line and ranks > 1 and any(math.isclose(whole * number, 1, rel_tol=EXACT) for number in divisors):
             self.is_reported = True
-            events.report("reduced-loss", ranks=self.ranks, line=line)
+            events.report("reduced-loss", ranks=ranks, line=line)

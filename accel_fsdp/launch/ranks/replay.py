@@ -3,16 +3,16 @@ Each part is repeated from the ranks' own state before it, so that differences d
 with the ranks' weights, the optimizers' steps with the ranks' gradients.
 """
 
-import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import cpu
 from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch.ranks import between_ranks, events, loss_shares, parts, precision
+from accel_fsdp.launch.ranks.alone import Unrepeatable, alone
 from accel_fsdp.launch.ranks.between_ranks import MOSTLY
 from accel_fsdp.launch.ranks.holding import user_name
 from accel_fsdp.launch.ranks.optimizer_step import Tensors, stepped
@@ -37,13 +37,11 @@ ROUNDED_OUTPUTS = 0.1
 """How far apart the outputs of a forward pass may be in 16 bits; more comes from unrecorded state."""
 FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
+SUMMED = 0.01
+"""How near the ratio of gradients to their mean must be to the ranks, where the script lets FSDP sum them."""
 UNREPEATED = ("fp8",)
 KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
 """Modules whose optimizers communicate with no other rank in a step."""
-
-
-class Unrepeatable(Exception):
-    """Why an update can't be repeated, as a sentence."""
 
 
 def compare(recorder: Recorder) -> None:
@@ -119,6 +117,7 @@ class _Repeated:
         self.model: nn.Module = model
         self.optimizers = recorder.optimizers[number]
         self.wrapped_at = recorder.wrapped_at
+        self.is_unscaled = loss_shares.lack_ranks(updates)
         self.trainer_losses = recorder.trainer_losses.calls
         self.weights = {user_name(path): weight for path, weight in model.named_parameters()}
 
@@ -144,12 +143,18 @@ class _Repeated:
             self._report("hidden", self._line_of_change(hidden), name=hidden)
             return
         plain = self._gradients()
+        if self.is_unscaled and math.isclose(ratio(reduced, plain), len(self.with_rows), rel_tol=SUMMED):
+            self.is_unscaled = False
+            plain = {name: len(self.with_rows) * gradient for name, gradient in plain.items()}
         self._compare_trainer_losses()
         if self.number:  # gradients of weights that no optimizer has accumulate over steps
             plain = {name: gradient for name, gradient in plain.items() if name in covered}
         worst = self._compare_gradients(reduced, {name: plain[name] for name in plain if name in {*reduced, *covered}})
         self._compare_clipping(reduced, used)
         self._compare_losses()
+        if self.is_unscaled and not loss_shares.scales_gradients(self.first):
+            lines = (loss.line for loss in self.trainer_losses if loss.update == self.number and loss.line)
+            self._report("unscaled", next(lines, self.first["line"]), ranks=len(self.with_rows))
         if content := loss_shares.flaw(self.with_rows):
             self._report("counted", self.first["line"], **content)
         before, after = self._whole_tensors("weights"), self._whole_tensors("after")
@@ -326,7 +331,8 @@ class _Repeated:
             factors_now, by_engine = [known[lowest], known[highest]], self.first["by_engine"]
             self._report("clipped-apart", line, factors=factors_now, ranks=[lowest, highest], by_engine=by_engine)
             return
-        if not clips and len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT):
+        is_summed = len(factors) > 1 and math.isclose(known[lowest], len(factors), rel_tol=EXACT)
+        if is_summed and not clips and not self.is_unscaled:
             self._report("summed-again", self._line_of_change(), ranks=len(factors))
         if not clips or len(known) < len(factors):
             return
@@ -377,21 +383,6 @@ class _Repeated:
                     )
                     return ""
         return ""
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Raises `Unrepeatable` where code communicates with other ranks, which have ended their scripts."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class RefusedCommunication(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace in ("c10d", "_c10d_functional", "_c10d_functional_autograd"):
-                raise Unrepeatable("the model's forward communicates with other ranks")
-            return func(*args, **(kwargs or {}))
-
-    with RefusedCommunication():  # type: ignore[no-untyped-call]
-        yield
 
 
 def _finite(tensor: "torch.Tensor | None") -> bool:

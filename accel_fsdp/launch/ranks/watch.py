@@ -29,6 +29,7 @@ from accel_fsdp.launch.ranks.resumes import ObservedResumes
 from accel_fsdp.launch.ranks.saves import ObservedSaves
 from accel_fsdp.launch.ranks.schedules import ObservedSchedules
 from accel_fsdp.launch.ranks.streams import ObservedStreams
+from accel_fsdp.launch.ranks.summed_counts import COUNTS
 from accel_fsdp.launch.ranks.uncovered import UncoveredWeights
 from accel_fsdp.launch.ranks.weights import ObservedWeights
 from accel_fsdp.library_internals import Internal
@@ -69,6 +70,7 @@ OBSERVED = (
     STEPS,
     drawn_rows.LOADERS,
     reduced_losses.REDUCTIONS,
+    COUNTS,
     MODES,
 )
 RELIES_ON = tuple(internal for observation in OBSERVED for internal in observation.relies_on)

@@ -1,0 +1,103 @@
+"""Observes numbers that a script sums over ranks, such as its tokens, and losses that are divided by them.
+
+A sum over a rank's tokens, divided by those of all ranks, needs the factor of the ranks, as gradients are averaged.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_fsdp.launch.ranks import accumulation
+from accel_fsdp.launch.ranks.observing import Observation, after
+from accel_fsdp.launch.ranks.ratios import EXACT
+from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.library_internals import Internal
+
+if TYPE_CHECKING:
+    import torch
+
+COUNTS = Observation(
+    "counts that are summed over ranks",
+    (
+        Internal("torch.distributed:all_reduce", "tensor op *"),
+        Internal("torch.distributed:all_gather", "tensor_list tensor *"),
+        Internal("torch.distributed:all_gather_into_tensor", "output_tensor input_tensor *"),
+    ),
+)
+MOST_NUMBERS = 100
+SUM = 2
+"""How the saved settings of torch's losses name a sum."""
+
+
+class SummedCounts:
+    """`numbers` are the newest sums over all ranks; `ranks` is the number of those with different rows."""
+
+    def __init__(self) -> None:
+        launch = LaunchEnvironment.now()
+        self.world_size = launch.world_size
+        self.ranks = len(launch.with_rows(range(launch.world_size)))
+        self.numbers: list[float] = []
+
+    def install(self) -> None:
+        import torch.distributed as dist
+
+        after(dist, "all_reduce", self._record_reduced)
+        after(dist, "all_gather", self._record_gathered)
+        after(dist, "all_gather_into_tensor", self._record_gathered)
+
+    def _record_reduced(self, tensor: Any, op: Any = None, group: Any = None, async_op: bool = False, **_: Any) -> None:
+        import torch.distributed as dist
+
+        is_average = op == dist.ReduceOp.AVG
+        if not async_op and is_number(tensor) and (op is None or is_average or op == dist.ReduceOp.SUM):
+            self._record(float(tensor) * (self.ranks if is_average else 1))
+
+    def _record_gathered(self, parts: "Sequence[torch.Tensor] | torch.Tensor", *_: Any, **options: Any) -> None:
+        is_of_all = not options.get("async_op") and len(parts) == self.world_size
+        if is_of_all and all(map(is_number, parts)):
+            self._record(sum(float(part) for part in parts))
+
+    def _record(self, number: float) -> None:
+        self.numbers = [number, *self.numbers[: MOST_NUMBERS - 1]]
+
+    def watch(self, roots: "Iterable[torch.Tensor]") -> list[float]:
+        """Returns a list that the backward pass fills with the derivatives of a loss by the sums in it."""
+        derivatives: list[float] = []
+        for node in sums_below(roots):
+            node.register_prehook(lambda gradients: derivatives.extend(map(float, gradients)))
+        return derivatives
+
+    def lacks_ranks(self, derivatives: Iterable[float]) -> bool:
+        """Whether a sum's derivative is 1 divided by a count of all ranks, alone or also by the micro-batches."""
+        shares = [share for d in derivatives for share in (d, d * accumulation.batches())]
+        counts = [number for number in self.numbers if number > 1 and number != self.ranks]
+        is_known = 1 < self.ranks == self.world_size
+        return is_known and any(math.isclose(s * count, 1, rel_tol=EXACT) for s in shares for count in counts)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a tensor with a single number that has no gradient."""
+    import torch
+
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and not value.requires_grad
+
+
+def sums_below(roots: "Iterable[torch.Tensor]") -> Iterator[Any]:
+    """The nodes of a loss that make one number of many by a sum."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen: dict[int, Any] = {}
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        inner_nodes = [inner for inner, _ in node.next_functions if inner is not None]
+        if all(map(_gives_number, inner_nodes)):
+            nodes += inner_nodes
+        elif node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == SUM:
+            yield node
+
+
+def _gives_number(node: Any) -> bool:
+    shapes = [metadata.shape for metadata in getattr(node, "_input_metadata", ())]  # of what it gives in forward
+    return bool(shapes) and all(math.prod(shape) == 1 for shape in shapes)
