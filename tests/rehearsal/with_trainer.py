@@ -20,13 +20,6 @@ class Undivided(Trainer):
         return loss.detach()
 
 
-class Summed(Trainer):
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None, **__: Any) -> Any:
-        logits = model(input_ids=inputs["input_ids"]).logits[:, :-1]
-        labels = inputs["labels"][:, 1:]
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
-
-
 class Weighted(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         labels = inputs.pop("labels")
@@ -35,6 +28,16 @@ class Weighted(Trainer):
         loss = nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), weights)
         if KIND == "divided":
             loss = loss / self.args.gradient_accumulation_steps
+        return (loss, outputs) if return_outputs else loss
+
+
+class Summed(Trainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        outputs = model(input_ids=inputs["input_ids"])
+        logits, labels = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum") / num_items_in_batch
         return (loss, outputs) if return_outputs else loss
 
 
