@@ -36,6 +36,8 @@ FIXES: Mapping[str, str] = {
     "an uneven last batch repeats; gather_for_metrics(objects, use_gather_object=True) takes any sizes",
     "uneven": "the same number of steps on every rank: even_batches=True or DataLoader(drop_last=True), under DDP "
     "accelerator.join_uneven_inputs([model]); no break or continue that a rank takes alone",
+    "gradients": "use the same weights on all ranks in each step, as by drawing the task from one seed for all; or add "
+    "the unused outputs to the loss: loss + 0 * other.sum()",
     "caught": "let the error end the rank; where a step may be skipped, all ranks must skip it: find out before the "
     "model runs, and let accelerator.reduce tell the others",
     "other": "every rank must call the same in the same order: what decides it must be equal on all ranks, as after "
@@ -185,6 +187,9 @@ def _absence_of(mismatch: _Mismatch, events: Sequence[RankEvent]) -> Absence:
         )
     if mismatch.other_call and mismatch.other_call.lines == call.lines:  # then gloo says that sizes differ
         pair = " and ".join(map(str, sorted((rank, other))))
+        if call.kind == "backward":
+            what = f"{call.function} averages gradients of other weights on rank {rank} than on rank {other}"
+            return Absence(f"{what}, such as of a head that one rank alone uses", line, FIXES["gradients"])
         return Absence(f"{call.function} gets tensors of different sizes on ranks {pair}", line, FIXES["sizes"])
     if mismatch.other_call is None:
         return Absence(f"rank {rank} alone calls {call.function}", line, FIXES.get(call.kind, FIXES["other"]))

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
-from accel_fsdp.rehearsal import absent, drawn_rows, effects, rates, repeated
+from accel_fsdp.rehearsal import absent, drawn_rows, effects, mixed_shards, rates, repeated
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
@@ -19,6 +19,7 @@ APART = 1e-3
 def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields each mistake once, the most serious first."""
     by_rank = holdings(events)
+    yield from mixed_shards.find(events)
     for look in LOOKS:
         yield from look(events, by_rank)
     yield from repeated.differences(events)

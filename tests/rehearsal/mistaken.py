@@ -100,6 +100,19 @@ if NAME == "experts":
             return self.experts[accelerator.process_index](x)  # type: ignore[no-any-return]
 
     model.model.layers[0].mlp = Experts()
+if NAME == "task of each rank":
+
+    class Heads(nn.Module):
+        """Each rank trains another head; only one has a bias."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(*model.lm_head.weight.T.shape, bias=bias) for bias in (True, False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.heads[accelerator.process_index](x)  # type: ignore[no-any-return]
+
+    model.lm_head = Heads()
 
 if NAME == "loads before prepare":
     accelerator.load_state(MODEL)
@@ -129,6 +142,9 @@ else:
 
 if NAME == "loads whole weights":
     model.load_state_dict(load_file(f"{MODEL}/model.safetensors"))
+if NAME == "sends shards":
+    for parameter in model.parameters():
+        torch.distributed.broadcast(parameter.data, src=0)
 if NAME == "sums over ranks":
     summed = lambda _, bucket: torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()  # noqa: E731
     model.register_comm_hook(None, lambda _, bucket: summed(_, bucket).then(lambda done: done.value()[0]))
@@ -237,6 +253,9 @@ for step, batch in enumerate(epochs):  # twice
     if NAME == "summed again":
         for parameter in model.parameters():
             torch.distributed.all_reduce(parameter.grad)
+    if NAME == "sums shards":
+        for parameter in model.parameters():
+            torch.distributed.all_reduce(parameter.grad.to_local())
     if NAME == "NaN replaced":
         for parameter in model.parameters():
             parameter.grad.nan_to_num_()

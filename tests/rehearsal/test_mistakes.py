@@ -120,6 +120,9 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "generate on one rank alone": ("generates on one rank", FSDP2, "the script", "model.generate(rows[:1], max_new"),
     "generate of other lengths on each rank": ("generates other lengths", FSDP2, "the script", "synced_gpus=False"),
     "gather of other sizes on each rank": ("gathers other sizes", {}, "the script", "accelerator.gather("),
+    "shards of gradients summed over ranks": ("sums shards", FSDP2, "the script", "all_reduce(parameter.grad.to_local"),
+    "shards of weights sent to all ranks": ("sends shards", FSDP1, "the script", "broadcast(parameter.data"),
+    "a head for each rank": ("task of each rank", FSDP2, "the script", "accelerator.backward(loss * scale"),
     "fewer batches on one rank": ("uneven batches", FSDP2, "the script", "loss = model(input_ids"),
     "use_orig_params: false with frozen layers": (
         "frozen layers", FSDP1 | {"fsdp_use_orig_params": False}, "fsdp_use_orig_params", "model, optimizer, loader)",

@@ -66,7 +66,8 @@ def aborted(folder: Path, script_file: Path) -> list[RankEvent]:
 
 
 def _folder(file: str | Path) -> str:
-    return os.path.dirname(os.path.abspath(file))
+    """The absolute folder; empty for code that isn't in a file, such as <string>."""
+    return "" if str(file).startswith("<") else os.path.dirname(os.path.abspath(file))
 
 
 def _called_function(names: Sequence[str], collective: str) -> str:

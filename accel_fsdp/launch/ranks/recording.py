@@ -18,6 +18,7 @@ from accel_fsdp.launch.ranks import accumulation, events, graph, lines, parts, p
 from accel_fsdp.launch.ranks.copies import Copy, copied, has_hooks, hooks_of, loaded_in_shards, outermost
 from accel_fsdp.launch.ranks.holding import unwrapped, user_name
 from accel_fsdp.launch.ranks.lines import ObservedLines
+from accel_fsdp.launch.ranks.mixed_shards import ObservedShards
 from accel_fsdp.launch.ranks.observing import Observation, after, before, replace
 from accel_fsdp.launch.ranks.outputs import members, with_member
 from accel_fsdp.launch.ranks.parts import Parts, Place
@@ -107,7 +108,7 @@ class Recorder:
         self.remove.append(replace(torch.nn.Module, "__call__", self._record_call))
         self.remove.append(replace(torch.autograd, "backward", self._record_backward))
         self.remove.append(replace(torch.autograd, "grad", self._differentiate))
-        self.remove += self.lines.install()
+        self.remove += [*self.lines.install(), *ObservedShards(lambda: self._live_models().values()).install()]
         hooks = [register_optimizer_step_pre_hook(self._begin_step), register_optimizer_step_post_hook(self._end_step)]
         self.remove += [hook.remove for hook in hooks]
 
@@ -221,7 +222,7 @@ class Recorder:
         return forward
 
     def begin_update(self) -> Update:
-        models = {number: model for number, model_ref in self.prepared.items() if (model := model_ref()) is not None}
+        models = self._live_models()
         why = self.why or next((kept.why for kept in self.copies if kept.why), "")
         if len(models) > 1:
             why = why or "several models are trained"
@@ -239,6 +240,9 @@ class Recorder:
         update.changed = self.lines.of(self.places, lambda parameter: parameter)
         self.lines.forget()
         return update
+
+    def _live_models(self) -> "dict[int, nn.Module]":
+        return {number: model for number, model_ref in self.prepared.items() if (model := model_ref()) is not None}
 
     def places_of(self, model: "nn.Module") -> Iterable[Place]:
         return parts.places(model)

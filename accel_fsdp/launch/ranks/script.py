@@ -80,7 +80,9 @@ def line_above(line: str, word: str) -> str:
 
 
 def is_calling(frame: FrameType | None) -> bool:
-    """Whether the code of `frame` is the script's own, not a library's."""
+    """Whether the code of `frame`, below functions that watch it, is the script's own, not a library's."""
+    while frame is not None and is_of_watch(frame.f_code.co_filename):
+        frame = frame.f_back
     return frame is not None and is_own(frame.f_code.co_filename)
 
 
