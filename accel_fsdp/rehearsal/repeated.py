@@ -213,6 +213,8 @@ def _divided(content: Mapping[str, Any]) -> Failure:
     if content["ratio"] > 1:
         what = f"losses are not divided by gradient_accumulation_steps: gradients are {batches} times those of the mean"
         fix = "accelerator.backward(loss), which divides it; in compute_loss a sum divided by num_items_in_batch"
+        if content.get("in_trainer"):
+            fix = "divide the loss by self.args.gradient_accumulation_steps: Trainer's accelerator.backward doesn't"
         return Failure(what, SCRIPT, fix, content["line"])
     what = f"losses are divided by gradient_accumulation_steps twice: gradients are 1/{batches} of those of the mean"
     return Failure(what, SCRIPT, "accelerator.backward(loss) divides it: leave out the script's own", content["line"])

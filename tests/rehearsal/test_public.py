@@ -74,6 +74,16 @@ def test_a_mean_of_the_script_that_trainer_does_not_divide(tiny_model: Path, tmp
     assert step["passed"], step
 
 
+def test_a_training_step_and_a_mean_of_the_script(tiny_model: Path, tmp_path: Path) -> None:
+    script = HERE / "with_trainer.py"
+    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "steps")
+    message = "losses are not divided by gradient_accumulation_steps: gradients are 2 times those of the mean"
+    assert (step["passed"], step["said"]) == (False, message)
+    assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'self.accelerator.backward(')}")
+    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "steps and divides")
+    assert step["passed"], step
+
+
 def test_a_sum_divided_by_the_tokens_of_all_ranks(tiny_model: Path, tmp_path: Path) -> None:
     script = HERE / "with_trainer.py"
     step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "tokens")

@@ -2,7 +2,8 @@
 
 With a third argument a step has two micro-batches. `undivided`: its training_step forgets to divide the loss by them;
 `mean`: its compute_loss does, so that Trainer doesn't divide either; `divided`: its compute_loss divides. `tokens`: its
-compute_loss divides by the tokens of all ranks, and leaves out the factor of the ranks.
+compute_loss divides by the tokens of all ranks, and leaves out the factor of the ranks. `steps`: it has both methods, and
+none divides; `steps and divides`: its training_step divides.
 """
 
 import sys
@@ -31,6 +32,13 @@ class Weighted(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Stepping(Weighted):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        self.accelerator.backward(loss / 2 if KIND == "steps and divides" else loss)
+        return loss.detach()  # type: ignore[no-any-return]
+
+
 class Summed(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -54,7 +62,9 @@ arguments = TrainingArguments(
 rows = torch.randint(0, 100, (16, 12), generator=torch.Generator().manual_seed(0))
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 data = [{"input_ids": row, "labels": row} for row in rows]
-kind = {"undivided": Undivided, "tokens": Summed, "": Trainer}.get(KIND, Weighted)
+kind = {"undivided": Undivided, "tokens": Summed, "steps": Stepping, "steps and divides": Stepping, "": Trainer}.get(
+    KIND, Weighted
+)
 trainer = kind(model, arguments, train_dataset=data)  # type: ignore[arg-type]
 trainer.train()
 trainer.save_model()

@@ -6,8 +6,9 @@ from typing import Any
 
 def batches() -> int:
     """The micro-batches of a step, by which Accelerate, or a Trainer whose step is running, divides losses."""
-    if (of_trainer := _trainer_accumulation()) > 1:
-        return of_trainer
+    trainer = running_trainer()
+    if trainer is not None and trainer.args.gradient_accumulation_steps > 1:
+        return int(trainer.args.gradient_accumulation_steps)
     return int(state.num_steps) if (state := _state()) else 1
 
 
@@ -27,13 +28,13 @@ def _state() -> Any:
     return state.GradientState() if state and state.is_initialized() else None
 
 
-def _trainer_accumulation() -> int:
-    """The argument of the Trainer that is running the model; 0 if there is none."""
+def running_trainer() -> Any:
+    """The Trainer whose training loop is running; None if there is none."""
     trainer = sys.modules.get("transformers.trainer")
     frame = sys._getframe(1) if trainer else None
     while frame:
         own = frame.f_locals.get("self") if frame.f_code.co_name == "_inner_training_loop" else None
         if isinstance(own, trainer.Trainer):  # type: ignore[union-attr]
-            return int(own.args.gradient_accumulation_steps)
+            return own
         frame = frame.f_back
-    return 0
+    return None

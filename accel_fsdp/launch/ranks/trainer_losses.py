@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.launch.ranks import script
-from accel_fsdp.launch.ranks.observing import Observation, before, replace
+from accel_fsdp.launch.ranks import accumulation, script
+from accel_fsdp.launch.ranks.observing import Observation, replace
 from accel_fsdp.launch.ranks.outputs import tensors_in
 from accel_fsdp.launch.ranks.ratios import EXACT, norm, ratio
 from accel_fsdp.launch.ranks.records import Forward, Unrecordable, recorded
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 RELIES_ON = (
     Internal("transformers.trainer:Trainer.compute_loss", "self model inputs return_outputs *"),
     Internal("transformers.trainer:Trainer.training_step", "self model inputs num_items_in_batch"),
+    Internal("transformers.trainer:Trainer._inner_training_loop", "self *"),
 )
 LOSSES = Observation("the losses that Trainer computes itself", RELIES_ON)
 
@@ -33,7 +34,8 @@ LOSSES = Observation("the losses that Trainer computes itself", RELIES_ON)
 class TrainerLoss:
     """A call of `compute_loss`, to be repeated with another model: its forward pass, and the update.
 
-    `line` is where the script defines the method; empty for Trainer's own.
+    `line` is where the script defines the method; empty for Trainer's own. `has_own_step`: the script also defines
+    the training_step that calls backward.
     """
 
     update: int
@@ -41,12 +43,15 @@ class TrainerLoss:
     original: Callable[..., Any]
     arguments: inspect.BoundArguments
     line: str = ""
+    has_own_step: bool = False
 
     def flaw(self, model: "nn.Module", tolerance: float) -> dict[str, Any] | None:
         """Whether the gradients of Trainer's loss differ for this model, or the script's loss isn't divided."""
         if self.line:
             batches = int(self.arguments.arguments["self"].current_gradient_accumulation_steps)
             content = {"what": "divided", "ratio": batches, "accumulation": batches, "line": self.line}
+            if self.has_own_step:  # and the mistake is in its backward pass
+                content |= {"line": "", "in_trainer": True}
             return content if batches > 1 and self._is_undivided(model, tolerance) else None
         difference = self._distance(model)
         return {"what": "trainer-loss", "apart": difference, "line": ""} if difference > tolerance else None
@@ -130,14 +135,15 @@ class TrainerLosses:
         self.is_watched = False
 
     def watch(self) -> None:
-        """Wraps the method if the script has imported Trainer by now."""
+        """Called before something is prepared: wraps the method if the script has imported Trainer by now."""
         trainer = sys.modules.get("transformers.trainer")
         if not self.is_watched and trainer is not None and LOSSES.is_possible:
             self.is_watched = True
             replace(trainer.Trainer, "compute_loss", self._record_loss)
-            before(trainer.Trainer, "training_step", self._watch_own)
+        if self.is_watched and (running := accumulation.running_trainer()) is not None:
+            self._watch_own(running)
 
-    def _watch_own(self, trainer: Any, *_: Any, **__: Any) -> None:
+    def _watch_own(self, trainer: Any) -> None:
         """Wraps the method that the script defines in a class of its own."""
         kind: Any = next((kind for kind in type(trainer).__mro__ if "compute_loss" in vars(kind)), type(trainer))
         code = getattr(kind.compute_loss, "__code__", None)
@@ -146,9 +152,19 @@ class TrainerLosses:
         if not inspect.signature(kind.compute_loss).parameters.keys() >= {"self", "model", "inputs", "return_outputs"}:
             return  # it passes on what it gets
         if line := script.line_of([(code.co_filename, code.co_firstlineno)]):
-            replace(kind, "compute_loss", functools.partial(self._record_loss, line=line))
+            own_step = getattr(type(trainer).training_step, "__code__", None)
+            has_own_step = own_step is not None and script.is_own(own_step.co_filename)
+            record = functools.partial(self._record_loss, line=line, has_own_step=has_own_step)
+            replace(kind, "compute_loss", record)
 
-    def _record_loss(self, original: Callable[..., Any], *args: Any, line: str = "", **kwargs: Any) -> Any:
+    def _record_loss(
+        self,
+        original: Callable[..., Any],
+        *args: Any,
+        line: str = "",
+        has_own_step: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         _, before = self.newest()
         arguments = inspect.signature(original).bind(*args, **kwargs)
         try:
@@ -159,7 +175,7 @@ class TrainerLosses:
         update, forward = self.newest()
         if forward is not None and forward is not before:
             arguments.arguments["inputs"] = inputs
-            self.calls.append(TrainerLoss(update, forward, original, arguments, line))
+            self.calls.append(TrainerLoss(update, forward, original, arguments, line, has_own_step))
         return result
 
 
