@@ -80,6 +80,7 @@ def test_a_training_step_and_a_mean_of_the_script(tiny_model: Path, tmp_path: Pa
     message = "losses are not divided by gradient_accumulation_steps: gradients are 2 times those of the mean"
     assert (step["passed"], step["said"]) == (False, message)
     assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'self.accelerator.backward(')}")
+    assert "self.args.gradient_accumulation_steps" in step["fix"]
     step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "steps and divides")
     assert step["passed"], step
 

@@ -2,8 +2,8 @@
 
 With a third argument a step has two micro-batches. `undivided`: its training_step forgets to divide the loss by them;
 `mean`: its compute_loss does, so that Trainer doesn't divide either; `divided`: its compute_loss divides. `tokens`: its
-compute_loss divides by the tokens of all ranks, and leaves out the factor of the ranks. `steps`: it has both methods, and
-none divides; `steps and divides`: its training_step divides.
+compute_loss divides by the tokens of all ranks, and leaves out the factor of the ranks. `steps`: it has both methods, none of which
+divides; `steps and divides`: its training_step divides.
 """
 
 import sys
@@ -62,9 +62,7 @@ arguments = TrainingArguments(
 rows = torch.randint(0, 100, (16, 12), generator=torch.Generator().manual_seed(0))
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 data = [{"input_ids": row, "labels": row} for row in rows]
-kind = {"undivided": Undivided, "tokens": Summed, "steps": Stepping, "steps and divides": Stepping, "": Trainer}.get(
-    KIND, Weighted
-)
-trainer = kind(model, arguments, train_dataset=data)  # type: ignore[arg-type]
+kinds = {"undivided": Undivided, "tokens": Summed, "steps": Stepping, "steps and divides": Stepping, "": Trainer}
+trainer = kinds.get(KIND, Weighted)(model, arguments, train_dataset=data)  # type: ignore[arg-type]
 trainer.train()
 trainer.save_model()
