@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from accel_fsdp.config import JobConfig
 from accel_fsdp.job import Job
-from accel_fsdp.launch.ranks import Holding, RankEvent
+from accel_fsdp.launch.ranks import Holding, RankEvent, is_alone
 from accel_fsdp.rehearsal import absent, verdict, without_gpu
 from accel_fsdp.rehearsal.job import CONSEQUENCE, Hang, Outcome, left_alone
 from accel_fsdp.rehearsal.scaled import machines_of
@@ -143,10 +143,13 @@ def judge(job: JobConfig, classes: tuple[str, ...], outcome: Outcome, experts: i
 def differences(expected: Job, holdings: Mapping[int, Holding], events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields differences between what the ranks hold and what is expected, the most serious first."""
     lines = {event.kind: str(event.content["line"]) for event in events if event.kind in ("begun", "first-step")}
+    alone = (event.content for event in events if event.kind == "stepped" and is_alone(event))
+    called_at = next((str(content["line"]) for content in alone), "")
     is_by_hand = "begun" in lines and not any(event.kind == "prepared" for event in events)
     for difference in verdict.differences(expected, holdings):
         if not difference.key:
-            yield Failure(difference.what, key=SCRIPT, fix=difference.fix, line=lines.get("first-step", ""))
+            line = called_at if difference.fix == verdict.WRAPPED else lines.get("first-step", "")
+            yield Failure(difference.what, key=SCRIPT, fix=difference.fix, line=line)
         elif is_by_hand:
             yield Failure(difference.what, key=SCRIPT, fix=BY_HAND, line=lines["begun"])
         else:

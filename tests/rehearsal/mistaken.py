@@ -81,6 +81,17 @@ if NAME in ("dropout", "evaluates on", "stays in evaluation"):
 if NAME == "nothing trained":
     model.requires_grad_(False)
     model.enable_input_require_grads()
+if NAME == "learned weight of a loss":
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = nn.Parameter(torch.zeros(()))
+
+        def forward(self, loss: torch.Tensor) -> torch.Tensor:
+            return loss * self.log.exp() - self.log
+
+    scaled = Scaled()
 if NAME == "tied":
     model.lm_head.weight = model.model.embed_tokens.weight
 if NAME in ("adapter", "adapted model"):
@@ -122,6 +133,8 @@ rate = {"rates apart": 1e-3 * (1 + accelerator.process_index), "rate of 0": 0.0}
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 optimizer = torch.optim.AdamW(trained or model.parameters(), lr=rate)
 moves = len(loader) if NAME == "rate for all ranks" else 0
+if NAME == "learned weight of a loss":
+    optimizer = torch.optim.AdamW([*model.parameters(), *scaled.parameters()], lr=1e-3)
 if NAME == "head forgotten":
     optimizer = torch.optim.AdamW(model.model.parameters(), lr=1e-3)
 if NAME == "optimizer of other weights":
@@ -217,6 +230,8 @@ for step, batch in enumerate(epochs):  # twice
         tokens = accelerator.reduce(torch.tensor(float(batch[:, 1:].numel())))
         logits = model(input_ids=batch).logits[:, :-1]
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum") / tokens
+    if NAME == "learned weight of a loss":
+        loss = scaled(loss)
     if NAME == "reduced loss":
         loss = accelerator.reduce(loss, "mean")
     if NAME == "clips before backward":

@@ -40,6 +40,9 @@ if "compiled" in WAYS:
     model = torch.compile(model, backend="eager")
 parameters = list(model.parameters())
 optimizer: Any = torch.optim.AdamW(parameters, lr=1e-3)
+if "learned weight of a loss" in WAYS:
+    scaled = nn.Linear(1, 1)
+    parameters += scaled.parameters()
 if "momentum" in WAYS:
     optimizer = torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1)
 if "groups" in WAYS:
@@ -90,6 +93,8 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
         logits = model(input_ids=batch).logits[:, :-1].flatten(0, 1)
         own_sum = nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum")
         loss = own_sum / tokens if "sums gradients" in WAYS else own_sum * accelerator.num_processes / tokens
+    if "learned weight of a loss" in WAYS:
+        loss = scaled(loss[None])[0]
     if "two passes" in WAYS:
         loss = loss + model(input_ids=batch.flip(1), labels=batch).loss
     return loss
@@ -131,6 +136,9 @@ for step, batch in enumerate(loader):
             if "skips a batch" in WAYS and step == 0:
                 optimizer.zero_grad()
                 continue
+            if "learned weight of a loss" in WAYS:
+                for weight in scaled.parameters():
+                    weight.grad = accelerator.reduce(weight.grad, "mean")
             if "clips values" in WAYS:
                 torch.nn.utils.clip_grad_value_(model.parameters(), 1e-4)
             if "clips each micro-batch" in WAYS or ("clips" in WAYS and accelerator.sync_gradients):

@@ -57,6 +57,7 @@ def test_right_saves_of_many_kinds_pass(ways: str, fsdp: dict[str, Any], tiny_mo
     ("ways", "why"),
     [
         ("hook", "hooks were added to the model after it was sharded"),
+        ("learned weight of a loss", "is used outside of the model's forward"),
         ("penalty", "is used outside of the model's forward"),
         ("averages weights", "the script averages the ranks' weights at intervals, not their gradients"),
         ("averages copies", "the script averages the ranks' weights at intervals, not their gradients"),

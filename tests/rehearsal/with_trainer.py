@@ -2,8 +2,8 @@
 
 With a third argument a step has two micro-batches. `undivided`: its training_step forgets to divide the loss by them;
 `mean`: its compute_loss does, so that Trainer doesn't divide either; `divided`: its compute_loss divides. `tokens`: its
-compute_loss divides by the tokens of all ranks, and leaves out the factor of the ranks. `steps`: it has both methods, none of which
-divides; `steps and divides`: its training_step divides.
+compute_loss divides by the tokens of all ranks, and leaves out the factor of the ranks. `steps`: it has both methods,
+and neither divides; `steps and divides`: its training_step divides.
 """
 
 import sys

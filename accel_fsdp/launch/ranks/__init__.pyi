@@ -15,6 +15,7 @@ from .hang import Location as Location
 from .holding import HeldUnit as HeldUnit
 from .holding import Holding as Holding
 from .holding import holdings as holdings
+from .holding import is_alone as is_alone
 from .holding import measure as measure
 from .recording import RECORDS as RECORDS
 from .watch import HOLD_AFTER as HOLD_AFTER

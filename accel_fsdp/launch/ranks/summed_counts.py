@@ -4,7 +4,7 @@ A sum over a rank's tokens, divided by those of all ranks, needs the factor of t
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.launch.ranks import accumulation
@@ -52,7 +52,8 @@ class SummedCounts:
         if not async_op and is_number(tensor) and (op is None or is_average or op == dist.ReduceOp.SUM):
             self._record(float(tensor) * (self.ranks if is_average else 1))
 
-    def _record_gathered(self, parts: "Sequence[torch.Tensor] | torch.Tensor", *_: Any, **options: Any) -> None:
+    def _record_gathered(self, *args: Any, **options: Any) -> None:
+        parts = args[0] if args else options.get("tensor_list", options.get("output_tensor"))
         is_of_all = not options.get("async_op") and len(parts) == self.world_size
         if is_of_all and all(map(is_number, parts)):
             self._record(sum(float(part) for part in parts))

@@ -20,7 +20,7 @@ from accel_fsdp.errors import in_a_line
 from accel_fsdp.job import from_run
 from accel_fsdp.launch.ranks import collectives, drawn_rows, events, hang, holding, raised, reduced_losses, script
 from accel_fsdp.launch.ranks.drawn_rows import ObservedRows
-from accel_fsdp.launch.ranks.gradients import ObservedGradients
+from accel_fsdp.launch.ranks.gradients import ObservedGradients, checksum_of
 from accel_fsdp.launch.ranks.hidden_nan import HiddenNan
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.launch.ranks.modes import MODES, ObservedModes
@@ -240,6 +240,7 @@ class _Steps:
         self.is_first = True
         self.depth = 0
         self.models: dict[int, Any] = {}
+        self.called_at: dict[int, str] = {}
         self.rows: list[list[int] | None] = []
         self.units: list[tuple[int, str]] = []
         self.awaits_rows = self.in_backward = self.backwards_begun = False
@@ -275,6 +276,8 @@ class _Steps:
             if self.depth == 0:
                 self.saves.watch()
                 self.models[id(module)] = module
+                if self.awaits_rows and id(module) not in self.called_at:
+                    self.called_at[id(module)] = script.line_of_stack(sys._getframe())
             if is_unit(module):
                 self.units.append((id(module), script.line_of_stack(sys._getframe())))
         self.depth += 1
@@ -352,16 +355,17 @@ class _Steps:
             self._leave_modules()
         trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
         models = self._trained_models(trained)
+        known = {id(p) for model in self._outermost() for p in model.parameters()}  # frozen ones too
         if len(models) == 1:
             self.saves.before_training(models[0][0])
         self.uncovered.begin(model for model, _ in models)
         for model, own in models:
             name = type(unwrapped(model)).__name__
-            ids = {id(p) for p in model.parameters()}  # frozen ones too: AdamW(model.parameters()) has them
             line = self.weights.made_at.get(id(optimizer), "")
-            events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - ids), line=line)
+            events.report("optimizer", model=name, missing=len(own - trained), strange=len(trained - known), line=line)
             if self.measures:
-                _report_holding("stepped", model)
+                line, summed = self.called_at.get(id(model), ""), checksum_of(model)
+                _report_holding("stepped", model, line=line, gradients=summed)
         events.report("rows", hashes=self.rows, line=self.rows_line, may_share=from_run.ranks_may_share_rows())
         self.models.clear()
 
