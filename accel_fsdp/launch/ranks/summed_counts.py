@@ -53,7 +53,7 @@ class SummedCounts:
             self._record(float(tensor) * (self.ranks if is_average else 1))
 
     def _record_gathered(self, *args: Any, **options: Any) -> None:
-        parts = args[0] if args else options.get("tensor_list", options.get("output_tensor"))
+        parts: Any = args[0] if args else options.get("tensor_list", options.get("output_tensor"))
         is_of_all = not options.get("async_op") and len(parts) == self.world_size
         if is_of_all and all(map(is_number, parts)):
             self._record(sum(float(part) for part in parts))
