@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
-from accel_fsdp.rehearsal import absent, drawn_rows, effects, mixed_shards, rates, repeated
+from accel_fsdp.rehearsal import absent, drawn_rows, effects, mixed_shards, rates, repeated, replicas
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
@@ -25,6 +25,7 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     yield from repeated.differences(events)
     yield from rates.mistakes(events)
     yield from effects.mistakes(events)
+    yield from replicas.mistakes(events)
 
 
 def _swallowed_error(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
@@ -222,32 +223,34 @@ def _never_stepped(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> 
 
 def _different_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """The ranks took different numbers of steps, so the shards of the model don't fit together."""
-    counts = _final_steps(events, by_rank) if _all_ended(events) else _steps_until_now(events)
-    if len(set(counts.values())) < 2:
+    reports = {event.rank: event.content["common_steps"] for event in _events("trained", events)}
+    counts = reports if _all_ended(events) else _steps_until_now(events)
+    if len(set(counts.values())) < 2 or (_all_ended(events) and _may_differ(events)):
         return
     highest, lowest = (choose(counts, key=lambda rank: counts[rank]) for choose in (max, min))
     yield Failure(
         f"the ranks' weights are of different steps: rank {highest} took {counted(counts[highest], 'step')} of an "
         f"optimizer, rank {lowest} {counts[lowest] or 'none'}",
         SCRIPT,
-        "optimizer.step() on every rank: outside of `if accelerator.is_main_process` and other conditions on the rank",
+        "optimizer.step() on every rank: outside of `if accelerator.is_main_process` and other conditions on the rank "
+        "or on its own values, such as its loss",
         next((event.content["line"] for event in _events("first-step", events) if event.rank == highest), ""),
     )
 
 
-def _final_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> dict[int, int]:
-    """Each rank's number of steps on sharded weights; under DDP the number of all steps, if some rank took none."""
-    reports = {event.rank: event.content for event in _events("trained", events)}
-    sharded = {rank: report["sharded_steps"] for rank, report in reports.items()}
-    ddp = by_rank and all(report.engine == Engine.DDP.label for report in by_rank.values())
-    if not ddp or any(sharded.values()) or len({report["backwards"] for report in reports.values()}) > 1:
-        return sharded
-    counts = {rank: report["steps"] for rank, report in reports.items()}
-    return {} if all(counts.values()) else counts
+def _unfrozen_copies(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
+    return replicas.unfrozen(events)
+
+
+def _may_differ(events: Sequence[RankEvent]) -> bool:
+    """Whether the ranks have copies of weights and end with equal ones, as with batches for only some ranks."""
+    return any("backwards" in event.content for event in _events("settings", events)) and not replicas.parted(events)
 
 
 def _different_settings(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    """Each rank updates its shards of a weight, so the ranks need the same rates at the same step."""
+    """Each rank updates its shards of a weight, or its copy, so the ranks need the same rates at the same step."""
+    if _may_differ(events):
+        return
     by_step: dict[int, dict[int, RankEvent]] = {}
     for event in _events("settings", events):
         by_step.setdefault(event.content["step"], {})[event.rank] = event
@@ -379,6 +382,7 @@ LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failur
     _no_tracker,
     _nothing_prepared,
     _never_stepped,
+    _unfrozen_copies,
     _different_steps,
     _different_settings,
     _kept_gradients,

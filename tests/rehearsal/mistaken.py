@@ -67,7 +67,7 @@ if NAME == "parts of a stream":
 if NAME == "same order":
     loader = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))  # type: ignore[arg-type, var-annotated]
 
-if NAME in ("frozen layers", "unfrozen late"):
+if NAME in ("frozen layers", "unfrozen late", "unfrozen copies", "unfrozen copies late"):
     for parameter in model.model.layers[0].self_attn.parameters():
         parameter.requires_grad = False
 if NAME == "forgotten random state":
@@ -130,7 +130,7 @@ if NAME == "loads before prepare":
 if NAME == "head ignored":
     accelerator.state.fsdp_plugin.ignored_modules = [model.lm_head]
 rate = {"rates apart": 1e-3 * (1 + accelerator.process_index), "rate of 0": 0.0}.get(NAME, 1e-3)
-trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+trained = [parameter for parameter in model.parameters() if parameter.requires_grad or "copies" in NAME]
 optimizer = torch.optim.AdamW(trained or model.parameters(), lr=rate)
 moves = len(loader) if NAME == "rate for all ranks" else 0
 if NAME == "learned weight of a loss":
@@ -177,8 +177,14 @@ if NAME == "rate ends early":
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer.optimizer, 1.0, 0.0, total_iters=1)
 if NAME == "rate rises again":
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, T_max=4))
+if NAME == "rate of each rank":
+    falling = lambda step: 1 / (1 + step * accelerator.process_index)  # noqa: E731
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, falling)
 if NAME == "rate for all ranks":
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, moves)
+if NAME == "unfrozen copies":
+    model.requires_grad_()  # after DDP has wrapped it
+best = {name: tensor.clone() for name, tensor in model.state_dict().items()} if NAME == "reloads" else {}
 if NAME == "evaluates on":
     model.train(accelerator.process_index > 0)
 if NAME == "begins apart" and not accelerator.is_main_process:
@@ -276,6 +282,12 @@ for step, batch in enumerate(epochs):  # twice
             parameter.grad.nan_to_num_()
     if NAME == "cleared before the step":
         optimizer.zero_grad()
+    if NAME == "skips a step":
+        steps = step != 2 or accelerator.is_main_process
+    elif NAME == "other batches":
+        steps = step != 1 + accelerator.process_index
+    if NAME == "not synced late" and step == 2:
+        synced.enter_context(accelerator.no_sync(model))
     if steps:
         optimizer.step()
     if scheduler is not None:
@@ -296,7 +308,19 @@ for step, batch in enumerate(epochs):  # twice
         optimizer.zero_grad(set_to_none=NAME != "none")
     if NAME == "unfrozen late" and step == 2:
         model.requires_grad_(True)
-    later = ("another order", "unfrozen late", "stays in evaluation", *HIDDEN_LATE)
+    if NAME == "unfrozen copies late" and step == 1:
+        model.module.model.layers[0].requires_grad_()  # that DDP had frozen
+    if NAME == "reloads" and step == 1 and accelerator.is_main_process:
+        model.load_state_dict(best)
+    copied = (
+        "skips a step",
+        "other batches",
+        "rate of each rank",
+        "unfrozen copies late",
+        "reloads",
+        "not synced late",
+    )
+    later = (*copied, "another order", "unfrozen late", "stays in evaluation", *HIDDEN_LATE)
     if step == {"same order": 5, **dict.fromkeys(later, 3)}.get(NAME, 3 if "rate " in NAME else 2 * ACCUMULATED - 1):
         break
 

@@ -21,7 +21,7 @@ from conftest import ROOT, accel_fsdp
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.hardware import host
 from accel_fsdp.launch.ranks import RankEvent, gradients, measure, read, script
-from accel_fsdp.rehearsal import blame, effects, job, mistakes, on_cpu, own_script, repeated
+from accel_fsdp.rehearsal import blame, effects, job, mistakes, on_cpu, own_script, repeated, replicas
 from accel_fsdp.rehearsal.job import Outcome
 
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
@@ -235,6 +235,13 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "weights drawn again on a rank": ("begins apart", FSDP2, "the script", ".normal_()"),
     "gradients summed over ranks": ("sums over ranks", {}, "the script", "accelerator.backward(loss * scale)"),
     "gradients that one rank alone changes": ("noise on a rank", FSDP2, "the script", ".add_(torch.tensor"),
+    "a step that one rank skips": ("skips a step", {}, "the script", "optimizer.step()"),
+    "steps after other batches on each rank": ("other batches", {}, "the script", "optimizer.step()"),
+    "a schedule of each rank's own, under DDP": ("rate of each rank", {}, "the script", "scheduler.step()"),
+    "weights unfrozen after DDP's wrap": ("unfrozen copies", {}, "the script", "# after DDP has wrapped it"),
+    "weights unfrozen after DDP's wrap, later": ("unfrozen copies late", {}, "the script", "# that DDP had frozen"),
+    "weights that rank 0 alone reloads": ("reloads", {}, "the script", "model.load_state_dict(best)"),
+    "no_sync from the third step on": ("not synced late", {}, "the script", "accelerator.backward(loss * scale)"),
     "weights that rank 0 alone changes": ("rank 0 writes", FSDP2, "the script", ".mul_(1.1)"),
 }  # fmt: skip
 DOCS = " ".join((ROOT / "docs/rehearse.md").read_text().split())
@@ -298,7 +305,7 @@ def mistakes_of(*events: tuple[str, dict[str, Any]]) -> list[str]:
 
 def trained(**values: int | bool) -> tuple[str, dict[str, Any]]:
     """What a rank told at its end."""
-    counts = {"optimizers": 1, "backwards": 2, "steps": 2, "sharded_steps": 2, "kept": False, "not_numbers": 0}
+    counts = {"optimizers": 1, "backwards": 2, "steps": 2, "common_steps": 2, "kept": False, "not_numbers": 0}
     return "trained", {**counts, "backward_line": "", "hidden_at": "", **values}
 
 
@@ -317,7 +324,7 @@ def test_lines_of_no_file_are_not_the_scripts(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gradients_alone_may_be_what_a_script_wants() -> None:
-    none = {"steps": 0, "sharded_steps": 0}
+    none = {"steps": 0, "common_steps": 0}
     assert mistakes_of(trained(**none, kept=True))
     assert not mistakes_of(trained(**none, kept=True, optimizers=0))  # as for maps of what a model looks at
     assert not mistakes_of(trained(**none, kept=False))  # updated by hand, or loaded
@@ -429,8 +436,24 @@ def test_rates_that_part_later_are_the_schedules() -> None:
     assert (made, moved) == ("mine.py:1", "mine.py:2")
 
 
+def test_copies_may_part_for_a_while() -> None:
+    def is_reported(last: float, end: float, *more: str) -> bool:
+        def sums(values: tuple[float, float]) -> dict[str, Any]:
+            kinds = {kind: {"head": [value, 1.0]} for kind, value in zip(("last", "end"), values, strict=True)}
+            return {"number": 1, "unfrozen": [], "unfrozen_at": "", "backward_line": "", **kinds}
+
+        both = [(rank, "copies", sums(values)) for rank, values in enumerate([(0.1, 0.1), (last, end)])]
+        others = [(rank, kind, {}) for rank in (0, 1) for kind in ("began", *more)]
+        return bool(list(replicas.mistakes([RankEvent(rank, 0.0, *event) for rank, *event in both + others])))
+
+    assert is_reported(0.2, 0.2)
+    assert not is_reported(0.1, 0.2)  # a rank that loads its best weights, to evaluate them
+    assert not is_reported(0.2, 0.1)  # one that had fewer batches, to which DDP's join sends the weights
+    assert not is_reported(0.2, 0.2, "averaged")
+
+
 def test_a_rank_may_have_a_model_of_its_own() -> None:
-    assert mistakes_of(trained(), trained(sharded_steps=1))
+    assert mistakes_of(trained(), trained(common_steps=1))
     assert not mistakes_of(trained(steps=5, backwards=5), trained())
 
 

@@ -25,6 +25,7 @@ from accel_fsdp.launch.ranks.hidden_nan import HiddenNan
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
 from accel_fsdp.launch.ranks.modes import MODES, ObservedModes
 from accel_fsdp.launch.ranks.observing import Observation, after, before
+from accel_fsdp.launch.ranks.replicas import COPIES, ObservedCopies
 from accel_fsdp.launch.ranks.resumes import ObservedResumes
 from accel_fsdp.launch.ranks.saves import ObservedSaves
 from accel_fsdp.launch.ranks.schedules import ObservedSchedules
@@ -93,6 +94,7 @@ def begin() -> Callable[[], None]:
         drawn_rows.LOADERS: steps.drawn.install,
         reduced_losses.REDUCTIONS: reduced_losses.ObservedReductions().install,
         MODES: steps.modes.install,
+        COPIES: steps.copies.install,
         raised.ERRORS: raised.ObservedErrors().install,
     }
     for observation, install in installers.items():
@@ -252,7 +254,7 @@ class _Steps:
         self.uncovered, self.hidden_nan = UncoveredWeights(), HiddenNan()
         self.drawn, self.streams = ObservedRows(), ObservedStreams()
         self.schedules = ObservedSchedules()
-        self.modes = ObservedModes()
+        self.modes, self.copies = ObservedModes(), ObservedCopies()
         self.resumes = ObservedResumes()
         self.module_hooks: list[Any] = []
 
@@ -316,6 +318,7 @@ class _Steps:
         self.modes.ran_backward(self._outermost(), self.weights.steps + 1)
         self.weights.ran_backward(self._outermost())
         self.gradients.ran_backward()
+        self.copies.ran_backward()
         self.drawn.ran_backward()
 
     def report_end(self) -> None:
@@ -327,12 +330,14 @@ class _Steps:
         self.uncovered.report_end()
         self.hidden_nan.report_end()
         self.modes.report_end()
+        self.copies.report_end()
         self.saves.report_held(self.weights.steps)
 
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if _only_creates_states():
             return
-        self.weights.before_step(optimizer, self._outermost(), self.schedules.line_of_move(optimizer))
+        shared, moved_at = self.copies.before_step(optimizer), self.schedules.line_of_move(optimizer)
+        self.weights.before_step(optimizer, self._outermost(), moved_at, shared)
         self.gradients.before_step(optimizer)
         self.schedules.before_step(optimizer)
         self.resumes.before_step(optimizer)

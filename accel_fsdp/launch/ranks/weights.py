@@ -8,7 +8,7 @@ import math
 import sys
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class ObservedWeights:
 
     def __init__(self) -> None:
         self.begun: list[_Begun] = []
-        self.optimizers = self.backwards = self.steps = self.sharded_steps = 0
+        self.optimizers = self.backwards = self.steps = self.common_steps = 0
         self.first = 0
         self.has_reported = False
         self.backward_line = self.sharded_at = ""
@@ -103,24 +103,29 @@ class ObservedWeights:
             self.first = _checksum_of_all(models) if self.steps == 0 else 0
         self.backwards += 1
 
-    def before_step(self, optimizer: Any, models: Iterable["nn.Module"], moved_at: str) -> None:
-        """Called before each step of an optimizer; `moved_at` is the line that moved its schedule last."""
+    def before_step(
+        self, optimizer: Any, models: Iterable["nn.Module"], moved_at: str, shared: Mapping[str, Any]
+    ) -> None:
+        """Called before each step of an optimizer; `moved_at` is the line that moved its schedule last.
+
+        `shared` describes the step if all ranks have copies of its weights.
+        """
         if self.steps == 0:
             events.report("first-step", line=script.line_of_stack(sys._getframe(2)))
             self._report_begun(models)
         self.steps += 1
         self.stepped.add(optimizer)
-        if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
-            self.sharded_steps += 1
-            self._report_settings(optimizer, moved_at)
+        if shared or any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
+            self.common_steps += 1
+            self._report_settings(optimizer, moved_at, shared)
 
-    def _report_settings(self, optimizer: Any, moved_at: str) -> None:
-        """Reports the settings with which all ranks must update their shards."""
+    def _report_settings(self, optimizer: Any, moved_at: str, shared: Mapping[str, Any]) -> None:
+        """Reports the settings with which all ranks must update their shards or copies."""
         groups = [
             {name: _numbers_in(group[name]) for name in SETTINGS if name in group} for group in optimizer.param_groups
         ]
         line = self.made_at.get(id(optimizer), "")
-        events.report("settings", step=self.sharded_steps, groups=groups, line=line, moved_at=moved_at)
+        events.report("settings", step=self.common_steps, groups=groups, line=line, moved_at=moved_at, **shared)
 
     def report_end(self, models: Iterable["nn.Module"]) -> None:
         """Called at the end of the script; `models` are those that it still has, if no optimizer has stepped."""
@@ -130,7 +135,7 @@ class ObservedWeights:
             optimizers=self.optimizers,
             backwards=self.backwards,
             steps=self.steps,
-            sharded_steps=self.sharded_steps,
+            common_steps=self.common_steps,
             kept=is_unchanged,
             backward_line=self.backward_line,
             not_numbers=self._not_numbers(),

@@ -1,0 +1,124 @@
+"""Finds ranks whose copies of a model part during a run, by the weights around each step. Pure."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+
+APART = 1e-5
+"""The largest difference of a weight's sum on two ranks, relative to its norm: copies are equal to the last bit."""
+
+
+@dataclass(frozen=True)
+class Parted:
+    """Two ranks that end with other values of `names`, which DistributedDataParallel keeps equal."""
+
+    ranks: tuple[int, int]
+    names: tuple[str, ...]
+    content: Mapping[str, Any]
+
+    @property
+    def line(self) -> str:
+        return str(self.content["backward_line"])
+
+    @property
+    def end(self) -> str:
+        return f"ranks {self.ranks[0]} and {self.ranks[1]} end with different values of {named(self.names)}"
+
+
+def named(names: Sequence[str]) -> str:
+    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+
+
+def parted(events: Sequence[RankEvent]) -> Parted | None:
+    """The first ranks that part, both after the last step and at the end; None where the script averages weights.
+
+    A rank may load weights after training, to evaluate them, or get others' after fewer batches.
+    """
+    ranks = {event.rank for event in events if event.kind == "began"}
+    if any(event.kind == "averaged" for event in events):
+        return None
+    copies: dict[int, dict[int, Mapping[str, Any]]] = {}
+    for event in events:
+        if event.kind == "copies":
+            copies.setdefault(event.content["number"], {})[event.rank] = event.content
+    for reports in (reports for _, reports in sorted(copies.items()) if reports.keys() == ranks):
+        first, *others = sorted(reports)
+        for rank in others:
+            ends = [_different(reports[first], reports[rank], kind) for kind in ("last", "end")]
+            if names := [name for name in ends[1] if name in ends[0] or name not in reports[first]["last"]]:
+                return Parted((first, rank), tuple(names), reports[first])
+    return None
+
+
+def _different(first: Mapping[str, Any], other: Mapping[str, Any], kind: str) -> list[str]:
+    pairs = ((name, *first[kind][name], *other[kind][name]) for name in first[kind] if name in other[kind])
+    return [name for name, total, norm, others, _ in pairs if abs(total - others) > APART * norm]
+
+
+def unfrozen(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """DDP averages gradients of the weights alone that needed some when it wrapped the model."""
+    found = parted(events)
+    if names := [name for name in found.names if name in found.content["unfrozen"]] if found else []:
+        verb = "were" if len(names) > 1 else "was"
+        yield Failure(
+            f"{named(names)} {verb} frozen when DistributedDataParallel wrapped the model: unfrozen later, gradients "
+            "are not averaged over ranks",
+            SCRIPT,
+            "freeze after prepare, with find_unused_parameters=True in DistributedDataParallelKwargs; or wrap the "
+            "model again after unfreezing",
+            found.content["unfrozen_at"] if found else "",
+        )
+
+
+def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """The first step at which the copies part, and how."""
+    if (found := parted(events)) is None:
+        return
+    first, other = found.ranks
+    reports = {rank: _steps(events, rank) for rank in found.ranks}
+    for step, (one, two) in enumerate(zip(reports[first], reports[other], strict=False), 1):
+        if one["backwards"] != two["backwards"]:
+            batches = f"{one['backwards']} batches on rank {first} and {two['backwards']} on rank {other}"
+            what = f"the ranks step at different batches: step {step} comes after {batches}; {found.end}"
+            fix = "decide on all ranks alike whether to step: by a loss that is reduced over ranks"
+            yield Failure(what, SCRIPT, fix, _first_step(events, first))
+            return
+        if "before" not in one or "before" not in two or _near(one["before"], two["before"]):
+            continue
+        yield _between(found, step, one, two) if _near(one["since"], two["since"]) else _in_step(found, step - 1)
+        return
+    yield _in_step(found, len(reports[first]))
+
+
+def _between(found: Parted, step: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> Failure:
+    changed = [rank for rank, now in zip(found.ranks, (one, two), strict=True) if now["since"] != now["before"]]
+    who = f"rank {changed[0]} alone changes its weights" if len(changed) == 1 else "weights change differently"
+    when = f"between steps {step - 1} and {step}" if step > 1 else "before the first step"
+    fix = "change weights on all ranks in the same way"
+    return Failure(f"{when} {who}: {found.end}", SCRIPT, fix, one["loaded_at"] or two["loaded_at"] or found.line)
+
+
+def _in_step(found: Parted, step: int) -> Failure:
+    fix = (
+        "run forward through the prepared model and backward without no_sync; change gradients and steps on all ranks "
+        "alike"
+    )
+    return Failure(f"step {step} changes weights differently: {found.end}", SCRIPT, fix, found.line)
+
+
+def _near(total: float | None, other: float | None) -> bool:
+    return total == other or (None not in (total, other) and math.isclose(total or 0, other or 0, rel_tol=1e-9))
+
+
+def _steps(events: Sequence[RankEvent], rank: int) -> list[Mapping[str, Any]]:
+    reports = (event.content for event in events if event.kind == "settings" and event.rank == rank)
+    return [content for content in reports if "backwards" in content]
+
+
+def _first_step(events: Sequence[RankEvent], rank: int) -> str:
+    lines = (event.content["line"] for event in events if event.kind == "first-step" and event.rank == rank)
+    return next(lines, "")
