@@ -317,11 +317,22 @@ def _names(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
 
+def _buffers(content: Mapping[str, Any]) -> Failure:
+    first, other = content["ranks"]
+    what = (
+        f"ranks {first} and {other} train with different values of {content['name']}, a buffer that each changes by "
+        "its own rows: a checkpoint has those of one rank"
+    )
+    fix = "torch.distributed.all_reduce of what changes it, so that it is of all ranks' rows"
+    return Failure(what, SCRIPT, fix, content["line"])
+
+
 SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "gradient": _gradient,
     "all-gradients": _all_gradients,
     "copies": _copies,
     "begins": _begins,
+    "buffers": _buffers,
     "more-steps": _more_steps,
     "behind": _behind,
     "behind-deepspeed": _behind_deepspeed,

@@ -111,6 +111,21 @@ if NAME == "experts":
             return self.experts[accelerator.process_index](x)  # type: ignore[no-any-return]
 
     model.model.layers[0].mlp = Experts()
+if NAME == "statistics of each rank":
+
+    class Centred(nn.Module):
+        """Subtracts a running mean of the rank's own rows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(model.config.hidden_size))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x - self.mean
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.5)  # type: ignore[operator]
+            return y
+
+    model.lm_head = nn.Sequential(Centred(), model.lm_head)
 if NAME == "task of each rank":
 
     class Heads(nn.Module):

@@ -30,6 +30,22 @@ loader: Any = DataLoader(torch.randint(0, 100, (32, 12)), batch_size=2)  # type:
 if {"frozen weights", "gradual unfreezing"} & {*WAYS}:
     for layer in model.model.layers[:1]:
         layer.requires_grad_(False)
+if "buffers" in WAYS:
+
+    class Normed(nn.Module):
+        """Multiplies by a number that falls in each step, and keeps statistics of the rank's own rows."""
+
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner, self.statistics = inner, nn.BatchNorm1d(model.config.hidden_size)
+            self.register_buffer("heat", torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            x = self.statistics(x.transpose(1, 2)).transpose(1, 2) * self.heat.clone()
+            self.heat.mul_(0.5)  # type: ignore[operator]
+            return self.inner(x)
+
+    model.lm_head = Normed(model.lm_head)
 if "gradient checkpointing" in WAYS:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 if "adapter" in WAYS:

@@ -122,6 +122,9 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "gather of other sizes on each rank": ("gathers other sizes", {}, "the script", "accelerator.gather("),
     "shards of gradients summed over ranks": ("sums shards", FSDP2, "the script", "all_reduce(parameter.grad.to_local"),
     "shards of weights sent to all ranks": ("sends shards", FSDP1, "the script", "broadcast(parameter.data"),
+    "statistics of each rank": (
+        "statistics of each rank", FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, "the script", "self.mean.lerp_(",
+    ),
     "a head for each rank": ("task of each rank", FSDP2, "the script", "accelerator.backward(loss * scale"),
     "fewer batches on one rank": ("uneven batches", FSDP2, "the script", "loss = model(input_ids"),
     "use_orig_params: false with frozen layers": (

@@ -9,12 +9,14 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.launch.ranks import events, parts, script
+from accel_fsdp.launch.ranks.holding import user_name
 from accel_fsdp.launch.ranks.observing import before, replace
 from accel_fsdp.launch.ranks.parts import Place
 from accel_fsdp.library_internals import Internal
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 METHODS = (
     *("__iadd__", "__imul__", "__isub__", "__itruediv__", "__setitem__", "add_", "addcmul_", "clamp_", "copy_", "div_"),
@@ -36,12 +38,15 @@ RELIES_ON = (
 class ObservedLines:
     """`is_outside` says whether the script runs neither forward and backward passes nor steps of the recorded model.
 
-    `cleared` is the line that cleared gradients last, `unsynced` the line that currently turns off their reduction.
+    `cleared` is the line that cleared gradients last, `unsynced` the line that currently turns off their reduction,
+    `buffer_lines` has those that change buffers in a forward pass.
     """
 
     def __init__(self, is_outside: Callable[[], bool], places: Callable[[], Iterable[Place]]) -> None:
         self.is_outside, self.places = is_outside, places
         self.changed: dict[int, str] = {}
+        self.buffers: dict[int, str] = {}
+        self.buffer_lines: dict[str, str] = {}
         self.cleared = self.unsynced = ""
         self.has_averaged = False
         self.summed: tuple[torch.Tensor, torch.Tensor, str] | None = None
@@ -69,6 +74,10 @@ class ObservedLines:
     def forget(self) -> None:
         self.changed, self.cleared = {}, ""
 
+    def watch_buffers(self, model: "nn.Module") -> None:
+        """Called before each forward pass, which may change buffers."""
+        self.buffers = {_storage(buffer): user_name(name) for name, buffer in model.named_buffers()}
+
     def of(self, places: Iterable[Place], tensor_of: Callable[["torch.Tensor"], Any]) -> dict[str, str]:
         """The lines that changed the weights of `places`, or the tensors that `tensor_of` returns for them, by name."""
         tensors = {place.name: tensor_of(place.parameter) for place in places}
@@ -78,9 +87,12 @@ class ObservedLines:
     def _record_change(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         import torch
 
-        if not torch.compiler.is_compiling() and self.is_outside():
-            changed = args[0] if args else kwargs.get("tensor")
-            self.changed[_storage(changed)] = script.line_of_stack(sys._getframe(2))
+        if not torch.compiler.is_compiling():
+            changed = _storage(args[0] if args else kwargs.get("tensor"))
+            if self.is_outside():
+                self.changed[changed] = script.line_of_stack(sys._getframe(2))
+            elif name := self.buffers.get(changed):
+                self.buffer_lines[name] = script.line_of_stack(sys._getframe(2))
         return original(*args, **kwargs)
 
     def _record_clearing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import is_installed
-from accel_fsdp.launch.ranks import accumulation, events, graph, lines, parts, precision, script
+from accel_fsdp.launch.ranks import accumulation, buffers, events, graph, lines, parts, precision, script
 from accel_fsdp.launch.ranks.copies import Copy, copied, has_hooks, hooks_of, loaded_in_shards, outermost
 from accel_fsdp.launch.ranks.holding import unwrapped, user_name
 from accel_fsdp.launch.ranks.lines import ObservedLines
@@ -67,6 +67,7 @@ class Recorder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.copies: list[Copy] = []
+        self.buffers: list[buffers.Buffers] = []
         self.optimizers: list[list[Any]] = []
         self.prepared: dict[int, weakref.ref[nn.Module]] = {}
         self.models: weakref.WeakKeyDictionary[nn.Module, tuple[int, str]] = weakref.WeakKeyDictionary()
@@ -119,6 +120,7 @@ class Recorder:
         number = len(self.copies)
         self.wrapped_at = self.wrapped_at or script.line_of_stack(sys._getframe(2))
         self.copies.append(copied(root))
+        self.buffers.append(buffers.copied(root))
         self.models |= {inner: (number, path) for path, inner in root.named_modules()}
         self.prepared[number] = weakref.ref(root)
 
@@ -218,6 +220,8 @@ class Recorder:
         inner = unwrapped(module)
         evaluating = [name for name, part in inner.named_modules() if not part.training]
         forward = Forward(number, path, inputs, torch.get_rng_state(), [user_name(name) for name in evaluating])
+        forward.buffers = buffers.changed(module, path, self.buffers[number])
+        self.lines.watch_buffers(inner)
         self.update.forwards.append(forward)
         return forward
 

@@ -22,7 +22,7 @@ class Forward:
     """One outermost forward pass: `module` is its path in the model, `gradients` those of its outputs, in order.
 
     `outputs` has the values of the outputs that may have gradients. `loss` is the number of the output that the model
-    itself calls its loss, `evaluating` the modules in that mode.
+    itself calls its loss, `evaluating` the modules in that mode, `buffers` those that have changed, None for rank 0's.
     """
 
     model: int
@@ -32,6 +32,7 @@ class Forward:
     evaluating: list[str]
     gradients: "list[torch.Tensor | None]" = field(default_factory=list)
     outputs: "dict[int, torch.Tensor]" = field(default_factory=dict)
+    buffers: "dict[str, torch.Tensor] | None" = field(default_factory=dict)
     loss: int | None = None
 
 
@@ -101,8 +102,14 @@ class Update:
 
 
 def united(updates: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Adds to the first rank's update the names of trained weights, and of each optimizer's, that only others hold."""
+    """Adds to the first rank's update the names of trained weights, and of each optimizer's, that only others hold.
+
+    Gives the buffers that DDP sends from rank 0 to the others' forward passes.
+    """
     first = updates[0]
+    for update in updates:
+        for forward, first_forward in zip(update["forwards"], first["forwards"], strict=False):
+            forward["buffers"] = first_forward["buffers"] if forward["buffers"] is None else forward["buffers"]
     first["trained"] = list(dict.fromkeys(name for update in updates for name in update["trained"]))
     for of_ranks in zip(*(update["steps"] for update in updates), strict=False):
         groups = zip(*(step["names"] for step in of_ranks), strict=True)

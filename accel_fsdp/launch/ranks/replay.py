@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import cpu
 from accel_fsdp.config import LONG_DTYPES
-from accel_fsdp.launch.ranks import between_ranks, events, loss_shares, parts, precision
+from accel_fsdp.launch.ranks import between_ranks, buffers, events, loss_shares, parts, precision
 from accel_fsdp.launch.ranks.alone import Unrepeatable, alone
 from accel_fsdp.launch.ranks.between_ranks import MOSTLY
 from accel_fsdp.launch.ranks.holding import user_name
@@ -116,6 +116,7 @@ class _Repeated:
             raise Unrepeatable("no model of it was copied before it was sharded")
         self.model: nn.Module = model
         self.optimizers = recorder.optimizers[number]
+        self.buffers, self.buffer_lines = recorder.buffers[next(iter(used))], recorder.lines.buffer_lines
         self.wrapped_at = recorder.wrapped_at
         self.is_unscaled = loss_shares.lack_ranks(updates)
         self.trainer_losses = recorder.trainer_losses.calls
@@ -143,6 +144,7 @@ class _Repeated:
             self._report("hidden", self._line_of_change(hidden), name=hidden)
             return
         plain = self._gradients()
+        self._compare_buffers()
         if self.is_unscaled and math.isclose(ratio(reduced, plain), len(self.with_rows), rel_tol=SUMMED):
             self.is_unscaled = False
             plain = {name: len(self.with_rows) * gradient for name, gradient in plain.items()}
@@ -245,7 +247,7 @@ class _Repeated:
         for number, value in forward["outputs"].items():
             if norm(outputs[number].detach() - value) > tolerance * norm(value):
                 raise Unrepeatable(
-                    "the forward pass gives other values there: it depends on more than its inputs and weights"
+                    "the forward pass gives other values there: it depends on more than inputs, weights, buffers"
                 )
         pairs = [
             (output, gradient.to(output.dtype).reshape(output.shape))
@@ -261,6 +263,7 @@ class _Repeated:
         evaluating = set(forward["evaluating"])
         for path, part in module.named_modules():
             part.training = user_name(path) not in evaluating
+        buffers.restore(self.model, self.buffers, forward["buffers"])
         torch.set_rng_state(forward["random"])
         precision = self.first["precision"]
         dtype = getattr(torch, LONG_DTYPES[precision]) if precision in LONG_DTYPES else None
@@ -356,6 +359,14 @@ class _Repeated:
         elif content:
             line = between_ranks.line_of(self.updates, "changed", content["name"])
             self._report("copies", line or self._step_line, of=what, **content)
+
+    def _compare_buffers(self) -> None:
+        for forwards in zip(*(update["forwards"] for update in self.with_rows), strict=False):
+            with alone():
+                content = buffers.apart(self.model, self.buffers, forwards, self._as_recorded)
+            if content:
+                line = self.buffer_lines.get(content["name"]) or self.first["line"]
+                return self._report("buffers", line, **content)
 
     def _compare_steps(self, before: Tensors, used: Tensors, after: Tensors) -> str:
         """Repeats each optimizer's step with the gradients that it used; returns why it can't, or an empty text."""
