@@ -85,6 +85,12 @@ KNOWN = (
         "after evaluation some units stay whole until the next backward pass: call reshard() of each FSDPModule in "
         "model.modules() before weights are read or changed",
     ),
+    Cause(
+        "in the optimizer couldn't be switched to its sharded version",
+        SCRIPT,
+        "give the optimizer only weights of the model that prepare gets in the same call: move others, such as learned "
+        "weights of a loss, into this model, so that FSDP shards them and averages their gradients",
+    ),
     Cause(r"is not in the optimizer state\. The FSDPParamInfo", SCRIPT, ONE_OPTIMIZER),
     Cause("IndexError: list index out of range", SCRIPT, ONE_OPTIMIZER, at=r"_fsdp_optimizer\(.*_models\[i\]"),
     Cause(

@@ -43,9 +43,10 @@ def summary(events: Sequence[RankEvent]) -> str:
         return ""
     difference = max(update["apart"] for update in updates)
     compared = "gradients and weights of" if not any(update["steps"] for update in updates) else "gradients of"
+    compared = "gradients after backward in" if any(update["changed"] for update in updates) else compared
     notes = "".join(f"; its step was not repeated: {update['steps']}" for update in updates[:1] if update["steps"])
     if any(update["changed"] for update in updates):
-        notes += "; not repeated: what the script changes in gradients between backward and step"
+        notes += "; not repeated: what the script changes in them before the step"
     if uncovered := updates[0]["uncovered"]:
         notes += f"; no optimizer has {_names(uncovered)}, which have gradients"
     steps = f"the first {len(updates)} steps" if len(updates) > 1 else "the first step"
@@ -65,6 +66,10 @@ def _gradient(content: Mapping[str, Any]) -> Failure:
         "see what changes gradients between forward and step: hooks of the script, no_sync, a divide factor; or a "
         "library is at fault"
     )
+    if content["kept"]:
+        what += ": the step's last backward pass keeps gradients on each rank"
+        fix = "turn their reduction on before the forward pass of a step's last micro-batch: outside of no_sync, or by "
+        fix += "set_requires_gradient_sync(True)"
     return Failure(what, SCRIPT, fix, content["line"])
 
 

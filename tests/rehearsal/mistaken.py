@@ -255,6 +255,9 @@ for step, batch in enumerate(epochs):  # twice
         loss = scaled(loss)
     if NAME == "reduced loss":
         loss = accelerator.reduce(loss, "mean")
+    if NAME == "syncs the first":
+        model.set_requires_gradient_sync(step % 2 == 0)
+        steps = step % 2 == 1
     if NAME == "clips before backward":
         accelerator.clip_grad_norm_(model.parameters(), 1e-3)
     if NAME == "not divided":
@@ -319,7 +322,7 @@ for step, batch in enumerate(epochs):  # twice
                 getattr(parameter, "_local_tensor", parameter).mul_(1.1)
     if NAME == "other seeds":
         model.zero_grad()
-    elif NAME != "never cleared":
+    elif NAME != "never cleared" and (steps or NAME != "syncs the first"):
         optimizer.zero_grad(set_to_none=NAME != "none")
     if NAME == "unfrozen late" and step == 2:
         model.requires_grad_(True)

@@ -198,6 +198,9 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "no_sync around every step, and weights that are compared": (
         "not synced, but compared", {}, "the script", "synced.enter_context(",
     ),
+    "gradients reduced in the first micro-batch alone": (
+        "syncs the first", FSDP2, "the script", "set_requires_gradient_sync(",
+    ),
     "an optimizer that is not prepared": ("optimizer not prepared", {}, "the script", "optimizer.step()"),
     "trained weights that FSDP ignores": ("head ignored", FSDP1, "the script", "prepare(model, optimizer, loader)"),
     "losses not divided by the accumulation steps": ("not divided", FSDP1, "the script", "loss.backward()"),
@@ -225,6 +228,9 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "steps early", FSDP2, "gradient_accumulation_steps", "accelerator.backward(loss * scale)",
     ),
     "gradients summed again": ("summed again", {}, "the script", "all_reduce(parameter.grad)"),
+    "a learned weight of a loss, not prepared, under FSDP2": (
+        "learned weight of a loss", FSDP2, "the script", "prepare(model, optimizer, loader)",
+    ),
     "a NaN loss replaced": ("NaN hidden", FSDP2, "the script", "torch.nan_to_num(model"),
     "a NaN loss replaced after a step": ("NaN hidden late", FSDP2, "the script", "torch.nan_to_num(mean)"),
     "a NaN loss masked after a step": ("NaN masked late", FSDP2, "the script", "torch.where(mean.isnan()"),

@@ -302,7 +302,8 @@ class _Repeated:
             own_ratio = 0.0 if on_ranks is None else ratio({worst_name: on_ranks}, {worst_name: plain[worst_name]})
             self._report(
                 "gradient",
-                (own_ratio == 0 and self.first["unsynced"]) or self.first["line"],
+                self.first["unsynced"] or self.first["line"],
+                kept=bool(self.first["unsynced"]),
                 name=worst_name,
                 apart=worst,
                 ratio=own_ratio,
