@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from accel_fsdp.launch.ranks import RankEvent
 from accel_fsdp.rehearsal import repeated
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.units import counted
 
 ROW = 3
 """The last backward passes without a gradient that show a mistake; a single batch may have no labels."""
@@ -14,6 +15,17 @@ def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
     yield from _hidden_nan(events)
     yield from _in_no_optimizer(events)
     yield from _evaluating(events)
+    yield from _without_dimensions(events)
+
+
+def _without_dimensions(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """Groups of an optimizer by dimensions that FSDP1's shards don't have: weights that should decay do not."""
+    event = next((event for event in events if event.kind == "flat-groups"), None)
+    if event:
+        count, decay = event.content["count"], event.content["decay"]
+        what = f"all {count} weights have a weight_decay of {decay:g}: groups by dimensions, and FSDP1's shards have 1"
+        fix = "make the groups and the optimizer before prepare, and prepare both in one call; or choose by name"
+        yield Failure(what, SCRIPT, fix, event.content["line"])
 
 
 def _evaluating(events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -51,5 +63,14 @@ def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
     left = thawed or sorted(kept)
     if not thawed and (not left or len(left) >= reports[0]["count"] / 2):
         return
+    more = ", unfrozen after the first step" if thawed else ""
+    first = reports[0]
+    if thawed and first["added_at"] and first["strange"]:
+        more += f": {counted(first['strange'], 'weight')} that add_param_group added belong to no prepared model"
+        fix = "add_param_group with the prepared model's parameters, not those from before prepare"
+        failure = repeated.untrained(left, more, fix, events)
+        failure.line = first["added_at"]
+        yield failure
+        return
     fix = "optimizer.add_param_group with the unfreezing; or give all weights to the optimizer, which skips frozen ones"
-    yield repeated.untrained(left, ", unfrozen after the first step" if thawed else "", fix, events)
+    yield repeated.untrained(left, more, fix, events)

@@ -67,7 +67,7 @@ if NAME == "parts of a stream":
 if NAME == "same order":
     loader = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))  # type: ignore[arg-type, var-annotated]
 
-if NAME in ("frozen layers", "unfrozen late", "unfrozen copies", "unfrozen copies late"):
+if NAME in ("frozen layers", "unfrozen late", "unfrozen copies", "unfrozen copies late", "stale group"):
     for parameter in model.model.layers[0].self_attn.parameters():
         parameter.requires_grad = False
 if NAME == "forgotten random state":
@@ -147,6 +147,7 @@ if NAME == "head ignored":
 rate = {"rates apart": 1e-3 * (1 + accelerator.process_index), "rate of 0": 0.0}.get(NAME, 1e-3)
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad or "copies" in NAME]
 optimizer = torch.optim.AdamW(trained or model.parameters(), lr=rate)
+stale = [parameter for parameter in model.parameters() if not parameter.requires_grad]
 moves = len(loader) if NAME == "rate for all ranks" else 0
 if NAME == "learned weight of a loss":
     optimizer = torch.optim.AdamW([*model.parameters(), *scaled.parameters()], lr=1e-3)
@@ -155,6 +156,13 @@ if NAME == "head forgotten":
 if NAME == "optimizer of other weights":
     optimizer = torch.optim.AdamW([nn.Parameter(p.detach().clone()) for p in model.parameters()], lr=1e-3)
     model = accelerator.prepare(model)
+elif NAME == "decay by dimensions":
+    model = accelerator.prepare(model)
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-3)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
 elif NAME == "optimizer not prepared":
     model, loader = accelerator.prepare(model, loader)
 elif NAME == "optimizer before prepare":
@@ -326,11 +334,15 @@ for step, batch in enumerate(epochs):  # twice
         optimizer.zero_grad(set_to_none=NAME != "none")
     if NAME == "unfrozen late" and step == 2:
         model.requires_grad_(True)
+    if NAME == "stale group" and step == 1:
+        model.requires_grad_(True)
+        optimizer.optimizer.add_param_group({"params": stale})
     if NAME == "unfrozen copies late" and step == 1:
         model.module.model.layers[0].requires_grad_()  # that DDP had frozen
     if NAME == "reloads" and step == 1 and accelerator.is_main_process:
         model.load_state_dict(best)
-    copied = (
+    parting = (
+        "stale group",
         "skips a step",
         "other batches",
         "rate of each rank",
@@ -338,7 +350,7 @@ for step, batch in enumerate(epochs):  # twice
         "reloads",
         "not synced late",
     )
-    later = (*copied, "another order", "unfrozen late", "stays in evaluation", *HIDDEN_LATE)
+    later = (*parting, "another order", "unfrozen late", "stays in evaluation", *HIDDEN_LATE)
     if step == {"same order": 5, **dict.fromkeys(later, 3)}.get(NAME, 3 if "rate " in NAME else 2 * ACCUMULATED - 1):
         break
 

@@ -155,6 +155,12 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "fewer rows on one rank": ("fewer rows", FSDP2, "the script", "batch_size=2 - accelerator.process_index"),
     "a head in no optimizer": ("head forgotten", FSDP2, "the script", "AdamW(model.model.parameters()"),
     "layers unfrozen later, in no optimizer": ("unfrozen late", FSDP2, "the script", "AdamW(trained or"),
+    "layers unfrozen later, added as they were before prepare": (
+        "stale group", FSDP2, "the script", "add_param_group({",
+    ),
+    "groups of an optimizer by dimensions": (
+        "decay by dimensions", FSDP1, "the script", "if parameter.dim() == 1]",
+    ),
     "set_epoch() forgotten": ("same order", {}, "the script", "# twice"),
     "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
     "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),
@@ -357,6 +363,7 @@ def test_weights_in_no_optimizer_may_be_meant() -> None:
 def test_weights_may_be_left_out_of_optimizers_on_purpose() -> None:
     def is_reported(count: int, trained: tuple[str, ...] = (), thawed: tuple[str, ...] = ()) -> bool:
         content = {"kept": ["head"], "trained": list(trained), "thawed": list(thawed), "count": count}
+        content |= {"strange": 0, "added_at": ""}
         return bool(list(effects.mistakes([RankEvent(0, 0.0, "uncovered", content)])))
 
     assert is_reported(3)

@@ -54,8 +54,11 @@ class UncoveredWeights:
             if is_new and nonzero_part(weight) is not None:
                 self.uncovered[name] = _Uncovered(id(weight), checksum(parts.local(weight)))
 
-    def report_end(self) -> None:
-        """Reports the weights that never changed on this rank, those that did, and those that were frozen at first."""
+    def report_end(self, added_at: str) -> None:
+        """Reports the weights that never changed on this rank, those that did, and those that were frozen at first.
+
+        `added_at` is the line that added weights to an optimizer, `strange` the number of those that no model has.
+        """
         weights = dict(self._weights())
         kept, trained, thawed = list[str](), list[str](), list[str]()
         for name, weight in self.uncovered.items():
@@ -64,7 +67,9 @@ class UncoveredWeights:
             thawed += [name] if weight.number in self.frozen else []
         if self.uncovered:
             count = sum(weight.requires_grad for weight in weights.values())
-            events.report("uncovered", kept=kept, trained=trained, thawed=thawed, count=count)
+            strange = len(self.covered - {id(weight) for weight in weights.values()})
+            counts = {"count": count, "strange": strange}
+            events.report("uncovered", kept=kept, trained=trained, thawed=thawed, added_at=added_at, **counts)
 
     def _weights(self) -> Iterable[tuple[str, Any]]:
         models = (model for model_ref in self.models if (model := model_ref()) is not None)

@@ -327,7 +327,7 @@ class _Steps:
         self.drawn.report_end(self.rows, self.rows_line)
         self.streams.report_end(self.drawn.made_at)
         self.schedules.report_end(self.drawn.batches)
-        self.uncovered.report_end()
+        self.uncovered.report_end(self.weights.added_at)
         self.hidden_nan.report_end()
         self.modes.report_end()
         self.copies.report_end()

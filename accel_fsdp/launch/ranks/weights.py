@@ -26,7 +26,12 @@ SHARDED = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
 SETTINGS = ("lr", "weight_decay", "betas", "momentum")
 """The settings with which an optimizer updates a group of parameters; they must be equal on all ranks."""
 OPTIMIZERS = Observation(
-    "optimizers that are made", (Internal("torch.optim:Optimizer.__init__", "self params defaults"),)
+    "optimizers that are made",
+    (
+        Internal("torch.optim:Optimizer.__init__", "self params defaults"),
+        Internal("torch.optim:Optimizer.add_param_group", "self param_group"),
+        Internal(f"{FLAT}._shapes"),
+    ),
 )
 FSDP1 = Observation(
     "weights before FSDP1 shards them",
@@ -58,7 +63,7 @@ class ObservedWeights:
         self.optimizers = self.backwards = self.steps = self.common_steps = 0
         self.first = 0
         self.has_reported = False
-        self.backward_line = self.sharded_at = ""
+        self.backward_line = self.sharded_at = self.added_at = ""
         self.made_at: dict[int, str] = {}
         self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -68,6 +73,7 @@ class ObservedWeights:
             from torch.optim import Optimizer
 
             after(Optimizer, "__init__", self._count_optimizer)
+            after(Optimizer, "add_param_group", self._note_group)
         if FSDP1.is_possible:
             from torch.distributed.fsdp._flat_param import FlatParamHandle
 
@@ -80,6 +86,29 @@ class ObservedWeights:
     def _count_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.optimizers += 1
         self.made_at[id(optimizer)] = script.line_of_stack(sys._getframe(2))
+        self._report_flat_groups(optimizer, self.made_at[id(optimizer)])
+
+    def _note_group(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        if id(optimizer) in self.made_at:  # not in its `__init__`
+            self.added_at = script.line_of_stack(sys._getframe(2))
+
+    def _report_flat_groups(self, optimizer: Any, line: str) -> None:
+        """Reports an optimizer whose weights all have one decay, as FSDP1 took the dimensions by which they differ.
+
+        A group without decay may be meant, so the script's lines above must ask for dimensions.
+        """
+        groups, default = optimizer.param_groups, optimizer.defaults.get("weight_decay")
+        weights = [weight for group in groups for weight in group["params"]]
+        decays = {group.get("weight_decay") for group in groups if group["params"]}
+        if len(decays) > 1 or any(weight.dim() > 1 or not is_sharded(weight) for weight in weights):
+            return
+        flats = [begun.of().flat_param for begun in self.begun if hasattr(begun.of(), "flat_param")]
+        dimensions = {len(shape) for flat in flats for shape in flat._shapes}
+        asked_at = next((at for word in (".dim()", ".ndim") if (at := script.line_above(line, word)) != line), "")
+        others = {group.get("weight_decay") for group in groups} | {default}
+        is_meant = decays != {0.0} and len(groups) == 1
+        if asked_at and len(dimensions) > 1 and others != decays and not is_meant:
+            events.report("flat-groups", count=len(weights), decay=decays.pop(), line=asked_at)
 
     def _watch_sharding(self, owner: Any, name: str, sums: Callable[..., Sequence[tuple[float, float]]]) -> None:
         """Records the weights of each unit before a method shards them, and this rank's part afterwards."""
