@@ -153,10 +153,10 @@ def _more_steps(content: Mapping[str, Any]) -> Failure:
 def _begins(content: Mapping[str, Any]) -> Failure:
     changed, unchanged = content["ranks"]
     what = (
-        f"before the first step rank {changed} has other weights than the model that was wrapped on rank 0, and rank "
-        f"{unchanged} has these"
+        f"before the first step rank {changed} no longer has the weights with which the model was wrapped on rank 0; "
+        f"rank {unchanged} still has them"
     )
-    fix = "the same seed on all ranks before the model is made; and no values of another rank into wrapped weights"
+    fix = "the same seed on all ranks before the model is made; and no broadcast of shards, which differ by rank"
     return Failure(what, SCRIPT, fix, content["line"])
 
 
