@@ -16,6 +16,7 @@ def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
     yield from _in_no_optimizer(events)
     yield from _evaluating(events)
     yield from _without_dimensions(events)
+    yield from _left_over(events)
 
 
 def _without_dimensions(events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -35,6 +36,20 @@ def _evaluating(events: Sequence[RankEvent]) -> Iterator[Failure]:
         since, steps = event.content["since"], event.content["steps"]
         what = f"steps {since} to {steps} train in evaluation mode, without dropout, and those before in training mode"
         yield Failure(what, SCRIPT, "model.train() after each evaluation", event.content["line"])
+
+
+def _left_over(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    event = next((event for event in events if event.kind == "left-over"), None)
+    if event:
+        passes, usual = event.content["passes"], counted(event.content["usual"], "batch", "batches")
+        yield Failure(
+            f"no step comes after the last batch of an epoch of rank {event.rank}: the next epoch's first step has the "
+            f"gradients of {passes} batches, and other steps those of {usual}",
+            SCRIPT,
+            "a step at the last batch too, as with accelerator.accumulate(model): len(loader) is that of the prepared "
+            "loader, which has only this rank's batches; or zero_grad() at the end of an epoch",
+            event.content["line"],
+        )
 
 
 def _hidden_nan(events: Sequence[RankEvent]) -> Iterator[Failure]:

@@ -29,7 +29,7 @@ if NAME == "other seeds":
     torch.manual_seed(accelerator.process_index)
     model.lm_head.reset_parameters()
     torch.manual_seed(0)
-rows = torch.randint(0, 100, (6 if NAME == "uneven batches" else 16, 12))
+rows = torch.randint(0, 100, ({"uneven batches": 6, "batch left over": 20}.get(NAME, 16), 12))
 loader = DataLoader(rows, batch_size=2)  # type: ignore[arg-type]
 if NAME == "sharded twice":
     loader = DataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))  # type: ignore[arg-type, var-annotated]
@@ -283,6 +283,9 @@ for step, batch in enumerate(epochs):  # twice
     elif NAME == "each batch cleared":
         accelerator.backward(loss / 2)
         steps = step == 1
+    elif NAME == "batch left over":
+        accelerator.backward(loss / 2)
+        steps = step % 5 in (1, 3)
     else:
         accelerator.backward(loss * scale)
     accelerator.print(f"step {step}: loss {loss.item():.4f}")
@@ -330,7 +333,7 @@ for step, batch in enumerate(epochs):  # twice
                 getattr(parameter, "_local_tensor", parameter).mul_(1.1)
     if NAME == "other seeds":
         model.zero_grad()
-    elif NAME != "never cleared" and (steps or NAME != "syncs the first"):
+    elif NAME != "never cleared" and (steps or NAME not in ("syncs the first", "batch left over")):
         optimizer.zero_grad(set_to_none=NAME != "none")
     if NAME == "unfrozen late" and step == 2:
         model.requires_grad_(True)
@@ -351,7 +354,9 @@ for step, batch in enumerate(epochs):  # twice
         "not synced late",
     )
     later = (*parting, "another order", "unfrozen late", "stays in evaluation", *HIDDEN_LATE)
-    if step == {"same order": 5, **dict.fromkeys(later, 3)}.get(NAME, 3 if "rate " in NAME else 2 * ACCUMULATED - 1):
+    if step == {"same order": 5, "batch left over": 6, **dict.fromkeys(later, 3)}.get(
+        NAME, 3 if "rate " in NAME else 2 * ACCUMULATED - 1
+    ):
         break
 
 if NAME == "weights after evaluation":

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from conftest import ROOT, accel_fsdp
 
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.hardware import host
-from accel_fsdp.launch.ranks import RankEvent, gradients, measure, read, script
+from accel_fsdp.launch.ranks import RankEvent, drawn_rows, gradients, leftover, measure, read, script
 from accel_fsdp.rehearsal import blame, effects, job, mistakes, on_cpu, own_script, repeated, replicas
 from accel_fsdp.rehearsal.job import Outcome
 
@@ -229,6 +230,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "a scheduler of another optimizer": ("scheduler of another optimizer", FSDP1, "the script", "ConstantLR("),
     "no weight that needs gradients": ("nothing trained", FSDP2, "the script", "optimizer.step()"),
     "gradients cleared with each micro-batch": ("each batch cleared", FSDP2, "the script", "set_to_none=NAME"),
+    "an epoch's last batch without a step": ("batch left over", {}, "the script", "optimizer.step()"),
     "a state before prepare": ("loads before prepare", FSDP2, "the script", "accelerator.load_state(MODEL)"),
     "a step before all its batches": (
         "steps early", FSDP2, "gradient_accumulation_steps", "accelerator.backward(loss * scale)",
@@ -421,6 +423,39 @@ def test_gradients_may_be_cleared_in_many_ways(
             clears(optimizers, models)
     first = [event.content["kept"] for event in read(tmp_path) if event.content["step"] == 2][:1]
     assert first == [is_kept]
+
+
+@pytest.mark.parametrize(
+    ("steps", "cleared", "is_left"),
+    [
+        ((2, 4, 7, 9), (), True),
+        ((2, 4, 6, 8, 10), (), False),
+        ((2, 4, 5, 7, 9, 10), (), False),
+        ((2, 4, 7), (5,), False),
+    ],
+    ids=["left over", "count goes on", "step at the end", "cleared at the end"],
+)
+def test_gradients_may_be_kept_over_epochs(
+    steps: tuple[int, ...], cleared: tuple[int, ...], is_left: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of epochs of five batches."""
+    monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(tmp_path))
+    rows = drawn_rows.ObservedRows()
+    observed, loader = leftover.LeftoverGradients(rows), drawn_rows._Loader()
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for number in range(1, 11):
+        if number % 5 == 1:
+            rows.last = drawn_rows._Pass(loader, weakref.ref(weight), drawn_rows.DrawnRows("", ""))
+        observed.before_backward()
+        weight.square().sum().backward()
+        observed.ran_backward()
+        if number in steps:
+            observed.before_step(optimizer)
+            optimizer.step()
+        if number in (*steps, *cleared):
+            optimizer.zero_grad()
+    assert bool(read(tmp_path)) == is_left
 
 
 def test_ranks_that_run_other_units_are_told_before_backward_hangs() -> None:

@@ -53,12 +53,12 @@ class ObservedGradients:
             line = script.line_of_stack(sys._getframe(2))
             events.report("gradients", kept=last.is_kept, step=last.steps + 1, line=line)
         steps = last.steps + 1 if last else 1
-        parameter = _first_nonzero(optimizer) if steps < MOST_STEPS else None
+        parameter = first_nonzero(optimizer) if steps < MOST_STEPS else None
         if parameter is not None:
             self.tracked[id(optimizer)] = _Tracked(weakref.ref(parameter), _checksum(parameter), steps)
 
 
-def _first_nonzero(optimizer: Any) -> Any:
+def first_nonzero(optimizer: Any) -> Any:
     """The first parameter whose gradient isn't 0 on this rank; None if there is none."""
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return next((parameter for parameter in parameters if nonzero_part(parameter) is not None), None)

@@ -23,6 +23,7 @@ from accel_fsdp.launch.ranks.drawn_rows import ObservedRows
 from accel_fsdp.launch.ranks.gradients import ObservedGradients, checksum_of
 from accel_fsdp.launch.ranks.hidden_nan import HiddenNan
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
+from accel_fsdp.launch.ranks.leftover import LeftoverGradients
 from accel_fsdp.launch.ranks.modes import MODES, ObservedModes
 from accel_fsdp.launch.ranks.observing import Observation, after, before
 from accel_fsdp.launch.ranks.replicas import COPIES, ObservedCopies
@@ -253,6 +254,7 @@ class _Steps:
         self.gradients = ObservedGradients()
         self.uncovered, self.hidden_nan = UncoveredWeights(), HiddenNan()
         self.drawn, self.streams = ObservedRows(), ObservedStreams()
+        self.leftover = LeftoverGradients(self.drawn)
         self.schedules = ObservedSchedules()
         self.modes, self.copies = ObservedModes(), ObservedCopies()
         self.resumes = ObservedResumes()
@@ -304,6 +306,7 @@ class _Steps:
             self._report_units(self._outermost())
         self.in_backward = self.backwards_begun = True
         self.gradients.before_backward()
+        self.leftover.before_backward()
         self.uncovered.before_backward()
         self.hidden_nan.before_backward(loss)
 
@@ -318,6 +321,7 @@ class _Steps:
         self.modes.ran_backward(self._outermost(), self.weights.steps + 1)
         self.weights.ran_backward(self._outermost())
         self.gradients.ran_backward()
+        self.leftover.ran_backward()
         self.copies.ran_backward()
         self.drawn.ran_backward()
 
@@ -339,6 +343,7 @@ class _Steps:
         shared, moved_at = self.copies.before_step(optimizer), self.schedules.line_of_move(optimizer)
         self.weights.before_step(optimizer, self._outermost(), moved_at, shared)
         self.gradients.before_step(optimizer)
+        self.leftover.before_step(optimizer)
         self.schedules.before_step(optimizer)
         self.resumes.before_step(optimizer)
         if self.is_first and self.in_backward:  # weights may be unsharded until it ends
