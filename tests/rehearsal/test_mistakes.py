@@ -173,10 +173,10 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "zero_grad() forgotten": ("never cleared", FSDP2, "the script", "optimizer.step()"),
     "zero_grad() forgotten, under FSDP1": ("never cleared", FSDP1, "the script", "optimizer.step()"),
     "another seed on each rank": (
-        "other seeds", FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, "the script", "optimizer, loader)",
+        "other seeds", FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, "the script", "model, optimizer, loader)",
     ),
     "another seed on each rank, under FSDP1": (
-        "other seeds", FSDP1 | {"fsdp_sync_module_states": False}, "the script", "optimizer, loader)",
+        "other seeds", FSDP1 | {"fsdp_sync_module_states": False}, "the script", "model, optimizer, loader)",
     ),
     "torch.save of shards": ("torch saves shards", FSDP2, "the script", "torch.save("),
     "torch.save of shards, under FSDP1": ("torch saves shards", FSDP1, "the script", "torch.save("),
