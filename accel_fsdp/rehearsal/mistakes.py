@@ -22,6 +22,7 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
     yield from mixed_shards.find(events)
     for look in LOOKS:
         yield from look(events, by_rank)
+    yield from replicas.at_other_batches(events)
     yield from repeated.differences(events)
     yield from rates.mistakes(events)
     yield from effects.mistakes(events)

@@ -74,24 +74,32 @@ def unfrozen(events: Sequence[RankEvent]) -> Iterator[Failure]:
         )
 
 
-def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """The first step at which the copies part, and how."""
+def at_other_batches(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """The first step that ranks take after different numbers of batches."""
     if (found := parted(events)) is None:
         return
     first, other = found.ranks
-    reports = {rank: _steps(events, rank) for rank in found.ranks}
-    for step, (one, two) in enumerate(zip(reports[first], reports[other], strict=False), 1):
+    steps = zip(_steps(events, first), _steps(events, other), strict=False)
+    for step, (one, two) in enumerate(steps, 1):
         if one["backwards"] != two["backwards"]:
             batches = f"{one['backwards']} batches on rank {first} and {two['backwards']} on rank {other}"
             what = f"the ranks step at different batches: step {step} comes after {batches}; {found.end}"
             fix = "decide on all ranks alike whether to step: by a loss that is reduced over ranks"
             yield Failure(what, SCRIPT, fix, _first_step(events, first))
             return
+
+
+def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
+    """The first step at which the copies part, and how."""
+    if (found := parted(events)) is None:
+        return
+    reports = [_steps(events, rank) for rank in found.ranks]
+    for step, (one, two) in enumerate(zip(*reports, strict=False), 1):
         if "before" not in one or "before" not in two or _near(one["before"], two["before"]):
             continue
         yield _between(found, step, one, two) if _near(one["since"], two["since"]) else _in_step(found, step - 1)
         return
-    yield _in_step(found, len(reports[first]))
+    yield _in_step(found, len(reports[0]))
 
 
 def _between(found: Parted, step: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> Failure:

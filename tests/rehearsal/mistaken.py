@@ -309,14 +309,14 @@ for step, batch in enumerate(epochs):  # twice
     if NAME == "NaN replaced":
         for parameter in model.parameters():
             parameter.grad.nan_to_num_()
-    if NAME == "cleared before the step":
-        optimizer.zero_grad()
     if NAME == "skips a step":
         steps = step != 2 or accelerator.is_main_process
     elif NAME == "other batches":
         steps = step != 1 + accelerator.process_index
     if NAME == "not synced late" and step == 2:
         synced.enter_context(accelerator.no_sync(model))
+    if NAME == "cleared before the step":
+        optimizer.zero_grad()
     if steps:
         optimizer.step()
     if scheduler is not None:

@@ -568,7 +568,7 @@ def test_launch_says_which_rank_had_ended(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_launch_says_that_ranks_share_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stepped = {"kind": "stepped", "holding": asdict(measure(torch.nn.Linear(2, 2)))}
+    stepped = {"kind": "stepped", "holding": asdict(measure(torch.nn.Linear(2, 2))), "line": ""}
     rows = {"kind": "rows", "hashes": [[7]], "line": "mine.py:7", "may_share": False}
 
     def launch() -> int:
