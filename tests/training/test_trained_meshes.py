@@ -225,7 +225,7 @@ def test_packed_matrices_need_a_torch_that_saves_them(yamls: Path, monkeypatch: 
     mesh.choose(1)
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     mesh.check(AutoConfig.for_model("qwen3", **SMALL), adapted=False, quantized=False)
-    with pytest.raises(UserError, match=r"tp_size: 2 with packed matrices, such as fused experts, and torch 2\.11"):
+    with pytest.raises(UserError, match=r"packed matrices, such as fused experts, with tp 2 and torch 2\.11"):
         mesh.check(AutoConfig.for_model("qwen3_moe", **SMALL, **EXPERTS), adapted=False, quantized=False)
 
 
