@@ -95,6 +95,6 @@ def test_what_deepspeed_keeps_elsewhere_is_said(tiny_model: Path, tmp_path: Path
 
 def test_names_of_all_ranks_are_compared() -> None:
     """Rank 0 may hold no part of a weight, under FSDP1 too."""
-    updates = [{"trained": [name], "steps": [{"names": [[name], []]}]} for name in ("a", "b")]
+    updates = [{"trained": [name], "forwards": [], "steps": [{"names": [[name], []]}]} for name in ("a", "b")]
     first = united(updates)[0]
     assert (first["trained"], first["steps"][0]["names"]) == (["a", "b"], [["a", "b"], []])
