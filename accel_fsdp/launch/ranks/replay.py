@@ -39,7 +39,6 @@ FLOOR = 1e-2
 """Gradients that are smaller than this part of the largest one are compared with that part of it: they may be noise."""
 SUMMED = 0.01
 """How near the ratio of gradients to their mean must be to the ranks, where the script lets FSDP sum them."""
-UNREPEATED = ("fp8",)
 KNOWN_OPTIMIZERS = ("torch.optim.", "transformers.")
 """Modules whose optimizers communicate with no other rank in a step."""
 
@@ -107,7 +106,7 @@ class _Repeated:
             if self.first["dropped"] and len(shares) > 1 and loss_shares.each(shares, 1 / len(shares)):
                 self._report("dropped", self.first["cleared"] or self.first["line"], accumulation=len(shares))
             raise Unrepeatable(why)
-        if self.first["precision"] in UNREPEATED:
+        if self.first["precision"] == "fp8":
             raise Unrepeatable(f"autocast on a CPU has no {self.first['precision']}")
         copies = [kept.plain for kept in recorder.copies]
         used = {forward["model"] for update in updates for forward in update["forwards"]}
