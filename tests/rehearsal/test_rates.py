@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 from transformers import get_cosine_schedule_with_warmup, get_cosine_with_hard_restarts_schedule_with_warmup
 
-from accel_fsdp.launch.ranks import read
+from accel_fsdp.launch.ranks import RankEvent, read
 from accel_fsdp.launch.ranks.schedules import ObservedSchedules
 from accel_fsdp.rehearsal import rates
 
@@ -66,7 +66,7 @@ def mistakes_of(make: Makes, moves: int, folder: Path, monkeypatch: pytest.Monke
         optimizer.step()
         for _ in range(moves):
             scheduler.step()
-    observed.report_end()
+    observed.report_end((0, 0))
     return [mistake.what for mistake in rates.mistakes(read(folder))]
 
 
@@ -79,3 +79,25 @@ def test_a_cosine_that_rises_again_is_a_mistake(name: str, tmp_path: Path, monke
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_schedule_may_rise(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not mistakes_of(*RIGHT[name], tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("planned", "moves", "steps", "is_mistake"),
+    [
+        (24, 12, 12, True),
+        (12, 12, 12, False),
+        (24, 24, 12, False),  # Accelerate moves it once for each rank
+        (24, 6, 6, True),  # two micro-batches in a step
+        (12, 6, 6, True),
+        (6, 6, 6, False),
+        (100, 12, 12, False),  # a run that is cut short on purpose
+    ],
+)
+def test_a_schedule_for_the_batches_of_all_ranks(planned: int, moves: int, steps: int, is_mistake: bool) -> None:
+    """Two epochs of 12 batches, of which each of two ranks has 6."""
+    schedules = {
+        **{"trained": steps, "idle": 0, "moves": moves, "line": "", "astray": [], "made_at": "", "planned": planned},
+        **{"risen": {"share": 0.0, "moves": 0, "length": 0}, "risen_at": "", "batches": [12, 6]},
+    }
+    passes = [RankEvent(0, 0.0, "loss", {}) for _ in range(12)]
+    assert bool(list(rates.mistakes([*passes, RankEvent(0, 1.0, "schedules", schedules)]))) is is_mistake
