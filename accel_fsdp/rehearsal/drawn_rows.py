@@ -181,11 +181,11 @@ def _same_data(record: Mapping[str, Any], other_record: Mapping[str, Any]) -> bo
 def _other_labels(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Ranks that give the classes of the same rows other numbers, in turn: rows that both have, in different epochs."""
     by_rank: dict[int, dict[tuple[Any, ...], int]] = {}
-    for event in events:
-        if event.kind == "drawn":
-            key, rows = (event.content["line"], event.content["loader"]), event.content
-            labels = {(*key, place): label for place, label in _by_place({**rows, "hashes": rows["labels"]}).items()}
-            by_rank.setdefault(event.rank, {}).update(labels)
+    drawn = [event for event in events if event.kind == "drawn"]
+    for rank, rows in ((event.rank, event.content) for event in drawn):
+        by_place = _by_place({**rows, "hashes": rows["labels"]})
+        labels = {(rows["line"], rows["loader"], place): label for place, label in by_place.items()}
+        by_rank.setdefault(rank, {}).update(labels)
     for (first, of_first), (other, of_other) in combinations(sorted(by_rank.items()), 2):
         pairs = [(of_first[row], of_other[row]) for row in of_first.keys() & of_other.keys()]
         numbers = set(pairs)
@@ -196,7 +196,7 @@ def _other_labels(events: Sequence[RankEvent]) -> Iterator[Failure]:
                 f"rank {first} gives rows the label {apart[0][0]}, to which rank {other} gives {apart[0][1]}",
                 SCRIPT,
                 "the same numbers on all ranks: sorted(set(names)), as each process orders a set of strings otherwise",
-                next(event.content["line"] for event in events if event.kind == "drawn"),
+                drawn[0].content["line"],
             )
             return
 

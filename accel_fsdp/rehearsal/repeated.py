@@ -6,7 +6,7 @@ from typing import Any
 
 from accel_fsdp.launch.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
-from accel_fsdp.units import counted
+from accel_fsdp.units import counted, first_few
 
 NEAR = 0.01
 """How near a ratio must be to one that has a meaning, relative to it."""
@@ -48,7 +48,7 @@ def summary(events: Sequence[RankEvent]) -> str:
     if any(update["changed"] for update in updates):
         notes += "; not repeated: what the script changes in them before the step"
     if uncovered := updates[0]["uncovered"]:
-        notes += f"; no optimizer has {_names(uncovered)}, which have gradients"
+        notes += f"; no optimizer has {first_few(uncovered, 1)}, which have gradients"
     steps = f"the first {len(updates)} steps" if len(updates) > 1 else "the first step"
     return f"; {compared} {steps} are those of one process (apart by {difference:.0e}){notes}"
 
@@ -315,11 +315,7 @@ def untrained(names: Sequence[str], more: str, fix: str, events: Sequence[RankEv
     """The failure of weights in no optimizer, at the line that made one, else at `line`; `more` ends the sentence."""
     verb = "have gradients and never change" if len(names) > 1 else "has gradients and never changes"
     lines = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
-    return Failure(f"no optimizer has {_names(names)}, which {verb}{more}", SCRIPT, fix, next(lines, line))
-
-
-def _names(names: Sequence[str]) -> str:
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+    return Failure(f"no optimizer has {first_few(names, 1)}, which {verb}{more}", SCRIPT, fix, next(lines, line))
 
 
 def _buffers(content: Mapping[str, Any]) -> Failure:

@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_fsdp.launch.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.units import first_few
 
 APART = 1e-5
 """The largest difference of a weight's sum on two ranks, relative to its norm: copies are equal to the last bit."""
@@ -26,11 +27,7 @@ class Parted:
 
     @property
     def end(self) -> str:
-        return f"ranks {self.ranks[0]} and {self.ranks[1]} end with different values of {named(self.names)}"
-
-
-def named(names: Sequence[str]) -> str:
-    return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
+        return f"ranks {self.ranks[0]} and {self.ranks[1]} end with different values of {first_few(self.names, 1)}"
 
 
 def parted(events: Sequence[RankEvent]) -> Parted | None:
@@ -61,29 +58,29 @@ def _different(first: Mapping[str, Any], other: Mapping[str, Any], kind: str) ->
 
 def unfrozen(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """DDP averages gradients of the weights alone that needed some when it wrapped the model."""
-    found = parted(events)
-    if names := [name for name in found.names if name in found.content["unfrozen"]] if found else []:
+    pair = parted(events)
+    if names := [name for name in pair.names if name in pair.content["unfrozen"]] if pair else []:
         verb = "were" if len(names) > 1 else "was"
         yield Failure(
-            f"{named(names)} {verb} frozen when DistributedDataParallel wrapped the model: unfrozen later, gradients "
-            "are not averaged over ranks",
+            f"{first_few(names, 1)} {verb} frozen when DistributedDataParallel wrapped the model: unfrozen later, "
+            "gradients are not averaged over ranks",
             SCRIPT,
             "freeze after prepare, with find_unused_parameters=True in DistributedDataParallelKwargs; or wrap the "
             "model again after unfreezing",
-            found.content["unfrozen_at"] if found else "",
+            pair.content["unfrozen_at"] if pair else "",
         )
 
 
 def at_other_batches(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """The first step that ranks take after different numbers of batches."""
-    if (found := parted(events)) is None:
+    if (pair := parted(events)) is None:
         return
-    first, other = found.ranks
+    first, other = pair.ranks
     steps = zip(_steps(events, first), _steps(events, other), strict=False)
     for step, (one, two) in enumerate(steps, 1):
         if one["backwards"] != two["backwards"]:
             batches = f"{one['backwards']} batches on rank {first} and {two['backwards']} on rank {other}"
-            what = f"the ranks step at different batches: step {step} comes after {batches}; {found.end}"
+            what = f"the ranks step at different batches: step {step} comes after {batches}; {pair.end}"
             fix = "decide on all ranks alike whether to step: by a loss that is reduced over ranks"
             yield Failure(what, SCRIPT, fix, _first_step(events, first))
             return
@@ -91,31 +88,31 @@ def at_other_batches(events: Sequence[RankEvent]) -> Iterator[Failure]:
 
 def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """The first step at which the copies part, and how."""
-    if (found := parted(events)) is None:
+    if (pair := parted(events)) is None:
         return
-    reports = [_steps(events, rank) for rank in found.ranks]
+    reports = [_steps(events, rank) for rank in pair.ranks]
     for step, (one, two) in enumerate(zip(*reports, strict=False), 1):
         if "before" not in one or "before" not in two or _near(one["before"], two["before"]):
             continue
-        yield _between(found, step, one, two) if _near(one["since"], two["since"]) else _in_step(found, step - 1)
+        yield _between(pair, step, one, two) if _near(one["since"], two["since"]) else _in_step(pair, step - 1)
         return
-    yield _in_step(found, len(reports[0]))
+    yield _in_step(pair, len(reports[0]))
 
 
-def _between(found: Parted, step: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> Failure:
-    changed = [rank for rank, now in zip(found.ranks, (one, two), strict=True) if now["since"] != now["before"]]
+def _between(pair: Parted, step: int, one: Mapping[str, Any], two: Mapping[str, Any]) -> Failure:
+    changed = [rank for rank, now in zip(pair.ranks, (one, two), strict=True) if now["since"] != now["before"]]
     who = f"rank {changed[0]} alone changes its weights" if len(changed) == 1 else "weights change differently"
     when = f"between steps {step - 1} and {step}" if step > 1 else "before the first step"
     fix = "change weights on all ranks in the same way"
-    return Failure(f"{when} {who}: {found.end}", SCRIPT, fix, one["loaded_at"] or two["loaded_at"] or found.line)
+    return Failure(f"{when} {who}: {pair.end}", SCRIPT, fix, one["loaded_at"] or two["loaded_at"] or pair.line)
 
 
-def _in_step(found: Parted, step: int) -> Failure:
+def _in_step(pair: Parted, step: int) -> Failure:
     fix = (
         "run forward through the prepared model and backward without no_sync; change gradients and steps on all ranks "
         "alike"
     )
-    return Failure(f"step {step} changes weights differently: {found.end}", SCRIPT, fix, found.line)
+    return Failure(f"step {step} changes weights differently: {pair.end}", SCRIPT, fix, pair.line)
 
 
 def _near(total: float | None, other: float | None) -> bool:

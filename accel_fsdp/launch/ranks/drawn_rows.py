@@ -242,10 +242,10 @@ def _labels_of(batch: Any, rows: int | None) -> list[int] | None:
     import torch
 
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    found = [part for part in parts if isinstance(part, torch.Tensor) and part.shape == (rows,)]
-    if len(found) != 1 or found[0].is_floating_point() or found[0].is_meta:
+    columns = [part for part in parts if isinstance(part, torch.Tensor) and part.shape == (rows,)]
+    if len(columns) != 1 or columns[0].is_floating_point() or columns[0].is_meta:
         return None
-    return [int(label) for label in found[0].tolist()]
+    return [int(label) for label in columns[0].tolist()]
 
 
 def _hash(parts: "list[torch.Tensor]") -> int:

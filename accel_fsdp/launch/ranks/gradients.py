@@ -72,8 +72,8 @@ def nonzero_part(parameter: Any) -> Any:
 
 def checksum_of(model: Any) -> int:
     """One checksum of the gradients that a model outside of DDP and FSDP has on this rank; 0 for none, or zeros."""
-    found = [_checksum(parameter) for parameter in model.parameters()]
-    return hash(tuple(found)) if any(value != CLEARED for value in found) else 0
+    checksums = [_checksum(parameter) for parameter in model.parameters()]
+    return hash(tuple(checksums)) if any(value != CLEARED for value in checksums) else 0
 
 
 def _checksum(parameter: Any) -> int:

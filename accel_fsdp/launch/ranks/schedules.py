@@ -106,8 +106,8 @@ class ObservedSchedules:
                 known.cosine = scheduler
             if script.is_calling(sys._getframe(2)):
                 known.planned = int(_settings(scheduler).get("num_training_steps", 0)) or length(scheduler)
-            if known.moves > known.steps and script.is_calling(sys._getframe(2)):
-                known.moved_at = known.last_moved_at
+                if known.moves > known.steps:
+                    known.moved_at = known.last_moved_at
 
     def _counts_of(self, optimizer: Any) -> _Scheduled | None:
         """The counts of an optimizer, also if given a wrapper of it, such as Accelerate's."""
