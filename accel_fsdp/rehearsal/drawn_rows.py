@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_fsdp.launch.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
-from accel_fsdp.rehearsal.split_by_hand import line_of_draw, line_of_split
+from accel_fsdp.rehearsal.split_by_hand import line_of_draw, line_of_own_loader, line_of_split
 from accel_fsdp.units import counted
 
 FEWEST = 4
@@ -47,12 +47,11 @@ def _same_rows(events: Sequence[RankEvent], row_events: Sequence[RankEvent]) -> 
     rows = [event.content["hashes"] for event in row_events]
     prepared = any(event.kind == "prepared-rows" for event in events)  # then equal rows come from the data itself
     if not prepared and len(rows) > 1 and rows[0] and all(hashes == rows[0] for hashes in rows):
-        yield Failure(
-            f"all {len(rows)} ranks train on the same rows",
-            SCRIPT,
-            "accelerator.prepare(dataloader), or a DistributedSampler",
-            row_events[0].content["line"],
-        )
+        what, line = f"all {len(rows)} ranks train on the same rows", row_events[0].content["line"]
+        if own := line_of_own_loader(file := line.rpartition(":")[0]):
+            yield Failure(what, SCRIPT, "return self.accelerator.prepare(dataloader)", f"{file}:{own}")
+        else:
+            yield Failure(what, SCRIPT, "accelerator.prepare(dataloader), or a DistributedSampler", line)
 
 
 def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:

@@ -1,7 +1,8 @@
-"""Finds the lines of a script that divide rows by rank, or at random."""
+"""Finds the lines of a script that divide rows by rank or at random, or give a Trainer its loader."""
 
 import ast
 from functools import cache
+from itertools import chain
 
 from accel_fsdp.rehearsal.absent import OF_RANK, parsed
 
@@ -29,6 +30,14 @@ def line_of_draw(line: str) -> str:
     script, _, number = line.rpartition(":")
     calls = (node for node in ast.walk(parsed(script)) if isinstance(node, ast.Call) and _name(node) in DRAWING)
     return f"{script}:{max((call.lineno for call in calls if call.lineno <= int(number)), default=number)}"
+
+
+@cache
+def line_of_own_loader(script: str) -> int:
+    """Where a Trainer's own `get_train_dataloader` returns; 0 if there is none."""
+    functions = (node for node in ast.walk(parsed(script)) if isinstance(node, ast.FunctionDef))
+    nodes = chain.from_iterable(ast.walk(node) for node in functions if node.name == "get_train_dataloader")
+    return max((node.lineno for node in nodes if isinstance(node, ast.Return)), default=0)
 
 
 def _splits(node: ast.expr, by_rank: set[str]) -> bool:

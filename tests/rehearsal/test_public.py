@@ -93,6 +93,14 @@ def test_a_sum_divided_by_the_tokens_of_all_ranks(tiny_model: Path, tmp_path: Pa
     assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'class Summed') + 1}")
 
 
+def test_a_trainers_own_loader_that_is_not_prepared(tiny_model: Path, tmp_path: Path) -> None:
+    script = HERE / "with_trainer.py"
+    step = rehearsed(yaml_file(tmp_path, {}), script, tiny_model, tmp_path / "saved", "loader")
+    assert (step["passed"], step["said"]) == (False, "all 2 ranks train on the same rows")
+    assert step["line"].endswith(f"with_trainer.py:{_line_of(script, 'return torch.utils.data.DataLoader')}")
+    assert "return self.accelerator.prepare(" in step["fix"]
+
+
 def _line_of(script: Path, text: str) -> int:
     return next(number for number, line in enumerate(script.read_text().splitlines(), 1) if text in line)
 

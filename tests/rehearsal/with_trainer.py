@@ -3,7 +3,7 @@
 With a third argument a step has two micro-batches. `undivided`: its training_step forgets to divide the loss by them;
 `mean`: its compute_loss does, so that Trainer doesn't divide either; `divided`: its compute_loss divides. `tokens`: its
 compute_loss divides by the tokens of all ranks, and leaves out the factor of the ranks. `steps`: it has both methods,
-and neither divides; `steps and divides`: its training_step divides.
+and neither divides; `steps and divides`: its training_step divides. `loader`: it makes its own loader, unprepared.
 """
 
 import sys
@@ -49,6 +49,11 @@ class Summed(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class Unprepared(Trainer):
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset, 2, collate_fn=self.data_collator)  # type: ignore
+
+
 KIND = sys.argv[3] if len(sys.argv) > 3 else ""
 arguments = TrainingArguments(
     sys.argv[2],
@@ -63,6 +68,7 @@ rows = torch.randint(0, 100, (16, 12), generator=torch.Generator().manual_seed(0
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 data = [{"input_ids": row, "labels": row} for row in rows]
 kinds = {"undivided": Undivided, "tokens": Summed, "steps": Stepping, "steps and divides": Stepping, "": Trainer}
+kinds["loader"] = Unprepared
 trainer = kinds.get(KIND, Weighted)(model, arguments, train_dataset=data)  # type: ignore[arg-type]
 trainer.train()
 trainer.save_model()
