@@ -183,7 +183,7 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
     names = {
         name: question.field
         for question in wizard.SETTLED
-        for name in (question.field, *map(flag_words.field_name, question.aliases))
+        for name in filter(None, (question.field, flag_words.field_name(question.alias)))
     }
     _refuse_unknown("there is no question", answers, names)
     flags = {names[name]: wizard.to_yaml.flag_text(value) for name, value in answers.items()}

@@ -33,6 +33,22 @@ class Flag:
         return tuple(word for kind in self.types if get_origin(kind) is Literal for word in get_args(kind))
 
 
+def arg(
+    text: str, metavar: str = "", *, default: str = "", hint: str = "", alias: str = "", name: str | None = None
+) -> Any:
+    """The help of a flag or a positional word, for its annotation.
+
+    `default` says what holds without the flag, if its value doesn't; `hint` is shown in place of "(default: ...)".
+    """
+    return tyro.conf.arg(
+        name=name,
+        metavar=metavar or None,
+        help=text,
+        help_behavior_hint=f"(default: {default})" if default else hint or None,
+        aliases=[alias] if alias else None,
+    )
+
+
 def refuse_wrong(command: str, declared: type, words: Sequence[str]) -> list[str]:
     """Raises unless each flag among `words` is a field of `declared`, the class to be parsed, and has a valid value.
 

@@ -10,6 +10,7 @@ import tyro
 from accel_fsdp import atomic_files, console, shipped
 from accel_fsdp.config import SCRIPT, THIS_FILE, script_arguments
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
+from accel_fsdp.flag_words import arg
 
 CONFIG = "fsdp2"
 CHOSEN = ("--model_name_or_path", "--dataset_name", "--output_dir", "--per_device_train_batch_size", "--max_length")
@@ -19,11 +20,9 @@ NATIVE, README = "train/native.py", "train/README.md"
 
 @dataclass(frozen=True)
 class InitCommand:
-    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR", help="The project; made if need be.")]
-    config: Annotated[
-        str, tyro.conf.arg(metavar="NAME", help="Which of the ready-made YAMLs: fsdp2, fsdp2_lora, zero3, ddp, ...")
-    ] = CONFIG
-    native: Annotated[bool, tyro.conf.arg(help="Also native.py, the same job in plain PyTorch.")] = False
+    folder: Annotated[tyro.conf.Positional[Path], arg("The project; made if need be.", "DIR")]
+    config: Annotated[str, arg("Which of the ready-made YAMLs: fsdp2, fsdp2_lora, zero3, ddp, ...", "NAME")] = CONFIG
+    native: Annotated[bool, arg("Also native.py, the same job in plain PyTorch.")] = False
 
 
 def configs() -> dict[str, Path]:

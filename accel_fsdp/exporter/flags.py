@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Optional
 import tyro
 
 from accel_fsdp.config import DTYPES
+from accel_fsdp.flag_words import arg
 
 Verify = Literal["bytes", "load", "logits"]
 
@@ -17,54 +18,44 @@ class ExportCommand:
 
     src: Annotated[
         tyro.conf.Positional[Path],
-        tyro.conf.arg(metavar="SRC", help="A run's folder, a checkpoint in it, or a file or folder of its weights."),
+        arg("A run's folder, a checkpoint in it, or a file or folder of its weights.", "SRC"),
     ]
     out: Annotated[
-        tyro.conf.Positional[Optional[Path]],
-        tyro.conf.arg(metavar="OUT", help="The folder to write.", help_behavior_hint="(not with --list or --check)"),
+        tyro.conf.Positional[Optional[Path]], arg("The folder to write.", "OUT", hint="(not with --list or --check)")
     ] = None
-    list: Annotated[bool, tyro.conf.arg(help="Show which checkpoints SRC holds, and what they lack.")] = False
-    check: Annotated[bool, tyro.conf.arg(help="Verify SRC, a folder that was exported.")] = False
+    list: Annotated[bool, arg("Show which checkpoints SRC holds, and what they lack.")] = False
+    check: Annotated[bool, arg("Verify SRC, a folder that was exported.")] = False
     model: Annotated[
         Optional[str],
-        tyro.conf.arg(
-            metavar="ID_OR_FOLDER",
-            help="The model that was trained: its config, tokenizer and dtype.",
-            help_behavior_hint="(default: what the run's folder or the adapter says)",
+        arg(
+            "The model that was trained: its config, tokenizer and dtype.",
+            "ID_OR_FOLDER",
+            default="what the run's folder or the adapter says",
         ),
     ] = None
     dtype: Annotated[
         Optional[str],  # tyro would offer None beside the names of a Literal
-        tyro.conf.arg(
-            metavar="{" + ",".join(DTYPES) + "}",
-            help="Dtype of the weights.",
-            help_behavior_hint="(default: the model's that was trained)",
-        ),
+        arg("Dtype of the weights.", "{" + ",".join(DTYPES) + "}", default="the model's that was trained"),
     ] = None
-    max_shard_size: Annotated[str, tyro.conf.arg(metavar="SIZE", help="Largest file, such as 5GB.")] = "50GB"
-    merge_adapter: Annotated[bool, tyro.conf.arg(help="Merge LoRA or DoRA into the base model.")] = False
+    max_shard_size: Annotated[str, arg("Largest file, such as 5GB.", "SIZE")] = "50GB"
+    merge_adapter: Annotated[bool, arg("Merge LoRA or DoRA into the base model.")] = False
     adapter: Annotated[
-        Optional[str],
-        tyro.conf.arg(metavar="NAME", help="Which adapter, where SRC holds several, as PEFT calls them: default, ..."),
+        Optional[str], arg("Which adapter, where SRC holds several, as PEFT calls them: default, ...", "NAME")
     ] = None
-    format: Annotated[
-        Literal["safetensors", "pth"], tyro.conf.arg(help="pth: a single file for torch.load, model.pth.")
-    ] = "safetensors"
-    with_optimizer: Annotated[bool, tyro.conf.arg(help="Also write the optimizer's state: optimizer.safetensors.")] = (
-        False
+    format: Annotated[Literal["safetensors", "pth"], arg("pth: a single file for torch.load, model.pth.")] = (
+        "safetensors"
     )
+    with_optimizer: Annotated[bool, arg("Also write the optimizer's state: optimizer.safetensors.")] = False
     verify: Annotated[
         Verify,
-        tyro.conf.arg(
-            help="bytes: names, files and hashes; load: from_pretrained too; "
+        arg(
+            "bytes: names, files and hashes; load: from_pretrained too; "
             "logits: against the checkpoint loaded by torch, whole."
         ),
     ] = "load"
-    allow_non_finite: Annotated[bool, tyro.conf.arg(help="Accept weights that are NaN or infinite; count them.")] = (
-        False
-    )
-    no_sync: Annotated[bool, tyro.conf.arg(help="Don't wait until the disk has it all.")] = False
-    force: Annotated[bool, tyro.conf.arg(help="Replace an existing model in OUT.")] = False
-    json: Annotated[bool, tyro.conf.arg(help="The report, or the list, as JSON.")] = False
-    push_to_hub: Annotated[Optional[str], tyro.conf.arg(metavar="REPO", help="Upload OUT to this repository.")] = None
-    private: Annotated[bool, tyro.conf.arg(help="Make that repository private.")] = False
+    allow_non_finite: Annotated[bool, arg("Accept weights that are NaN or infinite; count them.")] = False
+    no_sync: Annotated[bool, arg("Don't wait until the disk has it all.")] = False
+    force: Annotated[bool, arg("Replace an existing model in OUT.")] = False
+    json: Annotated[bool, arg("The report, or the list, as JSON.")] = False
+    push_to_hub: Annotated[Optional[str], arg("Upload OUT to this repository.", "REPO")] = None
+    private: Annotated[bool, arg("Make that repository private.")] = False

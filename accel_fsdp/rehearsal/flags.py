@@ -6,29 +6,23 @@ from typing import Annotated, Optional
 
 import tyro
 
+from accel_fsdp.flag_words import arg
+
 
 @dataclass(frozen=True)
 class RehearseCommand:
     """The command's flags, before `--`; the training script's arguments follow."""
 
-    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
+    file: Annotated[tyro.conf.Positional[Path], arg("An Accelerate YAML.", "FILE")]
     model: Annotated[
         Optional[str],
-        tyro.conf.arg(
-            metavar="ID_OR_FOLDER",
-            help="The model; its config and tokenizer are read, never its weights.",
-            help_behavior_hint="(default: what the arguments or the YAML's own comment name)",
+        arg(
+            "The model; its config and tokenizer are read, never its weights.",
+            "ID_OR_FOLDER",
+            default="what the arguments or the YAML's own comment name",
         ),
     ] = None
-    processes: Annotated[
-        Optional[int],
-        tyro.conf.arg(metavar="N", help="Ranks on this machine.", help_behavior_hint="(default: 2; 4 for a mesh)"),
-    ] = None
-    script: Annotated[
-        Optional[Path],
-        tyro.conf.arg(
-            metavar="FILE", help="A training script of your own.", help_behavior_hint="(default: train/sft.py)"
-        ),
-    ] = None
-    timeout: Annotated[int, tyro.conf.arg(metavar="SECONDS", help="How long a launch may take.")] = 600
-    json: Annotated[bool, tyro.conf.arg(help="The report as JSON.")] = False
+    processes: Annotated[Optional[int], arg("Ranks on this machine.", "N", default="2; 4 for a mesh")] = None
+    script: Annotated[Optional[Path], arg("A training script of your own.", "FILE", default="train/sft.py")] = None
+    timeout: Annotated[int, arg("How long a launch may take.", "SECONDS")] = 600
+    json: Annotated[bool, arg("The report as JSON.")] = False

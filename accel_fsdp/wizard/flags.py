@@ -5,20 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Optional
 
-import tyro
-
+from accel_fsdp.flag_words import arg
 from accel_fsdp.job import Recipe
 from accel_fsdp.wizard.presets import PRESETS
 from accel_fsdp.wizard.question import Question
 from accel_fsdp.wizard.questions import QUESTIONS
 
 SeqLen = Annotated[
-    Optional[int],
-    tyro.conf.arg(
-        metavar="TOKENS",
-        help="Tokens per sequence.",
-        help_behavior_hint=f"(default: {Recipe.length}, or the model's positions if fewer)",
-    ),
+    Optional[int], arg("Tokens per sequence.", "TOKENS", default=f"{Recipe.length}, or the model's positions if fewer")
 ]
 """The length that memory is predicted for, here and in `accel-fsdp plan`."""
 
@@ -29,39 +23,28 @@ class WizardOptions:
 
     output: Annotated[
         Optional[Path],
-        tyro.conf.arg(
-            aliases=["-o"],
-            metavar="FILE",
-            help="Where to write the YAML; - for stdout.",
-            help_behavior_hint="(default: Accelerate's own default config file)",
+        arg(
+            "Where to write the YAML; - for stdout.", "FILE", default="Accelerate's own default config file", alias="-o"
         ),
     ] = None
-    yes: Annotated[
-        bool, tyro.conf.arg(aliases=["-y"], help="Ask nothing: defaults for every question without a flag.")
-    ] = False
-    force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing file.")] = False
+    yes: Annotated[bool, arg("Ask nothing: defaults for every question without a flag.", alias="-y")] = False
+    force: Annotated[bool, arg("Overwrite an existing file.")] = False
     from_file: Annotated[
         Optional[Path],
-        tyro.conf.arg(
-            name="from",
-            metavar="FILE",
-            help="Re-edit this YAML: its answers, comments and other keys are kept, and a diff is shown. "
+        arg(
+            "Re-edit this YAML: its answers, comments and other keys are kept, and a diff is shown. "
             "Without -o it is written in place.",
+            "FILE",
+            name="from",
         ),
     ] = None
     preset: Annotated[
-        Optional[str],
-        tyro.conf.arg(metavar="NAME", help="Answers by name; flags overrule them. One of: " + ", ".join(PRESETS) + "."),
+        Optional[str], arg("Answers by name; flags overrule them. One of: " + ", ".join(PRESETS) + ".", "NAME")
     ] = None
 
 
 def _flag_field(question: Question) -> tuple[str, Any, Any]:
-    help_text = tyro.conf.arg(
-        metavar=question.metavar,
-        help=question.prompt,
-        help_behavior_hint="(asked)",
-        aliases=list(question.aliases) or None,
-    )
+    help_text = arg(question.prompt, question.metavar, hint="(asked)", alias=question.alias)
     return question.field, Annotated[Optional[str], help_text], dataclasses.field(default=None)
 
 

@@ -81,7 +81,7 @@ class Question:
     """One question. `field` is its name in `Answers`, with dashes the flag of `accel-fsdp config`.
 
     `default` returns the proposed value and the reason in one line. `metavar` is shown in `--help`; `names` are second
-    spellings of its values, `aliases` of the flag. `applies` says whether to ask at all: if it is false the default is
+    spellings of its values, `alias` a second flag. `applies` says whether to ask at all: if it is false the default is
     used. `helps` says whether it is asked without a flag, and written even with its default. `check` returns the value
     as stored, or raises `UserError`. `key` is the section and key of the YAML for the answer, if a single key takes it.
     `foresees` says what the plan predicts of each answer; that may take seconds, so only asking calls it.
@@ -96,7 +96,7 @@ class Question:
     check: Callable[[Context, Any], Any] = lambda context, value: value
     metavar: str = "TEXT"
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    aliases: tuple[str, ...] = ()
+    alias: str = ""
     key: tuple[str, str] | None = None
     foresees: Callable[[Context], str] = lambda context: ""
 

@@ -131,7 +131,7 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.num_machines,
         section="",
         check=validation.check_machines,
-        aliases=("--nodes",),
+        alias="--nodes",
     ),
     _unkeyed(
         "engine",

@@ -6,6 +6,7 @@ from typing import Annotated, Optional
 
 import tyro
 
+from accel_fsdp.flag_words import arg
 from accel_fsdp.launch import PlaceFlags
 
 
@@ -13,23 +14,19 @@ from accel_fsdp.launch import PlaceFlags
 class DoctorCommand(PlaceFlags):
     file: Annotated[
         tyro.conf.Positional[Optional[Path]],
-        tyro.conf.arg(
-            metavar="FILE", help="An Accelerate YAML to compare with this machine.", help_behavior_hint="(optional)"
-        ),
+        arg("An Accelerate YAML to compare with this machine.", "FILE", hint="(optional)"),
     ] = None
-    folder: Annotated[
-        Path, tyro.conf.arg(metavar="FOLDER", help="Folder of the job's output, whose disk is measured.")
-    ] = Path(".")
-    timeout: Annotated[int, tyro.conf.arg(metavar="SECONDS", help="How long machines wait for each other.")] = 60
+    folder: Annotated[Path, arg("Folder of the job's output, whose disk is measured.", "FOLDER")] = Path(".")
+    timeout: Annotated[int, arg("How long machines wait for each other.", "SECONDS")] = 60
     explain: Annotated[
         Optional[str],
-        tyro.conf.arg(
-            metavar="MESSAGE",
-            help="Print the usual cause of an error message, and test nothing; - reads it from stdin.",
-            help_behavior_hint="(optional)",
+        arg(
+            "Print the usual cause of an error message, and test nothing; - reads it from stdin.",
+            "MESSAGE",
+            hint="(optional)",
         ),
     ] = None
-    json: Annotated[bool, tyro.conf.arg(help="Print the report as JSON.")] = False
+    json: Annotated[bool, arg("Print the report as JSON.")] = False
     report: Annotated[
-        bool, tyro.conf.arg(help="Print the report for a bug report, without paths, tokens, host names and addresses.")
+        bool, arg("Print the report for a bug report, without paths, tokens, host names and addresses.")
     ] = False

@@ -2,87 +2,65 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Optional
+from typing import Annotated, Literal, Optional
 
 import tyro
 
 from accel_fsdp.config import CLUSTER_ENGINES, ClusterWord, engines_taking
+from accel_fsdp.flag_words import arg
 from accel_fsdp.units import listed
 
 KubernetesApi = Literal["trainjob", "pytorchjob"]
 LEAST_GRACE = 30
 
 
-def _optional(metavar: str, text: str, default: str) -> Any:
-    """An optional flag; without it the job has this `default`."""
-    return tyro.conf.arg(metavar=metavar, help=text, help_behavior_hint=f"(default: {default})")
-
-
 @dataclass(frozen=True)
 class ScriptCommand:
     """The flags before the script; the script's own arguments follow it."""
 
-    engine: Annotated[
-        tyro.conf.Positional[ClusterWord],
-        tyro.conf.arg(metavar="ENGINE", help=f"{listed(CLUSTER_ENGINES, 'or')}."),
-    ]
-    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE", help="An Accelerate YAML.")]
-    script: Annotated[
-        tyro.conf.Positional[Path],
-        tyro.conf.arg(metavar="SCRIPT", help="The training script, for example train/sft.py."),
-    ]
-    output: Annotated[
-        Optional[Path],
-        tyro.conf.arg(aliases=["-o"]),
-        _optional("FILE", "The job file to write.", "it is printed"),
-    ] = None
-    force: Annotated[bool, tyro.conf.arg(help="Overwrite an existing job file.")] = False
-    name: Annotated[Optional[str], _optional("NAME", "Name of the job.", "from the YAML's file name")] = None
+    engine: Annotated[tyro.conf.Positional[ClusterWord], arg(f"{listed(CLUSTER_ENGINES, 'or')}.", "ENGINE")]
+    file: Annotated[tyro.conf.Positional[Path], arg("An Accelerate YAML.", "FILE")]
+    script: Annotated[tyro.conf.Positional[Path], arg("The training script, for example train/sft.py.", "SCRIPT")]
+    output: Annotated[Optional[Path], arg("The job file to write.", "FILE", default="it is printed", alias="-o")] = None
+    force: Annotated[bool, arg("Overwrite an existing job file.")] = False
+    name: Annotated[Optional[str], arg("Name of the job.", "NAME", default="from the YAML's file name")] = None
     gpus: Annotated[
         Optional[str],
-        _optional(
-            "NxNAME[-MEMORYGB]",
+        arg(
             "GPUs of a machine, such as 8xH100-80GB; 2x8xA100-40GB means two machines.",
-            "from the YAML and the comment at its top",
+            "NxNAME[-MEMORYGB]",
+            default="from the YAML and the comment at its top",
         ),
     ] = None
     time: Annotated[
         Optional[str],
-        _optional(
-            "TIME",
+        arg(
             "Time limit of the job: 90m, 36h, 2d12h or 36:00:00.",
-            "under SLURM a prediction, or 24h without one; elsewhere no limit",
+            "TIME",
+            default="under SLURM a prediction, or 24h without one; elsewhere no limit",
         ),
     ] = None
-    grace: Annotated[
-        int, tyro.conf.arg(metavar="SECONDS", help="Time to save a checkpoint, between the signal to stop and the end.")
-    ] = 120
-    cpus: Annotated[Optional[int], _optional("N", "CPU cores of one machine.", "4 for each GPU")] = None
+    grace: Annotated[int, arg("Time to save a checkpoint, between the signal to stop and the end.", "SECONDS")] = 120
+    cpus: Annotated[Optional[int], arg("CPU cores of one machine.", "N", default="4 for each GPU")] = None
     host_memory: Annotated[
-        Optional[int], _optional("GIB", "Memory of one machine.", "under SLURM all of it, else the engine's default")
+        Optional[int], arg("Memory of one machine.", "GIB", default="under SLURM all of it, else the engine's default")
     ] = None
     shared: Annotated[
         Optional[str],
-        _optional(
-            "FOLDER",
+        arg(
             "Absolute path of a folder that all machines share.",
-            "under SLURM and torchrun where the job is submitted, else /shared",
+            "FOLDER",
+            default="under SLURM and torchrun where the job is submitted, else /shared",
         ),
     ] = None
     image: Annotated[
         Optional[str],
-        _optional("IMAGE", f"Container image, for {listed(engines_taking('--image'), 'and')}.", "the engine's"),
+        arg(f"Container image, for {listed(engines_taking('--image'), 'and')}.", "IMAGE", default="the engine's"),
     ] = None
     api: Annotated[
-        KubernetesApi,
-        tyro.conf.arg(help="Kind of Kubernetes job: Kubeflow Trainer's TrainJob, or the older operator's PyTorchJob."),
+        KubernetesApi, arg("Kind of Kubernetes job: Kubeflow Trainer's TrainJob, or the older operator's PyTorchJob.")
     ] = "trainjob"
     spot: Annotated[
-        bool,
-        tyro.conf.arg(
-            help=f"Use cheaper machines that may be taken away, for {listed(engines_taking('--spot'), 'and')}."
-        ),
+        bool, arg(f"Use cheaper machines that may be taken away, for {listed(engines_taking('--spot'), 'and')}.")
     ] = False
-    no_check: Annotated[
-        bool, tyro.conf.arg(help="Write the file even if the linter finds errors; they are still shown.")
-    ] = False
+    no_check: Annotated[bool, arg("Write the file even if the linter finds errors; they are still shown.")] = False
