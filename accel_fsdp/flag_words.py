@@ -4,6 +4,7 @@ tyro would use the word after a misspelt flag as its value, and then report FILE
 value it lists types and its attempts to parse them, and it ignores a flag with the value None.
 """
 
+import itertools
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -190,13 +191,21 @@ def _parses(kind: type[int] | type[float], text: str) -> bool:
     return True
 
 
+LISTS = frozenset({"lora_target_modules", "target_modules", "lora_modules_to_save", "modules_to_save"})
+"""The flags that take several words; after another flag, a second word may be a script or a redirection."""
+
+
 def parse_command_line(words: Sequence[str]) -> dict[str, Any]:
-    """`--name value`, `--name=value` and a bare `--name` (true), as HfArgumentParser understands them."""
+    """`--name value`, `--name=value` and a bare `--name` (true), as HfArgumentParser understands them.
+
+    The words of a list are joined by spaces.
+    """
     args: dict[str, Any] = {}
     for position, word in enumerate(words):
         if not word.startswith("--"):
             continue
         name, equals, value = word.partition("=")
-        following = words[position + 1] if position + 1 < len(words) else "--"
-        args[field_name(name)] = value if equals else True if following.startswith("--") else following
+        following = list(itertools.takewhile(lambda word: not word.startswith("--"), words[position + 1 :]))
+        field = field_name(name)
+        args[field] = value if equals else " ".join(following[: None if field in LISTS else 1]) if following else True
     return args

@@ -108,7 +108,7 @@ def keys_page() -> str:
 
 WHERE_KNOWN = (
     *("language_parameters", "heads", "kv_heads", "experts", "fused_experts", "tensor_plan", "expert_plan"),
-    *("replicated_norms", "tied_rows"),
+    *("replicated_norms", "tied_rows", "expert_targets"),
 )
 """Facts that most models lack, and the catalogue leaves out for them."""
 

@@ -122,19 +122,17 @@ def _eval_batch(arguments: Mapping[str, Any]) -> int:
 
 
 def _adapter(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    targets = arguments.get("lora_target_modules") or ()
-    names = (
-        targets.replace(",", " ").split()
-        if isinstance(targets, str)
-        else targets
-        if isinstance(targets, list | tuple)
-        else ()
-    )
     return {
         "lora_rank": positive_int(arguments.get("lora_r")) or Recipe.lora_rank,
         "lora_dropout": (number(arguments.get("lora_dropout"), LORA_DROPOUT) or 0) > 0,
-        "lora_targets": targets_of(names if isinstance(names, list | tuple) else ()),
+        "lora_targets": targets_of(names_in(arguments.get("lora_target_modules"))),
     }
+
+
+def names_in(value: Any) -> list[str]:
+    """The names in an argument that is a list, or a text with commas or spaces."""
+    parts = value if isinstance(value, list | tuple) else str(value or "").strip("[]").replace(",", " ").split()
+    return [str(part).strip("'\"") for part in parts]
 
 
 def targets_of(names: Any) -> Literal["all", "attention"]:

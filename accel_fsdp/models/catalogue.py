@@ -57,11 +57,13 @@ def find(name: str) -> ModelFacts | None:
 
 def _facts(name: str, facts: dict[str, Any]) -> ModelFacts:
     layers = tuple(LayerClass(**layer) for layer in facts["wrap_classes"])
-    others = {key: value for key, value in facts.items() if key not in ("wrap_classes", "classes")}
+    tuples = ("wrap_classes", "classes", "expert_targets")
+    others = {key: value for key, value in facts.items() if key not in tuples}
     return ModelFacts(
         name=name,
         wrap_classes=layers,
         classes=frozenset(facts["classes"]),
+        expert_targets=tuple(facts.get("expert_targets", ())),
         wrap_reason="from the bundled catalogue",
         origin="bundled catalogue",
         **{"tensor_plan": False, "expert_plan": False, **others},

@@ -2,8 +2,9 @@
 
 import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from accel_fsdp.config import EXPERT_FLAG, Method, size_key
@@ -28,6 +29,8 @@ SETTINGS: Mapping[str, str] = {
     "lora": "LoRA, without --load_in_4bit",
 }
 """What the user sets, in a YAML and in the arguments of `train/sft.py`: axes by name, and methods."""
+OLD_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""The router and the layers of an expert in transformers 4, before it fused experts."""
 SINCE = "5.23"
 """The first version of transformers whose meshes were compared with one process."""
 PACKED_SINCE = "2.13"
@@ -75,7 +78,8 @@ class Divisible:
     `experts` is the number in a layer. `tensor_plan` and `expert_plan` say whether transformers knows how to divide its
     layers and experts, None if unknown. `replicated_norms`: norms inside the divided attention, whose gradients its
     plan sums over the ranks. `tied_rows` are the rows of an embedding that is also the head. `packed`: tensor
-    parallelism divides matrices that hold several, such as fused experts.
+    parallelism divides matrices that hold several, such as fused experts. `expert_targets` are the names of modules
+    that LoRA takes for the fused experts or their router.
     """
 
     heads: int = 0
@@ -86,11 +90,13 @@ class Divisible:
     replicated_norms: bool = False
     tied_rows: int = 0
     packed: bool = False
+    expert_targets: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> "Divisible":
         """Takes the fields of this class from a mapping that may hold others."""
-        return cls(**{field.name: facts[field.name] for field in fields(cls) if field.name in facts})
+        known = {field.name: facts[field.name] for field in fields(cls) if field.name in facts}
+        return cls(**{**known, "expert_targets": tuple(facts.get("expert_targets", ()))})
 
     def misfits(
         self,
@@ -98,12 +104,16 @@ class Divisible:
         method: Method = "full",
         settings: Mapping[str, str] = SETTINGS,
         torch: str | None = None,
+        targets: Iterable[str] = (),
     ) -> Iterator[Misfit]:
         """Why a mesh of these sizes can't divide the model. `sizes` has those of "fsdp", "tp" and "ep".
 
-        `settings` are the names of what the user sets, as in `SETTINGS`; `torch` is its version, if known.
+        `settings` are the names of what the user sets, as in `SETTINGS`; `torch` is its version, if known; `targets`
+        are the modules that get an adapter.
         """
         weights = (*_weight_misfits(sizes, method), *self._packed_misfits(sizes, torch))
+        if method == "lora":
+            weights += (*self._adapter_misfits(sizes, targets),)
         for misfit in (*weights, *self._plan_misfits(sizes), *self._tie_misfits(sizes)):
             fix = self.fix_of(misfit.axis, sizes, settings) if misfit.kind == "count" else misfit.fix
             yield misfit._replace(fix=fix.format(**settings, without=_sized(misfit.axis, [], sizes, settings)))
@@ -130,6 +140,14 @@ class Divisible:
             what = f"packed matrices, such as fused experts, with tp {sizes['tp']} and torch {torch}"
             why = "torch trains them, and can't write or read their checkpoints"
             yield Misfit("weights", "tp", what, why, f"pip install 'torch>={PACKED_SINCE}'; or {{without}}")
+
+    def _adapter_misfits(self, sizes: Mapping[str, int], targets: Iterable[str]) -> Iterator[Misfit]:
+        names = [name for name in targets if "experts" in (path := name.split(".")) or path[-1] in self.expert_targets]
+        if names and sizes["ep"] > 1 and self.expert_plan is not False:
+            what = f"an adapter on the experts ({', '.join(names)}) with ep {sizes['ep']}"
+            why = "PEFT 0.21 has none for experts of which each rank holds a part"
+            fix = "--lora_target_modules all-linear, which leaves fused experts as they are; or {without}"
+            yield Misfit("weights", "ep", what, why, fix)
 
     def _plan_misfits(self, sizes: Mapping[str, int]) -> Iterator[Misfit]:
         plans = {"tp": (self.tensor_plan, "layers"), "ep": (self.expert_plan, "experts")}
@@ -216,7 +234,21 @@ def divisible_by_config(config: Any) -> Divisible:
         replicated_norms=REPLICATED in plan.values(),
         tied_rows=count("vocab_size") if getattr(config, "tie_word_embeddings", False) else 0,
         packed=any(style.startswith("packed") for style in plan.values()),
+        expert_targets=expert_targets(config) if count(*EXPERTS) else (),
     )
+
+
+def expert_targets(config: Any) -> tuple[str, ...]:
+    """The names of modules that PEFT 0.21 takes for a mixture's fused experts or their router, in an adapter's targets.
+
+    It does so in the families that had such modules in transformers 4, also for dense layers and shared experts.
+    """
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    adapter = LoraConfig(target_modules=list(OLD_NAMES))
+    convert_peft_config_for_transformers(adapter, SimpleNamespace(config=config), None)
+    return tuple(sorted(OLD_NAMES - set(adapter.target_modules or ())))
 
 
 def _text_config(config: Any) -> Any:

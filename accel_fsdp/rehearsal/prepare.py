@@ -11,7 +11,7 @@ from accel_fsdp import flag_words
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError, UserError
-from accel_fsdp.job import Layout
+from accel_fsdp.job import Layout, from_arguments
 from accel_fsdp.models import catalogue, parallel_plans, read_config
 from accel_fsdp.models.shrink import SmallModel, shrink
 from accel_fsdp.rehearsal import hub_rows, rows
@@ -72,7 +72,9 @@ def prepare(
 def _check_mesh(layout: Layout, model: str, words: tuple[str, ...]) -> None:
     """Refuses a mesh that doesn't divide a model's heads, experts or vocabulary, with their numbers."""
     if layout.is_by_transformers:
-        mesh.check_on(layout, read_config(model), "--use_peft" in words, "--load_in_4bit" in words)
+        arguments = flag_words.parse_command_line(words)
+        targets = from_arguments.names_in(arguments.get("lora_target_modules"))
+        mesh.check_on(layout, read_config(model), from_arguments.recipe_of(arguments).method, targets)
 
 
 def _rows(arguments: Mapping[str, Any], launcher: Rehearsed, chats: bool) -> tuple[rows.Rows, str]:

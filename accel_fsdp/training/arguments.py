@@ -11,7 +11,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from accel_fsdp import console, cpu, flag_words, models
-from accel_fsdp.config import EXPERT_FLAG, yaml_file
+from accel_fsdp.config import EXPERT_FLAG, Method, yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -86,6 +86,10 @@ class ModelArguments:
     def source(self) -> tuple[str, str, bool]:
         """Where config, tokenizer and weights are read from."""
         return self.model_name_or_path, self.model_revision, self.trust_remote_code
+
+    @property
+    def method(self) -> Method:
+        return "qlora" if self.load_in_4bit else "lora" if self.use_peft else "full"
 
 
 @dataclass

@@ -140,7 +140,7 @@ def _check_combination(model: Any, training: TrainingArguments) -> None:
     launch = LaunchEnvironment.now()
     job = Job(
         Layout(from_run.engine_here()),
-        Recipe("qlora" if model.load_in_4bit else "lora" if model.use_peft else "full"),
+        Recipe(model.method),
         optimizer=str(getattr(training.optim, "value", training.optim)),
         recompute="engine" if launch.recomputes_units else "script" if training.gradient_checkpointing else "none",
         state_dict=launch.state_dict_type,

@@ -42,7 +42,7 @@ def load_tokenizer(options: ModelArguments, chat_template_path: str | None = Non
     config = models.read_config(*options.source)
     if _first_rank():
         causal.check_config(config, options.model_name_or_path, options.trust_remote_code)
-    mesh.check(config, options.use_peft, options.load_in_4bit)
+    mesh.check(config, options.method, options.lora_target_modules)
     tokenizer: PreTrainedTokenizerBase = models.read_tokenizer(*options.source)
     vocabulary = tokenizer.get_vocab()
     for name in ("eos_token", "pad_token"):
@@ -261,12 +261,11 @@ def with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
         adapted: nn.Module = get_peft_model(model, config)
     except ValueError as error:
         fix = "--lora_target_modules all-linear, or names of linear modules such as q_proj v_proj"
-        if "lora_dropout" in str(error) and not LaunchEnvironment.now().by_transformers:
+        if "lora_dropout" in str(error):
             fix = "--lora_dropout 0; or --lora_target_modules all-linear, which leaves fused experts as they are"
         what = f"no adapter can be made: {models.first_line(error)}"
         raise UserError(what, why="nothing would be trained", fix=fix) from error
     _rename_ties(ties)
-    mesh.check_adapter(adapted)
     return adapted
 
 

@@ -5,6 +5,7 @@ Accelerate's own `tp_size` splits no layer with transformers 5.17 or later, and 
 
 import logging
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,33 +83,23 @@ def choose(experts: int) -> None:
     logging.getLogger(REDISTRIBUTING).setLevel(logging.ERROR)
 
 
-def check(config: Any, adapted: bool, quantized: bool) -> None:
+def check(config: Any, method: Method, targets: Iterable[str] = ()) -> None:
     """Checks a model's config and the flags about its weights, before these are read.
+
+    `targets` are the modules that get an adapter.
 
     Raises:
         UserError: the model has no plan for an axis, a size doesn't divide, or a library fails.
     """
     if LaunchEnvironment.now().by_transformers:
-        check_on(layout_here(), config, adapted, quantized)
+        check_on(layout_here(), config, method, targets)
 
 
-def check_on(layout: Layout, config: Any, adapted: bool, quantized: bool) -> None:
+def check_on(layout: Layout, config: Any, method: Method, targets: Iterable[str] = ()) -> None:
     """Checks like `check`, for any mesh."""
-    method: Method = "qlora" if quantized else "lora" if adapted else "full"
     divisible = models.parallel_plans.divisible_by_config(config)
-    for misfit in divisible.misfits(layout.sizes, method, torch=torch.__version__):
+    for misfit in divisible.misfits(layout.sizes, method, torch=torch.__version__, targets=targets):
         raise UserError(misfit.what, why=misfit.why, fix=misfit.fix)
-
-
-def check_adapter(model: "nn.Module") -> None:
-    """Refuses an adapter on experts that are divided: PEFT 0.21 adds its whole matrices to a rank's part."""
-    launch = LaunchEnvironment.now()
-    if launch.by_transformers and any(type(part).__name__ == "ParamWrapper" for part in model.modules()):
-        raise UsageError(
-            f"an adapter on the experts with {EXPERT_FLAG} {launch.mesh.get('ep', 1)}",
-            why="PEFT 0.21 stops in the first step: each rank has some experts only",
-            fix="--lora_target_modules all-linear, which leaves fused experts as they are",
-        )
 
 
 def loading() -> dict[str, "DistributedConfig"]:

@@ -58,7 +58,7 @@ def test_a_layer_that_does_not_fit_is_divided(model: str, gpus: str, method: str
     assert checked.code == 0, checked.output
     job = from_yaml.predictable(JobConfig(yaml.safe_load(path.read_text())), script)
     config = AutoConfig.for_model(**catalogue.entries()[model]["config"])
-    mesh.check_on(job.layout, config, job.adapter, False)
+    mesh.check_on(job.layout, config, job.recipe.method)
     judged = planned(*asked, "--config", path, "--checkpointing", choice["checkpointing"])["strategies"][0]
     assert (judged["strategy"], judged["peak_bytes"]) == (choice["strategy"], choice["peak_bytes"])
 

@@ -4,20 +4,24 @@ What real ranks do with such meshes is in `linter/test_upstream_mesh.py` and `te
 """
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
+from conftest import accel_fsdp
+from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from test_trained_meshes import EXPERTS, KINDS, PACKED, SMALL
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from accel_fsdp.config import JobConfig
+from accel_fsdp.config import EXPERT_FLAG, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.job import from_yaml
 from accel_fsdp.linter import rules
-from accel_fsdp.models import build, model_facts
+from accel_fsdp.models import build, model_facts, parallel_plans
 from accel_fsdp.planner import PlanCommand, command
 from accel_fsdp.prediction.tracing.model_shape import shape_of
 from accel_fsdp.training import load_model, mesh
@@ -92,7 +96,7 @@ def refusal_by_config(file: JobConfig, experts: int, config: Any) -> str:
 
 def refusal_by_training(file: JobConfig, experts: int, config: Any) -> str:
     try:
-        mesh.check_on(replace(from_yaml.layout_of(file), experts=experts), config, adapted=False, quantized=False)
+        mesh.check_on(replace(from_yaml.layout_of(file), experts=experts), config, "full")
     except UserError as error:
         return error.what
     return ""
@@ -147,14 +151,49 @@ def test_the_default_adapter_is_on_linear_layers_alone(kind: str) -> None:
     assert "experts" not in layers
 
 
-@pytest.mark.parametrize(
-    ("experts", "fix"),
-    [(1, "--lora_dropout 0; or --lora_target_modules all-linear"), (2, "--lora_target_modules all-linear")],
-)
-def test_the_fix_of_an_adapter_on_experts(experts: int, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCEL_FSDP_MESH" if experts > 1 else "UNUSED", f"ep={experts}")
+def test_the_fix_of_an_adapter_on_experts_with_dropout() -> None:
     config = AutoConfig.for_model("mixtral", **SMALL, **EXPERTS)
     named = ModelArguments(model_name_or_path="a", use_peft=True, lora_target_modules=["w1", "w2", "w3"])
     with pytest.raises(UserError) as refused:
         load_model.with_adapter(AutoModelForCausalLM.from_config(config), named)
-    assert refused.value.fix.startswith(fix)
+    assert refused.value.fix.startswith("--lora_dropout 0; or --lora_target_modules all-linear")
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe"])
+def test_the_names_that_peft_takes_for_experts(kind: str) -> None:
+    """PEFT replaces their parameters, not modules of these names."""
+    config = AutoConfig.for_model(kind, **SMALL, **EXPERTS)
+    names = set(parallel_plans.divisible_by_config(config).expert_targets)
+    assert bool(names) == (kind in ("mixtral", "qwen3_moe"))
+    for target in names - {"gate_proj", "up_proj", "w1", "w3"} or ["q_proj"]:
+        adapted = get_peft_model(AutoModelForCausalLM.from_config(config), LoraConfig(target_modules=[target]))
+        assert any(type(part).__name__ == "ParamWrapper" for part in adapted.modules()) == bool(names), target
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "named"),
+    [
+        ("mixtral", "q_proj w1 w2 w3", "w1, w2, w3"),
+        ("qwen3_moe", "experts.0.down_proj", "experts.0.down_proj"),
+        ("gpt_oss", "q_proj mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj"),
+        ("qwen2_moe", "q_proj down_proj", ""),
+        ("qwen3_moe", "all-linear", ""),
+    ],
+)
+def test_check_and_training_refuse_an_adapter_on_divided_experts(
+    kind: str, targets: str, named: str, tmp_path: Path
+) -> None:
+    config, file = AutoConfig.for_model(kind, **SMALL, **EXPERTS), tmp_path / "fsdp2.yaml"
+    config.save_pretrained(tmp_path)
+    file.write_text(yaml.safe_dump(dict(file_for({}).values)))
+    words = f"{EXPERT_FLAG} 2 --use_peft --lora_target_modules {targets}"
+    (tmp_path / "line").write_text(f"train/sft.py --model_name_or_path {tmp_path} {words}")
+    checked = accel_fsdp("check", file, "--args", tmp_path / "line").output
+    refused = ""
+    try:
+        mesh.check_on(replace(from_yaml.layout_of(file_for({})), experts=2), config, "lora", targets.split())
+    except UserError as error:
+        refused = f"AF519: {error.what}\n  why: train/sft.py stops\n  fix: {error.fix}\n"
+    assert f"on the experts ({named}) with ep 2" in refused or refused == named
+    assert refused in checked
+    assert ("AF519" in checked) == bool(named)

@@ -224,9 +224,9 @@ def test_packed_matrices_need_a_torch_that_saves_them(yamls: Path, monkeypatch: 
     become_rank(yamls / "fsdp2 x tp2.yaml", monkeypatch)
     mesh.choose(1)
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    mesh.check(AutoConfig.for_model("qwen3", **SMALL), adapted=False, quantized=False)
+    mesh.check(AutoConfig.for_model("qwen3", **SMALL), "full")
     with pytest.raises(UserError, match=r"packed matrices, such as fused experts, with tp 2 and torch 2\.11"):
-        mesh.check(AutoConfig.for_model("qwen3_moe", **SMALL, **EXPERTS), adapted=False, quantized=False)
+        mesh.check(AutoConfig.for_model("qwen3_moe", **SMALL, **EXPERTS), "full")
 
 
 @pytest.mark.parametrize("run", LEGS)
@@ -252,16 +252,15 @@ REFUSED = {
         "tp4",
         1,
         {"num_attention_heads": 6, "hidden_size": 36},
-        False,
-        False,
+        "full",
     ),
-    "ep 2: transformers has no plan to divide the experts": ("fsdp4", 2, {}, False, False),
-    "--expert_parallel_size 3 on a mesh of fsdp 4": ("fsdp4", 3, {}, False, False),
-    "an adapter with tp 4": ("tp4", 1, {}, True, False),
-    "packed weights, of 4-bit or 8-bit values, with ep 2": ("fsdp4", 2, {}, True, True),
+    "ep 2: transformers has no plan to divide the experts": ("fsdp4", 2, {}, "full"),
+    "--expert_parallel_size 3 on a mesh of fsdp 4": ("fsdp4", 3, {}, "full"),
+    "an adapter with tp 4": ("tp4", 1, {}, "lora"),
+    "packed weights, of 4-bit or 8-bit values, with ep 2": ("fsdp4", 2, {}, "qlora"),
     "a vocabulary of 510 in an embedding that is also the head": (
         *("fsdp2 x tp2", 1, {"vocab_size": 510, "tie_word_embeddings": True}),
-        *(False, False),
+        "full",
     ),
 }
 
@@ -279,13 +278,13 @@ def become_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_doesn_t_go_is_refused_before_weights_are_read(
     message: str, yamls: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, experts, changed, adapted, quantized = REFUSED[message]
+    file, experts, changed, method = REFUSED[message]
     become_rank(yamls / f"{file}.yaml", monkeypatch)
     config = AutoConfig.for_model("llama", **{**SMALL, **changed})
 
     def begin() -> None:
         mesh.choose(experts)
-        mesh.check(config, adapted, quantized)
+        mesh.check(config, method)
 
     with pytest.raises(UserError) as refused:
         begin()

@@ -38,8 +38,7 @@ def training_config(subject: Subject) -> Mapping[str, Any]:
 
 
 def _words(value: Any) -> set[str]:
-    parts = value if isinstance(value, list | tuple) else str(value or "").strip("[]").replace(",", " ").split()
-    return {str(part).strip("'\"") for part in parts}
+    return set(from_arguments.names_in(value))
 
 
 @rule("AF616", "warning", pains=("P98",))

@@ -222,11 +222,12 @@ def tied_rows_are_padded(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF519")
 def weights_that_are_not_divided(subject: Subject) -> Iterator[Finding]:
-    """`--load_in_4bit` with `tp` or `--expert_parallel_size`, or `--use_peft` with `tp`, in train/sft.py.
+    """`--load_in_4bit` with `tp` or `--expert_parallel_size`, or an adapter on divided weights, in train/sft.py.
 
     bitsandbytes' packed weights don't have the shape that the plan divides: its layer raises an AssertionError with
-    `tp`, FSDP a RuntimeError with experts. PEFT 0.21 stops in the first step of an adapter on split layers. Before 2.13
-    torch can't write or read checkpoints of packed matrices, such as fused experts, that `tp` divides.
+    `tp`, FSDP a RuntimeError with experts. PEFT 0.21 stops in the first step of an adapter on layers that `tp` splits,
+    or on experts, which `--lora_target_modules` may name by their old layers, such as gate_proj (`--model`). Before
+    2.13 torch can't write or read checkpoints of packed matrices, such as fused experts, that `tp` divides.
     """
     if subject.by_transformers:
         yield from _misfits(subject, "weights", "train/sft.py stops")
@@ -235,7 +236,8 @@ def weights_that_are_not_divided(subject: Subject) -> Iterator[Finding]:
 def _misfits(subject: Subject, kind: str, why: str) -> Iterator[Finding]:
     method = "qlora" if subject.arg_on("load_in_4bit", "load_in_8bit") else subject.job.method
     model, torch = subject.model or Divisible(), subject.versions.get("torch")
-    for misfit in model.misfits(subject.job.layout.sizes, method, torch=torch):
+    targets = from_arguments.names_in(subject.arg("lora_target_modules"))
+    for misfit in model.misfits(subject.job.layout.sizes, method, torch=torch, targets=targets):
         if misfit.kind == kind:
             yield Finding(TENSOR if misfit.axis == "tp" else "num_processes", misfit.what, why, misfit.fix)
 
