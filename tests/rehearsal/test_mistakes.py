@@ -248,6 +248,7 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "evaluation mode to the end": ("stays in evaluation", FSDP2, "the script", "# and no train()"),
     "a loss times the number of ranks": ("times ranks", {}, "the script", "accelerator.backward(loss * scale)"),
     "a forward pass past the wrapper": ("past the wrapper", {}, "the script", "model.module("),
+    "a method past the wrapper": ("method past the wrapper", {}, "the script", "head.module.predict("),
     "a learned weight of a loss, not prepared": ("learned weight of a loss", {}, "the script", "loss = scaled(loss)"),
     "weights drawn again on a rank": ("begins apart", FSDP2, "the script", ".normal_()"),
     "gradients summed over ranks": ("sums over ranks", {}, "the script", "accelerator.backward(loss * scale)"),

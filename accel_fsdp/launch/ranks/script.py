@@ -4,10 +4,13 @@ import linecache
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from types import CodeType, FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 OF_SOME_PYTHONS: dict[str, Any] = {"__annotations__": {}, "__cached__": None}
 """Names that some versions of Python give a script."""
@@ -67,6 +70,18 @@ def line_of_stack(frame: FrameType | None) -> str:
     return line_of([(at.filename, at.lineno) for at in traceback.extract_stack(frame)])
 
 
+def line_of_call(frame: FrameType | None, module: "nn.Module") -> str:
+    """The script's line that calls `module`; methods of other modules, which pass a call on to it, are left out."""
+    from torch import nn
+
+    calls = []
+    for at, line in traceback.walk_stack(frame):
+        caller = at.f_locals.get("self")
+        if caller is module or not isinstance(caller, nn.Module):
+            calls.append((at.f_code.co_filename, line))
+    return line_of(calls[::-1])
+
+
 def line_of_error(error: BaseException) -> str:
     """The script's line as file:line, from an error's traceback."""
     return line_of([(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)])
@@ -86,7 +101,7 @@ def is_calling(frame: FrameType | None) -> bool:
     return frame is not None and is_own(frame.f_code.co_filename)
 
 
-def line_of(places: list[tuple[str, int | None]]) -> str:
+def line_of(places: Sequence[tuple[str, int | None]]) -> str:
     """The innermost line of the script among a stack's files and lines, outermost first; with the folder as typed."""
     own = [(file, line) for file, line in places if is_own(file)]
     return f"{os.path.join(os.path.dirname(sys.argv[0]), os.path.basename(own[-1][0]))}:{own[-1][1]}" if own else ""

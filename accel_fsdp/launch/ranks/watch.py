@@ -281,7 +281,7 @@ class _Steps:
                 self.saves.watch()
                 self.models[id(module)] = module
                 if self.awaits_rows and id(module) not in self.called_at:
-                    self.called_at[id(module)] = script.line_of_stack(sys._getframe())
+                    self.called_at[id(module)] = script.line_of_call(sys._getframe(), module)
             if is_unit(module):
                 self.units.append((id(module), script.line_of_stack(sys._getframe())))
         self.depth += 1
