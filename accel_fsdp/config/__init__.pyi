@@ -11,7 +11,6 @@ from .cluster_engines import engines_taking as engines_taking
 from .header import COMMAND as COMMAND
 from .header import SCRIPT as SCRIPT
 from .header import THIS_FILE as THIS_FILE
-from .header import launches_sft as launches_sft
 from .header import made_with as made_with
 from .header import script_arguments as script_arguments
 from .header import with_header as with_header

@@ -1,5 +1,6 @@
 """The comment at the top of a generated YAML: its title, the command that made it, the launch command."""
 
+import contextlib
 import itertools
 import shlex
 from collections.abc import Iterable, Mapping
@@ -64,9 +65,10 @@ def with_header(text: str, lines: list[str]) -> str:
     return "".join([*old[: max(place - 2, 0)], *(line + "\n" for line in lines), *old[end:]])
 
 
-def launches_sft(text: str) -> bool:
-    """Whether the launch command in our header runs train/sft.py."""
-    return SCRIPT in _launch_words(text)
+def sft_line(text: str) -> str:
+    """The launch command in our header; empty without one, or if it doesn't run train/sft.py."""
+    words = _launch_words(text)
+    return shlex.join(words) if SCRIPT in words else ""
 
 
 def script_arguments(text: str) -> tuple[str, ...]:
@@ -93,13 +95,20 @@ def variables(text: str) -> dict[str, str]:
 def _launch_words(text: str) -> list[str]:
     lines = text.splitlines()
     first = lines.index(LAUNCH) + 1 if LAUNCH in lines else len(lines)
-    return shlex.split(lines[first].removeprefix("#")) if first < len(lines) else []
+    return _words_in(lines[first]) if first < len(lines) else []
 
 
 def made_with(text: str) -> dict[str, str]:
     """The flags and values of the command in our header; empty without one."""
     line = next((line for line in text.splitlines() if line.startswith(MADE_HERE)), "#")
-    return dict(itertools.pairwise(shlex.split(line.removeprefix("#"))))
+    return dict(itertools.pairwise(_words_in(line)))
+
+
+def _words_in(line: str) -> list[str]:
+    """The words of a comment; none if a person has left a quote open in it."""
+    with contextlib.suppress(ValueError):
+        return shlex.split(line.removeprefix("#"))
+    return []
 
 
 def retitle(text: str, title: str) -> str:

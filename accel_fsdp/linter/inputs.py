@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from accel_fsdp import flag_words
-from accel_fsdp.config import DEFAULT_PORT, ReadConfig, read_config, yaml_checks, yaml_file
+from accel_fsdp.config import DEFAULT_PORT, ReadConfig, header, read_config, yaml_checks, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
 from accel_fsdp.hardware import HereFacts
 from accel_fsdp.linter.flags import Sources
@@ -60,7 +60,6 @@ def _uses_sft(script: Path) -> bool:
 def read_given(sources: Sources) -> Subject:
     """Reads model, arguments, checkpoint and script once for all YAMLs of a command, because each may be a pipe."""
     arguments = "" if sources.args is None else yaml_file.read_text(sources.args, NO_ARGUMENTS, GIVE_ARGUMENTS)
-    words = command_words(arguments)
     script = None if sources.script is None else _script_text(sources.script)
     checkpoint = None
     if sources.checkpoint is not None:
@@ -68,15 +67,23 @@ def read_given(sources: Sources) -> Subject:
 
         checkpoint = read_checkpoint(sources.checkpoint)
     args = None if sources.args is None else _arguments(sources.args, arguments)
-    return Subject(
-        {},
-        model=_model_here(args or {}) if sources.model is None else _read_model(sources.model),
+    given = Subject({}, model=None if sources.model is None else _read_model(sources.model), checkpoint=checkpoint)
+    given = _with_command(given, command_words(arguments), args)
+    if script is None or sources.script is None:
+        return given
+    uses_sft = USES_TRAINING.search(script) is not None
+    return replace(given, script=_parse_script(sources.script, script), uses_sft=uses_sft)
+
+
+def _with_command(given: Subject, words: list[str], args: dict[str, Any] | None) -> Subject:
+    """The inputs with a command line and its arguments, which may name the model."""
+    return replace(
+        given,
+        model=given.model or _model_here(args or {}),
         args=args,
         starter=launcher_of(words),
         launcher=launcher_flags(words),
-        checkpoint=checkpoint,
-        script=None if sources.script is None or script is None else _parse_script(sources.script, script),
-        uses_sft=_uses_sft(Path(_script_in(words))) if script is None else USES_TRAINING.search(script) is not None,
+        uses_sft=_uses_sft(Path(_script_in(words))),
     )
 
 
@@ -108,11 +115,15 @@ def read_subject(
 ) -> tuple[Subject, Any]:
     """Returns the input of the rules, and the ruamel.yaml document for lines and repairs.
 
+    Without arguments or a script, the launch command in the file's header gives them if it runs train/sft.py.
+
     `given` (the inputs that `sources` name) and `read` (the file) are passed if they have been read already.
     """
     sources = sources or Sources()
     given = given or read_given(sources)
     job, document = read or read_config(path, doubled=True)
+    if given.args is None and given.script is None and (line := header.sft_line(job.source)):
+        given = _with_command(given, command_words(line), flag_words.parse_command_line(command_words(line)))
     subject = replace(
         given,
         values=job.values,

@@ -1,6 +1,7 @@
 """Rules about arguments, model, machine, versions and checkpoints: facts that trigger each and facts that don't."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from accel_fsdp.checkpoints import CheckpointFacts
 from accel_fsdp.hardware import HereFacts
+from accel_fsdp.linter import Sources, read_subject
 from accel_fsdp.linter.rules import RULES, Subject, run
 from accel_fsdp.models import state_bytes
 from accel_fsdp.units import GIB
@@ -239,20 +241,51 @@ def test_what_else_a_rule_sees(code: str, bad: Subject) -> None:
     assert code in codes_of(bad)
 
 
-OUR_LINE = "# Launch:\n#   accelerate launch --config_file THIS_FILE train/sft.py --expert_parallel_size 3\n"
+OUR_LINE = "# Launch:\n#   accelerate launch --config_file THIS_FILE train/sft.py --expert_parallel_size 3"
 
 
-def test_train_sft_takes_the_road_that_splits_layers() -> None:
+def read(path: Path, text: str, args: str = "") -> Subject:
+    """The rules' input of a file, with the command line of an `--args` file."""
+    path.write_text(text)
+    (line := path.with_suffix(".line")).write_text(args)
+    return read_subject(path, Sources(args=line if args else None))[0]
+
+
+def test_train_sft_takes_the_road_that_splits_layers(tmp_path: Path) -> None:
     """AF703 and Accelerate's conditions in AF316 are about other scripts; a launch line in the file counts as well."""
     alone = "parallelism_config: {parallelism_config_tp_size: 2}\n"
     of_accelerate, installed = {"AF316", "AF703"}, {"transformers": "5.23.0"}
     assert of_accelerate <= codes_of(subject(V2 + alone, versions=installed))
     assert not of_accelerate & codes_of(ours(V2 + alone, versions=installed))
-    launched = subject(OUR_LINE + V2 + alone, versions=installed)
+    file, text = tmp_path / "a.yaml", f"{OUR_LINE}\n{V2}{alone}"
+    launched = replace(read(file, text), versions=installed)
     assert not of_accelerate & codes_of(launched)
     assert "AF330" in codes_of(launched)
-    assert of_accelerate <= codes_of(subject(OUR_LINE + V2 + alone, "other.py --lr 1", versions=installed))
+    assert of_accelerate <= codes_of(replace(read(file, text, "other.py --lr 1"), versions=installed))
     assert "AF316" in codes_of(ours(V2 + alone.replace("2", "3")))
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("--model_name_or_path openai/gpt-oss-20b", "AF517"),
+        ("--model_name_or_path Qwen/Qwen3-30B-A3B --use_peft --lora_target_modules q_proj down_proj", "AF519"),
+        ("--load_in_4bit", "AF519"),
+        ("--eval_strategy steps --load_best_model_at_end --eval_steps 3 --save_steps 5", ""),
+    ],
+)
+def test_the_launch_line_of_a_file_is_read_as_arguments(words: str, code: str, tmp_path: Path) -> None:
+    """Those that are given, or a script, replace it."""
+    line, file = OUR_LINE.replace("3", f"2 {words}"), tmp_path / "a.yaml"
+    text = V2 + TP if code == "AF517" else V2
+    written, given = read(file, f"{line}\n{text}"), read(file, text, line.partition("#   ")[2])
+    assert replace(written, source="") == replace(given, source="")
+    assert not code or code in codes_of(written)
+    assert code not in codes_of(read(file, f"{line}\n{text}", "other.py --lr 1"))
+    script_file = tmp_path / "own.py"
+    script_file.write_text("import torch\n")
+    assert read_subject(file, Sources(script=script_file))[0].args is None
+    assert read(file, f"# Launch:\n# it's train/sft.py\n{text}").args is None
 
 
 FOUR = V2.replace("num_processes: 2", "num_processes: 4")

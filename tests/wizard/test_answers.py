@@ -521,11 +521,13 @@ def test_full_training_of_a_quantised_model_is_warned_of(folder: Callable[[str],
     with pytest.raises(UserError, match="quantised weights can't be trained"):
         settled(**flags)
     path = tmp_path / "made.yaml"
-    path.write_text(to_yaml.to_text(settled(**flags, method="lora")))
-    (alone,) = (
-        finding for finding in linter.lint(path, linter.LintOptions(model=str(model_folder))) if finding.code == "AF512"
-    )
-    assert alone.severity == "warning"
+    made = to_yaml.to_text(settled(**flags, method="lora"))
+    severities = []
+    for text in (made, made.replace(" --use_peft", ""), made.replace("# Launch:", "#")):
+        path.write_text(text)
+        findings = linter.lint(path, linter.LintOptions(model=str(model_folder)))
+        severities.append([finding.severity for finding in findings if finding.code == "AF512"])
+    assert severities == [[], ["error"], ["warning"]]
     problem = planner.make_problem(planner.PlanCommand(str(model_folder), "8xH100"))
     assert any("refuses full training" in note for note in problem.notes)
 

@@ -19,11 +19,8 @@ from accel_fsdp.config import (
     JobConfig,
     Method,
     apply,
-    launches_sft,
-    script_arguments,
     short_name,
 )
-from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.job import Job, clashes, from_arguments, from_yaml
 from accel_fsdp.models import ModelFacts, optimizers, state_bytes
 
@@ -95,15 +92,9 @@ class Subject(JobConfig):
         return any(from_arguments.is_on(self.arg(name)) for name in names)
 
     @property
-    def launches_sft(self) -> bool:
-        """Whether the script is train/sft.py: by the arguments, or without them by the file's own launch line."""
-        return self.uses_sft or (self.args is None and self.script is None and launches_sft(self.source))
-
-    @property
     def experts(self) -> int:
-        """The expert-parallel size of train/sft.py, from the arguments or the launch line; 1 by default."""
-        launched = parse_command_line(script_arguments(self.source)) if self.args is None else self.args
-        return from_arguments.expert_parallel_size(launched) if self.launches_sft else 1
+        """The expert-parallel size of train/sft.py; 1 by default."""
+        return from_arguments.expert_parallel_size(self.args or {}) if self.uses_sft else 1
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -113,7 +104,7 @@ class Subject(JobConfig):
     @property
     def by_transformers(self) -> bool:
         """Whether train/sft.py has transformers shard the model: Accelerate has no tensor or expert parallelism."""
-        return self.launches_sft and self.job.layout.is_by_transformers
+        return self.uses_sft and self.job.layout.is_by_transformers
 
     @property
     def lacks_processes(self) -> bool:

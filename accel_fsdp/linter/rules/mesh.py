@@ -110,7 +110,7 @@ def tensor_parallelism_splits_nothing(subject: Subject) -> Iterator[Finding]:
     """
     size = subject.axes["tp"]
     is_new = "transformers" in subject.versions and not subject.older("transformers", "5.17")
-    if subject.engine is Engine.FSDP2 and size > 1 and is_new and not subject.launches_sft:
+    if subject.engine is Engine.FSDP2 and size > 1 and is_new and not subject.uses_sft:
         yield Finding(
             TENSOR,
             f"tp_size: {size} splits no layer with transformers {subject.versions['transformers']}",
