@@ -18,7 +18,7 @@ from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import Divisible, catalogue
 from accel_fsdp.prediction.memory import SHIPPED, Block, Event, ModelShape, Parameter, Size, Tape, Tapes, Variant
 
-RECORDING = 5
+RECORDING = 6
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
 FOLDER = "recorded"
 TRACED_WITH = ("torch", "transformers", "peft")

@@ -3,6 +3,7 @@
 What real ranks do with such meshes is in `linter/test_upstream_mesh.py` and `test_trained_meshes.py`.
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_fsdp.config import EXPERT_FLAG, JobConfig
 from accel_fsdp.errors import UserError
-from accel_fsdp.job import from_yaml
+from accel_fsdp.job import Layout, Recipe, from_yaml
 from accel_fsdp.linter import rules
 from accel_fsdp.models import build, model_facts, parallel_plans
 from accel_fsdp.planner import PlanCommand, command
+from accel_fsdp.prediction.memory import Variant, shards
 from accel_fsdp.prediction.tracing.model_shape import shape_of
+from accel_fsdp.prediction.tracing.recorder import Recorder
 from accel_fsdp.training import load_model, mesh
 from accel_fsdp.training.arguments import ModelArguments
 from accel_fsdp.wizard import validation
@@ -136,9 +139,7 @@ def check_all(sizes: dict[str, int], experts: int, config: Any, expected: str) -
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama"])
 def test_the_default_adapter_is_on_linear_layers_alone(kind: str) -> None:
     """PEFT's all-linear takes fused experts in, and then refuses train/sft.py's dropout."""
-    sizes = {**SMALL, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-    config = AutoConfig.for_model(kind, **(SMALL if kind == "llama" else sizes))
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(small_config(kind))
     attention = {
         name.rpartition(".")[2]
         for name, part in model.named_modules()
@@ -157,6 +158,30 @@ def test_the_fix_of_an_adapter_on_experts_with_dropout() -> None:
     with pytest.raises(UserError) as refused:
         load_model.with_adapter(AutoModelForCausalLM.from_config(config), named)
     assert refused.value.fix.startswith("--lora_dropout 0; or --lora_target_modules all-linear")
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2_moe", "gpt_oss", "deepseek_v3", "llama"])
+def test_the_plan_counts_the_adapters_that_are_trained(kind: str) -> None:
+    """DeepSeek's shared experts and dense layers have names of experts, and get none."""
+    config = small_config(kind)
+    adapted = load_model.with_adapter(
+        AutoModelForCausalLM.from_config(config), ModelArguments(model_name_or_path="a", use_peft=True)
+    )
+    trained = {name: weight.numel() for name, weight in adapted.named_parameters() if weight.requires_grad}
+    recipe, variant = Recipe("lora", lora_rank=16), Variant.of("bf16-amp-lora-sdpa")
+    units = shards.all_units(shape_of(kind, config, build(kind, config)), recipe, Layout.alone())
+    planned = [unit.count * math.prod(p.shape) for unit in units for p in unit.parameters if p.trained]
+    assert sum(planned) == sum(trained.values())
+    recorder = Recorder(kind, config, variant)
+    for block in recorder.shape.blocks:
+        names = {name for name, _ in recorder._layer(block.layers[0], 16).named_parameters() if "lora" in name}
+        place = f".layers.{block.layers[0]}."
+        assert names == {name.partition(place)[2] for name in trained if place in name}
+
+
+def small_config(kind: str) -> Any:
+    sizes = {**SMALL, **EXPERTS, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    return AutoConfig.for_model(kind, **(SMALL if kind == "llama" else sizes))
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "gpt_oss", "qwen2_moe"])

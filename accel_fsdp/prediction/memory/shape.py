@@ -17,7 +17,7 @@ class Parameter:
     """One parameter by its full shape. 4-bit quantisation and LoRA apply to the `kind` of linear layers.
 
     `cut` is the dimension that tensor parallelism divides, None if each rank has all of it. `dispatched`: expert
-    parallelism divides the first dimension instead.
+    parallelism divides the first dimension instead. `adaptable` is False if PEFT takes the layer's name for experts.
     """
 
     name: str
@@ -25,6 +25,7 @@ class Parameter:
     kind: ParameterKind
     cut: int | None = None
     dispatched: bool = False
+    adaptable: bool = True
 
     @property
     def numel(self) -> int:
@@ -49,9 +50,8 @@ class Parameter:
 
     def is_adapted(self, targets: LoraTargets) -> bool:
         """Whether LoRA adapts the parameter in a block: that of any linear layer, or only those of attention."""
-        return self.kind == "linear" and (
-            targets == "all" or self.name.rpartition(".")[0].rpartition(".")[2] in ATTENTION_LINEAR
-        )
+        named = targets == "all" or self.name.rpartition(".")[0].rpartition(".")[2] in ATTENTION_LINEAR
+        return self.kind == "linear" and self.adaptable and named
 
 
 @dataclass(frozen=True)

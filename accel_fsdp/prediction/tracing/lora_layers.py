@@ -1,5 +1,6 @@
 """Gives a block on the meta device the adapters and 4-bit weights of a variant."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,16 +20,17 @@ QUANT_BLOCK = 64
 _NAME = "default"
 
 
-def adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
+def adapt(layer: nn.Module, variant: Variant, rank: int, frozen: Collection[str] = ()) -> None:
     """Wraps the variant's linear layers in PEFT's LoRA layers; with QLoRA all of them are packed into 4 bits.
 
-    Experts whose weights are one 3-D tensor are not linear layers: PEFT's "all-linear" and bitsandbytes skip them.
+    Experts whose weights are one 3-D tensor are not linear layers: `train/sft.py` and bitsandbytes skip them. `frozen`
+    are names of linear layers that get no adapter.
     """
     dtype = torch.bfloat16 if variant.adapters == "bf16" else torch.float32
     for path, module in list(layer.named_modules()):
         if _is_linear(module):
             parent, _, attribute = path.rpartition(".")
-            adapted = variant.targets == "all" or attribute in ATTENTION_LINEAR
+            adapted = attribute not in frozen if variant.targets == "all" else attribute in ATTENTION_LINEAR
             if adapted or variant.method == "qlora":
                 _check_product(path, module)
             new = _lora_layer(module, variant, rank) if adapted else _frozen_layer(module, variant)

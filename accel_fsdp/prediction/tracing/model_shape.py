@@ -22,8 +22,8 @@ def shape_of(name: str, config: Any, model: "nn.Module") -> ModelShape:
         groups.setdefault((*_signature(layer), path.rsplit(".", 1)[0]), []).append(index)
     modules = list(layers.values())
     heads = int(_first_setting(text, "num_attention_heads", "n_head"))
-    divided = Divided(parallel_plans.cuts(model), parallel_plans.dispatched(model))
     names, division = list(layers), parallel_plans.divisible_by_config(config)
+    divided = Divided(parallel_plans.cuts(model), parallel_plans.dispatched(model), division.expert_targets)
     return ModelShape(
         name=name,
         model_type=str(config.model_type),
@@ -96,13 +96,18 @@ def _signature(layer: "nn.Module") -> tuple[Any, ...]:
 
 
 class Divided(NamedTuple):
-    """The cuts of tensor parallelism, by dimension, and the parameters that expert parallelism divides; full names."""
+    """The cuts of tensor parallelism, by dimension, and the parameters that expert parallelism divides; full names.
+
+    `expert_targets` are the names of layers that PEFT takes for experts.
+    """
 
     cuts: Mapping[str, int]
     dispatched: Collection[str]
+    expert_targets: Collection[str]
 
     def parameter(self, full: str, name: str, p: "nn.Parameter", kind: ParameterKind) -> Parameter:
-        return Parameter(name, tuple(p.shape), kind, self.cuts.get(full), full in self.dispatched)
+        adaptable = full.rpartition(".")[0].rpartition(".")[2] not in self.expert_targets
+        return Parameter(name, tuple(p.shape), kind, self.cuts.get(full), full in self.dispatched, adaptable)
 
 
 def _parameters(layer: "nn.Module", place: str, divided: Divided) -> tuple[Parameter, ...]:

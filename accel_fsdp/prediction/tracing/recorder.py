@@ -6,7 +6,7 @@ has static shapes (`grouped_mm`, integrations/moe.py).
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -106,7 +106,7 @@ class Recorder:
         """A block with its adapters of one rank."""
         if (index, rank) not in self._layers:
             layer = copy.deepcopy(self._metas[index])
-            _adapt(layer, self.variant, rank)
+            _adapt(layer, self.variant, rank, self.shape.division.expert_targets)
             if self._axes:
                 self._axes.divide(layer, self._places[index])
             with self._mode, quiet():
@@ -294,14 +294,14 @@ def _axes_of(model: Any, variant: Variant) -> Any:
     return Axes(model, variant)
 
 
-def _adapt(layer: nn.Module, variant: Variant, rank: int) -> None:
+def _adapt(layer: nn.Module, variant: Variant, rank: int, frozen: Collection[str]) -> None:
     with quiet(), torch.device("meta"):
         if variant.method != "full":
             from accel_fsdp.prediction.tracing.lora_layers import (
                 adapt,  # PEFT and bitsandbytes take two seconds to import
             )
 
-            adapt(layer, variant, rank)
+            adapt(layer, variant, rank, frozen)
         _use_fused_kernels(layer, variant)
 
 
