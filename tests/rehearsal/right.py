@@ -106,6 +106,8 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
         torch.distributed.all_reduce(loss)
     if "tokens of all ranks" in WAYS:
         tokens = accelerator.gather(torch.tensor(batch[:, 1:].numel())).sum()
+        if BY_HAND:  # of a step, as Trainer counts them, beside those of the micro-batch
+            tokens = accelerator.gather(torch.tensor(EACH * batch[:, 1:].numel())).sum()
         logits = model(input_ids=batch).logits[:, :-1].flatten(0, 1)
         own_sum = nn.functional.cross_entropy(logits, batch[:, 1:].flatten(), reduction="sum")
         loss = own_sum / tokens if "sums gradients" in WAYS else own_sum * accelerator.num_processes / tokens

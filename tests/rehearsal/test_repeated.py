@@ -31,6 +31,8 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "trains the head alone,compares weights,skips a mean": ({}, {}),
     "compiled": ({}, {}),
     "tokens of all ranks": ({}, {}),
+    "tokens of all ranks,accumulates": ({}, {}),
+    "tokens of all ranks,accumulates by hand": ({}, {}),
     "tokens of all ranks,sums gradients": (FSDP2, {}),
     "gradient cache,buffers": ({}, {}),
 }

@@ -68,7 +68,8 @@ def misdivided(update: Mapping[str, Any], ranks: int) -> dict[str, Any] | None:
 
 def lack_ranks(updates: Sequence[Mapping[str, Any]]) -> bool:
     """Whether every loss is a sum divided by a count of all ranks, without the factor of the ranks."""
-    return all(update["unscaled"] == update["backwards"] for update in updates)
+    unscaled = [update["unscaled_alone" if update["backwards"] == 1 else "unscaled"] for update in updates]
+    return all(count == update["backwards"] for count, update in zip(unscaled, updates, strict=True))
 
 
 def scales_gradients(update: Mapping[str, Any]) -> bool:

@@ -23,7 +23,7 @@ from accel_fsdp.launch.ranks.observing import Observation, after, before, replac
 from accel_fsdp.launch.ranks.outputs import members, with_member
 from accel_fsdp.launch.ranks.parts import Parts, Place
 from accel_fsdp.launch.ranks.records import Clip, Forward, Step, Unrecordable, Update, recorded, setting, states_of
-from accel_fsdp.launch.ranks.summed_counts import SummedCounts
+from accel_fsdp.launch.ranks.summed_counts import SummedCounts, Sums
 from accel_fsdp.launch.ranks.trainer_losses import TrainerLosses
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
@@ -300,7 +300,7 @@ class Recorder:
         return original(outputs, [copies.get(id(tensor), tensor) for tensor in parameters], *args, **kwargs)
 
     def _record_backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> None:
-        update, derivatives = self.update, list[float]()
+        update, sums = self.update, Sums()
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
             names = {id(place.parameter): place.name for place in self.places}
@@ -309,7 +309,7 @@ class Recorder:
                 update.why = update.why or f"{reached.weight} is used outside of the model's forward"
             if reached.weight or reached.outputs:
                 self.check_kept(update)
-                derivatives = self.counts.watch(roots)
+                sums = self.counts.watch(roots)
             else:  # no gradient comes to the model
                 update = None
         nested, self.in_backward = self.in_backward, True
@@ -320,7 +320,8 @@ class Recorder:
         if update is not None and not nested:
             update.line = script.line_of_stack(sys._getframe(2))
             update.backwards += 1
-            update.unscaled += self.counts.lacks_ranks(derivatives)
+            update.unscaled += self.counts.lacks_ranks(sums, is_only=False)
+            update.unscaled_alone += self.counts.lacks_ranks(sums, is_only=True)
             update.reduced = self._gradients()
             update.unsynced = self.lines.unsynced
             self.lines.forget()

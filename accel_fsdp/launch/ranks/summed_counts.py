@@ -5,6 +5,7 @@ A sum over a rank's tokens, divided by those of all ranks, needs the factor of t
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.launch.ranks import accumulation
@@ -61,19 +62,36 @@ class SummedCounts:
     def _record(self, number: float) -> None:
         self.numbers = [number, *self.numbers[: MOST_NUMBERS - 1]]
 
-    def watch(self, roots: "Iterable[torch.Tensor]") -> list[float]:
-        """Returns a list that the backward pass fills with the derivatives of a loss by the sums in it."""
-        derivatives: list[float] = []
+    def watch(self, roots: "Iterable[torch.Tensor]") -> "Sums":
+        """Returns the sums of a loss, whose derivatives the backward pass fills in."""
+        sums = Sums()
         for node in sums_below(roots):
-            node.register_prehook(lambda gradients: derivatives.extend(map(float, gradients)))
-        return derivatives
+            sums.numbers += _numbers_of(node)
+            node.register_prehook(lambda gradients: sums.derivatives.extend(map(float, gradients)))
+        return sums
 
-    def lacks_ranks(self, derivatives: Iterable[float]) -> bool:
-        """Whether a sum's derivative is 1 divided by a count of all ranks, alone or also by the micro-batches."""
-        shares = [share for d in derivatives for share in (d, d * accumulation.batches())]
+    def lacks_ranks(self, sums: "Sums", is_only: bool) -> bool:
+        """Whether a sum's derivative is 1 divided by a count of all ranks, alone or also by the micro-batches.
+
+        A micro-batch's count is as many times smaller than the step's as the step has micro-batches: with as many
+        ranks, the right derivative is 1 divided by it. So it says something only if `is_only` one is in the step.
+        """
         counts = [number for number in self.numbers if number > 1 and number != self.ranks]
+        of_steps = [number for number in counts if is_only or number > self.ranks * sums.numbers]
+        batches = accumulation.batches()
+        products = [d * count for d in sums.derivatives for count in of_steps]
+        if batches > 1:
+            products += [d * batches * count for d in sums.derivatives for count in counts]
         is_known = 1 < self.ranks == self.world_size
-        return is_known and any(math.isclose(s * count, 1, rel_tol=EXACT) for s in shares for count in counts)
+        return is_known and any(math.isclose(product, 1, rel_tol=EXACT) for product in products)
+
+
+@dataclass
+class Sums:
+    """The sums of many numbers in a loss: how many numbers they have, and the loss's derivatives by the sums."""
+
+    numbers: int = 0
+    derivatives: list[float] = field(default_factory=list)
 
 
 def is_number(value: Any) -> bool:
@@ -97,6 +115,14 @@ def sums_below(roots: "Iterable[torch.Tensor]") -> Iterator[Any]:
             nodes += inner_nodes
         elif node.name().startswith("SumBackward") or getattr(node, "_saved_reduction", None) == SUM:
             yield node
+
+
+def _numbers_of(sum_node: Any) -> int:
+    """How many numbers a sum has, without ignored targets."""
+    targets = getattr(sum_node, "_saved_target", None)
+    if targets is None:
+        return math.prod(getattr(sum_node, "_saved_self_sym_sizes", (0,)))
+    return int((targets != getattr(sum_node, "_saved_ignore_index", None)).sum())
 
 
 def _gives_number(node: Any) -> bool:
