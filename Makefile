@@ -15,7 +15,7 @@ PIP_NEWEST := $(NEWEST)/bin/pip install --quiet --disable-pip-version-check --co
 # The models of SkyPilot, dstack and Kubeflow's older jobs, which are heavy, in an environment of their own.
 ENGINES ?= .venv-engines
 
-.PHONY: demo site test test-oldest test-newest test-engines against lint check docs clean
+.PHONY: demo site test test-all test-oldest test-newest test-engines against lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
@@ -34,8 +34,12 @@ demo: $(VENV)/.demo
 site: $(VENV)/.base
 	python web/build.py site
 
+# All behaviours, each in few cases: what is marked slow is left out. `make test-all` has all cases.
 test: $(VENV)/.test
 	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+test-all: $(VENV)/.test
+	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --runslow
 
 test-oldest: export PATH := $(CURDIR)/$(OLDEST)/bin:$(PATH)
 test-oldest: $(OLDEST)/.test
@@ -43,7 +47,7 @@ test-oldest: $(OLDEST)/.test
 
 test-newest: export PATH := $(CURDIR)/$(NEWEST)/bin:$(PATH)
 test-newest: $(NEWEST)/.test
-	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --runslow
 
 test-engines: $(ENGINES)/.test
 	PYTHONPATH=. $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/launch/test_script.py -k "for_the_models or for_its"

@@ -54,14 +54,39 @@ CHAT_TEMPLATE = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--runslow", action="store_true", help="run what is marked slow, too, as `make test-all` does")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Where there are workers, they share a server of warm processes."""
-    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+    """Whoever names files or tests gets all of them. Where there are workers, they share a server of warm processes."""
+    worker = hasattr(config, "workerinput")  # which has the options of whoever started it
+    if config.args_source is pytest.Config.ArgsSource.ARGS and not worker:
+        config.option.runslow = True
+    if getattr(config.option, "numprocesses", None) and not worker:
         os.environ[SHARED] = start_server()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """What is marked slow, but for as many cases of a test as its mark says: they are spread over its cases."""
+    cases: dict[tuple[pytest.Item | pytest.Collector | None, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow"):
+            cases.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    left = []
+    for same in cases.values():
+        but = same[0].get_closest_marker("slow").kwargs.get("but", 0)  # type: ignore[union-attr]  # all have one
+        kept = {len(same) * case // but for case in range(but)}
+        left += [item for case, item in enumerate(same) if case not in kept]
+    return left
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """New files, then those that take longest, so that no worker is left alone with one at the end."""
+    if not config.option.runslow:
+        left = set(left_out(items))
+        config.hook.pytest_deselected(items=[item for item in items if item in left])
+        items[:] = [item for item in items if item not in left]
     seconds = json.loads((ROOT / "tests" / "durations.json").read_text())
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), math.inf))
 

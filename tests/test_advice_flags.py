@@ -62,6 +62,7 @@ def known() -> dict[str, set[str]]:
     }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_a_command_knows_the_flags_of_its_fixes(
     command: str, known: dict[str, set[str]], capsys: pytest.CaptureFixture[str]
@@ -87,6 +88,7 @@ def test_each_command_that_is_named_exists() -> None:
     assert named - prose == set(cli.COMMANDS)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("program", ["train/sft.py", "accelerate launch", "torchrun", "pip", "srun", "ray"])
 def test_other_programs_know_the_flags_of_the_fixes(program: str, known: dict[str, set[str]]) -> None:
     flags_advised = [(flag, place) for name, flag, place in advised() if name == program]

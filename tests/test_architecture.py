@@ -338,6 +338,7 @@ def code_words(module: str) -> set[str]:
     return words | {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("change", FILES_TO_CHANGE)
 def test_a_change_is_made_in_few_files(change: str) -> None:
     pattern, most = FILES_TO_CHANGE[change]

@@ -111,6 +111,7 @@ def test_files_of_others(folder: Path) -> None:
         untrusted_files.read_json(folder / "a.json")
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("part", ["{},", "[],", '{"":{}},', "1,", '"ab",'])
 def test_memory_is_bounded(part: str, folder: Path) -> None:
     """1 MB each, which takes a hundred in Python."""

@@ -159,6 +159,7 @@ def sharded(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_folder
 
 
+@pytest.mark.slow
 def test_an_export_whose_bytes_are_verified_equals_the_one_with_everything_installed(
     light: Any, sharded: Path, tmp_path: Path
 ) -> None:
@@ -199,6 +200,7 @@ LLAMA = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     "words",
     [

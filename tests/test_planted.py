@@ -70,6 +70,7 @@ def in_folder(folder: Path, words: list[str]) -> Finished:
     return ended(start(["env", "-C", str(folder), *words], env), 500)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_no_planted_module_runs(name: str, planted: Path, console: list[str], tiny_model: Path, tmp_path: Path) -> None:
     """The user's script still finds the module beside it."""

@@ -101,6 +101,7 @@ PLACES = (
 )
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_name_adds_no_line(place: Callable[[Path], list[str]], tmp_path: Path) -> None:
     """Names of tensors, keys, modules, folders and models hold line feeds: what follows them begins no line."""

@@ -127,6 +127,7 @@ BOMBS: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_is_refused(name: str, tmp_path: Path) -> None:
     source = tmp_path / "checkpoint"

@@ -119,6 +119,7 @@ def worth_acting_on(path: Path, options: linter.LintOptions) -> set[tuple[str, s
     return {(finding.code, finding.key) for finding in linter.lint(path, options) if finding.severity != "note"}
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", INTERVIEWS)
 def test_a_file_of_accelerate_config(name: str, asked: Path) -> None:
     """What was asked for and won't happen is found, and nothing else; the repair leaves nothing."""

@@ -68,6 +68,7 @@ def refusal(command: str, text: str, folder: Path, monkeypatch: Any, capsys: Any
     return message
 
 
+@pytest.mark.slow(but=15)
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_file_that_grows_is_refused_before_it_does(

@@ -77,6 +77,7 @@ def transposed_files() -> Iterator[None]:
         registered(name, [], overwrite=True)
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("make", WHOLE)
 def test_the_files_are_those_of_save_pretrained(make: str, tmp_path: Path) -> None:
     """In float32 as trained, and in bfloat16 as `from_pretrained` would hold it; `--verify` changes nothing."""

@@ -419,6 +419,7 @@ def whole_export(trained_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return time.monotonic() - started, (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_ended_at_any_moment(number: int, trained_run: Path, whole_export: tuple[float, bytes], tmp_path: Path) -> None:
     """Over an older export: it stays, or the new one is there; the next run cleans up."""
@@ -464,6 +465,7 @@ def test_ended_between_two_renames_where_names_cannot_be_swapped(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
 
 
+@pytest.mark.slow
 def test_two_exports_to_one_folder(run_folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with atomic_files.replaced_folder(out) as folder:
@@ -632,6 +634,7 @@ def test_local_state_dicts_are_named(tmp_path: Path) -> None:
         assert "SHARDED_STATE_DICT" in caught.value.fix
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """A model of four times the size, with one tensor of 130 MB, takes no more memory."""
@@ -749,6 +752,7 @@ def test_push_to_the_hub(hub: str, run_folder: Path, tmp_path: Path) -> None:
     assert json.loads(Hub.files["config.json"])["model_type"] == "llama"
 
 
+@pytest.mark.slow
 def test_a_push_that_cannot_begin(run_folder: Path, tmp_path: Path) -> None:
     """Nobody listens; a name that the hub would refuse."""
     with socket.socket() as free:

@@ -217,6 +217,7 @@ def test_of_two_models_in_one_folder_that_of_from_pretrained(sharded: Path, tiny
     assert torch.equal(merged[HEAD], theirs[HEAD])
 
 
+@pytest.mark.slow(but=4)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("pattern", ["(x+x+)+y", "(([a-z_.0-9])*)*q", "(", "x{9999999999}"])
 @pytest.mark.parametrize("key", ["alpha_pattern", "target_modules", "layers_pattern", "modules_to_save"])

@@ -87,6 +87,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.parametrize("name", FULL)
 def test_bits_are_those_of_the_gathered_state(name: str, written: Path, tmp_path: Path) -> None:
     full = torch.load(written / name / "full.pt")
@@ -152,6 +153,7 @@ def test_a_full_optimizer_beside_safetensors(tiny_model: Path, tmp_path: Path) -
     same(load_file(tmp_path / "out" / "optimizer.safetensors"), {"state.model.norm.weight.exp_avg": torch.arange(3.0)})
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["fsdp2-3", "lora-3"])
 def test_the_command_proves_what_it_wrote(name: str, written: Path, tmp_path: Path) -> None:
     """Through the command line: default checks, logits against torch's own loading, and --check afterwards."""

@@ -108,6 +108,7 @@ OF_ANY_SCRIPT: Mapping[str, tuple[Callable[[Side, Path], object], str]] = {
 """What is other on machine 1, and what both machines say."""
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("planted", OF_ANY_SCRIPT)
 def test_launchers_refuse_what_differs_before_ranks_start(
     planted: str, machines: list[hosts.Host], tiny_model: Path, tmp_path: Path
@@ -123,6 +124,7 @@ def test_launchers_refuse_what_differs_before_ranks_start(
         assert len(re.findall(r"^    \w+: ", done.output, re.MULTILINE)) == 1, done.output
 
 
+@pytest.mark.slow
 def test_machines_that_differ_in_what_may_differ_train(
     machines: list[hosts.Host], tiny_model: Path, tmp_path: Path
 ) -> None:
@@ -224,6 +226,7 @@ def job(machines: list[hosts.Host], tiny_model: Path, text_data: Path, tmp_path:
     return Job(machines, tmp_path, model, rows)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("planted", IN_MODEL)
 def test_ranks_refuse_another_model_at_the_same_path(planted: str, job: Job) -> None:
     change, message = IN_MODEL[planted]
@@ -232,6 +235,7 @@ def test_ranks_refuse_another_model_at_the_same_path(planted: str, job: Job) -> 
         refused(launched(job.machines, job.sides()), message)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("planted", IN_ROWS)
 def test_ranks_refuse_other_rows_at_the_same_path(planted: str, job: Job) -> None:
     change, message = IN_ROWS[planted]
@@ -241,6 +245,7 @@ def test_ranks_refuse_other_rows_at_the_same_path(planted: str, job: Job) -> Non
         refused(launched(job.machines, job.sides()), message)
 
 
+@pytest.mark.slow
 def test_ranks_end_when_one_machine_cannot_load(job: Job) -> None:
     """The others wait for it, and would for as long as a collective may take."""
     (empty := job.folder / "empty").mkdir()
@@ -260,6 +265,7 @@ runpy.run_path({sft!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_ranks_end_when_the_system_kills_one_that_loads(job: Job) -> None:
     """As it does where memory is used up; the rank itself says nothing."""
     sides = job.sides()
@@ -302,6 +308,7 @@ OTHER_ARGUMENTS: Mapping[str, tuple[list[str], str, str]] = {
 }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", OTHER_ARGUMENTS)
 def test_ranks_of_any_launcher_refuse_other_arguments(name: str, job: Job) -> None:
     """torchrun compares nothing, and numbers the machines as they come."""
@@ -313,6 +320,7 @@ def test_ranks_of_any_launcher_refuse_other_arguments(name: str, job: Job) -> No
         assert re.search(rf" {re.escape(there)} +\d \(n2\)$", done.output, re.MULTILINE), done.output
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("key", ["mixed_precision", "fsdp_reshard_after_forward"])
 def test_ranks_of_any_launcher_refuse_another_yaml(key: str, job: Job) -> None:
     sides = job.sides()

@@ -105,6 +105,7 @@ def assert_says(ended: Finished, message: str) -> None:
     assert f"checkpoint-{SAVED} is the newest complete checkpoint" in ended.output
 
 
+@pytest.mark.slow
 def test_a_host_switched_off_in_a_step(job: Job) -> None:
     """Its system closes the connections as it goes."""
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
@@ -113,6 +114,7 @@ def test_a_host_switched_off_in_a_step(job: Job) -> None:
     assert_says(first, rf"no heartbeat of n2 \(ranks 2, 3\) for \d+ s; the machine doesn't answer either: {OFF}")
 
 
+@pytest.mark.slow
 def test_the_host_with_the_store_switched_off_in_a_save(job: Job, reference: Reference) -> None:
     launchers = job.start_until("save", rank=0, step=2 * SAVED)
     job.machines[0].cut_power()
@@ -121,6 +123,7 @@ def test_the_host_with_the_store_switched_off_in_a_save(job: Job, reference: Ref
     job.comes_back(reference)
 
 
+@pytest.mark.slow
 def test_all_processes_of_a_host_are_killed(job: Job) -> None:
     """Its system runs on, and answers."""
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
@@ -133,6 +136,7 @@ def test_all_processes_of_a_host_are_killed(job: Job) -> None:
     assert OFF not in first.output
 
 
+@pytest.mark.slow
 def test_a_link_is_cut(job: Job) -> None:
     """Nothing closes a connection, and each side misses the other."""
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER)
@@ -145,6 +149,7 @@ def test_a_link_is_cut(job: Job) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_elastic_job_goes_on_without_a_host(job: Job, reference: Reference) -> None:
     """On two ranks instead of four, with the same rows in each step."""
     launchers = job.start_until("wait", rank=3, step=FAULT_AFTER, elastic=True)

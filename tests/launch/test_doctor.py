@@ -142,6 +142,7 @@ def own_address() -> str:
     )
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_one_that_is_ended(number: signal.Signals, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "accel_fsdp", "doctor", "--num-processes", "2", "--folder", str(tmp_path)]

@@ -86,6 +86,7 @@ def one_does_not_come(machines: list[Host], folder: Path) -> list[Finished]:
     return hosts.all_ended([started(host, number, 3) for number, host in enumerate(machines[:2])], SECONDS)
 
 
+@pytest.mark.slow
 def test_a_machine_that_does_not_come(ended: Ended) -> None:
     first, second = ended("one_does_not_come")
     assert (first.code, second.code) == (1, 1)
@@ -267,6 +268,7 @@ def busy() -> Iterator[None]:
         process.wait()
 
 
+@pytest.mark.slow
 def test_machines_that_are_busy_are_not_ill(busy: None, machines: list[Host], tmp_path: Path) -> None:
     """Two ranks on each of three machines; the others say no more than that machine 0 has the report."""
     first, *others = doctors(machines, "--num-processes", "6", "--folder", tmp_path, "--timeout", "60")
@@ -313,6 +315,7 @@ def test_packets_are_lost(machines: list[Host]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_link_that_is_very_slow(machines: list[Host]) -> None:
     """It is measured, and nothing hangs."""
     with shaped(machines[1], "4mbit", "256kb", "4mb"):

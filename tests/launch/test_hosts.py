@@ -73,6 +73,7 @@ JOBS: Mapping[str, tuple[dict[str, str], object]] = {
 KINDS = {"fsdp2": "FSDP2: 4", "fsdp1": "FSDP1 HYBRID_SHARD: 3"}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", JOBS)
 def test_hybrid_sharding_over_two_machines_learns_as_one_process_does(
     name: str, machines: list[hosts.Host], tiny_model: Path, text_data: Path, reference: Reference, tmp_path: Path
@@ -111,6 +112,7 @@ PROGRAMS = {"accel-fsdp": 'PATH="$BEFORE" exec "$PYTHON_EXEC" -m accel_fsdp "$@"
 """What is installed on the machines: the command, which starts warm, and a pip that has nothing to do."""
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("engine", COMMANDS)
 def test_the_command_of_a_job_file_trains_on_two_machines(
     engine: str, machines: list[hosts.Host], tiny_model: Path, text_data: Path, reference: Reference, tmp_path: Path

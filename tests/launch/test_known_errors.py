@@ -34,6 +34,7 @@ def explain(message: str) -> Finished:
     return run([sys.executable, "-m", "accel_fsdp", "doctor", "--explain", message])
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("case", REAL)
 def test_a_real_message_is_explained(case: str) -> None:
     output = run([sys.executable, ERRORS, case]).output
@@ -51,6 +52,7 @@ def test_a_line_is_read_at_both_of_its_ends() -> None:
     assert time.process_time() - began < SECONDS
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("case", "row"), {"skipped": "collective-timeout", "left": "gone"}.items())
 def test_a_real_message_of_ranks_is_explained(case: str, row: str) -> None:
     output = run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", ERRORS, case]).output
@@ -65,6 +67,7 @@ def test_a_message_of_torchrun_is_explained() -> None:
     assert known_errors.find(output[-2000:]) == "rendezvous"
 
 
+@pytest.mark.slow
 def test_the_rank_that_failed_first_is_the_cause() -> None:
     """torchrun ends rank 1 by SIGTERM, and by SIGKILL as it ignores that."""
     output = run([sys.executable, ERRORS, "impatient"]).output

@@ -169,6 +169,7 @@ def test_a_script_that_can_run_on_this_machine_is_started(
     assert launch(kind, text, *args) == ""
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("flags", [["--cpu"], []])
 def test_nothing_is_left_after_ctrl_c(flags: list[str], tmp_path: Path) -> None:
     """The terminal sends the signal to the launcher and to its ranks."""

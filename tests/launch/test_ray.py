@@ -91,6 +91,7 @@ def reference(tiny_model: Path, text_data: Path) -> Reference:
     return train(tiny_model, text_data, steps=STEPS, global_batch=GLOBAL_BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_job_that_loses_a_rank_and_a_node_learns_as_one_process_does(
     cluster: ray_cluster.Cluster, tiny_model: Path, text_data: Path, reference: Reference, tmp_path: Path
@@ -133,6 +134,7 @@ def ranks_of(folder: Path) -> list[tuple[list[str], dict[str, str], str]]:
     ]
 
 
+@pytest.mark.slow
 def test_a_script_gets_what_accelerate_launch_gives_and_a_signal_to_the_driver_stops_it_for_good(
     cluster: ray_cluster.Cluster, own: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -160,6 +162,7 @@ def test_a_script_gets_what_accelerate_launch_gives_and_a_signal_to_the_driver_s
         assert expected.items() <= variables.items()
 
 
+@pytest.mark.slow
 def test_a_rank_ends_with_its_worker_and_a_bad_flag_is_not_tried_again(
     cluster: ray_cluster.Cluster, own: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -134,6 +134,7 @@ def ended(folder: Path) -> Iterator[Callable[[str], list[Finished]]]:
         yield outcomes
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("case", CASES)
 def test_machines_that_do_not_meet(case: str, ended: Callable[[str], list[Finished]]) -> None:
     for machine, sayings in zip(ended(case), CASES[case][1], strict=True):
@@ -151,6 +152,7 @@ def test_machines_that_meet(folder: Path) -> None:
     assert all("a rank has started" in machine.output for machine in finished)
 
 
+@pytest.mark.slow
 def test_a_refusal_in_the_last_second_is_read() -> None:
     """One that comes while machine 0 waits for the last answers ends all; a later one ends its sender."""
     first, late = (roll_call.LauncherInfo(rank, 2, 2, f"n{rank}", 7) for rank in (0, 1))

@@ -104,6 +104,7 @@ def test_slurm_is_asked_for_what_the_yaml_says(batch: str) -> None:
     assert subprocess.run(["bash", "-n"], input=batch, text=True, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_command_in_a_slurm_file_is_one_that_launch_accepts(batch: str, tmp_path: Path) -> None:
     code, output = started(batch, tmp_path, SLURM)
     assert code == 0, output
@@ -314,6 +315,7 @@ def test_machines_that_may_be_taken_away_are_a_flag(write: Write) -> None:
     assert "--spot for slurm" in write("slurm", TWO, "--spot")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("api", ["trainjob", "pytorchjob"])
 def test_the_command_in_a_kubernetes_file_is_one_that_launch_accepts(api: str, write: Write, tmp_path: Path) -> None:
     words = (*TRAINS, "--text", "$(HOME)\n two$$ $$(HOME) $")
@@ -368,6 +370,7 @@ def test_a_dstack_task_is_one_for_its_models(write: Write) -> None:
     assert interpolator.interpolate_or_error(command) == as_dstack_expands(command)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("engine", "key"), [("skypilot", "run"), ("dstack", "commands")])
 @pytest.mark.parametrize("flags", [(), ("--time", "36h")])
 def test_the_command_in_a_task_is_one_that_launch_accepts(
@@ -585,6 +588,7 @@ def test_what_is_printed_is_what_is_written(write: Write, tmp_path: Path) -> Non
         assert ":smile: [bold]x[/] ${{ run.args }}" in text.replace("$$", "$")
 
 
+@pytest.mark.slow
 def test_quotes_and_line_ends_in_words_stay(write: Write, tmp_path: Path) -> None:
     word = 'it\'s $HOME `x`\n  # "two" \\ lines'
     alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}

@@ -109,6 +109,7 @@ def asleep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Finished]:
     return dict(zip(SLEEPING, at_once(launches), strict=True))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", SLEEPING)
 def test_a_rank_that_sleeps_is_named(kind: str, asleep: dict[str, Finished]) -> None:
     ended, (_, waits) = asleep[kind], SLEEPING[kind]
@@ -121,6 +122,7 @@ def test_a_rank_that_sleeps_is_named(kind: str, asleep: dict[str, Finished]) -> 
     assert "the script has ended" not in ended.output
 
 
+@pytest.mark.slow
 def test_a_slow_script_goes_on(job: Path, tmp_path: Path) -> None:
     script = tmp_path / "own.py"
     script.write_text(BEGIN + SLOW)
@@ -179,6 +181,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("kind", "before"),
     [

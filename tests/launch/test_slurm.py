@@ -94,6 +94,7 @@ def stopped_at(folder: Path, name: str) -> int:
     return int(steps[0])
 
 
+@pytest.mark.slow
 def test_a_job_on_two_machines_learns_as_one_process_does(
     cluster: slurm.Cluster, tiny_model: Path, rows: Path, reference: Reference, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_a_job_on_two_machines_learns_as_one_process_does(
     assert losses_of(tmp_path / "run", STEPS) == pytest.approx(reference.losses, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_warned_saves_queues_again_and_ends_as_if_it_was_not(
     cluster: slurm.Cluster, tiny_model: Path, rows: Path, reference: Reference, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
@@ -116,6 +118,7 @@ def test_a_job_that_is_warned_saves_queues_again_and_ends_as_if_it_was_not(
     goes_on(tmp_path, number, cluster, reference)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_taken_off_its_machines_saves_and_goes_on(
     cluster: slurm.Cluster, tiny_model: Path, rows: Path, reference: Reference, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def launched(tmp_path: Path, script: str) -> Iterator[tuple["subprocess.Popen[st
                     process.kill()
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("to_group", [False, True])
 @pytest.mark.parametrize(
     ("name", "code", "said"),

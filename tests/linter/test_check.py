@@ -214,6 +214,7 @@ VALUES = st.recursive(
 DOCUMENTS = st.one_of(st.dictionaries(KEYS, VALUES, max_size=8).map(yaml.safe_dump), st.text(max_size=60))
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(text=DOCUMENTS)
 @example(text='deepspeed_config:\n  deepspeed_moe_layer_cls_names:\n  - "\\e"\n')

@@ -170,6 +170,7 @@ def merged(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 BAD = [yaml.safe_load(bad) for bad, _ in GOLDEN.values()]
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(parts=st.lists(st.sampled_from(BAD), min_size=1, max_size=3), indent=st.sampled_from([2, 4]), data=st.data())
 def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: st.DataObject, tmp_path: Path) -> None:

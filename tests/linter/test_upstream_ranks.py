@@ -75,6 +75,7 @@ def same(ranks: list[Any]) -> Any:
     return ranks[0]
 
 
+@pytest.mark.slow
 @pytest.mark.pain("P04")
 def test_reshard_after_forward_does_not_reach_fsdp1(sharding: Seen) -> None:
     """AF302: NO_SHARD under that key, from the YAML or from TrainingArguments, still trains FULL_SHARD."""
@@ -292,6 +293,7 @@ def test_dora_fails_under_fsdp1(sharding: Seen) -> None:
     assert same(sharding["dora"]) == {"fsdp1": "IndexError: tuple index out of range", "fsdp2": ""}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.pain("P01", "P02")
 @pytest.mark.parametrize("lost", ["fsdp2 ac", "fsdp1"])
 def test_an_adapter_is_exported_empty(lost: str, saving: Seen) -> None:

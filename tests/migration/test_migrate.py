@@ -95,6 +95,7 @@ def test_accelerate_reads_the_same_from_an_fsdp_file(text: str, target: str, tmp
     assert len(migration.broken) == (sum(lost) if migration.edits else 0)
 
 
+@pytest.mark.slow
 @ANY_FILE
 @given(text=other_files(), target=st.sampled_from(["fsdp1", "fsdp2"]))
 def test_accelerate_reads_the_same_from_ddp_and_deepspeed(text: str, target: str, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_accelerate_reads_the_same_from_ddp_and_deepspeed(text: str, target: str
     assert bool(migration.broken) == (meaning(path)["strategy"] == "ZERO1")
 
 
+@pytest.mark.slow
 @ANY_FILE
 @given(text=other_files(), target=st.sampled_from(["zero1", "zero2", "zero3"]))
 def test_a_stage_of_zero_is_what_was_asked_for(text: str, target: str, tmp_path: Path) -> None:
@@ -116,6 +118,7 @@ def test_a_stage_of_zero_is_what_was_asked_for(text: str, target: str, tmp_path:
     assert not migration.broken
 
 
+@pytest.mark.slow
 @ANY_FILE
 @given(wanted=answers(engines=["fsdp"], fsdp1=True))
 def test_there_and_back_means_the_same(wanted: Answers, tmp_path: Path) -> None:
@@ -148,6 +151,7 @@ def test_each_key_has_one_row(text: str, target: str, tmp_path: Path) -> None:
         assert inside | set(content.get("deepspeed_config", {})) <= reported
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(text=DOCUMENTS, target=st.sampled_from(sorted(TARGETS)), kind=st.sampled_from(["", "FSDP", "DEEPSPEED"]))
 @example(text="num_processes: -_", target="fsdp2", kind="FSDP")  # a number to ruamel.yaml, which then fails on it

@@ -168,6 +168,7 @@ ODD = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=120, derandomize=True)
 @given(data=st.data())
 def test_whatever_a_config_says_ends_in_a_model_or_one_message(data: Any, tmp_path: Path) -> None:

@@ -110,12 +110,14 @@ def test_commands_that_read_a_model_neither_ask_nor_run_its_code(planted: Path, 
     assert not trace.exists()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("verify", ["load", "logits"])
 def test_an_export_neither_asks_nor_runs_code(verify: str, planted: Path, trace: Path, tmp_path: Path) -> None:
     refused(run_with_yes("export", planted, tmp_path / "out", "--verify", verify), trace)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_bytes_alone_are_exported_without_the_code_being_run(planted: Path, trace: Path, tmp_path: Path) -> None:
     run_with_yes("export", planted, tmp_path / "out", "--verify", "bytes")
     assert not trace.exists()

@@ -250,6 +250,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     return planned(*words), text, (folder / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_each_machine_has_the_choice_of_its_own_plan(compared: tuple[dict[str, Any], str, str]) -> None:
     report, _, _ = compared
     assert [machine["machine"] for machine in report["machines"]] == COMPARED.split(",")
@@ -560,6 +561,7 @@ def test_the_largest_that_fits_is_found_with_few_tries(
     assert len(tried) == len(set(tried))
 
 
+@pytest.mark.slow
 def test_a_comparison_of_eight_machines_takes_no_longer_than_three_imports_of_torch() -> None:
     """As a ratio, since machines differ; `benchmarks/startup.py` keeps the seconds."""
     torch = [sys.executable, "-c", "import torch"]

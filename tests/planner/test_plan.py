@@ -61,6 +61,7 @@ def test_no_heavy_library_is_imported() -> None:
     assert run([sys.executable, "-c", code]).output.endswith("[]\n")
 
 
+@pytest.mark.slow
 def test_an_unseen_config_is_traced_once(tiny_model: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "accel_fsdp", "plan", "--model", tiny_model, "--gpus", "2xA100", "--seq-len", "64"]
     first = run(words, XDG_CACHE_HOME=str(tmp_path))

@@ -130,6 +130,7 @@ def test_where_nothing_fits_no_yaml_is_written_and_the_exit_code_says_so(tmp_pat
 MACHINES = ("1xA100", "2xRTX4090", "8xA100-40GB", "8xH100", "4x8xH100")
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("place", "method"), [(0, "full"), (1, "lora"), (2, "qlora")])
 def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: Method) -> None:
     """A third of the catalogue with each method: wizard, linter and memory agree with the choice and its equals."""
@@ -151,6 +152,7 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
             assert [fault for fault in faults if fault.severity != "note"] == [], name
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("flags", "choice"),
     [
@@ -257,6 +259,7 @@ def test_experts_that_fsdp2_pads_are_sharded_by_an_engine_that_cuts_through_them
     assert "FSDP2 distributes a layer's 8 experts whole, so on 32 GPUs each holds and sends 3.9 times" in text
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("attention", ["sdpa", "flash", "eager"])
 def test_a_model_with_eager_attention_alone_is_the_same_whatever_is_asked(attention: str) -> None:
     content = planned("--model", "gpt-oss-20b", "--gpus", "8xH100", "--attention", attention, "--seq-len", "4096")
@@ -268,6 +271,7 @@ def test_a_model_with_eager_attention_alone_is_the_same_whatever_is_asked(attent
         assert "MXFP4" in text
 
 
+@pytest.mark.slow
 def test_weights_that_are_published_in_fp8_are_named() -> None:
     text = shown("--model", "DeepSeek-R1", "--gpus", "8xH100", "--method", "lora")
     assert "published in FP8" in text
@@ -285,6 +289,7 @@ def test_attention_without_a_kernel_computes_all_keys() -> None:
     assert eager.step_seconds > kernel.step_seconds
 
 
+@pytest.mark.slow
 def test_qlora_is_proposed_where_it_fits_and_offload_is_not_led_with() -> None:
     alone = planned("--model", "llama-3.1-70b", "--gpus", "1xA100-80GB")
     assert alone["choice"] is None
@@ -414,6 +419,7 @@ TIGHT = [
 """Jobs that fit with expandable segments alone."""
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("model", "machine", "length"), TIGHT)
 def test_what_fits_with_expandable_segments_alone_is_said_so_everywhere(
     model: str, machine: str, length: int, tmp_path: Path

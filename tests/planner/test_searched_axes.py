@@ -37,6 +37,7 @@ def axes_in(content: dict[str, Any]) -> set[tuple[int, int]]:
     return {(row["tensor_parallel"], row["expert_parallel"]) for row in content["strategies"]}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("model", "gpus", "method"), [(LLAMA, "128x8xL4", "full"), (MIXTURE, "4x8xH100-80GB", "lora")])
 def test_a_layer_that_does_not_fit_is_divided(model: str, gpus: str, method: str, tmp_path: Path) -> None:
     """The proposed command is accepted by config, check and train/sft.py, and its plan has the same peak."""

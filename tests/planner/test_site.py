@@ -96,6 +96,7 @@ def page(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page
         yield Page(browser, folder, seconds)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("link", LINKS)
 def test_the_numbers_are_those_of_the_command(page: Page, link: str) -> None:
     if not frees_output_late():

@@ -27,6 +27,7 @@ parallelism_config: {parallelism_config_dp_shard_size: 2, parallelism_config_sp_
 """
 
 
+@pytest.mark.slow
 def test_each_rank_holds_what_is_predicted(tmp_path: Path) -> None:
     """Of two ranks; `benchmarks/axes.py` starts four."""
     seen = axes.held(2, tmp_path)
@@ -36,6 +37,7 @@ def test_each_rank_holds_what_is_predicted(tmp_path: Path) -> None:
             assert axes.resting(kind, mesh) == held, (kind, mesh)
 
 
+@pytest.mark.slow
 def test_the_highest_point_is_where_a_real_step_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     asked = list(axes.settings(["llama"], ["tp 2 x fsdp 2"]))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gpu
 import gpu_training
+import pytest
 from conftest import ROOT, run
 
 from accel_fsdp.models import catalogue
@@ -14,6 +15,7 @@ from accel_fsdp.prediction import trace_store
 from accel_fsdp.prediction.memory import variant_of
 
 
+@pytest.mark.slow
 def test_it_measures_on_the_cpu_and_replaces_what_it_kept(tmp_path: Path) -> None:
     out = tmp_path / "cases.json"
     old = {"case": "another", "device": "CPU", "versions": {}}
@@ -33,6 +35,7 @@ def test_it_measures_on_the_cpu_and_replaces_what_it_kept(tmp_path: Path) -> Non
     assert len(json.loads(out.read_text())["cases"]) == 4
 
 
+@pytest.mark.slow
 def test_it_times_the_training_step_of_the_script_on_the_cpu() -> None:
     words = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--training"]
     finished = run(words, CUDA_VISIBLE_DEVICES="")

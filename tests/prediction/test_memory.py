@@ -95,6 +95,7 @@ def predicted(setting: dict[str, Any]) -> tuple[step.Prediction, ModelShape]:
     return step.predict(shape, tapes, recipe, layout), shape
 
 
+@pytest.mark.slow(but=8)
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("setting", list(settings()), ids=name)
 def test_the_highest_point_is_where_a_real_step_has_it(

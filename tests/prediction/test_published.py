@@ -24,6 +24,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("row", "limit"),
     [
@@ -52,6 +53,7 @@ def test_every_row_outside_of_the_limits_has_an_explanation() -> None:
         assert abs(finding.peak) < 0.01 or (finding.row["note"] and abs(finding.peak) < 0.05), finding.row["id"]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("row", ["E-7b-q-4", "E-7b-q-ddp8", "C-165-fsdp2-sac"])
 def test_what_a_published_run_reserved_is_met(row: str) -> None:
     verdict = memory_accuracy.verdict(ROWS[row])
@@ -60,6 +62,7 @@ def test_what_a_published_run_reserved_is_met(row: str) -> None:
     assert abs(predicted / measured - 1) < 0.05
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("fitted", "ran_out"),
     [
@@ -75,6 +78,7 @@ def test_published_runs_fit_and_run_out_as_said(fitted: str, ran_out: str) -> No
     assert verdict.share < 2, "it says little of a run that is far from fitting"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("row", "phase"),
     [
@@ -90,6 +94,7 @@ def test_a_published_run_that_ran_out_is_not_said_to_fit(row: str, phase: str) -
     assert phase in verdict.why
 
 
+@pytest.mark.slow
 def test_a_run_near_its_card_is_in_doubt_whether_it_fitted_or_ran_out() -> None:
     """Llama-2-70B in 4 bits on two cards: with the same settings it fitted in one month and ran out in another."""
     assert memory_accuracy.verdict(ROWS["FA453"]).said in memory_accuracy.DOUBTS

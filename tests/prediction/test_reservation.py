@@ -148,6 +148,7 @@ def test_an_export_gathers_one_unit_at_a_time() -> None:
     assert with_export > without
 
 
+@pytest.mark.slow
 def test_the_plan_says_whether_it_fits_and_how_surely() -> None:
     """As fewer GiB are there, a way that fits does so with expandable segments only, then perhaps, then not."""
     seen = []

@@ -45,6 +45,7 @@ def predicted(name: str, ranks: int) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_each_rank_holds_what_is_predicted(ranks: int, tmp_path: Path) -> None:
     config = tmp_path / "fsdp.yaml"

@@ -75,6 +75,7 @@ def peak(events: tuple[Event, ...] | list[tuple[int, int]], at: At, gradients: b
     return highest, alive
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "variant",
     [
@@ -312,6 +313,7 @@ def test_the_bundle_is_small_and_holds_nothing_else() -> None:
     assert sum(path.stat().st_size for path in folder.iterdir()) < 3_000_000
 
 
+@pytest.mark.slow
 def test_a_bundled_model_records_the_same_again() -> None:
     name, variant = "HuggingFaceTB/SmolLM2-135M", "bf16-amp-lora-sdpa"
     shape, tapes = trace_store.find(name) or pytest.fail("not bundled")
@@ -320,6 +322,7 @@ def test_a_bundled_model_records_the_same_again() -> None:
     assert (recorded_shape, again[1]) == (shape, {variant: tapes[variant]})
 
 
+@pytest.mark.slow
 def test_copies_that_autocast_drops_leave_in_order_of_creation() -> None:
     """Its cache is a map by address: GPT-2's biases, which nothing else keeps, left it in another order each time."""
     config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=512)
@@ -327,6 +330,7 @@ def test_copies_that_autocast_drops_leave_in_order_of_creation() -> None:
     assert all(other == first for other in others)
 
 
+@pytest.mark.slow
 def test_a_thread_that_looks_at_the_stack_changes_no_recording() -> None:
     """A job's ranks have one against hangs. Whoever holds a frame keeps the tensors in it alive."""
     alone, main, over = fit.record_model("mine", LLAMA, ("fp32-full-sdpa",)), threading.get_ident(), threading.Event()
@@ -353,6 +357,7 @@ def test_bundled_tapes_need_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
 
 
+@pytest.mark.slow
 def test_tapes_of_other_models_are_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     first = tapes_of("mine", LLAMA, "fp32-full-sdpa")
@@ -397,6 +402,7 @@ def test_a_recipe_has_a_variant(engine: Engine, recipe: Recipe, name: str) -> No
     assert Variant.of(name) in VARIANTS
 
 
+@pytest.mark.slow
 def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
     from transformers import Gemma3Config
 
@@ -428,6 +434,7 @@ def test_a_model_for_images_is_planned_for_rows_of_text() -> None:
     assert prediction[0].peak.live[ACTIVATIONS] == pytest.approx(prediction[1].peak.live[ACTIVATIONS], rel=0.001)
 
 
+@pytest.mark.slow
 def test_a_model_for_images_without_a_base_model_is_recorded() -> None:
     """Llama 4's language part has a head of its own: a chunked loss needs what is below it."""
     from transformers import Llama4Config
@@ -471,6 +478,7 @@ def test_a_model_without_sdpa_is_recorded_with_eager_attention() -> None:
     assert recorder.model.config._attn_implementation == "eager"
 
 
+@pytest.mark.slow
 def test_values_narrower_than_keys_take_the_efficient_kernel() -> None:
     """DeepSeek-V3's, of 192 and 128: flash refuses them, so that no plan could be made for any of its kind."""
     config = DeepseekV3Config(

@@ -19,6 +19,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_a_library_is_found(name: str, tiny_model: Path, tmp_path: Path) -> None:
     fault, fsdp, key = FAULTS[name]

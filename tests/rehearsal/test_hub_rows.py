@@ -110,6 +110,7 @@ def fetched(folder: Path, name: str, split: str = "train_sft") -> tuple[str, lis
     return why, [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_the_first_rows_are_streamed(ending: str, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if ending == "parquet":
@@ -126,6 +127,7 @@ def test_what_the_hub_refuses(hub: str, tmp_path: Path) -> None:
         fetched(tmp_path / "split", "me/chats", "train")
 
 
+@pytest.mark.slow
 def test_a_cache_is_used_where_there_is_no_hub(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = "from accel_fsdp.training.data import load; print(load.load('me/chats'))"
     done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, check=False, cwd=ROOT)
@@ -135,6 +137,7 @@ def test_a_cache_is_used_where_there_is_no_hub(hub: str, tmp_path: Path, monkeyp
         assert fetched(tmp_path / name, "me/chats") == ("", ROWS[:64])
 
 
+@pytest.mark.slow
 def test_why_there_are_none(hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hub, "silent", True)
     monkeypatch.setattr(hub_rows, "SECONDS", 3)
@@ -167,6 +170,7 @@ def test_made_up_rows_need_no_columns(name: str, message: str, tiny_model: Path,
     assert [file.name for file in prepared.rows.rglob("*.jsonl")] == ["train_sft-00000-of-00001.jsonl"]
 
 
+@pytest.mark.slow
 def test_rows_of_the_hub_are_trained_on(hub: str, tiny_model: Path) -> None:
     """Each row is longer than a rehearsal's, and the answer comes last."""
     words = ["--model", tiny_model, "--", "--dataset_name", "me/chats", *WORDS, "--completion_only_loss", "true"]

@@ -63,6 +63,7 @@ def passed(finished: Finished) -> dict[str, Any]:
     return report
 
 
+@pytest.mark.slow
 def test_shards_of_tensor_parallel_groups(models: Path, tmp_path: Path) -> None:
     file = mesh_file(tmp_path, "no", dp_shard=4, tp=2)
     words = ["--model", models / "qwen3", "--json", "--", "--gradient_accumulation_steps", "2"]

@@ -272,6 +272,7 @@ def in_docs(message: str) -> bool:
     return plain_text in shown
 
 
+@pytest.mark.slow(but=12)
 @pytest.mark.parametrize("name", BY_SCRIPT)
 def test_of_the_script(name: str, tiny_model: Path, tmp_path: Path) -> None:
     mistake, fsdp, key, line = BY_SCRIPT[name]

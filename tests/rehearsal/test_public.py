@@ -105,6 +105,7 @@ def _line_of(script: Path, text: str) -> int:
     return next(number for number, line in enumerate(script.read_text().splitlines(), 1) if text in line)
 
 
+@pytest.mark.slow(but=1)
 @BOTH
 def test_trainer_in_bf16(fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
     """It runs where no GPU has bf16; `save_model` writes nothing of shards, which the key decides."""

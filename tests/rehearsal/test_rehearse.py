@@ -32,6 +32,7 @@ RESUMED = [
 SCRIPT = ROOT / "tests/rehearsal/mistaken.py"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("name", "holds"),
     [
@@ -57,6 +58,7 @@ def test_every_step_passes(name: str, holds: str) -> None:
     assert report["forecast"].startswith("predicted for the real job: ")
 
 
+@pytest.mark.slow
 def test_an_embedding_whose_head_is_in_another_unit_is_named(tmp_path: Path) -> None:
     """As where a YAML takes BERT's own `_no_split_modules`; the wizard leaves such a class out."""
     (tmp_path / "bert").mkdir()
@@ -120,6 +122,7 @@ def left(folder: Path) -> list[object]:
     return left
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda signal_number: signal_number.name
 )
@@ -203,6 +206,7 @@ def test_a_script_without_its_flag_is_told_the_flag() -> None:
     )
 
 
+@pytest.mark.slow
 def test_train_sft_draws_the_same_dropout_again_under_fsdp2s_checkpointing(
     tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("ways", RIGHT)
 def test_what_is_unusual_and_right_moves_weights_as_one_process_does(
     ways: str, tiny_model: Path, tmp_path: Path
@@ -50,6 +51,7 @@ def test_what_is_unusual_and_right_moves_weights_as_one_process_does(
     assert int(same[2]) <= (-2 if top else -5) or same[1] == "0"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(("ways", "fsdp"), [("saves", FSDP2), ("saves,fsdp1", FSDP1), ("saves,ddp", {})])
 def test_right_saves_of_many_kinds_pass(ways: str, fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
     """Checkpoints, parts of a model, averages of its weights, packed ones, and files that ranks write in turn."""
@@ -57,6 +59,7 @@ def test_right_saves_of_many_kinds_pass(ways: str, fsdp: dict[str, Any], tiny_mo
     assert step["passed"], step
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize(
     ("ways", "why"),
     [

@@ -184,6 +184,7 @@ def batch(model: Any, case: Case) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "labels": tokens, "pixel_values": torch.randn(case.image), **more}
 
 
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -197,6 +197,7 @@ def test_output_is_the_tests_own(fsdp_ranks: testing.Ranks, capfd: pytest.Captur
         assert f"word of {1 - rank}" not in text
 
 
+@pytest.mark.slow
 def test_the_next_call_works_after_ctrl_c_a_failure_and_a_death(
     fsdp_ranks: testing.Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_hang_says_where_each_rank_stands(fsdp_ranks: testing.Ranks, monkeypat
     assert not any(psutil.pid_exists(pid) for pid in before)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ["fsdp1_full_shard", "fsdp2"])
 def test_a_yaml_decides_what_accelerate_does(name: str, tmp_path: Path) -> None:
     text = (ROOT / f"accelerate_configs/{name}.yaml").read_text()
@@ -312,6 +314,7 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda signal_number: signal_number.name)
 def test_a_signal_to_pytest_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     words, output = project(tmp_path, test_sleeping=SLEEPING), tmp_path / "output"
@@ -362,6 +365,7 @@ def test_own_process(fsdp_ranks):
 """
 
 
+@pytest.mark.slow
 def test_the_pages_examples_on_two_workers_of_xdist(tmp_path: Path) -> None:
     """Each worker has ranks of its own; a test that fails after its ranks have answered shows what they printed."""
     wrong, right = (OWN_PROCESS.replace("EXPECTED", f"[1, {last}]") for last in (2, 1))

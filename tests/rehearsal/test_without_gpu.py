@@ -111,6 +111,7 @@ sys.exit(process.exitcode)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a GPU")
 def test_a_forked_rank_is_refused_a_gpu_as_a_process_of_its_own_is() -> None:
     with pytest.raises((AttributeError, RuntimeError)) as raised:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from conftest import ROOT, Finished, run
 
@@ -40,6 +41,7 @@ def in_clean_clone(folder: Path, **texts: str) -> Finished:
     return run(["env", "-C", folder / "clone", "bash", "-e", "-c", runs[-1]], PATH=path)
 
 
+@pytest.mark.slow
 def test_a_yaml_is_rehearsed(tmp_path: Path) -> None:
     finished = in_clean_clone(tmp_path, fsdp1_full_shard=(CONFIGS / "fsdp1_full_shard.yaml").read_text())
     assert finished.code == 0, finished.output

@@ -29,6 +29,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("ways", RIGHT)
 def test_what_deepspeed_trains_is_what_one_process_trains(ways: str, tiny_model: Path, tmp_path: Path) -> None:
     engine, top = RIGHT[ways]
@@ -75,6 +76,7 @@ WRONG: dict[str, tuple[Path, str, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", WRONG)
 def test_mistakes_under_deepspeed_are_found(name: str, tiny_model: Path, tmp_path: Path) -> None:
     script, mistake, engine, text = WRONG[name]

@@ -54,6 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> tuple[Pa
     return folder, launched(TOGETHER, tiny_model, folder) + launched([ALONE], tiny_model, folder)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", [*TOGETHER, ALONE])
 def test_it_trains_on_two_ranks_and_exports(name: str, runs: tuple[Path, str], tmp_path: Path) -> None:
     """The others are in test_engines.py."""
@@ -83,6 +84,7 @@ def test_the_linter_finds_nothing_with_their_model(path: Path) -> None:
     assert [finding for finding in findings if finding.severity != "note"] == []
 
 
+@pytest.mark.slow
 def test_the_catalogue_is_what_the_library_builds() -> None:
     for name, entry in catalogue.entries().items():
         assert reference_docs.catalogue_facts(name, entry["config"]) == entry["facts"], f"{name}: run make docs"

@@ -150,6 +150,7 @@ def together_runs(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, te
     return folder, f"\njob {first}\n{finished.output}"
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_shipped_yamls_together(
     name: str,
@@ -165,6 +166,7 @@ def test_shipped_yamls_together(
     assert_shared_out(name, folder, f"{name}-full", RANKS, reference, output)
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("name", [name for name in SHIPPED if name not in TOGETHER])
 def test_shipped_yaml_trains_as_plain_pytorch_does(
     name: str,
@@ -280,6 +282,7 @@ LOW_STEPS, LOW_BATCH, LOW_RATE, AUTOCAST = 8, 16, 1e-3, 2e-4
 """Larger updates are not compared: FSDP rounds also the norms' weights to bfloat16, autocast leaves them."""
 
 
+@pytest.mark.slow
 def test_bf16_trains_as_plain_autocast_does(tiny_model: Path, tmp_path: Path) -> None:
     """Steps of some 1,400 tokens, of which bfloat16 knows every eighth number.
 
@@ -307,6 +310,7 @@ def torchrun(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *map(str, words)]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("engine", ["fsdp2", "zero2"])
 def test_torchrun_on_two_nodes_reads_the_yaml(
     engine: str, tiny_model: Path, text_data: Path, reference: Reference, lora_reference: Reference, tmp_path: Path
@@ -375,6 +379,7 @@ def with_more_tokens(model: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.flaky(reruns=1, only_rerun="Attempted to make a tensor into a differentiable view")
 # DeepSpeed prints its parameters when it starts. Once, in the second engine of a process, torch couldn't.
 @pytest.mark.parametrize("name", ["fsdp1_full_shard", "fsdp2_checkpointing", "zero3"])
@@ -482,6 +487,7 @@ def test_native_trains_as_one_plain_process_does(
             torch.testing.assert_close(tensor, expected.weights[key], atol=10 * tolerance, rtol=0)
 
 
+@pytest.mark.slow
 def test_native_resumes_on_three_ranks(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """A checkpoint of 2 ranks goes on where it was on 3, under the other FSDP and in an epoch's middle."""
     begun = [["--output_dir", str(tmp_path / f"from-{version}"), "--fsdp_version", str(version)] for version in (1, 2)]

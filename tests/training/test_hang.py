@@ -54,6 +54,7 @@ def faulty(
     return folder, dict(zip(SAID, at_once([partial(launch, kind) for kind in SAID]), strict=True))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", SAID)
 def test_a_rank_with_a_fault_is_named(kind: str, faulty: tuple[Path, dict[str, Finished]]) -> None:
     run, ended = faulty[0] / kind, faulty[1][kind]

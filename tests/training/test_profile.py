@@ -80,6 +80,7 @@ def ranges(file: Path) -> list[dict[str, Any]]:
     return sorted((event for event in events if event.get("cat") == "unit"), key=lambda event: event["ts"])
 
 
+@pytest.mark.slow
 def test_a_step_trains_the_same_whether_it_is_profiled(runs: tuple[Path, str]) -> None:
     """The steps 2 and 3 are in one of the runs, and 4 in the other."""
     for rank in range(RANKS):
@@ -354,6 +355,7 @@ def test_a_run_that_stops_before_the_steps_says_so(
     assert on == [False, False]
 
 
+@pytest.mark.slow
 def test_smaller_batches_are_tried_where_no_step_is_left_to_profile(
     sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -220,6 +220,7 @@ def test_a_host_too_small_for_the_model_keeps_a_checkpoint(tiny_model: Path, tex
     assert not (out / "final").exists()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """The highest loss is taken for the best, so the first step's model is; the second evaluation then stops it.
@@ -257,6 +258,7 @@ def test_early_stopping_exports_the_best_model(version: str, tiny_model: Path, t
         assert_on_the_board(out, run_record.read(out))
 
 
+@pytest.mark.slow
 def test_the_best_model_is_read_as_it_was_stored(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
     """The best checkpoint is sharded, the YAML of the resumed run writes full state dicts."""
     out = tmp_path / "run"

@@ -104,6 +104,7 @@ def states(checkpoint: Path) -> dict[str, bytearray]:
         reader.close()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", ENGINES)
 def test_what_had_no_state_has_none_after_a_resume(name: str, runs: Path) -> None:
     """Losses and the optimizer's states are those of the run without interruption."""
@@ -135,6 +136,7 @@ def test_an_adapter_on_a_tied_head_trains_under_fsdp2(
     assert losses_of(tmp_path / "sharded", STEPS) == pytest.approx(losses_of(tmp_path / "alone", STEPS), abs=1e-5)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("kind", ["with_images", "with_experts"])
 def test_weights_of_other_names_in_files_are_loaded(
     kind: str, sft: Callable[..., Finished], request: pytest.FixtureRequest, text_data: Path, tmp_path: Path

@@ -126,6 +126,7 @@ def test_killed_in_a_save_and_resumed_on_other_ranks_and_engines(
     assert_resumes(config, 2, run, tmp_path, (tiny_model, rows), expected)
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_a_signal_to_one_rank_stops_all_of_them_and_lora_goes_on(
     version: str, tiny_model: Path, rows: Path, expected_lora: list[float], tmp_path: Path
@@ -176,6 +177,7 @@ class Job:
                     rank.kill()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize(
     ("number", "to_all"), [(signal.SIGTERM, True), (signal.SIGUSR1, False)], ids=["all", "launcher"]
 )

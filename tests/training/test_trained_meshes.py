@@ -198,6 +198,7 @@ def weights(run: Path, base: Path | None = None) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("name", JOBS)
 def test_each_mesh_trains_as_one_process(name: str, trained: Path, models: Path, text_data: Path) -> None:
     """All losses, the norm of all gradients in each step, and each weight after three steps of uneven micro-batches."""
@@ -308,6 +309,7 @@ def save_shards(model: Path, folder: Path) -> None:
     sharded.save_pretrained(folder, distributed_checkpoint=True)
 
 
+@pytest.mark.slow
 def test_the_ranks_own_files_become_a_model(models: Path, tmp_path: Path) -> None:
     """What transformers writes of a sharded model: names of the model in memory, where files split its experts."""
     with Ranks(4) as ranks:
@@ -325,6 +327,7 @@ SHOWN = {"q_norm and k_norm": 0, "a tied head": 1}
 """Of which pairs of numbers that a report's script prints the two differ."""
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("title", SHOWN)
 def test_the_scripts_of_the_reports_show_it(title: str, tmp_path: Path) -> None:
     """With 2 ranks another number comes out than with 1: until transformers mends it, in each version."""

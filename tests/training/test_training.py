@@ -165,6 +165,7 @@ def resumed(straight: Jobs, tiny_model: Path, text_data: Path, pytestconfig: pyt
     return Jobs(folder, launched(names, folder, tiny_model, text_data, *RESUME))
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.oldest
 @pytest.mark.parametrize("version", ["1", "2"])
 def test_gradients_have_the_scale_of_plain_pytorch(
@@ -206,6 +207,7 @@ def test_lora_on_a_16_bit_base(version: str, straight: Jobs) -> None:
     assert all(later < earlier for earlier, later in pairwise(losses)), losses
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize("name", oldest(*RESUMED))
 def test_resume_continues_exactly(name: str, resumed: Jobs) -> None:
     """A run stopped after step 2 and resumed has the losses and the weights of one that was never stopped."""

@@ -37,6 +37,7 @@ def losses(run: Path, step: int) -> list[float]:
     return [row["loss"] for row in state["log_history"] if "loss" in row]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_unbroken_one_on_any_number_of_ranks(
     tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:

@@ -328,6 +328,7 @@ def test_defaults_come_from_the_plan(flags: tuple[str, str, str], on: set[str]) 
     assert ("--gradient_checkpointing true" in to_yaml.to_text(answers)) == ("script_checkpoints" in on)
 
 
+@pytest.mark.slow
 def test_a_folder_gets_the_same_answers_as_the_catalogue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     name, gpus = "Qwen/Qwen2.5-7B", "4xA100-40GB"

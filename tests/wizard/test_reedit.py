@@ -206,6 +206,7 @@ class Review:
         self.child.wait()
 
 
+@pytest.mark.slow(but=3)
 @pytest.mark.parametrize(
     ("engine", "value"),
     [

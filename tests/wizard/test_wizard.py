@@ -77,6 +77,7 @@ def test_arrow_keys_write_a_yaml_that_launches(tiny_model: Path, text_data: Path
     assert "exported and verified" in finished.output
 
 
+@pytest.mark.slow(but=2)
 @pytest.mark.parametrize("stop_at", [0, 1, 2, 7, 12, len(ASKED)])  # of each kind of question some
 def test_ctrl_c_at_any_question_writes_nothing(stop_at: int, tmp_path: Path) -> None:
     path = tmp_path / "made.yaml"
@@ -90,6 +91,7 @@ def test_ctrl_c_at_any_question_writes_nothing(stop_at: int, tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_bad_answer_is_asked_again(tiny_model: Path, tmp_path: Path) -> None:
     terminal = Terminal("-o", str(tmp_path / "made.yaml"), "--preset", "fsdp2")
     terminal.answer(ASKED[0], "/no/such/model")
@@ -207,6 +209,7 @@ def test_an_unknown_preset_is_refused() -> None:
     assert "Did you mean fsdp2?" in finished.output
 
 
+@pytest.mark.slow
 def test_the_pictures_in_the_docs_are_what_is_drawn(tmp_path: Path) -> None:
     assert screens.page(tmp_path) == screens.PAGE.read_text(), "run: python tests/screens.py"
 
