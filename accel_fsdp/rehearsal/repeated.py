@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_fsdp.launch.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
@@ -12,11 +12,23 @@ NEAR = 0.01
 """How near a ratio must be to one that has a meaning, relative to it."""
 
 
+class Text(NamedTuple):
+    """What a difference is, with the names of an event's values in braces, its fix, and the key that causes it."""
+
+    what: str
+    fix: str
+    key: str = SCRIPT
+
+    def about(self, content: Mapping[str, Any]) -> Failure:
+        return Failure(self.what.format(**content), self.key, self.fix, content["line"])
+
+
 def differences(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """Yields the first difference between the ranks and one process, or why no update had an effect."""
     if first := _first_difference(events):
         if not _averages_weights(events, first):
-            yield SAID[first["what"]](first)
+            kind = first["what"]
+            yield PLAIN[kind].about(first) if kind in PLAIN else DECIDED[kind](first)
         return
     yield from _without_effect(events)
     yield from _in_no_optimizer(events)
@@ -100,81 +112,11 @@ def _copies(content: Mapping[str, Any]) -> Failure:
     )
 
 
-def _ignored(content: Mapping[str, Any]) -> Failure:
-    first, other = content["ranks"]
-    what = (
-        f"ranks {first} and {other} step with different gradients of {content['name']}, which is in no unit: they are "
-        "not averaged"
-    )
-    fix = "leave it out of ignored_modules, ignored_states and ignored_params; or requires_grad_(False) for it"
-    return Failure(what, SCRIPT, fix, content["line"])
-
-
-def _unprepared(content: Mapping[str, Any]) -> Failure:
-    what = (
-        "the optimizer steps before the last micro-batch of a step, with gradients that were kept on each rank: it is "
-        "not prepared"
-    )
-    return Failure(what, SCRIPT, "model, optimizer = accelerator.prepare(model, optimizer)", content["line"])
-
-
-def _all_gradients(content: Mapping[str, Any]) -> Failure:
-    ratio = content["ratio"]
-    what = f"gradients are {ratio:.4f} times those of one process under autocast, on average over all weights"
-    fix = (
-        "a count or scale that the loss is divided by may be rounded to 16 bits: keep it in float32, outside of forward"
-    )
-    return Failure(what, "mixed_precision", fix, content["line"])
-
-
-def _behind(content: Mapping[str, Any]) -> Failure:
-    changed, unchanged = content["ranks"]
-    what = f"between two steps {content['name']} changed on rank {changed}, and not on rank {unchanged}"
-    fix = "change weights on all ranks; a rank sees its own shards alone"
-    return Failure(what, SCRIPT, fix, content["line"])
-
-
-def _behind_deepspeed(content: Mapping[str, Any]) -> Failure:
-    what = (
-        f"before step {content['update']} {content['name']} has other values in the model than in DeepSpeed's "
-        "optimizer, whose step overwrites them"
-    )
-    fix = "change weights before prepare, or by deepspeed.utils.safe_set_full_fp32_param"
-    return Failure(what, SCRIPT, fix, content["line"])
-
-
 def _more_steps(content: Mapping[str, Any]) -> Failure:
     taken, asked = counted(content["taken"], "step"), counted(content["asked"], "call")
     what = f"DeepSpeed steps in accelerator.backward: it took {taken}, with {asked} of optimizer.step()"
     fix = "with accelerator.accumulate(model): around a batch, and gradient_accumulation_steps in the YAML"
     return Failure(what, SCRIPT, fix, content["line"])
-
-
-def _begins(content: Mapping[str, Any]) -> Failure:
-    changed, unchanged = content["ranks"]
-    what = (
-        f"before the first step rank {changed} no longer has the weights with which the model was wrapped on rank 0; "
-        f"rank {unchanged} still has them"
-    )
-    fix = "the same seed on all ranks before the model is made; and no broadcast of shards, which differ by rank"
-    return Failure(what, SCRIPT, fix, content["line"])
-
-
-def _hidden(content: Mapping[str, Any]) -> Failure:
-    what = f"the gradient of {content['name']} is NaN or infinite after backward, and is replaced before the step"
-    fix = "see what makes it so, such as torch.where with a branch that has no finite derivative; then leave it out"
-    return Failure(what, SCRIPT, fix, content["line"])
-
-
-def _modes(content: Mapping[str, Any]) -> Failure:
-    evaluating, training = content["ranks"]
-    what = f"rank {evaluating} trains in evaluation mode, without dropout, and rank {training} in training mode"
-    return Failure(what, SCRIPT, "model.train() on every rank after an evaluation", content["line"])
-
-
-def _clipped_early(content: Mapping[str, Any]) -> Failure:
-    what = "gradients are clipped before the backward pass that makes them: the step takes them unclipped"
-    return Failure(what, SCRIPT, "clip between backward and optimizer.step()", content["line"])
 
 
 def _clipped_differently(content: Mapping[str, Any]) -> Failure:
@@ -189,28 +131,11 @@ def _clipped_differently(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
 
 
-def _summed_again(content: Mapping[str, Any]) -> Failure:
-    what = f"between backward and step gradients are multiplied by {content['ranks']}, the number of ranks"
-    return Failure(what, SCRIPT, "leave it out: DDP and FSDP have averaged them over ranks", content["line"])
-
-
-def _changed_differently(content: Mapping[str, Any]) -> Failure:
-    changed, unchanged = content["ranks"]
-    what = f"between backward and step gradients change on rank {changed}, and not on rank {unchanged}"
-    return Failure(what, SCRIPT, "change gradients on all ranks in the same way", content["line"])
-
-
 def _clipped_by_engine(content: Mapping[str, Any]) -> Failure:
     asked, limit = content["norms"]
     clips = f"DeepSpeed clips to {limit:g}, which Accelerate fills in" if limit else "DeepSpeed clips to none"
     what = f"clip_grad_norm_ asks for a norm of {asked:g} and changes nothing under DeepSpeed; {clips}"
     return Failure(what, "gradient_clipping", f"gradient_clipping: {asked:g} in deepspeed_config", content["line"])
-
-
-def _clipped_otherwise(content: Mapping[str, Any]) -> Failure:
-    factor, expected = content["factors"]
-    what = f"clipping multiplies gradients by {factor:.4g}, and in one process by {expected:.4g}"
-    return Failure(what, SCRIPT, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
 
 
 def _divided(content: Mapping[str, Any]) -> Failure:
@@ -232,25 +157,6 @@ def _counted(content: Mapping[str, Any]) -> Failure:
     return Failure(what, SCRIPT, fix, content["line"])
 
 
-def _trainer_loss(content: Mapping[str, Any]) -> Failure:
-    what = "Trainer's loss differs between the sharded and the plain model: their gradients differ by "
-    what += f"{content['apart']:.2f} of their norm"
-    fix = (
-        "no --label_smoothing_factor under FSDP2, which renames the model's class: Trainer then doesn't shift labels; "
-        "or a compute_loss_func"
-    )
-    return Failure(what, SCRIPT, fix, content["line"])
-
-
-def _step(content: Mapping[str, Any]) -> Failure:
-    what = (
-        f"{content['optimizer']} changes {content['name']} by other values than in one process, apart by "
-        f"{content['apart']:.2g} of their norm"
-    )
-    fix = "an optimizer that works on each element, such as AdamW, or FSDP2, which gives it whole weights as DTensors"
-    return Failure(what, SCRIPT, fix, content["line"])
-
-
 def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
     """No recorded update changed a weight."""
     updates = [event.content for event in events if event.kind == "repeated"]
@@ -267,35 +173,11 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
         yield Failure(f"no weight moved in any step{why}", SCRIPT, "see the optimizer's rate and its schedule", line)
 
 
-def _multiplied(content: Mapping[str, Any]) -> Failure:
-    what = f"the loss is multiplied by the {content['ranks']} ranks, and gradients are averaged over these"
-    return Failure(what, SCRIPT, "leave it out, or divide by the tokens or rows of all ranks", content["line"])
-
-
-def _unscaled(content: Mapping[str, Any]) -> Failure:
-    ranks = content["ranks"]
-    what = f"the loss is a sum divided by a count of all {ranks} ranks: gradients are 1/{ranks} of those of the mean, "
-    what += "as they are averaged over ranks too"
-    return Failure(what, SCRIPT, "multiply the loss by the number of ranks before backward", content["line"])
-
-
-def _dropped(content: Mapping[str, Any]) -> Failure:
-    batches = content["accumulation"]
-    what = f"losses are divided by {batches}, and all but the last of {batches} gradients are cleared before the step"
-    return Failure(what, SCRIPT, "zero_grad() after optimizer.step() alone, not with each micro-batch", content["line"])
-
-
 def _other_step(content: Mapping[str, Any]) -> Failure:
     batches = counted(content["batches"], "batch", "batches")
     what = f"each step has {batches}, and each loss is divided by {content['accumulation']}"
     fix = "with accelerator.accumulate(model): around each batch, or leave out gradient_accumulation_steps"
     return Failure(what, "gradient_accumulation_steps", fix, content["line"])
-
-
-def _frozen(content: Mapping[str, Any]) -> Failure:
-    what = "no weight of the model needs gradients: its optimizer's steps change nothing"
-    fix = "requires_grad_(True) for what should be trained; PeftModel.from_pretrained(..., is_trainable=True)"
-    return Failure(what, SCRIPT, fix, content["line"])
 
 
 def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -318,42 +200,104 @@ def untrained(names: Sequence[str], more: str, fix: str, events: Sequence[RankEv
     return Failure(f"no optimizer has {first_few(names, 1)}, which {verb}{more}", SCRIPT, fix, next(lines, line))
 
 
-def _buffers(content: Mapping[str, Any]) -> Failure:
-    first, other = content["ranks"]
-    what = (
-        f"ranks {first} and {other} train with different values of {content['name']}, a buffer that each changes by "
-        "its own rows: a checkpoint has those of one rank"
-    )
-    fix = "torch.distributed.all_reduce of what changes it, so that it is of all ranks' rows"
-    return Failure(what, SCRIPT, fix, content["line"])
-
-
-SAID: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
+PLAIN: Mapping[str, Text] = {
+    "all-gradients": Text(
+        "gradients are {ratio:.4f} times those of one process under autocast, on average over all weights",
+        "a count or scale that the loss is divided by may be rounded to 16 bits: keep it in float32, outside of "
+        "forward",
+        "mixed_precision",
+    ),
+    "begins": Text(
+        "before the first step rank {ranks[0]} no longer has the weights with which the model was wrapped on rank 0; "
+        "rank {ranks[1]} still has them",
+        "the same seed on all ranks before the model is made; and no broadcast of shards, which differ by rank",
+    ),
+    "buffers": Text(
+        "ranks {ranks[0]} and {ranks[1]} train with different values of {name}, a buffer that each changes by its own "
+        "rows: a checkpoint has those of one rank",
+        "torch.distributed.all_reduce of what changes it, so that it is of all ranks' rows",
+    ),
+    "behind": Text(
+        "between two steps {name} changed on rank {ranks[0]}, and not on rank {ranks[1]}",
+        "change weights on all ranks; a rank sees its own shards alone",
+    ),
+    "behind-deepspeed": Text(
+        "before step {update} {name} has other values in the model than in DeepSpeed's optimizer, whose step "
+        "overwrites them",
+        "change weights before prepare, or by deepspeed.utils.safe_set_full_fp32_param",
+    ),
+    "clipped-early": Text(
+        "gradients are clipped before the backward pass that makes them: the step takes them unclipped",
+        "clip between backward and optimizer.step()",
+    ),
+    "changed-apart": Text(
+        "between backward and step gradients change on rank {ranks[0]}, and not on rank {ranks[1]}",
+        "change gradients on all ranks in the same way",
+    ),
+    "clipped-otherwise": Text(
+        "clipping multiplies gradients by {factors[0]:.4g}, and in one process by {factors[1]:.4g}",
+        "accelerator.clip_grad_norm_(model.parameters(), norm)",
+    ),
+    "dropped": Text(
+        "losses are divided by {accumulation}, and all but the last of {accumulation} gradients are cleared before "
+        "the step",
+        "zero_grad() after optimizer.step() alone, not with each micro-batch",
+    ),
+    "frozen": Text(
+        "no weight of the model needs gradients: its optimizer's steps change nothing",
+        "requires_grad_(True) for what should be trained; PeftModel.from_pretrained(..., is_trainable=True)",
+    ),
+    "hidden": Text(
+        "the gradient of {name} is NaN or infinite after backward, and is replaced before the step",
+        "see what makes it so, such as torch.where with a branch that has no finite derivative; then leave it out",
+    ),
+    "modes": Text(
+        "rank {ranks[0]} trains in evaluation mode, without dropout, and rank {ranks[1]} in training mode",
+        "model.train() on every rank after an evaluation",
+    ),
+    "multiplied": Text(
+        "the loss is multiplied by the {ranks} ranks, and gradients are averaged over these",
+        "leave it out, or divide by the tokens or rows of all ranks",
+    ),
+    "trainer-loss": Text(
+        "Trainer's loss differs between the sharded and the plain model: their gradients differ by {apart:.2f} of "
+        "their norm",
+        "no --label_smoothing_factor under FSDP2, which renames the model's class: Trainer then doesn't shift labels; "
+        "or a compute_loss_func",
+    ),
+    "step": Text(
+        "{optimizer} changes {name} by other values than in one process, apart by {apart:.2g} of their norm",
+        "an optimizer that works on each element, such as AdamW, or FSDP2, which gives it whole weights as DTensors",
+    ),
+    "summed-again": Text(
+        "between backward and step gradients are multiplied by {ranks}, the number of ranks",
+        "leave it out: DDP and FSDP have averaged them over ranks",
+    ),
+    "ignored": Text(
+        "ranks {ranks[0]} and {ranks[1]} step with different gradients of {name}, which is in no unit: they are not "
+        "averaged",
+        "leave it out of ignored_modules, ignored_states and ignored_params; or requires_grad_(False) for it",
+    ),
+    "unprepared": Text(
+        "the optimizer steps before the last micro-batch of a step, with gradients that were kept on each rank: it is "
+        "not prepared",
+        "model, optimizer = accelerator.prepare(model, optimizer)",
+    ),
+    "unscaled": Text(
+        "the loss is a sum divided by a count of all {ranks} ranks: gradients are 1/{ranks} of those of the mean, as "
+        "they are averaged over ranks too",
+        "multiply the loss by the number of ranks before backward",
+    ),
+}
+"""The differences whose message depends on no other value."""
+DECIDED: Mapping[str, Callable[[Mapping[str, Any]], Failure]] = {
     "gradient": _gradient,
-    "all-gradients": _all_gradients,
     "copies": _copies,
-    "begins": _begins,
-    "buffers": _buffers,
     "more-steps": _more_steps,
-    "behind": _behind,
-    "behind-deepspeed": _behind_deepspeed,
-    "clipped-early": _clipped_early,
     "clipped-apart": _clipped_differently,
     "clipped-by-engine": _clipped_by_engine,
-    "changed-apart": _changed_differently,
-    "clipped-otherwise": _clipped_otherwise,
     "divided": _divided,
-    "dropped": _dropped,
-    "frozen": _frozen,
-    "hidden": _hidden,
-    "modes": _modes,
-    "multiplied": _multiplied,
     "counted": _counted,
-    "trainer-loss": _trainer_loss,
-    "step": _step,
-    "summed-again": _summed_again,
-    "ignored": _ignored,
     "other-step": _other_step,
-    "unprepared": _unprepared,
-    "unscaled": _unscaled,
 }
+"""Those whose message does."""
