@@ -7,8 +7,10 @@ and with Accelerate sharding the model.
 import contextlib
 import re
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.checkpoint import state_dict as states
@@ -97,29 +99,20 @@ def gathered(trainer: Any, state_dict: dict[str, Any] | None) -> Iterator[dict[s
         yield whole
 
 
-@contextlib.contextmanager
-def allowed(args: Any) -> Iterator[None]:
+def allowed(args: Any) -> AbstractContextManager[Any]:
     """Hides whole checkpoints from Trainer's constructor, which refuses them (transformers 5.23)."""
-    before, by_transformers = args.save_only_model, LaunchEnvironment.now().by_transformers
-    args.save_only_model = by_transformers or before
-    try:
-        yield
-    finally:
-        args.save_only_model = before
+    return patch.object(args, "save_only_model", LaunchEnvironment.now().by_transformers or args.save_only_model)
 
 
 @contextlib.contextmanager
 def as_whole(model: Any) -> Iterator[None]:
     """Makes libraries treat the given tensors as whole: they would gather the model again."""
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    sharding, size = getattr(inner.config, "distributed_config", None), inner._tp_size
-    if sharding is not None:
-        inner.config.distributed_config, inner._tp_size = None, None
-    try:
+    if getattr(inner.config, "distributed_config", None) is None:
         yield
-    finally:
-        if sharding is not None:
-            inner.config.distributed_config, inner._tp_size = sharding, size
+        return
+    with patch.object(inner.config, "distributed_config", None), patch.object(inner, "_tp_size", None):
+        yield
 
 
 def _weights(model: Any) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import gather_object
@@ -141,14 +143,9 @@ class Checkpoints:
         completeness.retire(folder.parent, self.args.save_total_limit, self.trainer.state.best_model_checkpoint)
 
 
-@contextlib.contextmanager
-def own_retention(args: Any) -> Iterator[None]:
+def own_retention(args: Any) -> AbstractContextManager[None]:
     """Turns off Trainer's deletion: it counts half-written checkpoints, and could delete the last complete one."""
-    limit, args.save_total_limit = args.save_total_limit, None
-    try:
-        yield
-    finally:
-        args.save_total_limit = limit
+    return patch.object(args, "save_total_limit", None)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from accel_fsdp.launch.ranks import events, parts, script
 from accel_fsdp.launch.ranks.holding import user_name
@@ -101,12 +102,9 @@ class ObservedLines:
 
     @contextlib.contextmanager
     def _not_syncing(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        last, self.unsynced = self.unsynced, script.line_of_stack(sys._getframe(2))
-        try:
-            with original(*args, **kwargs):
-                yield
-        finally:
-            self.unsynced = last
+        line = script.line_of_stack(sys._getframe(2))
+        with patch.object(self, "unsynced", line), original(*args, **kwargs):
+            yield
 
     def _setting_sync(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_on = kwargs.get("requires_gradient_sync", *args[1:2])

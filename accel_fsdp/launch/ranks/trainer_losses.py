@@ -3,13 +3,13 @@
 They may depend on changes by FSDP: FSDP2 renames the model's class, by which Trainer decides whether to shift labels.
 """
 
-import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 from accel_fsdp.launch.ranks import accumulation, script
 from accel_fsdp.launch.ranks.observing import Observation, replace
@@ -88,12 +88,13 @@ class TrainerLoss:
         others = [self._value(model, twice(arguments["inputs"]))]
         named = [arguments, *(argument for argument in arguments.values() if isinstance(argument, dict))]  # or **kwargs
         for values in (values for values in named if values.get("num_items_in_batch") is not None):
-            with doubled(values, "num_items_in_batch"):
+            with patch.dict(values, num_items_in_batch=2 * values["num_items_in_batch"]):
                 others.append(self._value(model))
         trainer = arguments["self"]
+        steps, of_args = 2 * trainer.current_gradient_accumulation_steps, 2 * trainer.args.gradient_accumulation_steps
         with (
-            doubled(vars(trainer), "current_gradient_accumulation_steps"),
-            doubled(vars(trainer.args), "gradient_accumulation_steps"),
+            patch.object(trainer, "current_gradient_accumulation_steps", steps),
+            patch.object(trainer.args, "gradient_accumulation_steps", of_args),
         ):
             others.append(self._value(model))
         return all(abs(other - value) <= EXACT * abs(value) for other in others)
@@ -177,16 +178,6 @@ class TrainerLosses:
             arguments.arguments["inputs"] = inputs
             self.calls.append(TrainerLoss(update, forward, original, arguments, line, has_own_step))
         return result
-
-
-@contextlib.contextmanager
-def doubled(values: dict[str, Any], name: str) -> Iterator[None]:
-    number = values[name]
-    values[name] = 2 * number
-    try:
-        yield
-    finally:
-        values[name] = number
 
 
 def twice(inputs: Mapping[str, Any]) -> dict[str, Any]:

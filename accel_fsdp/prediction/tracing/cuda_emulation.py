@@ -6,9 +6,9 @@ as on CUDA; a build without CUDA can't run backward on fake CUDA tensors (torch 
 
 import itertools
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -178,23 +178,13 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._on = False
 
     @classmethod
-    @contextmanager
-    def blind(cls) -> Iterator[None]:
+    def blind(cls) -> AbstractContextManager[bool]:
         """Pauses the recording in the block."""
-        before, cls._blind = cls._blind, True
-        try:
-            yield
-        finally:
-            cls._blind = before
+        return patch.object(cls, "_blind", True)
 
-    @contextmanager
-    def from_caller(self) -> Iterator[None]:
+    def from_caller(self) -> AbstractContextManager[int]:
         """Marks storages created in the block as the caller's."""
-        self._sign = 0
-        try:
-            yield
-        finally:
-            self._sign = 1
+        return patch.object(self, "_sign", 0)
 
     def key_of(self, tensor: Tensor) -> int:
         """The key of a tensor's storage, -1 if its creation was not recorded."""

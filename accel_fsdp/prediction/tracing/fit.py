@@ -1,12 +1,13 @@
 """Fits tapes to recorded runs: every size as a polynomial, exactly."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import first_line, parallel_plans, trained_class
@@ -24,8 +25,8 @@ SEVERAL = (*ALONE, "length", "length2", "rows")
 RANKED = ("rank", "rank_tokens")
 SILENT = Tape((), (), Size())
 """The tape of a block that text doesn't pass through."""
-
-
+LOG = logging.getLogger("torch._subclasses.fake_tensor")
+"""torch's log of tracebacks about fake tensors: the error is reported in a line."""
 WITHOUT_PLAN = "accel-fsdp config makes a YAML for this one without a plan"
 
 
@@ -55,7 +56,7 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
         frozen = known.method != "full"  # adapters are in the blocks only
         outer_variant = known._replace(method="lora" if frozen else "full", adapters="fp32")
         try:
-            with _silent_log(), _ranks_for(known):
+            with patch.object(LOG, "disabled", True), _ranks_for(known):
                 recorder = Recorder(name, config, known)
                 tapes[variant] = alike[outer_variant] = record(recorder, alike.get(outer_variant))
         except (RuntimeError, ValueError) as error:
@@ -74,18 +75,6 @@ def _ranks_for(variant: Variant) -> AbstractContextManager[None]:
     from accel_fsdp.prediction.tracing.axes import ranks_for  # DTensor takes a second to import
 
     return ranks_for(variant)
-
-
-@contextmanager
-def _silent_log() -> Iterator[None]:
-    """Suppresses torch's logged tracebacks about fake tensors; the error is reported in a line."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def record(recorder: Recorder, alike: Tapes | None = None) -> Tapes:

@@ -9,8 +9,9 @@ nor products.
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -51,15 +52,10 @@ def _fused_module(module: nn.Module, variant: Variant) -> nn.Module | None:
 def rotary_in_place(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Replaces rotary embedding by its stand-in in the Python modules of the layers' attention."""
     names = {type(module).__module__ for layer in layers for module in layer.modules()}
-    spaces = {name: vars(sys.modules[name]) for name in names if ROTARY in vars(sys.modules[name])}
-    before = {name: space[ROTARY] for name, space in spaces.items()}
-    try:
-        for space in spaces.values():
-            space[ROTARY] = _rotated
+    with ExitStack() as stack:
+        for place in (sys.modules[name] for name in names if ROTARY in vars(sys.modules[name])):
+            stack.enter_context(patch.object(place, ROTARY, _rotated))
         yield
-    finally:
-        for name, space in spaces.items():
-            space[ROTARY] = before[name]
 
 
 class FusedNorm(nn.Module):
