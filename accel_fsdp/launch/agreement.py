@@ -85,7 +85,9 @@ class Member:
     machine: int
     host: str = field(default_factory=socket.gethostname)
     digest: str = ""
-    may_differ: Sequence[str] = field(default_factory=lambda: _allowed_keys(os.environ.get(MAY_DIFFER, "")))
+    may_differ: Sequence[str] = field(
+        default_factory=lambda: [_key(name) for name in re.split(r"[,\s]+", os.environ.get(MAY_DIFFER, "")) if name]
+    )
 
     @property
     def place(self) -> str:
@@ -223,10 +225,6 @@ def _last_part(word: str) -> str:
     """The last part of a path, relative or absolute; a word that isn't a path here, such as a hub id, stays."""
     is_path = word.startswith(("/", "./", "../", "~")) or os.path.exists(word)
     return os.path.basename(os.path.abspath(os.path.expanduser(word))) if is_path else word
-
-
-def _allowed_keys(text: str) -> list[str]:
-    return [_key(name) for name in re.split(r"[,\s]+", text) if name]
 
 
 def _key(name: str) -> str:

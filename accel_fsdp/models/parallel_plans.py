@@ -214,10 +214,11 @@ def dispatched(model: Any) -> frozenset[str]:
 
 def divisible_by_config(config: Any) -> Divisible:
     """The facts that a model's config contains; heads are 0 if the plan doesn't divide them."""
-    text = _text_config(config)
-    if text is None:
+    try:
+        text = config.get_text_config()
+    except ValueError:  # several parts read text
         return Divisible()
-    plan = _tensor_plan(text)
+    plan: Mapping[str, str] = getattr(text, "base_model_tp_plan", None) or {}
     divided = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
 
     def count(*names: str) -> int:
@@ -249,18 +250,6 @@ def expert_targets(config: Any) -> tuple[str, ...]:
     adapter = LoraConfig(target_modules=list(OLD_NAMES))
     convert_peft_config_for_transformers(adapter, SimpleNamespace(config=config), None)
     return tuple(sorted(OLD_NAMES - set(adapter.target_modules or ())))
-
-
-def _text_config(config: Any) -> Any:
-    """The config of the part that reads text; None if several do."""
-    try:
-        return config.get_text_config()
-    except ValueError:
-        return None
-
-
-def _tensor_plan(text_config: Any) -> Mapping[str, str]:
-    return getattr(text_config, "base_model_tp_plan", None) or {}
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str:

@@ -252,7 +252,7 @@ def make_problem(
     if written:
         _check_layout(flags, machine, nodes, written.layout, machines_there)
     job = job.with_recipe(
-        length=_length(flags, recipe, shape),
+        length=length_of(shape, recipe.length, "--max_length") if flags.args else length_of(shape, flags.seq_len),
         accumulation=_accumulation(flags, recipe, ranks),
         attention="sdpa" if shape.eager_only else recipe.attention,
     )
@@ -307,10 +307,6 @@ def _check_attention(recipe: Recipe, gpu: Gpu) -> None:
             why="flash_attention_2 needs compute capability 8.0, which GPUs have from Ampere (A100) on",
             fix="--attention sdpa, which takes PyTorch's own memory-efficient kernel there",
         )
-
-
-def _length(flags: PlanCommand, recipe: Recipe, shape: ModelShape) -> int:
-    return length_of(shape, recipe.length, "--max_length") if flags.args else length_of(shape, flags.seq_len)
 
 
 def _accumulation(flags: PlanCommand, recipe: Recipe, ranks: int) -> int:

@@ -21,10 +21,6 @@ HOST_PER_GPU = 3
 p4d.24xlarge (1,152 GiB), 3 in g4dn.metal (384 GiB), 4 in g5.48xlarge (768 GiB)."""
 
 
-def _refuses_nothing(job: Job) -> str:
-    return ""
-
-
 @dataclass(frozen=True)
 class Problem:
     """The input of a search: a model, its GPUs, and a job to begin with, of which a search keeps the number of ranks.
@@ -44,7 +40,7 @@ class Problem:
     notes: tuple[str, ...] = ()
     global_rows: int = 0
     host_gib: float = 0
-    refuses: Callable[[Job], str] = _refuses_nothing
+    refuses: Callable[[Job], str] = lambda job: ""
     search: Search = "auto"
 
     def predicted(self, job: Job) -> Prediction:

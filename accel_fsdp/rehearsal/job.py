@@ -254,11 +254,8 @@ def hang_of(events: Sequence[RankEvent]) -> Hang:
     """The last places of all ranks that have not ended, as far as they reported them."""
     ended = frozenset(event.rank for event in events if event.kind == "ended")
     places = {event.rank: event.content for event in events if event.kind in ("still", "at")}
-    return Hang({rank: _location(place) for rank, place in places.items() if rank not in ended}, ended)
-
-
-def _location(place: Mapping[str, str]) -> Location:
-    return Location(place["line"], place["collective"], place["stack"])
+    waits = {rank: Location(p["line"], p["collective"], p["stack"]) for rank, p in places.items() if rank not in ended}
+    return Hang(waits, ended)
 
 
 def left_alone(events: Sequence[RankEvent]) -> Hang | None:

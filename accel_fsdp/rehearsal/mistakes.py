@@ -70,10 +70,6 @@ def _optimizer_before_sharding(events: Sequence[RankEvent], by_rank: dict[int, H
             )
 
 
-def _row_mistakes(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    return drawn_rows.find(events)
-
-
 def _different_units(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """FSDP gathers a unit from all ranks: ranks that run another unit meanwhile mix up the weights, or hang."""
     orders = {
@@ -239,10 +235,6 @@ def _different_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -
     )
 
 
-def _unfrozen_copies(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
-    return replicas.unfrozen(events)
-
-
 def _may_differ(events: Sequence[RankEvent]) -> bool:
     """Whether the ranks have copies of weights and end with equal ones, as with batches for only some ranks."""
     return any("backwards" in event.content for event in _events("settings", events)) and not replicas.parted(events)
@@ -375,7 +367,7 @@ LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failur
     _different_models,
     _lost_moments,
     _different_units,
-    _row_mistakes,
+    lambda events, _: drawn_rows.find(events),
     _separated_ties,
     _clipped_by_torch,
     _loss_reduced_too_early,
@@ -383,7 +375,7 @@ LOOKS: tuple[Callable[[Sequence[RankEvent], dict[int, Holding]], Iterator[Failur
     _no_tracker,
     _nothing_prepared,
     _never_stepped,
-    _unfrozen_copies,
+    lambda events, _: replicas.unfrozen(events),
     _different_steps,
     _different_settings,
     _kept_gradients,

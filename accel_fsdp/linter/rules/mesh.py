@@ -1,6 +1,5 @@
 """Rules about `parallelism_config`, the mesh of a job's ranks."""
 
-import ast
 import math
 from collections.abc import Iterator
 
@@ -264,10 +263,11 @@ def rows_that_context_can_not_split(subject: Subject) -> Iterator[Finding]:
         yield Finding(key, what, "the ranks get unequal or unbalanced parts of a row", fix, milder="warning")
 
 
-def _sharded_loads(subject: Subject) -> list[ast.Call]:
-    """The calls of `from_pretrained` that have transformers shard the model, under any engine."""
-    loads = calls(subject, "from_pretrained", of_any_engine=True)
-    return [load for load in loads if keyword(load, "distributed_config") or keyword(load, "tp_plan")]
+def _at_sharded_loads(subject: Subject, what: str, why: str, fix: str) -> Iterator[Finding]:
+    """A finding at each call of `from_pretrained` that has transformers shard the model, under any engine."""
+    for load in calls(subject, "from_pretrained", of_any_engine=True):
+        if keyword(load, "distributed_config") or keyword(load, "tp_plan"):
+            yield at(subject, load, what, why, fix)
 
 
 @rule("AF916", "warning")
@@ -277,14 +277,12 @@ def sharded_twice(subject: Subject) -> Iterator[Finding]:
     transformers shards the model while loading it, and Accelerate would shard it again: Trainer stops.
     """
     if subject.is_fsdp:
-        for call in _sharded_loads(subject):
-            yield at(
-                subject,
-                call,
-                "transformers shards the model here, and this file has Accelerate do it again",
-                "Trainer stops: a model and optimizer must be passed together, or the mesh has no dimension for FSDP",
-                "torchrun instead of accelerate launch; or train/sft.py with this file",
-            )
+        yield from _at_sharded_loads(
+            subject,
+            "transformers shards the model here, and this file has Accelerate do it again",
+            "Trainer stops: a model and optimizer must be passed together, or the mesh has no dimension for FSDP",
+            "torchrun instead of accelerate launch; or train/sft.py with this file",
+        )
 
 
 @rule("AF917", "warning")
@@ -296,14 +294,12 @@ def norms_are_summed_too_often(subject: Subject) -> Iterator[Finding]:
     """
     accumulates = from_arguments.positive_int(subject.arg("gradient_accumulation_steps")) > 1
     if subject.model is not None and subject.model.replicated_norms and accumulates:
-        for call in _sharded_loads(subject):
-            yield at(
-                subject,
-                call,
-                f"{subject.model.model_type}'s q_norm and k_norm under tensor parallelism with accumulation",
-                "their gradients are summed again after every micro-batch, without an error",
-                "--gradient_accumulation_steps 1, tp_size=1, or train/sft.py",
-            )
+        yield from _at_sharded_loads(
+            subject,
+            f"{subject.model.model_type}'s q_norm and k_norm under tensor parallelism with accumulation",
+            "their gradients are summed again after every micro-batch, without an error",
+            "--gradient_accumulation_steps 1, tp_size=1, or train/sft.py",
+        )
 
 
 @rule("AF704", "warning")
@@ -313,7 +309,6 @@ def adapters_drift_apart(subject: Subject) -> Iterator[Finding]:
     The adapter's weights are added after the model was sharded, and each rank makes and trains its own.
     """
     if subject.older("transformers", "5.19") and subject.uses_adapter:
-        for call in _sharded_loads(subject):
-            what = f"an adapter on a sharded model with transformers {subject.versions['transformers']}"
-            fix = "pip install 'transformers>=5.19', or train/sft.py"
-            yield at(subject, call, what, "each rank trains another adapter, without an error", fix)
+        what = f"an adapter on a sharded model with transformers {subject.versions['transformers']}"
+        fix = "pip install 'transformers>=5.19', or train/sft.py"
+        yield from _at_sharded_loads(subject, what, "each rank trains another adapter, without an error", fix)

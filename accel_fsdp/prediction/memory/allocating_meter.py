@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.allocator import Block, CachingAllocator
@@ -14,7 +14,7 @@ BUCKET_BYTES = 25 * MIB
 """DDP's buckets (`bucket_cap_mb`)."""
 IN_FLIGHT = 2
 """All-gathers that FSDP1 lets the CPU issue ahead of the GPU (`_limiter_utils.py`)."""
-HOW: Mapping[str, Literal["stored", "used"]] = {PARAMETERS: "stored", GATHERED: "used"}
+HOW: Mapping[str, shards.Width] = {PARAMETERS: "stored", GATHERED: "gathered"}
 
 
 class Group(NamedTuple):

@@ -6,7 +6,7 @@ Padding and placement follow torch 2.13: FSDP1 flattens a unit and pads it to th
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
@@ -40,7 +40,13 @@ class HeldParameter:
         """The number of elements of the unsharded parameter."""
         return math.prod(self.shape)
 
+    @property
+    def gathered(self) -> float:
+        """Bytes per element in a gathered unit, where packed weights stay packed."""
+        return 0.5 if self.quantized else self.compute
 
+
+Width = Literal["stored", "gathered", "trained"]
 CACHED = 1024  # equal layers share one unit, which is compared by identity: each size is summed once
 
 
@@ -252,15 +258,15 @@ def _places(parameters: tuple[HeldParameter, ...]) -> list[tuple[int, int]]:
 def shard_bytes(unit: Unit, layout: Layout) -> int:
     """The bytes of one unit's parameters at rest on rank 0."""
     if layout.engine is Engine.FSDP1:
-        return round(sum(_flat_bytes(group, layout, _stored_bytes) for group in _flat_groups(unit.parameters)))
+        return round(sum(_flat_bytes(group, layout, "stored") for group in _flat_groups(unit.parameters)))
     return round(sum(shard_numel(param, layout) * param.stored for param in unit.parameters))
 
 
-def _flat_bytes(group: tuple[HeldParameter, ...], layout: Layout, width: Callable[[HeldParameter], float]) -> float:
+def _flat_bytes(group: tuple[HeldParameter, ...], layout: Layout, width: Width) -> float:
     """The shard of one flat parameter; packed weights count as fewer elements of the 16-bit dtype."""
-    widths = {width(param) for param in group}
+    widths = {float(getattr(param, width)) for param in group}
     if len(widths) > 1:
-        return sum(param.numel * width(param) for param in group) / layout.shard_ranks
+        return sum(param.numel * float(getattr(param, width)) for param in group) / layout.shard_ranks
     return flat_numel(group, layout) * widths.pop() if group else 0
 
 
@@ -315,18 +321,18 @@ def gathered_bytes(unit: Unit, layout: Layout) -> int:
     """The unit unsharded, in the dtype of forward and backward, padding included."""
     if layout.engine is Engine.FSDP1:
         groups = _flat_groups(unit.parameters)
-        return round(sum(_flat_bytes(group, layout, _used_bytes) for group in groups)) * layout.shard_ranks
-    return round(sum(padded_numel(param, layout) * _used_bytes(param) for param in unit.parameters))
+        return round(sum(_flat_bytes(group, layout, "gathered") for group in groups)) * layout.shard_ranks
+    return round(sum(padded_numel(param, layout) * param.gathered for param in unit.parameters))
 
 
 @lru_cache(CACHED)
 def cast_bytes(unit: Unit, layout: Layout) -> int:
     """The shard's copy in the dtype of forward and backward, if it differs from the stored one."""
-    if all(param.stored == _used_bytes(param) for param in unit.parameters):
+    if all(param.stored == param.gathered for param in unit.parameters):
         return 0
     if layout.engine is Engine.FSDP1:
         return gathered_bytes(unit, layout) // layout.shard_ranks
-    return round(sum(shard_numel(param, layout) * _used_bytes(param) for param in unit.parameters))
+    return round(sum(shard_numel(param, layout) * param.gathered for param in unit.parameters))
 
 
 @lru_cache(CACHED)
@@ -341,13 +347,11 @@ def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -
 
 
 @lru_cache(CACHED)
-def tensor_weights(unit: Unit, how: Literal["stored", "used", "trained"], flat: bool) -> tuple[float, ...]:
+def tensor_weights(unit: Unit, width: Width, flat: bool) -> tuple[float, ...]:
     """The shares of a unit's tensors in its bytes: at rest, gathered, or trained."""
-    width = {"stored": _stored_bytes, "used": _used_bytes, "trained": _one_if_trained}[how]
-    if flat:
-        sums = tuple(sum(param.numel * width(param) for param in group) for group in _flat_groups(unit.parameters))
-        return tuple(size for size in sums if size)
-    return tuple(param.numel * width(param) for param in unit.parameters if width(param))
+    groups = _flat_groups(unit.parameters) if flat else [(param,) for param in unit.parameters]
+    sums = (sum(param.numel * float(getattr(param, width)) for param in group) for group in groups)
+    return tuple(size for size in sums if size)
 
 
 @lru_cache(CACHED)
@@ -356,15 +360,3 @@ def loaded_sizes(unit: Unit) -> tuple[int, ...]:
     return tuple(
         round(param.numel * (state_bytes.LOW if param.quantized else param.stored)) for param in unit.parameters
     )
-
-
-def _one_if_trained(param: HeldParameter) -> float:
-    return float(param.trained)
-
-
-def _stored_bytes(param: HeldParameter) -> float:
-    return param.stored
-
-
-def _used_bytes(param: HeldParameter) -> float:
-    return 0.5 if param.quantized else param.compute

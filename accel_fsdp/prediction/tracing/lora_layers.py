@@ -28,22 +28,19 @@ def adapt(layer: nn.Module, variant: Variant, rank: int, frozen: Collection[str]
     """
     dtype = torch.bfloat16 if variant.adapters == "bf16" else torch.float32
     for path, module in list(layer.named_modules()):
-        if _is_linear(module):
+        if isinstance(module, nn.Linear | Conv1D):
             parent, _, attribute = path.rpartition(".")
             adapted = attribute not in frozen if variant.targets == "all" else attribute in ATTENTION_LINEAR
             if adapted or variant.method == "qlora":
                 _check_product(path, module)
-            new = _lora_layer(module, variant, rank) if adapted else _frozen_layer(module, variant)
+            frozen = FourBitLinear(module) if variant.method == "qlora" else module
+            new = _lora_layer(module, variant, rank) if adapted else frozen
             layer.get_submodule(parent)._modules[attribute] = new
     layer.requires_grad_(False)
     for module in layer.modules():
         if isinstance(module, LoraLayer):
             for adapters in (module.lora_A, module.lora_B):
                 adapters.to(dtype).requires_grad_(True)
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D)
 
 
 def _check_product(path: str, module: Any) -> None:
@@ -75,10 +72,6 @@ def _lora_layer(module: Any, variant: Variant, rank: int) -> nn.Module:
         return wrapped
     wrapped = lora.Linear(module, _NAME, config=_settings(rank, transposed, variant), r=rank, lora_alpha=rank)
     return wrapped
-
-
-def _frozen_layer(module: Any, variant: Variant) -> nn.Module:
-    return FourBitLinear(module) if variant.method == "qlora" else module
 
 
 class _FourBit(torch.autograd.Function):
