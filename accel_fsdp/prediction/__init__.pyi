@@ -4,7 +4,6 @@ from . import capacity as capacity
 from . import cost as cost
 from . import remedies as remedies
 from . import search as search
-from . import smaller as smaller
 from . import speed as speed
 from . import trace_store as trace_store
 from .advice import advise as advise
@@ -21,8 +20,8 @@ from .problem import layouts as layouts
 from .problem import length_of as length_of
 from .problem import meshes as meshes
 from .problem import rows_in as rows_in
+from .remedies import savings as savings
 from .search import Plan as Plan
-from .smaller import savings as savings
 from .speed import HBM_EFFICIENCY as HBM_EFFICIENCY
 from .speed import RANGE as RANGE
 from .speed import Step as Step

@@ -2,7 +2,7 @@ from . import arguments as arguments
 from . import disk_room as disk_room
 from . import divergence as divergence
 from . import export as export
-from . import flag_hints as flag_hints
+from . import flag_values as flag_values
 from . import load_model as load_model
 from . import losses as losses
 from . import mesh as mesh

@@ -15,7 +15,7 @@ from accel_fsdp.config import EXPERT_FLAG, Method, yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.training import flag_hints, flag_values, mesh
+from accel_fsdp.training import flag_values, mesh
 from accel_fsdp.training.data import DataArguments
 
 RECORDER = {"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}
@@ -201,7 +201,7 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
     options = {option for action in parser._actions for option in action.option_strings}
     for flag in (word.split("=")[0] for word in sys.argv[1:] if word.startswith("--")):
         if flag not in options:
-            hint = flag_hints.TRL.get(flag_words.field_name(flag))
+            hint = flag_values.TRL.get(flag_words.field_name(flag))
             guess = "" if hint else did_you_mean(flag, options)
             raise UsageError(f"unknown argument {flag}.{guess}", why="it has no effect here", fix=hint or SEE_HELP)
     experts = _word_after(EXPERT_FLAG) or "1"

@@ -21,7 +21,7 @@ from conftest import ROOT, accel_fsdp
 
 from accel_fsdp.config import JobConfig, read_config
 from accel_fsdp.hardware import host
-from accel_fsdp.launch.ranks import RankEvent, drawn_rows, gradients, leftover, measure, read, script
+from accel_fsdp.launch.ranks import RankEvent, drawn_rows, gradients, measure, read, script
 from accel_fsdp.rehearsal import blame, effects, job, mistakes, on_cpu, own_script, repeated, replicas
 from accel_fsdp.rehearsal.job import Outcome
 
@@ -443,7 +443,7 @@ def test_gradients_may_be_kept_over_epochs(
     """Of epochs of five batches."""
     monkeypatch.setenv("ACCEL_FSDP_EVENTS", str(tmp_path))
     rows = drawn_rows.ObservedRows()
-    observed, loader = leftover.LeftoverGradients(rows), drawn_rows._Loader()
+    observed, loader = gradients.LeftoverGradients(rows), drawn_rows._Loader()
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     for number in range(1, 11):

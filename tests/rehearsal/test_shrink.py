@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, logging
 
 from accel_fsdp import models
 from accel_fsdp.errors import UserError
-from accel_fsdp.models.shrink import SmallModel, layer_kinds, shrink
+from accel_fsdp.models.shrink import SmallModel, fewer_layers, shrink
 from accel_fsdp.rehearsal import cut
 
 ROWS, LENGTH = 2, 64
@@ -205,7 +205,7 @@ def test_it_trains_and_is_made_as_the_real_one(name: str, tmp_path: Path) -> Non
     shape = models.build(str(real), real_config)
     model = loaded(small)
     if models.model_class(real_config) is type(shape):
-        assert layer_kinds.all_kinds(shape) <= layer_kinds.all_kinds(model)
+        assert fewer_layers.all_kinds(shape) <= fewer_layers.all_kinds(model)
     assert {kind.name for kind in models.wrap_classes(shape)} == case.classes
 
     torch.manual_seed(0)

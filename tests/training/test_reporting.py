@@ -31,7 +31,7 @@ from accel_fsdp.exporter import exported_folder
 from accel_fsdp.hardware import gpus, host
 from accel_fsdp.job import Job, Layout, Recipe, from_run, from_yaml
 from accel_fsdp.linter import read_subject
-from accel_fsdp.prediction import smaller, trace_store
+from accel_fsdp.prediction import remedies, trace_store
 from accel_fsdp.svg import Curve, Words
 from accel_fsdp.training import arguments, export
 from accel_fsdp.training.reporting import Tally, beginning, line, model_card, progress, run_plan, run_record
@@ -61,7 +61,7 @@ def test_advice_frees_what_the_plan_then_says_less() -> None:
     now = forecast.peak_bytes(4, 4096, None)
     savings = {
         each.change: each.freed_bytes
-        for each in smaller.savings(forecast.shape, forecast.tapes, Job(SHARDED, forecast.job.recipe))
+        for each in remedies.savings(forecast.shape, forecast.tapes, Job(SHARDED, forecast.job.recipe))
     }
     halved = savings["--per_device_train_batch_size 2 --gradient_accumulation_steps 2"]
     fewer = llama(rows=2, length=4096, accumulation=2).peak_bytes(2, 4096, None)

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from accel_fsdp.training import arguments, flag_hints
+from accel_fsdp.training import arguments, flag_values
 from accel_fsdp.training.data import DataArguments
 
 Sft = Callable[..., Finished]
@@ -32,7 +32,7 @@ def known_flags() -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
-@pytest.mark.parametrize("flag", sorted(flag_hints.TRL))
+@pytest.mark.parametrize("flag", sorted(flag_values.TRL))
 def test_a_hint_names_what_there_is(flag: str, sft: Sft, tmp_path: Path) -> None:
     refused = sft(*words(tmp_path, tmp_path, tmp_path / "run", f"--{flag}", "x"))
     assert refused.code == 2
@@ -40,7 +40,7 @@ def test_a_hint_names_what_there_is(flag: str, sft: Sft, tmp_path: Path) -> None
     assert "Did you mean" not in refused.output
     known = known_flags()
     assert f"--{flag}" not in known
-    named = set(re.findall(r"--[a-z_0-9]+", flag_hints.TRL[flag])) - {"--config_file"}  # Accelerate's
+    named = set(re.findall(r"--[a-z_0-9]+", flag_values.TRL[flag])) - {"--config_file"}  # Accelerate's
     assert named <= known
 
 

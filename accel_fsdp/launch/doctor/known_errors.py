@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from accel_fsdp.launch.doctor.error_row import KnownError
 from accel_fsdp.launch.doctor.machine_errors import MACHINE_ERRORS
+from accel_fsdp.launch.doctor.rows import KnownError
 from accel_fsdp.launch.doctor.script_errors import SCRIPT_ERRORS
 
 KNOWN = dict(sorted((MACHINE_ERRORS | SCRIPT_ERRORS).items(), key=lambda item: bool(item[1].means)))

@@ -4,7 +4,7 @@ Messages that follow from any failure of a peer (`Broken pipe`, `Connection rese
 NCCL's `unhandled system error`) have no row, because they don't show the cause.
 """
 
-from accel_fsdp.launch.doctor.error_row import KnownError
+from accel_fsdp.launch.doctor.rows import KnownError
 
 SHM = "docker run --shm-size=16g, or --ipc=host; in Kubernetes an emptyDir of medium Memory at /dev/shm"
 HUB_HOST = r"(huggingface\.co|hf\.co|hf-mirror\.com)"

@@ -1,6 +1,6 @@
 """Error messages of scripts, libraries and files: devices, values, FSDP, checkpoints, versions, timeouts."""
 
-from accel_fsdp.launch.doctor.error_row import KnownError
+from accel_fsdp.launch.doctor.rows import KnownError
 
 HANGING = "accel-fsdp rehearse FILE runs the job in small and says where each rank waits; training: --hang_timeout"
 SYNCHRONOUS = "CUDA_LAUNCH_BLOCKING=1 shows the operation"

@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.job import from_run
-from accel_fsdp.launch.ranks import collectives, drawn_rows, events, hang, holding, raised, reduced_losses, script
+from accel_fsdp.launch.ranks import collectives, drawn_rows, events, hang, holding, raised, script, summed_counts
 from accel_fsdp.launch.ranks.drawn_rows import ObservedRows
-from accel_fsdp.launch.ranks.gradients import ObservedGradients, checksum_of
+from accel_fsdp.launch.ranks.gradients import LeftoverGradients, ObservedGradients, checksum_of
 from accel_fsdp.launch.ranks.hidden_nan import HiddenNan
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
-from accel_fsdp.launch.ranks.leftover import LeftoverGradients
 from accel_fsdp.launch.ranks.modes import MODES, ObservedModes
 from accel_fsdp.launch.ranks.observing import Observation, after, before
 from accel_fsdp.launch.ranks.replicas import COPIES, ObservedCopies
@@ -31,7 +30,6 @@ from accel_fsdp.launch.ranks.resumes import ObservedResumes
 from accel_fsdp.launch.ranks.saves import ObservedSaves
 from accel_fsdp.launch.ranks.schedules import ObservedSchedules
 from accel_fsdp.launch.ranks.streams import ObservedStreams
-from accel_fsdp.launch.ranks.summed_counts import COUNTS
 from accel_fsdp.launch.ranks.uncovered import UncoveredWeights
 from accel_fsdp.launch.ranks.weights import ObservedWeights
 from accel_fsdp.library_internals import Internal
@@ -71,8 +69,8 @@ OBSERVED = (
     TRACKERS,
     STEPS,
     drawn_rows.LOADERS,
-    reduced_losses.REDUCTIONS,
-    COUNTS,
+    summed_counts.REDUCTIONS,
+    summed_counts.COUNTS,
     MODES,
 )
 RELIES_ON = tuple(internal for observation in OBSERVED for internal in observation.relies_on)
@@ -93,7 +91,7 @@ def begin() -> Callable[[], None]:
         PREPARING: lambda: _watch_prepare(steps.measures, steps.resumes, steps.streams),
         STEPS: steps.install,
         drawn_rows.LOADERS: steps.drawn.install,
-        reduced_losses.REDUCTIONS: reduced_losses.ObservedReductions().install,
+        summed_counts.REDUCTIONS: summed_counts.ObservedReductions().install,
         MODES: steps.modes.install,
         COPIES: steps.copies.install,
         raised.ERRORS: raised.ObservedErrors().install,

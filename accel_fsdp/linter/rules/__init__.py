@@ -12,7 +12,6 @@ from accel_fsdp.linter.rules import (  # each registers its rules
     script,
     unused_sections,
     values,
-    versions,
 )
 from accel_fsdp.linter.rules.engine import RULES, Finding, Rule, ScriptFacts, Severity, Subject, locate, repair, run
 from accel_fsdp.linter.rules.keys import SECTIONS
@@ -20,5 +19,4 @@ from accel_fsdp.linter.rules.keys import SECTIONS
 __all__ = [
     "RULES", "SECTIONS", "Finding", "Rule", "ScriptFacts", "Severity", "Subject", "arguments", "checkpoint", "fsdp",
     "keys", "launch", "locate", "machine", "mesh", "model", "repair", "run", "script", "unused_sections", "values",
-    "versions",
 ]  # fmt: skip

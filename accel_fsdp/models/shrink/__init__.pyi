@@ -1,4 +1,4 @@
-from . import layer_kinds as layer_kinds
+from . import fewer_layers as fewer_layers
 from .small_config import Change as Change
 from .small_model import SmallModel as SmallModel
 from .small_model import shrink as shrink

@@ -2,14 +2,14 @@
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from accel_fsdp.models.shrink import layer_kinds
 from accel_fsdp.models.shrink.config_parts import DEPTHS, OF_LAYERS, TOKENS, Part
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 FEWEST = 2
 LAYER_LISTS = ("layer_types", "layers_block_type")
@@ -37,8 +37,8 @@ def take(part: Part, model: "nn.Module", in_a_row: bool) -> None:
 
 def _kept_layers(part: Part, model: "nn.Module", depth: int, in_a_row: bool) -> list[int]:
     """The kept layers: one of each kind, and the first ones up to `FEWEST`."""
-    kinds = layer_kinds.kinds(model, depth)
-    layer_numbers = set(layer_kinds.first_of_each(kinds))
+    kinds = kinds_of(model, depth)
+    layer_numbers = set(first_of_each(kinds))
     if kinds and (
         in_a_row or not _lists_kinds(part, depth)
     ):  # a period such as every second layer counts from the first
@@ -100,3 +100,50 @@ def keep_features(parts: Sequence[Part]) -> None:
                         max(-last, min(layer, last - 1)) for layer in (value if isinstance(value, list) else [value])
                     ]
                     part.values[key] = layers if isinstance(value, list) else layers[0]
+
+
+NUMBER = re.compile(r"\d+")
+PLACE = re.compile(r"idx|index|_id$|number")
+"""Attributes with a layer's position, which differs for each layer."""
+
+
+def kinds_of(model: "nn.Module", depth: int) -> list[Hashable]:
+    """The kind of each layer, by its number, over all stacks of `depth` layers; empty if there is no such stack."""
+    stacks = list(_stacks(model, depth))
+    return [tuple(_kind(stack[number]) for stack in stacks) for number in range(depth)] if stacks else []
+
+
+def all_kinds(model: "nn.Module") -> set[Hashable]:
+    from torch import nn
+
+    lists = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
+    return {(NUMBER.sub("N", name), _kind(layer)) for name, stack in lists for layer in stack}
+
+
+def first_of_each(kinds: Sequence[Hashable]) -> list[int]:
+    return sorted({kind: number for number, kind in reversed(list(enumerate(kinds)))}.values())
+
+
+def _stacks(model: "nn.Module", depth: int) -> Iterator["nn.ModuleList"]:
+    from torch import nn
+
+    return (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth)
+
+
+def _kind(layer: "nn.Module") -> Hashable:
+    """The layer's modules with their classes, parameter names and settings of kind; no sizes."""
+    return frozenset(
+        (NUMBER.sub("N", name), type(module).__name__, _traits(module)) for name, module in layer.named_modules()
+    )
+
+
+def _traits(module: "nn.Module") -> Hashable:
+    traits = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
+    words = [(name, value) for name, value in traits.items() if isinstance(value, (bool, str))]
+    numbers = [
+        (name, "none" if value is None else "some" if value else "zero")
+        for name, value in traits.items()
+        if (value is None or type(value) is int) and not PLACE.search(name)
+    ]
+    parameters = [(name, value is None) for name, value in module._parameters.items()]
+    return frozenset([*words, *numbers, *parameters])

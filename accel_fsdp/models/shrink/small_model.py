@@ -15,7 +15,7 @@ from accel_fsdp import atomic_files, models
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import config_json, first_line, remote_code
-from accel_fsdp.models.shrink import layer_kinds, made_up_tokenizer, small_config
+from accel_fsdp.models.shrink import fewer_layers, made_up_tokenizer, small_config
 from accel_fsdp.models.shrink.config_parts import TOKENS, parts_of
 from accel_fsdp.models.shrink.small_config import ATTEMPTS, Attempt, Change, Words
 
@@ -143,12 +143,12 @@ def _first_that_works(
 def _make(
     name: str, config: Any, real: "nn.Module", words: Words, divisors: Mapping[str, int], attempt: Attempt
 ) -> _BuiltModel:
-    real_kinds = layer_kinds.all_kinds(real)
+    real_kinds = fewer_layers.all_kinds(real)
     for in_a_row in (False, True):
         with config_json.explained_errors(name):
             small = small_config.smaller(config, real, attempt, words, divisors, in_a_row)
         shape = _on_meta(name, small)
-        if real_kinds <= layer_kinds.all_kinds(shape):
+        if real_kinds <= fewer_layers.all_kinds(shape):
             break
     if _classes(shape) != _classes(real):
         raise ValueError(f"its layers are {', '.join(_classes(shape))}, not {', '.join(_classes(real))}")
@@ -156,7 +156,7 @@ def _make(
     if count > MOST_PARAMETERS:
         raise ValueError(f"it still has {count // 10**6:,} million parameters")
     model = _random(type(shape), shape.config)
-    return _BuiltModel(model, attempt, not real_kinds <= layer_kinds.all_kinds(shape), _trial(model))
+    return _BuiltModel(model, attempt, not real_kinds <= fewer_layers.all_kinds(shape), _trial(model))
 
 
 def _classes(model: "nn.Module") -> tuple[str, ...]:
