@@ -3,7 +3,7 @@
 Figures come from `svg`; a page shows each in the width that fits. Pure.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 
 from accel_fsdp import svg
@@ -56,8 +56,9 @@ def section(title: str, lead: str, content: str) -> str:
     return f"<section><h2>{escape(title)}</h2><p>{escape(lead)}</p>{content}</section>"
 
 
-def figure(drawings: Sequence[str], caption: str) -> str:
-    return f"<figure>{''.join(drawings)}<figcaption>{escape(caption)}</figcaption></figure>"
+def figure(draw: Callable[[int], str], caption: str) -> str:
+    """A figure that `draw` makes in a width."""
+    return f"<figure>{''.join(map(draw, WIDTHS))}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:

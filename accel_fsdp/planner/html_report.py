@@ -6,7 +6,6 @@ from html import escape
 
 from accel_fsdp import __version__, html_page, svg
 from accel_fsdp.config import Engine
-from accel_fsdp.html_page import WIDTHS
 from accel_fsdp.job import Job, Layout, Recipe
 from accel_fsdp.planner.text_report import PlanReport
 from accel_fsdp.prediction import (
@@ -94,7 +93,7 @@ def _ranges(name: str, rows: Sequence[Range]) -> str:
         name,
         "The best way on each machine where something fits.",
         html_page.figure(
-            [svg.ranges(words, rows, width) for width in WIDTHS],
+            lambda width: svg.ranges(words, rows, width),
             "Predicted. A bar is the expected value; the line goes from the minimum to the maximum.",
         ),
     )
@@ -151,12 +150,9 @@ def _strategy_bars(problem: Problem) -> str:
         "time to compute with it. Activations are not sharded."
         + (CASTS if ddp[ACTIVATIONS] > 1.05 * fsdp[ACTIVATIONS] else ""),
         html_page.figure(
-            [svg.pairs(words, rows, ("DDP", "FULL_SHARD"), width) for width in WIDTHS],
-            (
-                f"Predicted for FSDP2 on {problem.ranks:,} GPUs, {_batch(problem.job)}. Each kind at its own "
-                "peak; "
-                "the peaks are not all at the same time."
-            ),
+            lambda width: svg.pairs(words, rows, ("DDP", "FULL_SHARD"), width),
+            f"Predicted for FSDP2 on {problem.ranks:,} GPUs, {_batch(problem.job)}. Each kind at its own peak; "
+            "the peaks are not all at the same time.",
         ),
     )
 
@@ -167,6 +163,8 @@ def _strategies(problem: Problem, plan: Plan) -> str:
     if plan.choice and plan.choice.recipe != problem.job.recipe:
         rows.insert(0, _bar(plan.choice, f"Recommended, {rows_in(plan.choice.recipe)}"))
         how += f" The recommended one: {plan.choice.layout.name}, {_batch(plan.choice.job)}."
+    needs_expandable = any("expandable" in row.note for row in rows)
+    expandable = f" Expandable: fits {capacity.NEEDS_EXPANDABLE}." if needs_expandable else ""
     summary = "; ".join(f"{row.name}: {row.note}" for row in rows)
     words = Words("Memory of one GPU at the highest point of a step, by strategy", summary)
     return html_page.section(
@@ -174,14 +172,9 @@ def _strategies(problem: Problem, plan: Plan) -> str:
         how,
         _key(KINDS)
         + html_page.figure(
-            [svg.bars(words, rows, _capacity(problem), width) for width in WIDTHS],
+            lambda width: svg.bars(words, rows, _capacity(problem), width),
             "Predicted. The dashed line is the whole memory of one GPU. CUDA and NCCL need some of it too, so a bar "
-            "that ends just below it doesn't fit. An arrow: the bar goes on beyond the edge."
-            + (
-                f" Expandable: fits {capacity.NEEDS_EXPANDABLE}."
-                if any("expandable" in row.note for row in rows)
-                else ""
-            ),
+            "that ends just below it doesn't fit. An arrow: the bar goes on beyond the edge." + expandable,
         ),
     )
 
@@ -205,7 +198,7 @@ def _step(problem: Problem, candidate: Candidate, chosen: bool) -> str:
         f"{'Recommended' if chosen else 'Nothing fits; the smallest is shown'}: {name}.",
         _key(kinds)
         + html_page.figure(
-            [svg.areas(words, phases, _capacity(problem), width) for width in WIDTHS],
+            lambda width: svg.areas(words, phases, _capacity(problem), width),
             "Predicted. From left to right the events in their order, not seconds: for each unit (embedding, block, "
             "head) its peak and what remains allocated. The dot is the highest peak."
             + (SHORT_PHASES if candidate.recipe.accumulation > 1 else ""),
@@ -228,8 +221,10 @@ def _growth(title: str, lead: str, predicted: str, problem: Problem, candidate: 
     )
     span = f"from {series.sizes[0]:,} to {series.sizes[-1]:,} {series.axis}"
     words = Words(f"Highest memory of one GPU by number of {series.axis}", f"{span}: {summary}")
-    figures = [svg.lines(words, curves, _capacity(problem), series.here, series.axis, width) for width in WIDTHS]
-    figure = html_page.figure(figures, f"Predicted, {predicted}. Each mark is twice the one before, on both axes.")
+    figure = html_page.figure(
+        lambda width: svg.lines(words, curves, _capacity(problem), series.here, series.axis, width),
+        f"Predicted, {predicted}. Each mark is twice the one before, on both axes.",
+    )
     return html_page.section(title, f"With {setting}. {lead}", figure)
 
 

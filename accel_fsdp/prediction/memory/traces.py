@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from operator import mul
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Engine, Method
@@ -40,17 +41,10 @@ class Size(NamedTuple):
 
     def exact(self, at: At) -> float:
         """The bytes for one batch."""
-        tokens = at.rows * at.length
-        return (
-            self.fixed
-            + self.tokens * tokens
-            + self.length * at.length
-            + self.rows_length2 * tokens * at.length
-            + self.length2 * at.length**2
-            + self.rank * at.rank
-            + self.rank_tokens * at.rank * tokens
-            + self.rows * at.rows
-        )
+        rows, length, rank = at
+        tokens = rows * length
+        powers = (1, tokens, length, tokens * length, length**2, rank, rank * tokens, rows)  # in the fields' order
+        return float(sum(map(mul, self, powers)))
 
     def at(self, at: At) -> int:
         """The bytes for one batch, as the allocator rounds them."""

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from accel_fsdp import __version__, html_page, svg
-from accel_fsdp.html_page import WIDTHS, figure, section
+from accel_fsdp.html_page import figure, section
 from accel_fsdp.svg import Curve, Words
 from accel_fsdp.training.reporting import step_report
 from accel_fsdp.training.reporting.step_report import Row, StepComparison, Write, cells
@@ -50,7 +50,7 @@ def _memory(step: StepComparison) -> str:
         "From left to right the units in their order, not seconds: for each its allocated bytes at the start, at "
         "the peak and at the end.",
         figure(
-            [svg.losses(words, shown, width, ("unit after unit", unit)) for width in WIDTHS],
+            lambda width: svg.losses(words, shown, width, ("unit after unit", unit)),
             "As the allocator counts it, on the first rank.",
         ),
     )
