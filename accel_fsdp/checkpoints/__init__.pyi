@@ -5,7 +5,6 @@ from . import discover as discover
 from . import file_names as file_names
 from . import marker as marker
 from . import open_checkpoint as open_checkpoint
-from . import optimizer_names as optimizer_names
 from . import resumed_pickles as resumed_pickles
 from . import safetensors_header as safetensors_header
 from . import summary as summary

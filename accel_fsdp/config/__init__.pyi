@@ -28,9 +28,6 @@ from .native import mesh_fits as mesh_fits
 from .native import row_axis as row_axis
 from .native import row_refusal as row_refusal
 from .native import whole_mesh as whole_mesh
-from .read import ReadConfig as ReadConfig
-from .read import read_config as read_config
-from .read import unreadable as unreadable
 from .schema import AXES as AXES
 from .schema import BY_NAME as BY_NAME
 from .schema import DATA_AXES as DATA_AXES
@@ -84,4 +81,7 @@ from .vocabulary import deepspeed_name as deepspeed_name
 from .vocabulary import zero_name as zero_name
 from .yaml_edit import Edit as Edit
 from .yaml_edit import apply as apply
+from .yaml_file import ReadConfig as ReadConfig
 from .yaml_file import dump as dump
+from .yaml_file import read_config as read_config
+from .yaml_file import unreadable as unreadable

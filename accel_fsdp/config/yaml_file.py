@@ -6,16 +6,18 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import yaml
 
 from accel_fsdp.config import yaml_checks
+from accel_fsdp.config.job_config import JobConfig
 from accel_fsdp.errors import UsageError
 from accel_fsdp.units import MIB, gib_or_mib
 
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
+
 
 STDIN = "-"
 """The name under which a command reads its standard input."""
@@ -215,3 +217,51 @@ def load(path: Path, doubled: bool = False) -> Any:
     content.source = text  # type: ignore[attr-defined]  # dump gives untouched lines back as they were
     content.is_json = path.suffix == ".json"  # type: ignore[attr-defined]  # how Accelerate chooses its parser
     return content
+
+
+LONGEST_PATH = 4096
+
+ReadConfig: TypeAlias = tuple[JobConfig, Any]
+"""The configuration, and the ruamel.yaml document for lines and edits."""
+
+
+def read_config(path: Path, doubled: bool = False) -> ReadConfig:
+    """Returns the configuration, and the ruamel.yaml document for lines and edits.
+
+    With `doubled` a key may occur twice: the last one counts, as in Accelerate.
+    """
+    document = load(path, doubled)
+    try:
+        values = json.loads(document.source) if document.is_json else yaml_checks.plain_values(document.source, path)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        kind = "not JSON, which Accelerate reads from a file of that name: " if document.is_json else ""
+        raise unreadable(path, kind + _problem(error)) from error
+    if not isinstance(values, dict):
+        raise unreadable(path, "it holds no keys for PyYAML")
+    lines_of_doubled = doubled_keys(document.source) if doubled else {}
+    return JobConfig(values, document.source, _absent(values, path), lines_of_doubled), document
+
+
+def _problem(error: Exception) -> str:
+    """The first line of a parser's message, with the line of the file if it is known."""
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    return (f"line {mark.line + 1}: " if mark else "") + str(error).splitlines()[0]
+
+
+def _absent(values: dict[str, Any], path: Path) -> dict[str, str]:
+    """Says where DeepSpeed's own file is if it can't be opened from here: beside the YAML, or in a missing folder."""
+    section = values.get("deepspeed_config")
+    file_name = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    if not isinstance(file_name, str) or not file_name or "\0" in file_name or len(file_name) > LONGEST_PATH:
+        return {}
+    target = Path(file_name).expanduser()
+    if target.exists():
+        return {}
+    if (path.parent / target).exists():
+        return {"deepspeed_config_file": "beside"}
+    elsewhere = target.is_absolute() and not target.parent.exists()
+    return {"deepspeed_config_file": "elsewhere" if elsewhere else ""}
+
+
+def unreadable(path: Path, reason: str) -> UsageError:
+    return UsageError(f"cannot read {path}: {reason}", why="nothing can be checked", fix="give an Accelerate YAML")

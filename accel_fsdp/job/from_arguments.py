@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from accel_fsdp.config import DTYPES, EXPERT_FIELD, LONG_DTYPES, Method
 from accel_fsdp.errors import UsageError
-from accel_fsdp.job.recipe import (
+from accel_fsdp.job.job import (
     ATTENTION_LINEAR,
     Attention,
     Checkpointing,

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import AXES, DDP_TYPES, FSDP_VERSIONS, OTHER_AXES, Engine, deepspeed_name
 from accel_fsdp.job import from_arguments, from_yaml
-from accel_fsdp.job.job import Job
+from accel_fsdp.job.job import Job, Recipe
 from accel_fsdp.job.layout import Layout
-from accel_fsdp.job.recipe import Recipe
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import optimizers, state_bytes
 

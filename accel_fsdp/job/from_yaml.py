@@ -21,9 +21,8 @@ from accel_fsdp.hardware import machines
 from accel_fsdp.job import from_arguments
 from accel_fsdp.job.combinations import FLAGS
 from accel_fsdp.job.from_arguments import is_on
-from accel_fsdp.job.job import Job
+from accel_fsdp.job.job import Job, Recipe
 from accel_fsdp.job.layout import SHARDING_KINDS, Layout
-from accel_fsdp.job.recipe import Recipe
 from accel_fsdp.units import counted
 
 PRECISIONS: dict[str, Precision] = {"bf16": "bf16", "fp16": "fp16", "no": "no"}

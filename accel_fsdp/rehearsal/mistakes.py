@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
-from accel_fsdp.rehearsal import absent, drawn_rows, effects, mixed_shards, rates, repeated, replicas
+from accel_fsdp.rehearsal import absent, drawn_rows, effects, mixed_shards, repeated, replicas
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure
 from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
@@ -24,7 +24,6 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
         yield from look(events, by_rank)
     yield from replicas.at_other_batches(events)
     yield from repeated.differences(events)
-    yield from rates.mistakes(events)
     yield from effects.mistakes(events)
     yield from replicas.mistakes(events)
 

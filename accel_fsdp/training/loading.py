@@ -22,7 +22,7 @@ from transformers import set_seed
 from transformers.trainer_pt_utils import safe_globals
 
 from accel_fsdp import console, models
-from accel_fsdp.checkpoints import ERRORS, clean_name, file_names, optimizer_names, summary
+from accel_fsdp.checkpoints import ERRORS, FileReader, clean_name, dcp, file_names, summary, torch_zip
 from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import mesh_checkpoints
@@ -33,6 +33,8 @@ RELIES_ON = (
     Internal("accelerate.utils:FullyShardedDataParallelPlugin.set_state_dict_type", "self state_dict_type"),
 )
 FSDP1_LOG = logging.getLogger("torch.distributed.fsdp._state_dict_utils")
+STATES, GROUPS, MEMBERS = "state", "param_groups", "params"
+"""The keys of an optimizer's state dict, and the key of the parameters in each group."""
 GPU_STATES = ("cuda", "npu", "hpu", "mlu", "musa")
 """The keys of a checkpoint's random states that Trainer keeps for one device or for all."""
 
@@ -197,22 +199,36 @@ def _without_state(trainer: Any, checkpoint: Path) -> list[torch.nn.Parameter]:
     from torch.distributed.fsdp._common_utils import _get_param_to_fqns
 
     stored = broadcast_object_list([_names_in(checkpoint) if trainer.args.process_index == 0 else None])[0]
-    if stored is None or not stored.with_state:
+    trained, with_state = stored or (frozenset(), frozenset())
+    if not with_state:
         return []
     fqns = _get_param_to_fqns(trainer.model, dedup_shared_params=False)
     cleaned = {parameter: {clean_name(name) for name in names} for parameter, names in fqns.items()}
     return [
         parameter
         for parameter, names in cleaned.items()
-        if parameter.requires_grad and names & stored.trained and not names & stored.with_state
+        if parameter.requires_grad and names & trained and not names & with_state
     ]
 
 
-def _names_in(checkpoint: Path) -> optimizer_names.OptimizerNames | None:
-    """The stored names; None if they can't be read here. Torch then reads them itself, or reports the error."""
+def _names_in(checkpoint: Path) -> tuple[frozenset[str], frozenset[str]] | None:
+    """The parameters that the saved optimizer trained, and those that had a state; no state is read.
+
+    None if they can't be read here. Torch then reads them itself, or reports the error.
+    """
+    sharded = checkpoint / file_names.SHARDED_OPTIMIZER
     try:
-        return optimizer_names.read(checkpoint)
-    except UserError:
+        with contextlib.closing(FileReader()) as reader:
+            if sharded.is_dir():  # paths begin with Accelerate's name for an optimizer
+                listed = dcp.listed(sharded, reader, lambda path: path[1:2] == (GROUPS,) and path[-1] == MEMBERS)
+                trained = [name for members in listed.values() for name in members or ()]
+                with_state = [path[2] for path in listed if path[1:2] == (STATES,)]
+            else:
+                content = torch_zip.load(reader, checkpoint / file_names.FULL_OPTIMIZER)
+                trained = [name for group in content[GROUPS] for name in group[MEMBERS]]
+                with_state = list(content[STATES])
+            return frozenset(map(clean_name, trained)), frozenset(map(clean_name, with_state))
+    except (*ERRORS, UserError):
         return None
 
 

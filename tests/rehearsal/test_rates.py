@@ -11,7 +11,7 @@ from transformers import get_cosine_schedule_with_warmup, get_cosine_with_hard_r
 
 from accel_fsdp.launch.ranks import RankEvent, read
 from accel_fsdp.launch.ranks.schedules import ObservedSchedules
-from accel_fsdp.rehearsal import rates
+from accel_fsdp.rehearsal import effects
 
 STEPS = 8
 """Steps of the optimizer in each case."""
@@ -67,7 +67,7 @@ def mistakes_of(make: Makes, moves: int, folder: Path, monkeypatch: pytest.Monke
         for _ in range(moves):
             scheduler.step()
     observed.report_end((0, 0))
-    return [mistake.what for mistake in rates.mistakes(read(folder))]
+    return [mistake.what for mistake in effects.mistakes(read(folder))]
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -100,4 +100,4 @@ def test_a_schedule_for_the_batches_of_all_ranks(planned: int, moves: int, steps
         **{"risen": {"share": 0.0, "moves": 0, "length": 0}, "risen_at": "", "batches": [12, 6]},
     }
     passes = [RankEvent(0, 0.0, "loss", {}) for _ in range(12)]
-    assert bool(list(rates.mistakes([*passes, RankEvent(0, 1.0, "schedules", schedules)]))) is is_mistake
+    assert bool(list(effects.mistakes([*passes, RankEvent(0, 1.0, "schedules", schedules)]))) is is_mistake

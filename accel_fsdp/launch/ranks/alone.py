@@ -1,8 +1,14 @@
-"""Runs code of a model in one process, without other ranks."""
+"""Repeats parts of a script in one process: a model's code without other ranks, and an optimizer's step."""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from accel_fsdp.launch.ranks import parts
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Unrepeatable(Exception):
@@ -22,3 +28,42 @@ def alone() -> Iterator[None]:
 
     with RefusedCommunication():  # type: ignore[no-untyped-call]
         yield
+
+
+Tensors: TypeAlias = "dict[str, torch.Tensor]"
+
+
+def stepped(
+    kind: type[Any],
+    defaults: Mapping[str, Any],
+    step: Mapping[str, Any],
+    states: Sequence[Mapping[str, Any]],
+    before: Tensors,
+    used: Tensors,
+) -> Tensors:
+    """The weights after one step of a new optimizer with the recorded settings, states and gradients."""
+    import torch
+
+    weights = {name: torch.nn.Parameter(before[name].clone()) for names in step["names"] for name in names}
+    accepted = inspect.signature(kind).parameters
+    groups = [{"params": [weights[name] for name in names]} for names in step["names"]]
+    optimizer = kind(groups, **{key: value for key, value in defaults.items() if key in accepted})
+    for group, settings in zip(optimizer.param_groups, step["settings"], strict=True):
+        group.update({key: value for key, value in settings.items() if value is not None})
+    for name, weight in weights.items():
+        weight.grad = used[name].to(weight.dtype) if name in used else None
+        if state := _state(weight, [rank_states.get(name, {}) for rank_states in states]):
+            optimizer.state[weight] = state
+    optimizer.step()
+    return {name: weight.detach() for name, weight in weights.items()}
+
+
+def _state(weight: "torch.Tensor", of_ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for key in dict.fromkeys(key for rank_state in of_ranks for key in rank_state):
+        values = [rank_state[key] for rank_state in of_ranks if key in rank_state]
+        if isinstance(values[0], list):
+            state[key] = parts.whole(weight.shape, key, [{key: value} for value in values])
+        else:
+            state[key] = values[0]
+    return state

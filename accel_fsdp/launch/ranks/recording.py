@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import is_installed
-from accel_fsdp.launch.ranks import accumulation, buffers, events, graph, lines, parts, precision, script
+from accel_fsdp.launch.ranks import accumulation, buffers, events, lines, outputs, parts, precision, script
 from accel_fsdp.launch.ranks.copies import Copy, copied, has_hooks, hooks_of, loaded_in_shards, outermost
 from accel_fsdp.launch.ranks.holding import unwrapped, user_name
 from accel_fsdp.launch.ranks.lines import ObservedLines
@@ -304,7 +304,7 @@ class Recorder:
         if update is not None and not self.in_backward:
             roots = tensors if isinstance(tensors, list | tuple) else [tensors]
             names = {id(place.parameter): place.name for place in self.places}
-            reached = graph.reached(roots, self.boundary, names)
+            reached = outputs.reached(roots, self.boundary, names)
             if reached.weight:
                 update.why = update.why or f"{reached.weight} is used outside of the model's forward"
             if reached.weight or reached.outputs:

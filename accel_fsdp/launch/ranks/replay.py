@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 from accel_fsdp import cpu
 from accel_fsdp.config import LONG_DTYPES
 from accel_fsdp.launch.ranks import between_ranks, buffers, events, loss_shares, parts, precision
-from accel_fsdp.launch.ranks.alone import Unrepeatable, alone
+from accel_fsdp.launch.ranks.alone import Tensors, Unrepeatable, alone, stepped
 from accel_fsdp.launch.ranks.between_ranks import MOSTLY
 from accel_fsdp.launch.ranks.holding import user_name
-from accel_fsdp.launch.ranks.optimizer_step import Tensors, stepped
 from accel_fsdp.launch.ranks.outputs import tensors_in
 from accel_fsdp.launch.ranks.ratios import EXACT, factor, is_changed, norm, ratio, share_changed
 from accel_fsdp.launch.ranks.recording import LOCAL_SGD, Recorder

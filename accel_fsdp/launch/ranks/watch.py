@@ -19,7 +19,7 @@ from accel_fsdp.checkpoints import completeness
 from accel_fsdp.errors import in_a_line
 from accel_fsdp.job import from_run
 from accel_fsdp.launch.ranks import collectives, drawn_rows, events, hang, holding, raised, script, summed_counts
-from accel_fsdp.launch.ranks.drawn_rows import ObservedRows
+from accel_fsdp.launch.ranks.drawn_rows import ObservedRows, ObservedStreams
 from accel_fsdp.launch.ranks.gradients import LeftoverGradients, ObservedGradients, checksum_of
 from accel_fsdp.launch.ranks.hidden_nan import HiddenNan
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
@@ -29,7 +29,6 @@ from accel_fsdp.launch.ranks.replicas import COPIES, ObservedCopies
 from accel_fsdp.launch.ranks.resumes import ObservedResumes
 from accel_fsdp.launch.ranks.saves import ObservedSaves
 from accel_fsdp.launch.ranks.schedules import ObservedSchedules
-from accel_fsdp.launch.ranks.streams import ObservedStreams
 from accel_fsdp.launch.ranks.uncovered import UncoveredWeights
 from accel_fsdp.launch.ranks.weights import ObservedWeights
 from accel_fsdp.library_internals import Internal
