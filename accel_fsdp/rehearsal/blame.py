@@ -23,6 +23,11 @@ class Failure(Exception):
         self.what, self.key, self.fix, self.line, self.output = what, key, fix, line, output
 
 
+def mistake(what: str, fix: str, line: str = "") -> Failure:
+    """A failure that the script causes, so that no key of the YAML can fix it."""
+    return Failure(what, SCRIPT, fix, line)
+
+
 @dataclass(frozen=True)
 class Cause:
     """A library's message and its cause; `at` is a line of the traceback, if the message alone is ambiguous."""

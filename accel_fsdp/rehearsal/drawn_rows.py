@@ -9,7 +9,7 @@ from itertools import chain, combinations, pairwise
 from typing import Any
 
 from accel_fsdp.launch.ranks import RankEvent
-from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.rehearsal.split_by_hand import line_of_draw, line_of_own_loader, line_of_split
 from accel_fsdp.units import counted
 
@@ -49,9 +49,9 @@ def _same_rows(events: Sequence[RankEvent], row_events: Sequence[RankEvent]) -> 
     if not prepared and len(rows) > 1 and rows[0] and all(hashes == rows[0] for hashes in rows):
         what, line = f"all {len(rows)} ranks train on the same rows", row_events[0].content["line"]
         if own := line_of_own_loader(file := line.rpartition(":")[0]):
-            yield Failure(what, SCRIPT, "return self.accelerator.prepare(dataloader)", f"{file}:{own}")
+            yield mistake(what, "return self.accelerator.prepare(dataloader)", f"{file}:{own}")
         else:
-            yield Failure(what, SCRIPT, "accelerator.prepare(dataloader), or a DistributedSampler", line)
+            yield mistake(what, "accelerator.prepare(dataloader), or a DistributedSampler", line)
 
 
 def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
@@ -78,7 +78,7 @@ def _lost(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
             detail = f": {' and '.join(sharders)} both give each rank a part"
             fix = "leave out the DistributedSampler: accelerator.prepare(dataloader) gives each rank its part"
         what = f"of {counted(length, 'row')} the ranks take only {drawn} in an epoch{detail}"
-        yield Failure(what, SCRIPT, fix, first["line"])
+        yield mistake(what, fix, first["line"])
 
 
 def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
@@ -95,7 +95,7 @@ def _split_twice(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]
             f"gives each rank its part, and {first['sharders'][0]} gives it a part of that"
         )
         fix = "the same rows on all ranks: accelerator.prepare(dataloader) or a DistributedSampler gives each its part"
-        yield Failure(what, SCRIPT, fix, f"{file}:{line}")
+        yield mistake(what, fix, f"{file}:{line}")
 
 
 def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
@@ -114,10 +114,9 @@ def _shared(of_ranks: Mapping[int, Mapping[str, Any]]) -> Iterator[Failure]:
             is_mistake = has_enough and by_content and share >= minimum
         if is_mistake:
             are_apart = same_data is False or set(_places(record)).isdisjoint(_places(other_record))
-            yield Failure(
+            yield mistake(
                 f"rank {other} trained on {len(first_rows & other_rows)} of {counted(len(other_rows), 'row')} that "
                 f"rank {first} had too, in epoch {record['epoch']}",
-                SCRIPT,
                 _fix(record["sharders"], are_apart),
                 line_of_draw(other_record["line"]) if are_apart else other_record["line"],
             )
@@ -131,10 +130,9 @@ def _smaller_batches(events: Sequence[RankEvent], of_ranks: Mapping[int, Mapping
     if None in shares or len(set(shares)) != 1 or len(set(batches.values())) < 2:
         return
     most, least = max(batches, key=lambda rank: batches[rank]), min(batches, key=lambda rank: batches[rank])
-    yield Failure(
+    yield mistake(
         f"rank {least} takes {counted(batches[least], 'row')} in a batch, and rank {most} {batches[most]}: the mean "
         "loss of each counts alike",
-        SCRIPT,
         "the same batch_size on all ranks; or each rank's loss times its rows, divided by the mean of all ranks' rows",
         of_ranks[least]["line"],
     )
@@ -191,9 +189,8 @@ def _other_labels(events: Sequence[RankEvent]) -> Iterator[Failure]:
         is_one_to_one = len(numbers) == len({left for left, _ in numbers}) == len({right for _, right in numbers})
         apart = sorted((left, right) for left, right in numbers if left != right)
         if apart and is_one_to_one and len(pairs) >= FEWEST_BY_CONTENT:
-            yield Failure(
+            yield mistake(
                 f"rank {first} gives rows the label {apart[0][0]}, to which rank {other} gives {apart[0][1]}",
-                SCRIPT,
                 "the same numbers on all ranks: sorted(set(names)), as each process orders a set of strings otherwise",
                 drawn[0].content["line"],
             )
@@ -215,10 +212,9 @@ def _other_streams(events: Sequence[RankEvent]) -> Iterator[Failure]:
         name = min(names, key=lambda name: ("rank" not in name, name))
         values = f"{name} {first['attributes'][name]} and {last['attributes'][name]}"
         then = "all ranks rows of rank 0" if first["dispatched"] else "each rank a part of its own"
-        yield Failure(
+        yield mistake(
             f"the data sets of ranks {ranks[0]} and {ranks[-1]} give different rows, with {values}, and "
             f"accelerator.prepare gives {then}: the others are never trained",
-            SCRIPT,
             "all rows on every rank, as accelerator.prepare splits them; or a loader that isn't prepared",
             first["line"],
         )
@@ -236,9 +232,8 @@ def _not_shuffled(events: Sequence[RankEvent], rank: int) -> Iterator[Failure]:
         count = min(len(_places(last)), len(_places(now)))
         order = _places(now)[:count]
         if count >= FEWEST and order == _places(last)[:count] and order != sorted(order):
-            yield Failure(
+            yield mistake(
                 f"epoch {now['epoch']} has the rows of epoch {last['epoch']} in the same order, {count} on rank {rank}",
-                SCRIPT,
                 "sampler.set_epoch(epoch) at the start of each epoch: it shuffles by that number",
                 now["loop"],
             )

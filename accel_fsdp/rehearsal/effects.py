@@ -6,7 +6,7 @@ from typing import Any
 
 from accel_fsdp.launch.ranks import RankEvent
 from accel_fsdp.rehearsal import repeated
-from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import counted
 
 ROW = 3
@@ -29,7 +29,7 @@ def _without_dimensions(events: Sequence[RankEvent]) -> Iterator[Failure]:
         count, decay = event.content["count"], event.content["decay"]
         what = f"all {count} weights have a weight_decay of {decay:g}: groups by dimensions, and FSDP1's shards have 1"
         fix = "make the groups and the optimizer before prepare, and prepare both in one call; or choose by name"
-        yield Failure(what, SCRIPT, fix, event.content["line"])
+        yield mistake(what, fix, event.content["line"])
 
 
 def _evaluating(events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -38,17 +38,16 @@ def _evaluating(events: Sequence[RankEvent]) -> Iterator[Failure]:
     if event:
         since, steps = event.content["since"], event.content["steps"]
         what = f"steps {since} to {steps} train in evaluation mode, without dropout, and those before in training mode"
-        yield Failure(what, SCRIPT, "model.train() after each evaluation", event.content["line"])
+        yield mistake(what, "model.train() after each evaluation", event.content["line"])
 
 
 def _left_over(events: Sequence[RankEvent]) -> Iterator[Failure]:
     event = next((event for event in events if event.kind == "left-over"), None)
     if event:
         passes, usual = event.content["passes"], counted(event.content["usual"], "batch", "batches")
-        yield Failure(
+        yield mistake(
             f"no step comes after the last batch of an epoch of rank {event.rank}: the next epoch's first step has the "
             f"gradients of {passes} batches, and other steps those of {usual}",
-            SCRIPT,
             "a step at the last batch too, as with accelerator.accumulate(model): len(loader) is that of the prepared "
             "loader, which has only this rank's batches; or zero_grad() at the end of an epoch",
             event.content["line"],
@@ -67,7 +66,7 @@ def _hidden_nan(events: Sequence[RankEvent]) -> Iterator[Failure]:
                 fix += "; leave nan_to_num out"
             else:
                 what = f"{by or 'the script'} replaces the loss by a number {where}: they give no gradient"
-            yield Failure(what, SCRIPT, fix, content["line"])
+            yield mistake(what, fix, content["line"])
             return
 
 
@@ -111,17 +110,17 @@ def _of_schedules(events: Sequence[RankEvent]) -> Iterator[Failure]:
         return
     for line in content["astray"][:1]:
         what = "a scheduler changes the rate of an optimizer that never steps, while another one steps"
-        yield Failure(what, SCRIPT, "make the scheduler of the optimizer that steps, after it", line)
+        yield mistake(what, "make the scheduler of the optimizer that steps, after it", line)
     trained, idle = content["trained"], content["idle"]
     if trained and idle > 1 and idle >= IDLE * (trained + idle):
         what = f"the learning rate is 0 in the last {idle} of {counted(trained + idle, 'step')}"
         if content["moves"] > trained + idle:
             what += f": the scheduler moved {content['moves']} times"
-        yield Failure(what, SCRIPT, FIX, content["line"])
+        yield mistake(what, FIX, content["line"])
     risen = content["risen"]
     if risen["share"] > RISEN:
         what = f"the learning rate rises again: a cosine of {risen['length']} moves has moved {risen['moves']} times"
-        yield Failure(what, SCRIPT, FIX, content["risen_at"])
+        yield mistake(what, FIX, content["risen_at"])
     yield from _unfinished(content, events)
 
 
@@ -139,4 +138,4 @@ def _unfinished(content: Mapping[str, Any], events: Sequence[RankEvent]) -> Iter
             f"{counted(of_all, 'batch', 'batches')}, and each rank has {of_rank} of them"
         )
         fix = "accelerator.prepare(scheduler), which moves it num_processes times in each step; or len(loader) after it"
-        yield Failure(what, SCRIPT, fix, content["made_at"])
+        yield mistake(what, fix, content["made_at"])

@@ -8,7 +8,7 @@ from typing import Any
 from accel_fsdp.config import Engine
 from accel_fsdp.launch.ranks import Holding, RankEvent, holdings
 from accel_fsdp.rehearsal import absent, drawn_rows, effects, mixed_shards, repeated, replicas
-from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
 from accel_fsdp.rehearsal.job import CONSEQUENCE
 from accel_fsdp.units import counted
 
@@ -40,9 +40,8 @@ def _swallowed_error(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -
     for event in _events("raised", events):
         raised_on = ranks.get((event.content["line"], event.content["error"].partition(":")[0]), began)
         if event.rank in raised_on and raised_on != began:
-            yield Failure(
+            yield mistake(
                 f"rank {event.rank} alone went on after an error of its model: {event.content['error']}",
-                SCRIPT,
                 absent.FIXES["caught"],
                 event.content["line"],
             )
@@ -61,9 +60,8 @@ def _optimizer_before_sharding(events: Sequence[RankEvent], by_rank: dict[int, H
                 f"the optimizer does not hold {missing} of the model's trained parameters, and holds {foreign} that "
                 "belong to no prepared model"
             )
-            yield Failure(
+            yield mistake(
                 what,
-                SCRIPT,
                 "make the optimizer of the prepared model, or prepare both in one call: prepare(model, optimizer)",
                 event.content["line"],
             )
@@ -111,10 +109,9 @@ def _loss_reduced_too_early(events: Sequence[RankEvent], by_rank: dict[int, Hold
     """The sum of the ranks' losses has no gradients of other ranks, and FSDP and DDP average those of its own."""
     event = _first_event("reduced-loss", events)
     if event and by_rank:
-        yield Failure(
+        yield mistake(
             f"the loss is summed over ranks and divided before backward: gradients are 1/{event.content['ranks']} of "
             "those of the mean, as they are averaged over ranks again",
-            SCRIPT,
             "call backward on this rank's loss, multiplied by the ranks if it is divided by the tokens of all; reduce "
             "loss.detach() for a log",
             event.content["line"],
@@ -131,9 +128,8 @@ def _clipped_by_torch(events: Sequence[RankEvent], by_rank: dict[int, Holding]) 
     if event := _first_event("clipped", events):
         holding = by_rank.get(event.rank)
         if holding and holding.engine.startswith(Engine.FSDP1.label) and holding.held < holding.weights:
-            yield Failure(
+            yield mistake(
                 "gradients are clipped by torch.nn.utils.clip_grad_norm_, which only sees this rank's shards",
-                SCRIPT,
                 "accelerator.clip_grad_norm_(model.parameters(), norm), or model.clip_grad_norm_(norm)",
                 event.content["line"],
             )
@@ -180,9 +176,8 @@ def _different_models(events: Sequence[RankEvent], by_rank: dict[int, Holding]) 
             if not first_units or first_units[0]["ranks"] != unit["ranks"]:
                 continue
             if name := _first_different_weight(first_units[0]["weights"], unit["weights"]):
-                yield Failure(
+                yield mistake(
                     f"the ranks shard different models: {name} differs between ranks {first} and {rank}",
-                    SCRIPT,
                     "the same seed on all ranks before the model is made: accelerate.utils.set_seed(0); or let rank 0 "
                     "send its weights, in FSDP1 by fsdp_sync_module_states, in FSDP2 by fsdp_cpu_ram_efficient_loading",
                     lines.get(rank, ""),
@@ -209,9 +204,8 @@ def _never_stepped(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> 
     nothing_moved = all(report["kept"] and report["optimizers"] and report["backwards"] for report in reports)
     if reports and _all_ended(events) and nothing_moved:
         backwards = counted(reports[0]["backwards"], "backward pass", "backward passes")
-        yield Failure(
+        yield mistake(
             f"no weight was ever updated: {backwards}, and no step of an optimizer",
-            SCRIPT,
             "optimizer.step() after backward; where gradients of several batches make a step, make sure it is reached",
             reports[0]["backward_line"],
         )
@@ -224,10 +218,9 @@ def _different_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -
     if len(set(counts.values())) < 2 or (_all_ended(events) and _may_differ(events)):
         return
     highest, lowest = (choose(counts, key=lambda rank: counts[rank]) for choose in (max, min))
-    yield Failure(
+    yield mistake(
         f"the ranks' weights are of different steps: rank {highest} took {counted(counts[highest], 'step')} of an "
         f"optimizer, rank {lowest} {counts[lowest] or 'none'}",
-        SCRIPT,
         "optimizer.step() on every rank: outside of `if accelerator.is_main_process` and other conditions on the rank "
         "or on its own values, such as its loss",
         next((event.content["line"] for event in _events("first-step", events) if event.rank == highest), ""),
@@ -252,10 +245,9 @@ def _different_settings(events: Sequence[RankEvent], by_rank: dict[int, Holding]
             if different := _first_different_setting(reports[first].content["groups"], reports[rank].content["groups"]):
                 name, value, other_value = different
                 moved_at = reports[rank].content["moved_at"] if name == "lr" and step > min(by_step) else ""
-                yield Failure(
+                yield mistake(
                     f"the ranks' optimizers differ: at step {step} {name} is {value} on rank {first} and "
                     f"{other_value} on rank {rank}",
-                    SCRIPT,
                     f"the same {name} on all ranks: neither it nor a schedule may depend on the rank "
                     "or on its own values, such as its loss",
                     moved_at or reports[rank].content["line"],
@@ -281,9 +273,8 @@ def _kept_gradients(events: Sequence[RankEvent], by_rank: dict[int, Holding]) ->
         return
     if reports and all(event.content["kept"] for event in reports):
         first = reports[0].content
-        yield Failure(
+        yield mistake(
             f"gradients are never cleared: step {first['step']} still has those of step {first['step'] - 1}",
-            SCRIPT,
             "optimizer.zero_grad() after each optimizer.step()",
             first["line"],
         )
@@ -307,9 +298,8 @@ def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Ite
     """Reports the first loss that isn't finite, as later ones follow from it; or NaN weights behind finite losses."""
     for event in _events("loss", events):
         if not math.isfinite(event.content["value"]):
-            yield Failure(
+            yield mistake(
                 f"the loss is {event.content['value']} at step {event.content['step']} of rank {event.rank}",
-                SCRIPT,
                 "see what makes it so: labels that are all -100, a mean over no tokens, a log of 0, a rate too high",
                 event.content["line"],
             )
@@ -318,7 +308,7 @@ def _not_finite(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Ite
         if count := event.content["not_numbers"]:
             what = f"{counted(count, 'weight')} of rank {event.rank} hold NaN after training, and no loss was NaN"
             fix = "see what makes it so, and leave out what hides it: nan_to_num, or torch.where of a loss that is NaN"
-            yield Failure(what, SCRIPT, fix, event.content["hidden_at"])
+            yield mistake(what, fix, event.content["hidden_at"])
             return
 
 
@@ -328,16 +318,15 @@ def _nothing_prepared(events: Sequence[RankEvent], by_rank: dict[int, Holding]) 
         call, line = event.content["call"], event.content["line"]
         verb = "saves" if call == "save_state" else "loads"
         what = f"{call} comes before prepare, so that it {verb} no weights"
-        yield Failure(what, SCRIPT, f"accelerator.prepare(model, optimizer), then {call}", line)
+        yield mistake(what, f"accelerator.prepare(model, optimizer), then {call}", line)
 
 
 def _no_tracker(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Accelerate leaves out trackers that aren't installed, and the run isn't recorded."""
     if event := _first_event("no-tracker", events):
         names = event.content["names"]
-        yield Failure(
+        yield mistake(
             f"log_with names {', '.join(names)}, which isn't installed: nothing is recorded there",
-            SCRIPT,
             f"pip install {' '.join(names)}; or leave it out of log_with",
             event.content["line"],
         )

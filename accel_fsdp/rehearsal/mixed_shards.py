@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from accel_fsdp.launch.ranks import RankEvent
-from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.blame import Failure, mistake
 
 OF_GRADIENTS = "leave it out: FSDP has averaged the gradients over ranks; grad.full_tensor() of FSDP2 is a whole one"
 OF_WEIGHTS = (
@@ -22,10 +22,9 @@ def find(events: Sequence[RankEvent]) -> Iterator[Failure]:
             continue
         if content["start"] != other_content["start"] and (name := content["name"] or other_content["name"]):
             sizes = " and ".join("x".join(map(str, call["shape"])) for call in (content, other_content))
-            yield Failure(
+            yield mistake(
                 f"{content['call']} gets {name}, of which ranks {first.rank} and {other.rank} hold different parts "
                 f"({sizes})",
-                SCRIPT,
                 OF_GRADIENTS if name.startswith("the gradient") else OF_WEIGHTS,
                 content["line"],
             )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from accel_fsdp.launch.ranks import RankEvent
-from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
 from accel_fsdp.units import counted, first_few
 
 NEAR = 0.01
@@ -82,7 +82,7 @@ def _gradient(content: Mapping[str, Any]) -> Failure:
         what += ": the step's last backward pass keeps gradients on each rank"
         fix = "turn their reduction on before the forward pass of a step's last micro-batch: outside of no_sync, or by "
         fix += "set_requires_gradient_sync(True)"
-    return Failure(what, SCRIPT, fix, content["line"])
+    return mistake(what, fix, content["line"])
 
 
 def _meaning(ratio: float, content: Mapping[str, Any]) -> str:
@@ -104,19 +104,17 @@ def _copies(content: Mapping[str, Any]) -> Failure:
     name = content["name"]
     if content["of"] == "gradient":
         what = f"ranks {first} and {other} step with different gradients of {name}: they are not averaged"
-        return Failure(what, SCRIPT, "leave no_sync before the last micro-batch of a step", content["line"])
+        return mistake(what, "leave no_sync before the last micro-batch of a step", content["line"])
     when = "after a step" if content["of"] == "value" else f"before step {content['update']}"
     what = f"{name} has different values on rank {other} than on rank {first} {when}"
-    return Failure(
-        what, SCRIPT, "change weights on all ranks in the same way, or only by the optimizer", content["line"]
-    )
+    return mistake(what, "change weights on all ranks in the same way, or only by the optimizer", content["line"])
 
 
 def _more_steps(content: Mapping[str, Any]) -> Failure:
     taken, asked = counted(content["taken"], "step"), counted(content["asked"], "call")
     what = f"DeepSpeed steps in accelerator.backward: it took {taken}, with {asked} of optimizer.step()"
     fix = "with accelerator.accumulate(model): around a batch, and gradient_accumulation_steps in the YAML"
-    return Failure(what, SCRIPT, fix, content["line"])
+    return mistake(what, fix, content["line"])
 
 
 def _clipped_differently(content: Mapping[str, Any]) -> Failure:
@@ -126,9 +124,9 @@ def _clipped_differently(content: Mapping[str, Any]) -> Failure:
         f"rank {other}"
     )
     if content["by_engine"]:
-        return Failure(what, SCRIPT, "change gradients on all ranks in the same way", content["line"])
+        return mistake(what, "change gradients on all ranks in the same way", content["line"])
     what += ", as clipping by the norm of a rank's own shards does"
-    return Failure(what, SCRIPT, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
+    return mistake(what, "accelerator.clip_grad_norm_(model.parameters(), norm)", content["line"])
 
 
 def _clipped_by_engine(content: Mapping[str, Any]) -> Failure:
@@ -145,16 +143,16 @@ def _divided(content: Mapping[str, Any]) -> Failure:
         fix = "accelerator.backward(loss), which divides it; in compute_loss a sum divided by num_items_in_batch"
         if content.get("in_trainer"):
             fix = "divide the loss by self.args.gradient_accumulation_steps: Trainer's accelerator.backward doesn't"
-        return Failure(what, SCRIPT, fix, content["line"])
+        return mistake(what, fix, content["line"])
     what = f"losses are divided by gradient_accumulation_steps twice: gradients are 1/{batches} of those of the mean"
-    return Failure(what, SCRIPT, "accelerator.backward(loss) divides it: leave out the script's own", content["line"])
+    return mistake(what, "accelerator.backward(loss) divides it: leave out the script's own", content["line"])
 
 
 def _counted(content: Mapping[str, Any]) -> Failure:
     ratio = content["ratio"]
     what = f"gradients are {ratio:.4g} times those of the mean over the step's tokens: {_meaning(ratio, content)}"
     fix = "divide the loss by the tokens of all ranks once; Trainer multiplies it by the ranks, as FSDP averages"
-    return Failure(what, SCRIPT, fix, content["line"])
+    return mistake(what, fix, content["line"])
 
 
 def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -166,11 +164,11 @@ def _without_effect(events: Sequence[RankEvent]) -> Iterator[Failure]:
     if all(update["cleared"] for update in updates):
         what = f"the optimizer gets no gradient in {counted(len(updates), 'step')}"
         fix = "backward, then optimizer.step(), then zero_grad(); and the last micro-batch of a step outside of no_sync"
-        yield Failure(what, SCRIPT, fix, updates[0]["cleared_at"] or line)
+        yield mistake(what, fix, updates[0]["cleared_at"] or line)
     elif not any(event.content["moved"] for event in events if event.kind == "weights"):
         rates = {rate for update in updates for rate in update["rates"]}
         why = ": the learning rate is 0" if rates == {0.0} else ""
-        yield Failure(f"no weight moved in any step{why}", SCRIPT, "see the optimizer's rate and its schedule", line)
+        yield mistake(f"no weight moved in any step{why}", "see the optimizer's rate and its schedule", line)
 
 
 def _other_step(content: Mapping[str, Any]) -> Failure:
@@ -197,7 +195,7 @@ def untrained(names: Sequence[str], more: str, fix: str, events: Sequence[RankEv
     """The failure of weights in no optimizer, at the line that made one, else at `line`; `more` ends the sentence."""
     verb = "have gradients and never change" if len(names) > 1 else "has gradients and never changes"
     lines = (event.content["line"] for event in events if event.kind == "optimizer" and event.content["line"])
-    return Failure(f"no optimizer has {first_few(names, 1)}, which {verb}{more}", SCRIPT, fix, next(lines, line))
+    return mistake(f"no optimizer has {first_few(names, 1)}, which {verb}{more}", fix, next(lines, line))
 
 
 PLAIN: Mapping[str, Text] = {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_fsdp.launch.ranks import RankEvent
-from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import first_few
 
 APART = 1e-5
@@ -61,10 +61,9 @@ def unfrozen(events: Sequence[RankEvent]) -> Iterator[Failure]:
     pair = parted(events)
     if names := [name for name in pair.names if name in pair.content["unfrozen"]] if pair else []:
         verb = "were" if len(names) > 1 else "was"
-        yield Failure(
+        yield mistake(
             f"{first_few(names, 1)} {verb} frozen when DistributedDataParallel wrapped the model: unfrozen later, "
             "gradients are not averaged over ranks",
-            SCRIPT,
             "freeze after prepare, with find_unused_parameters=True in DistributedDataParallelKwargs; or wrap the "
             "model again after unfreezing",
             pair.content["unfrozen_at"] if pair else "",
@@ -82,7 +81,7 @@ def at_other_batches(events: Sequence[RankEvent]) -> Iterator[Failure]:
             batches = f"{one['backwards']} batches on rank {first} and {two['backwards']} on rank {other}"
             what = f"the ranks step at different batches: step {step} comes after {batches}; {pair.end}"
             fix = "decide on all ranks alike whether to step: by a loss that is reduced over ranks"
-            yield Failure(what, SCRIPT, fix, _first_step(events, first))
+            yield mistake(what, fix, _first_step(events, first))
             return
 
 
@@ -104,7 +103,7 @@ def _between(pair: Parted, step: int, one: Mapping[str, Any], two: Mapping[str, 
     who = f"rank {changed[0]} alone changes its weights" if len(changed) == 1 else "weights change differently"
     when = f"between steps {step - 1} and {step}" if step > 1 else "before the first step"
     fix = "change weights on all ranks in the same way"
-    return Failure(f"{when} {who}: {pair.end}", SCRIPT, fix, one["loaded_at"] or two["loaded_at"] or pair.line)
+    return mistake(f"{when} {who}: {pair.end}", fix, one["loaded_at"] or two["loaded_at"] or pair.line)
 
 
 def _in_step(pair: Parted, step: int) -> Failure:
@@ -112,7 +111,7 @@ def _in_step(pair: Parted, step: int) -> Failure:
         "run forward through the prepared model and backward without no_sync; change gradients and steps on all ranks "
         "alike"
     )
-    return Failure(f"step {step} changes weights differently: {pair.end}", SCRIPT, fix, pair.line)
+    return mistake(f"step {step} changes weights differently: {pair.end}", fix, pair.line)
 
 
 def _near(total: float | None, other: float | None) -> bool:

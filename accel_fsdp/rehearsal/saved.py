@@ -17,7 +17,7 @@ from accel_fsdp.checkpoints import FileReader, discover, file_names, open_checkp
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.ranks import Holding, RankEvent, holding
-from accel_fsdp.rehearsal.blame import SCRIPT, Failure
+from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
 from accel_fsdp.units import counted
 
 FOLDERS = (
@@ -181,7 +181,7 @@ def _shards(files: Sequence[_File], sharing_ranks: int) -> Iterator[Failure]:
             f"{first.rank} holds"
         )
         fix = "on all ranks, without no_dist, with the DTensors: {'model': model.state_dict()}"
-        yield Failure(what, SCRIPT, fix if first.call in DCP else GATHER, first.line)
+        yield mistake(what, fix if first.call in DCP else GATHER, first.line)
 
 
 def _mixed_files(files: Sequence[_File]) -> Iterator[Failure]:
@@ -195,9 +195,8 @@ def _mixed_files(files: Sequence[_File]) -> Iterator[Failure]:
         if len(ranks) > 1:
             listed = " and ".join(str(rank) for rank in sorted(ranks))
             first = ranks[min(ranks)]
-            yield Failure(
+            yield mistake(
                 f"ranks {listed} write one file at the same time, by {first.call}: {first.path} may be torn",
-                SCRIPT,
                 "if accelerator.is_main_process: before it, with what all ranks gather outside of that; or "
                 "save_pretrained(..., is_main_process=accelerator.is_main_process)",
                 first.line,
@@ -224,9 +223,8 @@ def _misnamed(files: Sequence[_File], model: _Model, resumed: set[str]) -> Itera
         )
         if strange and (file.call in FOLDERS[1:] or (is_model and file.path not in resumed)):
             prefix = next((prefix for prefix in UNPREFIXED if strange[0].startswith(prefix)), "")
-            yield Failure(
+            yield mistake(
                 f"{file.what} with names of a wrapper, such as {strange[0]}, which the model itself doesn't have",
-                SCRIPT,
                 "save " + UNPREFIXED.get(prefix, UNWRAP),
                 file.line,
             )
@@ -244,9 +242,8 @@ def _misshapen(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
             is_flat = len(shape) == 1 < len(whole)
             is_other = file.call in FOLDERS and math.prod(shape) != math.prod(whole)
             if dtype in ROUNDING and (is_flat or is_other):
-                yield Failure(
+                yield mistake(
                     f"{file.what} with {name} of the shape {tuple(shape)}, and the model's is {tuple(whole)}",
-                    SCRIPT,
                     GATHER,
                     file.line,
                 )
@@ -258,13 +255,12 @@ def _untrained(files: Sequence[_File], model: _Model) -> Iterator[Failure]:
     readings = [(file, _kind_of_values(file, model)) for file in files]
     for file, reading in readings:
         if reading not in (NOW, FIRST, OTHER, None):
-            yield Failure(f"{file.what} with {reading}", SCRIPT, GATHER, file.line)
+            yield mistake(f"{file.what} with {reading}", GATHER, file.line)
             return
     if readings and all(reading == FIRST for _, reading in readings):
         file = readings[-1][0]
-        yield Failure(
+        yield mistake(
             f"{file.what} after {counted(file.step, 'step')} with the weights from before the first one",
-            SCRIPT,
             "take the state dict when you save it: state = accelerator.get_state_dict(model) after the last step",
             file.line,
         )
