@@ -24,12 +24,10 @@ if TYPE_CHECKING:
 ITERATOR = "torch.utils.data.dataloader:_BaseDataLoaderIter"
 LOADERS = Observation(
     "rows that loaders give",
-    (
-        Internal("torch.utils.data:DataLoader.__init__", "self dataset *"),
-        Internal("torch.utils.data:DataLoader.__len__", "self"),
-        Internal(f"{ITERATOR}._next_index", "self"),
-        Internal(f"{ITERATOR}.__next__", "self"),
-    ),
+    Internal("torch.utils.data:DataLoader.__init__", "self dataset *"),
+    Internal("torch.utils.data:DataLoader.__len__", "self"),
+    Internal(f"{ITERATOR}._next_index", "self"),
+    Internal(f"{ITERATOR}.__next__", "self"),
 )
 MOST_ROWS = 2048
 """The number of rows of an epoch that are recorded."""

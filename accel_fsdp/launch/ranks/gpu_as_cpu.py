@@ -87,7 +87,7 @@ def install() -> None:
     """Puts the CPU in place of GPUs; call it before the script imports anything."""
     import torch
 
-    if not Observation("what the script does on GPUs", TORCH).is_possible:
+    if not Observation("what the script does on GPUs", *TORCH).is_possible:
         return
     _answer_for(torch.cuda, {"get_device_capability": (8, 0)})
     _answer_for(torch.accelerator, {"current_accelerator": torch.device("cuda")})
@@ -326,7 +326,7 @@ def _translate_loading() -> None:
     """Lets transformers choose the attention itself if a script asks for a GPU kernel."""
     from transformers import PreTrainedModel, modeling_utils
 
-    if Observation("models that are loaded for GPUs", (ATTENTION, DEVICE_MAP)).is_possible:
+    if Observation("models that are loaded for GPUs", ATTENTION, DEVICE_MAP).is_possible:
         method = ATTENTION.path.rpartition(".")[2]
         _translate(PreTrainedModel, method, called="from_pretrained", attn_implementation=None)
         _translate(modeling_utils, "check_and_set_device_map", called="from_pretrained", device_map="cpu")

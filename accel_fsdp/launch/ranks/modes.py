@@ -13,7 +13,7 @@ from accel_fsdp.library_internals import Internal
 if TYPE_CHECKING:
     from torch import nn
 
-MODES = Observation("calls of eval()", (Internal("torch.nn:Module.train", "self mode"),))
+MODES = Observation("calls of eval()", Internal("torch.nn:Module.train", "self mode"))
 
 
 class ObservedModes:

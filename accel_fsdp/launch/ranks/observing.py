@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -12,12 +11,11 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal, flaw
 
 
-@dataclass(frozen=True)
 class Observation:
-    """`what` is observed through the internals in `relies_on`."""
+    """`what` is observed through the internals that it `relies_on`."""
 
-    what: str
-    relies_on: tuple[Internal, ...]
+    def __init__(self, what: str, *relies_on: Internal) -> None:
+        self.what, self.relies_on = what, relies_on
 
     @property
     def is_possible(self) -> bool:

@@ -23,11 +23,7 @@ MOST = 8
 CAUGHT = "__accel_fsdp_caught__"
 """The name among the builtins that the script's handlers call."""
 ERRORS = Observation(
-    "errors that a script catches",
-    (
-        Internal("torch.nn:Module.__call__"),
-        Internal("torch.distributed.fsdp:FSDPModule"),
-    ),
+    "errors that a script catches", Internal("torch.nn:Module.__call__"), Internal("torch.distributed.fsdp:FSDPModule")
 )
 RELIES_ON = ERRORS.relies_on
 

@@ -38,16 +38,14 @@ MOST_UPDATES = 2
 LOCAL_SGD = "LocalSGD averages the ranks' weights at intervals, not their gradients"
 UPDATES = Observation(
     "updates, to repeat them in one process",
-    (
-        *parts.RELIES_ON,
-        *lines.RELIES_ON,
-        Internal("torch.nn:Module.__call__"),
-        Internal("torch.autograd:backward", "tensors *"),
-        Internal("torch.distributed.fsdp:fully_shard", "module *"),
-        Internal("torch.optim.optimizer:register_optimizer_step_post_hook", "hook"),
-        Internal("torch.optim:Optimizer._optimizer_step_pre_hooks"),
-        Internal("torch.optim:Optimizer._optimizer_step_post_hooks"),
-    ),
+    *parts.RELIES_ON,
+    *lines.RELIES_ON,
+    Internal("torch.nn:Module.__call__"),
+    Internal("torch.autograd:backward", "tensors *"),
+    Internal("torch.distributed.fsdp:fully_shard", "module *"),
+    Internal("torch.optim.optimizer:register_optimizer_step_post_hook", "hook"),
+    Internal("torch.optim:Optimizer._optimizer_step_pre_hooks"),
+    Internal("torch.optim:Optimizer._optimizer_step_post_hooks"),
 )
 
 

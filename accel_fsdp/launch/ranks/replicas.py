@@ -21,13 +21,11 @@ if TYPE_CHECKING:
 
 COPIES = Observation(
     "copies of models under DistributedDataParallel",
-    (
-        Internal("torch.nn.parallel:DistributedDataParallel.__init__", "self module *"),
-        Internal("torch.nn:Module.requires_grad_", "self requires_grad"),
-        Internal("torch.nn:Module.load_state_dict", "self *"),
-        Internal("torch:Tensor.requires_grad_"),
-        Internal("torch.optim.optimizer:register_optimizer_step_post_hook", "hook"),
-    ),
+    Internal("torch.nn.parallel:DistributedDataParallel.__init__", "self module *"),
+    Internal("torch.nn:Module.requires_grad_", "self requires_grad"),
+    Internal("torch.nn:Module.load_state_dict", "self *"),
+    Internal("torch:Tensor.requires_grad_"),
+    Internal("torch.optim.optimizer:register_optimizer_step_post_hook", "hook"),
 )
 RELIES_ON = COPIES.relies_on
 

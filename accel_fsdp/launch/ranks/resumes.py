@@ -35,7 +35,7 @@ class ObservedResumes:
             if owner is None or module in self.watched:
                 continue
             self.watched.add(module)
-            if Observation(f"resumes by {kind}.{method}", (internal,)).is_possible:
+            if Observation(f"resumes by {kind}.{method}", internal).is_possible:
                 after(owner, method, self._note_load)
 
     def _note_load(self, _: Any, checkpoint: Any = None, *__: Any, **___: Any) -> None:

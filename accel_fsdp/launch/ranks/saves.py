@@ -72,7 +72,7 @@ CALLS = (
 LOADS = (_Call("torch", "load", "f *"), _Call("safetensors.torch", "load_file", "filename *"))
 PATHS = ("output_dir", "save_directory", "checkpoint_id", "filename", "f")
 """The arguments that name the folder or the file."""
-HELD = Observation("the weights at each save", parts.RELIES_ON)
+HELD = Observation("the weights at each save", *parts.RELIES_ON)
 RELIES_ON = (*(call.path for call in CALLS + LOADS), Internal("torch.distributed:barrier"))
 
 
@@ -115,7 +115,7 @@ class ObservedSaves:
             if call in self.watched or not _has_been_imported(call.module, owner_name or name):
                 continue
             self.watched.add(call)
-            if not Observation(f"{'loads' if call in LOADS else 'saves'} by {call.label}", (call.path,)).is_possible:
+            if not Observation(f"{'loads' if call in LOADS else 'saves'} by {call.label}", call.path).is_possible:
                 continue
             module = sys.modules[call.module]
             owner = getattr(module, owner_name) if owner_name else module

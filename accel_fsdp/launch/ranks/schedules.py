@@ -10,12 +10,10 @@ from accel_fsdp.library_internals import Internal
 
 SCHEDULES = Observation(
     "learning rates and their schedules",
-    (
-        Internal("torch.optim.lr_scheduler:LRScheduler.__init__", "self optimizer *"),
-        Internal("torch.optim.lr_scheduler:LRScheduler.step", "self *"),
-        Internal("torch.optim.lr_scheduler:ReduceLROnPlateau.__init__", "self optimizer *"),
-        Internal("torch.optim.lr_scheduler:ReduceLROnPlateau.step", "self metrics *"),
-    ),
+    Internal("torch.optim.lr_scheduler:LRScheduler.__init__", "self optimizer *"),
+    Internal("torch.optim.lr_scheduler:LRScheduler.step", "self *"),
+    Internal("torch.optim.lr_scheduler:ReduceLROnPlateau.__init__", "self optimizer *"),
+    Internal("torch.optim.lr_scheduler:ReduceLROnPlateau.step", "self metrics *"),
 )
 RELIES_ON = SCHEDULES.relies_on
 

@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 COUNTS = Observation(
     "counts that are summed over ranks",
-    (
-        Internal("torch.distributed:all_reduce", "tensor op *"),
-        Internal("torch.distributed:all_gather", "tensor_list tensor *"),
-        Internal("torch.distributed:all_gather_into_tensor", "output_tensor input_tensor *"),
-    ),
+    Internal("torch.distributed:all_reduce", "tensor op *"),
+    Internal("torch.distributed:all_gather", "tensor_list tensor *"),
+    Internal("torch.distributed:all_gather_into_tensor", "output_tensor input_tensor *"),
 )
 MOST_NUMBERS = 100
 SUM = 2
@@ -133,9 +131,7 @@ def _gives_number(node: Any) -> bool:
     return bool(shapes) and all(math.prod(shape) == 1 for shape in shapes)
 
 
-REDUCTIONS = Observation(
-    "losses that are summed over ranks", (Internal("torch.distributed:all_reduce", "tensor op *"),)
-)
+REDUCTIONS = Observation("losses that are summed over ranks", Internal("torch.distributed:all_reduce", "tensor op *"))
 
 
 class ObservedReductions:

@@ -27,7 +27,7 @@ RELIES_ON = (
     Internal("transformers.trainer:Trainer.training_step", "self model inputs num_items_in_batch"),
     Internal("transformers.trainer:Trainer._inner_training_loop", "self *"),
 )
-LOSSES = Observation("the losses that Trainer computes itself", RELIES_ON)
+LOSSES = Observation("the losses that Trainer computes itself", *RELIES_ON)
 
 
 @dataclass(frozen=True)

@@ -38,28 +38,24 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-LOSSES = Observation("losses and backward passes", (Internal("torch:Tensor.backward", "self gradient *"),))
-CLIPPING = Observation("clipping by torch's function", (Internal("torch.nn.utils:clip_grad_norm_", "parameters *"),))
+LOSSES = Observation("losses and backward passes", Internal("torch:Tensor.backward", "self gradient *"))
+CLIPPING = Observation("clipping by torch's function", Internal("torch.nn.utils:clip_grad_norm_", "parameters *"))
 CHECKPOINTING = Observation(
     "random numbers under activation checkpointing",
-    (
-        Internal("torch.utils.checkpoint:checkpoint", "function *"),
-        Internal("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:torch_utils_checkpoint"),
-    ),
+    Internal("torch.utils.checkpoint:checkpoint", "function *"),
+    Internal("torch.distributed.algorithms._checkpoint.checkpoint_wrapper:torch_utils_checkpoint"),
 )
 PREPARING = Observation(
-    "what Accelerate prepares", (Internal("accelerate:Accelerator.prepare", "self args device_placement"),)
+    "what Accelerate prepares", Internal("accelerate:Accelerator.prepare", "self args device_placement")
 )
-TRACKERS = Observation("trackers", (Internal("accelerate:Accelerator.__init__", "self * log_with"),))
+TRACKERS = Observation("trackers", Internal("accelerate:Accelerator.__init__", "self * log_with"))
 STEPS = Observation(
     "rows, units and steps",
-    (
-        Internal("torch.nn.modules.module:register_module_forward_pre_hook", "hook"),
-        Internal("torch.nn.modules.module:register_module_forward_hook", "hook * always_call"),
-        Internal("torch.optim.optimizer:register_optimizer_step_pre_hook", "hook"),
-    ),
+    Internal("torch.nn.modules.module:register_module_forward_pre_hook", "hook"),
+    Internal("torch.nn.modules.module:register_module_forward_hook", "hook * always_call"),
+    Internal("torch.optim.optimizer:register_optimizer_step_pre_hook", "hook"),
 )
-HOLDING = Observation("what each rank holds", holding.RELIES_ON)
+HOLDING = Observation("what each rank holds", *holding.RELIES_ON)
 OBSERVED = (
     LOSSES,
     CLIPPING,

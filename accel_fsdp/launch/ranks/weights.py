@@ -27,22 +27,18 @@ SETTINGS = ("lr", "weight_decay", "betas", "momentum")
 """The settings with which an optimizer updates a group of parameters; they must be equal on all ranks."""
 OPTIMIZERS = Observation(
     "optimizers that are made",
-    (
-        Internal("torch.optim:Optimizer.__init__", "self params defaults"),
-        Internal("torch.optim:Optimizer.add_param_group", "self param_group"),
-        Internal(f"{FLAT}._shapes"),
-    ),
+    Internal("torch.optim:Optimizer.__init__", "self params defaults"),
+    Internal("torch.optim:Optimizer.add_param_group", "self param_group"),
+    Internal(f"{FLAT}._shapes"),
 )
 FSDP1 = Observation(
     "weights before FSDP1 shards them",
-    (
-        Internal(f"{HANDLE}.shard", "self"),
-        Internal(f"{HANDLE}.uses_sharded_strategy"),
-        Internal(f"{FLAT}._numels_with_padding"),
-        Internal(f"{FLAT}._is_padding_mask"),
-    ),
+    Internal(f"{HANDLE}.shard", "self"),
+    Internal(f"{HANDLE}.uses_sharded_strategy"),
+    Internal(f"{FLAT}._numels_with_padding"),
+    Internal(f"{FLAT}._is_padding_mask"),
 )
-FSDP2 = Observation("weights before FSDP2 shards them", (Internal(f"{SHARDED}._init_sharded_param", "self param *"),))
+FSDP2 = Observation("weights before FSDP2 shards them", Internal(f"{SHARDED}._init_sharded_param", "self param *"))
 RELIES_ON = tuple(internal for observation in (OPTIMIZERS, FSDP1, FSDP2) for internal in observation.relies_on)
 
 

@@ -37,7 +37,7 @@ RELIES_ON = (
     Internal(f"{STAGE3}.get_local_fp32_grad_for_param", "self param"),
     Internal(f"{STAGE3}.get_param_id", "self param"),
 )
-UPDATES = Observation("updates under DeepSpeed, to repeat them in one process", RELIES_ON)
+UPDATES = Observation("updates under DeepSpeed, to repeat them in one process", *RELIES_ON)
 
 
 class ZeroRecorder(Recorder):
