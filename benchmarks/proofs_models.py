@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp.models.shrink import made_up_tokenizer
+from accel_fsdp.models.shrink.small_model import made_up_tokenizer
 
 VOCABULARY = 264
 """One token for each byte, and the special ones behind them."""
@@ -151,7 +151,7 @@ def make_model(folder: Path, family: Family, feature: Feature) -> None:
         if weight.dim() == 1 and "norm" in name:  # norms of 1 would all be rounded alike
             torch.nn.init.normal_(weight, 0.0 if "Gemma" in type(model).__name__ else 1.0, 0.1)
     model.save_pretrained(folder)
-    made_up_tokenizer.make({}).save_pretrained(folder)
+    made_up_tokenizer({}).save_pretrained(folder)
 
 
 def make_rows(folder: Path) -> None:

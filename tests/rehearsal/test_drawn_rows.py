@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from accel_fsdp.launch.ranks import RankEvent, read
 from accel_fsdp.launch.ranks.drawn_rows import DrawnRows, ObservedRows, hashes_of
-from accel_fsdp.rehearsal import drawn_rows, split_by_hand
+from accel_fsdp.rehearsal import drawn_rows
 
 ROWS: Any = list(torch.randint(0, 100, (32, 12), generator=torch.Generator().manual_seed(0)))
 RANKS = 2
@@ -264,7 +264,7 @@ def test_smaller_batches_may_weigh_less() -> None:
 def test_the_line_of_a_random_split_is_named(tmp_path: Path) -> None:
     script = tmp_path / "mine.py"
     script.write_text("order = shuffle(rows)\ntrain, rest = random_split(order, [40, 8])\nloader = DataLoader(train)\n")
-    assert split_by_hand.line_of_draw(f"{script}:3") == f"{script}:2"
-    assert split_by_hand.line_of_draw(f"{script}:1") == f"{script}:1"
+    assert drawn_rows.line_of_draw(f"{script}:3") == f"{script}:2"
+    assert drawn_rows.line_of_draw(f"{script}:1") == f"{script}:1"
     script.write_text("loader = DataLoader(rows, shuffle=True)\n")
-    assert split_by_hand.line_of_draw(f"{script}:1") == f"{script}:1"
+    assert drawn_rows.line_of_draw(f"{script}:1") == f"{script}:1"

@@ -15,12 +15,13 @@ from accel_fsdp import atomic_files, models
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.models import config_json, first_line, remote_code
-from accel_fsdp.models.shrink import fewer_layers, made_up_tokenizer, small_config
+from accel_fsdp.models.shrink import fewer_layers, small_config
 from accel_fsdp.models.shrink.config_parts import TOKENS, parts_of
 from accel_fsdp.models.shrink.small_config import ATTEMPTS, Attempt, Change, Words
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 MOST_PARAMETERS = 200_000_000
 """A model of more takes minutes for a step on a CPU."""
@@ -72,7 +73,7 @@ def shrink(model: str, target: Path, divisors: Mapping[str, int] = MappingProxyT
     real = _on_meta(model, config)
     tokenizer = _tokenizer(model)
     token_ids = small_config.token_ids(config)
-    words = Words(MADE_UP_VOCABULARY, made_up_tokenizer.numbers(token_ids))
+    words = Words(MADE_UP_VOCABULARY, new_numbers(token_ids))
     if tokenizer:
         words = Words(_rows(tokenizer, token_ids))
     tokenizer_kind: Literal["real", "made up"] = "real" if tokenizer else "made up"
@@ -80,7 +81,7 @@ def shrink(model: str, target: Path, divisors: Mapping[str, int] = MappingProxyT
     _cast(small.model, models.stored_dtype(model))
     with atomic_files.replaced_folder(target) as folder:
         _write(model, small.model, folder, words)
-        (tokenizer or made_up_tokenizer.make(token_ids)).save_pretrained(folder)
+        (tokenizer or made_up_tokenizer(token_ids)).save_pretrained(folder)
     return SmallModel(
         folder=target,
         parameters=sum(parameter.numel() for parameter in small.model.parameters()),
@@ -259,3 +260,45 @@ def _not_shown(config: Any, small: _BuiltModel, tokenizer: str) -> Iterator[str]
         yield "some kinds of its layers, which need more layers than the small model has"
     if small.tried:
         yield f"that it runs on text alone: {small.tried}"
+
+
+BYTES = 256
+ALWAYS = ("pad", "eos", "mask", "im_start", "im_end")
+"""Tokens that there are in any case; the last two mark turns."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def new_numbers(token_ids: Mapping[int, str]) -> dict[int, int]:
+    """New ids for the tokens that a config names, behind those of the bytes; equal ids stay equal."""
+    return {number: BYTES + index for index, number in enumerate(token_ids)}
+
+
+def made_up_tokenizer(token_ids: Mapping[int, str]) -> Any:
+    """Makes the tokenizer from each token id of a config and the key that names it, such as eos_token_id."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    stems = _stems(token_ids)
+    tokenizer = Tokenizer(BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    extra = [name for name in ALWAYS if name not in stems]
+    tokenizer.add_special_tokens([f"<|{name}|>" for name in (*stems, *extra)])
+    special = {f"{name}_token": f"<|{name}|>" for name in ("bos", "eos", "pad", "mask") if name in (*stems, *ALWAYS)}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _stems(token_ids: Mapping[int, str]) -> list[str]:
+    """A name for each token, all different, in their order."""
+    stems: list[str] = []
+    for key in token_ids.values():
+        stem = TOKENS.sub("", key).strip("_") or "token"
+        stems.append(stem if stem not in stems else f"{stem}_{len(stems)}")
+    return stems
