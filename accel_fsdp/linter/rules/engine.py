@@ -77,6 +77,11 @@ class Subject(JobConfig):
     launcher: Mapping[str, Any] = field(default_factory=dict)
     uses_sft: bool = False
 
+    def at(self, node: ast.AST, what: str, why: str, fix: str) -> Finding:
+        """A finding in a line of the script."""
+        name = self.script.name if self.script else ""
+        return Finding("", f"{name}:{getattr(node, 'lineno', 0)}: {what}", why, fix)
+
     def older(self, package: str, version: str) -> bool:
         """Whether the installed version of a package is older."""
         from packaging.version import Version

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from accel_fsdp.config import BY_NAME, EXPERT_FLAG, ROW_AXES, Engine, mesh_fits, size_key, whole_mesh
 from accel_fsdp.job import from_arguments
 from accel_fsdp.linter.rules.engine import Finding, Subject, rule
-from accel_fsdp.linter.rules.script import at, calls, keyword
+from accel_fsdp.linter.rules.script import calls, keyword
 from accel_fsdp.models import Divisible
 from accel_fsdp.units import counted
 
@@ -267,7 +267,7 @@ def _at_sharded_loads(subject: Subject, what: str, why: str, fix: str) -> Iterat
     """A finding at each call of `from_pretrained` that has transformers shard the model, under any engine."""
     for load in calls(subject, "from_pretrained", of_any_engine=True):
         if keyword(load, "distributed_config") or keyword(load, "tp_plan"):
-            yield at(subject, load, what, why, fix)
+            yield subject.at(load, what, why, fix)
 
 
 @rule("AF916", "warning")

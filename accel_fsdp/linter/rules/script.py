@@ -50,11 +50,6 @@ def constant(node: ast.AST | None) -> object:
     return node.value if isinstance(node, ast.Constant) else None
 
 
-def at(subject: Subject, node: ast.AST, what: str, why: str, fix: str) -> Finding:
-    name = subject.script.name if subject.script else ""
-    return Finding("", f"{name}:{getattr(node, 'lineno', 0)}: {what}", why, fix)
-
-
 def calls_by_scope(subject: Subject) -> list[list[ast.Call]]:
     """The calls of the module, and those of each function."""
     return [own_calls(node) for node in nodes(subject) if isinstance(node, ast.Module | ast.FunctionDef)]
@@ -137,8 +132,7 @@ def save_model_does_nothing(subject: Subject) -> Iterator[Finding]:
     trainer_names = trainers(subject)
     if subject.sharded_state_dict and not gathers:
         for call in (call for call in calls(subject, "save_model") if on_trainer(call, trainer_names)):
-            yield at(
-                subject,
+            yield subject.at(
                 call,
                 "save_model writes nothing under SHARDED_STATE_DICT",
                 "training ends silently without a model",
@@ -154,8 +148,7 @@ def shard_saved_as_model(subject: Subject) -> Iterator[Finding]:
     """
     for call in calls(subject, "save_pretrained"):
         if is_wrapped(subject, call) and all(argument.arg not in ("state_dict", None) for argument in call.keywords):
-            yield at(
-                subject,
+            yield subject.at(
                 call,
                 "save_pretrained without state_dict",
                 "FSDP1 writes one rank's shards as the model, FSDP2 stops",
@@ -181,8 +174,8 @@ def gathering_on_one_rank(subject: Subject) -> Iterator[Finding]:
             continue  # Trainer.save_state writes a small JSON on rank 0
         if name_of(call) == "save_model" and not receiver(call):
             continue  # a function of the script's own
-        yield at(
-            subject, call, f"{name_of(call)} on one rank only", "it gathers from all ranks and hangs", "call it on all"
+        yield subject.at(
+            call, f"{name_of(call)} on one rank only", "it gathers from all ranks and hangs", "call it on all"
         )
 
 
@@ -220,8 +213,7 @@ def checkpoint_after_the_switch(subject: Subject) -> Iterator[Finding]:
     for call in calls(subject, "train", "save_state", "save_fsdp_model"):
         trains = name_of(call) != "train" or on_trainer(call, trainers(subject))
         if trains and call.lineno > switches[0].lineno:
-            yield at(
-                subject,
+            yield subject.at(
                 call,
                 "a checkpoint after the switch to FULL_STATE_DICT",
                 "FSDP1 stops: Expected state_dict_config of type FullStateDictConfig",
@@ -239,8 +231,7 @@ def evaluating_first(subject: Subject) -> Iterator[Finding]:
         first = [c for c in trainer_calls if name_of(c) == "evaluate" and c.lineno < trains.get(receiver(c), 0)]
         if first:
             call = first[0]
-            yield at(
-                subject,
+            yield subject.at(
                 call,
                 "evaluate before train",
                 "FSDP2 stops here, FSDP1 when training starts",
@@ -259,8 +250,7 @@ def accelerator_before_arguments(subject: Subject) -> Iterator[Finding]:
         early = [c for c in calls if name_of(c) in ("Accelerator", "PartialState") and c.lineno < last]
         if early:
             call = early[0]
-            yield at(
-                subject,
+            yield subject.at(
                 call,
                 f"{name_of(call)}() before the training arguments",
                 "ddp_timeout has no effect, and long saves or tokenizing end in a timeout",
@@ -282,8 +272,7 @@ def generating_in_the_script(subject: Subject) -> Iterator[Finding]:
         gathered = _calls_within(subject, "summon_full_params")
         for call in calls(subject, "generate"):
             if is_wrapped(subject, call) and call not in gathered:
-                yield at(
-                    subject,
+                yield subject.at(
                     call,
                     "generate on an FSDP1 model",
                     "it stops: 'weight' must be 2-D",
@@ -297,8 +286,7 @@ def optimizers_for_trainer(subject: Subject) -> Iterator[Finding]:
     for call in calls(subject, *trainer_classes(subject)):
         optimizers = keyword(call, "optimizers")
         if optimizers is not None and ast.unparse(optimizers) not in ("(None, None)", "None"):
-            yield at(
-                subject,
+            yield subject.at(
                 call,
                 "optimizers given to the Trainer",
                 "it stops: Passing optimizers is not allowed",
@@ -311,7 +299,7 @@ def device_map_in_the_script(subject: Subject) -> Iterator[Finding]:
     """`from_pretrained(..., device_map="auto")`: Accelerate refuses to train such a model in several processes."""
     for call in calls(subject, "from_pretrained"):
         if constant(keyword(call, "device_map")) in ("auto", "balanced", "sequential"):
-            yield at(subject, call, "device_map spreads the model", "Accelerate refuses to train it", "drop device_map")
+            yield subject.at(call, "device_map spreads the model", "Accelerate refuses to train it", "drop device_map")
 
 
 @rule("AF910", "warning", pains=("P89",))
@@ -319,8 +307,8 @@ def clipping_by_value(subject: Subject) -> Iterator[Finding]:
     """`accelerator.clip_grad_value_`, which Accelerate refuses under FSDP."""
     for call in calls(subject, "clip_grad_value_"):
         if "accelerator" in receiver(call):
-            yield at(
-                subject, call, "clip_grad_value_ under FSDP", "Accelerate refuses it", "accelerator.clip_grad_norm_"
+            yield subject.at(
+                call, "clip_grad_value_ under FSDP", "Accelerate refuses it", "accelerator.clip_grad_norm_"
             )
 
 
@@ -329,8 +317,7 @@ def merging_sharded_weights(subject: Subject) -> Iterator[Finding]:
     """`merge_and_unload` or `merge_adapter` on the sharded model."""
     for call in calls(subject, "merge_and_unload", "merge_adapter"):
         if is_wrapped(subject, call):
-            yield at(
-                subject,
+            yield subject.at(
                 call,
                 f"{name_of(call)} on the sharded model",
                 "PEFT can't merge shards",
@@ -351,8 +338,7 @@ def trl_checkpoints_by_default(subject: Subject) -> Iterator[Finding]:
     """A TRL config without `gradient_checkpointing`, which TRL then turns on, beside that of FSDP: Trainer stops."""
     config = _silent_config(subject, "gradient_checkpointing", "activation_checkpointing")
     if subject.on("fsdp_activation_checkpointing") and config is not None:
-        yield at(
-            subject,
+        yield subject.at(
             config,
             f"{name_of(config)} turns gradient_checkpointing on",
             "Trainer stops: can't both be set to True",
@@ -365,8 +351,7 @@ def trl_bf16_by_default(subject: Subject) -> Iterator[Finding]:
     """A TRL config without `bf16`, which TRL then turns on, beside `mixed_precision: 'no'`: the file is overridden."""
     config = _silent_config(subject, "bf16", "fp16")
     if str(subject.values.get("mixed_precision")).lower() == "no" and config is not None:
-        yield at(
-            subject,
+        yield subject.at(
             config,
             f"{name_of(config)} turns bf16 on",
             "mixed_precision: 'no' is overridden, and GPUs without bf16 stop",
@@ -381,8 +366,7 @@ def merging_the_wrong_folder(subject: Subject) -> Iterator[Finding]:
         folder = constant(call.args[0] if call.args else keyword(call, "checkpoint_dir"))
         last = folder.rstrip("/").rpartition("/")[2] if isinstance(folder, str) else ""
         if last.startswith((file_names.CHECKPOINT, file_names.OPTIMIZER)):
-            yield at(
-                subject,
+            yield subject.at(
                 call,
                 f"merge_fsdp_weights of {last}",
                 "it stops: metadata is None, or Key state is invalid",
@@ -396,7 +380,7 @@ def fsdp_in_the_script(subject: Subject) -> Iterator[Finding]:
     for call in calls(subject, *ARGUMENT_CLASSES):
         value = keyword(call, "fsdp")
         if constant(value) not in (None, False, "") or (isinstance(value, ast.List) and value.elts):
-            yield at(subject, call, "the script sets FSDP too", "most of this file is ignored", "drop fsdp=")
+            yield subject.at(call, "the script sets FSDP too", "most of this file is ignored", "drop fsdp=")
 
 
 @rule("AF918", "warning")
@@ -413,8 +397,7 @@ def norm_that_deepspeed_ignores(subject: Subject) -> Iterator[Finding]:
     for call in calls(subject, "clip_grad_norm_", of_any_engine=True):
         norm = constant(call.args[1] if len(call.args) > 1 else keyword(call, "max_norm"))
         if "accelerator" in receiver(call) and isinstance(norm, int | float) and norm not in (0, used_norm):
-            yield at(
-                subject,
+            yield subject.at(
                 call,
                 f"clip_grad_norm_ to {norm} changes nothing under DeepSpeed",
                 f"DeepSpeed clips by itself, with this file {clips}",
