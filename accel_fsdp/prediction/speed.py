@@ -205,12 +205,9 @@ def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stret
         if unit.nested:  # the experts' block comes next, and hides both
             inner = gather, reduce, copied
             continue
-        gather, reduce, copied = (
-            gather + inner[0],
-            reduce + inner[1],
-            (copied[0] + inner[2][0], copied[1] + inner[2][1]),
-        )
-        inner = Traffic(), Traffic(), (0.0, 0.0)
+        gather, reduce = gather + inner[0], reduce + inner[1]
+        copied = copied[0] + inner[2][0], copied[1] + inner[2][1]
+        inner = nothing
         forward, backward = block_work(unit.block, part, recipe) if unit.block else (Work(), Work())
         repeated = recomputed(forward, unit.block, part, recipe)
         forward, backward, repeated = (work.times(1 / layout.context) for work in (forward, backward, repeated))

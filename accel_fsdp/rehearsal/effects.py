@@ -17,28 +17,24 @@ def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
     yield from _of_schedules(events)
     yield from _hidden_nan(events)
     yield from _in_no_optimizer(events)
-    yield from _evaluating(events)
-    yield from _without_dimensions(events)
+    for kind, text in REPORTED.items():
+        yield from [text.about(event.content) for event in events if event.kind == kind][:1]
     yield from _left_over(events)
 
 
-def _without_dimensions(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Groups of an optimizer by dimensions that FSDP1's shards don't have: weights that should decay do not."""
-    event = next((event for event in events if event.kind == "flat-groups"), None)
-    if event:
-        count, decay = event.content["count"], event.content["decay"]
-        what = f"all {count} weights have a weight_decay of {decay:g}: groups by dimensions, and FSDP1's shards have 1"
-        fix = "make the groups and the optimizer before prepare, and prepare both in one call; or choose by name"
-        yield mistake(what, fix, event.content["line"])
-
-
-def _evaluating(events: Sequence[RankEvent]) -> Iterator[Failure]:
-    """Models that began in training mode, and train in evaluation mode to the end."""
-    event = next((event for event in events if event.kind == "evaluates-on"), None)
-    if event:
-        since, steps = event.content["since"], event.content["steps"]
-        what = f"steps {since} to {steps} train in evaluation mode, without dropout, and those before in training mode"
-        yield mistake(what, "model.train() after each evaluation", event.content["line"])
+REPORTED: Mapping[str, repeated.Text] = {
+    # models that began in training mode
+    "evaluates-on": repeated.Text(
+        "steps {since} to {steps} train in evaluation mode, without dropout, and those before in training mode",
+        "model.train() after each evaluation",
+    ),
+    # groups by dimensions that FSDP1's shards do not have: weights that should decay do not
+    "flat-groups": repeated.Text(
+        "all {count} weights have a weight_decay of {decay:g}: groups by dimensions, and FSDP1's shards have 1",
+        "make the groups and the optimizer before prepare, and prepare both in one call; or choose by name",
+    ),
+}
+"""Mistakes that a rank reports itself, by the kind of its event."""
 
 
 def _left_over(events: Sequence[RankEvent]) -> Iterator[Failure]:

@@ -229,8 +229,7 @@ def evaluating_first(subject: Subject) -> Iterator[Finding]:
         trainer_calls = [call for call in scope if on_trainer(call, trainer_names)]
         trains = {receiver(call): call.lineno for call in reversed(trainer_calls) if name_of(call) == "train"}
         first = [c for c in trainer_calls if name_of(c) == "evaluate" and c.lineno < trains.get(receiver(c), 0)]
-        if first:
-            call = first[0]
+        for call in first[:1]:
             yield subject.at(
                 call,
                 "evaluate before train",
@@ -248,8 +247,7 @@ def accelerator_before_arguments(subject: Subject) -> Iterator[Finding]:
     for calls in calls_by_scope(subject):
         last = max((call.lineno for call in calls if name_of(call) in ARGUMENT_CLASSES), default=0)
         early = [c for c in calls if name_of(c) in ("Accelerator", "PartialState") and c.lineno < last]
-        if early:
-            call = early[0]
+        for call in early[:1]:
             yield subject.at(
                 call,
                 f"{name_of(call)}() before the training arguments",

@@ -183,7 +183,7 @@ class Walk:
 
     def _forward(self) -> None:
         self.engine.before_forward(0)
-        self._peak_of_forward(self.embedding.forward_peak)
+        self.meter.touch({ACTIVATIONS: self.embedding.forward_peak})
         self.meter.add(ACTIVATIONS, self.embedding.forward_end)
         self.engine.after_forward(0)
         self.meter.mark()
@@ -192,7 +192,8 @@ class Walk:
             replay = self.blocks[block]
             self.engine.before_forward(unit)
             self._rise_with_experts(unit, replay.forward_peak)
-            self.meter.add(ACTIVATIONS, self._kept_bytes(replay) + self.until_loss[block])
+            kept = replay.output if self.recipe.recomputes else replay.forward_end  # the output: the next block's input
+            self.meter.add(ACTIVATIONS, kept + self.until_loss[block])
             if not self._holds_input(replay):
                 self.meter.add(ACTIVATIONS, -self._output_before(unit))
             self.engine.after_forward(unit)
@@ -212,9 +213,6 @@ class Walk:
             if unit in middle[-1:]:
                 self.meter.repeat(before, self.engine.counts[unit] - 1)
 
-    def _peak_of_forward(self, peak: int) -> None:
-        self.meter.touch({ACTIVATIONS: peak})
-
     def _rise_with_experts(self, unit: int, peak: int, again: bool = False) -> None:
         """Counts a block's forward with experts in a separate unit, which are gathered at its peak.
 
@@ -226,13 +224,9 @@ class Walk:
             self.engine.before_forward(experts)
         if again:
             self.engine.end_forward()
-        self._peak_of_forward(peak)
+        self.meter.touch({ACTIVATIONS: peak})
         if experts and not again:
             self.engine.after_forward(experts)
-
-    def _kept_bytes(self, replay: Replay) -> int:
-        """The bytes that a block keeps for backward: with checkpointing only its output, the next block's input."""
-        return replay.output if self.recipe.recomputes else replay.forward_end
 
     def _holds_input(self, replay: Replay) -> bool:
         """Whether a block's input is kept until its backward: as a saved tensor, or for recomputation."""
