@@ -40,6 +40,14 @@ def at_most(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, remaining, outer_interval)
 
 
+def comes_true(condition: Callable[[], bool], seconds: float, every: float = 0.2) -> bool:
+    """Checks a condition again and again; returns whether it holds within that time."""
+    deadline = time.monotonic() + seconds
+    while not (holds := condition()) and time.monotonic() < deadline:
+        time.sleep(every)
+    return holds
+
+
 def result_of(function: Callable[[], Any], seconds: float) -> Any:
     """Returns the result of `function`; None if it raises, or if it takes longer: then its thread goes on."""
     results: list[Any] = []

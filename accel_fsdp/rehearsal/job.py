@@ -23,6 +23,7 @@ from accel_fsdp.launch import child_process, launcher, ranks
 from accel_fsdp.launch.ranks import Holding, Location, RankEvent
 from accel_fsdp.rehearsal import warm
 from accel_fsdp.rehearsal.scaled import machines_of
+from accel_fsdp.time_limits import comes_true
 
 Process: TypeAlias = "subprocess.Popen[bytes] | BaseProcess"
 RANK = "accel_fsdp.launch.ranks"
@@ -197,9 +198,9 @@ class Rehearsed:
         """Asks the ranks where they are; returns the events once all running ranks have answered, or on timeout."""
         ranks.ask(folder)
         running = sum(_code(process) is None for process in started)
-        end = time.monotonic() + PLACES_SECONDS
-        while sum(event.kind == "calls" for event in ranks.read(folder)) < running and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
+        comes_true(
+            lambda: sum(event.kind == "calls" for event in ranks.read(folder)) >= running, PLACES_SECONDS, POLL_SECONDS
+        )
         return ranks.read(folder)
 
 

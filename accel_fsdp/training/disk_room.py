@@ -3,7 +3,6 @@
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import counting, optimizers, state_bytes
 from accel_fsdp.prediction import cost
+from accel_fsdp.time_limits import comes_true
 from accel_fsdp.units import distinguishable, gib_or_mib
 
 SHOWN_SECONDS = 30
@@ -82,12 +82,7 @@ def check_shared(trainer: Any, resume_from: str | None) -> None:
 
 def _sees_file(folder: Path) -> bool:
     """Whether this rank sees rank 0's file; network disks may take a while to show it."""
-    deadline = time.monotonic() + SHOWN_SECONDS
-    while folder.name not in os.listdir(folder.parent):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
+    return comes_true(lambda: folder.name in os.listdir(folder.parent), SHOWN_SECONDS)
 
 
 def check_whole_run(trainer: Any, checkpoint_bytes: int, export_bytes: int) -> None:

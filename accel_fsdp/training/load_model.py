@@ -216,18 +216,15 @@ def _fit_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase, options: Mod
     rows, tokens = _vocabulary_rows(model), max(tokenizer.get_vocab().values(), default=-1) + 1  # there may be gaps
     if tokens <= rows:
         return
+    what = f"the tokenizer's largest token is {tokens - 1}, the model's embedding has {rows} rows"
     if LaunchEnvironment.now().by_transformers:
-        raise UserError(
-            f"the tokenizer's largest token is {tokens - 1}, the model's embedding has {rows} rows",
-            why="a model that is split over the mesh while it is loaded can't get more rows",
-            fix="add them once before: train/sft.py --resize_vocab with FSDP alone and --max_steps 1",
-        )
+        why = "a model that is split over the mesh while it is loaded can't get more rows"
+        fix = "add them once before: train/sft.py --resize_vocab with FSDP alone and --max_steps 1"
+        raise UserError(what, why=why, fix=fix)
     if not options.resize_vocab:
-        raise UserError(
-            f"the tokenizer's largest token is {tokens - 1}, the model's embedding has {rows} rows",
-            why="a token without a row stops training with an index error",
-            fix="--resize_vocab adds the rows, or use the tokenizer that belongs to this model",
-        )
+        why = "a token without a row stops training with an index error"
+        fix = "--resize_vocab adds the rows, or use the tokenizer that belongs to this model"
+        raise UserError(what, why=why, fix=fix)
     model.resize_token_embeddings(tokens, mean_resizing=not receives_weights(options))
 
 

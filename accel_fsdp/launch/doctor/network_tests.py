@@ -17,6 +17,7 @@ from accel_fsdp import atomic_files, python_child
 from accel_fsdp.launch import Address
 from accel_fsdp.launch.doctor import probing
 from accel_fsdp.launch.doctor.facts import Facts
+from accel_fsdp.time_limits import comes_true
 
 FOLDER_SECONDS = 3.0
 """Seconds until the other machines see a new file of machine 0 in a shared folder (NFS caches folder listings)."""
@@ -205,9 +206,4 @@ class NetworkTests:
 
 def _sees_file(folder: Path, mark: str) -> bool:
     """Whether this machine sees machine 0's file; true if there is none."""
-    deadline = time.monotonic() + FOLDER_SECONDS
-    while mark and not (atomic_files.existing_part(folder) / mark).exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.2)
-    return True
+    return comes_true(lambda: not mark or (atomic_files.existing_part(folder) / mark).exists(), FOLDER_SECONDS)

@@ -4,7 +4,6 @@ with the ranks' weights, the optimizers' steps with the ranks' gradients.
 """
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +19,7 @@ from accel_fsdp.launch.ranks.ratios import EXACT, factor, is_changed, norm, rati
 from accel_fsdp.launch.ranks.recording import LOCAL_SGD, Recorder
 from accel_fsdp.launch.ranks.records import united
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.time_limits import comes_true
 
 if TYPE_CHECKING:
     import torch
@@ -82,13 +82,10 @@ def _compare(recorder: Recorder, number: int, updates: Sequence[dict[str, Any]])
 def _read(folder: Path, number: int, ranks: int) -> list[dict[str, Any]]:
     import torch
 
-    end = time.monotonic() + WAIT_SECONDS
     paths = [folder / f"{rank}.{number}" for rank in range(ranks)]
-    while not all(path.is_file() for path in paths):
-        if time.monotonic() > end:
-            missing = next(rank for rank, path in enumerate(paths) if not path.is_file())
-            raise Unrepeatable(f"rank {missing} took fewer steps")
-        time.sleep(0.05)
+    if not comes_true(lambda: all(path.is_file() for path in paths), WAIT_SECONDS, every=0.05):
+        missing = next(rank for rank, path in enumerate(paths) if not path.is_file())
+        raise Unrepeatable(f"rank {missing} took fewer steps")
     return united([torch.load(path, weights_only=True) for path in paths])
 
 
