@@ -173,16 +173,15 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
     fused = _is_fused(recipe)
     attention = sum(weight.inner_width(shape.hidden) for weight in block.products if weight.is_attention)
     queries, keys = shape.attention_widths(block)
-    norms = tuple(_norms(block, shape, queries, keys, recipe))
     norm_width = 2 if _has_wide_norms(block, recipe) else 1
-    yield from norms
+    yield from _norms(block, shape, queries, keys, recipe)
     if attention and not _has_learned_positions(shape):
         per_element = FUSED_ROTARY_BYTES if fused else _scaled_bytes(ROTARY_BYTES, norm_width)
         yield per_element, queries + keys, 1 if fused else KERNELS["rotary"]
     yield (0, 0), 0, KERNELS["attention"] if attention else 0
     yield _scaled_bytes(RESIDUAL_BYTES, norm_width), 2 * shape.hidden, KERNELS["residual"]
     inner = [
-        weight.inner_width(shape.hidden) * _routes(weight, shape)
+        weight.inner_width(shape.hidden) * math.prod(weight.shape[:-2]) * share(weight, shape)  # one token's matrices
         for weight in block.products
         if not weight.is_attention
     ]
@@ -209,8 +208,9 @@ def _norms(block: Block, shape: ModelShape, queries: float, keys: float, recipe:
             continue
         norm_width = norm.numel if norm.numel != shape.head_dim else keys if "k_" in norm.name else queries
         if _has_bias(norm, block):
-            casts = _casts_norms(block, recipe)
-            yield (_added_bytes(LAYER_NORM_BYTES, AUTOCAST_BYTES) if casts else LAYER_NORM_BYTES), norm_width, 1
+            yield LAYER_NORM_BYTES, norm_width, 1
+            if _casts_norms(block, recipe):
+                yield AUTOCAST_BYTES, norm_width, 0
         else:
             yield FUSED_NORM_BYTES if fused else RMS_NORM_BYTES, norm_width, 1 if fused else KERNELS["norm"]
 
@@ -259,10 +259,6 @@ def _scaled_bytes(bytes_: tuple[float, float], factor: float) -> tuple[float, fl
     return bytes_[0] * factor, bytes_[1] * factor
 
 
-def _added_bytes(left: tuple[float, float], right: tuple[float, float]) -> tuple[float, float]:
-    return left[0] + right[0], left[1] + right[1]
-
-
 def _attended_keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
     """The average number of keys that a token attends to: half of all, fewer in a window; eager attention computes all.
 
@@ -273,11 +269,6 @@ def _attended_keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
     slides = shape.window and 0 in block.layers
     window = min(shape.window, recipe.length) if slides else recipe.length
     return window - window**2 / (2 * recipe.length)
-
-
-def _routes(weight: Parameter, shape: ModelShape) -> float:
-    """The number of a parameter's matrices that one token uses."""
-    return math.prod(weight.shape[:-2]) * share(weight, shape)
 
 
 def _has_learned_positions(shape: ModelShape) -> bool:
