@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import accel_fsdp
 
+from accel_fsdp import html_page
 from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Job, Layout, Recipe
 from accel_fsdp.planner import PlanReport, html_report
@@ -99,14 +100,14 @@ def test_the_table_has_the_numbers_of_the_plan(written: tuple[str, dict[str, obj
         speed = [f"{strategy['step_seconds']:.2f}", f"{strategy['tokens_per_s_per_gpu']:,.0f}"]
         assert row == [*how, *map(str, sizes), strategy["peak_phase"], *speed]
         note = {"yes": "fits", "no": "over", "tight": "tight"}[strategy["fits"]]
-        assert text.count(f">{strategy['peak_bytes'] / GIB:,.1f} GiB, {note}</text>") >= len(html_report.WIDTHS)
-        assert text.count(f'class="name">{strategy["strategy"]}</text>') == len(html_report.WIDTHS)
+        assert text.count(f">{strategy['peak_bytes'] / GIB:,.1f} GiB, {note}</text>") >= len(html_page.WIDTHS)
+        assert text.count(f'class="name">{strategy["strategy"]}</text>') == len(html_page.WIDTHS)
 
 
 def test_every_figure_says_what_it_shows(written: tuple[str, dict[str, object], Path]) -> None:
     text, _, _ = written
     figures = re.findall(r"<svg role=\"img\".*?</svg>", text)
-    assert len(figures) == 5 * len(html_report.WIDTHS)
+    assert len(figures) == 5 * len(html_page.WIDTHS)
     for figure in figures:
         assert re.match(r"<svg [^>]*><title>[^<]+</title><desc>[^<]+</desc>", figure)
     assert text.count("Predicted") >= 5
