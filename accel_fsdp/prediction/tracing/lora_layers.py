@@ -33,8 +33,8 @@ def adapt(layer: nn.Module, variant: Variant, rank: int, frozen: Collection[str]
             adapted = attribute not in frozen if variant.targets == "all" else attribute in ATTENTION_LINEAR
             if adapted or variant.method == "qlora":
                 _check_product(path, module)
-            frozen = FourBitLinear(module) if variant.method == "qlora" else module
-            new = _lora_layer(module, variant, rank) if adapted else frozen
+            base = FourBitLinear(module) if variant.method == "qlora" else module
+            new = _lora_layer(module, variant, rank) if adapted else base
             layer.get_submodule(parent)._modules[attribute] = new
     layer.requires_grad_(False)
     for module in layer.modules():
