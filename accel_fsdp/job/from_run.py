@@ -106,7 +106,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
     optimizer_name = str(getattr(args.optim, "value", args.optim))
     optimizer = optimizers.BY_TRAINERS_NAME.get(optimizer_name)
-    if layout is None or layout.ranks_per_row > 1 or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
+    if layout is None or layout.shares_rows or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
         return None
     adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
     quantized = bool(getattr(model, "is_loaded_in_4bit", False))

@@ -129,6 +129,10 @@ class Layout:
         """What holds a micro-batch, in words: a GPU, or several that have parts of its rows."""
         return counted(self.context, "GPU") if self.context > 1 else "GPU"
 
+    @property
+    def shares_rows(self) -> bool:
+        return self.ranks_per_row > 1
+
     def row_part(self, amount: float) -> float:
         """One rank's part of a cost per row, such as its FLOPs."""
         return amount / self.ranks_per_row
@@ -146,6 +150,9 @@ class Layout:
     def rows_of_all(self, each: int) -> int:
         """The rows of all ranks, if those that share rows have `each`."""
         return self.data_ranks * each
+
+    def rows_of_each(self, total: int) -> int:
+        return total // self.data_ranks
 
     def batches(self, rows: int, each: int) -> int:
         """The batches in this number of rows, if ranks that share rows take `each` at a time; the last may be short."""

@@ -304,7 +304,7 @@ def _batches(problem: Problem, job: Job) -> list[Job]:
 
 def _split(problem: Problem, job: Job) -> list[Job]:
     """The micro-batches that a global batch can be split into, smallest first."""
-    rows = problem.global_rows // job.layout.data_ranks
+    rows = job.layout.rows_of_each(problem.global_rows)
     sizes = (size for size in range(1, min(rows, MOST_ROWS) + 1) if rows % size == 0)
     return [job.with_recipe(rows=size, accumulation=rows // size) for size in sizes]
 
