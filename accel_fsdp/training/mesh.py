@@ -111,9 +111,8 @@ def loading() -> dict[str, "DistributedConfig"]:
 
     sizes = dict(zip(NATIVE_SIZES, layout_here().sizes.values(), strict=True))
     mixed = launch.mixed_precision == "bf16"
-    return {
-        "distributed_config": DistributedConfig(**sizes, fsdp_mixed_precision=mixed, fsdp_cpu_offload=launch.offloads)
-    }
+    offloads = launch.offloads and torch.accelerator.is_available()  # on the CPU torch would stop
+    return {"distributed_config": DistributedConfig(**sizes, fsdp_mixed_precision=mixed, fsdp_cpu_offload=offloads)}
 
 
 def announce(model: "nn.Module", args: Any) -> None:

@@ -99,6 +99,7 @@ LEGS = {
 }
 """The meshes of runs, a step on each; on the first and last of "leg" Accelerate shards, on the others transformers."""
 STEPS_OF_LEGS = 4
+OFFLOADED = {"fsdp_offload_params": True}
 
 
 def ranks_of(layout: str) -> int:
@@ -228,6 +229,19 @@ def test_packed_matrices_need_a_torch_that_saves_them(yamls: Path, monkeypatch: 
     mesh.check(AutoConfig.for_model("qwen3", **SMALL), "full")
     with pytest.raises(UserError, match=r"packed matrices, such as fused experts, with tp 2 and torch 2\.11"):
         mesh.check(AutoConfig.for_model("qwen3_moe", **SMALL, **EXPERTS), "full")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_only_an_accelerator_offloads(
+    there: bool, yamls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU FSDP stops in the first step: "Cannot access accelerator device when none is available"."""
+    keys = json.loads((yamls / "fsdp4.yaml").read_text())
+    (tmp_path / "a.yaml").write_text(json.dumps(keys | {"fsdp_config": {**keys["fsdp_config"], **OFFLOADED}}))
+    become_rank(tmp_path / "a.yaml", monkeypatch)
+    mesh.choose(2)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: there)
+    assert mesh.loading()["distributed_config"].fsdp_cpu_offload == there
 
 
 @pytest.mark.parametrize("run", LEGS)
