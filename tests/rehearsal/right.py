@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import DDPCommunicationHookType
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed import checkpoint
@@ -21,7 +22,11 @@ WAYS, MODEL = sys.argv[1].split(","), sys.argv[2]
 dcp: Any = checkpoint
 BY_HAND = "accumulates by hand" in WAYS
 EACH = 2 if "accumulates" in WAYS or BY_HAND else 1
-accelerator = Accelerator(gradient_accumulation_steps=1 if BY_HAND else EACH)
+hook = DDPCommunicationHookType.FP16 if "gradients in fp16" in WAYS else DDPCommunicationHookType.NO
+if "gradients of low rank" in WAYS:
+    hook = DDPCommunicationHookType.POWER_SGD
+handlers = [DistributedDataParallelKwargs(comm_hook=hook)] if hook is not DDPCommunicationHookType.NO else []
+accelerator = Accelerator(gradient_accumulation_steps=1 if BY_HAND else EACH, kwargs_handlers=handlers)  # type: ignore[arg-type]
 torch.manual_seed(0)
 dropout = {"attention_dropout": 0.5} if "dropout" in WAYS else {}
 model: Any = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, **dropout).train()

@@ -52,6 +52,12 @@ def test_what_is_unusual_and_right_moves_weights_as_one_process_does(
 
 
 @pytest.mark.slow(but=1)
+def test_gradients_that_are_reduced_in_16_bits_pass(tiny_model: Path, tmp_path: Path) -> None:
+    step = rehearsed(yaml_file(tmp_path, {}), SCRIPT, "gradients in fp16", tiny_model)
+    assert step["passed"], step
+    assert SAME.search(step["said"]), step["said"]
+
+
 @pytest.mark.parametrize(("ways", "fsdp"), [("saves", FSDP2), ("saves,fsdp1", FSDP1), ("saves,ddp", {})])
 def test_right_saves_of_many_kinds_pass(ways: str, fsdp: dict[str, Any], tiny_model: Path, tmp_path: Path) -> None:
     """Checkpoints, parts of a model, averages of its weights, packed ones, and files that ranks write in turn."""
@@ -68,6 +74,7 @@ def test_right_saves_of_many_kinds_pass(ways: str, fsdp: dict[str, Any], tiny_mo
         ("penalty", "is used outside of the model's forward"),
         ("averages weights", "the script averages the ranks' weights at intervals, not their gradients"),
         ("averages copies", "the script averages the ranks' weights at intervals, not their gradients"),
+        ("gradients of low rank", "powerSGD_hook reduces gradients to something else than their mean"),
         ("skips a batch", "gradients are kept, cleared or changed between two backward passes of a step"),
     ],
 )

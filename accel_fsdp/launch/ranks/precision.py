@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+REDUCING_HOOKS = {"allreduce_hook": "no", "fp16_compress_hook": "fp16", "bf16_compress_hook": "bf16"}
+"""The dtypes in which torch's hooks of DDP reduce gradients to their mean."""
+
 
 def of(model: Any) -> str:
     """The precision of the forward pass, by Accelerate's name; "no" for the weights' own dtype."""
@@ -28,8 +31,18 @@ def cast(model: "nn.Module") -> str:
 
 
 def reduces(model: "nn.Module") -> str:
-    """The dtype in which FSDP reduces gradients, if it has 16 bits."""
-    return _name(getattr(_policy(model), "reduce_dtype", None))
+    """The dtype in which FSDP, or a hook of DDP, reduces gradients, if it has 16 bits."""
+    by_hook = [REDUCING_HOOKS[name] for name in _hooks(model) if name in REDUCING_HOOKS]
+    return next(iter(by_hook), _name(getattr(_policy(model), "reduce_dtype", None)))
+
+
+def other_reduction(model: "nn.Module") -> str:
+    """The name of a hook by which DDP reduces gradients to something else than their mean; empty without one."""
+    return next((name for name in _hooks(model) if name not in REDUCING_HOOKS), "")
+
+
+def _hooks(model: Any) -> list[str]:
+    return [getattr(hook, "__name__", type(hook).__name__) for hook, _ in getattr(model, "_comm_hooks", ())]
 
 
 def _policy(model: "nn.Module") -> Any:

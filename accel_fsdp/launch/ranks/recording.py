@@ -237,6 +237,8 @@ class Recorder:
         weights = self._weights()
         self.begun = self.begun or weights
         model = next(iter(models.values()))
+        if hook := precision.other_reduction(model):
+            why = why or f"{hook} reduces gradients to something else than their mean"
         update = Update(weights, trained, precision.of(model), precision.cast(model), precision.reduces(model), why=why)
         update.accumulation, update.unsharded = accumulation.batches(), parts.unsharded(self.places)
         update.changed = self.lines.of(self.places, lambda parameter: parameter)
