@@ -140,7 +140,10 @@ def _divided(content: Mapping[str, Any]) -> Failure:
     batches = content["accumulation"]
     if content["ratio"] > 1:
         what = f"losses are not divided by gradient_accumulation_steps: gradients are {batches} times those of the mean"
-        fix = "accelerator.backward(loss), which divides it; in compute_loss a sum divided by num_items_in_batch"
+        fix = (
+            "accelerator.backward(loss), which divides it; with Trainer, whose Accelerator doesn't, divide the loss by "
+            "self.current_gradient_accumulation_steps or, in compute_loss, a sum by num_items_in_batch"
+        )
         if content.get("in_trainer"):
             fix = "divide the loss by self.args.gradient_accumulation_steps: Trainer's accelerator.backward doesn't"
         return mistake(what, fix, content["line"])

@@ -23,6 +23,8 @@ dcp: Any = checkpoint
 BY_HAND = "accumulates by hand" in WAYS
 EACH = 2 if "accumulates" in WAYS or BY_HAND else 1
 hook = DDPCommunicationHookType.FP16 if "gradients in fp16" in WAYS else DDPCommunicationHookType.NO
+if "gradients in bf16" in WAYS:
+    hook = DDPCommunicationHookType.BF16
 if "gradients of low rank" in WAYS:
     hook = DDPCommunicationHookType.POWER_SGD
 handlers = [DistributedDataParallelKwargs(comm_hook=hook)] if hook is not DDPCommunicationHookType.NO else []
@@ -76,7 +78,6 @@ model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 if "sums gradients" in WAYS:
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         unit.set_gradient_divide_factor(1.0)
-        unit.set_force_sum_reduction_for_comms(True)
 if "warmup" in WAYS:
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: min(step, 5) / 5)
 if "hook" in WAYS:
@@ -99,6 +100,8 @@ def loss_of(batch: torch.Tensor) -> torch.Tensor:
         loss = loss + 1e-2 * output.logits.float().logsumexp(-1).square().mean()
     if "penalty" in WAYS:
         loss = loss + sum(1e-2 * weight.square().sum() for weight in model.parameters())
+    if "hidden states" in WAYS:
+        loss = loss + 1e-2 * model(input_ids=batch, output_hidden_states=True).hidden_states[1].square().mean()
     if "reference" in WAYS:
         with torch.no_grad():
             expected = reference(input_ids=batch).logits

@@ -35,6 +35,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "tokens of all ranks,accumulates by hand": ({}, {}),
     "tokens of all ranks,sums gradients": (FSDP2, {}),
     "gradient cache,buffers": ({}, {}),
+    "hidden states": ({}, {}),
 }
 
 
@@ -52,8 +53,9 @@ def test_what_is_unusual_and_right_moves_weights_as_one_process_does(
 
 
 @pytest.mark.slow(but=1)
-def test_gradients_that_are_reduced_in_16_bits_pass(tiny_model: Path, tmp_path: Path) -> None:
-    step = rehearsed(yaml_file(tmp_path, {}), SCRIPT, "gradients in fp16", tiny_model)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_gradients_that_are_reduced_in_16_bits_pass(dtype: str, tiny_model: Path, tmp_path: Path) -> None:
+    step = rehearsed(yaml_file(tmp_path, {}), SCRIPT, f"gradients in {dtype}", tiny_model)
     assert step["passed"], step
     assert SAME.search(step["said"]), step["said"]
 

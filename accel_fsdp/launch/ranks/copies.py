@@ -97,13 +97,15 @@ def is_split(parameter: Any) -> bool:
 
 
 def hooks_of(model: "nn.Module") -> int:
-    """The number of hooks on a model's modules that may change what it computes, without FSDP's and DeepSpeed's own."""
+    """The number of hooks on a model's modules that may change what it computes, without those of libraries.
+
+    Transformers' keep hidden states, and are added in a forward pass that is asked for them.
+    """
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
     functions = [inspect.unwrap(getattr(hook, "func", hook)) for hook in hooks]
-    return sum(
-        not str(getattr(function, "__module__", "")).startswith(("torch.", "deepspeed.")) for function in functions
-    )
+    libraries = ("torch.", "deepspeed.", *OF_TRANSFORMERS)
+    return sum(not str(getattr(function, "__module__", "")).startswith(libraries) for function in functions)
 
 
 def has_hooks(weight: Any) -> bool:

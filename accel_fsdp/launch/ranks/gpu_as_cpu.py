@@ -70,7 +70,10 @@ TORCH = (
     Internal("torch.distributed:new_group", "* backend device_id"),
     Internal("torch.distributed.device_mesh:DeviceMesh.__init__", "self device_type *"),
     Internal("torch.nn.parallel:DistributedDataParallel.__init__", "self module device_ids output_device *"),
+    Internal("torch.nn.parallel:DistributedDataParallel._check_comm_hook", "self hook"),
     Internal("torch.distributed.fsdp:FullyShardedDataParallel.__init__", "self module * device_id"),
+    Internal("torch.distributed.fsdp:FSDPModule.set_gradient_divide_factor", "self factor"),
+    Internal("torch.distributed.fsdp:FSDPModule.set_force_sum_reduction_for_comms", "self enable"),
     Internal("torch:autocast.__init__", "self device_type dtype *"),
     Internal("torch.amp:GradScaler.__init__", "self device *"),
     Internal("torch:load", "f map_location *"),
@@ -86,6 +89,8 @@ _taken: set[str] = set()
 def install() -> None:
     """Puts the CPU in place of GPUs; call it before the script imports anything."""
     import torch
+    from torch.distributed.fsdp import FSDPModule
+    from torch.nn.parallel import DistributedDataParallel
 
     if not Observation("what the script does on GPUs", *TORCH).is_possible:
         return
@@ -97,6 +102,8 @@ def install() -> None:
     torch.accelerator.device_index.__exit__ = _do_nothing  # type: ignore[method-assign]
     torch.Tensor.record_stream = _do_nothing  # type: ignore[method-assign]
     torch.Generator = _on_cpu(torch.Generator)  # type: ignore[misc]
+    replace(FSDPModule, "set_gradient_divide_factor", _divide_on_cpu)
+    replace(DistributedDataParallel, "_check_comm_hook", _do_nothing)
     replace(torch.nn.Module, "to", _move)
     replace(torch.nn.Module, "cuda", lambda _, module, *__, **___: _stay_on_cpu(module))
     _translate_arguments()
@@ -263,6 +270,12 @@ def _move(original: Callable[..., Any], moved: Any, *args: Any, **kwargs: Any) -
         _report_use(f".to({_device_text(kwargs['device'])})")
         kwargs = {**kwargs, "device": "cpu"}
     return original(moved, *args, **kwargs)
+
+
+def _divide_on_cpu(original: Callable[..., Any], module: Any, factor: float) -> None:
+    """Gloo can't divide while it reduces, so FSDP2 divides before."""
+    original(module, factor)
+    module.set_force_sum_reduction_for_comms(True)
 
 
 def _make_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
