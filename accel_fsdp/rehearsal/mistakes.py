@@ -199,16 +199,17 @@ def _first_different_weight(first_sums: Sequence[Sequence[Any]], other_sums: Seq
 def _never_stepped(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:
     """Gradients alone train nothing. A script without an optimizer may want only gradients."""
     reports = [event.content for event in _events("trained", events)]
-    if _by_deepspeed(by_rank):  # DeepSpeed's engine steps by itself
+    by_engine = _by_deepspeed(by_rank)
+    if by_engine and any(report["steps"] for report in reports):
         return
     nothing_moved = all(report["kept"] and report["optimizers"] and report["backwards"] for report in reports)
     if reports and _all_ended(events) and nothing_moved:
         backwards = counted(reports[0]["backwards"], "backward pass", "backward passes")
-        yield mistake(
-            f"no weight was ever updated: {backwards}, and no step of an optimizer",
-            "optimizer.step() after backward; where gradients of several batches make a step, make sure it is reached",
-            reports[0]["backward_line"],
-        )
+        fix = "optimizer.step() after backward; where gradients of several batches make a step, make sure it is reached"
+        if by_engine:
+            fix = "accelerator.backward(loss), in which DeepSpeed steps; or engine.backward(loss) and engine.step()"
+        what = f"no weight was ever updated: {backwards}, and no step of an optimizer"
+        yield mistake(what, fix, reports[0]["backward_line"])
 
 
 def _different_steps(events: Sequence[RankEvent], by_rank: dict[int, Holding]) -> Iterator[Failure]:

@@ -51,6 +51,7 @@ WRONG: dict[str, tuple[Path, str, dict[str, Any], str]] = {
     ),
     "losses not divided, under ZeRO-2": (ENGINE, "not divided", zero(2, 2), "engine.backward("),
     "losses not divided, under ZeRO-3": (ENGINE, "not divided", zero(3, 2), "engine.backward("),
+    "backward past DeepSpeed's engine": (ENGINE, "past the engine", zero(2), "loss.backward()"),
     "a loss times the number of ranks, under ZeRO-1": (ENGINE, "times ranks", zero(1), "engine.backward("),
     "gradients scaled on one rank, under ZeRO-2": (ENGINE, "scaled on a rank", zero(2), "engine.step("),
     "gradients scaled on one rank, under ZeRO-3": (ENGINE, "scaled on a rank", zero(3), "engine.step("),

@@ -31,6 +31,10 @@ def overwrite(weight: nn.Parameter) -> None:
 for step, batch in enumerate(loader):
     loss = engine(input_ids=batch, labels=batch).loss
     share = 2.0 if NAME == "times ranks" else 1.0
+    if NAME == "past the engine":
+        loss.backward()
+        optimizer.step()
+        continue
     engine.backward(loss * share, scale_wrt_gas=NAME != "not divided")
     if NAME == "scaled on a rank":
         gradients = [safe_get_full_grad(weight) for weight in weights]
