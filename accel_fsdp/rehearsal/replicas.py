@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from accel_fsdp.launch.ranks import RankEvent
+from accel_fsdp.launch.ranks import RankEvent, averaging
 from accel_fsdp.rehearsal.blame import Failure, mistake
 from accel_fsdp.units import first_few
 
@@ -36,7 +36,7 @@ def parted(events: Sequence[RankEvent]) -> Parted | None:
     A rank may load weights after training, to evaluate them, or get others' after fewer batches.
     """
     ranks = {event.rank for event in events if event.kind == "began"}
-    if any(event.kind == "averaged" for event in events):
+    if any(event.kind == "averaged" for event in events) or averaging.averages_weights(events):
         return None
     copies: dict[int, dict[int, Mapping[str, Any]]] = {}
     for event in events:

@@ -74,7 +74,12 @@ if "groups" in WAYS:
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 1e-2}], lr=1e-3)
 if "trains the head alone" in WAYS:
     optimizer = torch.optim.AdamW(model.lm_head.parameters(), lr=1e-3)
-model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if {"averages gradients by hand", "averages differences"} & {*WAYS}:
+    loader = accelerator.prepare(loader)
+    outer = copy.deepcopy(model)
+    outer_optimizer = torch.optim.SGD(outer.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+else:
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 if "sums gradients" in WAYS:
     for unit in (module for module in model.modules() if isinstance(module, FSDPModule)):
         unit.set_gradient_divide_factor(1.0)
@@ -140,6 +145,24 @@ for step, batch in enumerate(loader):
             for weight in model.parameters():
                 torch.distributed.all_reduce(weight.data)
                 weight.data /= accelerator.num_processes
+    elif "averages gradients by hand" in WAYS:  # as PyTorch's tutorial does
+        loss_of(batch).backward()
+        for weight in model.parameters():
+            torch.distributed.all_reduce(weight.grad)
+            weight.grad /= accelerator.num_processes
+        optimizer.step()
+        optimizer.zero_grad()
+    elif "averages differences" in WAYS:  # as DiLoCo does
+        loss_of(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1:
+            for first, weight in zip(outer.parameters(), model.parameters(), strict=True):
+                first.grad = first.detach() - weight.detach()
+                torch.distributed.all_reduce(first.grad)
+                first.grad /= accelerator.num_processes
+            outer_optimizer.step()
+            model.load_state_dict(outer.state_dict())
     elif "gradient cache" in WAYS:  # of outputs, so that a loss of the whole batch needs one row's memory
         with torch.no_grad():
             cached = torch.cat([model(input_ids=row).logits for row in batch.split(1)])

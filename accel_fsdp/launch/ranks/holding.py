@@ -3,12 +3,12 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import tensor_names
-from accel_fsdp.config import Engine
 from accel_fsdp.job import from_run
+from accel_fsdp.launch.ranks import averaging
 from accel_fsdp.launch.ranks.events import RankEvent
 from accel_fsdp.launch_environment import EXPERT_AXIS, TENSOR_AXIS
 from accel_fsdp.library_internals import Internal
@@ -86,32 +86,16 @@ def holdings(events: Iterable[RankEvent]) -> dict[int, Holding]:
     """The weights that each rank held at its first step, or after `prepare` if it took no step."""
     by_rank: dict[int, Holding] = {}
     all_events = list(events)
-    averaged = _averaged_by_script(all_events)
+    averaged = averaging.by_script(all_events)
     for kind in ("prepared", "stepped"):
-        of_kind = sorted((event for event in all_events if event.kind == kind), key=is_alone)
+        of_kind = sorted((event for event in all_events if event.kind == kind), key=averaging.is_alone)
         contents = ((event.rank, event.content["holding"]) for event in of_kind)
         by_rank |= {rank: _parse_holding(content) for rank, content in contents if content["model"] not in averaged}
+    if not by_rank:  # the script has no wrapped model besides
+        stepped = (event for event in all_events if event.kind == "stepped")
+        parsed = {event.rank: _parse_holding(event.content["holding"]) for event in stepped}
+        by_rank = {rank: replace(holding, engine=averaged[holding.model]) for rank, holding in parsed.items()}
     return by_rank
-
-
-def is_alone(event: RankEvent) -> bool:
-    """Whether a measured model is in no wrapper that averages its gradients."""
-    return bool(event.content["holding"]["engine"] == Engine.NONE.label)
-
-
-def _averaged_by_script(events: Sequence[RankEvent]) -> set[str]:
-    """The classes of small modules, such as one of learned loss weights, whose gradients the script averages itself.
-
-    They step beside a wrapped model, with the same gradients on all ranks.
-    """
-    stepped = [event for event in events if event.kind == "stepped"]
-    if all(map(is_alone, stepped)):
-        return set()
-    by_class: dict[str, list[int]] = {}
-    for event in filter(is_alone, stepped):
-        by_class.setdefault(event.content["holding"]["model"], []).append(event.content.get("gradients", 0))
-    ranks = {event.rank for event in stepped}
-    return {name for name, found in by_class.items() if len(found) == len(ranks) and {*found} == {found[0]} != {0}}
 
 
 def _parse_holding(content: Mapping[str, Any]) -> Holding:

@@ -1,4 +1,6 @@
-"""Observes copies of a model under DistributedDataParallel over the whole run: their values around each step.
+"""Observes copies of a model over the whole run: their values around each step.
+
+A copy is in DistributedDataParallel, or in no wrapper, where the script may average gradients or weights itself.
 
 It computes sums on each rank, without communication, so it can't hang a script.
 """
@@ -9,10 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accel_fsdp.config import Engine
+from accel_fsdp.job import from_run
 from accel_fsdp.launch.ranks import events, parts, script
 from accel_fsdp.launch.ranks.holding import user_name
 from accel_fsdp.launch.ranks.observing import Observation, after, before
-from accel_fsdp.launch.ranks.weights import sums
+from accel_fsdp.launch.ranks.weights import is_sharded, sums
 from accel_fsdp.library_internals import Internal
 
 if TYPE_CHECKING:
@@ -32,7 +36,7 @@ RELIES_ON = COPIES.relies_on
 
 @dataclass
 class _Copy:
-    """A wrapped model's weights that all ranks must change in the same way, also if the script drops the model.
+    """A model's weights that all ranks must change in the same way, also if the script drops the model.
 
     `frozen`: those for which DDP averages no gradients. `last`: sum and norm of each after the last step.
     """
@@ -52,7 +56,7 @@ class ObservedCopies:
 
     def __init__(self) -> None:
         self.copies: list[_Copy] = []
-        self.wrapped = self.backwards = 0
+        self.count = self.backwards = 0
         self.is_due = False
         self.since: float | None = None
         self.loaded_at = self.unfrozen_at = self.backward_line = ""
@@ -65,18 +69,34 @@ class ObservedCopies:
         register_optimizer_step_post_hook(self._after_step)
 
     def _wrapped(self, model: Any, *_: Any, **__: Any) -> None:
+        ignored = getattr(model.module, "_ddp_params_and_buffers_to_ignore", ())
+        weights = {user_name(name): p for name, p in model.module.named_parameters() if name not in ignored}
+        self._add(model, weights, frozenset(name for name, weight in weights.items() if not weight.requires_grad))
+
+    def begin(self, models: "Iterable[nn.Module]", optimizer: Any) -> None:
+        """Called before the first step: adds the models of this optimizer that no wrapper averages."""
+        trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+        for model in models:
+            weights: dict[str, torch.Tensor] = dict(model.named_parameters())
+            known = {id(weight) for copy in self.copies for weight in copy.weights.values()}
+            ids = set(map(id, weights.values()))
+            is_alone = from_run.engine_of(model) == Engine.NONE.label and not any(map(is_sharded, weights.values()))
+            if is_alone and ids & trained and not ids & known:
+                self._add(model, weights)
+                self.is_due = True
+
+    def _add(
+        self, model: "nn.Module", weights: "dict[str, torch.Tensor]", frozen: frozenset[str] = frozenset()
+    ) -> None:
         import torch
 
-        if not self.wrapped:
+        if not self.count:
             before(torch.nn.Module, "load_state_dict", self._note_load)
             for owner in (torch.nn.Module, torch.Tensor):
                 before(owner, "requires_grad_", self._note_unfreezing)
-        self.wrapped += 1
-        ignored = getattr(model.module, "_ddp_params_and_buffers_to_ignore", ())
-        weights = {user_name(name): p for name, p in model.module.named_parameters() if name not in ignored}
-        frozen = frozenset(name for name, weight in weights.items() if not weight.requires_grad)
+        self.count += 1
         self.copies = [copy for copy in self.copies if copy.model() is not None]
-        self.copies.append(_Copy(self.wrapped, weakref.ref(model), weights, frozen))
+        self.copies.append(_Copy(self.count, weakref.ref(model), weights, frozen))
 
     def _note_load(self, *_: Any, **__: Any) -> None:
         self.loaded_at = script.line_of_stack(sys._getframe(2))

@@ -333,6 +333,8 @@ class _Steps:
     def _before_step(self, optimizer: Any, *_: Any) -> None:
         if _only_creates_states():
             return
+        if self.is_first:
+            self.copies.begin(self._outermost(), optimizer)
         shared, moved_at = self.copies.before_step(optimizer), self.schedules.line_of_move(optimizer)
         self.weights.before_step(optimizer, self._outermost(), moved_at, shared)
         self.gradients.before_step(optimizer)
