@@ -125,8 +125,13 @@ def catalogue_facts(name: str, settings: dict[str, Any]) -> dict[str, Any]:
         "largest_layer_parameters": facts.largest_layer_parameters,
         "persistent_buffers": facts.persistent_buffers,
         **({"auto_class": facts.auto_class} if facts.auto_class != CAUSAL else {}),
-        **{name: getattr(facts, name) for name in WHERE_KNOWN if getattr(facts, name)},
+        **{name: listed(getattr(facts, name)) for name in WHERE_KNOWN if getattr(facts, name)},
     }
+
+
+def listed(fact: Any) -> Any:
+    """A fact as JSON has it."""
+    return list(fact) if isinstance(fact, tuple) else fact
 
 
 def catalogue_text() -> str:
