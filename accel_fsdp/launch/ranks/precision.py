@@ -42,7 +42,9 @@ def other_reduction(model: "nn.Module") -> str:
 
 
 def _hooks(model: Any) -> list[str]:
-    return [getattr(hook, "__name__", type(hook).__name__) for hook, _ in getattr(model, "_comm_hooks", ())]
+    """The names of torch's own hooks; what a script's own ones do is compared."""
+    hooks = [hook for hook, _ in getattr(model, "_comm_hooks", ())]
+    return [hook.__name__ for hook in hooks if getattr(hook, "__module__", "").startswith("torch.")]
 
 
 def _policy(model: "nn.Module") -> Any:
