@@ -273,9 +273,10 @@ def _move(original: Callable[..., Any], moved: Any, *args: Any, **kwargs: Any) -
 
 
 def _divide_on_cpu(original: Callable[..., Any], module: Any, factor: float) -> None:
-    """Gloo can't divide while it reduces, so FSDP2 divides before."""
+    """Gloo can't divide by a script's factor while it reduces, so FSDP2 divides before."""
     original(module, factor)
-    module.set_force_sum_reduction_for_comms(True)
+    if _is_of_user(sys._getframe(2)):
+        module.set_force_sum_reduction_for_comms(True)
 
 
 def _make_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
