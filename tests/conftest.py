@@ -60,10 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Whoever names files or tests gets all of them. Where there are workers, they share a server of warm processes."""
-    worker = hasattr(config, "workerinput")  # which has the options of whoever started it
-    if config.args_source is pytest.Config.ArgsSource.ARGS and not worker:
+    if config.args_source is pytest.Config.ArgsSource.ARGS:
         config.option.runslow = True
-    if getattr(config.option, "numprocesses", None) and not worker:
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         os.environ[SHARED] = start_server()
 
 

@@ -23,6 +23,10 @@ SHARE_BY_CONTENT = 1 / 3
 """The share of a rank's rows that another one has too, by content alone: samples drawn at random may share a few."""
 SHARE_OF_PARTS = 1 / 5
 """The same if each rank has a separate data set: two random halves of the same rows share about 1/2."""
+SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node")
+"""Functions that take a part of a data set."""
+DRAWING = ("random_split", "train_test_split", "shuffle", "permutation", "randperm", "sample")
+"""Functions that order or divide a data set at random."""
 DISTRIBUTED = "a DistributedSampler"
 
 
@@ -274,12 +278,6 @@ def _contents(rows: Mapping[str, Any]) -> set[int]:
             break
         seen.update(hashes)
     return seen
-
-
-SPLITTING = ("shard", "select", "Subset", "split_dataset_by_node")
-"""Functions that take a part of a data set."""
-DRAWING = ("random_split", "train_test_split", "shuffle", "permutation", "randperm", "sample")
-"""Functions that order or divide a data set at random."""
 
 
 @cache

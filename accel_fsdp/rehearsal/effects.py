@@ -11,6 +11,14 @@ from accel_fsdp.units import counted
 
 ROW = 3
 """The last backward passes without a gradient that show a mistake; a single batch may have no labels."""
+IDLE = 0.25
+"""The share of the steps that may have a rate of 0 at the end, after others had one."""
+RISEN = 0.25
+"""The part of a cosine's height to which the rate may rise after its end: a last batch may be filled for all ranks."""
+FIX = (
+    "scheduler.step() once per step of the optimizer, for as many as there are; a scheduler that Accelerate prepared "
+    "moves num_processes times in each, so give it num_processes times as many"
+)
 
 
 def mistakes(events: Sequence[RankEvent]) -> Iterator[Failure]:
@@ -87,16 +95,6 @@ def _in_no_optimizer(events: Sequence[RankEvent]) -> Iterator[Failure]:
         return
     fix = "optimizer.add_param_group with the unfreezing; or give all weights to the optimizer, which skips frozen ones"
     yield repeated.untrained(left, more, fix, events)
-
-
-IDLE = 0.25
-"""The share of the steps that may have a rate of 0 at the end, after others had one."""
-RISEN = 0.25
-"""The part of a cosine's height to which the rate may rise after its end: a last batch may be filled for all ranks."""
-FIX = (
-    "scheduler.step() once per step of the optimizer, for as many as there are; a scheduler that Accelerate prepared "
-    "moves num_processes times in each, so give it num_processes times as many"
-)
 
 
 def _of_schedules(events: Sequence[RankEvent]) -> Iterator[Failure]:

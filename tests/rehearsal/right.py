@@ -22,12 +22,12 @@ WAYS, MODEL = sys.argv[1].split(","), sys.argv[2]
 dcp: Any = checkpoint
 BY_HAND = "accumulates by hand" in WAYS
 EACH = 2 if "accumulates" in WAYS or BY_HAND else 1
-hook = DDPCommunicationHookType.FP16 if "gradients in fp16" in WAYS else DDPCommunicationHookType.NO
-if "gradients in bf16" in WAYS:
-    hook = DDPCommunicationHookType.BF16
-if "gradients of low rank" in WAYS:
-    hook = DDPCommunicationHookType.POWER_SGD
-handlers = [DistributedDataParallelKwargs(comm_hook=hook)] if hook is not DDPCommunicationHookType.NO else []
+HOOKS = {
+    "gradients in fp16": DDPCommunicationHookType.FP16,
+    "gradients in bf16": DDPCommunicationHookType.BF16,
+    "gradients of low rank": DDPCommunicationHookType.POWER_SGD,
+}
+handlers = [DistributedDataParallelKwargs(comm_hook=hook) for way, hook in HOOKS.items() if way in WAYS]
 accelerator = Accelerator(gradient_accumulation_steps=1 if BY_HAND else EACH, kwargs_handlers=handlers)  # type: ignore[arg-type]
 torch.manual_seed(0)
 dropout = {"attention_dropout": 0.5} if "dropout" in WAYS else {}

@@ -33,6 +33,10 @@ MOST_ROWS = 2048
 """The number of rows of an epoch that are recorded."""
 MOST_EPOCHS = 3
 """The number of epochs of a loader that are recorded."""
+MOST_CHARACTERS = 60
+"""The length up to which an attribute's value is compared."""
+ADDRESS = re.compile(r"0x[0-9a-f]+")
+"""A part of Python's names of objects, other in each process."""
 MOST_BY_HAND = 256
 """The first forward passes whose rows are noted where no loader gives them."""
 PREPARED = "accelerator.prepare"
@@ -310,12 +314,6 @@ def _gives_once(sampler: Any, rows: int) -> bool:
     if isinstance(sampler, RandomSampler):
         return not sampler.replacement and sampler.num_samples == rows
     return type(sampler) is SequentialSampler
-
-
-MOST_CHARACTERS = 60
-"""The length up to which an attribute's value is compared."""
-ADDRESS = re.compile(r"0x[0-9a-f]+")
-"""A part of Python's names of objects, other in each process."""
 
 
 class ObservedStreams:

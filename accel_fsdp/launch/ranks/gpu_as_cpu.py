@@ -103,7 +103,7 @@ def install() -> None:
     torch.Tensor.record_stream = _do_nothing  # type: ignore[method-assign]
     torch.Generator = _on_cpu(torch.Generator)  # type: ignore[misc]
     replace(FSDPModule, "set_gradient_divide_factor", _divide_on_cpu)
-    replace(DistributedDataParallel, "_check_comm_hook", _do_nothing)
+    replace(DistributedDataParallel, "_check_comm_hook", _check_hook)
     replace(torch.nn.Module, "to", _move)
     replace(torch.nn.Module, "cuda", lambda _, module, *__, **___: _stay_on_cpu(module))
     _translate_arguments()
@@ -277,6 +277,12 @@ def _divide_on_cpu(original: Callable[..., Any], module: Any, factor: float) -> 
     original(module, factor)
     if _is_of_user(sys._getframe(2)):
         module.set_force_sum_reduction_for_comms(True)
+
+
+def _check_hook(original: Callable[..., Any], model: Any, hook: Any) -> None:
+    """DDP asks NCCL whether it reduces bf16; gloo does."""
+    if not getattr(hook, "__name__", "").startswith("bf16_compress"):
+        original(model, hook)
 
 
 def _make_device(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ COUNTS = Observation(
     Internal("torch.distributed:all_gather", "tensor_list tensor *"),
     Internal("torch.distributed:all_gather_into_tensor", "output_tensor input_tensor *"),
 )
+REDUCTIONS = Observation("losses that are summed over ranks", Internal("torch.distributed:all_reduce", "tensor op *"))
 MOST_NUMBERS = 100
 SUM = 2
 """How the saved settings of torch's losses name a sum."""
@@ -129,9 +130,6 @@ def _numbers_of(sum_node: Any) -> int:
 def _gives_number(node: Any) -> bool:
     shapes = [metadata.shape for metadata in getattr(node, "_input_metadata", ())]  # of what it gives in forward
     return bool(shapes) and all(math.prod(shape) == 1 for shape in shapes)
-
-
-REDUCTIONS = Observation("losses that are summed over ranks", Internal("torch.distributed:all_reduce", "tensor op *"))
 
 
 class ObservedReductions:

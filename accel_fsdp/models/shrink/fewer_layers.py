@@ -19,6 +19,9 @@ FROM_THE_END = ("num_kv_shared_layers",)
 NUMBERS_OF_LAYERS = re.compile(r"(ind(ex|ic|x)|idx|layers|layer_ids)")
 FEATURE_LAYERS = re.compile(r"^(vision_feature_layers?|vit_layers)$")
 """Keys with the layers of the image encoder whose features are used; negative ones count from the last."""
+NUMBER = re.compile(r"\d+")
+PLACE = re.compile(r"idx|index|_id$|number")
+"""Attributes with a layer's position, which differs for each layer."""
 
 
 def take(part: Part, model: "nn.Module", in_a_row: bool) -> None:
@@ -102,13 +105,13 @@ def keep_features(parts: Sequence[Part]) -> None:
                     part.values[key] = layers if isinstance(value, list) else layers[0]
 
 
-NUMBER = re.compile(r"\d+")
-PLACE = re.compile(r"idx|index|_id$|number")
-"""Attributes with a layer's position, which differs for each layer."""
-
-
 def kinds_of(model: "nn.Module", depth: int) -> list[Hashable]:
-    """The kind of each layer, by its number, over all stacks of `depth` layers; empty if there is no such stack."""
+    """The kind of each layer, by its number: sliding or full attention, dense or with experts, and so on.
+
+    Configs express this differently: a list with an entry for each layer, the number of first layers, a period. The
+    modules of the built model show it in every case. A kind is over all stacks of `depth` layers; the list is empty if
+    there is no such stack.
+    """
     stacks = list(_stacks(model, depth))
     return [tuple(_kind(stack[number]) for stack in stacks) for number in range(depth)] if stacks else []
 

@@ -29,6 +29,13 @@ FEWEST_TOKENS = 200
 """Without tokenizer files transformers makes a tokenizer with only the special tokens: T5's has 104."""
 TOKENIZER_FILES = (file_names.TOKENIZER, "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "tekken.json")
 MADE_UP_VOCABULARY = 512
+BYTES = 256
+ALWAYS = ("pad", "eos", "mask", "im_start", "im_end")
+"""Tokens that there are in any case; the last two mark turns."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 TRIED_TOKENS = 16
 SEED = 0
 
@@ -260,15 +267,6 @@ def _not_shown(config: Any, small: _BuiltModel, tokenizer: str) -> Iterator[str]
         yield "some kinds of its layers, which need more layers than the small model has"
     if small.tried:
         yield f"that it runs on text alone: {small.tried}"
-
-
-BYTES = 256
-ALWAYS = ("pad", "eos", "mask", "im_start", "im_end")
-"""Tokens that there are in any case; the last two mark turns."""
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 
 
 def new_numbers(token_ids: Mapping[int, str]) -> dict[int, int]:
