@@ -41,6 +41,10 @@ REPORTED: Mapping[str, repeated.Text] = {
         "all {count} weights have a weight_decay of {decay:g}: groups by dimensions, and FSDP1's shards have 1",
         "make the groups and the optimizer before prepare, and prepare both in one call; or choose by name",
     ),
+    "lost-hook": repeated.Text(
+        "register_hook: FSDP replaces the weight by a shard and never calls the hook, which changes gradients",
+        "change the gradients between backward and optimizer.step(); or freeze the weight, which needs no hook",
+    ),
 }
 """Mistakes that a rank reports itself, by the kind of its event."""
 

@@ -153,6 +153,8 @@ if NAME == "task of each rank":
 
     model.lm_head = Heads()
 
+if NAME == "hook lost":
+    model.lm_head.weight.register_hook(lambda gradient: 0 * gradient)
 if NAME == "loads before prepare":
     accelerator.load_state(MODEL)
 if NAME == "head ignored":
@@ -192,6 +194,8 @@ elif NAME in ("dataloader not prepared", "another shuffle", "same order", "fewer
 else:
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
+if NAME == "hook of a shard":
+    model.lm_head.weight.register_hook(torch.zeros_like)
 if NAME == "loads whole weights":
     model.load_state_dict(load_file(f"{MODEL}/model.safetensors"))
 if NAME == "sends shards":

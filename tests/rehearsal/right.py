@@ -53,6 +53,9 @@ if "buffers" in WAYS:
             return self.inner(x)
 
     model.lm_head = Normed(model.lm_head)
+if "logs a gradient" in WAYS:
+    norms: list[torch.Tensor] = []
+    model.lm_head.weight.register_hook(lambda gradient: norms.append(gradient.norm()))
 if "gradient checkpointing" in WAYS:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 if "adapter" in WAYS:

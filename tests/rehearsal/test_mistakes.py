@@ -162,6 +162,9 @@ BY_SCRIPT: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "groups of an optimizer by dimensions": (
         "decay by dimensions", FSDP1, "the script", "if parameter.dim() == 1]",
     ),
+    "a hook on a weight, before prepare": ("hook lost", FSDP2, "the script", "lambda gradient: 0 *"),
+    "a hook on a weight, before prepare, under FSDP1": ("hook lost", FSDP1, "the script", "lambda gradient: 0 *"),
+    "a hook on a weight, after prepare": ("hook of a shard", FSDP2, "the script", "register_hook(torch.zeros_like)"),
     "set_epoch() forgotten": ("same order", {}, "the script", "# twice"),
     "shards saved as a model": ("saves shards", FSDP1, "the script", "save_pretrained(FOLDER)"),
     "optimizer.step() on rank 0 alone": ("steps on one rank", FSDP2, "the script", "optimizer.step()"),

@@ -20,6 +20,7 @@ BF16 = {"mixed_precision": "bf16"}
 RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "accumulates,own loss,groups,clips,buffers": (FSDP2 | {"fsdp_cpu_ram_efficient_loading": False}, {}),
     "accumulates by hand,frozen weights,momentum,evaluates,average": (FSDP1, {}),
+    "logs a gradient": (FSDP2, {}),
     "dropout,two passes,weights clamped,clips values,reference": ({}, {}),
     "gradual unfreezing,loss and logits,clips each micro-batch,summed loss": (
         FSDP1 | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"},

@@ -2,19 +2,17 @@
 
 import copy
 import gc
-import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.launch.ranks.holding import plain_class
+from accel_fsdp.launch.ranks.hooks import hooks_of
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.units import kib_or_mib
 
 if TYPE_CHECKING:
     from torch import nn
 
-OF_TRANSFORMERS = ("transformers.", "accel_fsdp.training.")
-"""Modules whose hooks on weights keep the ranks of a mesh equal to one process."""
 MOST_BYTES = 2**29
 """The largest model that is copied: a rank keeps several copies of its part, and rank 0 two of the whole model."""
 
@@ -94,22 +92,3 @@ def _rebuilt(model: Any) -> Any:
 def is_split(parameter: Any) -> bool:
     """Whether a rank has only its part of a weight, as of each weight that is created under ZeRO-3."""
     return bool(getattr(parameter, "ds_numel", parameter.numel()) != parameter.numel())
-
-
-def hooks_of(model: "nn.Module") -> int:
-    """The number of hooks on a model's modules that may change what it computes, without those of libraries.
-
-    Transformers' keep hidden states, and are added in a forward pass that is asked for them.
-    """
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    hooks = [hook for module in model.modules() for kind in kinds for hook in getattr(module, kind).values()]
-    functions = [inspect.unwrap(getattr(hook, "func", hook)) for hook in hooks]
-    libraries = ("torch.", "deepspeed.", *OF_TRANSFORMERS)
-    return sum(not str(getattr(function, "__module__", "")).startswith(libraries) for function in functions)
-
-
-def has_hooks(weight: Any) -> bool:
-    """Whether a script's hook changes this weight's gradient; transformers' hooks average or sum it over ranks."""
-    kinds = (weight._backward_hooks, getattr(weight, "_post_accumulate_grad_hooks", None))
-    hooks = [hook for of_kind in kinds for hook in (of_kind or {}).values()]
-    return any(not str(getattr(hook, "__module__", "")).startswith(OF_TRANSFORMERS) for hook in hooks)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.errors import is_installed
 from accel_fsdp.launch.ranks import accumulation, buffers, events, lines, outputs, parts, precision, script
-from accel_fsdp.launch.ranks.copies import Copy, copied, has_hooks, hooks_of, loaded_in_shards, outermost
+from accel_fsdp.launch.ranks.copies import Copy, copied, loaded_in_shards, outermost
 from accel_fsdp.launch.ranks.holding import unwrapped, user_name
+from accel_fsdp.launch.ranks.hooks import has_hooks, hooks_of
 from accel_fsdp.launch.ranks.lines import ObservedLines
 from accel_fsdp.launch.ranks.mixed_shards import ObservedShards
 from accel_fsdp.launch.ranks.observing import Observation, after, before, replace

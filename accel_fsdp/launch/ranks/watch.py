@@ -23,6 +23,7 @@ from accel_fsdp.launch.ranks.drawn_rows import ObservedRows, ObservedStreams
 from accel_fsdp.launch.ranks.gradients import LeftoverGradients, ObservedGradients, checksum_of
 from accel_fsdp.launch.ranks.hidden_nan import HiddenNan
 from accel_fsdp.launch.ranks.holding import is_unit, measure, unwrapped, user_name
+from accel_fsdp.launch.ranks.hooks import HOOKS, ObservedHooks
 from accel_fsdp.launch.ranks.modes import MODES, ObservedModes
 from accel_fsdp.launch.ranks.observing import Observation, after, before
 from accel_fsdp.launch.ranks.replicas import COPIES, ObservedCopies
@@ -67,6 +68,7 @@ OBSERVED = (
     summed_counts.REDUCTIONS,
     summed_counts.COUNTS,
     MODES,
+    HOOKS,
 )
 RELIES_ON = tuple(internal for observation in OBSERVED for internal in observation.relies_on)
 HOLD_AFTER = "ACCEL_FSDP_HOLD_AFTER"
@@ -88,6 +90,7 @@ def begin() -> Callable[[], None]:
         drawn_rows.LOADERS: steps.drawn.install,
         summed_counts.REDUCTIONS: summed_counts.ObservedReductions().install,
         MODES: steps.modes.install,
+        HOOKS: steps.hooks.install,
         COPIES: steps.copies.install,
         raised.ERRORS: raised.ObservedErrors().install,
     }
@@ -245,7 +248,7 @@ class _Steps:
         self.weights = ObservedWeights()
         self.saves = ObservedSaves(self.weights)
         self.gradients = ObservedGradients()
-        self.uncovered, self.hidden_nan = UncoveredWeights(), HiddenNan()
+        self.uncovered, self.hidden_nan, self.hooks = UncoveredWeights(), HiddenNan(), ObservedHooks()
         self.drawn, self.streams = ObservedRows(), ObservedStreams()
         self.leftover = LeftoverGradients(self.drawn)
         self.schedules = ObservedSchedules()
@@ -326,6 +329,7 @@ class _Steps:
         self.schedules.report_end(self.drawn.batches)
         self.uncovered.report_end(self.weights.added_at)
         self.hidden_nan.report_end()
+        self.hooks.report_end()
         self.modes.report_end()
         self.copies.report_end()
         self.saves.report_held(self.weights.steps)
@@ -346,6 +350,7 @@ class _Steps:
         elif self.is_first and self.models:  # a closure has yet to run them
             self._report_first(optimizer)
         self.uncovered.before_step(optimizer)
+        self.hooks.before_step(optimizer)
         if self.hold_after is not None and self.hold_after.is_dir() and not completeness.flaw(self.hold_after):
             events.report("held")
             signal.pause()
