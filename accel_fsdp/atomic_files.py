@@ -17,6 +17,8 @@ from accel_fsdp.errors import UserError
 if TYPE_CHECKING:
     from filelock import FileLock
 
+RUN_LOCK = ".run.lock"
+"""The file in a run's folder that its process locks; it stays when the run has ended."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 """Constants of Linux's headers fcntl.h and fs.h."""
 ENOUGH_FOR_LINE_ENDS = 1 << 16
@@ -246,11 +248,24 @@ def only_run(folder: Path) -> "FileLock":
     """Locks `folder` for this process, so that two runs can't write their checkpoints and exports over one another."""
     folder.mkdir(parents=True, exist_ok=True)
     return _lock(
-        folder / ".run.lock",
+        folder / RUN_LOCK,
         f"another run is writing to {folder}",
         why="the checkpoints of two runs would be mixed up",
         fix="wait until it has ended, or choose another --output_dir",
     )
+
+
+@contextlib.contextmanager
+def no_run(folder: Path) -> Iterator[None]:
+    """Holds the lock of `only_run` if a run has left one: no run of `train/sft.py` writes to the folder meanwhile."""
+    if not (folder / RUN_LOCK).exists():
+        yield
+        return
+    lock = only_run(folder)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def sync_folder(folder: Path) -> None:

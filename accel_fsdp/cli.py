@@ -316,6 +316,12 @@ COMMANDS = {
         cleaned="OUT is as it was",
         finished="accel_fsdp.exporter:finished",
     ),
+    "checkpoints": Command(
+        "List a run's checkpoints with their losses; delete some; compare the weights of two.",
+        "accel_fsdp.checkpoints_command:CheckpointsCommand",
+        "accel_fsdp.checkpoints_command:show",
+        outcome="nothing half-deleted looks like a checkpoint",
+    ),
     "init": Command(
         "Copy the training script, a YAML and a short README into a project of your own; nothing is overwritten.",
         "accel_fsdp.init_command:InitCommand",

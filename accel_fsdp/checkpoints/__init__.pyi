@@ -1,6 +1,7 @@
 from . import completeness as completeness
 from . import dcp as dcp
 from . import deepspeed as deepspeed
+from . import differences as differences
 from . import discover as discover
 from . import file_names as file_names
 from . import marker as marker
@@ -11,6 +12,7 @@ from . import summary as summary
 from . import tensor_names as tensor_names
 from . import tensor_storage as tensor_storage
 from . import torch_zip as torch_zip
+from .differences import Difference as Difference
 from .discover import CheckpointLocation as CheckpointLocation
 from .marker import Origin as Origin
 from .open_checkpoint import MODEL_KEYS as MODEL_KEYS

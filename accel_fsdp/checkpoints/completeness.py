@@ -196,6 +196,16 @@ def has_trainer_state(checkpoint: Path) -> bool:
         return False
 
 
+def logged(checkpoint: Path) -> list[dict[str, Any]]:
+    """What Trainer logged up to a checkpoint: entries with their `step`; empty where it can't be read."""
+    try:
+        log = (_trainer_state(checkpoint) or {}).get("log_history")
+    except UserError:
+        return []
+    entries = log if isinstance(log, list) else []
+    return [entry for entry in entries if isinstance(entry, dict) and type(entry.get("step")) is int]
+
+
 def _trainer_state(checkpoint: Path) -> dict[str, Any] | None:
     return untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE, most_values=MOST_LOGGED)
 
@@ -256,8 +266,12 @@ def retire(run: Path, keep: int | None, best: str | None) -> None:
             to_keep.add(path)
     for path in checkpoints[: checkpoints.index(complete[-1])]:
         if path not in to_keep:
-            os.replace(path, _aside(path))  # a folder that is partly deleted must not look like a checkpoint
-            _remove(_aside(path))
+            delete(path)
+
+
+def delete(checkpoint: Path) -> None:
+    os.replace(checkpoint, _aside(checkpoint))  # a folder that is partly deleted must not look like a checkpoint
+    _remove(_aside(checkpoint))
 
 
 def _aside(checkpoint: Path) -> Path:
