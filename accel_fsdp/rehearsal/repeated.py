@@ -8,6 +8,8 @@ from accel_fsdp.launch.ranks import RankEvent
 from accel_fsdp.rehearsal.blame import SCRIPT, Failure, mistake
 from accel_fsdp.units import counted, first_few
 
+UNCOMPARED = "not repeated in one process: "
+"""What `summary` says before the reason why nothing was compared."""
 NEAR = 0.01
 """How near a ratio must be to one that has a meaning, relative to it."""
 
@@ -47,9 +49,9 @@ def _averages_weights(events: Sequence[RankEvent], difference: Mapping[str, Any]
 def summary(events: Sequence[RankEvent]) -> str:
     """The compared values, as the end of a sentence; empty if nothing was recorded."""
     if _averages_weights(events, _first_difference(events)):
-        return "; not repeated in one process: the script averages the ranks' weights at intervals, not their gradients"
+        return f"; {UNCOMPARED}the script averages the ranks' weights at intervals, not their gradients"
     if why := next((event.content["why"] for event in events if event.kind == "unrepeated"), ""):
-        return f"; not repeated in one process: {why}"
+        return f"; {UNCOMPARED}{why}"
     updates = [event.content for event in events if event.kind == "repeated"]
     if not updates:
         return ""

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 from accel_fsdp import console
 from accel_fsdp.config import JobConfig
+from accel_fsdp.rehearsal import repeated
 
 ONLY_GPUS = ("NCCL and the network between machines", "CUDA memory", "speed", "kernels of GPUs such as FlashAttention")
 
@@ -88,7 +89,11 @@ def conclude(report: Report) -> None:
         console.put(f"in small: {'; '.join(report.changes)}", wrap=True)
     if not report.passed:
         return
-    console.put(f"proven here: {', '.join(step.name for step in report.steps)}", style="green", wrap=True)
+    ran_alone = [step.name for step in report.steps if repeated.UNCOMPARED in step.said]
+    proven = [step.name for step in report.steps if step.name not in ran_alone]
+    console.put(f"proven here: {', '.join(proven)}", style="green", wrap=True)
+    if ran_alone:
+        console.put(f"only ran, not compared with one process: {', '.join(ran_alone)}", style="yellow", wrap=True)
     console.put(f"only a GPU can show: {'; '.join(report.left_out)}", wrap=True)
     if report.of_real_model:
         console.put(f"only the real model can show: {'; '.join(report.of_real_model)}", wrap=True)

@@ -11,6 +11,7 @@ from test_mistakes import FSDP1, FSDP2, yaml_file
 from test_public import rehearsed
 
 from accel_fsdp.launch.ranks import RankEvent, averaging, holdings, loss_shares
+from accel_fsdp.rehearsal import repeated, report
 
 SCRIPT = ROOT / "tests/rehearsal/right.py"
 SAME = re.compile(
@@ -156,3 +157,15 @@ def test_losses_may_be_of_more_batches_than_they_are_divided_by() -> None:
     assert not loss_shares.misdivided(update_with([0.5] * 2, 2), 2)
     assert not loss_shares.misdivided(update_with([0.5] * 4, 2, same=True), 3)  # two losses of each batch
     assert not loss_shares.misdivided(update_with([0.5] * 4, 2, backwards=2), 3)  # of two tasks
+
+
+def test_what_only_ran_is_not_called_proven(capsys: pytest.CaptureFixture[str]) -> None:
+    ran = "DDP; each rank holds all 9 weights" + repeated.summary(
+        [RankEvent(0, 0.0, "unrepeated", {"why": "a closure"})]
+    )
+    report.conclude(report.Report("a.yaml", steps=[report.StepResult("check", True, 0.1, "no errors")]))
+    assert "only ran" not in capsys.readouterr().out
+    steps = [report.StepResult(name, True, 0.1, said) for name, said in (("check", "no errors"), ("the script", ran))]
+    report.conclude(report.Report("a.yaml", steps=steps))
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[:2] == ["proven here: check", "only ran, not compared with one process: the script"]
