@@ -134,6 +134,11 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         "--output_dir then holds a trace of each step and rank, on GPUs a memory snapshot, and step.html, which "
         "compares the last of them with the prediction, unit by unit. The step before the first one warms up.",
     )
+    final_export: Literal["gather", "stream"] = HfArg(
+        default="gather",
+        help="How final/ is made of a sharded model. gather: the ranks send their shards to the first one, whose host "
+        "must hold the whole model. stream: the first rank reads the last checkpoint, some tensors at a time.",
+    )
     export_dtype: Literal["auto", "float32", "bfloat16", "float16"] = HfArg(
         default="auto",
         help="Dtype of the exported weights. auto: the base model's; an adapter stays as it was trained.",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from accel_fsdp import atomic_files, disks, models
+from accel_fsdp import atomic_files, disks, exporter, models
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import exported_folder
@@ -53,7 +53,7 @@ class Export:
         return torch.float32 if self.trainer.is_sharded and precision != "no" else None
 
     def write(self, target: Path, card: str) -> int:
-        """Gathers the model and writes it; returns the number of tensors. Call on all ranks.
+        """Writes the model, gathered or from a checkpoint; returns the number of tensors. Call on all ranks.
 
         Raises:
             UserError: the host lacks memory to gather it; the files differ from the trained model, or can't be written.
@@ -62,11 +62,12 @@ class Export:
         writes = self.args.should_save  # rank 0, or one rank per node with --save_on_each_node
         plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
         if trainer.is_sharded or trainer.is_deepspeed_enabled:
+            if self.args.final_export == "stream":
+                return self._stream(target, card)
             check_host_memory(self.expected.gathered_bytes, writes, target, self._kept_checkpoint)
         if plugin is not None:
             plugin.set_state_dict_type("FULL_STATE_DICT")
-        minimum = max(self.args.ddp_timeout, watch.patience.collectives)
-        watch.patience.collectives = lengthen_timeouts(self.expected.gathered_bytes, minimum)
+        self._lengthen_timeouts()
         if trainer.use_cache is not None:  # Trainer turned it off; the export is for inference
             trainer.model.config.use_cache = trainer.use_cache
         self.is_writing = True
@@ -78,6 +79,25 @@ class Export:
             trainer.accelerator.wait_for_everyone()
         watch.end()
         return tensors
+
+    def _stream(self, target: Path, card: str) -> int:
+        """Exports the checkpoint of the current weights on rank 0, which holds some blocks of tensors at a time."""
+        checkpoint = self._kept_checkpoint()
+        self._lengthen_timeouts()
+        tensors = 0
+        with self.trainer.watch.doing("the export"):
+            if self.args.process_index == 0:
+                options = exporter.ExportCommand(checkpoint, target, dtype=self.dtype or None, force=True)
+                tensors = len(exporter.exported(options).tensors)
+                atomic_files.write_text(target / file_names.CARD, card)
+            self.trainer.accelerator.wait_for_everyone()
+        self.trainer.watch.end()
+        return tensors
+
+    def _lengthen_timeouts(self) -> None:
+        patience = self.trainer.watch.patience
+        minimum = max(self.args.ddp_timeout, patience.collectives)
+        patience.collectives = lengthen_timeouts(self.expected.gathered_bytes, minimum)
 
     def _write_here(self, target: Path, card: str) -> int:
         with atomic_files.replaced_folder(target) as folder:
@@ -146,7 +166,8 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
     raise UserError(
         f"the whole model takes {takes} of host memory, {available} are free",
         why=f"the system would end the process that gathers it; nothing is lost, {saved.name} holds what was trained",
-        fix=f"accel-fsdp export {saved} {target}, which needs memory for one tensor at a time",
+        fix=f"accel-fsdp export {saved} {target}, which needs memory for one tensor at a time; in the next run "
+        "--final_export stream does so",
     )
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, SFT, Finished, accelerate_launch
+from conftest import ROOT, SFT, Finished, accel_fsdp, accelerate_launch
 from huggingface_hub import ModelCard
 from reference import LEARNING_RATE, train
 from safetensors.torch import load_file
@@ -218,6 +218,29 @@ def test_a_host_too_small_for_the_model_keeps_a_checkpoint(tiny_model: Path, tex
     assert f"accel-fsdp export {out / 'checkpoint-2'} {out / 'final'}" in finished.output
     assert (out / "checkpoint-2" / "pytorch_model_fsdp_0" / ".metadata").is_file()
     assert not (out / "final").exists()
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("version", ["2", "1"])
+def test_a_host_too_small_for_the_model_streams_the_export(
+    version: str, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Bit-equal to the model that another host gathers, with the same card, and verified."""
+    config = make_config(tmp_path, tiny_model, fsdp_version=version)
+    args = ("--save_strategy", "no", "--max_steps", "2", "--export_dtype", "bfloat16")
+    gathered = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, tmp_path / "gathered", *args))
+    assert gathered.code == 0, gathered.output
+    args += ("--final_export", "stream")
+    out = tmp_path / "streamed"
+    streamed = accelerate_launch(config, SCARCE, *sft_args(tiny_model, text_data, out, *args), SCARCE="host")
+    assert streamed.code == 0, streamed.output
+    assert f"exported and verified: {out / 'final'}" in streamed.output
+    whole, parts = (load_file(run / "final/model.safetensors") for run in (tmp_path / "gathered", out))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    assert (out / "final/README.md").read_text().startswith("---")
+    assert accel_fsdp("export", "--check", out / "final").code == 0
+    AutoTokenizer.from_pretrained(out / "final")
 
 
 @pytest.mark.slow(but=1)
