@@ -117,9 +117,10 @@ class JobConfig:
 
     @property
     def mesh(self) -> dict[str, Any]:
-        """The sizes of the device mesh by axis as they are written, 1 for missing ones."""
+        """The sizes of the device mesh by axis as they are written, 1 for missing ones; quoted ones count too."""
         section = self.section("parallelism_config")
-        return {axis: section.get(size_key(axis), 1) for axis in AXES}
+        written = {axis: section.get(size_key(axis), 1) for axis in AXES}
+        return {axis: int(s) if isinstance(s, str) and s.isdecimal() else s for axis, s in written.items()}
 
     @property
     def layer_classes(self) -> tuple[str, ...]:

@@ -183,6 +183,18 @@ TABLE: tuple[Clash, ...] = (
         _flag("use_dora", Engine.FSDP1),
     ),
     Clash(
+        "dora-mesh", ("flags",), "stops",
+        "DoRA can't work on a model that transformers shards, as for tp or experts",
+        "the first step stops: got mixed torch.Tensor and DTensor", "LoRA, without --use_dora",
+        lambda job: job.layout.is_by_transformers and "use_dora" in job.flags,
+    ),
+    Clash(
+        "fp16-mesh", ("precision",), "trains something else",
+        "transformers, which divides layers and experts, has no fp16",
+        "it computes in float32, in twice the memory and several times the time", "mixed_precision: bf16",
+        lambda job: job.layout.is_by_transformers and job.recipe.precision == "fp16",
+    ),
+    Clash(
         "eight-bit-fsdp1", ("flags",), "stops",
         "FSDP1 can't shard an 8-bit base", "Accelerate stops: Must flatten tensors with uniform dtype",
         f"{ORIGINAL} with --load_in_4bit and a floating bnb_4bit_quant_storage",

@@ -32,8 +32,10 @@ class Layout:
     experts: int = 1
 
     def __post_init__(self) -> None:
-        """Accepts an engine or its name, as in JSON."""
+        """Accepts an engine or its name, as in JSON; transformers' plans always reshard after forward."""
         object.__setattr__(self, "engine", Engine(self.engine))
+        if self.is_by_transformers and not self.reshards:
+            object.__setattr__(self, "strategy", self.strategy - 1)
 
     @classmethod
     def alone(cls) -> "Layout":

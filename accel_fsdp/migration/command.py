@@ -1,7 +1,7 @@
 """The command `accel-fsdp migrate`: read, plan, report, write."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,12 +69,23 @@ def drawn_up(
         )
         return migration, before, after
     migration = plan(job, target, layer_class)
+    launched = _experts_in_launch_line(job)
+    if launched > 1 and target != "fsdp2":
+        why = "FSDP2 alone has expert parallelism"
+        change = Change(EXPERT_FLAG, "lost", str(launched), why=why, breaks=True)
+        migration = replace(migration, changes=(*migration.changes, change))
     _refuse_merge_keys(path, document)
     yaml_edit.apply(document, migration.edits)
     if not migration.edits:
         return migration, before, before
     title = f"Migrated from {migration.source} to {migration.target}. The command below made the original file."
-    return migration, before, header.retitle(yaml_file.dump(document), title)
+    after = header.retitle(yaml_file.dump(document), title)
+    return migration, before, after if target == "fsdp2" else after.replace(f" {EXPERT_FLAG} {launched}", "")
+
+
+def _experts_in_launch_line(job: JobConfig) -> int:
+    """The expert-parallel size in the launch line of a file's comment; 1 without one."""
+    return as_int(parse_command_line(header.script_arguments(job.source)).get(EXPERT_FIELD)) or 1
 
 
 def _to_native(job: JobConfig, experts: int | None) -> tuple[Migration, str]:
@@ -84,8 +95,8 @@ def _to_native(job: JobConfig, experts: int | None) -> tuple[Migration, str]:
     if job.engine is not Engine.FSDP2:
         what, why = f"{job.engine.label} has no native form", "transformers shards with FSDP2 only"
         raise UsageError(what, why=why, fix="accel-fsdp migrate FILE --to fsdp2 first")
-    launched = parse_command_line(header.script_arguments(job.source)).get(EXPERT_FIELD)
-    migration, content = native.to_native(new_draft(job, "fsdp_config"), experts or as_int(launched) or 1)
+    experts = experts or _experts_in_launch_line(job)
+    migration, content = native.to_native(new_draft(job, "fsdp_config"), experts)
     return migration, json.dumps(content, indent=2) + "\n"
 
 

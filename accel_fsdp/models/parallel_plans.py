@@ -31,6 +31,9 @@ SETTINGS: Mapping[str, str] = {
 """What the user sets, in a YAML and in the arguments of `train/sft.py`: axes by name, and methods."""
 OLD_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """The router and the layers of an expert in transformers 4, before it fused experts."""
+UNTRAINED = frozenset({"llama4_text", "apertus"})
+"""Models whose plan for `tp` can't train (transformers 5.23): Llama 4 stops in the first step, and the scalars of
+Apertus' activation get a part of their gradients."""
 SINCE = "5.23"
 """The first version of transformers whose meshes were compared with one process."""
 PACKED_SINCE = "2.13"
@@ -154,7 +157,8 @@ class Divisible:
         for axis, (plan, parts) in plans.items():
             if plan is False and sizes[axis] > 1:
                 what = f"{axis} {sizes[axis]}: transformers has no plan to divide the {parts} of this model"
-                yield Misfit("plan", axis, what, "it doesn't know how to split them", "{without}")
+                why = "it doesn't know how to split them, or trains them wrong"
+                yield Misfit("plan", axis, what, why, "{without}")
         counts = {"attention heads": ("tp", self.heads), "key/value heads": ("tp", self.kv_heads)}
         for noun, (axis, count) in {**counts, "experts": ("ep", self.experts)}.items():
             if count % sizes[axis] and plans[axis][0] is not False:
@@ -230,7 +234,7 @@ def divisible_by_config(config: Any) -> Divisible:
         heads=count("num_attention_heads") if divided & QUERIES else 0,
         kv_heads=count("num_key_value_heads") if divided & KEYS else 0,
         experts=count(*EXPERTS),
-        tensor_plan=bool(plan),
+        tensor_plan=bool(plan) and text.model_type not in UNTRAINED,
         expert_plan=bool(getattr(text, "base_model_ep_plan", None)),
         replicated_norms=REPLICATED in plan.values(),
         tied_rows=count("vocab_size") if getattr(config, "tie_word_embeddings", False) else 0,

@@ -17,9 +17,10 @@ from transformers.utils import is_liger_kernel_available
 from accel_fsdp.config import EXPERT_FIELD, Engine
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.exporter import hub
-from accel_fsdp.job import Job, Layout, Recipe, combinations, from_run
+from accel_fsdp.job import Job, Layout, Recipe, combinations, from_run, from_yaml
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
+from accel_fsdp.training import mesh
 from accel_fsdp.training.reporting import profile_flag
 
 UNSHARDED = ("lora_modules_to_save",)
@@ -139,8 +140,8 @@ def _check_combination(model: Any, training: TrainingArguments) -> None:
     enabled = {name for name in combinations.FLAGS if getattr(model, name, False)}
     launch = LaunchEnvironment.now()
     job = Job(
-        Layout(from_run.engine_here()),
-        Recipe(model.method),
+        mesh.layout_here() if launch.by_transformers else Layout(from_run.engine_here()),
+        Recipe(model.method, precision=from_yaml.PRECISIONS.get(launch.mixed_precision, "no")),
         optimizer=str(getattr(training.optim, "value", training.optim)),
         recompute="engine" if launch.recomputes_units else "script" if training.gradient_checkpointing else "none",
         state_dict=launch.state_dict_type,

@@ -5,18 +5,22 @@ Accelerate's own `tp_size` splits no layer with transformers 5.17 or later, and 
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
-from accel_fsdp import console, models
+from accel_fsdp import console, library_internals, models
+from accel_fsdp.checkpoints import clean_name
 from accel_fsdp.config import AXES, EXPERT_FLAG, NATIVE_SIZES, ROW_AXES, Engine, Method, mesh_fits
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.job import Layout
 from accel_fsdp.launch_environment import EXPERT_AXIS, MESH, LaunchEnvironment
+from accel_fsdp.library_internals import Internal
 from accel_fsdp.training import patches
 from accel_fsdp.units import counted, millions
 
@@ -27,6 +31,9 @@ if TYPE_CHECKING:
 HIDDEN = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 """Variables that Accelerate must not find, nor the sizes of its mesh: it would shard the model once more."""
 
+RELIES_ON = (Internal("transformers.distributed.mixin:DistributedMixin._device_mesh"),)
+APART = 1e-3
+"""How far sum and norm of equal gradients may be apart on two ranks, as a part of the norm: they differ by rounding."""
 REDISTRIBUTING = "torch.distributed.tensor._redistribute"
 """The logger of torch that warns on every rank about the order of gathers, which transformers' plans determine."""
 
@@ -79,6 +86,7 @@ def choose(experts: int) -> None:
     for name in [name for name in os.environ if name in HIDDEN or name.startswith("PARALLELISM_CONFIG_")]:
         del os.environ[name]
     layout_here().check_experts()
+    library_internals.check(*RELIES_ON, why="gradients are compared over its ranks")
     patches.fix_tensor_parallelism()
     logging.getLogger(REDISTRIBUTING).setLevel(logging.ERROR)
 
@@ -113,6 +121,68 @@ def loading() -> dict[str, "DistributedConfig"]:
     mixed = launch.mixed_precision == "bf16"
     offloads = launch.offloads and torch.accelerator.is_available()  # on the CPU torch would stop
     return {"distributed_config": DistributedConfig(**sizes, fsdp_mixed_precision=mixed, fsdp_cpu_offload=offloads)}
+
+
+class GradientCheck(TrainerCallback):  # type: ignore[misc]
+    """Compares the first gradients of weights that `tp` leaves whole: its ranks must have the same.
+
+    A weight that is applied to a rank's part of a layer, such as one of an activation, gets a part of its gradient
+    unless transformers' plan for the model sums it. Nothing else shows that: Trainer averages such gradients over the
+    ranks where FSDP doesn't shard them (5.23), so they are compared before.
+    """
+
+    def __init__(self) -> None:
+        self.is_needed = "tp" in LaunchEnvironment.now().mesh
+        self.numbers: dict[str, torch.Tensor] = {}
+        self.remove: list[Callable[[], None]] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self.is_needed:
+            for name, weight in _whole_weights(model):
+                if not isinstance(weight, DTensor):  # torch calls no hook of one
+                    self.remove.append(weight.register_hook(self._hook(name)).remove)  # type: ignore[no-untyped-call]
+
+    def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def note(gradient: torch.Tensor) -> None:
+            self.numbers.setdefault(name, _sum_and_norm(gradient))
+
+        return note
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if not self.is_needed:
+            return
+        self.is_needed = False
+        while self.remove:
+            self.remove.pop()()
+        for name, weight in _whole_weights(model):
+            if isinstance(weight.grad, DTensor):
+                self.numbers[name] = _sum_and_norm(weight.grad.to_local())
+        if not self.numbers:
+            return
+        mine = torch.stack(list(self.numbers.values()))
+        group = model._device_mesh["tp"].get_group()
+        of_ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(of_ranks, mine, group=group)
+        apart = (torch.stack(of_ranks) - mine).abs().amax((0, 2))
+        for name, by, norm in zip(self.numbers, apart.tolist(), mine[:, 1].tolist(), strict=True):
+            if by > APART * norm:
+                raise UserError(
+                    f"the ranks of tp have other gradients of {clean_name(name)}, which each of them holds whole",
+                    why="transformers' plan for this model doesn't sum them: the weight would be trained wrong",
+                    fix="tp_size: 1 in the YAML's parallelism_config, and a dp_shard_size so many times as large",
+                )
+
+
+def _whole_weights(model: Any) -> Iterable[tuple[str, torch.nn.Parameter]]:
+    """The trained weights that transformers' plans neither divide nor sum the gradients of."""
+    plan = {**(model.tp_plan or {}), **(model.ep_plan or {})}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and not models.parallel_plans.style_of(name, plan):
+            yield name, weight
+
+
+def _sum_and_norm(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.stack([gradient.sum(dtype=torch.float64), gradient.double().norm()])
 
 
 def announce(model: "nn.Module", args: Any) -> None:

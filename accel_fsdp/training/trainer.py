@@ -144,6 +144,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             self.add_callback(sharding_check.ShardingCheck())
         elif self.by_transformers:
             mesh.announce(self.model, self.args)
+            self.add_callback(mesh.GradientCheck())
         elif self.accelerator.is_main_process:
             kind = self.accelerator.distributed_type.value
             single = "one process, which holds the whole model"

@@ -233,7 +233,7 @@ def check_replicas(context: Context, value: Any) -> int:
     total = context["num_processes"]
     size = _divisor("--dp-replicate", value, total, f"the {total} processes are divided evenly among them")
     if size * 2 > total:
-        fix = f"--dp-replicate {max(total // 2, 1)}, or --strategy 1"
+        fix = f"--dp-replicate {max(total // 2, 1)}; or --strategy 1 without --dp-replicate"
         raise UserError(f"{size} replicas of {total} processes", why="one process has nothing to share", fix=fix)
     return size
 
@@ -284,9 +284,14 @@ def _divisor(flag: str, value: Any, whole: int, why: str, fix: str = "") -> int:
 
 
 def _refuse_axis(context: Context, axis: str, axes: dict[str, int]) -> None:
-    model = context.model
+    model, flag = context.model, f"--{axis} {axes[axis]}"
+    if context["strategy"] in (2, 5):
+        why, fix = "its weights are always freed after forward", f"--strategy {context['strategy'] - 1}"
+        raise UserError(f"{flag} with --strategy {context['strategy']}", why=why, fix=fix)
+    if context["mixed_precision"] == "fp16":
+        why = "transformers, which divides the model, has no fp16"
+        raise UserError(f"{flag} with --mixed-precision fp16", why=why, fix=f"--mixed-precision bf16, or --{axis} 1")
     if model and model.auto_class != CAUSAL:
-        flag = f"--{axis} {axes[axis]}"
         raise UserError(f"{flag} for {model.auto_class}", why="train/sft.py alone divides", fix=f"--{axis} 1")
     sizes = {**axes, "fsdp": _ranks_per_copy(context) // axes["tp"]}
     for misfit in (model or Divisible()).misfits(sizes, context["method"], FLAGS):

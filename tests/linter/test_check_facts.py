@@ -158,6 +158,10 @@ FACTS: dict[str, tuple[Subject, Subject]] = {
     ),
     "AF702": (versions(SAGEMAKER, accelerate="1.15.0"), versions(SAGEMAKER, accelerate="1.9.0")),
     "AF329": (ours(DDP + TP), ours(V2 + TP)),
+    "AF333": (
+        ours(V2 + "  fsdp_reshard_after_forward: false\n" + TP),
+        ours(V2 + "  fsdp_reshard_after_forward: true\n" + TP),
+    ),
     "AF330": (ours(V2, f"{EXPERTS} 3"), ours(V2, f"{EXPERTS} 2")),
     "AF331": (ours(ON_EIGHT.replace("tp_size: 2", "tp_size: 8") + TWO), ours(ON_EIGHT + TWO)),
     "AF332": (
@@ -223,6 +227,11 @@ def test_rule_on_facts(code: str) -> None:
         ("AF613", on(V2, LOW, "--lr 1")),
         ("AF616", folder(V1 + SHARDED, SHARDED_CHECKPOINT)),
         ("AF329", ours(V2 + TP.replace("dp_shard_size: 4", "cp_size: 2"))),
+        ("AF329", ours(V2 + TP + "mixed_precision: fp16\n", "train/sft.py --lr 1")),
+        ("AF329", ours(V2 + TP, "train/sft.py --use_liger_kernel")),
+        ("AF333", ours(V2 + "  fsdp_ignored_modules: .*norm\n", f"{EXPERTS} 2")),
+        ("AF610", ours(V2, f"{EXPERTS} 2 --use_peft --use_dora")),
+        ("AF316", ours(V2 + TP.replace("4", "'4'").replace("tp_size: 2", "tp_size: '3'"))),
         ("AF516", ours(V2, f"{EXPERTS} 2", model=replace(HEADS, experts=5))),
         ("AF516", subject(V2 + TP, model=replace(HEADS, heads=9))),
         ("AF517", ours(V2, f"{EXPERTS} 2", model=replace(HEADS, expert_plan=False))),

@@ -91,6 +91,18 @@ def test_a_lost_meaning_needs_force(tmp_path: Path) -> None:
     assert yaml.safe_load(path.read_text())["deepspeed_config"]["zero_stage"] == 3
 
 
+@pytest.mark.parametrize("target", ["zero3", "fsdp1", "fsdp2"])
+def test_expert_parallelism_of_the_launch_line_is_lost_with_fsdp2(target: str, tmp_path: Path) -> None:
+    path = ROOT / "accelerate_configs/fsdp2_moe_ep.yaml"
+    migrated = tmp_path / "new.yaml"
+    ended = accel_fsdp("migrate", path, "--to", target, "-o", migrated, "--force")
+    assert ("lost!    --expert_parallel_size" in ended.output) == (target != "fsdp2")
+    if target != "fsdp2":
+        assert accel_fsdp("migrate", path, "--to", target, "--dry-run").code == 1
+        assert "--expert_parallel_size" not in migrated.read_text()
+        assert accel_fsdp("check", migrated).code == 0
+
+
 def test_stdout_is_for_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "fsdp.yaml"
     path.write_text(COMMENTED)

@@ -461,6 +461,16 @@ SMALL = {
 }
 
 
+def test_a_mixture_that_returns_its_router_s_logits_is_recorded() -> None:
+    """Its loss is left out: the same model without it has the same allocations."""
+    sizes = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    with_logits, without = (
+        fit.record_model("m", MixtralConfig(**sizes, output_router_logits=returns), ("fp32-full-sdpa",))
+        for returns in (True, False)
+    )
+    assert with_logits == without
+
+
 def test_a_model_that_cannot_be_recorded_says_so(capfd: pytest.CaptureFixture[str]) -> None:
     """In one message: torch would log the traceback of each operation that fails on fake tensors."""
     config = MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=4)

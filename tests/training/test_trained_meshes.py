@@ -307,6 +307,24 @@ def test_what_doesn_t_go_is_refused_before_weights_are_read(
     assert message in str(refused.value)
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("layout", ["tp2", "fsdp2 x tp2"])
+def test_parts_of_gradients_that_no_plan_sums_stop_the_first_step(
+    layout: str, yamls: Path, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """As of the scalars in Apertus' activation, which each rank applies to its own neurons."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("apertus", **SMALL, hidden_act="xielu")
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "apertus")
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "apertus")
+    job = job_words(tmp_path / "apertus", text_data, tmp_path / "run", 2, 1)
+    ended = accelerate_launch(yamls / f"{layout}.yaml", ROOT / "tests/unsummed.py", *job)
+    assert ended.code == 1
+    assert re.search(r"the ranks of tp have other gradients of model.layers.\d.mlp.act_fn.alpha", ended.output)
+    refused = accelerate_launch(yamls / f"{layout}.yaml", SFT, *job)
+    assert "transformers has no plan to divide the layers of this model" in refused.output
+
+
 def test_torch_does_not_warn_about_what_plans_determine(yamls: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logger = logging.getLogger(_redistribute.__name__)
     logger.setLevel(logging.NOTSET)

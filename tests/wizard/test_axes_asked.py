@@ -80,6 +80,8 @@ def test_experts_are_in_the_launch_line(tmp_path: Path) -> None:
         (("--model", LLAMA, "--tp", "2", "--method", "lora"), "PEFT 0.21 stops"),
         (("--model", LLAMA, "--tp", "2", "--engine", "ddp"), "no effect with --engine ddp"),
         (("--model", LLAMA, "--strategy", "4", "--dp-replicate", "8"), "nothing to share"),
+        (("--model", LLAMA, "--tp", "2", "--strategy", "2"), "--strategy 1"),
+        (("--model", MIXTURE, "--ep", "2", "--mixed-precision", "fp16"), "has no fp16"),
     ],
 )
 def test_what_can_not_be_divided_is_refused(words: tuple[str, ...], message: str, tmp_path: Path) -> None:

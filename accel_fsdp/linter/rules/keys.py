@@ -7,6 +7,8 @@ from typing import Any
 from accel_fsdp.config import (
     BY_NAME,
     DISTRIBUTED_TYPES,
+    EXPERT_FIELD,
+    EXPERT_FLAG,
     FALSE_WORDS,
     MISNAMED,
     MULTI_CPU,
@@ -143,7 +145,9 @@ def unknown_section_key(subject: Subject) -> Iterator[Finding]:
                     f"{section}.{key}",
                     f"nothing reads {name}.{f' Did you mean {suggestion}?' if suggestion else ''}",
                     "Accelerate silently drops it",
-                    f"rename it to {suggestion}"
+                    f"{EXPERT_FLAG} {subject.section(section)[key]} of train/sft.py, and remove {name}"
+                    if key.removeprefix("parallelism_config_") in ("ep_size", EXPERT_FIELD)
+                    else f"rename it to {suggestion}"
                     if match
                     else f"{suggestion}, or remove {name}"
                     if suggestion

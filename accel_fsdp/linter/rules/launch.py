@@ -306,8 +306,11 @@ def generating_under_fsdp1(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF610", pains=("P85",))
 def dora_under_fsdp1(subject: Subject) -> Iterator[Finding]:
-    """`--use_dora` under FSDP1: "IndexError: tuple index out of range"."""
-    yield from combined(subject, "fsdp_config.fsdp_version", "dora-fsdp1")
+    """`--use_dora` under FSDP1: "IndexError: tuple index out of range"; or with `--expert_parallel_size`.
+
+    transformers then shards the model, and the first step stops: "got mixed torch.Tensor and DTensor".
+    """
+    yield from combined(subject, "fsdp_config.fsdp_version", "dora-fsdp1", "dora-mesh")
 
 
 @rule("AF611", pains=("P35",))

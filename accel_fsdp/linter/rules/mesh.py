@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from accel_fsdp.config import BY_NAME, EXPERT_FLAG, ROW_AXES, Engine, mesh_fits, size_key, whole_mesh
 from accel_fsdp.job import from_arguments
-from accel_fsdp.linter.rules.engine import Finding, Subject, rule
+from accel_fsdp.linter.rules.engine import Finding, Subject, combined, rule
 from accel_fsdp.linter.rules.script import calls, keyword
 from accel_fsdp.models import Divisible
 from accel_fsdp.units import counted
@@ -44,8 +44,8 @@ def mesh_is_refused(subject: Subject) -> Iterator[Finding]:
 
     Sizes below 1; `cp` with `sp`; replicas beside `tp` or `cp` without shards; FSDP2 with neither shards nor `cp`; or a
     product that isn't `num_processes`. That stops DeepSpeed with `sp` too, whose batch then differs from Accelerate's.
-    A mesh with all sizes 1 is ignored. With `tp` or experts, train/sft.py builds the mesh without Accelerate; the sizes
-    must multiply to `num_processes` as well.
+    A mesh with all sizes 1 is ignored. With `tp` or experts, train/sft.py builds the mesh without Accelerate; its sizes
+    must multiply to `num_processes` too, or divide it where `dp_shard` is 1: it then shards over all that remain.
     """
     engines, sizes = (Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED), subject.mesh
     are_integers = all(type(size) is int for size in sizes.values())
@@ -122,12 +122,17 @@ def tensor_parallelism_splits_nothing(subject: Subject) -> Iterator[Finding]:
 
 @rule("AF329")
 def axes_of_another_engine(subject: Subject) -> Iterator[Finding]:
-    """`tp`, or `--expert_parallel_size` of train/sft.py, without FSDP2, or beside `cp` or `sp`: train/sft.py stops.
+    """`tp` or `--expert_parallel_size` without FSDP2, beside `cp`, `sp`, fp16 or Liger's kernels: train/sft.py stops.
 
-    transformers shards such a model itself, only with FSDP2, and has no axis for parts of a row.
+    transformers shards such a model itself, only with FSDP2, and has no axis for parts of a row, and no fp16. The loss
+    of `--use_liger_kernel` takes the whole head.
     """
     if not subject.by_transformers:
         return
+    if subject.arg_on("use_liger_kernel"):
+        what, why = f"--use_liger_kernel with {_requested_axis(subject)}", "its loss takes the whole head"
+        yield Finding("num_processes", what, f"train/sft.py stops: {why}", "leave it out")
+    yield from combined(subject, "mixed_precision", "fp16-mesh")
     others = [axis for axis in ROW_AXES if subject.axes[axis] > 1]
     if subject.engine is not Engine.FSDP2:
         what = f"{_requested_axis(subject)} with {subject.engine.label}"
@@ -141,6 +146,23 @@ def axes_of_another_engine(subject: Subject) -> Iterator[Finding]:
 def _requested_axis(subject: Subject) -> str:
     """The axis that makes transformers shard the model, as the user wrote it."""
     return f"tp_size: {subject.axes['tp']}" if subject.axes["tp"] > 1 else f"{EXPERT_FLAG} {subject.experts}"
+
+
+@rule("AF333", "warning")
+def keys_that_a_mesh_ignores(subject: Subject) -> Iterator[Finding]:
+    """Keys of FSDP that have no effect with `tp` or `--expert_parallel_size`, where transformers shards the model.
+
+    Its plans free the layers after forward, and shard all modules.
+    """
+    if not subject.by_transformers or subject.engine is not Engine.FSDP2:
+        return
+    if not subject.on("fsdp_reshard_after_forward") and subject.fsdp("fsdp_reshard_after_forward") is not None:
+        why = "transformers' plan gathers layers again in backward: the memory and traffic of true"
+        what = f"fsdp_reshard_after_forward: false has no effect with {_requested_axis(subject)}"
+        yield Finding("fsdp_config.fsdp_reshard_after_forward", what, why, "fsdp_reshard_after_forward: true")
+    if subject.fsdp("fsdp_ignored_modules"):
+        what = f"fsdp_ignored_modules has no effect with {_requested_axis(subject)}"
+        yield Finding("fsdp_config.fsdp_ignored_modules", what, "transformers shards all modules", "remove the key")
 
 
 @rule("AF330")

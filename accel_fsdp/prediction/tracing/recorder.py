@@ -229,6 +229,8 @@ class Recorder:
         from transformers import DynamicCache
 
         model = self._headless if inner else self.model
+        if getattr(model.config, "output_router_logits", False):  # its loss is small, and reads what no block returns
+            options["output_router_logits"] = False
         return model(input_ids=ids, past_key_values=DynamicCache(), use_cache=False, **options)
 
     def _ids(self, at: At) -> Tensor:
