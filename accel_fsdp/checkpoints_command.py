@@ -138,7 +138,7 @@ def _nothing(run: Path) -> UserError:
     return UsageError(
         f"{run} holds no {file_names.CHECKPOINT}N" if run.is_dir() else f"{run} is not a folder",
         why=f"it holds {holds}" if holds else "there is nothing to list",
-        fix="the folder of a run, --output_dir of train/sft.py or of a Trainer",
+        fix="the folder of a run, as given to train/sft.py --output_dir",
     )
 
 
@@ -166,7 +166,7 @@ def _worse(found: list[Listed], keep: int) -> list[Listed]:
         raise UserError(
             "no complete checkpoint has a held-out loss",
             why="which ones are best is unknown; nothing was deleted",
-            fix="--delete STEP ...; the next run: --eval_strategy steps, with --eval_steps as --save_steps",
+            fix="--delete STEPS; in the next run train/sft.py --eval_strategy steps, with --eval_steps as --save_steps",
         )
     best = sorted(rated, key=lambda item: (item.eval_loss, -item.step))[:keep]
     newest = next(item for item in found if item.is_newest)

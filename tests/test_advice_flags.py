@@ -22,6 +22,7 @@ PRINTED_BY = {
     "config": "wizard/validation wizard/interview wizard/command",
     "config plan": "hardware/",
     "plan": "planner/ prediction/ job/",
+    "checkpoints": "checkpoints_command",
     "check": "linter/ checkpoints/summary",
     "migrate": "migration/",
     "script": "launch/script/",

@@ -166,8 +166,8 @@ def check_host_memory(gathered_bytes: int, gathers_here: bool, target: Path, che
     raise UserError(
         f"the whole model takes {takes} of host memory, {available} are free",
         why=f"the system would end the process that gathers it; nothing is lost, {saved.name} holds what was trained",
-        fix=f"accel-fsdp export {saved} {target}, which needs memory for one tensor at a time; in the next run "
-        "--final_export stream does so",
+        fix=f"accel-fsdp export {saved} {target}, which needs memory for one tensor at a time; "
+        "in the next run train/sft.py --final_export stream",
     )
 
 
