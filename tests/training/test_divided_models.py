@@ -87,7 +87,7 @@ def refusal_by_plan(file: JobConfig, experts: int, config: Any) -> str:
 def refusal_by_config(file: JobConfig, experts: int, config: Any) -> str:
     layout = from_yaml.layout_of(file)
     given = {"num_processes": layout.ranks, "num_machines": 1, "strategy": 4 if layout.replicas > 1 else 1}
-    given |= {"dp_replicate": layout.replicas, "method": "full", "tp": layout.tensor}
+    given |= {"dp_replicate": layout.replicas, "method": "full", "mixed_precision": "bf16", "tp": layout.tensor}
     context = Context(given, model=model_facts("a", config))
     try:
         validation.check_tensor(context, layout.tensor)
