@@ -461,6 +461,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_a_mixture_that_returns_its_router_s_logits_is_recorded() -> None:
     """Its loss is left out: the same model without it has the same allocations."""
     sizes = {**SMALL, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
