@@ -86,7 +86,8 @@ def show(command: CheckpointsCommand) -> int:
     if not found:
         raise _nothing(command.run)
     if command.delete is not None:
-        return _delete(command, found, _of_steps(command.run, found, command.delete.split(",")))
+        folders = _of_steps(command.run, command.delete.split(","))
+        return _delete(command, found, [item for item in found if item.folder in folders])
     if command.keep_best is not None:
         return _delete(command, found, _worse(found, command.keep_best))
     _put_table(found, command.json)
@@ -112,8 +113,7 @@ def _listed(folder: Path) -> Listed:
     log = completeness.logged(folder)
     losses = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry and entry["step"] <= step]
     held_out = [entry["eval_loss"] for entry in log if "eval_loss" in entry and entry["step"] == step]
-    paths = marker.files_in(folder)
-    written = max(path.stat().st_mtime for path in [*paths, folder])
+    stats = [path.stat() for path in marker.files_in(folder)]
     return Listed(
         step,
         folder,
@@ -121,8 +121,8 @@ def _listed(folder: Path) -> Listed:
         location.kind if location else "",
         origin.engine if origin else "",
         origin.ranks if origin else 0,
-        completeness.size_bytes(folder),
-        datetime.fromtimestamp(written, UTC),
+        sum(file.st_size for file in stats),
+        datetime.fromtimestamp(max(file.st_mtime for file in (*stats, folder.stat())), UTC),
         max(losses)[1] if losses else None,
         held_out[-1] if held_out else None,
     )
@@ -142,16 +142,17 @@ def _nothing(run: Path) -> UserError:
     )
 
 
-def _of_steps(run: Path, found: list[Listed], steps: Sequence[str]) -> list[Listed]:
-    known = {str(item.step): item for item in found}
+def _of_steps(run: Path, steps: Sequence[str]) -> list[Path]:
+    """The folders of these steps, in the order of the steps' numbers."""
+    known = {folder.name.removeprefix(file_names.CHECKPOINT): folder for folder in file_names.checkpoints(run)}
     for step in steps:
         if step not in known:
             raise UsageError(
                 f"{run} holds no {file_names.CHECKPOINT}{step}.{did_you_mean(step, known)}",
-                why="nothing was deleted",
+                why="nothing was done",
                 fix=f"one of the steps {', '.join(known)}",
             )
-    return [item for step, item in known.items() if step in steps]
+    return [folder for step, folder in known.items() if step in steps]
 
 
 def _worse(found: list[Listed], keep: int) -> list[Listed]:
@@ -271,7 +272,7 @@ def _place(run: Path, word: str) -> CheckpointLocation:
     """The checkpoint that a word names: a step of the run, or a folder or file."""
     if not word.isdecimal():
         return discover.find(Path(word))[0]
-    return discover.find(_of_steps(run, checkpoints(run), (word,))[0].folder)[0]
+    return discover.find(_of_steps(run, (word,))[0])[0]
 
 
 def _row(item: Difference) -> tuple[str, str, str, str]:

@@ -144,7 +144,8 @@ class GradientCheck(TrainerCallback):  # type: ignore[misc]
 
     def _hook(self, name: str) -> Callable[[torch.Tensor], None]:
         def note(gradient: torch.Tensor) -> None:
-            self.numbers.setdefault(name, _sum_and_norm(gradient))
+            if name not in self.numbers:  # else it is of a later micro-batch
+                self.numbers[name] = _sum_and_norm(gradient)
 
         return note
 

@@ -85,8 +85,8 @@ class ObservedHooks:
         return original(tensor, functools.wraps(hook)(lambda gradient: observed(gradient)))
 
     def before_step(self, optimizer: Any) -> None:
-        weights = (weight for group in optimizer.param_groups for weight in group["params"])
-        self.is_sharded = self.is_sharded or any(map(is_sharded, weights))
+        if self.hooks and not self.is_sharded:
+            self.is_sharded = any(is_sharded(weight) for group in optimizer.param_groups for weight in group["params"])
 
     def report_end(self) -> None:
         """Reports hooks of which none was called; others may be on weights that the loss doesn't use."""
