@@ -225,7 +225,8 @@ PURE = ["checkpoints", "config", "hardware", "prediction", "prediction.memory", 
 
 
 def test_reading_and_planning_need_no_torch() -> None:
-    """Whatever these rooms offer is loaded, and none of the heavy libraries with it."""
+    """Whatever these rooms offer is loaded, and all commands, and none of the heavy libraries with them."""
+    commands = [f"accel_fsdp.{module}" for module in MODULES if module.endswith("command")]
     code = "\n".join(
         [
             "import sys",
@@ -233,6 +234,8 @@ def test_reading_and_planning_need_no_torch() -> None:
             f"for room in {PURE}:",
             "    face = import_module('accel_fsdp.' + room)",
             "    [getattr(face, name) for name in face.__all__]",
+            f"for command in {commands}:",
+            "    import_module(command)",
             f"print(sorted({HEAVY} & set(sys.modules)))",
         ]
     )

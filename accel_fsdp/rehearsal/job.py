@@ -111,6 +111,8 @@ class Rehearsed:
     def launch(self, name: str, job: JobConfig, words: Sequence[str], kill_after: Path | None = None) -> Outcome:
         """Runs the script on the job's ranks; SIGKILL ends all of them in a step after the checkpoint `kill_after`.
 
+        The updates of several ranks are recorded and repeated, unless they are killed.
+
         Accelerate's functions turn the YAML into its launcher's variables, and the ranks start as under torchrun,
         because loading the launcher itself takes as long as a rank.
         """
@@ -126,7 +128,7 @@ class Rehearsed:
 
     def _record_variables(self, name: str, job: JobConfig) -> dict[str, str]:
         """The variable that makes the ranks record their updates, for jobs that can be repeated in one process."""
-        if job.engine is Engine.NONE:
+        if job.engine is Engine.NONE or job.number("num_processes") == 1:
             return {}
         folder = self.folder / f"{name}.records"
         folder.mkdir()

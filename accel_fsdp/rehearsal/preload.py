@@ -9,6 +9,8 @@ def load() -> None:
     from torch.optim import adamw  # noqa: F401
     from transformers import AutoModelForCausalLM, Trainer  # noqa: F401
 
+    with contextlib.suppress(Exception):  # an installation may be broken; Accelerate and transformers look for it
+        import deepspeed  # noqa: F401
     from accel_fsdp.exporter import command, verification  # noqa: F401
     from accel_fsdp.launch.ranks import HOLD_AFTER  # noqa: F401
     from accel_fsdp.models import inspect_model  # noqa: F401

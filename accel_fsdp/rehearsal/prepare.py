@@ -18,7 +18,6 @@ from accel_fsdp.rehearsal import hub_rows, rows
 from accel_fsdp.rehearsal.job import Rehearsed
 from accel_fsdp.rehearsal.scaled import by_size, with_smaller_units
 from accel_fsdp.rehearsal.small_run import SmallRun, small_run
-from accel_fsdp.training import mesh
 from accel_fsdp.training.data import load
 
 
@@ -72,6 +71,8 @@ def prepare(
 def _check_mesh(layout: Layout, model: str, words: tuple[str, ...]) -> None:
     """Refuses a mesh that doesn't divide a model's heads, experts or vocabulary, with their numbers."""
     if layout.is_by_transformers:
+        from accel_fsdp.training import mesh  # imports torch and transformers: seconds
+
         arguments = flag_words.parse_command_line(words)
         targets = from_arguments.names_in(arguments.get("lora_target_modules"))
         mesh.check_on(layout, read_config(model), from_arguments.recipe_of(arguments).method, targets)

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -110,6 +110,7 @@ class ObservedSaves:
 
     def watch(self) -> None:
         """Wraps the calls of modules that have been imported by now; imports none itself."""
+        functions: list[tuple[Callable[..., Any], Callable[..., Any]]] = []
         for call in CALLS + LOADS:
             owner_name, _, name = call.name.rpartition(".")
             if call in self.watched or not _has_been_imported(call.module, owner_name or name):
@@ -123,7 +124,8 @@ class ObservedSaves:
             wrapper = self._wrapped(call, original)
             setattr(owner, name, wrapper)
             if not call.is_method:
-                _replace_imported(original, wrapper)
+                functions.append((original, wrapper))
+        _replace_imported(functions)
 
     def _wrapped(self, call: _Call, original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -239,11 +241,14 @@ def _has_been_imported(module: str, name: str) -> bool:
     return loaded is not None and (hasattr(loaded, name) or not getattr(spec, "_initializing", False))
 
 
-def _replace_imported(original: Callable[..., Any], wrapper: Callable[..., Any]) -> None:
-    """Replaces a function where a module has imported it by its name, as transformers has `safe_save_file`."""
+def _replace_imported(functions: Sequence[tuple[Callable[..., Any], Callable[..., Any]]]) -> None:
+    """Replaces functions where modules have imported them by name, also as transformers has `safe_save_file`."""
+    wrappers = {id(original): wrapper for original, wrapper in functions}
+    wanted = {f"{prefix}{original.__name__}" for original, _ in functions for prefix in ("", "safe_")}
     for module in list(sys.modules.values()):
-        for name in (original.__name__, f"safe_{original.__name__}"):
-            if getattr(module, "__dict__", {}).get(name) is original:
+        members = getattr(module, "__dict__", {})
+        for name in wanted & members.keys():
+            if wrapper := wrappers.get(id(members[name])):
                 setattr(module, name, wrapper)
 
 
