@@ -134,6 +134,11 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         "--output_dir then holds a trace of each step and rank, on GPUs a memory snapshot, and step.html, which "
         "compares the last of them with the prediction, unit by unit. The step before the first one warms up.",
     )
+    async_checkpoints: bool = HfArg(
+        default=False,
+        help="Write checkpoints while training goes on, which waits only until each rank has copied its shards to its "
+        "host's memory. One at a time.",
+    )
     final_export: Literal["gather", "stream"] = HfArg(
         default="gather",
         help="How final/ is made of a sharded model. gather: the ranks send their shards to the first one, whose host "

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
 
 from accel_fsdp import atomic_files
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import counting, optimizers, state_bytes
 from accel_fsdp.prediction import cost
@@ -103,6 +105,22 @@ def check(output_dir: Path, needed_bytes: int, text: str) -> None:
             f"{text} {needed}, {available} are free at {output}",
             why="the run would fill the disk",
             fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
+        )
+
+
+def check_staging(trainer: Any, checkpoint_bytes: int) -> None:
+    """Raises a UserError, on all ranks, if a host lacks memory for copies of its ranks' shards of a checkpoint."""
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    local = sum((part.to_local() if isinstance(part, DTensor) else part).numel() for part in trained)
+    ranks_here = LaunchEnvironment.now().local_world_size
+    needed, free = int(checkpoint_bytes * local / trainer.parameters[0]) * ranks_here, host.free_memory()
+    short = [(needed, free)] if free is not None and needed > free else []
+    if on_ranks := gather_object(short):
+        takes, available = distinguishable(gib_or_mib, *on_ranks[0])
+        raise UserError(
+            f"--async_checkpoints copies {takes} of shards to a host's memory, {available} are free",
+            why="the system would end a rank that runs out of memory",
+            fix="leave out --async_checkpoints, or shard over more hosts",
         )
 
 

@@ -129,6 +129,7 @@ class Export:
                 plugin.state_dict_config = plugin.optim_state_dict_config = None  # otherwise the old ones stay
                 plugin.set_state_dict_type("SHARDED_STATE_DICT")
             trainer._save_checkpoint(trainer.model, trial=None)
+            trainer.checkpoints.wait()
         return folder
 
     def as_exported(self, state_dict: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor] | None:

@@ -13,10 +13,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
@@ -124,7 +124,7 @@ def _weights(model: Any) -> dict[str, Any]:
 
 def _write(content: dict[str, Any], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    save(content, storage_writer=FileSystemWriter(folder))
+    dcp.save(content, storage_writer=FileSystemWriter(folder))  # type: ignore[attr-defined]
 
 
 def _read(name: str, own: dict[str, Any], checkpoint: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Writes checkpoints completely or not at all: a checkpoint is valid once every file of every rank is on disk."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any, NoReturn
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,10 +18,12 @@ from accel_fsdp import console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import UserError
-from accel_fsdp.training import disk_room
+from accel_fsdp.training import background_saves, disk_room
 from accel_fsdp.training.loading import cause
 from accel_fsdp.training.reporting import History
+from accel_fsdp.units import any_time
 
+NOTICED_SECONDS = 0.1
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException, SafetensorError)
 
 
@@ -29,6 +33,7 @@ class Checkpoints:
     def __init__(self, trainer: Any, history: History) -> None:
         self.trainer, self.args, self.history = trainer, trainer.args, history
         self.checkpoint_bytes, self.export_bytes = disk_room.predicted_bytes(trainer)
+        self.background = background_saves.begun(trainer)
 
     def origin(self) -> Origin:
         """The run's properties that are stored in its checkpoints."""
@@ -43,20 +48,53 @@ class Checkpoints:
         return Path(self.trainer._get_output_dir(trial)) / f"{file_names.CHECKPOINT}{self.trainer.state.global_step}"
 
     def save(self, trial: Any, write: Callable[[], None]) -> None:
-        """Writes a checkpoint with `write`, Trainer's own method."""
-        folder = self.folder(trial)
+        """Writes a checkpoint with `write`, Trainer's own method; in the background, all but small files of rank 0."""
+        self.wait()
+        began, folder = time.monotonic(), self.folder(trial)
         self.together(lambda: self._begin(folder))
-        with self._abandon_on_errors(folder), own_retention(self.args):
+        staging = contextlib.nullcontext() if self.background is None else self.background.staging()
+        with self._abandon_on_errors(folder), own_retention(self.args), staging:
             write()
-        self.trainer.accelerator.wait_for_everyone()
-        hashes = self._hashes(folder)
-        self.together(lambda: self._seal(folder, hashes))
+        if self.background is None:
+            self.trainer.accelerator.wait_for_everyone()
+            self._complete(folder)
+        else:
+            self._log(
+                f"{folder.name} is being written; training waited {any_time(time.monotonic() - began)} for its copy"
+            )
+            self.background.begin(lambda write_staged: self._complete_in_background(folder, write_staged))
+
+    def wait(self) -> None:
+        """Waits until the last checkpoint is complete."""
+        if self.background is not None and (waited := self.background.wait()) > NOTICED_SECONDS:
+            self._log(f"training waited {any_time(waited)} until the last checkpoint was complete")
+
+    def _complete_in_background(self, folder: Path, write: Callable[[], None]) -> None:
+        began, group = time.monotonic(), self.background.group if self.background else None
+        try:
+            with self._abandon_on_errors(folder):
+                write()
+            self._complete(folder, group)
+        except UserError as error:
+            self._log(f"{error.what}; training goes on until its next save or its end")
+            raise
+        self._log(f"{folder.name} is complete, written in {any_time(time.monotonic() - began)}")
+
+    def _complete(self, folder: Path, group: Any = None) -> None:
+        hashes = self._hashes(folder, group)
+        self.together(lambda: self._seal(folder, hashes), group)
+
+    def _log(self, line: str) -> None:
+        if self.args.process_index == 0:
+            console.say(line)
 
     def check_room(self) -> None:
-        """Raises a UserError, on all ranks, if the disk is too small for the whole run."""
+        """Raises a UserError, on all ranks, if the disk, or the memory for copies, is too small for the whole run."""
         self.together(lambda: disk_room.check_whole_run(self.trainer, self.checkpoint_bytes, self.export_bytes))
+        if self.background is not None:
+            disk_room.check_staging(self.trainer, self.checkpoint_bytes)
 
-    def together(self, action: Callable[[], None]) -> None:
+    def together(self, action: Callable[[], None], group: Any = None) -> None:
         """Calls `action` on the ranks that write.
 
         If one raises, all raise, so that no rank waits for one that has ended.
@@ -67,10 +105,17 @@ class Checkpoints:
                 action()
             except UserError as error:
                 failed = [(error.what, error.why, error.fix)]
-        on_ranks = failed if self.trainer.on_tpu else gather_object(failed)
-        if on_ranks:
+        if on_ranks := self._of_all_ranks(failed, group):
             what, why, fix = on_ranks[0]
             raise UserError(what, why=why, fix=fix)
+
+    def _of_all_ranks(self, own: list[Any], group: Any) -> list[Any]:
+        """The items of all ranks, by the group of the background or the job's own."""
+        if group is None:
+            return own if self.trainer.on_tpu else gather_object(own)
+        of_ranks: list[list[Any]] = [[]] * dist.get_world_size(group)
+        dist.all_gather_object(of_ranks, own, group=group)
+        return [item for items in of_ranks for item in items]
 
     def refuse(self, what: str, error: BaseException, first: str = "") -> NoReturn:
         """Raises a UserError that names the newest complete checkpoint."""
@@ -121,7 +166,7 @@ class Checkpoints:
             completeness.abandon(folder)
             raise
 
-    def _hashes(self, folder: Path) -> dict[str, str] | None:
+    def _hashes(self, folder: Path, group: Any) -> dict[str, str] | None:
         """The hashes of all files, each taken by the rank that wrote it; None if ranks don't share the folder."""
         if self.trainer.on_tpu or self.args.save_on_each_node:
             return None
@@ -130,7 +175,7 @@ class Checkpoints:
             own_hashes = marker.own_hashes(folder, self.args.process_index, self.args.world_size)
         except (OSError, UserError) as error:
             failed = error
-        parts: list[tuple[dict[str, str], str]] = gather_object([(own_hashes, cause(failed) if failed else "")])
+        parts = self._of_all_ranks([(own_hashes, cause(failed) if failed else "")], group)
         if why := next(filter(None, (why for _, why in parts)), ""):
             if self.args.should_save:
                 completeness.abandon(folder)

@@ -22,6 +22,7 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting
 from accel_fsdp.training import (
+    background_saves,
     disk_room,
     export,
     load_model,
@@ -85,7 +86,7 @@ def check_libraries() -> None:
 
     An override that is never called fails silently.
     """
-    modules = (load_model, loading, preemption, beats, export, holdings, profiling)
+    modules = (background_saves, load_model, loading, preemption, beats, export, holdings, profiling)
     used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the sharding check depend on it")
 
@@ -234,6 +235,8 @@ class SftTrainer(Trainer):  # type: ignore[misc]
 
         Trainer's rate counts every step as a full one.
         """
+        with self.watch.doing("a save"):
+            self.checkpoints.wait()
         if self.stop.agreed:
             raise Stopped(
                 f"{self.stop.agreed} after step {self.state.global_step}",

@@ -111,11 +111,13 @@ def test_killed_in_a_step_and_resumed_on_other_ranks_and_strategies(
     assert_resumes(full, 4, run, tmp_path, args, expected)
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("where", [(), ("--async_checkpoints",)], ids=["in line", "background"])
 def test_killed_in_a_save_and_resumed_on_other_ranks_and_engines(
-    tiny_model: Path, rows: Path, expected: list[float], tmp_path: Path
+    where: tuple[str, ...], tiny_model: Path, rows: Path, expected: list[float], tmp_path: Path
 ) -> None:
     config, run = config_of(tmp_path, tiny_model, "2"), tmp_path / "run"
-    flags = words(tiny_model, rows, run, 2)
+    flags = words(tiny_model, rows, run, 2, *where)
     killed = accelerate_launch(config, KILLS, *flags, KILL_AT=f"save:{STEPS}", KILL_SEED="2")
     assert killed.code != 0
     half = tmp_path / "run" / f"checkpoint-{STEPS}"
@@ -123,7 +125,7 @@ def test_killed_in_a_save_and_resumed_on_other_ranks_and_engines(
     finished = assert_resumes(config, 1, run, tmp_path, (tiny_model, rows), expected)
     assert f"{half.name}: its run ended while it was written" in finished.output
     config = config_of(tmp_path, tiny_model, "1", strategy="3")
-    assert_resumes(config, 2, run, tmp_path, (tiny_model, rows), expected)
+    assert_resumes(config, 2, run, tmp_path, (tiny_model, rows), expected, *where)
 
 
 @pytest.mark.slow(but=1)
@@ -233,6 +235,11 @@ def test_a_disk_that_fills_up(tiny_model: Path, rows: Path, tmp_path: Path) -> N
     assert f"checkpoint-{SAVED} is the newest complete checkpoint" in full.output
     left = completeness.choose(tmp_path / "copy")
     assert left.newest == tmp_path / "copy" / f"checkpoint-{SAVED}"
+    (tmp_path / "run").rmdir()
+    shutil.rmtree(tmp_path / "copy")
+    behind = in_small_disk("size=8m", config, ROOT / "tests" / "filling.py", *flags, "--async_checkpoints")
+    assert re.search(r"error: cannot save .*checkpoint-8: the disk is full, 0\.\d MiB are free", behind.output)
+    assert completeness.choose(tmp_path / "copy").newest == tmp_path / "copy" / f"checkpoint-{SAVED}"
     (tmp_path / "run").rmdir()
     small = in_small_disk("size=1m", config, SFT, *flags)
     assert small.code != 0
