@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint: `python benchmarks/saving.py [--gb 0.5 2] [--write]`, on two idle cores.
 
-`train/sft.py` under FSDP2 on two ranks saves three times, in line and with `--async_checkpoints`, beside torch's own
+`train/sft.py` under FSDP2 on two ranks saves four times, in line and with `--async_checkpoints`, beside torch's own
 `async_save` of the same states alone. Of each, the median wait, and the median of the steps while a save is written as
 a ratio to that of the others. Sizes are those of float32 weights with AdamW's moments.
 """
@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parent.parent
 CASE = Path(__file__).parent / "saving_case.py"
-STEPS, SAVE_STEPS = 26, 8
+STEPS, SAVE_STEPS = 26, 6
 BYTES_PER_WEIGHT = 12
 SIDES = {"in line": ("ours", ()), "async": ("ours", ("--async_checkpoints",)), "torch": ("torch", ())}
 LAUNCH_SECONDS = 1800
@@ -97,7 +97,7 @@ def lines(sizes: list[float]) -> list[str]:
         "",
         "`python benchmarks/saving.py --write`: `train/sft.py` under FSDP2 on two CPU ranks, in line and with",
         "`--async_checkpoints`, beside torch's `async_save` of the same states, without Trainer's files, hashes and",
-        f"marker; torch {torch.__version__}. Medians of three saves and of the steps between them.",
+        f"marker; torch {torch.__version__}. Medians of four saves and of the steps between them.",
         "",
         "| state | save | training waits | of in line | step | a step while a save is written, to the others |",
         "|---|---|---|---|---|---|",

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +21,9 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.library_internals import Internal
 
 RELIES_ON = (Internal("torch.distributed.checkpoint:save", "state_dict * storage_writer planner process_group"),)
+
+LOWEST_PRIORITY = 19
+"""Of the thread that writes: training needs the cores first."""
 
 
 class BackgroundSaves:
@@ -49,6 +54,8 @@ class BackgroundSaves:
         threading.Thread(target=self._run, args=(self._written, completed), daemon=True).start()
 
     def _run(self, written: "Future[None]", completed: Callable[[Callable[[], None]], None]) -> None:
+        if sys.platform == "linux":  # where the system counts each thread as a process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         try:
             completed(self._write)
         except BaseException as error:  # torch's CheckpointException isn't an Exception
