@@ -16,6 +16,7 @@ ROWS, TOKENS = 2, 64
 SET: Mapping[str, str] = {
     "max_steps": str(STEPS),
     "save_strategy": "steps",
+    "async_checkpoints": "false",
     "save_steps": str(SAVED),
     "logging_steps": "1",
     "report_to": "none",
@@ -76,6 +77,11 @@ class SmallRun:
     @property
     def adapter(self) -> bool:
         return "--use_peft" in self.kept
+
+    @property
+    def saves_in_background(self) -> bool:
+        """Only the resumed run does: one process has no shards, and the killed run ends at its first checkpoint."""
+        return "--async_checkpoints" in self.kept
 
     @property
     def draws_noise(self) -> bool:

@@ -133,7 +133,8 @@ class SftRehearsal:
 
     def resume(self) -> str:
         """Trains from that checkpoint to the end, on the same number of ranks."""
-        words = self._words("run", self.ranks, resume_from_checkpoint="true")
+        behind = str(self.run.saves_in_background).lower()
+        words = self._words("run", self.ranks, resume_from_checkpoint="true", async_checkpoints=behind)
         outcome = self._launch("resumed", self.in_float32, words)
         losses = self._losses("run")
         repeated_steps = repeated.summary(outcome.events)

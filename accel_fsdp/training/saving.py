@@ -69,6 +69,11 @@ class Checkpoints:
         if self.background is not None and (waited := self.background.wait()) > NOTICED_SECONDS:
             self._log(f"training waited {any_time(waited)} until the last checkpoint was complete")
 
+    def complete_last(self) -> None:
+        """Completes the checkpoint that is being written, if the other ranks still can, however training ended."""
+        with contextlib.suppress(Exception, CheckpointException):
+            self.wait()
+
     def _complete_in_background(self, folder: Path, write: Callable[[], None]) -> None:
         began, group = time.monotonic(), self.background.group if self.background else None
         try:

@@ -201,6 +201,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             self.watch.report(error)
             raise
         finally:
+            self.checkpoints.complete_last()
             self.stop.release()
 
     def _init_training_state(self, max_steps: int, steps_per_epoch: int, *args: Any) -> Any:

@@ -55,3 +55,16 @@ def test_without_shards_or_memory_it_stops_before_a_step(tiny_model: Path, text_
         r"--async_checkpoints copies [\d.]+ MiB of shards to a host's memory, 0\.0 MiB are free", scarce.output
     )
     assert "  loss " not in scarce.output
+
+
+def test_what_is_being_written_is_completed_before_a_run_fails(
+    tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """The second step diverges while the first one's checkpoint is still being written."""
+    flags = ("--max_steps", "2", "--save_steps", "1", "--async_checkpoints")
+    args = sft_args(tiny_model, text_data, tmp_path / "run", *flags)
+    failed = accelerate_launch(make_config(tmp_path, tiny_model), SCARCE, *args, SCARCE="time")
+    assert failed.code == 1
+    assert "error: training diverged: in step 2" in failed.output, failed.output
+    assert not completeness.flaw(tmp_path / "run" / "checkpoint-1")
+    assert not (tmp_path / "run" / "checkpoint-2").exists()
