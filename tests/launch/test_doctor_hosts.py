@@ -329,5 +329,4 @@ def test_a_link_that_is_very_slow(machines: list[Host]) -> None:
 def test_a_machine_that_is_switched_off_while_it_is_tested(ended: Ended) -> None:
     first, second, _ = ended("switched_off")
     assert (first.code, second.code) == (1, 1)
-    named = r"error +(machines +machine 2 has not connected|machine 2 |rank 2 |machines \d and 2 .*: machine 2 did not)"
-    assert re.search(named, first.output)
+    assert re.search(r"error +(machines +machine 2 has not connected|machine 2 |rank 2 )", first.output)
