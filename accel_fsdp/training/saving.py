@@ -50,19 +50,19 @@ class Checkpoints:
     def save(self, trial: Any, write: Callable[[], None]) -> None:
         """Writes a checkpoint with `write`, Trainer's own method; in the background, all but small files of rank 0."""
         self.wait()
-        began, folder = time.monotonic(), self.folder(trial)
+        began, folder, background = time.monotonic(), self.folder(trial), self.background
         self.together(lambda: self._begin(folder))
-        staging = contextlib.nullcontext() if self.background is None else self.background.staging()
+        staging = contextlib.nullcontext() if background is None else background.staging()
         with self._abandon_on_errors(folder), own_retention(self.args), staging:
             write()
-        if self.background is None:
+        if background is None:
             self.trainer.accelerator.wait_for_everyone()
             self._complete(folder)
         else:
             self._log(
                 f"{folder.name} is being written; training waited {any_time(time.monotonic() - began)} for its copy"
             )
-            self.background.begin(lambda write_staged: self._complete_in_background(folder, write_staged))
+            background.begin(lambda staged: self._complete_in_background(folder, staged, background.group))
 
     def wait(self) -> None:
         """Waits until the last checkpoint is complete."""
@@ -74,8 +74,8 @@ class Checkpoints:
         with contextlib.suppress(Exception, CheckpointException):
             self.wait()
 
-    def _complete_in_background(self, folder: Path, write: Callable[[], None]) -> None:
-        began, group = time.monotonic(), self.background.group if self.background else None
+    def _complete_in_background(self, folder: Path, write: Callable[[], None], group: Any) -> None:
+        began = time.monotonic()
         try:
             with self._abandon_on_errors(folder):
                 write()
