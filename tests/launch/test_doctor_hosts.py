@@ -72,6 +72,24 @@ def switched_off(machines: list[Host], folder: Path) -> list[Finished]:
     return hosts.all_ended(processes, SECONDS)
 
 
+ENDS_AS_IT_JOINS = f"""
+from accel_fsdp.launch import Address
+store = Address("n1", {PORT}, hosts=False).open(30)
+store.put("facts/2", store.wait(["facts/1"], 30)["facts/1"])
+store.wait(["present"], 30)
+store.put("sees/2", {{"mark": True, "ahead": 0.0}})
+store.put("pairs/2/started", True)
+store.put("pair/1-2/1/comes", True)
+"""
+"""A doctor that ends after it has told machine 1 that it comes to their test, and before it has connected to it."""
+
+
+@case
+def ends_as_it_joins(machines: list[Host], folder: Path) -> list[Finished]:
+    doctors = [started(host, number, 3) for number, host in enumerate(machines[:2])]
+    return hosts.all_ended([*doctors, machines[2].start(["-c", ENDS_AS_IT_JOINS])], SECONDS)
+
+
 def is_tested(machine: Host) -> bool:
     """Whether its process of the tests has run long enough to tell the others that it is there."""
     for process in hosts.processes_of(machine):
@@ -330,3 +348,10 @@ def test_a_machine_that_is_switched_off_while_it_is_tested(ended: Ended) -> None
     first, second, _ = ended("switched_off")
     assert (first.code, second.code) == (1, 1)
     assert re.search(r"error +(machines +machine 2 has not connected|machine 2 |rank 2 )", first.output)
+
+
+def test_a_machine_that_ends_as_it_joins_spoils_no_other_pair(ended: Ended) -> None:
+    first, _, last = ended("ends_as_it_joins")
+    assert last.code == 0, last.output
+    assert re.search(r"error +machine 2 +none of the others reaches it, or it ended", first.output), first.output
+    assert re.search(r"(ok|unknown) +machines 0 and 1 ", first.output), first.output
