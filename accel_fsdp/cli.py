@@ -322,6 +322,12 @@ COMMANDS = {
         "accel_fsdp.checkpoints_command:show",
         outcome="nothing half-deleted looks like a checkpoint",
     ),
+    "convert": Command(
+        "Rewrite a checkpoint for another engine or number of ranks, with the optimizer: accel-fsdp convert SRC OUT.",
+        "accel_fsdp.conversion:ConvertCommand",
+        "accel_fsdp.conversion:convert",
+        cleaned="nothing is left of OUT",
+    ),
     "init": Command(
         "Copy the training script, a YAML and a short README into a project of your own; nothing is overwritten.",
         "accel_fsdp.init_command:InitCommand",

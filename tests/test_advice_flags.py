@@ -11,7 +11,7 @@ from conftest import ROOT
 from accel_fsdp import cli
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-COMMANDS = ("config", "plan", "check", "migrate", "launch", "script", "doctor", "export", "init")
+COMMANDS = ("config", "plan", "check", "migrate", "launch", "script", "doctor", "export", "convert", "init")
 PROGRAM = re.compile(
     rf"accel-fsdp ({'|'.join(COMMANDS)})\b|\b(check) --"
     r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install|(srun)\b|(ray) job submit"
@@ -23,6 +23,7 @@ PRINTED_BY = {
     "config plan": "hardware/",
     "plan": "planner/ prediction/ job/",
     "checkpoints": "checkpoints_command",
+    "convert": "conversion/",
     "check": "linter/ checkpoints/summary",
     "migrate": "migration/",
     "script": "launch/script/",

@@ -28,7 +28,7 @@ FLOORS = [  # a room imports rooms of lower floors, which are the lines above it
     {"checkpoints", "config", "hardware"},
     {"migration", "models"},
     {"exporter", "job"},
-    {"linter", "prediction"},
+    {"linter", "prediction", "conversion"},
     {"launch", "wizard"},
     {"planner", "training"},
     {"rehearsal"},

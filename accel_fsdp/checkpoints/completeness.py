@@ -206,6 +206,12 @@ def logged(checkpoint: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict) and type(entry.get("step")) is int]
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step that Trainer counts in a checkpoint; 0 if it doesn't say."""
+    step = (_trainer_state(checkpoint) or {}).get("global_step")
+    return step if type(step) is int else 0
+
+
 def _trainer_state(checkpoint: Path) -> dict[str, Any] | None:
     return untrusted_files.read_json(checkpoint / file_names.TRAINER_STATE, most_values=MOST_LOGGED)
 

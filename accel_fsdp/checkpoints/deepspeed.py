@@ -24,6 +24,9 @@ from accel_fsdp.units import counted
 ViewSpan = tuple[View, int, int]
 """Elements `start` to `stop` of a one-dimensional tensor."""
 LONGEST_NAME = 4096
+FLAT_2, FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
+INNER_2, INNER_3 = "base_optimizer_state", "optimizer_state_dict"
+"""The keys of a rank's flat weights, and of the optimizer's own state: of ZeRO-1 and 2, and of ZeRO-3."""
 Groups = list[View]
 """A rank's flat tensors, one per group of parameters."""
 
@@ -111,7 +114,7 @@ def _read(
     tensors |= _frozen_tensors(loaded if stage == 3 else loaded[:1])
     paddings = states[0].get("param_alignment_paddings")
     place = _stage3 if stage == 3 else partial(_stage2, paddings=paddings)
-    flat = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    flat = FLAT_3 if stage == 3 else FLAT_2
     tensors |= place(first, [state[flat] for state in states])
     tensors |= {copy: tensors[name] for copy, name in first["shared_params"].items() if name in tensors}
     paths: dict[tuple[str, ...], Stored] = {(name,): tensor for name, tensor in tensors.items()}
@@ -121,9 +124,41 @@ def _read(
     return paths
 
 
+def scaled(folder: Path) -> UserError:
+    """The error for a checkpoint of fp16 that is to become one of another engine."""
+    return UserError(
+        f"{folder} is of fp16",
+        why="engines scale its loss in different ways, and the scale would be lost",
+        fix="resume it under its own engine, or train in bf16",
+    )
+
+
+def groups(folder: Path, reader: FileReader) -> list[tuple[list[str], dict[str, Any], dict[str, Any]]]:
+    """Each of the optimizer's groups: its parameters' names, its settings, and the state that they share (`step`).
+
+    Raises:
+        UserError: a file is missing or damaged, or the loss is scaled (fp16), which no other engine does alike.
+    """
+    try:
+        first = torch_zip.load(reader, min(folder.glob(file_names.ZERO_MODELS)), ADMITTED)
+        state = torch_zip.load(reader, min(folder.glob(file_names.ZERO_OPTIMIZERS)), ADMITTED)["optimizer_state_dict"]
+        if state.get("dynamic_loss_scale"):
+            raise scaled(folder)
+        inner = state[INNER_3 if FLAT_3 in state else INNER_2]
+        shapes, found = first["param_shapes"], []
+        for group in inner["param_groups"]:
+            names = [name for number in group["params"] for name in shapes[number]]
+            states = [inner["state"].get(number, {}) for number in group["params"]]
+            shared = {key: value for key, value in next(iter(states), {}).items() if not getattr(value, "shape", ())}
+            found.append((names, {key: value for key, value in group.items() if key != "params"}, shared))
+        return found
+    except ERRORS as error:
+        raise damaged(folder, f"is not laid out as DeepSpeed does: {type(error).__name__} {error}") from error
+
+
 def _moments(states: list[dict[str, Any]], flat: str) -> Iterator[tuple[str, list[Groups]]]:
     """The optimizer's tensors of the size of its weights, by key and rank; elastic checkpoints have none."""
-    inner = "optimizer_state_dict" if flat == "fp32_flat_groups" else "base_optimizer_state"
+    inner = INNER_3 if flat == FLAT_3 else INNER_2
     by_rank = [state[inner]["state"] if isinstance(state[inner], dict) else {} for state in states]
     weights = states[0][flat]
     for key in by_rank[0].get(0, {}):

@@ -77,6 +77,8 @@ LATEST, GLOBAL_STEP = "latest", "global_step"
 ZERO_MODELS, ZERO_OPTIMIZERS = "*_model_states.pt", "*_optim_states.pt"
 """DeepSpeed: the ranks' files."""
 ZERO_RANK = "zero_pp_rank_"
+BF16 = "bf16_"
+"""DeepSpeed: the beginning of the names of optimizer files under bf16."""
 ZERO_PARTITIONS = f"*{ZERO_RANK}{ZERO_OPTIMIZERS}"
 """DeepSpeed: those that each hold one rank's part of the optimizer."""
 

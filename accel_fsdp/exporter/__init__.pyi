@@ -3,6 +3,8 @@ from . import companion_files as companion_files
 from . import compare_logits as compare_logits
 from . import exported_folder as exported_folder
 from . import hub as hub
+from . import pth_writer as pth_writer
+from . import refusals as refusals
 from . import safetensors_writer as safetensors_writer
 from . import transformers_probe as transformers_probe
 from . import verification as verification
@@ -11,5 +13,7 @@ from .command import finished as finished
 from .command import run as run
 from .contents import Planner as Planner
 from .flags import ExportCommand as ExportCommand
+from .safetensors_writer import Output as Output
+from .safetensors_writer import TensorPlacement as TensorPlacement
 from .transformers_probe import Description as Description
 from .verification import ExportReport as ExportReport

@@ -279,7 +279,7 @@ class _Export:
         total = sum(output.size_bytes for output in (*outputs, *state))
         refusals.check_space(self.out, total, wide=any(output.dtype in ("F32", "F64") for output in outputs))
         if options.format == "pth":
-            placed = pth_writer.place(outputs, folder / file_names.TORCH_MODEL)
+            placed = pth_writer.place({output.name: output for output in outputs}, folder / file_names.TORCH_MODEL)
         elif adapter:
             placed = safetensors_writer.place(outputs, folder, file_names.ADAPTER_STEM, total + 1)
         else:

@@ -2,9 +2,10 @@
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 from accel_fsdp.checkpoints import GAP_BYTES, Archive, FileReader, View, safetensors_header, torch_zip
 from accel_fsdp.exporter.safetensors_writer import Output, TensorPlacement, torch_dtype
@@ -13,8 +14,11 @@ DESCRIPTOR = b"PK\x07\x08"
 DESCRIPTOR_CRC = 4
 
 
-def place(outputs: Sequence[Output], path: Path) -> list[TensorPlacement]:
+def place(content: Any, path: Path, more: Mapping[tuple[str, str], Any] | None = None) -> list[TensorPlacement]:
     """Writes the file with room for all tensors, and returns the offset of each.
+
+    `content` is what `torch.load` will return, with an `Output` in the place of each tensor. `more`: names in its
+    pickle besides those of tensors.
 
     Raises:
         OSError: the folder can't be written.
@@ -23,14 +27,35 @@ def place(outputs: Sequence[Output], path: Path) -> list[TensorPlacement]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
-        blank = {output.name: torch.empty(output.source.shape, dtype=torch_dtype(output.dtype)) for output in outputs}
-        torch.save(blank, path)
-    places = tensors_in(path)
-    return [TensorPlacement(output, path, places[output.name].start) for output in outputs]
+        torch.save(_blank(content), path)
+    with closing(FileReader()) as reader:
+        loaded = torch_zip.load(reader, path, dict(more or {}))
+    return [TensorPlacement(output, path, _header_entry(path, view).start) for output, view in _pairs(content, loaded)]
+
+
+def _blank(content: Any) -> Any:
+    import torch
+
+    if isinstance(content, Output):
+        return torch.empty(content.source.shape, dtype=torch_dtype(content.dtype))
+    if type(content) is dict:
+        return {key: _blank(value) for key, value in content.items()}
+    return [_blank(value) for value in content] if type(content) is list else content
+
+
+def _pairs(content: Any, loaded: Any) -> Iterator[tuple[Output, View]]:
+    if isinstance(content, Output):
+        yield content, loaded
+    elif type(content) is dict:
+        for key, value in content.items():
+            yield from _pairs(value, loaded[key])
+    elif type(content) is list:
+        for value, stored in zip(content, loaded, strict=True):
+            yield from _pairs(value, stored)
 
 
 def tensors_in(path: Path) -> dict[str, safetensors_header.Tensor]:
-    """The tensors of such a file, with the places of their bytes."""
+    """The tensors of a file that holds a dict of them, with the places of their bytes."""
     with closing(FileReader()) as reader:
         content: dict[str, View] = torch_zip.load(reader, path)
     return {name: _header_entry(path, view) for name, view in content.items()}

@@ -138,12 +138,12 @@ def _check_vocabulary(weights: Weights, companions: CompanionFiles) -> None:
         )
 
 
-def check_space(out: Path, needed: int, wide: bool) -> None:
+def check_space(out: Path, needed: int, wide: bool = False, what: str = "the export") -> None:
     free = shutil.disk_usage(atomic_files.existing_part(out.parent)).free
     if free < needed + SPARE_BYTES:
         needs, available = distinguishable(gb_or_mb, needed + SPARE_BYTES, free)
         raise UserError(
-            f"the export needs {needs}, the disk of {out} has {available} free",
+            f"{what} needs {needs}, the disk of {out} has {available} free",
             why=f"it would end half-way; {gb_or_mb(SPARE_BYTES)} of it are for config, tokenizer and the file system",
             fix="choose an OUT on another disk" + (", or --dtype bfloat16" if wide else ""),
         )

@@ -180,11 +180,24 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
         raise UserError(
             f"{checkpoint} was written under {stored}, this run is under {here.engine}",
             why="the two store weights and optimizer differently",
-            fix=f"a YAML for {stored}; or a new run from its weights: accel-fsdp export, then "
-            "train/sft.py --model_name_or_path",
+            fix=_converted(checkpoint, {stored, here.engine}, here)
+            or f"a YAML for {stored}; or a new run from its "
+            "weights: accel-fsdp export, then train/sft.py --model_name_or_path",
         )
     _check_ranks(checkpoint, origin, here, order_depends_on_ranks and skips_data)
     _check_rows(checkpoint, origin, here.rows_per_step, not skips_data)
+
+
+def _converted(checkpoint: Path, engines: set[str], here: Origin) -> str:
+    """The command that makes a checkpoint one of this run's engine; empty if one of the engines can't be converted."""
+    if not all(engine.partition("-")[0] in (ANY_FSDP, ANY_ZERO) for engine in engines):
+        return ""
+    stage = here.engine.partition("-")[2]
+    target = f"zero{stage} --ranks {here.ranks}" if stage else "fsdp2"
+    return (
+        f"accel-fsdp convert {checkpoint} NEW_RUN/{checkpoint.name} --to {target}, then --output_dir NEW_RUN "
+        "--resume_from_checkpoint true"
+    )
 
 
 def _restrict_deepspeed() -> None:
@@ -244,10 +257,12 @@ def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_de
     )
     ranks = origin.ranks if origin and order_depends_on_ranks else partitions
     if ranks and ranks != here.ranks:
+        is_zero = here.engine.startswith(ANY_ZERO) and not order_depends_on_ranks
+        converted = _converted(checkpoint, {here.engine}, here) if is_zero else ""
         raise UserError(
             f"{checkpoint} was written by {counted(ranks, 'rank')}, this run has {here.ranks}",
             why="the order of the rows depends on it, with this --train_sampling_strategy"
             if order_depends_on_ranks
             else "in this format each rank reads the file that it wrote",
-            fix=f"num_processes: {ranks}",
+            fix=f"num_processes: {ranks}" + (f"; or {converted}" if converted else ""),
         )

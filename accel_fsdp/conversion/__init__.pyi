@@ -1,0 +1,2 @@
+from .command import ConvertCommand as ConvertCommand
+from .command import convert as convert

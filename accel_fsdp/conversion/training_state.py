@@ -1,0 +1,123 @@
+"""What a checkpoint holds for a resume, whoever wrote it: weights, moments, and the optimizer's groups, by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from accel_fsdp.checkpoints import (
+    TORCH_NAMES,
+    CheckpointLocation,
+    FileReader,
+    Stored,
+    View,
+    dcp,
+    deepspeed,
+    file_names,
+    open_checkpoint,
+    part_of,
+    torch_zip,
+)
+from accel_fsdp.errors import UserError
+
+PARAMS, GROUPS = "params", "param_groups"
+"""torch: the names of a group's parameters, and the groups, in the state of an optimizer."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group of the optimizer's parameters: their names, and settings such as `lr` and `weight_decay`."""
+
+    names: list[str]
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Nothing is read of the tensors yet. `moments` has tensors of a weight's shape, by name and key (`exp_avg`).
+
+    `numbers` has the rest of each parameter's state, such as `step`.
+    """
+
+    weights: dict[str, Stored]
+    moments: dict[str, dict[str, Stored]]
+    numbers: dict[str, dict[str, float]]
+    groups: list[Group]
+
+    @property
+    def tensors(self) -> dict[str, Stored]:
+        """All tensors, by names that tell weights and moments apart."""
+        moments = {f"{key} of {name}": part for name, of_name in self.moments.items() for key, part in of_name.items()}
+        return {**self.weights, **moments}
+
+
+def read(checkpoint: CheckpointLocation, reader: FileReader) -> TrainingState:
+    """Finds a checkpoint's training state.
+
+    Raises:
+        UserError: it has no optimizer, only an adapter, or its optimizer doesn't name its parameters.
+    """
+    content = open_checkpoint.read(checkpoint, reader, optimizer=True)
+    if content.adapter:
+        raise UserError(
+            f"{checkpoint.folder} is of an adapter",
+            why="only checkpoints of full training are converted",
+            fix="accel-fsdp export --merge-adapter, then a new run: train/sft.py --model_name_or_path OUT",
+        )
+    groups, numbers = _groups(checkpoint, reader)
+    moments: dict[str, dict[str, Stored]] = {}
+    for path, stored in content.optimizer.items():
+        name, _, key = path.removeprefix("state.").rpartition(".")
+        if path.startswith("state.") and stored.shape:
+            moments.setdefault(name, {})[key] = stored
+        elif path.startswith("state."):
+            numbers.setdefault(name, {})[key] = _number(reader, stored)
+    if not moments or not groups:
+        raise _no_optimizer(checkpoint)
+    return TrainingState(content.tensors, moments, numbers, groups)
+
+
+def _no_optimizer(checkpoint: CheckpointLocation) -> UserError:
+    return UserError(
+        f"{checkpoint.folder} holds no optimizer whose state names the parameters",
+        why="a checkpoint of one process or DDP numbers them, one of --save_only_model has none",
+        fix="accel-fsdp export, then a new run from its weights: train/sft.py --model_name_or_path OUT",
+    )
+
+
+def _groups(checkpoint: CheckpointLocation, reader: FileReader) -> tuple[list[Group], dict[str, dict[str, float]]]:
+    """The optimizer's groups, and the numbers that DeepSpeed stores for each group at once."""
+    if checkpoint.kind == "ZeRO":
+        numbers: dict[str, dict[str, float]] = {}
+        groups = []
+        for names, settings, state in deepspeed.groups(checkpoint.weights, reader):
+            groups.append(Group(names, settings))
+            of_group = {key: _number(reader, value) for key, value in state.items()}
+            numbers |= {name: dict(of_group) for name in names}
+        return groups, numbers
+    if checkpoint.optimizer is not None:
+        listed = dcp.listed(checkpoint.optimizer, reader, lambda path: GROUPS in path)
+        by_number: dict[int, dict[str, Any]] = {}
+        for path, value in listed.items():
+            if len(path) >= 3 and path[-3] == GROUPS and path[-2].isdecimal():
+                by_number.setdefault(int(path[-2]), {})[path[-1]] = value
+        stored = [by_number[number] for number in sorted(by_number)]
+    else:
+        file = checkpoint.folder / file_names.FULL_OPTIMIZER
+        stored = torch_zip.load(reader, file).get(GROUPS, []) if file.is_file() else []
+    groups = [
+        Group(list(group[PARAMS]), {key: value for key, value in group.items() if key != PARAMS})
+        for group in stored
+        if isinstance(group.get(PARAMS), list)
+    ]
+    return [group for group in groups if all(isinstance(name, str) for name in group.names)], {}
+
+
+def _number(reader: FileReader, value: Any) -> float:
+    """A number that may be stored as a tensor without dimensions."""
+    import torch
+
+    if isinstance(value, View):
+        value = value.stored("number")
+    if not isinstance(value, Stored):
+        return float(value)
+    return float(torch.frombuffer(part_of(reader, value, 0, 1), dtype=getattr(torch, TORCH_NAMES[value.dtype])))

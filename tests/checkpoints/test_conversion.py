@@ -1,0 +1,268 @@
+"""`accel-fsdp convert` on files alone: what it writes, as torch and DeepSpeed read it, and what it refuses."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import ROOT
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from accel_fsdp import conversion
+from accel_fsdp.checkpoints import Origin, completeness
+from accel_fsdp.errors import UserError
+
+STEP = 4
+Large = Callable[[int], Path]
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False, "fused": None}
+
+
+def state_of(model: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights and optimizer as FSDP2 stores them, the moments with random numbers."""
+    torch.manual_seed(1)
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    moments = {
+        name: {
+            "step": torch.tensor(float(STEP)),
+            "exp_avg": torch.randn_like(weight),
+            "exp_avg_sq": torch.rand_like(weight),
+        }
+        for name, weight in weights.items()
+    }
+    decaying = [name for name in weights if "norm" not in name]
+    others = [name for name in weights if "norm" in name]
+    groups = [{**SETTINGS, "params": decaying}, {**SETTINGS, "weight_decay": 0.0, "params": others}]
+    return weights, {"state": moments, "param_groups": groups}
+
+
+def write(checkpoint: Path, weights: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> Path:
+    checkpoint.mkdir(parents=True)
+    with warnings.catch_warnings(action="ignore"):  # that this is a single process
+        for name, content in {"pytorch_model_fsdp": {"model": weights}, "optimizer": {"optimizer": optimizer}}.items():
+            dcp.save(content, checkpoint_id=checkpoint / f"{name}_0", no_dist=True)  # type: ignore[attr-defined]
+    torch.save({"last_epoch": STEP}, checkpoint / "scheduler.pt")
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": STEP, "log_history": []}))
+    return checkpoint
+
+
+@pytest.fixture
+def source(tmp_path: Path, tiny_model: Path) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    shutil.copytree(tiny_model, tmp_path / "run" / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    checkpoint = write(tmp_path / "run" / f"checkpoint-{STEP}", *state_of(model))
+    settings = {"precision": {"mixed_precision": "no"}}
+    completeness.seal(checkpoint, Origin("FSDP", ranks=2, rows_per_step=8, settings=settings))
+    return checkpoint
+
+
+def convert(source: Path, out: Path, to: str, **flags: Any) -> None:
+    assert conversion.convert(conversion.ConvertCommand(source, out, to=to, **flags)) == 0  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 5])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_reads_the_weights(stage: int, ranks: int, source: Path, tiny_model: Path, tmp_path: Path) -> None:
+    """With DeepSpeed's own script; on three and five ranks the groups are padded."""
+    convert(source, tmp_path / "new" / source.name, f"zero{stage}", ranks=ranks)
+    loaded = get_fp32_state_dict_from_zero_checkpoint(tmp_path / "new" / source.name)
+    expected = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
+
+
+def test_there_and_back_again(source: Path, tmp_path: Path) -> None:
+    """FSDP to ZeRO-3, ZeRO-2 and FSDP: read by torch, all is as it was, with settings, schedule and origin."""
+    convert(source, tmp_path / "three" / source.name, "zero3", ranks=3)
+    convert(
+        tmp_path / "three" / source.name,
+        tmp_path / "two" / source.name,
+        "zero2",
+        ranks=4,
+        model=source.parent / "model",
+    )
+    convert(tmp_path / "two" / source.name, tmp_path / "fsdp" / source.name, "fsdp1")
+    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
+        contents = []
+        for checkpoint in (source, tmp_path / "fsdp" / source.name):
+            dcp_to_torch_save(checkpoint / folder, tmp_path / "whole.pt")
+            contents.append(torch.load(tmp_path / "whole.pt", weights_only=True))
+        assert equal(*contents)
+    assert (tmp_path / "fsdp" / source.name / "scheduler.pt").read_bytes() == (source / "scheduler.pt").read_bytes()
+    marker = json.loads((tmp_path / "fsdp" / source.name / "complete.json").read_text())
+    assert marker["origin"] == json.loads((source / "complete.json").read_text())["origin"]
+
+
+def without_schedule(checkpoint: Path) -> None:
+    (checkpoint / "complete.json").unlink()
+    (checkpoint / "scheduler.pt").unlink()
+
+
+def without_optimizer(checkpoint: Path) -> None:
+    (checkpoint / "complete.json").unlink()
+    shutil.rmtree(checkpoint / "optimizer_0")
+
+
+def of_fp16(checkpoint: Path) -> None:
+    torch.save({"scale": 65536.0}, checkpoint / "scaler.pt")
+    (checkpoint / "complete.json").unlink()
+
+
+def flipped(checkpoint: Path) -> None:
+    path = checkpoint / "optimizer_0" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def unmarked(checkpoint: Path) -> None:
+    (checkpoint / "complete.json").unlink()
+
+
+def rewritten(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], None]) -> Callable[[Path], None]:
+    """A checkpoint with another state, changed before it is written."""
+
+    def rewrite(checkpoint: Path) -> None:
+        model = AutoModelForCausalLM.from_config(LlamaConfig.from_pretrained(checkpoint.parent / "model"))
+        weights, optimizer = state_of(model.float())
+        change(weights, optimizer)
+        shutil.rmtree(checkpoint)
+        write(checkpoint, weights, optimizer)
+
+    return rewrite
+
+
+def narrow_moments(_: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> None:
+    for state in optimizer["state"].values():
+        state["exp_avg"] = state["exp_avg"].bfloat16()
+
+
+def freeze_one(_: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> None:
+    optimizer["param_groups"][0]["params"].remove("lm_head.weight")
+    del optimizer["state"]["lm_head.weight"]
+
+
+def grow_one(weights: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> None:
+    for tensors in (weights, optimizer["state"]["lm_head.weight"]):
+        for name in tensors.keys() & {"lm_head.weight", "exp_avg", "exp_avg_sq"}:
+            tensors[name] = torch.zeros(600, 36)
+
+
+def adapt(weights: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
+    weights["base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"] = torch.zeros(2, 36)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], str, dict[str, Any], str]] = {
+    "no schedule": (without_schedule, "fsdp2", {}, "has no trainer_state.json or no scheduler.pt"),
+    "no optimizer": (without_optimizer, "fsdp2", {}, "holds no optimizer whose state names the parameters"),
+    "fp16": (of_fp16, "zero1", {"ranks": 2}, "is of fp16"),
+    "a flipped bit": (flipped, "fsdp2", {}, "is damaged: optimizer_0/__0_0.distcp has changed"),
+    "no number of ranks": (unmarked, "zero2", {}, "--to zero2 without --ranks"),
+    "no precision": (unmarked, "zero2", {"ranks": 2}, "--to zero2 without --mixed-precision"),
+    "no rank": (unmarked, "zero2", {"ranks": 0}, "--ranks 0"),
+    "moments in bf16": (rewritten(narrow_moments), "zero3", {"ranks": 2, "mixed_precision": "no"}, "aren't in float32"),
+    "frozen": (rewritten(freeze_one), "zero3", {"ranks": 2, "mixed_precision": "no"}, "lm_head.weight is not trained"),
+    "another model": (
+        rewritten(grow_one),
+        "zero1",
+        {"ranks": 2, "mixed_precision": "no"},
+        r"lm_head.weight has the shape \(600, 36\) in the checkpoint, and \(509, 36\) in the model",
+    ),
+    "an adapter": (rewritten(adapt), "fsdp2", {}, "is of an adapter"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_not_be_converted_is_refused_and_leaves_nothing(name: str, source: Path, tmp_path: Path) -> None:
+    prepare, to, flags, message = REFUSED[name]
+    prepare(source)
+    out = tmp_path / "new" / source.name
+    out.parent.mkdir()
+    with pytest.raises(UserError, match=message):
+        convert(source, out, to, **flags)
+    assert list(out.parent.iterdir()) == []
+
+
+def test_what_is_there_is_not_replaced(source: Path) -> None:
+    before = sorted(source.rglob("*"))
+    with pytest.raises(UserError, match="exists"):
+        convert(source, source, "zero1", ranks=2)
+    assert sorted(source.rglob("*")) == before
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Large:
+    """A checkpoint with so many layers of 38 MB."""
+
+    def make(layers: int) -> Path:
+        run = tmp_path_factory.mktemp(f"large{layers}")
+        sizes = {"hidden_size": 512, "intermediate_size": 1365, "num_attention_heads": 8, "num_key_value_heads": 8}
+        config = LlamaConfig(vocab_size=512, num_hidden_layers=layers, architectures=["LlamaForCausalLM"], **sizes)
+        config.save_pretrained(run / "model")
+        return write(run / f"checkpoint-{STEP}", *state_of(LlamaForCausalLM(config)))
+
+    return make
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_an_early_end_leaves_no_checkpoint(
+    number: signal.Signals, large: Callable[[int], Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / f"checkpoint-{STEP}"
+    words: list[str | Path] = [sys.executable, "-m", "accel_fsdp", "convert", large(4), out, "--to", "fsdp2"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    while not any(out.parent.rglob("*.distcp")) and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, signal.SIGTERM: 143}[number], output
+    assert not out.exists()
+    if number != signal.SIGKILL:
+        assert "nothing is left of OUT" in output
+        assert not out.parent.exists()  # it wasn't there before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
+@pytest.mark.parametrize("to", ["fsdp2", "zero3"])
+def test_memory_holds_some_blocks(to: str, large: Large, tmp_path: Path) -> None:
+    peaks = []
+    for layers in (4, 24):
+        words = ["--to", to, "--ranks", "2", "--mixed-precision", "bf16"]
+        code = (
+            "import sys; from accel_fsdp import cli\n"
+            "try: cli.main()\n"
+            "finally: print(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])"
+        )
+        command: list[str | Path] = [
+            sys.executable,
+            "-c",
+            code,
+            "convert",
+            large(layers),
+            tmp_path / f"{layers}",
+            *words,
+        ]
+        finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True)
+        peaks.append(int(finished.stdout.split()[-1]))
+    assert peaks[1] < 1.3 * peaks[0]  # of states of 0.16 and 0.9 GB
