@@ -1,21 +1,20 @@
 """The command `accel-fsdp convert`: a checkpoint of one engine becomes one of another, with the optimizer."""
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from accel_fsdp import atomic_files, console, untrusted_files
+from accel_fsdp import atomic_files, console, disks, untrusted_files
 from accel_fsdp.checkpoints import (
     ITEM_BYTES,
     CheckpointLocation,
     FileReader,
     Origin,
-    Stored,
     completeness,
     deepspeed,
     differences,
@@ -30,6 +29,7 @@ from accel_fsdp.conversion.training_state import TrainingState
 from accel_fsdp.errors import UsageError, UserError, require
 from accel_fsdp.exporter import companion_files, pth_writer, refusals, safetensors_writer, transformers_probe
 from accel_fsdp.flag_words import arg
+from accel_fsdp.models import first_line
 from accel_fsdp.units import counted, gb_or_mb
 
 ENGINES_OWN = (
@@ -71,7 +71,7 @@ def convert(command: ConvertCommand) -> int:
         UserError: SRC can't be read or lacks a part, OUT exists, or the target has no place for a part of it.
     """
     require("a conversion", "torch")
-    if command.stage and command.ranks is not None and command.ranks < 1:
+    if command.ranks is not None and command.ranks < 1:
         raise UsageError(f"--ranks {command.ranks}", why="there is at least one rank", fix="--ranks 2")
     if command.out.exists():
         raise UserError(f"{command.out} exists", why="it may be another checkpoint", fix="another OUT")
@@ -81,24 +81,11 @@ def convert(command: ConvertCommand) -> int:
     console.say(str(checkpoint), style="cyan")
     _check(checkpoint)
     with closing(FileReader()) as reader:
-        state = training_state.read(checkpoint, reader)
-        total = _bytes_of(state.tensors)
-        refusals.check_space(command.out, total, what="the checkpoint")
-        origin = _origin(command, checkpoint)
-        with atomic_files.replaced_folder(command.out.resolve(), sync=not command.no_sync) as folder:
-            with console.progress("converting", total) as progress:
-                _write(command, checkpoint, state, origin, folder, reader, progress)
-            for path in _others(checkpoint.folder):
-                untrusted_files.copy(path, folder / path.name, within=checkpoint.folder)
-            with console.progress("comparing", total) as progress:
-                _compare(state, checkpoint, folder, reader, progress)
-            completeness.seal(folder, origin)
-    _say(command, state, origin, total)
+        conversion = _Conversion(command, checkpoint, training_state.read(checkpoint, reader), reader)
+        conversion.run()
+    for line in conversion.lines():
+        console.say(line, style="green")
     return 0
-
-
-def _bytes_of(tensors: dict[str, Stored]) -> int:
-    return sum(prod(stored.shape) * ITEM_BYTES[stored.dtype] for stored in tensors.values())
 
 
 def _check(checkpoint: CheckpointLocation) -> None:
@@ -111,10 +98,8 @@ def _check(checkpoint: CheckpointLocation) -> None:
         )
     if refused := resumed_pickles.refusal(checkpoint.folder):
         raise refused
-    if (
-        not completeness.has_trainer_state(checkpoint.folder)
-        or not (checkpoint.folder / file_names.SCHEDULER).is_file()
-    ):
+    has_schedule = (checkpoint.folder / file_names.SCHEDULER).is_file()
+    if not has_schedule or not completeness.has_trainer_state(checkpoint.folder):
         raise UserError(
             f"{checkpoint.folder} has no {file_names.TRAINER_STATE} or no {file_names.SCHEDULER}",
             why="a run that resumes it would begin its schedule and its data again",
@@ -124,89 +109,117 @@ def _check(checkpoint: CheckpointLocation) -> None:
         raise deepspeed.scaled(checkpoint.folder)
 
 
-def _origin(command: ConvertCommand, checkpoint: CheckpointLocation) -> Origin:
-    """What the marker of OUT will say of the run."""
-    before = marker.origin_of(checkpoint.folder) or Origin("")
-    if command.stage and not (command.ranks or before.ranks):
+@dataclass(frozen=True)
+class _Conversion:
+    """One conversion of a checkpoint that holds `state`."""
+
+    command: ConvertCommand
+    checkpoint: CheckpointLocation
+    state: TrainingState
+    reader: FileReader
+
+    @cached_property
+    def origin(self) -> Origin:
+        """What SRC says of its run."""
+        return marker.origin_of(self.checkpoint.folder) or Origin("")
+
+    @cached_property
+    def total_bytes(self) -> int:
+        return sum(prod(stored.shape) * ITEM_BYTES[stored.dtype] for stored in self.state.tensors.values())
+
+    @property
+    def engine(self) -> str:
+        return zero_name(self.command.stage) if self.command.stage else ANY_FSDP
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of DeepSpeed that will resume OUT."""
+        if ranks := self.command.ranks or self.origin.ranks:
+            return ranks
         raise UsageError(
-            f"--to {command.to} without --ranks",
-            why=f"DeepSpeed stores a file for each rank, and {checkpoint.folder} doesn't say how many there were",
+            f"--to {self.command.to} without --ranks",
+            why=f"DeepSpeed has a file for each rank, and {self.checkpoint.folder} doesn't say how many there were",
             fix="--ranks N",
         )
-    return replace(before, engine=zero_name(command.stage) if command.stage else ANY_FSDP)
 
+    @property
+    def is_bf16(self) -> bool:
+        """Whether the run that will resume OUT trains in bf16."""
+        precision: str | None = self.command.mixed_precision
+        if precision == "src":
+            precision = self.origin.settings.get("precision", {}).get("mixed_precision")
+        if precision is None and self.checkpoint.kind == "ZeRO":
+            precision = "bf16" if any(self.checkpoint.weights.glob(f"{file_names.BF16}*")) else "no"
+        if precision is None:
+            raise UsageError(
+                f"--to {self.command.to} without --mixed-precision",
+                why=f"DeepSpeed's files have other names under bf16, and {self.checkpoint.folder} doesn't say which",
+                fix="--mixed-precision bf16, or no",
+            )
+        return precision == "bf16"
 
-def _write(
-    command: ConvertCommand,
-    checkpoint: CheckpointLocation,
-    state: TrainingState,
-    origin: Origin,
-    folder: Path,
-    reader: FileReader,
-    progress: safetensors_writer.Progress,
-) -> None:
-    if not command.stage:
-        fsdp_files.write(state, folder, reader, progress)
-        return
-    with transformers_probe.aside() as pool:
-        companions = companion_files.find(checkpoint, command.model)
-        description = pool.submit(transformers_probe.describe, companions.folder).result()
-    step, is_bf16 = completeness.step_of(checkpoint.folder), _is_bf16(command, checkpoint, origin)
-    ranks = command.ranks or origin.ranks
-    layout = zero_files.ZeroLayout(state, description, command.stage, ranks, step, origin.rows_per_step, is_bf16)
-    placed = layout.place(folder)
-    safetensors_writer.write(placed, reader, safetensors_writer.THREADS, progress, sync=not command.no_sync)
-    for path in {placement.path for placement in placed}:
-        pth_writer.seal(path)
+    def run(self) -> None:
+        """Writes all of OUT beside it, compares it with SRC, marks it as complete and renames it."""
+        out = self.command.out.resolve()
+        refusals.check_space(out, self.total_bytes, what="the checkpoint")
+        with atomic_files.replaced_folder(out, sync=not self.command.no_sync) as folder:
+            try:
+                with console.progress("converting", self.total_bytes) as progress:
+                    self._write(folder, progress)
+                self._copy_others(folder)
+                with console.progress("comparing", self.total_bytes) as progress:
+                    self._compare(folder, progress)
+                completeness.seal(folder, replace(self.origin, engine=self.engine))
+            except (OSError, RuntimeError) as error:  # the latter is torch's, if it can't write
+                raise UserError(
+                    f"cannot write {self.command.out}: {disks.full(error, folder) or first_line(error)}",
+                    why="the checkpoint is incomplete and was removed",
+                    fix="free some space on that disk, or another OUT",
+                ) from error
 
+    def _write(self, folder: Path, progress: safetensors_writer.Progress) -> None:
+        if not self.command.stage:
+            fsdp_files.write(self.state, folder, self.reader, progress)
+            return
+        ranks, is_bf16, step = self.ranks, self.is_bf16, completeness.step_of(self.checkpoint.folder)
+        with transformers_probe.aside() as pool:
+            companions = companion_files.find(self.checkpoint, self.command.model)
+            description = pool.submit(transformers_probe.describe, companions.folder).result()
+        rows, stage = self.origin.rows_per_step, self.command.stage
+        layout = zero_files.ZeroLayout(self.state, description, stage, ranks, step, rows, is_bf16)
+        placed, threads = layout.place(folder), safetensors_writer.THREADS
+        safetensors_writer.write(placed, self.reader, threads, progress, sync=not self.command.no_sync)
+        for path in {placement.path for placement in placed}:
+            pth_writer.seal(path)
 
-def _is_bf16(command: ConvertCommand, checkpoint: CheckpointLocation, origin: Origin) -> bool:
-    precision: str | None = command.mixed_precision
-    if precision == "src":
-        precision = origin.settings.get("precision", {}).get("mixed_precision")
-    if precision is None and checkpoint.kind == "ZeRO":
-        precision = "bf16" if any(checkpoint.weights.glob(f"{file_names.BF16}*")) else "no"
-    if precision is None:
-        raise UsageError(
-            f"--to {command.to} without --mixed-precision",
-            why=f"DeepSpeed's files have other names under bf16, and {checkpoint.folder} doesn't say what it was",
-            fix="--mixed-precision bf16, or no",
-        )
-    return bool(precision == "bf16")
+    def _copy_others(self, folder: Path) -> None:
+        """Copies the files that any engine reads: schedule, log, random states, config, tokenizer."""
+        for path in sorted(self.checkpoint.folder.iterdir()):
+            if path.is_file() and not any(path.match(pattern) for pattern in ENGINES_OWN):
+                untrusted_files.copy(path, folder / path.name, within=self.checkpoint.folder)
 
+    def _compare(self, folder: Path, progress: safetensors_writer.Progress) -> None:
+        """Reads OUT as any checkpoint, and refuses a tensor, a number or a group that differs from SRC's."""
+        written = discover.look(folder)
+        assert written is not None  # it was written just now
+        state = training_state.read(written, self.reader)
+        compared = differences.differences(self.state.tensors, state.tensors, self.reader, progress)
+        differing = next((f"{item.name} {item.why}" for item in compared if not item.is_equal), "")
+        if not differing and (self.state.numbers != state.numbers or self.state.membership != state.membership):
+            differing = "the optimizer's groups or steps"
+        if differing:
+            raise UserError(
+                f"the converted checkpoint differs from {self.checkpoint.folder}: {differing}",
+                why="training would go on from something else",
+                fix="the same command again; if it fails again, report it with what accel-fsdp doctor prints",
+            )
 
-def _others(folder: Path) -> Iterator[Path]:
-    """The files that any engine reads: schedule, log, random states, config, tokenizer."""
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not any(path.match(pattern) for pattern in ENGINES_OWN):
-            yield path
-
-
-def _compare(
-    state: TrainingState,
-    checkpoint: CheckpointLocation,
-    folder: Path,
-    reader: FileReader,
-    progress: safetensors_writer.Progress,
-) -> None:
-    """Reads OUT as any checkpoint, and refuses a tensor, a number or a group that differs from SRC's."""
-    written = discover.look(folder)
-    assert written is not None  # it was written just now
-    found = training_state.read(written, reader)
-    compared = differences.differences(state.tensors, found.tensors, reader, progress)
-    differing = next((item for item in compared if not item.is_equal), None)
-    groups = [[sorted(group.names) for group in part.groups] for part in (state, found)]
-    if differing or state.numbers != found.numbers or groups[0] != groups[1]:
-        what = f"{differing.name} {differing.why}" if differing else "the optimizer's groups or steps differ"
-        raise UserError(
-            f"the converted checkpoint differs from {checkpoint.folder}: {what}",
-            why="training would go on from something else",
-            fix="the same command again; if it fails again, report it with accel-fsdp doctor --report",
-        )
-
-
-def _say(command: ConvertCommand, state: TrainingState, origin: Origin, total: int) -> None:
-    ranks = counted(command.ranks or origin.ranks, "rank") if command.stage else "any number of ranks"
-    tensors = f"{counted(len(state.tensors), 'tensor')}, {gb_or_mb(total)}"
-    console.say(f"{command.out}: {origin.engine}, for {ranks}; {tensors}, equal to SRC's", style="green")
-    console.say(f"resume: train/sft.py --output_dir {command.out.parent} --resume_from_checkpoint true", style="cyan")
+    def lines(self) -> list[str]:
+        """What was written, and how a run goes on from it."""
+        out = self.command.out
+        ranks = counted(self.ranks, "rank") if self.command.stage else "any number of ranks"
+        tensors = f"{counted(len(self.state.tensors), 'tensor')}, {gb_or_mb(self.total_bytes)}"
+        return [
+            f"{out}: {self.engine}, for {ranks}; {tensors}, equal to SRC's",
+            f"resume: train/sft.py --output_dir {out.parent} --resume_from_checkpoint true",
+        ]

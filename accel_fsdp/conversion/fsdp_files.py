@@ -106,8 +106,11 @@ def _save(content: dict[str, Any], folder: Path) -> None:
                 value = self.written = value.part(index)
             return value
 
+    failure: BaseException | None = None
     try:
         with warnings.catch_warnings(action="ignore"):  # that this is a single process
             dcp.save(content, storage_writer=FileSystemWriter(folder), planner=Planner(), no_dist=True)  # type: ignore[attr-defined]
     except CheckpointException as error:
-        raise next(iter(error.failures.values()))[0] from error
+        failure = next(iter(error.failures.values()))[0]
+    if failure is not None:
+        raise failure

@@ -44,6 +44,11 @@ class TrainingState:
     groups: list[Group]
 
     @property
+    def membership(self) -> list[list[str]]:
+        """The names of each group in alphabetical order: each engine has an order of its own."""
+        return [sorted(group.names) for group in self.groups]
+
+    @property
     def tensors(self) -> dict[str, Stored]:
         """All tensors, by names that tell weights and moments apart."""
         moments = {f"{key} of {name}": part for name, of_name in self.moments.items() for key, part in of_name.items()}

@@ -242,6 +242,27 @@ def test_an_early_end_leaves_no_checkpoint(
         assert not out.parent.exists()  # it wasn't there before
 
 
+@pytest.mark.parametrize("to", ["fsdp2", "zero3"])
+def test_a_file_that_can_not_be_written(to: str, source: Path, tmp_path: Path) -> None:
+    """A limit for the size of files ends a library's write as a full disk does."""
+    words = [
+        sys.executable,
+        "-m",
+        "accel_fsdp",
+        "convert",
+        str(source),
+        str(tmp_path / "new" / source.name),
+        "--to",
+        to,
+    ]
+    command = ["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", *words]
+    finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert finished.returncode == 1, finished.stderr
+    assert "error: cannot write" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells a process's peak memory there")
 @pytest.mark.parametrize("to", ["fsdp2", "zero3"])
