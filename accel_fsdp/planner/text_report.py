@@ -259,8 +259,9 @@ class PlanReport:
     def _host(self, choice: Candidate) -> str:
         host = self.problem.host(choice.job)
         offload = f" and {about_gib(host.offload)} to train, offloaded" if host.offload else ""
+        staging = f", and {about_gib(host.staging)} for --async_checkpoints" if host.staging else ""
         return (
-            f"Each machine needs {about_gib(host.loading)} of its own memory to load the model{offload}; "
+            f"Each machine needs {about_gib(host.loading)} of its own memory to load the model{offload}{staging}; "
             f"a checkpoint takes {about_gb(host.checkpoint)} of disk, the exported model "
             f"{about_gb(host.export)}."
         )
@@ -346,6 +347,7 @@ class PlanReport:
             "host_loading_bytes": host.loading,
             "host_offload_bytes": host.offload,
             "host_gathering_bytes": host.gathering,
+            "host_staging_bytes": host.staging,
             "checkpoint_bytes": host.checkpoint,
             "export_bytes": host.export,
             "phases": {moment.phase: moment.total for moment in candidate.prediction.moments},

@@ -69,6 +69,20 @@ def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precisio
     assert host.offload == state_bytes.training_bytes(weights)
     assert host.checkpoint == state_bytes.checkpoint_bytes(weights, 2 * weights)
     assert host.gathering == weights
+    assert host.staging == host.checkpoint
+
+
+def test_copies_of_shards_are_those_of_a_machines_ranks() -> None:
+    """Two machines hold half each; each of two replicas, on a machine of its own, holds all; DDP has no shards."""
+    shape, recipe = odd_llama(), Recipe("full", precision="bf16", dtype="float32")
+
+    def staged(engine: Engine, strategy: int) -> float:
+        host = capacity.host(shape, Job(Layout(engine, strategy, 8, 4), recipe))
+        return host.staging / host.checkpoint
+
+    assert staged(Engine.FSDP1, 1) == pytest.approx(1 / 2, rel=0.02)
+    assert staged(Engine.FSDP1, 4) == pytest.approx(1, rel=0.02)
+    assert staged(Engine.DDP, 1) == 0
 
 
 @pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 1), ("fsdp1", 1), ("ddp", 4), ("zero", 4)])
