@@ -1,7 +1,7 @@
 """Runs `train/sft.py` unchanged and notes the optimizer's state and the weights, just after they were loaded.
 
 Gathered by torch or DeepSpeed, and not through accel_fsdp. Output from rank 0, in the folder named by PROBE_OUT:
-`moments.pt` and `weights.pt`; of each save `moments-N.pt` and `weights-N.pt`, where NOTE_SAVES is in the environment.
+`moments.pt` and `weights.pt`; of each save `moments-N.pt` and `weights-N.pt`, where PROBE_SAVES is in the environment.
 """
 
 import os
@@ -57,7 +57,7 @@ def load_and_note(self: Any, checkpoint: str | None) -> None:
 
 
 def note_and_save(self: Any, *args: Any, **more: Any) -> None:
-    if "NOTE_SAVES" in os.environ:
+    if "PROBE_SAVES" in os.environ:
         note(self, f"-{self.state.global_step}")
     save(self, *args, **more)
 

@@ -100,11 +100,11 @@ def entries(folder: Path, reader: FileReader) -> dict[str, Entry]:
 
 
 def listed(folder: Path, reader: FileReader, needed: Callable[[tuple[str, ...]], bool]) -> dict[tuple[str, ...], Any]:
-    """The path of each entry of a folder, with its pickled value if `needed` accepts the path, else None."""
+    """The path of each entry of a folder, with its value if it is pickled and `needed` accepts the path, else None."""
     with _listing(folder) as metadata:
         items, nested = _items(folder, reader, metadata["storage_data"]), metadata.get("planner_data") or {}
         paths = {_text(name): _path(nested.get(name) or (name,)) for name in metadata["state_dict_metadata"]}
-        places = {path: items[name, None] for name, path in paths.items() if needed(path)}
+        places = {path: items[name, None] for name, path in paths.items() if needed(path) and (name, None) in items}
         values = {path: Archive(reader, at.path, at.start, at.length).load(TENSORS) for path, at in places.items()}
         return {path: values.get(path) for path in paths.values()}
 

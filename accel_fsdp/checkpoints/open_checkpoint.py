@@ -179,7 +179,7 @@ def split(paths: Paths, adapter: str | None = None) -> Weights:
     inner = {path: stored for path, stored in paths.items() if len(path) > 1 and not OPTIMIZER_KEYS & set(path[:-1])}
     inner = {path: stored for path, stored in inner.items() if set(path[:-1]) <= MODEL_KEYS}
     model = inner or {path: stored for path, stored in paths.items() if len(path) == 1}
-    optimizer = {_optimizer_name(path): stored for path, stored in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
+    optimizer = {optimizer_name(path): stored for path, stored in paths.items() if OPTIMIZER_KEYS & set(path[:-1])}
     tensors = _by_name({**model, **_second_model(paths, model)})
     if not tensor_names.is_adapted(tensors):
         if tensor_names.is_wrapped(tensors):
@@ -241,7 +241,8 @@ def _by_name(paths: Paths) -> dict[str, Stored]:
     return tensors
 
 
-def _optimizer_name(path: tuple[str, ...]) -> str:
+def optimizer_name(path: tuple[str, ...]) -> str:
+    """The name of an entry of a nested state dict that is of an optimizer, from below the optimizer's key on."""
     index = next(number for number, key in enumerate(path) if key in OPTIMIZER_KEYS)
     return ".".join(map(clean_name, path[index + 1 :]))
 

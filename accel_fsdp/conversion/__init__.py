@@ -1,4 +1,4 @@
-"""The command `accel-fsdp migrate`: translates the settings of one engine to another."""
+"""The command `accel-fsdp convert`: rewrites a checkpoint for another engine or number of ranks."""
 
 import lazy_loader
 

@@ -73,12 +73,21 @@ def convert(command: ConvertCommand) -> int:
     require("a conversion", "torch")
     if command.ranks is not None and command.ranks < 1:
         raise UsageError(f"--ranks {command.ranks}", why="there is at least one rank", fix="--ranks 2")
+    ignored = [name for name in ("ranks", "model", "mixed_precision") if getattr(command, name) not in (None, "src")]
+    if ignored and not command.stage:
+        raise UsageError(
+            f"--{ignored[0].replace('_', '-')} with --to {command.to}",
+            why="those files serve any number of ranks and any precision",
+            fix="leave it out",
+        )
     if command.out.exists():
         raise UserError(f"{command.out} exists", why="it may be another checkpoint", fix="another OUT")
     checkpoint, newer = discover.find(command.src)
     for passed_over in newer:
         console.say(f"passed over: {passed_over}", style="yellow")
     console.say(str(checkpoint), style="cyan")
+    if command.out.resolve().is_relative_to(checkpoint.folder.resolve()):
+        raise UserError(f"{command.out} is inside of SRC", why="it would be deleted with it", fix="another OUT")
     _check(checkpoint)
     with closing(FileReader()) as reader:
         conversion = _Conversion(command, checkpoint, training_state.read(checkpoint, reader), reader)
@@ -99,9 +108,11 @@ def _check(checkpoint: CheckpointLocation) -> None:
     if refused := resumed_pickles.refusal(checkpoint.folder):
         raise refused
     has_schedule = (checkpoint.folder / file_names.SCHEDULER).is_file()
-    if not has_schedule or not completeness.has_trainer_state(checkpoint.folder):
+    has_step = completeness.has_trainer_state(checkpoint.folder) and completeness.step_of(checkpoint.folder) > 0
+    if not has_schedule or not has_step:
         raise UserError(
-            f"{checkpoint.folder} has no {file_names.TRAINER_STATE} or no {file_names.SCHEDULER}",
+            f"{checkpoint.folder} has no {file_names.SCHEDULER if has_step else file_names.TRAINER_STATE} "
+            "that can be read",
             why="a run that resumes it would begin its schedule and its data again",
             fix="a checkpoint of Trainer or train/sft.py",
         )
@@ -133,8 +144,13 @@ class _Conversion:
 
     @property
     def ranks(self) -> int:
-        """The ranks of DeepSpeed that will resume OUT."""
-        if ranks := self.command.ranks or self.origin.ranks:
+        """The ranks of DeepSpeed that will resume OUT.
+
+        Raises:
+            UserError: their number is unknown.
+        """
+        files = self.checkpoint.weights.glob(file_names.ZERO_OPTIMIZERS) if self.checkpoint.kind == "ZeRO" else ()
+        if ranks := self.command.ranks or len(list(files)) or self.origin.ranks:
             return ranks
         raise UsageError(
             f"--to {self.command.to} without --ranks",
@@ -146,10 +162,10 @@ class _Conversion:
     def is_bf16(self) -> bool:
         """Whether the run that will resume OUT trains in bf16."""
         precision: str | None = self.command.mixed_precision
+        if precision == "src" and self.checkpoint.kind == "ZeRO":
+            precision = "bf16" if any(self.checkpoint.weights.glob(f"{file_names.BF16}*")) else "no"
         if precision == "src":
             precision = self.origin.settings.get("precision", {}).get("mixed_precision")
-        if precision is None and self.checkpoint.kind == "ZeRO":
-            precision = "bf16" if any(self.checkpoint.weights.glob(f"{file_names.BF16}*")) else "no"
         if precision is None:
             raise UsageError(
                 f"--to {self.command.to} without --mixed-precision",
@@ -195,8 +211,11 @@ class _Conversion:
     def _copy_others(self, folder: Path) -> None:
         """Copies the files that any engine reads: schedule, log, random states, config, tokenizer."""
         for path in sorted(self.checkpoint.folder.iterdir()):
-            if path.is_file() and not any(path.match(pattern) for pattern in ENGINES_OWN):
-                untrusted_files.copy(path, folder / path.name, within=self.checkpoint.folder)
+            if path.is_dir() or any(path.match(pattern) for pattern in ENGINES_OWN):
+                continue
+            if not path.exists():
+                raise UserError(f"{path} links to nothing", why="OUT would lack it", fix="copy it again, or remove it")
+            untrusted_files.copy(path, folder / path.name, within=self.checkpoint.folder)
 
     def _compare(self, folder: Path, progress: safetensors_writer.Progress) -> None:
         """Reads OUT as any checkpoint, and refuses a tensor, a number or a group that differs from SRC's."""
@@ -219,7 +238,9 @@ class _Conversion:
         out = self.command.out
         ranks = counted(self.ranks, "rank") if self.command.stage else "any number of ranks"
         tensors = f"{counted(len(self.state.tensors), 'tensor')}, {gb_or_mb(self.total_bytes)}"
+        is_numbered = out.name.removeprefix(file_names.CHECKPOINT).isdecimal()
+        resume = f"--output_dir {out.parent} --resume_from_checkpoint true"
         return [
             f"{out}: {self.engine}, for {ranks}; {tensors}, equal to SRC's",
-            f"resume: train/sft.py --output_dir {out.parent} --resume_from_checkpoint true",
+            f"resume: train/sft.py {resume if is_numbered else f'--resume_from_checkpoint {out}'}",
         ]

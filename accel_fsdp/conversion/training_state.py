@@ -45,8 +45,8 @@ class TrainingState:
 
     @property
     def membership(self) -> list[list[str]]:
-        """The names of each group in alphabetical order: each engine has an order of its own."""
-        return [sorted(group.names) for group in self.groups]
+        """The names of each group in alphabetical order; engines have orders of their own, and some no empty groups."""
+        return [sorted(group.names) for group in self.groups if group.names]
 
     @property
     def tensors(self) -> dict[str, Stored]:
@@ -59,7 +59,8 @@ def read(checkpoint: CheckpointLocation, reader: FileReader) -> TrainingState:
     """Finds a checkpoint's training state.
 
     Raises:
-        UserError: it has no optimizer, only an adapter, or its optimizer doesn't name its parameters.
+        UserError: it has no optimizer, only an adapter, or its optimizer doesn't name its parameters or holds more
+        than tensors.
     """
     content = open_checkpoint.read(checkpoint, reader, optimizer=True)
     if content.adapter:
@@ -68,15 +69,19 @@ def read(checkpoint: CheckpointLocation, reader: FileReader) -> TrainingState:
             why="only checkpoints of full training are converted",
             fix="accel-fsdp export --merge-adapter, then a new run: train/sft.py --model_name_or_path OUT",
         )
-    groups, numbers = _groups(checkpoint, reader)
+    groups, numbers, paths = _groups(checkpoint, reader)
+    lost = [path for path in paths if path.startswith("state.") and path not in content.optimizer]
+    lost += [path for path in content.optimizer if path.startswith(f"{GROUPS}.")]
+    if lost:
+        raise _unknown(lost[0])
     moments: dict[str, dict[str, Stored]] = {}
     for path, stored in content.optimizer.items():
         name, _, key = path.removeprefix("state.").rpartition(".")
         if path.startswith("state.") and stored.shape:
             moments.setdefault(name, {})[key] = stored
         elif path.startswith("state."):
-            numbers.setdefault(name, {})[key] = _number(reader, stored)
-    if not moments or not groups:
+            numbers.setdefault(name, {})[key] = _number(reader, key, stored)
+    if not groups:
         raise _no_optimizer(checkpoint)
     return TrainingState(content.tensors, moments, numbers, groups)
 
@@ -84,21 +89,31 @@ def read(checkpoint: CheckpointLocation, reader: FileReader) -> TrainingState:
 def _no_optimizer(checkpoint: CheckpointLocation) -> UserError:
     return UserError(
         f"{checkpoint.folder} holds no optimizer whose state names the parameters",
-        why="a checkpoint of one process or DDP numbers them, one of --save_only_model has none",
+        why="one process and DDP number them, --save_only_model leaves it out, and one file of a checkpoint isn't all",
+        fix="give the checkpoint's folder; or accel-fsdp export, and a new run: train/sft.py --model_name_or_path OUT",
+    )
+
+
+def _unknown(path: str) -> UserError:
+    return UserError(
+        f"the optimizer's {path} is of an unexpected kind",
+        why="its state must be tensors, and its settings plain numbers, as those of torch's own optimizers are",
         fix="accel-fsdp export, then a new run from its weights: train/sft.py --model_name_or_path OUT",
     )
 
 
-def _groups(checkpoint: CheckpointLocation, reader: FileReader) -> tuple[list[Group], dict[str, dict[str, float]]]:
-    """The optimizer's groups, and the numbers that DeepSpeed stores for each group at once."""
+def _groups(
+    checkpoint: CheckpointLocation, reader: FileReader
+) -> tuple[list[Group], dict[str, dict[str, float]], list[str]]:
+    """The optimizer's groups, the numbers that DeepSpeed stores for each group at once, and the names of all states."""
     if checkpoint.kind == "ZeRO":
         numbers: dict[str, dict[str, float]] = {}
         groups = []
         for names, settings, state in deepspeed.groups(checkpoint.weights, reader):
             groups.append(Group(names, settings))
-            of_group = {key: _number(reader, value) for key, value in state.items()}
-            numbers |= {name: dict(of_group) for name in names}
-        return groups, numbers
+            of_group = {key: _number(reader, key, value) for key, value in state.items()}
+            numbers |= {name: dict(of_group) for name in names if of_group}
+        return groups, numbers, []
     if checkpoint.optimizer is not None:
         listed = dcp.listed(checkpoint.optimizer, reader, lambda path: GROUPS in path)
         by_number: dict[int, dict[str, Any]] = {}
@@ -106,23 +121,28 @@ def _groups(checkpoint: CheckpointLocation, reader: FileReader) -> tuple[list[Gr
             if len(path) >= 3 and path[-3] == GROUPS and path[-2].isdecimal():
                 by_number.setdefault(int(path[-2]), {})[path[-1]] = value
         stored = [by_number[number] for number in sorted(by_number)]
+        paths = [open_checkpoint.optimizer_name(path) for path in listed if "state" in path[:-1]]
     else:
         file = checkpoint.folder / file_names.FULL_OPTIMIZER
-        stored = torch_zip.load(reader, file).get(GROUPS, []) if file.is_file() else []
+        content = torch_zip.load(reader, file) if file.is_file() else {}
+        stored, states = content.get(GROUPS, []), content.get("state", {})
+        paths = [f"state.{name}.{key}" for name, state in states.items() for key in state]
     groups = [
         Group(list(group[PARAMS]), {key: value for key, value in group.items() if key != PARAMS})
         for group in stored
         if isinstance(group.get(PARAMS), list)
     ]
-    return [group for group in groups if all(isinstance(name, str) for name in group.names)], {}
+    return [group for group in groups if all(isinstance(name, str) for name in group.names)], {}, paths
 
 
-def _number(reader: FileReader, value: Any) -> float:
+def _number(reader: FileReader, key: str, value: Any) -> float:
     """A number that may be stored as a tensor without dimensions."""
     import torch
 
     if isinstance(value, View):
         value = value.stored("number")
-    if not isinstance(value, Stored):
+    if isinstance(value, (int, float)):
         return float(value)
+    if not isinstance(value, Stored):
+        raise _unknown(key)
     return float(torch.frombuffer(part_of(reader, value, 0, 1), dtype=getattr(torch, TORCH_NAMES[value.dtype])))

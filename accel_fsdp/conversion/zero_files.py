@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp.checkpoints import ITEM_BYTES, FileReader, Stored, deepspeed, file_names, part_of
-from accel_fsdp.conversion.training_state import GROUPS, PARAMS, TrainingState
+from accel_fsdp.conversion.training_state import GROUPS, PARAMS, Group, TrainingState
 from accel_fsdp.errors import UserError, require
 from accel_fsdp.exporter import Description, Output, TensorPlacement, pth_writer
 
@@ -114,10 +114,15 @@ class ZeroLayout:
         return placed
 
     @property
+    def _groups(self) -> list[Group]:
+        """DeepSpeed removes empty groups."""
+        return [group for group in self.state.groups if group.names]
+
+    @property
     def _parts(self) -> list[_Part]:
         order = {name: number for number, name in enumerate(self.description.memory)}
         parts: list[_Part] = []
-        for number, group in enumerate(self.state.groups):
+        for number, group in enumerate(self._groups):
             names, elements = list[str](), 0
             ordered = sorted(group.names, key=lambda name: order[name])
             for name in ordered:
@@ -142,6 +147,8 @@ class ZeroLayout:
                 raise _other_model(name, shape, self.description.memory.get(name))
             if any(part.shape != shape for part in state.moments.get(name, {}).values()):
                 raise _unfit(f"the optimizer's state of {name} has another shape than the weight")
+        if lacking := sorted((self.description.floating & self.description.memory.keys()) - state.weights.keys()):
+            raise _other_model(lacking[0], None, self.description.memory[lacking[0]])
         keys = {tuple(sorted(state.moments.get(name, {}))) for name in trained}
         if len(keys) > 1:
             raise _unfit("some weights have no optimizer state")
@@ -180,7 +187,7 @@ class ZeroLayout:
     def _optimizer(self, rank: int) -> dict[str, Any]:
         stage, scaler = _inert_parts(self.stage)
         parts = self._parts
-        keys = sorted(next(iter(self.state.moments.values())))
+        keys = sorted(next(iter(self.state.moments.values()), {}))
         states: dict[int, dict[str, Output]] = {}
         for number, part in enumerate(parts):
             states[number] = {key: self._output(rank, part, key, padded=True) for key in keys}
@@ -188,7 +195,7 @@ class ZeroLayout:
                 states[number][key] = Output(f"{key} of {part.names[0]} of {rank}", MASTER, Number(value))
         groups = [
             {**group.settings, PARAMS: [number for number, part in enumerate(parts) if part.group == index]}
-            for index, group in enumerate(self.state.groups)
+            for index, group in enumerate(self._groups)
         ]
         weights = [self._output(rank, part, "", padded=self.stage == 3) for part in parts]
         stored = {

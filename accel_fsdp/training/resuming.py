@@ -185,6 +185,7 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
             "weights: accel-fsdp export, then train/sft.py --model_name_or_path",
         )
     _check_ranks(checkpoint, origin, here, order_depends_on_ranks and skips_data)
+    _check_precision(checkpoint, here)
     _check_rows(checkpoint, origin, here.rows_per_step, not skips_data)
 
 
@@ -193,7 +194,8 @@ def _converted(checkpoint: Path, engines: set[str], here: Origin) -> str:
     if not all(engine.partition("-")[0] in (ANY_FSDP, ANY_ZERO) for engine in engines):
         return ""
     stage = here.engine.partition("-")[2]
-    target = f"zero{stage} --ranks {here.ranks}" if stage else "fsdp2"
+    precision = "bf16" if LaunchEnvironment.now().mixed_precision == "bf16" else "no"
+    target = f"zero{stage} --ranks {here.ranks} --mixed-precision {precision}" if stage else "fsdp2"
     return (
         f"accel-fsdp convert {checkpoint} NEW_RUN/{checkpoint.name} --to {target}, then --output_dir NEW_RUN "
         "--resume_from_checkpoint true"
@@ -248,6 +250,23 @@ def _engine(checkpoint: Path, facts: CheckpointFacts) -> str:
     if completeness.by_deepspeed(checkpoint):
         return ANY_ZERO
     return ANY_FSDP if completeness.by_fsdp(checkpoint, facts) else Engine.DDP.label
+
+
+def _check_precision(checkpoint: Path, here: Origin) -> None:
+    """Refuses DeepSpeed's files of another precision: under bf16 it looks for other names."""
+    names = [path.name for path in checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}")]
+    if not here.engine.startswith(ANY_ZERO) or not names:
+        return
+    stored, own = (
+        "bf16" if is_bf16 else "no"
+        for is_bf16 in (names[0].startswith(file_names.BF16), LaunchEnvironment.now().mixed_precision == "bf16")
+    )
+    if stored != own:
+        raise UserError(
+            f"{checkpoint} was written under mixed_precision: {stored}, this run is under {own}",
+            why="DeepSpeed gives its files other names under bf16, and wouldn't find these",
+            fix=f"mixed_precision: {stored} in the YAML; or {_converted(checkpoint, {here.engine}, here)}",
+        )
 
 
 def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:

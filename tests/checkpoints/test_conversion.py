@@ -112,6 +112,30 @@ def test_there_and_back_again(source: Path, tmp_path: Path) -> None:
     assert marker["origin"] == json.loads((source / "complete.json").read_text())["origin"]
 
 
+def test_what_is_not_told_is_as_in_the_files_of_src(source: Path, tmp_path: Path) -> None:
+    """The marker tells of the run that was trained, on two ranks and without bf16; the files are the newer truth."""
+    first, second = (tmp_path / name / source.name for name in ("first", "second"))
+    convert(source, first, "zero2", ranks=3, mixed_precision="bf16")
+    convert(first, second, "zero3", model=str(source.parent / "model"))
+    names = [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(3)]
+    assert sorted(path.name for path in second.glob("global_step4/*optim_states.pt")) == names
+
+
+def test_an_optimizer_without_state(source: Path, tmp_path: Path) -> None:
+    """Plain SGD; a group without members, which DeepSpeed drops, isn't missed."""
+
+    def strip(_: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> None:
+        optimizer["state"] = {}
+        optimizer["param_groups"].append({**SETTINGS, "params": []})
+
+    rewritten(strip)(source)
+    convert(source, tmp_path / "zero" / source.name, "zero1", ranks=2, mixed_precision="no")
+    convert(tmp_path / "zero" / source.name, tmp_path / "fsdp" / source.name, "fsdp2")
+    dcp_to_torch_save(tmp_path / "fsdp" / source.name / "optimizer_0", tmp_path / "whole.pt")
+    groups = torch.load(tmp_path / "whole.pt", weights_only=True)["optimizer"]["param_groups"]
+    assert [len(group["params"]) for group in groups] == [16, 5]
+
+
 def without_schedule(checkpoint: Path) -> None:
     (checkpoint / "complete.json").unlink()
     (checkpoint / "scheduler.pt").unlink()
@@ -171,8 +195,32 @@ def adapt(weights: dict[str, torch.Tensor], _: dict[str, Any]) -> None:
     weights["base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight"] = torch.zeros(2, 36)
 
 
+def count_without_tensors(_: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> None:
+    optimizer["state"]["lm_head.weight"]["step"] = STEP
+
+
+def with_lr_as_tensor(_: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> None:
+    optimizer["param_groups"][1]["lr"] = torch.tensor(1e-3)
+
+
+def with_damaged_log(checkpoint: Path) -> None:
+    unmarked(checkpoint)
+    (checkpoint / "trainer_state.json").write_text('{"global_step": "x"}')
+
+
+def with_dangling_link(checkpoint: Path) -> None:
+    unmarked(checkpoint)
+    (checkpoint / "rng_state_0.pth").symlink_to(checkpoint / "nothing")
+
+
+def of_a_larger_model(checkpoint: Path) -> None:
+    path = checkpoint.parent / "model" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
+
+
 REFUSED: dict[str, tuple[Callable[[Path], None], str, dict[str, Any], str]] = {
-    "no schedule": (without_schedule, "fsdp2", {}, "has no trainer_state.json or no scheduler.pt"),
+    "no schedule": (without_schedule, "fsdp2", {}, "has no scheduler.pt that can be read"),
     "no optimizer": (without_optimizer, "fsdp2", {}, "holds no optimizer whose state names the parameters"),
     "fp16": (of_fp16, "zero1", {"ranks": 2}, "is of fp16"),
     "a flipped bit": (flipped, "fsdp2", {}, "is damaged: optimizer_0/__0_0.distcp has changed"),
@@ -187,6 +235,22 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, dict[str, Any], str]] = {
         {"ranks": 2, "mixed_precision": "no"},
         r"lm_head.weight has the shape \(600, 36\) in the checkpoint, and \(509, 36\) in the model",
     ),
+    "a number in the state": (
+        rewritten(count_without_tensors),
+        "fsdp2",
+        {},
+        "lm_head.weight.step is of an unexpected",
+    ),
+    "a tensor in the settings": (
+        rewritten(with_lr_as_tensor),
+        "fsdp2",
+        {},
+        "param_groups.1.lr is of an unexpected",
+    ),
+    "a damaged log": (with_damaged_log, "fsdp2", {}, "has no trainer_state.json that can be read"),
+    "a dangling link": (with_dangling_link, "fsdp2", {}, "rng_state_0.pth links to nothing"),
+    "a larger model": (of_a_larger_model, "zero1", {}, "model.layers.2.* has the shape of no weight"),
+    "ranks for FSDP": (lambda checkpoint: None, "fsdp2", {"ranks": 2}, "--ranks with --to fsdp2"),
     "an adapter": (rewritten(adapt), "fsdp2", {}, "is of an adapter"),
 }
 
@@ -206,6 +270,8 @@ def test_what_is_there_is_not_replaced(source: Path) -> None:
     before = sorted(source.rglob("*"))
     with pytest.raises(UserError, match="exists"):
         convert(source, source, "zero1", ranks=2)
+    with pytest.raises(UserError, match="is inside of SRC"):
+        convert(source, source / "new", "zero1", ranks=2)
     assert sorted(source.rglob("*")) == before
 
 
@@ -269,7 +335,7 @@ def test_a_file_that_can_not_be_written(to: str, source: Path, tmp_path: Path) -
 def test_memory_holds_some_blocks(to: str, large: Large, tmp_path: Path) -> None:
     peaks = []
     for layers in (4, 24):
-        words = ["--to", to, "--ranks", "2", "--mixed-precision", "bf16"]
+        words = ["--to", to, *(["--ranks", "2", "--mixed-precision", "bf16"] if to == "zero3" else [])]
         code = (
             "import sys; from accel_fsdp import cli\n"
             "try: cli.main()\n"
