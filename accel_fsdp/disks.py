@@ -23,7 +23,7 @@ def full(error: BaseException, folder: Path) -> str:
     Call before half-written files are removed: torch's archive writer (2.13) reports a full disk only as
     "position 704 instead of 598", so a write is tried.
     """
-    causes = list(_chain(error))
+    causes = list(chain(error))
     by_number = any(isinstance(cause, OSError) and cause.errno in NO_ROOM for cause in causes)
     is_full = by_number or any(SAID.search(str(cause)) for cause in causes)
     if not is_full and not _has_no_room(folder):
@@ -31,7 +31,7 @@ def full(error: BaseException, folder: Path) -> str:
     return f"the disk is full, {gib_or_mib(shutil.disk_usage(atomic_files.existing_part(folder)).free)} are free"
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
+def chain(error: BaseException) -> Iterator[BaseException]:
     """The error and its causes; for a sharded checkpoint, the error of the first rank that failed."""
     while error is not None:
         if failures := getattr(error, "failures", None):  # torch's CheckpointException

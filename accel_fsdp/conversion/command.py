@@ -186,7 +186,10 @@ class _Conversion:
                 with console.progress("comparing", self.total_bytes) as progress:
                     self._compare(folder, progress)
                 completeness.seal(folder, replace(self.origin, engine=self.engine))
-            except (OSError, RuntimeError) as error:  # the latter is torch's, if it can't write
+            except (OSError, RuntimeError) as error:  # the latter is torch's, if it can't write or was interrupted
+                for cause in disks.chain(error):
+                    if isinstance(cause, (SystemExit, KeyboardInterrupt)):
+                        raise cause from None
                 raise UserError(
                     f"cannot write {self.command.out}: {disks.full(error, folder) or first_line(error)}",
                     why="the checkpoint is incomplete and was removed",
