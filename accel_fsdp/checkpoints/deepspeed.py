@@ -7,11 +7,11 @@ same layout (`deepspeed/checkpoint/ds_to_universal.py`).
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names, torch_zip
@@ -21,6 +21,7 @@ from accel_fsdp.checkpoints.torch_zip import View
 from accel_fsdp.errors import UserError
 from accel_fsdp.units import counted
 
+T = TypeVar("T")
 ViewSpan = tuple[View, int, int]
 """Elements `start` to `stop` of a one-dimensional tensor."""
 LONGEST_NAME = 4096
@@ -145,13 +146,13 @@ def groups(folder: Path, reader: FileReader) -> list[tuple[list[str], dict[str, 
         if state.get("dynamic_loss_scale"):
             raise scaled(folder)
         inner = state[INNER_3 if FLAT_3 in state else INNER_2]
-        shapes, found = first["param_shapes"], []
+        shapes, described = first["param_shapes"], []
         for group in inner["param_groups"]:
             names = [name for number in group["params"] for name in shapes[number]]
             states = [inner["state"].get(number, {}) for number in group["params"]]
             shared = {key: value for key, value in next(iter(states), {}).items() if not getattr(value, "shape", ())}
-            found.append((names, {key: value for key, value in group.items() if key != "params"}, shared))
-        return found
+            described.append((names, {key: value for key, value in group.items() if key != "params"}, shared))
+        return described
     except ERRORS as error:
         raise damaged(folder, f"is not laid out as DeepSpeed does: {type(error).__name__} {error}") from error
 
@@ -187,7 +188,7 @@ def _stage2(first: dict[str, Any], ranks: list[Groups], paddings: list[list[int]
         at = 0
         for number, (name, shape) in enumerate(shapes.items()):
             count = prod(shape)
-            tensors[name] = _joined(name, shape, list(_cut_spans([_span_of(part) for part in parts], at, at + count)))
+            tensors[name] = _joined(name, shape, list(cut_spans([_span_of(part) for part in parts], at, at + count)))
             at += count + (paddings[group][number] if paddings else 0)
     return tensors
 
@@ -200,13 +201,13 @@ def _stage3(first: dict[str, Any], ranks: list[Groups]) -> dict[str, Stored]:
             share = -(-prod(shape) // len(ranks))
             spans: list[ViewSpan] = []
             for groups in ranks:
-                spans += _cut_spans([_span_of(group) for group in groups], offset, offset + share)
+                spans += cut_spans([_span_of(group) for group in groups], offset, offset + share)
             tensors[name] = _joined(name, shape, spans)
             offset += share
     return tensors
 
 
-def _cut_spans(spans: list[ViewSpan], start: int, stop: int) -> Iterator[ViewSpan]:
+def cut_spans(spans: Iterable[tuple[T, int, int]], start: int, stop: int) -> Iterator[tuple[T, int, int]]:
     """Elements `start` to `stop` of spans laid end to end."""
     offset = 0
     for view, first, last in spans:

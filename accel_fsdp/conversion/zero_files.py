@@ -9,6 +9,7 @@ import io
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,15 @@ ALIGNED_ELEMENTS = 2
 SUB_GROUP_ELEMENTS = 1_000_000_000
 """ZeRO-3: a rank's elements from which on a group is divided, by default (`sub_group_size`)."""
 MASTER = "F32"
+Span = tuple[Stored | None, int, int]
+"""Elements `start` to `stop` of a tensor; of None, so many zeros."""
 
 
 @dataclass(frozen=True)
 class Spans:
-    """A vector of spans of tensors, one after another; None stands for zeros."""
+    """A vector of spans of tensors, one after another."""
 
-    spans: tuple[tuple[Stored | None, int, int], ...]
+    spans: tuple[Span, ...]
     dtype: str = MASTER
     unit: int = 1
 
@@ -40,12 +43,10 @@ class Spans:
     def read(self, reader: FileReader, start: int, stop: int, buffer: memoryview) -> None:
         """Fills `buffer` with elements `start` to `stop`."""
         at, item = 0, ITEM_BYTES[self.dtype]
-        for stored, first, last in self.spans:
-            low, high = max(start, at), min(stop, at + last - first)
-            if low < high:
-                part = buffer[(low - start) * item : (high - start) * item]
-                part[:] = bytes(len(part)) if stored is None else _cut(reader, stored, first + low - at, high - low)
-            at += last - first
+        for stored, first, last in deepspeed.cut_spans(self.spans, start, stop):
+            part = buffer[at : at + (last - first) * item]
+            part[:] = bytes(len(part)) if stored is None else _cut(reader, stored, first, last - first)
+            at += len(part)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def _cut(reader: FileReader, stored: Stored, first: int, count: int) -> memoryvi
 
 @dataclass(frozen=True)
 class _Part:
-    """Some of the optimizer's parameters, which are stored as one vector: a group, or in ZeRO-3 a part of one."""
+    """A group of the optimizer's parameters, or in ZeRO-3 a part of one; it is stored as one vector."""
 
     group: int
     names: tuple[str, ...]
@@ -118,7 +119,7 @@ class ZeroLayout:
         """DeepSpeed removes empty groups."""
         return [group for group in self.state.groups if group.names]
 
-    @property
+    @cached_property
     def _parts(self) -> list[_Part]:
         order = {name: number for number, name in enumerate(self.description.memory)}
         parts: list[_Part] = []
@@ -165,7 +166,7 @@ class ZeroLayout:
         trained = {name for group in state.groups for name in group.names}
         ties = {copy: first for first, *copies in self.description.ties for copy in copies}
         shared = {copy: first for copy, first in ties.items() if first in trained}
-        weights = {**{name: state.weights[ties.get(name, name)] for name in (*state.weights, *ties)}}
+        weights = {name: state.weights[ties.get(name, name)] for name in (*state.weights, *ties)}
         is_whole = self.stage < 3
         empty = Spans(())
         module = {
@@ -207,7 +208,7 @@ class ZeroLayout:
             stored |= {"partition_count": self.ranks, **inner}
         else:
             inner = {deepspeed.INNER_2: {"state": states, GROUPS: groups}, deepspeed.FLAT_2: weights}
-            paddings = [sum(stop for stored, _, stop in self._flat(rank, p, "") if stored is None) for p in parts]
+            paddings = [sum(b - a for stored, a, b in self._flat(rank, p, "") if stored is None) for p in parts]
             aligned = [[0] * len(part.names) for part in parts]
             counts = [self.ranks] * len(parts)
             stored |= {"group_paddings": paddings, "param_alignment_paddings": aligned, "partition_count": counts}
@@ -224,33 +225,22 @@ class ZeroLayout:
         spans = tuple(span for span in self._flat(rank, part, key) if padded or span[0] is not None)
         return Output(f"{key or 'weights'} of {part.names[0]} of {rank}", MASTER, Spans(spans))
 
-    def _flat(self, rank: int, part: _Part, key: str) -> Iterator[tuple[Stored | None, int, int]]:
+    def _flat(self, rank: int, part: _Part, key: str) -> Iterator[Span]:
         """A rank's share of the vector of a part's weights, or of their moments."""
         tensors = [self.state.moments[name][key] if key else self.state.weights[name] for name in part.names]
+        whole = [(tensor, prod(tensor.shape)) for tensor in tensors]
         if self.stage == 3:
-            for name, tensor in zip(part.names, tensors, strict=True):
-                share, count = self._share(name), prod(tensor.shape)
-                yield from _span(tensor, rank * share, (rank + 1) * share, count)
+            for name, (tensor, count) in zip(part.names, whole, strict=True):
+                yield from self._own_share(rank, [(tensor, 0, count)], self._share(name), count)
             return
-        total, at = sum(prod(tensor.shape) for tensor in tensors), 0
+        total = sum(count for _, count in whole)
         share = -(-total // (ALIGNED_ELEMENTS * self.ranks)) * ALIGNED_ELEMENTS
-        first, last = rank * share, (rank + 1) * share
-        for tensor in tensors:
-            count = prod(tensor.shape)
-            low, high = max(first - at, 0), min(last - at, count)
-            if low < high:
-                yield tensor, low, high
-            at += count
-        if last > total:
-            yield None, 0, last - max(first, total)
+        yield from self._own_share(rank, [(tensor, 0, count) for tensor, count in whole], share, total)
 
-
-def _span(tensor: Stored, first: int, last: int, count: int) -> Iterator[tuple[Stored | None, int, int]]:
-    """Elements `first` to `last` of a tensor of `count`, filled up with zeros."""
-    if first < count:
-        yield tensor, first, min(last, count)
-    if last > count:
-        yield None, 0, last - max(first, count)
+    def _own_share(self, rank: int, spans: list[Span], share: int, total: int) -> Iterator[Span]:
+        """A rank's `share` elements of spans laid end to end, `total` long; zeros fill up what the last ranks lack."""
+        filled: list[Span] = [*spans, (None, 0, share * self.ranks - total)]
+        return deepspeed.cut_spans(filled, rank * share, (rank + 1) * share)
 
 
 def _place(content: dict[str, Any], path: Path) -> list[TensorPlacement]:

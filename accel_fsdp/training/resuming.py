@@ -194,12 +194,16 @@ def _converted(checkpoint: Path, engines: set[str], here: Origin) -> str:
     if not all(engine.partition("-")[0] in (ANY_FSDP, ANY_ZERO) for engine in engines):
         return ""
     stage = here.engine.partition("-")[2]
-    precision = "bf16" if LaunchEnvironment.now().mixed_precision == "bf16" else "no"
-    target = f"zero{stage} --ranks {here.ranks} --mixed-precision {precision}" if stage else "fsdp2"
+    target = f"zero{stage} --ranks {here.ranks} --mixed-precision {_own_precision()}" if stage else "fsdp2"
     return (
         f"accel-fsdp convert {checkpoint} NEW_RUN/{checkpoint.name} --to {target}, then --output_dir NEW_RUN "
         "--resume_from_checkpoint true"
     )
+
+
+def _own_precision() -> str:
+    """This run's precision, as far as the names of DeepSpeed's files depend on it."""
+    return "bf16" if LaunchEnvironment.now().mixed_precision == "bf16" else "no"
 
 
 def _restrict_deepspeed() -> None:
@@ -257,10 +261,7 @@ def _check_precision(checkpoint: Path, here: Origin) -> None:
     names = [path.name for path in checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}")]
     if not here.engine.startswith(ANY_ZERO) or not names:
         return
-    stored, own = (
-        "bf16" if is_bf16 else "no"
-        for is_bf16 in (names[0].startswith(file_names.BF16), LaunchEnvironment.now().mixed_precision == "bf16")
-    )
+    stored, own = "bf16" if names[0].startswith(file_names.BF16) else "no", _own_precision()
     if stored != own:
         raise UserError(
             f"{checkpoint} was written under mixed_precision: {stored}, this run is under {own}",
