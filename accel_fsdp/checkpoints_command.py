@@ -1,4 +1,4 @@
-"""The command `accel-fsdp checkpoints`: those of a run in one table; deletes some; compares the weights of two."""
+"""The command `accel-fsdp checkpoints`: those of a run in one table; deletes, moves or compares some of them."""
 
 import json
 from collections.abc import Sequence
@@ -15,12 +15,14 @@ from accel_fsdp.checkpoints import (
     CheckpointLocation,
     Difference,
     FileReader,
+    Store,
     completeness,
     differences,
     discover,
     file_names,
     marker,
     open_checkpoint,
+    store,
     summary,
 )
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
@@ -33,7 +35,10 @@ MOST_SHOWN = 20
 
 @dataclass(frozen=True)
 class CheckpointsCommand:
-    run: Annotated[tyro.conf.Positional[Path], arg("A run's folder, --output_dir of the training.", "RUN")]
+    run: Annotated[
+        tyro.conf.Positional[Path],
+        arg("A run's folder, --output_dir of the training; or in a store, --checkpoint_uri: s3://BUCKET/RUN.", "RUN"),
+    ]
     delete: Annotated[str | None, arg("Delete the checkpoints of these steps: 10,20.", "STEPS", hint=" ")] = None
     keep_best: Annotated[
         int | None, arg("Delete all but the N of lowest held-out loss, and the newest complete one.", "N", hint=" ")
@@ -42,6 +47,9 @@ class CheckpointsCommand:
         str | None,
         arg("Which weights differ between two checkpoints, by step or folder, and how much.", "A,B", hint=" "),
     ] = None
+    push: Annotated[str | None, arg("Upload the newest complete checkpoint to a store.", "URI", hint=" ")] = None
+    pull: Annotated[str | None, arg("Fetch the newest complete checkpoint from a store.", "URI", hint=" ")] = None
+    step: Annotated[int | None, arg("With --push or --pull: the checkpoint of this step.", "N", hint=" ")] = None
     dry_run: Annotated[bool, arg("Only show what would be deleted.")] = False
     json: Annotated[bool, arg("The table, or the comparison, as JSON.")] = False
 
@@ -50,18 +58,19 @@ class CheckpointsCommand:
 class Listed:
     """A checkpoint of a run.
 
-    `why` says what it lacks, for a resume; empty if it is complete. `loss` is the last one of training up to its step,
-    and `eval_loss` the held-out one at its step; None where none was logged. `written` is the time of its last file.
+    `folder` is its path, or its URI in a store. `why` says what it lacks, for a resume; empty if it is complete. `loss`
+    is the last one of training up to its step, and `eval_loss` the held-out one at its step; None where none was
+    logged. `written` is the time of its last file; None where a store doesn't say.
     """
 
     step: int
-    folder: Path
+    folder: Path | str
     why: str
     kind: str
     engine: str
     ranks: int
     size_bytes: int
-    written: datetime
+    written: datetime | None
     loss: float | None
     eval_loss: float | None
     is_best: bool = False
@@ -74,20 +83,32 @@ def show(command: CheckpointsCommand) -> int:
     Raises:
         UserError: there is no such checkpoint, it can't be read, or none to resume from would be left.
     """
-    asked = [flag for flag in ("delete", "keep_best", "diff") if getattr(command, flag) is not None]
+    asked = [flag for flag in ("delete", "keep_best", "diff", "push", "pull") if getattr(command, flag) is not None]
     if len(asked) > 1:
         flags = [f"--{flag.replace('_', '-')}" for flag in asked]
         raise UsageError(
             f"{listed(flags, 'and')} together", why="each is a command of its own", fix=f"{flags[0]} alone"
         )
+    if command.step is not None and not {"push", "pull"} & set(asked):
+        raise UsageError("--step alone", why="it says which checkpoint to move", fix="--push URI or --pull URI with it")
+    uri = store.uri_of(command.run)
+    if uri and asked and asked[0] in ("diff", "push", "pull"):
+        raise UsageError(
+            f"--{asked[0]} with {uri}",
+            why="it needs a folder of this machine",
+            fix=f"accel-fsdp checkpoints FOLDER --pull {uri}",
+        )
+    if command.push is not None:
+        return _push(command.run, Store(command.push), command.step)
+    if command.pull is not None:
+        return _pull(command.run, command.pull, command.step)
     if command.diff is not None:
         return _show_differences(command, command.diff)
     found = checkpoints(command.run)
     if not found:
         raise _nothing(command.run)
     if command.delete is not None:
-        folders = _of_steps(command.run, command.delete.split(","))
-        return _delete(command, found, [item for item in found if item.folder in folders])
+        return _delete(command, found, _of_steps(command.run, found, command.delete.split(",")))
     if command.keep_best is not None:
         return _delete(command, found, _worse(found, command.keep_best))
     _put_table(found, command.json)
@@ -96,7 +117,12 @@ def show(command: CheckpointsCommand) -> int:
 
 def checkpoints(run: Path) -> list[Listed]:
     """The checkpoints of a run by their steps, complete or not."""
-    found = [_listed(folder) for folder in file_names.checkpoints(run)]
+    if uri := store.uri_of(run):
+        place = Store(uri)
+        with place.reached():
+            found = [_stored(place, name) for name in place.checkpoints()]
+    else:
+        found = [_listed(folder) for folder in file_names.checkpoints(run)]
     complete = [item for item in found if not item.why]
     rated = [item for item in complete if item.eval_loss is not None]
     best = min(rated, key=lambda item: (item.eval_loss, -item.step), default=None)
@@ -104,18 +130,15 @@ def checkpoints(run: Path) -> list[Listed]:
 
 
 def _listed(folder: Path) -> Listed:
-    step, location = int(folder.name.removeprefix(file_names.CHECKPOINT)), discover.look(folder)
+    location = discover.look(folder)
     try:
         origin = marker.origin_of(folder)
         why = completeness.flaw(folder) or _lacking(folder)
     except UserError as error:
         origin, why = None, error.what.removeprefix(f"{folder}/")
-    log = completeness.logged(folder)
-    losses = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry and entry["step"] <= step]
-    held_out = [entry["eval_loss"] for entry in log if "eval_loss" in entry and entry["step"] == step]
     stats = [path.stat() for path in marker.files_in(folder)]
     return Listed(
-        step,
+        file_names.step(folder.name),
         folder,
         why,
         location.kind if location else "",
@@ -123,9 +146,35 @@ def _listed(folder: Path) -> Listed:
         origin.ranks if origin else 0,
         sum(file.st_size for file in stats),
         datetime.fromtimestamp(max(file.st_mtime for file in (*stats, folder.stat())), UTC),
-        max(losses)[1] if losses else None,
-        held_out[-1] if held_out else None,
+        *_losses(folder),
     )
+
+
+def _stored(place: Store, name: str) -> Listed:
+    with place.read(name, (file_names.MARKER, file_names.TRAINER_STATE)) as folder:
+        try:
+            origin, why = marker.origin_of(folder), place.lacking(name)
+        except UserError as error:
+            origin, why = None, error.what.removeprefix(f"{folder}/")
+        return Listed(
+            file_names.step(name),
+            f"{place.uri}/{name}",
+            why,
+            "",
+            origin.engine if origin else "",
+            origin.ranks if origin else 0,
+            sum(place.sizes(name).values()),
+            place.written(name),
+            *_losses(folder),
+        )
+
+
+def _losses(folder: Path) -> tuple[float | None, float | None]:
+    """The last loss of training up to a checkpoint's step, and the held-out one at its step."""
+    log, step = completeness.logged(folder), file_names.step(folder.name)
+    losses = [(entry["step"], entry["loss"]) for entry in log if "loss" in entry and entry["step"] <= step]
+    held_out = [entry["eval_loss"] for entry in log if "eval_loss" in entry and entry["step"] == step]
+    return max(losses)[1] if losses else None, held_out[-1] if held_out else None
 
 
 def _lacking(folder: Path) -> str:
@@ -133,7 +182,43 @@ def _lacking(folder: Path) -> str:
     return f"lacks {listed(absent, 'and')}" if absent else ""
 
 
+def _push(run: Path, place: Store, step: int | None) -> int:
+    folder = completeness.choose(run).newest if step is None else run / f"{file_names.CHECKPOINT}{step}"
+    if folder is None or not folder.is_dir():
+        raise _nothing(run)
+    if (why := completeness.flaw(folder)) or not marker.listed(folder):
+        raise UserError(
+            f"{folder} {f'is not complete: {why}' if why else f'has no {file_names.MARKER}'}",
+            why="a store holds only checkpoints that can be told to be whole",
+            fix="a checkpoint of train/sft.py that accel-fsdp checkpoints RUN shows as complete",
+        )
+    size = sum(marker.listed(folder).values())
+    with place.reached(), console.progress(f"uploading {folder.name}", size) as moved:
+        place.describe(run)
+        is_new = place.push(folder, moved)
+    console.say(f"{place.uri}/{folder.name}: {gb_or_mb(size) if is_new else 'is there already'}", style="green")
+    return 0
+
+
+def _pull(run: Path, uri: str, step: int | None) -> int:
+    place, name = store.named(uri if step is None else f"{uri.rstrip('/')}/{file_names.CHECKPOINT}{step}")
+    if not completeness.flaw(run / name):
+        raise UserError(
+            f"{run / name} is complete", why="it would be replaced", fix="--delete its step first, or another RUN"
+        )
+    with place.reached():
+        place.pull(name, run)
+    console.say(f"{run / name}: from {place.uri}", style="green")
+    return 0
+
+
 def _nothing(run: Path) -> UserError:
+    if uri := store.uri_of(run):
+        return UserError(
+            f"{uri} holds no {file_names.CHECKPOINT}N",
+            why="there is nothing to list",
+            fix="the URI of a run, as given to train/sft.py --checkpoint_uri",
+        )
     holds = ", ".join(str(item.folder) for item in discover.listed(run)) if run.is_dir() else ""
     return UsageError(
         f"{run} holds no {file_names.CHECKPOINT}N" if run.is_dir() else f"{run} is not a folder",
@@ -142,9 +227,9 @@ def _nothing(run: Path) -> UserError:
     )
 
 
-def _of_steps(run: Path, steps: Sequence[str]) -> list[Path]:
-    """The folders of these steps, in the order of the steps' numbers."""
-    known = {folder.name.removeprefix(file_names.CHECKPOINT): folder for folder in file_names.checkpoints(run)}
+def _of_steps(run: Path, found: list[Listed], steps: Sequence[str]) -> list[Listed]:
+    """The checkpoints of these steps, in the order of the steps' numbers."""
+    known = {str(item.step): item for item in found}
     for step in steps:
         if step not in known:
             raise UsageError(
@@ -152,7 +237,7 @@ def _of_steps(run: Path, steps: Sequence[str]) -> list[Path]:
                 why="nothing was done",
                 fix=f"one of the steps {', '.join(known)}",
             )
-    return [folder for step, folder in known.items() if step in steps]
+    return [item for step, item in known.items() if step in steps]
 
 
 def _worse(found: list[Listed], keep: int) -> list[Listed]:
@@ -180,19 +265,30 @@ def _delete(command: CheckpointsCommand, found: list[Listed], chosen: list[Liste
         raise UserError(
             f"no complete checkpoint of {command.run} would be left",
             why="nothing to resume from or to export; nothing was deleted",
-            fix=f"leave out {newest.name}; or delete the folder itself: rm -r {newest}",
+            fix=f"leave out {Path(newest).name}; or delete the folder itself: rm -r {newest}",
         )
     size = gb_or_mb(sum(item.size_bytes for item in chosen))
     if not command.dry_run:
-        with atomic_files.no_run(command.run) if any(item.why for item in chosen) else nullcontext():
+        is_busy = any(item.why and isinstance(item.folder, Path) for item in chosen)
+        with atomic_files.no_run(command.run) if is_busy else nullcontext():
             for item in chosen:
-                completeness.delete(item.folder)
+                _remove(item)
     if command.json:
         _put_json([item for item in found if item in chosen])
     for item in chosen if not command.json else ():
         console.put(f"{'would be deleted' if command.dry_run else 'deleted'}: {item.folder}")
     console.say(f"{counted(len(chosen), 'checkpoint')}, {size}", style="cyan")
     return 0
+
+
+def _remove(item: Listed) -> None:
+    if isinstance(item.folder, Path):
+        completeness.delete(item.folder)
+    else:
+        uri, name = store.split(item.folder)
+        place = Store(uri)
+        with place.reached():
+            place.delete(name)
 
 
 def _put_table(found: list[Listed], as_json: bool) -> None:
@@ -206,7 +302,7 @@ def _put_table(found: list[Listed], as_json: bool) -> None:
             item.why or "complete" + (", newest" if item.is_newest else "") + (", best" if item.is_best else ""),
             f"{item.engine}, {counted(item.ranks, 'rank')}" if item.engine else item.kind or "-",
             gb_or_mb(item.size_bytes),
-            _age((now - item.written).total_seconds()),
+            _age((now - item.written).total_seconds()) if item.written else "-",
             _loss(item.loss),
             _loss(item.eval_loss),
             str(item.folder),
@@ -218,7 +314,10 @@ def _put_table(found: list[Listed], as_json: bool) -> None:
 
 
 def _put_json(found: list[Listed]) -> None:
-    rows = [{"complete": not item.why, **asdict(item), "written": item.written.isoformat()} for item in found]
+    rows = [
+        {"complete": not item.why, **asdict(item), "written": item.written and item.written.isoformat()}
+        for item in found
+    ]
     console.put(json.dumps(rows, indent=2, default=str), lines=True)
 
 
@@ -272,7 +371,7 @@ def _place(run: Path, word: str) -> CheckpointLocation:
     """The checkpoint that a word names: a step of the run, or a folder or file."""
     if not word.isdecimal():
         return discover.find(Path(word))[0]
-    return discover.find(_of_steps(run, (word,))[0])[0]
+    return discover.find(Path(_of_steps(run, checkpoints(run), (word,))[0].folder))[0]
 
 
 def _row(item: Difference) -> tuple[str, str, str, str]:

@@ -317,7 +317,7 @@ COMMANDS = {
         finished="accel_fsdp.exporter:finished",
     ),
     "checkpoints": Command(
-        "List a run's checkpoints with their losses; delete some; compare the weights of two.",
+        "List a run's checkpoints with their losses; delete, compare, push or pull some.",
         "accel_fsdp.checkpoints_command:CheckpointsCommand",
         "accel_fsdp.checkpoints_command:show",
         outcome="nothing half-deleted looks like a checkpoint",

@@ -65,6 +65,7 @@ def main() -> None:
         for line in progress.summary(trainer.state, training_args.load_best_model_at_end):
             console.say(line)
         console.say(training.exported(final, tensors, rounding), style="green")
+    trainer.checkpoints.require_uploaded()
 
 
 def tokenize(

@@ -8,6 +8,7 @@ from . import marker as marker
 from . import open_checkpoint as open_checkpoint
 from . import resumed_pickles as resumed_pickles
 from . import safetensors_header as safetensors_header
+from . import store as store
 from . import summary as summary
 from . import tensor_names as tensor_names
 from . import tensor_storage as tensor_storage
@@ -20,6 +21,7 @@ from .open_checkpoint import Weights as Weights
 from .safe_unpickle import ERRORS as ERRORS
 from .safe_unpickle import Inert as Inert
 from .safe_unpickle import unpickle as unpickle
+from .store import Store as Store
 from .summary import TIED as TIED
 from .summary import CheckpointFacts as CheckpointFacts
 from .summary import read_checkpoint as read_checkpoint

@@ -110,6 +110,7 @@ def abandon(checkpoint: Path) -> None:
         os.replace(aside, checkpoint)
 
 
+UNFINISHED = "its run ended while it was written"
 ITS_END = "its end"
 """The missing part of a checkpoint whose run ended while it was written."""
 
@@ -233,7 +234,7 @@ def _flaw(checkpoint: Path) -> str:
 
 def _size_flaw(path: Path, size: int) -> str:
     if path.name == ITS_END:
-        return "its run ended while it was written"
+        return UNFINISHED
     return f"{path.name} has {_size(path):,} of {size:,} bytes" if path.is_file() else f"{path.name} is missing"
 
 
@@ -254,25 +255,30 @@ def size_bytes(checkpoint: Path) -> int:
     return sum(path.stat().st_size for path in marker.files_in(checkpoint))
 
 
-def retire(run: Path, keep: int | None, best: str | None) -> None:
+def retire(run: Path, keep: int | None, best: str | None, spared: str = "") -> None:
     """Deletes checkpoints before the newest complete one: half-written ones, and complete ones beyond `keep`.
 
-    The `best` one stays, and counts. Nothing is deleted without `keep`, or if none is complete.
+    The `best` one stays, and counts; the `spared` one stays too. Nothing is deleted without `keep`, or if none is
+    complete.
     """
     for old in run.glob(f".{file_names.CHECKPOINT}*.old"):
         if not (run / old.stem[1:]).exists():  # left by a run that was killed during a deletion
             _remove(old)
-    checkpoints = file_names.checkpoints(run)
-    complete = [path for path in checkpoints if not flaw(path)]
+    names = [path.name for path in file_names.checkpoints(run)]
+    for name in outdated(names, [name for name in names if not flaw(run / name)], keep, best):
+        if name != spared:
+            delete(run / name)
+
+
+def outdated(names: Sequence[str], complete: Sequence[str], keep: int | None, best: str | None) -> list[str]:
+    """Those checkpoints of a run that `retire` deletes; both lists have the oldest first."""
     if not keep or keep < 1 or not complete:
-        return
-    to_keep = {path for path in complete if best and path.name == Path(best).name} | {complete[-1]}
-    for path in reversed(complete):
+        return []
+    to_keep = {name for name in complete if best and name == Path(best).name} | {complete[-1]}
+    for name in reversed(complete):
         if len(to_keep) < keep:
-            to_keep.add(path)
-    for path in checkpoints[: checkpoints.index(complete[-1])]:
-        if path not in to_keep:
-            delete(path)
+            to_keep.add(name)
+    return [name for name in names[: names.index(complete[-1])] if name not in to_keep]
 
 
 def delete(checkpoint: Path) -> None:

@@ -130,7 +130,13 @@ def rng_state(rank: int, ranks: int) -> str:
     return f"{RNG_STATE}_{rank}.pth" if ranks > 1 else f"{RNG_STATE}.pth"
 
 
+def step(name: str) -> int:
+    """The step in the name of a checkpoint's folder as Trainer names it; -1 for any other name."""
+    number = name.removeprefix(CHECKPOINT)
+    return int(number) if name.startswith(CHECKPOINT) and number.isdecimal() else -1
+
+
 def checkpoints(run: Path) -> list[Path]:
     """The checkpoint-N folders of a run as Trainer names them, complete or not, in the order of their numbers."""
-    numbered = [path for path in run.glob(f"{CHECKPOINT}*") if path.name.removeprefix(CHECKPOINT).isdecimal()]
-    return sorted(numbered, key=lambda path: int(path.name.removeprefix(CHECKPOINT)))
+    numbered = [path for path in run.glob(f"{CHECKPOINT}*") if step(path.name) >= 0]
+    return sorted(numbered, key=lambda path: step(path.name))

@@ -101,11 +101,20 @@ def rank_in(name: str) -> str:
     return match[1] if match else ""
 
 
+def of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
+    """The files that a rank wrote: those with its number in their names, and on the first rank all others."""
+    return [name for name in names if int(rank_in(name) or 0) % ranks == rank]
+
+
 def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
-    """Hashes of the files that this rank wrote, which are still in the system's cache: those with its number in their
-    names, and on the first rank all others.
-    """
-    return hashes_of(checkpoint, [name for name in sizes_of(checkpoint) if int(rank_in(name) or 0) % ranks == rank])
+    """Hashes of the files that this rank wrote, which are still in the system's cache."""
+    return hashes_of(checkpoint, of_rank(sizes_of(checkpoint), rank, ranks))
+
+
+def listed(checkpoint: Path) -> dict[str, int]:
+    """The sizes of a checkpoint's files as its marker lists them; empty without a marker."""
+    written = read(checkpoint)
+    return written.sizes if written else {}
 
 
 def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ import time
 from concurrent.futures import Executor, Future
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from accel_fsdp.checkpoints import (
     file_names,
     open_checkpoint,
     resumed_pickles,
+    store,
 )
 from accel_fsdp.config import DTYPES
 from accel_fsdp.errors import UsageError, UserError, nearest, require
@@ -120,9 +122,15 @@ def exported(options: ExportCommand) -> ExportReport:
     out = _required_out(options).resolve()
     _before = out, _inode(out)
     try:
-        return _find_and_export(options, out)
+        with store.fetched(options.src, out, partial(_is_read, options.with_optimizer)) as src:
+            return _find_and_export(replace(options, src=src), out)
     except OSError as error:
         raise _disk_error(out, error) from error
+
+
+def _is_read(with_optimizer: bool, name: str) -> bool:
+    """Whether an export reads a file of a checkpoint."""
+    return with_optimizer or not name.startswith(file_names.SPARED)
 
 
 def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:

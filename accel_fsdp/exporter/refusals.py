@@ -1,11 +1,10 @@
 """The exports that are refused before anything is written, each with its reason."""
 
-import re
 import shutil
 from pathlib import Path
 
 from accel_fsdp import atomic_files
-from accel_fsdp.checkpoints import CheckpointLocation, Weights, file_names
+from accel_fsdp.checkpoints import CheckpointLocation, Weights, file_names, store
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import companion_files
 from accel_fsdp.exporter.companion_files import CompanionFiles
@@ -25,13 +24,14 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "lm_head.weight", "embed_in.w
 
 
 def check_local(options: ExportCommand) -> None:
-    """Refuses addresses, which would be read as folders such as `s3:` on this machine."""
-    for flag, place in (("SRC", options.src), ("OUT", options.out), ("--model", options.model)):
-        address = re.match(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", str(place))
-        if address and not Path(str(place)).exists():
+    """Refuses addresses, which would be read as folders such as `s3:` on this machine; SRC may be one of a run."""
+    is_checked = options.check or options.list
+    places = {"OUT": options.out, "--model": options.model, **({"SRC": options.src} if is_checked else {})}
+    for flag, place in places.items():
+        if (uri := store.uri_of(str(place))) and not Path(str(place)).exists():
             raise UsageError(
-                f"{flag} is {address[1]}://{address[2]}, which is not a folder of this machine",
-                why="an export reads and writes local disks only",
+                f"{flag} is {uri}, which is not a folder of this machine",
+                why="an export writes local disks only",
                 fix="export to a folder here and upload that; to the Hub: --push-to-hub NAME/MODEL"
                 if flag == "OUT"
                 else f"copy it here first, then give its folder as {flag}",

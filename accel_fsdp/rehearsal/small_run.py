@@ -30,7 +30,7 @@ DROPPED = (
     *("save_total_limit", "load_best_model_at_end", "early_stopping_patience", "metric_for_best_model"),
     *("eval_strategy", "eval_steps", "eval_on_start", "push_to_hub", "hub_model_id", "hub_strategy", "hub_token"),
     *("resume_from_checkpoint", "warmup_steps", "warmup_ratio", "logging_strategy", "run_name", "dataset_num_proc"),
-    *("dataloader_num_workers", "accelerate_config", "profile_steps"),
+    *("dataloader_num_workers", "accelerate_config", "profile_steps", "checkpoint_uri", "upload_timeout"),
 )
 """Arguments without meaning for few steps of few rows."""
 OF_OWN_ROWS = ("columns", "dataset_text_field", "prompt_template", "completion_template")

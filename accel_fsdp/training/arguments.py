@@ -139,6 +139,14 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         help="Write checkpoints while training goes on, which waits only until each rank has copied its shards to its "
         "host's memory. One at a time.",
     )
+    checkpoint_uri: str | None = HfArg(
+        default=None,
+        help="Also upload complete checkpoints here, while training goes on: s3://BUCKET/RUN, gs://, az://, hf://, any "
+        "folder of fsspec. --resume_from_checkpoint true finds the newest one, here or there.",
+    )
+    upload_timeout: float = HfArg(
+        default=600, help="Seconds to wait at the end of the run until the newest checkpoint is at --checkpoint_uri."
+    )
     final_export: Literal["gather", "stream"] = HfArg(
         default="gather",
         help="How final/ is made of a sharded model. gather: the ranks send their shards to the first one, whose host "

@@ -131,4 +131,6 @@ def _checkpoints_to_come(trainer: Any) -> int:
     per_epoch = state.max_steps / epochs if epochs <= state.max_steps else remaining  # unknown of a stream
     saves = cost.events(args.save_strategy.value, state.save_steps, remaining, per_epoch)
     complete = sum(not completeness.flaw(path) for path in file_names.checkpoints(Path(args.output_dir)))
-    return cost.at_once(saves, args.save_total_limit or 0, complete)
+    kept = args.save_total_limit or 0
+    uploading = int(bool(kept and args.checkpoint_uri))  # the one that is being uploaded stays until it is there
+    return cost.at_once(saves, kept + uploading, complete)

@@ -14,6 +14,7 @@ import torch
 from transformers import Trainer, TrainingArguments, get_scheduler
 from transformers.utils import is_liger_kernel_available
 
+from accel_fsdp.checkpoints import Store
 from accel_fsdp.config import EXPERT_FIELD, Engine
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.exporter import hub
@@ -55,7 +56,7 @@ RANGES = {
         COUNT,
     ),
     **dict.fromkeys(("warmup_steps", "dataloader_num_workers", "eval_delay", "learning_rate", "weight_decay"), SIZE),
-    **dict.fromkeys(("max_grad_norm", "neftune_noise_alpha", "hang_timeout"), SIZE),
+    **dict.fromkeys(("max_grad_norm", "neftune_noise_alpha", "hang_timeout", "upload_timeout"), SIZE),
     **dict.fromkeys(("label_smoothing_factor", "lora_dropout", "adam_beta1", "adam_beta2"), SHARE),
     **dict.fromkeys(
         ("adam_epsilon", "logging_steps", "eval_steps", "save_steps", "num_train_epochs", "lora_alpha"), ABOVE
@@ -93,6 +94,8 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
             why="its loss takes the whole head, of which each rank has a part",
             fix="leave it out",
         )
+    if training.checkpoint_uri:
+        Store(training.checkpoint_uri)  # raises if it can't be one
     if training.push_to_hub and LaunchEnvironment.now().rank == 0:
         hub.check_login(training.hub_token)
     mode = training.torch_compile_mode

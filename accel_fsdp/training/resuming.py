@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from accel_fsdp import console
 from accel_fsdp.checkpoints import (
@@ -24,12 +24,12 @@ from accel_fsdp.checkpoints import (
 from accel_fsdp.config import ANY_FSDP, ANY_ZERO, Engine
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch_environment import LaunchEnvironment
+from accel_fsdp.training import stored
+from accel_fsdp.training.stored import gather_answers
 from accel_fsdp.units import counted
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-
-T = TypeVar("T")
 
 
 def chosen(training: "TrainingArguments") -> str | None:
@@ -73,6 +73,7 @@ def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
 def _requested_checkpoint(training: "TrainingArguments") -> Path | None:
     output, resume_from = Path(training.output_dir), training.resume_from_checkpoint
     if resume_from is None or str(resume_from).lower() == "false":
+        stored.check_unused(training)
         if any(output.glob(f"{file_names.CHECKPOINT}*")) or (output / file_names.FINAL).exists():
             raise UserError(
                 f"{output} already holds a run",
@@ -82,8 +83,9 @@ def _requested_checkpoint(training: "TrainingArguments") -> Path | None:
         return None
     if str(resume_from).lower() not in ("true", "auto"):
         return _refuse_flawed(Path(resume_from), training)
+    stored.fetch_newer(training)
     choice = completeness.choose(
-        output, _gather_answers([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
+        output, gather_answers([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
     )
     if training.process_index == 0:
         for folder, flaw in choice.skipped.items():
@@ -141,17 +143,7 @@ def _flaw(checkpoint: Path, training: "TrainingArguments") -> str:
             raise refused
     except (OSError, UserError) as error:
         problem = getattr(error, "what", "") or str(error)
-    return next(filter(None, _gather_answers([problem])), "")
-
-
-def _gather_answers(answers: list[T]) -> list[T]:
-    """The results of all ranks, in rank order; on TPU only the own result."""
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType, gather_object
-
-    if PartialState().distributed_type == DistributedType.XLA:
-        return answers
-    return list(gather_object(answers))
+    return next(filter(None, gather_answers([problem])), "")
 
 
 def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, skips_data: bool = True) -> None:

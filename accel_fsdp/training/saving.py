@@ -18,7 +18,7 @@ from accel_fsdp import console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import UserError
-from accel_fsdp.training import background_saves, disk_room
+from accel_fsdp.training import background_saves, disk_room, uploads
 from accel_fsdp.training.loading import cause
 from accel_fsdp.training.reporting import History
 from accel_fsdp.units import any_time
@@ -33,7 +33,7 @@ class Checkpoints:
     def __init__(self, trainer: Any, history: History) -> None:
         self.trainer, self.args, self.history = trainer, trainer.args, history
         self.checkpoint_bytes, self.export_bytes = disk_room.predicted_bytes(trainer)
-        self.background = background_saves.begun(trainer)
+        self.background, self.uploads = background_saves.begun(trainer), uploads.begun(trainer)
 
     def origin(self) -> Origin:
         """The run's properties that are stored in its checkpoints."""
@@ -69,6 +69,29 @@ class Checkpoints:
         if self.background is not None and (waited := self.background.wait()) > NOTICED_SECONDS:
             self._log(f"training waited {any_time(waited)} until the last checkpoint was complete")
 
+    def upload_rest(self) -> str:
+        """Waits until the newest checkpoint is in the store; returns what is left of it and why, on the first rank."""
+        if self.uploads is None:
+            return ""
+        self.trainer.watch.end()  # ranks wait for the store, for as long as --upload_timeout says
+        return self.uploads.finish()
+
+    def require_uploaded(self) -> None:
+        """Raises a UserError, on all ranks, if the newest checkpoint isn't in the store."""
+        if self.uploads is None:
+            return
+        left, uri = self.upload_rest(), self.args.checkpoint_uri
+
+        def refuse() -> None:
+            if left:
+                raise UserError(
+                    f"not uploaded to {uri}: {left}",
+                    why=f"the run is complete, and its checkpoints are in {self.args.output_dir} alone",
+                    fix=f"accel-fsdp checkpoints {self.args.output_dir} --push {uri}",
+                )
+
+        self.together(refuse)
+
     def complete_last(self) -> None:
         """Completes the checkpoint that is being written, if the other ranks still can, however training ended."""
         with contextlib.suppress(Exception, CheckpointException):
@@ -96,6 +119,8 @@ class Checkpoints:
     def check_room(self) -> None:
         """Raises a UserError, on all ranks, if the disk, or the memory for copies, is too small for the whole run."""
         self.together(lambda: disk_room.check_whole_run(self.trainer, self.checkpoint_bytes, self.export_bytes))
+        if self.uploads is not None:
+            self.uploads.begin()
         if self.background is not None:
             disk_room.check_staging(self.trainer, self.checkpoint_bytes)
 
@@ -190,7 +215,11 @@ class Checkpoints:
     def _seal(self, folder: Path, hashes: dict[str, str] | None) -> None:
         with self._abandon_on_errors(folder):
             completeness.seal(folder, self.origin(), hashes)
-        completeness.retire(folder.parent, self.args.save_total_limit, self.trainer.state.best_model_checkpoint)
+        best, uploading = self.trainer.state.best_model_checkpoint, ""
+        if self.uploads is not None:
+            self.uploads.offer(folder, best)
+            uploading = self.uploads.current
+        completeness.retire(folder.parent, self.args.save_total_limit, best, uploading)
 
 
 def own_retention(args: Any) -> AbstractContextManager[None]:

@@ -35,6 +35,7 @@ from accel_fsdp.training import (
     resuming,
     saving,
     sharding_check,
+    uploads,
 )
 from accel_fsdp.training.arguments import SEE_HELP
 from accel_fsdp.training.data import batching
@@ -86,7 +87,7 @@ def check_libraries() -> None:
 
     An override that is never called fails silently.
     """
-    modules = (background_saves, load_model, loading, preemption, beats, export, holdings, profiling)
+    modules = (background_saves, load_model, loading, preemption, uploads, beats, export, holdings, profiling)
     used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the sharding check depend on it")
 
@@ -239,9 +240,10 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         with self.watch.doing("a save"):
             self.checkpoints.wait()
         if self.stop.agreed:
+            left = self.checkpoints.upload_rest()
             raise Stopped(
                 f"{self.stop.agreed} after step {self.state.global_step}",
-                why=f"saved: {self.checkpoints.folder()}",
+                why=f"saved: {self.checkpoints.folder()}" + (f"; not uploaded: {left}" if left else ""),
                 fix="the same command with --resume_from_checkpoint true",
             )
         if not self.args.ignore_nan_inf:

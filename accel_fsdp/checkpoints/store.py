@@ -1,0 +1,353 @@
+"""A run's checkpoints in an object store, or in any other file system that fsspec knows: s3://bucket/run.
+
+A folder there has the files of one here. The marker is uploaded last and deleted first, and a checkpoint without one
+isn't complete, so that nothing half-written is ever taken for a checkpoint.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from accel_fsdp import atomic_files, console, disks
+from accel_fsdp.checkpoints import completeness, file_names, marker
+from accel_fsdp.errors import UsageError, UserError, did_you_mean, one_line
+from accel_fsdp.units import distinguishable, gib_or_mib
+
+URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+?)/*")
+"""A URI, also one that became a path, which has a single slash. A drive of Windows has a single letter."""
+TOGETHER = 2
+"""Files or parts of a file that a process moves at the same time: each part takes 50 MB of memory."""
+OPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **{protocol: {"max_concurrency": TOGETHER} for protocol in ("s3", "s3a", "az", "abfs", "abfss")},
+    **{protocol: {"auto_mkdir": True} for protocol in ("file", "local")},
+}
+"""Settings of fsspec's file systems, by protocol."""
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
+"""The extra of this package that installs a protocol's library."""
+OUTLINE_BYTES = 8 << 20
+"""Bytes at a file's start and end in which headers and lists of tensors are."""
+
+
+def uri_of(place: Path | str) -> str:
+    """The URI that a flag's value is; empty for a path of this machine."""
+    match = URI.fullmatch(str(place))
+    return f"{match[1].lower()}:{'///' if match[1] in ('file', 'local') else '//'}{match[2]}" if match else ""
+
+
+def split(uri: str) -> tuple[str, str]:
+    """A run's URI, and the name of a checkpoint in it; an empty name where the URI is that of the run."""
+    run, _, name = uri.rpartition("/")
+    return (run, name) if file_names.step(name) >= 0 else (uri, "")
+
+
+def reason(error: BaseException) -> str:
+    """An error of a store in one line."""
+    text = str(error).strip().partition("\n")[0]
+    return one_line(text or type(error).__name__)
+
+
+class Store:
+    """A run's folder in a store. Methods raise what its library raises; `reached` makes one error of it."""
+
+    def __init__(self, uri: str) -> None:
+        """Opens no connection.
+
+        Raises:
+            UserError: the protocol is unknown, its library isn't installed, or the URI holds a password.
+        """
+        import fsspec  # with the store's own library it takes a third of a second
+
+        self.uri = uri_of(uri)
+        protocol = self.uri.partition(":")[0]
+        if not self.uri or protocol not in fsspec.available_protocols():
+            raise UsageError(
+                f"{uri} is not in a store that fsspec knows.{did_you_mean(protocol, fsspec.available_protocols())}",
+                why="checkpoints can't be read or written there",
+                fix="s3://BUCKET/RUN, gs://BUCKET/RUN, az://CONTAINER/RUN or hf://REPO/RUN",
+            )
+        if "@" in self.uri.partition("://")[2].partition("/")[0] or "?" in self.uri:
+            raise UsageError(
+                f"{protocol}://... holds a password or a signature",
+                why="logs and run.json would show it",
+                fix="the variables or files of the store's own tools, such as AWS_PROFILE and ~/.aws/credentials",
+            )
+        try:
+            self.files, self.root = fsspec.core.url_to_fs(self.uri, **OPTIONS.get(protocol, {}))
+        except ImportError as error:
+            extra = EXTRAS.get(protocol)
+            raise UserError(
+                f"{self.uri}: {reason(error)}",
+                why="its library isn't installed",
+                fix=f"pip install 'accel-fsdp[{extra}]'" if extra else "pip install what that message names",
+            ) from error
+
+    @contextlib.contextmanager
+    def reached(self) -> Iterator[None]:
+        """Raises a UserError for any error of the store in the block."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:  # each store has its own library, with its own classes
+            if isinstance(error, OSError) and error.errno in disks.NO_ROOM:
+                raise  # the disk here
+            raise UserError(
+                f"{self.uri}: {reason(error)}",
+                why="the checkpoints there can't be read or written",
+                fix="check the name, the network, and the store's usual variables and files, such as AWS_PROFILE, "
+                "AWS_ENDPOINT_URL and ~/.aws/credentials",
+            ) from error
+
+    # What is there
+
+    def sizes(self, name: str = "") -> dict[str, int]:
+        """The size of each file of the run, or of one checkpoint, by its path relative to it."""
+        root = f"{self.root}/{name}" if name else self.root
+        self.files.invalidate_cache()
+        found = self.files.find(root, detail=True)
+        start = len(self.files._strip_protocol(root)) + 1
+        return {path[start:]: int(info["size"]) for path, info in found.items() if len(path) > start}
+
+    def checkpoints(self) -> list[str]:
+        """The names of all checkpoints, complete or not, the oldest first."""
+        names = {path.partition("/")[0] for path in self.sizes() if "/" in path}
+        return sorted((name for name in names if file_names.step(name) >= 0), key=file_names.step)
+
+    def lacking(self, name: str) -> str:
+        """Why a checkpoint can't be taken; empty if it is complete: it has a marker, and all that this lists."""
+        with self.read(name, (file_names.MARKER,)) as folder:
+            written = marker.read(folder)
+        if written is None or not written.complete:
+            return completeness.UNFINISHED
+        there = self.sizes(name)
+        absent = next((file for file, size in written.sizes.items() if there.get(file) != size), "")
+        return (
+            f"{absent} has {there[absent]:,} of {written.sizes[absent]:,} bytes"
+            if absent in there
+            else (f"{absent} is missing" if absent else "")
+        )
+
+    def written(self, name: str) -> datetime | None:
+        """When a checkpoint was completed; None where the store doesn't say, or it isn't."""
+        with contextlib.suppress(FileNotFoundError, NotImplementedError, KeyError):
+            time: datetime = self.files.modified(self._path(name, file_names.MARKER))
+            return time if time.tzinfo else time.replace(tzinfo=UTC)
+        return None
+
+    def newest(self) -> tuple[str, dict[str, str]]:
+        """The newest complete checkpoint's name, or an empty one; and why each newer one can't be taken."""
+        skipped: dict[str, str] = {}
+        for name in reversed(self.checkpoints()):
+            if not (why := self.lacking(name)):
+                return name, skipped
+            skipped[name] = why
+        return "", skipped
+
+    # To the store
+
+    def unseal(self, checkpoint: Path) -> bool:
+        """Deletes another marker than the checkpoint's own, so that what is replaced doesn't count as complete.
+
+        Returns whether the checkpoint's own is there already.
+        """
+        path, own = self._path(checkpoint.name, file_names.MARKER), (checkpoint / file_names.MARKER).read_bytes()
+        self.files.invalidate_cache()
+        try:
+            there = self.files.cat_file(path)
+        except FileNotFoundError:
+            return False
+        if there != own:
+            self.files.rm_file(path)
+        return bool(there == own)
+
+    def upload(self, folder: Path, name: str) -> None:
+        """Uploads a file of one of the run's folders, and compares its size."""
+        path = self._path(folder.name, name)
+        self.files.put_file(str(folder / name), path)
+        self.files.invalidate_cache()
+        size, expected = self.files.info(path)["size"], (folder / name).stat().st_size
+        if size != expected:
+            raise OSError(f"{folder.name}/{name} has {size:,} of {expected:,} bytes in the store")
+
+    def seal(self, checkpoint: Path) -> None:
+        """Makes a checkpoint complete, once all of its files are there; deletes files of an earlier one."""
+        for name in self.sizes(checkpoint.name).keys() - marker.listed(checkpoint).keys() - {file_names.MARKER}:
+            self.files.rm_file(self._path(checkpoint.name, name))
+        self.upload(checkpoint, file_names.MARKER)
+
+    def describe(self, run: Path) -> None:
+        """Uploads the description of a run's model, which an export needs."""
+        for path in marker.files_in(run / file_names.DESCRIBED):
+            self.upload(run / file_names.DESCRIBED, str(path.relative_to(run / file_names.DESCRIBED)))
+
+    def push(self, checkpoint: Path, moved: Callable[[int], None]) -> bool:
+        """Uploads a whole checkpoint, and calls `moved` with each number of bytes; false if it is there already."""
+        if self.unseal(checkpoint):
+            return False
+        for name, size in marker.listed(checkpoint).items():
+            self.upload(checkpoint, name)
+            moved(size)
+        self.seal(checkpoint)
+        return True
+
+    def pull(self, name: str, run: Path) -> None:
+        """Fetches a checkpoint into a run's folder, whole or not at all, with the description of the model.
+
+        Raises:
+            UserError: its files aren't those that were written, or the disk is full.
+        """
+        sizes = self.sizes(name)
+        with arriving(run, name, sum(sizes.values())) as folder:
+            with console.progress(f"fetching {name}", sum(sizes.values())) as moved:
+                self.fetch(name, sizes, folder, moved)
+            if damaged := marker.damage(folder):
+                raise UserError(
+                    f"{self.uri}/{name}: {damaged}", why="it would train something else", fix="an older checkpoint"
+                )
+        if not (run / file_names.DESCRIBED).exists():
+            self.fetch(file_names.DESCRIBED, self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED)
+
+    def delete(self, name: str) -> None:
+        """Deletes a checkpoint, its marker first."""
+        names = sorted(self.sizes(name), key=lambda file: file != file_names.MARKER)
+        for file in names:
+            self.files.rm_file(self._path(name, file))
+
+    def retire(self, keep: int | None, best: str | None) -> None:
+        """Deletes what `completeness.retire` would delete of a folder of this machine."""
+        there = self.sizes()
+        names = self.checkpoints()
+        complete = [name for name in names if f"{name}/{file_names.MARKER}" in there]
+        for name in completeness.outdated(names, complete, keep, best):
+            self.delete(name)
+
+    # From the store
+
+    def fetch(self, name: str, files: Iterable[str], target: Path, moved: Callable[[int], None] | None = None) -> None:
+        """Downloads files of a checkpoint, or of another of the run's folders, to the folder `target`."""
+
+        def fetch_one(file: str) -> None:
+            path = target / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.files.get_file(self._path(name, file), str(path))
+            if moved is not None:
+                moved(path.stat().st_size)
+
+        with ThreadPoolExecutor(TOGETHER) as pool:
+            list(pool.map(fetch_one, files))
+
+    @contextlib.contextmanager
+    def read(self, name: str, files: Iterable[str]) -> Iterator[Path]:
+        """A temporary folder with small files of a checkpoint, without those that aren't there."""
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary) / name
+            for file in files:
+                with contextlib.suppress(FileNotFoundError):
+                    self.fetch(name, (file,), folder)
+            yield folder
+
+    def outline(self, name: str, target: Path) -> None:
+        """Makes files of a checkpoint's names and sizes, in which only the starts and ends of large ones are filled."""
+        sizes = self.sizes(name)
+        small = [file for file, size in sizes.items() if size <= 2 * OUTLINE_BYTES]
+        self.fetch(name, small, target)
+        for file in sizes.keys() - set(small):
+            path, size = target / file, sizes[file]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("wb") as sink:
+                for start, end in ((0, OUTLINE_BYTES), (size - OUTLINE_BYTES, size)):
+                    sink.seek(start)
+                    sink.write(self.files.cat_file(self._path(name, file), start=start, end=end))
+
+    def _path(self, name: str, file: str) -> str:
+        return f"{self.root}/{name}/{file}"
+
+
+def arriving_at(run: Path, name: str) -> Path:
+    """The folder in which the files of a checkpoint arrive."""
+    return run / f".{name}.arriving"
+
+
+@contextlib.contextmanager
+def arriving(run: Path, name: str, size_bytes: int) -> Iterator[Path]:
+    """A folder to fetch a checkpoint to, which takes its place in the run when the block ends, or goes if it fails.
+
+    Raises:
+        UserError: the disk is too small for it.
+    """
+    partial = arriving_at(run, name)
+    free = shutil.disk_usage(atomic_files.existing_part(run)).free
+    if size_bytes > free:
+        takes, available = distinguishable(gib_or_mib, size_bytes, free)
+        raise UserError(
+            f"{name} takes {takes}, {available} are free at {run}",
+            why="it can't be fetched",
+            fix="free some space, or another folder",
+        )
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        shutil.rmtree(run / name, ignore_errors=True)  # a half-written one
+        os.replace(partial, run / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def fetched(place: Path, beside: Path, needed: Callable[[str], bool]) -> Iterator[Path]:
+    """`place` itself, or for a URI a temporary copy of that checkpoint's `needed` files in the folder of `beside`.
+
+    Of a run's URI the newest complete checkpoint is taken. The description of the model comes along.
+    """
+    if not uri_of(place):
+        yield place
+        return
+    beside = atomic_files.existing_part(beside.absolute().parent)
+    with tempfile.TemporaryDirectory(prefix=".fetched-", dir=beside) as temporary:
+        store, name = named(place)
+        with store.reached():
+            sizes = {file: size for file, size in store.sizes(name).items() if needed(file)}
+            store.fetch(file_names.DESCRIBED, store.sizes(file_names.DESCRIBED), Path(temporary, file_names.DESCRIBED))
+            with console.progress(f"fetching {name}", sum(sizes.values())) as moved:
+                store.fetch(name, sizes, Path(temporary, name), moved)
+        yield Path(temporary, name)
+
+
+@contextlib.contextmanager
+def outlined(place: Path) -> Iterator[Path]:
+    """`place` itself, or for a URI a temporary outline of that checkpoint."""
+    if not uri_of(place):
+        yield place
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        store, name = named(place)
+        with store.reached():
+            store.outline(name, Path(temporary, name))
+        yield Path(temporary, name)
+
+
+def named(place: Path | str) -> tuple[Store, str]:
+    """The store that a URI is in, and the complete checkpoint that it names: of a run's URI the newest one.
+
+    Raises:
+        UserError: there is none, it isn't complete, or the store can't be reached.
+    """
+    run, name = split(uri_of(place))
+    store = Store(run)
+    with store.reached():
+        name, skipped = (name, {name: store.lacking(name)}) if name else store.newest()
+    if not name or skipped.get(name):
+        raise UserError(
+            f"{uri_of(place)} is no complete checkpoint",
+            why="; ".join(f"{folder}: {why}" for folder, why in skipped.items()) or f"{store.uri} holds none",
+            fix="the URI of a run, as given to train/sft.py --checkpoint_uri, or of a checkpoint-N in it",
+        )
+    return store, name

@@ -1,0 +1,210 @@
+"""Brings complete checkpoints to a store while training goes on (`--checkpoint_uri`)."""
+
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from accel_fsdp import console
+from accel_fsdp.checkpoints import Store, completeness, marker, store
+from accel_fsdp.errors import UserError
+from accel_fsdp.library_internals import Internal
+from accel_fsdp.units import any_time, gb_or_mb
+
+RELIES_ON = (Internal("torch.distributed.distributed_c10d:_get_default_store", ""),)
+KEY = "accel_fsdp/upload"
+OVER = "over"
+GONE, DONE = "gone", "done"
+"""What a rank says of its files of a checkpoint: one is no longer on this disk, or all are in the store."""
+POLL_SECONDS = 0.5
+RANKS_PER_SECOND = 100
+"""The most requests per second that the job's store has to answer."""
+LONGEST_PAUSE_SECONDS = 60.0
+"""Between two tries; the first comes after a second, and each pause is twice as long as the one before it."""
+REPEATED_SECONDS = 600.0
+"""The same trouble is logged again after this time."""
+
+
+class Uploads:
+    """Uploads one checkpoint at a time, with a thread on each rank; between two of them, the newest is the next.
+
+    The first rank names a checkpoint through the job's store, each rank uploads the files that it wrote, and the first
+    one its marker, once all have. A store that is down delays this, and never training. The threads are daemons: a rank
+    that fails ends without them, and the next run uploads what is missing.
+    """
+
+    def __init__(self, place: Store, training: Any) -> None:
+        self.store, self.output = place, Path(training.output_dir)
+        self.keep, self.timeout_seconds = training.save_total_limit, training.upload_timeout
+        self.rank, self.ranks = training.process_index, training.world_size
+        self.poll_seconds = max(POLL_SECONDS, self.ranks / RANKS_PER_SECOND)
+        self.current, self._best = "", ""
+        self._waiting, self._closing, self._changed = "", False, threading.Condition()
+        self._has_description = self.rank != 0
+        self._over = threading.Event()
+        self._trouble, self._said_at = "", 0.0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def begin(self) -> None:
+        """Begins, with the newest complete checkpoint here if the store lacks it. Call on all ranks."""
+        if self.rank == 0:
+            console.say(f"complete checkpoints are uploaded to {self.store.uri}", style="cyan")
+            if newest := completeness.choose(self.output).newest:
+                self._waiting = newest.name
+        self._thread.start()
+
+    def offer(self, checkpoint: Path, best: str | None) -> None:
+        """Uploads a checkpoint as soon as the one before it is there. Call on the first rank."""
+        with self._changed:
+            self._waiting, self._best = checkpoint.name, best or ""
+            self._changed.notify()
+
+    def finish(self) -> str:
+        """Waits until the newest checkpoint is in the store, but not for ever. Call on all ranks.
+
+        Returns, on the first rank, what is left and why; empty if nothing is.
+        """
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        if self.rank != 0:
+            while self._thread.is_alive():
+                self._thread.join(self.poll_seconds)
+            return ""
+        self._thread.join(self.timeout_seconds)
+        if not self._thread.is_alive():
+            completeness.retire(self.output, self.keep, self._best)  # what had to stay until it was there
+            return ""
+        self._over.set()
+        self._tell(OVER, "")
+        return f"{self._waiting or self.current}: {self._trouble or 'still being uploaded'}"
+
+    # The thread
+
+    def _run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the job's store has ended, with the rank or launcher that had it
+            if self.rank == 0:
+                self._lead()
+            else:
+                self._follow()
+
+    def _lead(self) -> None:
+        for number in itertools.count():
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                self.current, self._waiting = self._waiting, ""
+            self._tell(f"{number}", self.current)
+            if not self.current:
+                return
+            began, checkpoint = time.monotonic(), self.output / self.current
+            if self._bring(checkpoint) == DONE and self._all_done(number) and self._retried(self._complete):
+                size = gb_or_mb(sum(marker.listed(checkpoint).values()))
+                took = any_time(time.monotonic() - began)
+                console.say(f"{self.current} is at {self.store.uri}: {size} in {took}", style="cyan")
+            self.current = ""
+
+    def _follow(self) -> None:
+        for number in itertools.count():
+            self.current = self._heard(f"{number}")
+            if not self.current:
+                return
+            self._tell(f"{number}/{self.rank}", self._bring(self.output / self.current))
+
+    def _bring(self, checkpoint: Path) -> str:
+        """Uploads this rank's files, as often as it takes."""
+        if not self._has_description:
+            self._has_description = self._retried(partial(self.store.describe, self.output))
+        names = marker.of_rank(marker.listed(checkpoint), self.rank, self.ranks)
+        steps: list[Callable[[], Any]] = [partial(self.store.unseal, checkpoint)]
+        steps += [partial(self.store.upload, checkpoint, name) for name in names]
+        return DONE if all(map(self._retried, steps)) else GONE
+
+    def _complete(self) -> None:
+        self.store.seal(self.output / self.current)
+        self.store.retire(self.keep, self._best)
+
+    def _retried(self, action: Callable[[], Any]) -> bool:
+        """Calls `action` until it succeeds; false if the checkpoint is gone from this disk, or time is over."""
+        pause = 1.0
+        while not self._over.is_set():
+            try:
+                action()
+                return True
+            except Exception as error:  # each store has its own library, with its own classes
+                if completeness.flaw(self.output / self.current):
+                    return False
+                self._note(store.reason(error))
+            if self._is_over(pause):
+                return False
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        return False
+
+    def _all_done(self, number: int) -> bool:
+        """Waits until all ranks have uploaded their files; false if one lacks some, or time is over."""
+        for rank in range(1, self.ranks):
+            while not (said := self._read(f"{number}/{rank}")):
+                if trouble := self._read(f"why/{rank}"):
+                    self._note(f"rank {rank}: {trouble}")
+                if self._is_over(self.poll_seconds):
+                    return False
+            if said == GONE:
+                return False
+        return True
+
+    def _note(self, trouble: str) -> None:
+        is_new = trouble != self._trouble or time.monotonic() - self._said_at > REPEATED_SECONDS
+        self._trouble = trouble
+        if not is_new:
+            return
+        self._said_at = time.monotonic()
+        if self.rank == 0:
+            what = f"{self.current} can't be uploaded to {self.store.uri}: {trouble}"
+            console.say(f"{what}; training goes on, and so do the tries", style="yellow")
+        else:
+            self._tell(f"why/{self.rank}", trouble)
+
+    def _is_over(self, seconds: float) -> bool:
+        """Waits; returns whether the first rank has given up."""
+        return self._over.wait(seconds) or (self.rank != 0 and self._read(OVER) is not None)
+
+    # Messages between the ranks
+
+    def _tell(self, key: str, text: str) -> None:
+        if dist.is_initialized():
+            distributed_c10d._get_default_store().set(f"{KEY}/{key}", text)
+
+    def _read(self, key: str) -> str | None:
+        store = distributed_c10d._get_default_store()
+        return store.get(f"{KEY}/{key}").decode() if store.check([f"{KEY}/{key}"]) else None
+
+    def _heard(self, key: str) -> str:
+        """Waits for a message; empty if time is over."""
+        while (said := self._read(key)) is None:
+            if self._is_over(self.poll_seconds):
+                return ""
+        return said
+
+
+def begun(trainer: Any) -> Uploads | None:
+    """The uploads that `--checkpoint_uri` asks for; else None. Call on all ranks.
+
+    Raises:
+        UserError: ranks don't share a folder.
+    """
+    args = trainer.args
+    if not args.checkpoint_uri:
+        return None
+    if trainer.on_tpu or args.save_on_each_node:
+        raise UserError(
+            "--checkpoint_uri, where each machine has checkpoints of its own",
+            why="only checkpoints in a folder of all ranks are uploaded",
+            fix="leave out --checkpoint_uri",
+        )
+    return Uploads(Store(args.checkpoint_uri), args)

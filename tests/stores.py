@@ -1,0 +1,80 @@
+"""A real S3 server in the test's process, which can be stopped and started again, be slow, and refuse."""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import BaseWSGIServer, make_server
+
+BUSY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+KEYS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "not-to-be-shown", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+class S3:
+    """What it holds outlives its stops. `asked` has method and path of each request, `busy` how many it refuses."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str]] = []
+        self.busy, self.seconds, self.port = 0, 0.0, 0
+        self.refused: Callable[[str, str], bool] = lambda method, path: False
+        self._app: Any = DomainDispatcherApplication(create_backend_app)
+        self._server: BaseWSGIServer | None = None
+        self.start()
+        self.environment = {**KEYS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}"}
+
+    def start(self) -> None:
+        self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True)
+        self.port = self._server.port
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def _answer(self, request: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        method, path = request["REQUEST_METHOD"], request["PATH_INFO"]
+        self.asked.append((method, path))
+        time.sleep(self.seconds)
+        if self.busy or self.refused(method, path):
+            self.busy = max(self.busy - 1, 0)
+            request["wsgi.input"].read(int(request.get("CONTENT_LENGTH") or 0))
+            start_response("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(BUSY)))])
+            return [BUSY]
+        answer: Iterable[bytes] = self._app(request, start_response)
+        return answer
+
+    def names(self, bucket: str) -> dict[str, int]:
+        """All that a bucket holds, with sizes, as Amazon's own library sees it."""
+        client = boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"])
+        return {item["Key"]: item["Size"] for item in client.list_objects_v2(Bucket=bucket).get("Contents", ())}
+
+    def read(self, bucket: str, name: str) -> bytes:
+        client = boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"])
+        content: bytes = client.get_object(Bucket=bucket, Key=name)["Body"].read()
+        return content
+
+    def make(self, bucket: str) -> str:
+        """Makes a bucket; the URI of a run in it."""
+        boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"]).create_bucket(Bucket=bucket)
+        return f"s3://{bucket}/runs/first"
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = S3()
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield server
+    with contextlib.suppress(OSError):
+        server.stop()
+    os.environ.pop("AWS_ENDPOINT_URL", None)
