@@ -233,7 +233,7 @@ def _of_steps(run: Path, found: list[Listed], steps: Sequence[str]) -> list[List
     for step in steps:
         if step not in known:
             raise UsageError(
-                f"{run} holds no {file_names.CHECKPOINT}{step}.{did_you_mean(step, known)}",
+                f"{store.uri_of(run) or run} holds no {file_names.CHECKPOINT}{step}.{did_you_mean(step, known)}",
                 why="nothing was done",
                 fix=f"one of the steps {', '.join(known)}",
             )
@@ -263,7 +263,7 @@ def _delete(command: CheckpointsCommand, found: list[Listed], chosen: list[Liste
     if not any(not item.why for item in found if item not in chosen) and any(not item.why for item in chosen):
         newest = next(item.folder for item in found if item.is_newest)
         raise UserError(
-            f"no complete checkpoint of {command.run} would be left",
+            f"no complete checkpoint of {store.uri_of(command.run) or command.run} would be left",
             why="nothing to resume from or to export; nothing was deleted",
             fix=f"leave out {Path(newest).name}; or delete the folder itself: rm -r {newest}",
         )

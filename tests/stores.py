@@ -10,20 +10,26 @@ from typing import Any
 
 import boto3
 import pytest
+from moto.moto_api._internal import moto_api_backend
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import BaseWSGIServer, make_server
 
-BUSY = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+ERRORS = {
+    "SlowDown": ("503 Slow Down", "Please reduce your request rate."),
+    "InvalidAccessKeyId": ("403 Forbidden", "The AWS Access Key Id you provided does not exist in our records."),
+}
 KEYS = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "not-to-be-shown", "AWS_DEFAULT_REGION": "us-east-1"}
 
 
 class S3:
-    """What it holds outlives its stops. `asked` has method and path of each request, `busy` how many it refuses."""
+    """What it holds outlives its stops. `asked` has method and path of each request; `refuses` says with which error of
+    Amazon's one is refused, or an empty text; `seconds` is how long each takes.
+    """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
-        self.busy, self.seconds, self.port = 0, 0.0, 0
-        self.refused: Callable[[str, str], bool] = lambda method, path: False
+        self.seconds, self.port = 0.0, 0
+        self.refuses: Callable[[str, str], str] = lambda method, path: ""
         self._app: Any = DomainDispatcherApplication(create_backend_app)
         self._server: BaseWSGIServer | None = None
         self.start()
@@ -44,11 +50,12 @@ class S3:
         method, path = request["REQUEST_METHOD"], request["PATH_INFO"]
         self.asked.append((method, path))
         time.sleep(self.seconds)
-        if self.busy or self.refused(method, path):
-            self.busy = max(self.busy - 1, 0)
+        if code := self.refuses(method, path):
+            status, message = ERRORS[code]
+            text = f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode()
             request["wsgi.input"].read(int(request.get("CONTENT_LENGTH") or 0))
-            start_response("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(BUSY)))])
-            return [BUSY]
+            start_response(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(text)))])
+            return [text]
         answer: Iterable[bytes] = self._app(request, start_response)
         return answer
 
@@ -71,6 +78,7 @@ class S3:
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3]:
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    moto_api_backend.reset()
     server = S3()
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)

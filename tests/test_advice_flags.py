@@ -11,7 +11,19 @@ from conftest import ROOT
 from accel_fsdp import cli
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
-COMMANDS = ("config", "plan", "check", "migrate", "launch", "script", "doctor", "export", "convert", "init")
+COMMANDS = (
+    "config",
+    "plan",
+    "check",
+    "migrate",
+    "launch",
+    "script",
+    "doctor",
+    "export",
+    "convert",
+    "init",
+    "checkpoints",
+)
 PROGRAM = re.compile(
     rf"accel-fsdp ({'|'.join(COMMANDS)})\b|\b(check) --"
     r"|(accelerate launch)\b|(torchrun)\b|(train/sft\.py)|(pip) install|(srun)\b|(ray) job submit"

@@ -56,7 +56,17 @@ READ_LATER = (
     *("PET_", "SKYPILOT_", "DSTACK_", "SLURM", "SRUN_", "ENVIRONMENT", "HOSTNAME", "SHLVL", "PS1"),
     *("ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
     "TORCH_FORCE_WEIGHTS_ONLY_LOAD",
-    *("XDG_CACHE_HOME", "TOKENIZERS_PARALLELISM", "FILL", "SEVERAL", "PROBE_", "KILL_", "AWS_", "SCARCE", "ASK_FOR_CPU"),
+    *(
+        "XDG_CACHE_HOME",
+        "TOKENIZERS_PARALLELISM",
+        "FILL",
+        "SEVERAL",
+        "PROBE_",
+        "KILL_",
+        "AWS_",
+        "SCARCE",
+        "ASK_FOR_CPU",
+    ),
     *("HANG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "PYTORCH_NVML_BASED_CUDA_CHECK", "TMPDIR"),
     *("KINETO_", "TORCH_FR_", "RAY_CLIENT_MODE"),  # which torch and ray set in a worker that imported them
 )

@@ -110,7 +110,6 @@ def abandon(checkpoint: Path) -> None:
         os.replace(aside, checkpoint)
 
 
-UNFINISHED = "its run ended while it was written"
 ITS_END = "its end"
 """The missing part of a checkpoint whose run ended while it was written."""
 
@@ -234,7 +233,7 @@ def _flaw(checkpoint: Path) -> str:
 
 def _size_flaw(path: Path, size: int) -> str:
     if path.name == ITS_END:
-        return UNFINISHED
+        return "its run ended while it was written"
     return f"{path.name} has {_size(path):,} of {size:,} bytes" if path.is_file() else f"{path.name} is missing"
 
 

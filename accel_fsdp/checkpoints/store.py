@@ -124,9 +124,9 @@ class Store:
         """Why a checkpoint can't be taken; empty if it is complete: it has a marker, and all that this lists."""
         with self.read(name, (file_names.MARKER,)) as folder:
             written = marker.read(folder)
-        if written is None or not written.complete:
-            return completeness.UNFINISHED
         there = self.sizes(name)
+        if written is None or not written.complete:
+            return "not all of it has been uploaded" if there else "there is no such checkpoint"
         absent = next((file for file, size in written.sizes.items() if there.get(file) != size), "")
         return (
             f"{absent} has {there[absent]:,} of {written.sizes[absent]:,} bytes"

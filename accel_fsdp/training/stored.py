@@ -52,19 +52,26 @@ def fetch_newer(training: "TrainingArguments") -> None:
     """Fetches the store's newest complete checkpoint if it is newer than those here: each rank a part of its files.
 
     Raises:
-        UserError: the store can't be reached, or the disk is full. Nothing is left of it then.
+        UserError: nothing is here and the store can't be reached, or the disk is full. Nothing is left of it then.
     """
     if not training.checkpoint_uri:
         return
     store, output = Store(training.checkpoint_uri), Path(training.output_dir)
 
+    here = _by_first(training, lambda: completeness.choose(output).newest)
+
     def newest() -> tuple[str, dict[str, int]]:
-        with store.reached():
-            name = store.newest()[0]
-            return name, store.sizes(name) if name else {}
+        try:
+            with store.reached():
+                name = store.newest()[0]
+                return name, store.sizes(name) if name else {}
+        except UserError as error:
+            if here is None:
+                raise
+            console.say(f"{error.what}; a newer checkpoint than {here} can't be looked for", style="yellow")
+            return "", {}
 
     name, sizes = _by_first(training, newest)
-    here = _by_first(training, lambda: completeness.choose(output).newest)
     if not name or (here is not None and file_names.step(here.name) >= file_names.step(name)):
         return
     own = sorted(sizes, key=lambda file: -sizes[file])[training.process_index :: training.world_size]

@@ -24,6 +24,7 @@ OVER = "over"
 GONE, DONE = "gone", "done"
 """What a rank says of its files of a checkpoint: one is no longer on this disk, or all are in the store."""
 POLL_SECONDS = 0.5
+NOTICED_SECONDS = 1.0
 RANKS_PER_SECOND = 100
 """The most requests per second that the job's store has to answer."""
 LONGEST_PAUSE_SECONDS = 60.0
@@ -78,7 +79,10 @@ class Uploads:
             while self._thread.is_alive():
                 self._thread.join(self.poll_seconds)
             return ""
-        self._thread.join(self.timeout_seconds)
+        self._thread.join(NOTICED_SECONDS)
+        if self._thread.is_alive():
+            console.say(f"waiting for uploads, {any_time(self.timeout_seconds)} at most", style="cyan")
+        self._thread.join(max(self.timeout_seconds - NOTICED_SECONDS, 0))
         if not self._thread.is_alive():
             completeness.retire(self.output, self.keep, self._best)  # what had to stay until it was there
             return ""

@@ -1,7 +1,10 @@
 """`--checkpoint_uri`: runs whose checkpoints are in an object store, which a real S3 server holds here."""
 
+import json
 import re
 import shutil
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ from conftest import SFT, accel_fsdp, accelerate_launch
 from stores import KEYS, S3, s3  # noqa: F401  # a fixture
 from test_training import make_config, sft_args
 
-from accel_fsdp.checkpoints import completeness, file_names, marker
+from accel_fsdp.checkpoints import file_names, marker
 
 STEPS = ("--max_steps", "6", "--save_steps", "2", "--lr_scheduler_type", "constant")
 
@@ -61,3 +64,103 @@ def test_a_run_goes_on_from_the_store_alone(s3: S3, tiny_model: Path, text_data:
     assert "runs/first/checkpoint-6/complete.json" in s3.names("bucket")
     for output in (first.output, resumed.output, *(path.read_text() for path in here.glob("run.json"))):
         assert KEYS["AWS_SECRET_ACCESS_KEY"] not in output
+
+
+@pytest.fixture(scope="module")
+def config(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_config(tmp_path_factory.mktemp("config"), tiny_model)
+
+
+def test_a_store_that_fails_delays_no_step(
+    s3: S3,  # noqa: F811
+    config: Path,
+    tiny_model: Path,
+    text_data: Path,
+    tmp_path: Path,
+) -> None:
+    """It is slow, then busy, then down; a file of the second rank is refused twice after it is up again."""
+    uri, refusals = s3.make("bucket"), [*["SlowDown"] * 8, *["InvalidAccessKeyId"] * 2]
+    s3.seconds = 0.05
+
+    def refuses(method: str, path: str) -> str:
+        is_late = len(refusals) <= 2
+        return refusals.pop(0) if refusals and method == "PUT" and ("__1_0" in path or not is_late) else ""
+
+    def fail() -> None:
+        while not any(method == "PUT" for method, _ in s3.asked):
+            time.sleep(0.05)
+        s3.stop()
+        time.sleep(3)
+        s3.refuses = refuses
+        s3.start()
+
+    thread = threading.Thread(target=fail)
+    thread.start()
+    args = sft_args(tiny_model, text_data, tmp_path / "run", *STEPS, "--checkpoint_uri", uri)
+    finished = accelerate_launch(config, SFT, *args, "--save_total_limit", "1")
+    thread.join()
+    assert finished.code == 0, finished.output
+    assert not refusals
+    lines = finished.output.splitlines()
+    down = next(line for line in lines if "can't be uploaded" in line)
+    what = rf"checkpoint-\d can't be uploaded to {uri}: .+; training goes on, and so do the tries"
+    assert re.fullmatch(what, down), down  # what is said of a connection depends on where it broke
+    last = next(line for line in lines if line.startswith("checkpoint-6 is at"))
+    assert lines.index(down) < lines.index(last)
+    assert "rank 1: The AWS Access Key Id you provided does not exist in our records." in finished.output
+    local = content(tmp_path / "run" / "checkpoint-6")
+    stored = {name for name in s3.names("bucket") if "/checkpoint-" in name}
+    assert stored == {f"runs/first/checkpoint-6/{name}" for name in local}
+    assert all(s3.read("bucket", f"runs/first/checkpoint-6/{name}") == text for name, text in local.items())
+    assert [path.name for path in file_names.checkpoints(tmp_path / "run")] == ["checkpoint-6"]
+
+
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize("case", ["no bucket", "wrong key"])
+def test_a_store_that_never_answers(
+    case: str,
+    s3: S3,  # noqa: F811
+    config: Path,
+    tiny_model: Path,
+    text_data: Path,
+    tmp_path: Path,
+) -> None:
+    """Training goes on to its end, and the exit code says that something is missing; `--push` brings it later."""
+    if case == "wrong key":
+        s3.make("bucket")
+        s3.refuses = lambda method, path: "InvalidAccessKeyId"
+    reason = {"no bucket": "The specified bucket does not exist", "wrong key": "The AWS Access Key Id you provided"}[
+        case
+    ]
+    uri, run = "s3://bucket/run", tmp_path / "run"
+    args = sft_args(tiny_model, text_data, run, *STEPS, "--checkpoint_uri", uri, "--upload_timeout", "2")
+    finished = accelerate_launch(config, SFT, *args)
+    assert finished.code == 1
+    assert f"{uri}: {reason}" in finished.output
+    assert "training goes on, and checkpoints are uploaded once it answers" in finished.output
+    assert f"error: not uploaded to {uri}: checkpoint-6: {reason}" in finished.output
+    command = f"accel-fsdp checkpoints {run} --push {uri}"
+    assert f"  fix: {command}" in finished.output
+    assert (run / "final" / "model.safetensors").exists()
+
+    down = accel_fsdp(*command.split()[1:])
+    assert down.code == 1
+    assert f"error: {uri}: {reason}" in down.output
+    s3.refuses = lambda method, path: ""
+    if case == "no bucket":
+        s3.make("bucket")
+    pushed = accel_fsdp(*command.split()[1:])
+    assert pushed.code == 0, pushed.output
+    shown = json.loads(accel_fsdp("checkpoints", uri, "--json").output)
+    assert [(row["step"], row["complete"], row["engine"], row["ranks"]) for row in shown] == [(6, True, "FSDP", 2)]
+    assert shown[0]["loss"] == json.loads(accel_fsdp("checkpoints", run, "--json").output)[-1]["loss"]
+    assert "is there already" in accel_fsdp(*command.split()[1:]).output
+
+    other = tmp_path / "other"
+    pulled = accel_fsdp("checkpoints", other, "--pull", uri)
+    assert pulled.code == 0, pulled.output
+    assert content(other / "checkpoint-6") == content(run / "checkpoint-6")
+    assert content(other / "model") == content(run / "model")
+    checked = accel_fsdp("check", config, "--checkpoint", f"{uri}/checkpoint-6")
+    assert checked.code == 0, checked.output
+    assert accel_fsdp("checkpoints", uri, "--delete", "6").code == 1  # the last one

@@ -1,0 +1,186 @@
+"""`checkpoints.store`: at no moment of an upload or a deletion does a store show a checkpoint that isn't whole."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_fsdp import cli
+from accel_fsdp.checkpoints import Origin, Store, completeness, file_names, marker, store
+from accel_fsdp.errors import UserError
+
+FILES = {"pytorch_model_fsdp_0/__0_0.distcp": 30, "pytorch_model_fsdp_0/.metadata": 5, "trainer_state.json": 0}
+
+
+class Down(Exception):
+    """As each library has its own."""
+
+
+def checkpoint(run: Path, step: int, letter: str, files: dict[str, int] | None = None) -> Path:
+    folder = run / f"checkpoint-{step}"
+    completeness.begin(folder)
+    for name, size in (files or FILES).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(json.dumps({"global_step": step, "log_history": []}) if not size else letter * size)
+    completeness.seal(folder, Origin("FSDP", 2, 4))
+    return folder
+
+
+def failing(place: Store, after: int) -> Callable[[], int]:
+    """Lets a store fail at a later change of it; returns what counts those that came before."""
+    changes = 0
+    files = place.files
+
+    def wrapped(change: Callable[..., Any]) -> Callable[..., Any]:
+        def act(*args: Any, **options: Any) -> Any:
+            nonlocal changes
+            changes += 1
+            if changes > after:
+                raise Down("503 Slow Down")
+            return change(*args, **options)
+
+        return act
+
+    for name in ("put_file", "rm_file"):
+        setattr(files, name, wrapped(getattr(files, name)))
+    return lambda: changes
+
+
+def refused(*words: str | Path) -> str:
+    with pytest.raises(UserError) as error:
+        cli.call(list(map(str, words)))
+    return str(error.value)
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/store/run"
+
+
+@pytest.fixture(autouse=True)
+def _own_file_systems() -> Iterator[None]:
+    """fsspec keeps one object for each store, which a test here changes."""
+    import fsspec
+
+    yield
+    fsspec.implementations.local.LocalFileSystem.clear_instance_cache()
+
+
+def test_no_moment_of_a_push_shows_half_a_checkpoint(tmp_path: Path, uri: str) -> None:
+    """The same step is saved again with other content and fewer files, as after a resume from an earlier one."""
+    first = checkpoint(tmp_path / "first", 8, "a", {**FILES, "rng_state_1.pth": 7})
+    again = checkpoint(tmp_path / "again", 8, "b")
+    wholes = [{name: (folder / name).read_bytes() for name in marker.sizes_of(folder)} for folder in (first, again)]
+    seen = []
+    for after in range(30):
+        shutil.rmtree(tmp_path / "store", ignore_errors=True)
+        Store(uri).push(first, lambda count: None)
+        place = Store(uri)
+        place.files.clear_instance_cache()
+        place = Store(uri)
+        failing(place, after)
+        try:
+            place.push(again, lambda count: None)
+        except Down:
+            pass
+        else:
+            break
+        finally:
+            place.files.clear_instance_cache()
+        name, skipped = Store(uri).newest()
+        seen.append(name)
+        if name:
+            shutil.rmtree(tmp_path / "got", ignore_errors=True)
+            Store(uri).pull(name, tmp_path / "got")
+            got = tmp_path / "got" / name
+            assert {file: (got / file).read_bytes() for file in marker.sizes_of(got)} in wholes
+        else:
+            assert skipped == {"checkpoint-8": "not all of it has been uploaded"}
+    assert seen == ["checkpoint-8", *[""] * (len(seen) - 1)]
+    assert len(seen) == 1 + len(FILES) + 1 + 1  # its marker goes, each file and the marker come, one file is left over
+    assert set(Store(uri).sizes("checkpoint-8")) == {*FILES, file_names.MARKER}
+    assert not Store(uri).push(again, lambda count: None)
+
+
+def test_no_moment_of_a_deletion_shows_half_a_checkpoint(tmp_path: Path, uri: str) -> None:
+    for step in (2, 4, 6):
+        Store(uri).push(checkpoint(tmp_path / "run", step, "a"), lambda count: None)
+    place = Store(uri)
+    count = failing(place, 2)
+    with pytest.raises(Down):
+        place.retire(1, None)
+    place.files.clear_instance_cache()
+    assert count() == 3
+    assert Store(uri).newest() == ("checkpoint-6", {})
+    assert Store(uri).lacking("checkpoint-2")
+    Store(uri).retire(1, str(tmp_path / "run" / "checkpoint-4"))
+    assert Store(uri).checkpoints() == ["checkpoint-4", "checkpoint-6"]
+    Store(uri).retire(None, None)
+    assert Store(uri).checkpoints() == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_what_was_changed_in_the_store_is_noticed(tmp_path: Path, uri: str, capfd: pytest.CaptureFixture[str]) -> None:
+    Store(uri).push(checkpoint(tmp_path / "run", 8, "a"), lambda count: None)
+    part = tmp_path / "store" / "run" / "checkpoint-8" / next(iter(FILES))
+    part.write_text("b" * 30)
+    pull = ("checkpoints", tmp_path / "other", "--pull", uri)
+    assert f"{next(iter(FILES))} has changed since it was written" in refused(*pull)
+    assert not list((tmp_path / "other").glob("*"))
+    part.write_text("a" * 29)
+    assert Store(uri).newest() == ("", {"checkpoint-8": f"{next(iter(FILES))} has 29 of 30 bytes"})
+    part.unlink()
+    assert Store(uri).newest() == ("", {"checkpoint-8": f"{next(iter(FILES))} is missing"})
+    for words in (("export", uri, tmp_path / "out"), pull):
+        assert refused(*words).startswith(
+            f"error: {uri} is no complete checkpoint\n  why: checkpoint-8: {next(iter(FILES))} is missing"
+        )
+    assert f"{uri} holds no checkpoint-9." in refused("checkpoints", uri, "--delete", "9")
+    assert cli.call(["checkpoints", uri, "--delete", "8"]) == 0
+    assert f"{uri} holds no checkpoint-N" in refused("checkpoints", uri)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["RUN", "--push", "s33://bucket/run"],
+            "s33://bucket/run is not in a store that fsspec knows. Did you mean s3?",
+        ),
+        (["RUN", "--push", "runs/second"], "runs/second is not in a store that fsspec knows."),
+        (["RUN", "--push", "s3://key:secret@bucket/run"], "s3://... holds a password or a signature"),
+        (["RUN", "--pull", "gs://bucket/run"], "Please install gcsfs"),
+        (["RUN", "--push", "s3://bucket/run", "--pull", "s3://bucket/run"], "--push and --pull together"),
+        (["RUN", "--step", "8"], "--step alone"),
+        (["s3://bucket/run", "--diff", "1,2"], "--diff with s3://bucket/run"),
+        (["s3://bucket/run", "--push", "s3://bucket/other"], "--push with s3://bucket/run"),
+    ],
+)
+def test_what_can_not_be_meant(words: list[str], line: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    checkpoint(run, 8, "a")
+    told = refused("checkpoints", *(run if word == "RUN" else word for word in words))
+    assert line in told
+    assert "secret" not in told
+
+
+SCHEMES = st.from_regex(r"[a-z][a-z0-9+.-]{1,8}", fullmatch=True).filter(lambda name: name not in ("file", "local"))
+PARTS = st.lists(st.text("abc-._ 1", min_size=1).filter(lambda part: part not in (".", "..")), min_size=1)
+
+
+@given(SCHEMES, PARTS)
+def test_a_uri_survives_being_a_path(scheme: str, parts: list[str]) -> None:
+    """Flags for paths make one slash of two."""
+    uri = f"{scheme}://{'/'.join(parts)}"
+    assert store.uri_of(uri) == store.uri_of(Path(uri)) == store.uri_of(f"{uri}/") == uri
+    assert store.split(f"{uri}/checkpoint-20") == (uri, "checkpoint-20")
+
+
+@given(PARTS)
+def test_a_path_is_no_uri(parts: list[str]) -> None:
+    for path in ("/".join(parts), "/" + "/".join(parts), "C:\\" + "\\".join(parts), "C:/" + "/".join(parts)):
+        assert store.uri_of(path) == ""
