@@ -37,7 +37,7 @@ MOST_SHOWN = 20
 class CheckpointsCommand:
     run: Annotated[
         tyro.conf.Positional[Path],
-        arg("A run's folder, --output_dir of the training; or in a store, --checkpoint_uri: s3://BUCKET/RUN.", "RUN"),
+        arg("A run's folder, --output_dir of the training; or a run in a store: s3://BUCKET/RUN.", "RUN"),
     ]
     delete: Annotated[str | None, arg("Delete the checkpoints of these steps: 10,20.", "STEPS", hint=" ")] = None
     keep_best: Annotated[

@@ -5,13 +5,16 @@ another mesh each time, of two or four processes, sharded by Accelerate or, for 
 transformers. It is killed by SIGKILL again
 and again, at a random instant after training began or inside a save, is resumed each time, and at last runs to its
 end. Each resume must start from the newest complete checkpoint and lose no other step; the losses of the whole run must
-be those of one that was never killed. `kills_case.py` draws the instants. Needs the test extra.
+be those of one that was never killed, and no half-written checkpoint may be left. The last chain saves in the
+background and uploads to a store: it is killed as it copies, writes or uploads, and loses its disk with each kill in an
+upload. `kills_case.py` draws the instants. Needs the test extra.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,11 +32,17 @@ CASE, DATA = HERE / "kills_case.py", HERE / "data" / "kills.json"
 CHATS = HERE.parent / "train" / "data" / "fsdp_chat" / "train.jsonl"
 SEED = 20240817
 STEPS, SAVE_STEPS, RANKS = 90, 3, 2
-CHAINS = [
-    *[("FSDP1", "full", 8, 3), ("FSDP2", "full", 8, 3), ("FSDP1", "lora", 7, 2), ("FSDP2", "lora", 7, 2)],
-    ("changing meshes", "full", 10, 4),
+CHAINS: list[tuple[str, str, dict[str, int]]] = [
+    *[("FSDP1", "full", {"save": 3, "within": 5}), ("FSDP2", "full", {"save": 3, "within": 5})],
+    *[("FSDP1", "lora", {"save": 2, "within": 5}), ("FSDP2", "lora", {"save": 2, "within": 5})],
+    ("changing meshes", "full", {"save": 4, "within": 6}),
+    ("FSDP2", "in the background, to a store", {"staging": 10, "write": 10, "upload": 10}),
 ]
-"""Engine, method, kills, and how many of them are inside a save."""
+"""Engine, method, and how many kills of each kind."""
+STORED = len(CHAINS) - 1
+"""The chain whose checkpoints are written in the background and uploaded."""
+STORED_STEPS = 150
+"""Of that chain, which has more kills."""
 MESHES = [
     ({}, 2, ["--per_device_train_batch_size", "2"]),
     ({"dp_shard": 2, "tp": 2}, 4, ["--per_device_train_batch_size", "2", "--expert_parallel_size", "4"]),
@@ -61,14 +70,15 @@ def main() -> None:
 
 def chain(number: int, work: Path) -> list[dict[str, Any]]:
     """One run and its deaths, a row each; the last row is its end."""
-    engine, method, kills, in_saves = CHAINS[number]
+    engine, method, counts = CHAINS[number]
+    kills = sum(counts.values())
     model, data = fixtures(work, mixture=not engine.startswith("FSDP"))
     lives = list(lives_of(work, engine, model))
     straight = live(work, lives[0], model, data, "straight", method)
     assert straight.returncode == 0, straight.stdout
     within = json.loads((work / "straight" / "run.json").read_text())["timings_seconds"]["training"] / kills
     dice = random.Random(SEED + number)
-    kinds = ["save"] * in_saves + ["within"] * (kills - in_saves)
+    kinds = [kind for kind, count in counts.items() for _ in range(count)]
     dice.shuffle(kinds)
     rows = [
         death(work, (lives[place % len(lives)], model, data), method, (kind, within), dice.randrange(1 << 30))
@@ -76,9 +86,30 @@ def chain(number: int, work: Path) -> list[dict[str, Any]]:
     ]
     last = live(work, lives[kills % len(lives)], model, data, "killed", method)
     assert last.returncode == 0, last.stdout
-    apart = max(abs(a - b) for a, b in zip(losses(work / "killed"), losses(work / "straight"), strict=True))
+    check_left(work, steps_of(method))
+    ends = [losses(work / name, steps_of(method)) for name in ("killed", "straight")]
+    apart = max(abs(a - b) for a, b in zip(*ends, strict=True))
     print(f"chain {number}: {len(rows)} kills, losses apart by {apart:.1e}")
     return [*rows, {"kind": "end", "apart": apart}]
+
+
+def steps_of(method: str) -> int:
+    """The steps of a chain's run."""
+    return STORED_STEPS if method == CHAINS[STORED][1] else STEPS
+
+
+def check_left(work: Path, steps: int) -> None:
+    """At the end nothing is left but complete checkpoints, as many as are kept."""
+    places = [work / "killed", *([work / "store" / "killed"] if (work / "store").exists() else [])]
+    for place in places:
+        left = sorted(path.name for path in place.iterdir() if "checkpoint" in path.name)
+        assert left == [f"checkpoint-{step}" for step in (steps - SAVE_STEPS, steps)], (place, left)
+        assert not any(completeness.flaw(place / name) for name in left)
+
+
+def newest_of(work: Path) -> int:
+    """The step from which the run goes on: the newest complete one, here or in the store."""
+    return max(step_of(completeness.choose(place / "killed").newest) for place in (work, work / "store"))
 
 
 def lives_of(work: Path, engine: str, model: Path) -> Iterator[Life]:
@@ -99,12 +130,14 @@ def death(work: Path, job: tuple[Life, Path, Path], method: str, how: tuple[str,
     kind, within = how
     run, note = work / "killed", work / "note.json"
     note.unlink(missing_ok=True)
-    before = step_of(completeness.choose(run).newest)
-    number = before + 2 * SAVE_STEPS if kind == "save" else within
+    before = newest_of(work)
+    number = within if kind == "within" else before + 2 * SAVE_STEPS
     environment = {"KILL_AT": f"{kind}:{number}", "KILL_SEED": str(seed), "KILL_NOTE": str(note)}
     finished = live(work, *job, "killed", method, **environment)
     assert note.exists(), finished.stdout
-    noted, newest = json.loads(note.read_text()), step_of(completeness.choose(run).newest)
+    if kind == "upload":
+        shutil.rmtree(run)
+    noted, newest = json.loads(note.read_text()), newest_of(work)
     lost = noted["step"] - newest
     row = {"kind": kind, "seed": seed, "expected": before, **noted, "newest": newest, "lost": lost}
     row["half_written"] = len(completeness.choose(run).skipped)
@@ -119,7 +152,7 @@ def live(work: Path, life: Life, model: Path, data: Path, run: str, method: str,
         "--model_name_or_path": model,
         "--dataset_name": data,
         "--output_dir": work / run,
-        "--max_steps": STEPS,
+        "--max_steps": steps_of(method),
         "--save_steps": SAVE_STEPS,
         "--save_total_limit": 2,
         "--learning_rate": 1e-3,
@@ -129,6 +162,8 @@ def live(work: Path, life: Life, model: Path, data: Path, run: str, method: str,
     }
     words = [str(word) for pair in fixed.items() for word in pair]
     words += [*more, *(["--use_peft"] if method == "lora" else [])]
+    if method == CHAINS[STORED][1]:
+        words += ["--async_checkpoints", "--checkpoint_uri", f"file://{work}/store/{run}"]
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     return subprocess.run(
         [*launcher, "--config_file", str(yaml), str(CASE), *words],
@@ -146,9 +181,9 @@ def step_of(checkpoint: Path | None) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-")) if checkpoint else 0
 
 
-def losses(run: Path) -> list[float]:
+def losses(run: Path, steps: int) -> list[float]:
     """All losses of a run that went through, in order."""
-    state = json.loads((run / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    state = json.loads((run / f"checkpoint-{steps}" / "trainer_state.json").read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
 
 
@@ -190,7 +225,7 @@ def table(deaths_by_life: dict[str, list[dict[str, Any]]]) -> list[str]:
         "steps lost, most",
     ]
     lines = ["| " + " | ".join([*titles, "losses apart"]) + " |", "|---" * (len(titles) + 1) + "|"]
-    for number, (engine, method, *_) in enumerate(CHAINS):
+    for number, (engine, method, _) in enumerate(CHAINS):
         *kills, end = deaths_by_life[str(number)]
         right = sum(kill["resumed"] == kill["expected"] for kill in kills)
         counts = [len(kills), sum(kill["saving"] for kill in kills), sum(kill["half_written"] > 0 for kill in kills)]

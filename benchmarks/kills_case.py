@@ -1,9 +1,10 @@
 """Runs `train/sft.py` unchanged until it kills its ranks at a random instant: the life that `kills.py` and a test take.
 
 KILL_AT says when: `step:N` during the N-th step, `at:N` as it begins, `save:N` during the first save at step N or
-later, `within:SECONDS` after training began. Each rank named in KILL_RANKS sends itself SIGKILL, or KILL_SIGNAL, a
-little apart from the others, as a failing machine would. KILL_SEED makes the instants; the file named by KILL_NOTE gets
-what rank 0 was doing.
+later, `staging:N`, `write:N` and `upload:N` while a checkpoint of step N or later is copied, written in the background
+or uploaded, `within:SECONDS` after training began. Each rank named in KILL_RANKS sends itself SIGKILL, or KILL_SIGNAL,
+a little apart from the others, as a failing machine would. KILL_SEED makes the instants; the file named by KILL_NOTE
+gets what rank 0 was doing.
 """
 
 import json
@@ -18,7 +19,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from accel_fsdp.checkpoints import Store, file_names
 from accel_fsdp.training import Checkpoints, SftTrainer
+from accel_fsdp.training.background_saves import BackgroundSaves
+from accel_fsdp.training.uploads import Uploads
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 RANK = os.environ["RANK"]
@@ -104,7 +108,52 @@ def with_watch(original: Any) -> Any:
     return init
 
 
-SftTrainer._save_checkpoint = watched(SftTrainer._save_checkpoint)  # type: ignore[method-assign]
-Checkpoints._seal = never_sealed(Checkpoints._seal)  # type: ignore[method-assign]
+def timed(kind: str, step_of: Any, original: Any) -> Any:
+    """A part of a save in the background, with the timer of its kind."""
+
+    def act(self: Any, *args: Any) -> Any:
+        began, reached = time.monotonic(), kind == KIND and step_of(self, *args) >= int(NUMBER)
+        if reached:
+            doing["saving"] = True
+            die_within(doing.get(f"{kind}_seconds", FIRST_SAVE_SECONDS))
+        result = original(self, *args)
+        doing[f"{kind}_seconds"] = time.monotonic() - began
+        return result
+
+    return act
+
+
+def never_passed(kind: str, original: Any) -> Any:
+    """What comes after such a part: a timer that is still running then is late."""
+
+    def act(self: Any, *args: Any) -> Any:
+        if kind == KIND and doing["saving"]:
+            _die()
+        return original(self, *args)
+
+    return act
+
+
+def step_in_name(_: Any, checkpoint: Path, *args: Any) -> int:
+    """The step of the checkpoint that is written or uploaded: training may be further."""
+    return file_names.step(checkpoint.name)
+
+
+def step_of_run(checkpoints: Any, *args: Any) -> int:
+    """The step of the checkpoint that is copied."""
+    return int(checkpoints.trainer.state.global_step)
+
+
+if KIND in ("staging", "write", "upload"):
+    step_of, owner, method, later, passed = {
+        "staging": (step_of_run, Checkpoints, "save", BackgroundSaves, "begin"),
+        "write": (step_in_name, Checkpoints, "_complete_in_background", Checkpoints, "_seal"),
+        "upload": (step_in_name, Uploads, "_bring", Store, "seal"),
+    }[KIND]
+    setattr(owner, method, timed(KIND, step_of, getattr(owner, method)))
+    setattr(later, passed, never_passed(KIND, getattr(later, passed)))
+else:
+    SftTrainer._save_checkpoint = watched(SftTrainer._save_checkpoint)  # type: ignore[method-assign]
+    Checkpoints._seal = never_sealed(Checkpoints._seal)  # type: ignore[method-assign]
 SftTrainer.__init__ = with_watch(SftTrainer.__init__)  # type: ignore[method-assign]
 runpy.run_path(str(SFT), run_name="__main__")

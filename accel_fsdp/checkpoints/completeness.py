@@ -84,7 +84,7 @@ def begin(checkpoint: Path) -> None:
     if was_complete:
         os.replace(checkpoint, _aside(checkpoint))
     _remove(checkpoint)
-    atomic_files.write_text(checkpoint / file_names.MARKER, json.dumps({"complete": False}))
+    atomic_files.write_text(checkpoint / file_names.MARKER, marker.UNFINISHED)
 
 
 def seal(checkpoint: Path, origin: marker.Origin, hashes: Mapping[str, str] | None = None) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
 
+UNFINISHED = '{"complete": false}'
+"""The content of the marker of a checkpoint that is being written or deleted."""
 HASHED_TOGETHER = 4
 HASHED_BYTES = 1 << 22
 

@@ -1,7 +1,7 @@
 """A run's checkpoints in an object store, or in any other file system that fsspec knows: s3://bucket/run.
 
-A folder there has the files of one here. The marker is uploaded last and deleted first, and a checkpoint without one
-isn't complete, so that nothing half-written is ever taken for a checkpoint.
+A folder there has the files of one here. Its marker says from the first file on that it isn't complete, until all files
+are there, as in a folder here.
 """
 
 import contextlib
@@ -152,20 +152,15 @@ class Store:
 
     # To the store
 
-    def unseal(self, checkpoint: Path) -> bool:
-        """Deletes another marker than the checkpoint's own, so that what is replaced doesn't count as complete.
-
-        Returns whether the checkpoint's own is there already.
-        """
+    def begin(self, checkpoint: Path) -> bool:
+        """Marks a checkpoint as unfinished, before any of its files goes up; not if it is there, which is returned."""
         path, own = self._path(checkpoint.name, file_names.MARKER), (checkpoint / file_names.MARKER).read_bytes()
         self.files.invalidate_cache()
-        try:
-            there = self.files.cat_file(path)
-        except FileNotFoundError:
-            return False
-        if there != own:
-            self.files.rm_file(path)
-        return bool(there == own)
+        with contextlib.suppress(FileNotFoundError):
+            if self.files.cat_file(path) == own:
+                return True
+        self.files.pipe_file(path, marker.UNFINISHED.encode())
+        return False
 
     def upload(self, folder: Path, name: str) -> None:
         """Uploads a file of one of the run's folders, and compares its size."""
@@ -189,7 +184,7 @@ class Store:
 
     def push(self, checkpoint: Path, moved: Callable[[int], None]) -> bool:
         """Uploads a whole checkpoint, and calls `moved` with each number of bytes; false if it is there already."""
-        if self.unseal(checkpoint):
+        if self.begin(checkpoint):
             return False
         for name, size in marker.listed(checkpoint).items():
             self.upload(checkpoint, name)
@@ -215,9 +210,10 @@ class Store:
             self.fetch(file_names.DESCRIBED, self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED)
 
     def delete(self, name: str) -> None:
-        """Deletes a checkpoint, its marker first."""
-        names = sorted(self.sizes(name), key=lambda file: file != file_names.MARKER)
-        for file in names:
+        """Deletes a checkpoint, which counts as unfinished from the first moment on."""
+        files = self.sizes(name).keys() - {file_names.MARKER}
+        self.files.pipe_file(self._path(name, file_names.MARKER), marker.UNFINISHED.encode())
+        for file in (*files, file_names.MARKER):
             self.files.rm_file(self._path(name, file))
 
     def retire(self, keep: int | None, best: str | None) -> None:

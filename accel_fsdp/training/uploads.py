@@ -126,7 +126,7 @@ class Uploads:
         if not self._has_description:
             self._has_description = self._retried(partial(self.store.describe, self.output))
         names = marker.of_rank(marker.listed(checkpoint), self.rank, self.ranks)
-        steps: list[Callable[[], Any]] = [partial(self.store.unseal, checkpoint)]
+        steps: list[Callable[[], Any]] = [partial(self.store.begin, checkpoint)]
         steps += [partial(self.store.upload, checkpoint, name) for name in names]
         return DONE if all(map(self._retried, steps)) else GONE
 

@@ -352,7 +352,7 @@ def test_an_end_inside_of_torchs_archive_is_no_failure_to_write(
 @pytest.mark.parametrize("to", ["fsdp2", "zero3"])
 def test_memory_holds_some_blocks(to: str, large: Large, tmp_path: Path) -> None:
     peaks = []
-    for layers in (4, 24):
+    for layers in (24, 48):
         words = ["--to", to, *(["--ranks", "2", "--mixed-precision", "bf16"] if to == "zero3" else [])]
         code = (
             "import sys; from accel_fsdp import cli\n"
@@ -370,4 +370,4 @@ def test_memory_holds_some_blocks(to: str, large: Large, tmp_path: Path) -> None
         ]
         finished = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True)
         peaks.append(int(finished.stdout.split()[-1]))
-    assert peaks[1] < 1.3 * peaks[0]  # of states of 0.16 and 0.9 GB
+    assert peaks[1] < 1.3 * peaks[0]  # of states of 0.9 and 1.8 GB
