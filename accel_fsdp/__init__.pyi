@@ -7,5 +7,6 @@ from .api import migrate as migrate
 from .api import plan as plan
 from .api import to_yaml as to_yaml
 from .errors import UserError as UserError
+from .training import Checkpoints as Checkpoints
 
 __version__: str

@@ -178,7 +178,10 @@ def _losses(folder: Path) -> tuple[float | None, float | None]:
 
 
 def _lacking(folder: Path) -> str:
-    absent = completeness.lacking_to_resume(folder, summary.facts_of(folder))
+    facts = summary.facts_of(folder)
+    if facts.by_accelerator:
+        return ""  # what a loop with Accelerate resumes is its own affair
+    absent = completeness.lacking_to_resume(folder, facts)
     return f"lacks {listed(absent, 'and')}" if absent else ""
 
 

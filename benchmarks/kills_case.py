@@ -20,7 +20,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from accel_fsdp.checkpoints import Store, file_names
-from accel_fsdp.training import Checkpoints, SftTrainer
+from accel_fsdp.training import CheckpointWriter, SftTrainer
 from accel_fsdp.training.background_saves import BackgroundSaves
 from accel_fsdp.training.uploads import Uploads
 
@@ -146,14 +146,14 @@ def step_of_run(checkpoints: Any, *args: Any) -> int:
 
 if KIND in ("staging", "write", "upload"):
     step_of, owner, method, later, passed = {
-        "staging": (step_of_run, Checkpoints, "save", BackgroundSaves, "begin"),
-        "write": (step_in_name, Checkpoints, "_complete_in_background", Checkpoints, "_seal"),
+        "staging": (step_of_run, CheckpointWriter, "save", BackgroundSaves, "begin"),
+        "write": (step_in_name, CheckpointWriter, "_complete_in_background", CheckpointWriter, "_seal"),
         "upload": (step_in_name, Uploads, "_bring", Store, "seal"),
     }[KIND]
     setattr(owner, method, timed(KIND, step_of, getattr(owner, method)))
     setattr(later, passed, never_passed(KIND, getattr(later, passed)))
 else:
     SftTrainer._save_checkpoint = watched(SftTrainer._save_checkpoint)  # type: ignore[method-assign]
-    Checkpoints._seal = never_sealed(Checkpoints._seal)  # type: ignore[method-assign]
+    CheckpointWriter._seal = never_sealed(CheckpointWriter._seal)  # type: ignore[method-assign]
 SftTrainer.__init__ = with_watch(SftTrainer.__init__)  # type: ignore[method-assign]
 runpy.run_path(str(SFT), run_name="__main__")

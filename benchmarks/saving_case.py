@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from transformers import TrainerCallback
 
-from accel_fsdp.training import Checkpoints, SftTrainer
+from accel_fsdp.training import CheckpointWriter, SftTrainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 SIDE, OUT = os.environ["SAVING_SIDE"], Path(os.environ["SAVING_OUT"])
@@ -84,5 +84,5 @@ def with_watch(init: Callable[..., None]) -> Callable[..., None]:
 SftTrainer._save_checkpoint = timed(SftTrainer._save_checkpoint)  # type: ignore[method-assign]
 SftTrainer.__init__ = with_watch(SftTrainer.__init__)  # type: ignore[method-assign]
 if SIDE == "torch":
-    Checkpoints.save = by_torch  # type: ignore[method-assign]
+    CheckpointWriter.save = by_torch  # type: ignore[method-assign]
 runpy.run_path(str(SFT), run_name="__main__")

@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, GradientState
 
 from accel_fsdp import training
 from accel_fsdp.errors import guard
-from accel_fsdp.training import Checkpoints, trainer
+from accel_fsdp.training import CheckpointWriter, trainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 METHODS = {
@@ -50,7 +50,7 @@ def filling(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def once(name: str) -> int:
-    owner = Checkpoints if name in ("save", "begin") else trainer.SftTrainer
+    owner = CheckpointWriter if name in ("save", "begin") else trainer.SftTrainer
     method = METHODS.get(name, "_save")
     before = getattr(owner, method)
     AcceleratorState._reset_state()

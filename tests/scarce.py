@@ -17,7 +17,7 @@ import torch
 from transformers import Trainer
 
 from accel_fsdp.hardware import host
-from accel_fsdp.training import Checkpoints, disk_room, trainer
+from accel_fsdp.training import CheckpointWriter, disk_room, trainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 trained = trainer.SftTrainer.training_step
@@ -49,7 +49,7 @@ if os.environ["SCARCE"] == "gpu":
 elif os.environ["SCARCE"] in ("number", "time"):
     Trainer.training_step = infinite
     if os.environ["SCARCE"] == "time":
-        Checkpoints._complete = slowly(Checkpoints._complete)
+        CheckpointWriter._complete = slowly(CheckpointWriter._complete)
 elif os.environ["SCARCE"] == "patience":
     disk_room.SHOWN_SECONDS = 1
 else:

@@ -215,12 +215,14 @@ class Store:
         self.files.pipe_file(self._path(name, file_names.MARKER), marker.UNFINISHED.encode())
         for file in (*files, file_names.MARKER):
             self.files.rm_file(self._path(name, file))
+        with contextlib.suppress(FileNotFoundError):  # an object store has no folders that stay
+            self.files.rm(f"{self.root}/{name}", recursive=True)
 
     def retire(self, keep: int | None, best: str | None) -> None:
         """Deletes what `completeness.retire` would delete of a folder of this machine."""
-        there = self.sizes()
-        names = self.checkpoints()
-        complete = [name for name in names if f"{name}/{file_names.MARKER}" in there]
+        there, names = self.sizes(), self.checkpoints()
+        markers = {name: there.get(f"{name}/{file_names.MARKER}", 0) for name in names}
+        complete = [name for name, size in markers.items() if size > len(marker.UNFINISHED)]
         for name in completeness.outdated(names, complete, keep, best):
             self.delete(name)
 

@@ -15,11 +15,12 @@ from .arguments import ModelArguments as ModelArguments
 from .arguments import SftArguments as SftArguments
 from .divergence import Diverged as Diverged
 from .export import exported as exported
+from .own_scripts import Checkpoints as Checkpoints
 from .preemption import SAME_KEY_SECONDS as SAME_KEY_SECONDS
 from .preemption import SIGNALS as SIGNALS
 from .preemption import Stop as Stop
 from .process import begin as begin
 from .process import finish as finish
 from .process import recorded as recorded
-from .saving import Checkpoints as Checkpoints
+from .saving import CheckpointWriter as CheckpointWriter
 from .trainer import SftTrainer as SftTrainer

@@ -108,12 +108,20 @@ def check(output_dir: Path, needed_bytes: int, text: str) -> None:
         )
 
 
-def check_staging(trainer: Any, checkpoint_bytes: int) -> None:
-    """Raises a UserError, on all ranks, if a host lacks memory for copies of its ranks' shards of a checkpoint."""
+def trained_elements(model: torch.nn.Module) -> int:
+    """The elements of all trained parameters, before the model is sharded."""
+    return sum(counting.numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
+
+
+def check_staging(trainer: Any, checkpoint_bytes: int, elements: int) -> None:
+    """Raises a UserError, on all ranks, if a host lacks memory for copies of its ranks' shards of a checkpoint.
+
+    `elements` are those of the whole model that it stores.
+    """
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     local = sum((part.to_local() if isinstance(part, DTensor) else part).numel() for part in trained)
     ranks_here = LaunchEnvironment.now().local_world_size
-    needed, free = int(checkpoint_bytes * local / trainer.parameters[0]) * ranks_here, host.free_memory()
+    needed, free = int(checkpoint_bytes * local / elements) * ranks_here, host.free_memory()
     short = [(needed, free)] if free is not None and needed > free else []
     if on_ranks := gather_object(short):
         takes, available = distinguishable(gib_or_mib, *on_ranks[0])

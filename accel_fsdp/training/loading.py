@@ -79,6 +79,18 @@ def optimizer_and_schedule(trainer: Any, checkpoint: str | None, load: Callable[
         _take_rates(trainer.optimizer, schedule)
 
 
+def accelerator_state(loop: Any, checkpoint: str) -> None:
+    """Loads what `Accelerator.save_state` has saved, on any number of ranks; the optimizer as above."""
+    plugin = _fsdp_plugin(loop)
+    if plugin is not None and plugin.fsdp_version == 1:
+        from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+        for optimizer in loop.accelerator._optimizers:
+            _init_optim_state(optimizer.optimizer)
+    with _as_stored(loop, checkpoint):
+        loop.accelerator.load_state(checkpoint)
+
+
 def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | None], None]) -> None:
     """Loads this rank's random state; on a different number of ranks, those without one get a new one.
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import console
 from accel_fsdp.checkpoints import (
@@ -41,7 +41,7 @@ def chosen(training: "TrainingArguments") -> str | None:
         UserError: there is no checkpoint, its steps have another size, or `output_dir` holds a different run, which
         would be mixed with this one.
     """
-    checkpoint = _requested_checkpoint(training)
+    checkpoint = newest(training)
     if checkpoint is None:
         return None
     origin = marker.origin_of(checkpoint)
@@ -70,7 +70,8 @@ def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
     training.gradient_accumulation_steps = micro_batches
 
 
-def _requested_checkpoint(training: "TrainingArguments") -> Path | None:
+def newest(training: Any) -> Path | None:
+    """The checkpoint that `--resume_from_checkpoint` asks for, from the store if it is newer there; else None."""
     output, resume_from = Path(training.output_dir), training.resume_from_checkpoint
     if resume_from is None or str(resume_from).lower() == "false":
         stored.check_unused(training)

@@ -18,6 +18,7 @@ from accel_fsdp import console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
 from accel_fsdp.config import ANY_FSDP, Engine, zero_name
 from accel_fsdp.errors import UserError
+from accel_fsdp.launch import watched
 from accel_fsdp.training import background_saves, disk_room, uploads
 from accel_fsdp.training.loading import cause
 from accel_fsdp.training.reporting import History
@@ -27,12 +28,14 @@ NOTICED_SECONDS = 0.1
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException, SafetensorError)
 
 
-class Checkpoints:
+class CheckpointWriter:
     """The checkpoints of a run. Create it before the model is sharded; call its methods on all ranks."""
 
-    def __init__(self, trainer: Any, history: History) -> None:
+    def __init__(self, trainer: Any, history: History, sizes: tuple[int, int] | None = None) -> None:
+        """`sizes`: predicted bytes of a checkpoint and of the export."""
         self.trainer, self.args, self.history = trainer, trainer.args, history
-        self.checkpoint_bytes, self.export_bytes = disk_room.predicted_bytes(trainer)
+        self.checkpoint_bytes, self.export_bytes = sizes or disk_room.predicted_bytes(trainer)
+        self._elements = 0 if sizes else disk_room.trained_elements(trainer.model)
         self.background, self.uploads = background_saves.begun(trainer), uploads.begun(trainer)
 
     def origin(self) -> Origin:
@@ -74,6 +77,7 @@ class Checkpoints:
         if self.uploads is None:
             return ""
         self.trainer.watch.end()  # ranks wait for the store, for as long as --upload_timeout says
+        watched.end()
         return self.uploads.finish()
 
     def require_uploaded(self) -> None:
@@ -122,7 +126,7 @@ class Checkpoints:
         if self.uploads is not None:
             self.uploads.begin()
         if self.background is not None:
-            disk_room.check_staging(self.trainer, self.checkpoint_bytes)
+            disk_room.check_staging(self.trainer, self.checkpoint_bytes, self._elements)
 
     def together(self, action: Callable[[], None], group: Any = None) -> None:
         """Calls `action` on the ranks that write.

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, Trainer
@@ -18,7 +17,6 @@ from accel_fsdp.exporter import companion_files
 from accel_fsdp.job import from_run
 from accel_fsdp.launch import beats
 from accel_fsdp.launch.ranks import holding as holdings
-from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
 from accel_fsdp.models import counting
 from accel_fsdp.training import (
@@ -33,6 +31,7 @@ from accel_fsdp.training import (
     preemption,
     preflight,
     resuming,
+    safe_checkpoints,
     saving,
     sharding_check,
     uploads,
@@ -44,7 +43,8 @@ from accel_fsdp.training.hang_watch import HangWatch
 from accel_fsdp.training.losses import Losses
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.training.reporting import History, profiling, progress
-from accel_fsdp.training.saving import Checkpoints, own_retention
+from accel_fsdp.training.safe_checkpoints import SafeCheckpoints
+from accel_fsdp.training.saving import CheckpointWriter, own_retention
 
 RELIES_ON = (
     Internal(f"{TRAINER}.__init__", "* args eval_dataset"),
@@ -69,14 +69,7 @@ RELIES_ON = (
     Internal(f"{TRAINER}._prepare_context_parallel_inputs", "self model inputs"),
     Internal(f"{TRAINER}._get_learning_rate", "self"),
     Internal(f"{TRAINER}.get_tp_size", "self"),
-    Internal(f"{TRAINER}._load_from_checkpoint", "self resume_from_checkpoint model"),
-    Internal(f"{TRAINER}._load_best_model", "self"),
-    Internal(f"{TRAINER}._load_optimizer_and_scheduler", "self checkpoint"),
-    Internal(f"{TRAINER}._load_rng_state", "self checkpoint"),
-    Internal(f"{TRAINER}._get_output_dir", "self trial"),
     Internal(f"{TRAINER}._save_checkpoint", "self model trial"),
-    Internal(f"{TRAINER}._save_optimizer_and_scheduler", "self output_dir"),
-    Internal(f"{TRAINER}.save_model", "self output_dir _internal_call"),
     Internal(f"{TRAINER}._save", "self output_dir state_dict"),
 )
 GROUPING = ("group_by_length", "batch_rebalance")
@@ -87,12 +80,15 @@ def check_libraries() -> None:
 
     An override that is never called fails silently.
     """
-    modules = (background_saves, load_model, loading, preemption, uploads, beats, export, holdings, profiling)
+    modules = (
+        *(background_saves, load_model, loading, preemption, safe_checkpoints, uploads),
+        *(beats, export, holdings, profiling),
+    )
     used = (*RELIES_ON, *(internal for module in modules for internal in module.RELIES_ON))
     library_internals.check(*used, why="losses, checkpoints and the sharding check depend on it")
 
 
-class SftTrainer(Trainer):  # type: ignore[misc]
+class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
     """`Trainer` that refuses unsharded training, writes complete checkpoints, and exports a verified folder.
 
     Its methods only decide when something happens. The work is in `losses`, `divergence`, `loading`, `saving`,
@@ -123,7 +119,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
         run = weakref.proxy(self)  # a cycle of references would keep the folder's lock after the trainer failed
         self.finite, self.losses = FiniteCheck(run), Losses(run)
         self.stop, self.watch = Stop(), HangWatch(training.hang_timeout, output, training.ddp_timeout)
-        self.checkpoints = Checkpoints(run, history or History({}))
+        self.checkpoints = CheckpointWriter(run, history or History({}))
         self.report = progress.ProgressReport(from_run.job_of(model, self.args, self.accelerator), self.accelerator)
         self.profiler = None
         if training.profile_steps:
@@ -154,21 +150,6 @@ class SftTrainer(Trainer):  # type: ignore[misc]
             console.say(multiple if self.args.world_size > 1 else single, style="yellow")
         if self.data_collator.packed:  # after the sharding check: a forward pass leaves FSDP's root unit gathered
             self.add_callback(batching.IsolationCheck(self.data_collator))
-
-    @property
-    def on_tpu(self) -> bool:
-        """Whether the ranks run on torch_xla."""
-        return bool(self.accelerator.distributed_type == DistributedType.XLA)
-
-    @property
-    def by_transformers(self) -> bool:
-        """Whether transformers has sharded the model while it was loaded."""
-        return LaunchEnvironment.now().by_transformers
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether FSDP shards the model, through Accelerate or transformers."""
-        return bool(self.is_fsdp_enabled or self.by_transformers)
 
     # Training, from start to end
 
@@ -237,15 +218,7 @@ class SftTrainer(Trainer):  # type: ignore[misc]
 
         Trainer's rate counts every step as a full one.
         """
-        with self.watch.doing("a save"):
-            self.checkpoints.wait()
-        if self.stop.agreed:
-            left = self.checkpoints.upload_rest()
-            raise Stopped(
-                f"{self.stop.agreed} after step {self.state.global_step}",
-                why=f"saved: {self.checkpoints.folder()}" + (f"; not uploaded: {left}" if left else ""),
-                fix="the same command with --resume_from_checkpoint true",
-            )
+        self.end_of_checkpoints()
         if not self.args.ignore_nan_inf:
             self.finite.check_weights()
         samples = losses.rows_for_rate(self)
@@ -348,48 +321,9 @@ class SftTrainer(Trainer):  # type: ignore[misc]
 
     # Checkpoints
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if hasattr(self.model, "peft_config") and not self.is_deepspeed_enabled:
-            trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-            resuming.check_adapter(Path(resume_from_checkpoint), trained)
-        load = super()._load_from_checkpoint
-        loading.weights(self, resume_from_checkpoint, lambda: load(resume_from_checkpoint, model=model))
-
-    def _load_best_model(self) -> None:
-        loading.weights(self, self.state.best_model_checkpoint, super()._load_best_model)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        load = super()._load_optimizer_and_scheduler
-        loading.optimizer_and_schedule(self, checkpoint, lambda: load(checkpoint))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.by_transformers:
-            mesh_checkpoints.save_optimizer(self, Path(output_dir))
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        loading.random_state(self, checkpoint, super()._load_rng_state)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.finite.may_save():
-            write = super()._save_checkpoint
-            with self.watch.doing("a save"):
-                self.checkpoints.save(trial, lambda: write(model, trial))
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves as `Trainer` does; for a checkpoint, creates the folder on every rank first.
-
-        With sharded state dicts, the folder would otherwise appear after each rank has looked for the best checkpoint
-        (transformers 5.23, `_save_checkpoint`): a rank that misses the newest one doesn't record it as the best, and
-        ranks that differ hang in `load_best_model_at_end`.
-        """
-        if _internal_call and output_dir is not None:
-            Path(output_dir).mkdir(parents=True, exist_ok=True)
-            if self.by_transformers:
-                mesh_checkpoints.save_weights(self.model, Path(output_dir))
-                return
-        super().save_model(output_dir, _internal_call)
+            super()._save_checkpoint(model, trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, torch.Tensor] | None = None) -> None:
         with mesh_checkpoints.gathered(self, state_dict) as whole:

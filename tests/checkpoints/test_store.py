@@ -122,6 +122,11 @@ def test_no_moment_of_a_deletion_shows_half_a_checkpoint(tmp_path: Path, uri: st
     assert completeness.flaw(tmp_path / "store" / "run" / "checkpoint-2")
     Store(uri).retire(1, str(tmp_path / "run" / "checkpoint-4"))
     assert Store(uri).checkpoints() == ["checkpoint-4", "checkpoint-6"]
+    assert sorted(path.name for path in (tmp_path / "store" / "run").iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    Store(uri).begin(checkpoint(tmp_path / "run", 8, "a"))
+    Store(uri).retire(2, None)
+    assert Store(uri).checkpoints() == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+    Store(uri).delete("checkpoint-8")
     Store(uri).retire(None, None)
     assert Store(uri).checkpoints() == ["checkpoint-4", "checkpoint-6"]
 
