@@ -339,4 +339,10 @@ COMMANDS = {
         _doctor,
         cleaned="nothing is left of the test",
     ),
+    "docs": Command(
+        "Show a page of this version's documentation, or list them: accel-fsdp docs [TOPIC].",
+        "accel_fsdp.docs_command:DocsCommand",
+        "accel_fsdp.docs_command:show",
+        outcome="",
+    ),
 }
