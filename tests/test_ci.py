@@ -74,6 +74,7 @@ def stubs(tmp_path: Path) -> str:
 def test_the_check_passes_good_files_and_annotates_bad_ones(project: Path) -> None:
     finished = run_step("Check", project, files="configs/*.yaml\n", strict="true")
     assert (finished.returncode, finished.stdout) == (0, ""), finished.stderr
+    assert finished.stderr == "configs/fsdp.yaml: clean\nconfigs/with space.yaml: clean\n"
     (project / "configs" / "with space.yaml").write_text(BAD)
     finished = run_step("Check", project, files="configs/fsdp.yaml\nconfigs/with space.yaml\n")
     assert finished.returncode == 1, finished.stderr
