@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.untrusted_files import WITHOUT_WAITING
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -89,11 +90,12 @@ def _is_stream(path: Path) -> bool:
 
 def _send(path: Path, text: str) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY)  # else a pipe without a reader blocks
+        descriptor = os.open(path, os.O_WRONLY | WITHOUT_WAITING)
     except OSError as error:
         raise OSError(error.errno, "no process reads from the pipe") if error.errno == errno.ENXIO else error from error
     with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-        os.set_blocking(descriptor, True)
+        if WITHOUT_WAITING:
+            os.set_blocking(descriptor, True)
         stream.write(text)
 
 
@@ -281,7 +283,10 @@ def sync_folder(folder: Path) -> None:
 
 def sync_names(folder: Path) -> None:
     """Flushes the names in `folder`, so that a rename outlives a power cut; some file systems have no such call."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folder
+        return
     try:
         with contextlib.suppress(OSError):
             os.fsync(descriptor)

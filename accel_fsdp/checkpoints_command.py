@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
 
@@ -145,7 +145,7 @@ def _listed(folder: Path) -> Listed:
         origin.engine if origin else "",
         origin.ranks if origin else 0,
         sum(file.st_size for file in stats),
-        datetime.fromtimestamp(max(file.st_mtime for file in (*stats, folder.stat())), UTC),
+        datetime.fromtimestamp(max(file.st_mtime for file in (*stats, folder.stat())), timezone.utc),
         *_losses(folder),
     )
 
@@ -298,7 +298,7 @@ def _put_table(found: list[Listed], as_json: bool) -> None:
     if as_json:
         _put_json(found)
         return
-    now = datetime.now(UTC)
+    now = datetime.now(timezone.utc)
     rows = [
         (
             str(item.step),

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any, NoReturn, Union
 
 import tyro
@@ -29,6 +30,8 @@ RARE_COLLECTIONS = (100_000, 100, 100)
 
 
 def main() -> None:
+    if isinstance(sys.stdout, TextIOWrapper):  # as stderr has it: a pipe's encoding may lack a letter of the output
+        sys.stdout.reconfigure(errors="backslashreplace")
     words = sys.argv[1:]
     launches, code = words[:1] == ["launch"], 0
     if not launches and words[:1] != ["export"] and hasattr(signal, "SIGPIPE"):  # export has pipes and sockets itself
@@ -338,5 +341,11 @@ COMMANDS = {
         "accel_fsdp.launch.doctor:DoctorCommand",
         _doctor,
         cleaned="nothing is left of the test",
+    ),
+    "docs": Command(
+        "Show a page of this version's documentation, or list them: accel-fsdp docs [TOPIC].",
+        "accel_fsdp.docs_command:DocsCommand",
+        "accel_fsdp.docs_command:show",
+        outcome="",
     ),
 }

@@ -32,6 +32,9 @@ MOST_VALUES = 3_000_000
 DEEPEST = 100
 MOST_DIGITS = 40
 """The most digits of a whole number: `model_max_length` is often 1e30."""
+WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+"""The flags by which a pipe without another end doesn't block; 0 on Windows, which has neither."""
+PLAIN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
@@ -45,7 +48,7 @@ def open_file(path: Path, within: Path | None = None) -> int:
     try:
         place = _place(path, within or path.parent)
         _check_plain(path, os.stat(place).st_mode)
-        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY)
+        descriptor = os.open(place, os.O_RDONLY | PLAIN | WITHOUT_WAITING)
     except (FileNotFoundError, NotADirectoryError) as error:
         if path.is_symlink():
             raise leads_nowhere(path) from error

@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 import reference_docs
@@ -22,6 +23,7 @@ from accel_fsdp.wizard import Answers, to_yaml
 
 README = (ROOT / "README.md").read_text()
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+GUIDES = [ROOT / name for name in ("CONTRIBUTING.md", "AGENTS.md", "SECURITY.md")]
 BASH_BLOCKS = re.findall(r"```bash\n(.*?)```", "\n".join([README, *PAGES.values()]), flags=re.DOTALL)
 COMMANDS = [
     shlex.split(line, comments=True)
@@ -73,18 +75,24 @@ def test_the_doctors_page_has_every_message_that_it_knows() -> None:
 
 
 def test_links_between_the_pages_lead_somewhere() -> None:
-    for name, text in {"../README.md": README, **PAGES}.items():
+    for name, text in {**{f"../{path.name}": path.read_text() for path in ROOT.glob("*.md")}, **PAGES}.items():
         for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
             assert (ROOT / "docs" / name).parent.joinpath(target).exists(), f"{name}: {target}"
+
+
+def test_files_that_a_contributor_is_sent_to_exist() -> None:
+    named = re.findall(r"`((?:accel_fsdp|tests|docs|benchmarks)/[\w./-]*)`", "\n".join(map(Path.read_text, GUIDES)))
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_every_page_is_in_the_index() -> None:
     assert set(re.findall(r"\]\((\w+\.md)\)", PAGES["index.md"])) == set(PAGES) - {"index.md"}
 
 
-def test_make_targets_in_the_readme_exist() -> None:
+def test_make_targets_that_are_named_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"`?make (\w+)", README):
+    for target in re.findall(r"`make ([\w-]+)", "\n".join([README, *map(Path.read_text, GUIDES)])):
         assert f"\n{target}:" in makefile, target
 
 

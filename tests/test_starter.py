@@ -76,3 +76,7 @@ def test_the_wheel_carries_the_files(tmp_path: Path) -> None:
     assert finished.code == 0, finished.output
     for name in ("train/sft.py", "train/native.py", "accelerate_configs/fsdp2.yaml"):
         assert (tmp_path / "project" / name).read_text() == (ROOT / name).read_text()
+    page = run([*words[:4], "docs", "check"], PYTHONPATH=str(tmp_path / "site"))
+    assert page.output == (ROOT / "docs" / "check.md").read_text()
+    pages = tmp_path / "site" / "accel_fsdp" / "project" / "docs"
+    assert {path.name for path in pages.iterdir()} == {path.name for path in (ROOT / "docs").iterdir()}

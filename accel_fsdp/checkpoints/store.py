@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +138,7 @@ class Store:
         """When a checkpoint was completed; None where the store doesn't say, or it isn't."""
         with contextlib.suppress(FileNotFoundError, NotImplementedError, KeyError):
             time: datetime = self.files.modified(self._path(name, file_names.MARKER))
-            return time if time.tzinfo else time.replace(tzinfo=UTC)
+            return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
         return None
 
     def newest(self) -> tuple[str, dict[str, str]]:

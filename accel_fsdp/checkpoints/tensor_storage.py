@@ -191,8 +191,9 @@ def _fill(
         half = target.shape[widest] // 2
         before: tuple[slice, ...] = (slice(None),) * widest
         moved = (*offsets[:widest], offsets[widest] + half, *offsets[widest + 1 :])
-        _fill(reader, piece, item, target[(*before, slice(None, half))], offsets)
-        _fill(reader, piece, item, target[(*before, slice(half, None))], moved)
+        for part, start in ((slice(None, half), offsets), (slice(half, None), moved)):
+            place = (*before, part)
+            _fill(reader, piece, item, target[place], start)
         return
     content = bytearray(span)
     begin = piece.skip + sum(map(mul, offsets, strides)) * item

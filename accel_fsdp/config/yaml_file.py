@@ -14,6 +14,7 @@ from accel_fsdp.config import yaml_checks
 from accel_fsdp.config.job_config import JobConfig
 from accel_fsdp.errors import UsageError
 from accel_fsdp.units import MIB, gib_or_mib
+from accel_fsdp.untrusted_files import WITHOUT_WAITING
 
 if TYPE_CHECKING:
     from ruamel.yaml import YAML
@@ -124,12 +125,13 @@ def _read(path: Path) -> bytes:
     if str(path) == STDIN:
         return sys.stdin.buffer.read(LARGEST + 1)
     with open(path, "rb", opener=_without_waiting) as file:
-        os.set_blocking(file.fileno(), True)
+        if WITHOUT_WAITING:
+            os.set_blocking(file.fileno(), True)
         return file.read(LARGEST + 1)
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)  # else a pipe without a writer blocks
+    return os.open(path, flags | WITHOUT_WAITING)
 
 
 def _text(path: Path) -> str:

@@ -108,7 +108,8 @@ def _save(content: dict[str, Any], folder: Path) -> None:
 
     failure: BaseException | None = None
     try:
-        with warnings.catch_warnings(action="ignore"):  # that this is a single process
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that this is a single process
             dcp.save(content, storage_writer=FileSystemWriter(folder), planner=Planner(), no_dist=True)  # type: ignore[attr-defined]
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))[0]

@@ -82,7 +82,8 @@ class InProcess(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
         """A future with the answer, or with the error that reading the answer raises."""
         future: Future[Any] = Future()
-        with warnings.catch_warnings(action="ignore"):  # as in the other process: the answer contains what matters
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # as in the other process: the answer contains what matters
             try:
                 future.set_result(fn(*args, **kwargs))
             except Exception as error:

@@ -25,7 +25,7 @@ _over = threading.Event()
 def run() -> None:
     """Runs the script on the command line, after the seconds, and exits as Python would."""
     _, seconds, *sys.argv = sys.argv
-    if not sys.flags.safe_path:
+    if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has none
         sys.path.insert(0, os.path.dirname(os.path.realpath(sys.argv[0])))
     limit = float(seconds) if seconds[0].isdigit() else None
     threading.Thread(target=_begin, args=(threading.get_ident(), limit), daemon=True).start()

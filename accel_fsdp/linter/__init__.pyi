@@ -5,10 +5,10 @@ from .command import lint as lint
 from .command import lint_all as lint_all
 from .command import show_rules as show_rules
 from .command import stops as stops
-from .command import summary as summary
 from .flags import CheckCommand as CheckCommand
 from .flags import LintOptions as LintOptions
 from .flags import Sources as Sources
+from .formats import summary as summary
 from .inputs import command_words as command_words
 from .inputs import launcher_of as launcher_of
 from .inputs import read_given as read_given

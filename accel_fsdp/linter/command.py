@@ -1,21 +1,18 @@
 """The command `accel-fsdp check`: read, run the rules, repair, report."""
 
-import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from accel_fsdp import atomic_files, console
 from accel_fsdp.config import ReadConfig, yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
+from accel_fsdp.linter import formats
 from accel_fsdp.linter.flags import LintOptions
 from accel_fsdp.linter.inputs import read_given, read_launch, read_subject
-from accel_fsdp.linter.rules import RULES, Finding, Rule, Severity, Subject, locate, repair, run
-from accel_fsdp.units import counted
+from accel_fsdp.linter.rules import RULES, Finding, Rule, Subject, locate, repair, run
 
-COLOURS: dict[Severity, str] = {"error": "red", "warning": "yellow", "note": "cyan"}
 REPAIR_ROUNDS = 6
 NAMES = frozenset({"AF102", "AF103", "AF104", "AF105", "AF108"})
 """The rules that repair the names of keys."""
@@ -33,17 +30,9 @@ def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:
         raise UsageError("no file given", why="there is nothing to check", fix="accel-fsdp check FILE.yaml")
     if options.fix and Path(yaml_file.STDIN) in paths:
         raise UsageError("check --fix -", why="stdin can't be repaired", fix="accel-fsdp check --fix FILE")
+    output = formats.format_of(options)
     by_file, unread = _lint_each(paths, options)
-    if options.json:
-        rows = [{"file": str(path), **_as_json(finding)} for path, findings in by_file.items() for finding in findings]
-        unreadable = {name: Finding("", e.what, e.why, e.fix, code="unreadable") for name, e in unread.items()}
-        rows += [{"file": name, **_as_json(finding)} for name, finding in unreadable.items()]
-        console.put(json.dumps(rows, indent=2), lines=True)
-    else:
-        for path, findings in by_file.items():
-            _show(path, findings)
-        for error in unread.values():
-            console.say(str(error), lines=True)
+    formats.show(by_file, unread, output)
     if unread:
         return UsageError.exit_code
     counted = {"error", "warning"} if options.strict else {"error"}
@@ -106,7 +95,7 @@ def stops(
     of_script = [finding for finding in findings if finding.code.startswith(OF_SCRIPTS)]
     warnings = [finding for finding in of_script if finding.severity == "warning"]
     if errors or warnings:
-        _show(path, [*errors, *warnings], console.say)
+        formats.show_text(path, [*errors, *warnings], console.say)
     if errors:
         console.say("not stopped by them: --no-check" if unchecked else stopped)
     return bool(errors) and not unchecked
@@ -138,30 +127,6 @@ def _repair(path: Path, options: LintOptions, given: Subject) -> None:
             break
         atomic_files.write_text(path, yaml_file.dump(document))
     console.show_diff(before, yaml_file.load(path).source, str(path))
-
-
-def _as_json(finding: Finding) -> dict[str, Any]:
-    row = asdict(finding)
-    fixable = bool(row.pop("edits"))
-    del row["milder"]
-    return {**row, "fixable": fixable}
-
-
-def _show(path: Path, findings: list[Finding], print_row: Callable[..., None] = console.put) -> None:
-    for finding in findings:
-        place = f"{path}:{finding.line}" if finding.line else str(path)
-        print_row(f"{place}: {finding.severity} {finding.code}: {finding.what}", style=COLOURS[finding.severity])
-        print_row(f"  why: {finding.why}")
-        print_row(f"  fix: {finding.fix}{' (--fix does it)' if finding.edits else ''}")
-    console.say(f"{path}: {summary(findings)}")
-
-
-def summary(findings: list[Finding]) -> str:
-    """The number of findings of each severity; "clean" if none needs a change."""
-    counts = {kind: sum(finding.severity == kind for finding in findings) for kind in COLOURS}
-    words = [counted(number, kind) for kind, number in counts.items() if number]
-    serious = counts["error"] or counts["warning"]
-    return ", ".join(words if serious else ["clean", *words])
 
 
 def all_rules() -> list[Rule]:

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Literal, Optional
 
 import tyro
 
 from accel_fsdp.flag_words import arg
+
+Format = Literal["text", "json", "github", "sarif"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,15 @@ class Sources:
 class LintOptions(Sources):
     strict: Annotated[bool, arg("Warnings count as errors.")] = False
     fix: Annotated[bool, arg("Repair what has one right answer, keep comments, show the diff.")] = False
-    json: Annotated[bool, arg("Findings as JSON.")] = False
+    json: Annotated[bool, arg("Findings as JSON: short for --format json.")] = False
+    format: Annotated[
+        Optional[Format],
+        arg(
+            "The format of the findings; github: annotations of GitHub Actions, sarif: SARIF 2.1.0 for code scanning.",
+            "{text,json,github,sarif}",
+            default="text",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)

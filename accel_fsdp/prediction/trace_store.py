@@ -43,7 +43,7 @@ def shipped(name: str) -> tuple[str, ...]:
 
 @cache
 def _bundled(name: str) -> TraceRecord:
-    text = files("accel_fsdp.prediction").joinpath(FOLDER, file_name(name)).read_text(encoding="utf-8")
+    text = files("accel_fsdp.prediction").joinpath(FOLDER).joinpath(file_name(name)).read_text(encoding="utf-8")
     facts = catalogue.entries()[name]["facts"]
     return from_text(text, Divisible.of({"tensor_plan": False, "expert_plan": False, **facts}))
 

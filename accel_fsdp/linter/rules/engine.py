@@ -43,8 +43,8 @@ class ScriptFacts:
 class Finding:
     """One problem.
 
-    `key` is a dotted path, `line` counts from 1; `edits` are the repair, if it is unambiguous. `milder` is the severity
-    of a less harmful case.
+    `key` is a dotted path, `line` and `column` count from 1; `edits` are the repair, if it is unambiguous. `milder` is
+    the severity of a less harmful case.
     """
 
     key: str
@@ -55,6 +55,7 @@ class Finding:
     code: str = ""
     severity: Severity = "error"
     line: int | None = None
+    column: int | None = None
     milder: Severity | None = None
 
 
@@ -304,22 +305,23 @@ def _fits(subject: Subject, edit: Edit) -> bool:
 
 
 def locate(findings: list[Finding], document: Any) -> list[Finding]:
-    """Adds line numbers from a ruamel.yaml document, which may spell a name differently from the findings."""
+    """Adds lines and columns from a ruamel.yaml document, which may spell a name differently from the findings."""
     misspelt = [edit for finding in findings if finding.code in MISSPELT for edit in finding.edits]
     spelt = {(edit.section, edit.new_key): edit.key for edit in misspelt}
-    return [replace(finding, line=finding.line or _line(document, finding.key, spelt)) for finding in findings]
+    return [finding if finding.line else _at_key(finding, document, spelt) for finding in findings]
 
 
-def _line(document: Any, dotted: str, spelt: Mapping[tuple[str, str], str]) -> int | None:
-    section, _, key = dotted.rpartition(".")
+def _at_key(finding: Finding, document: Any, spelt: Mapping[tuple[str, str], str]) -> Finding:
+    section, _, key = finding.key.rpartition(".")
     place = section if section in document else spelt.get(("", section), section)
     mapping = document.get(place) if section else document
-    for candidate in (key, short_name(section, key), spelt.get((section, key))):
-        if hasattr(mapping, "lc") and candidate in mapping:
-            return int(mapping.lc.key(candidate)[0]) + 1
-    if section and place in document:
-        return int(document.lc.key(place)[0]) + 1
-    return None
+    candidates = [(mapping, name) for name in (key, short_name(section, key), spelt.get((section, key)))]
+    candidates.append((document, place))
+    for parent, name in candidates:
+        if name and hasattr(parent, "lc") and name in parent:
+            line, column = parent.lc.key(name)
+            return replace(finding, line=line + 1, column=column + 1)
+    return finding
 
 
 def repair(document: Any, findings: list[Finding]) -> int:
