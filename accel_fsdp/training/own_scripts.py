@@ -15,7 +15,16 @@ from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import Stopped, UsageError
 from accel_fsdp.exporter import companion_files
 from accel_fsdp.launch_environment import LaunchEnvironment
-from accel_fsdp.training import background_saves, loading, patches, preemption, resuming, safe_checkpoints, uploads
+from accel_fsdp.training import (
+    background_saves,
+    loading,
+    patches,
+    preemption,
+    resuming,
+    safe_checkpoints,
+    stored,
+    uploads,
+)
 from accel_fsdp.training.hang_watch import HangWatch
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.training.reporting import History
@@ -96,6 +105,7 @@ class Checkpoints:
         if self._writer.uploads is not None:
             self._writer.uploads.begin()
         loop.stop.on_train_begin(loop.args, loop.state, None)
+        loop.is_resumed = True
         return 0 if folder is None else file_names.step(folder.name)
 
     def stopping(self, step: int) -> bool:
@@ -112,6 +122,8 @@ class Checkpoints:
             UserError: the disk is full, or a library failed; the checkpoint is gone then, and the last one stays.
         """
         loop = self._of_loop()
+        if not loop.is_resumed:
+            raise UsageError("save before resume", why="an earlier run would be overwritten", fix="resume() first")
         loop.state.global_step = step
         folder = self._writer.folder()
         self._writer.save(None, lambda: loop.accelerator.save_state(str(folder)))
@@ -180,6 +192,8 @@ class _OwnTrainer(SafeCheckpoints):
             if (folder := resuming.newest(self.args)) is not None:
                 resuming.check(folder, self.checkpoints.origin(), skips_data=not self.args.ignore_data_skip)
                 checkpoint = str(folder)
+        else:
+            stored.check_unused(self.args)
         self.lock = atomic_files.only_run(Path(self.args.output_dir)) if self.args.process_index == 0 else None
         try:
             result = super().train(checkpoint, *args, **kwargs)
@@ -250,6 +264,7 @@ class _Loop:
         self.state = SimpleNamespace(global_step=0, best_model_checkpoint=None)
         self.stop, self.watch = Stop(), HangWatch(UNWATCHED, Path(args.output_dir))
         self.lock: Any = None
+        self.is_resumed = False
 
     @property
     def is_sharded(self) -> bool:

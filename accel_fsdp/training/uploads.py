@@ -51,7 +51,8 @@ class Uploads:
         self._has_description = self.rank != 0
         self._over = threading.Event()
         self._trouble, self._said_at = "", 0.0
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._numbers = itertools.count()
+        self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Begins, with the newest complete checkpoint here if the store lacks it. Call on all ranks."""
@@ -59,6 +60,7 @@ class Uploads:
             console.say(f"complete checkpoints are uploaded to {self.store.uri}", style="cyan")
             if newest := completeness.choose(self.output).newest:
                 self._waiting = newest.name
+        self._closing, self._thread = False, threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def offer(self, checkpoint: Path, best: str | None) -> None:
@@ -75,15 +77,17 @@ class Uploads:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self.rank != 0:
-            while self._thread.is_alive():
-                self._thread.join(self.poll_seconds)
+        thread, self._thread = self._thread, None
+        if thread is None:
             return ""
-        self._thread.join(NOTICED_SECONDS)
-        if self._thread.is_alive():
+        if self.rank != 0:
+            thread.join()
+            return ""
+        thread.join(NOTICED_SECONDS)
+        if thread.is_alive():
             console.say(f"waiting for uploads, {any_time(self.timeout_seconds)} at most", style="cyan")
-        self._thread.join(max(self.timeout_seconds - NOTICED_SECONDS, 0))
-        if not self._thread.is_alive():
+        thread.join(max(self.timeout_seconds - NOTICED_SECONDS, 0))
+        if not thread.is_alive():
             completeness.retire(self.output, self.keep, self._best)  # what had to stay until it was there
             return ""
         self._over.set()
@@ -100,7 +104,7 @@ class Uploads:
                 self._follow()
 
     def _lead(self) -> None:
-        for number in itertools.count():
+        for number in self._numbers:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 self.current, self._waiting = self._waiting, ""
@@ -115,7 +119,7 @@ class Uploads:
             self.current = ""
 
     def _follow(self) -> None:
-        for number in itertools.count():
+        for number in self._numbers:
             self.current = self._heard(f"{number}")
             if not self.current:
                 return

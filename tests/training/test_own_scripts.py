@@ -93,3 +93,5 @@ def test_what_can_not_be_meant(tiny_model: Path, tmp_path: Path) -> None:
         checkpoints.resume()
     with pytest.raises(UserError, match="no output_dir"):
         accel_fsdp.Checkpoints(trainer.accelerator)
+    with pytest.raises(UserError, match="save before resume"):
+        accel_fsdp.Checkpoints(trainer.accelerator, tmp_path / "loop").save(1)
