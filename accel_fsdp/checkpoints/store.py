@@ -178,9 +178,11 @@ class Store:
         self.upload(checkpoint, file_names.MARKER)
 
     def describe(self, run: Path) -> None:
-        """Uploads the description of a run's model, which an export needs."""
-        for path in marker.files_in(run / file_names.DESCRIBED):
-            self.upload(run / file_names.DESCRIBED, str(path.relative_to(run / file_names.DESCRIBED)))
+        """Uploads the description of a run's model, which an export needs, where files of it are missing."""
+        there, model = self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED
+        for name, size in marker.sizes_of(model).items():
+            if there.get(name) != size:
+                self.upload(model, name)
 
     def push(self, checkpoint: Path, moved: Callable[[int], None]) -> bool:
         """Uploads a whole checkpoint, and calls `moved` with each number of bytes; false if it is there already."""

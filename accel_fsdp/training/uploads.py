@@ -48,7 +48,6 @@ class Uploads:
         self.poll_seconds = max(POLL_SECONDS, self.ranks / RANKS_PER_SECOND)
         self.current, self._best = "", ""
         self._waiting, self._closing, self._changed = "", False, threading.Condition()
-        self._has_description = self.rank != 0
         self._over = threading.Event()
         self._trouble, self._said_at = "", 0.0
         self._numbers = itertools.count()
@@ -87,7 +86,7 @@ class Uploads:
         if thread.is_alive():
             console.say(f"waiting for uploads, {any_time(self.timeout_seconds)} at most", style="cyan")
         thread.join(max(self.timeout_seconds - NOTICED_SECONDS, 0))
-        if not thread.is_alive():
+        if not thread.is_alive() and not self.current:
             completeness.retire(self.output, self.keep, self._best)  # what had to stay until it was there
             return ""
         self._over.set()
@@ -104,19 +103,28 @@ class Uploads:
                 self._follow()
 
     def _lead(self) -> None:
-        for number in self._numbers:
+        while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 self.current, self._waiting = self._waiting, ""
-            self._tell(f"{number}", self.current)
             if not self.current:
+                self._tell(f"{next(self._numbers)}", "")
                 return
-            began, checkpoint = time.monotonic(), self.output / self.current
-            if self._bring(checkpoint) == DONE and self._all_done(number) and self._retried(self._complete):
-                size = gb_or_mb(sum(marker.listed(checkpoint).values()))
-                took = any_time(time.monotonic() - began)
-                console.say(f"{self.current} is at {self.store.uri}: {size} in {took}", style="cyan")
+            self._bring_all(self.output / self.current)
             self.current = ""
+
+    def _bring_all(self, checkpoint: Path) -> None:
+        """Has all ranks upload their files of a checkpoint that the store lacks."""
+        began, is_there = time.monotonic(), list[bool]()
+        if not self._retried(lambda: is_there.append(self.store.begin(checkpoint))) or is_there[0]:
+            return
+        self._retried(partial(self.store.describe, self.output))
+        number = next(self._numbers)
+        self._tell(f"{number}", checkpoint.name)
+        if self._bring(checkpoint) == DONE and self._all_done(number) and self._retried(self._complete):
+            size = gb_or_mb(sum(marker.listed(checkpoint).values()))
+            took = any_time(time.monotonic() - began)
+            console.say(f"{checkpoint.name} is at {self.store.uri}: {size} in {took}", style="cyan")
 
     def _follow(self) -> None:
         for number in self._numbers:
@@ -127,12 +135,8 @@ class Uploads:
 
     def _bring(self, checkpoint: Path) -> str:
         """Uploads this rank's files, as often as it takes."""
-        if not self._has_description:
-            self._has_description = self._retried(partial(self.store.describe, self.output))
         names = marker.of_rank(marker.listed(checkpoint), self.rank, self.ranks)
-        steps: list[Callable[[], Any]] = [partial(self.store.begin, checkpoint)]
-        steps += [partial(self.store.upload, checkpoint, name) for name in names]
-        return DONE if all(map(self._retried, steps)) else GONE
+        return DONE if all(self._retried(partial(self.store.upload, checkpoint, name)) for name in names) else GONE
 
     def _complete(self) -> None:
         self.store.seal(self.output / self.current)

@@ -54,10 +54,12 @@ def test_a_run_goes_on_from_the_store_alone(s3: S3, tiny_model: Path, text_data:
     refused = accelerate_launch(config, SFT, *again)
     assert refused.code == 1
     assert f"error: {uri} already holds a run" in refused.output
+    s3.asked.clear()
     resumed = accelerate_launch(config, SFT, *again, "--resume_from_checkpoint", "auto")
     assert resumed.code == 0, resumed.output
     assert f"fetching checkpoint-4 from {uri}" in resumed.output
     assert content(here / "checkpoint-4") == local
+    assert not [path for method, path in s3.asked if method == "PUT" and "checkpoint-4" in path]
     ends = [(run / "final" / "model.safetensors").read_bytes() for run in (straight, here)]
     assert ends[0] == ends[1]
     assert not list(here.glob(".*arriving"))
