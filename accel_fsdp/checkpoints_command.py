@@ -99,9 +99,9 @@ def show(command: CheckpointsCommand) -> int:
             fix=f"accel-fsdp checkpoints FOLDER --pull {uri}",
         )
     if command.push is not None:
-        return _push(command.run, Store(command.push), command.step)
+        return _push(command.run, Store(_of_run(command.push, "--push")), command.step)
     if command.pull is not None:
-        return _pull(command.run, command.pull, command.step)
+        return _pull(command.run, _of_run(command.pull, "--pull"), command.step)
     if command.diff is not None:
         return _show_differences(command, command.diff)
     found = checkpoints(command.run)
@@ -118,7 +118,7 @@ def show(command: CheckpointsCommand) -> int:
 def checkpoints(run: Path) -> list[Listed]:
     """The checkpoints of a run by their steps, complete or not."""
     if uri := store.uri_of(run):
-        place = Store(uri)
+        place = Store(_of_run(uri, "accel-fsdp checkpoints"))
         with place.reached():
             found = [_stored(place, name) for name in place.checkpoints()]
     else:
@@ -185,10 +185,22 @@ def _lacking(folder: Path) -> str:
     return f"lacks {listed(absent, 'and')}" if absent else ""
 
 
+def _of_run(uri: str, flag: str) -> str:
+    """The URI of a run, not of a checkpoint in it."""
+    run, name = store.split(store.uri_of(uri) or uri)
+    if name:
+        step = f" --step {file_names.step(name)}" if flag.startswith("--") else ""
+        raise UsageError(f"{flag} {uri}", why="the URI of a run is needed", fix=f"{flag} {run}{step}")
+    return run
+
+
 def _push(run: Path, place: Store, step: int | None) -> int:
-    folder = completeness.choose(run).newest if step is None else run / f"{file_names.CHECKPOINT}{step}"
-    if folder is None or not folder.is_dir():
+    found = checkpoints(run)
+    folder = completeness.choose(run).newest
+    if folder is None or not found:
         raise _nothing(run)
+    if step is not None:
+        folder = Path(_of_steps(run, found, [str(step)])[0].folder)
     if (why := completeness.flaw(folder)) or not marker.listed(folder):
         raise UserError(
             f"{folder} {f'is not complete: {why}' if why else f'has no {file_names.MARKER}'}",
@@ -204,7 +216,7 @@ def _push(run: Path, place: Store, step: int | None) -> int:
 
 
 def _pull(run: Path, uri: str, step: int | None) -> int:
-    place, name = store.named(uri if step is None else f"{uri.rstrip('/')}/{file_names.CHECKPOINT}{step}")
+    place, name = store.named(uri if step is None else f"{uri}/{file_names.CHECKPOINT}{step}")
     if not completeness.flaw(run / name):
         raise UserError(
             f"{run / name} is complete", why="it would be replaced", fix="--delete its step first, or another RUN"
@@ -268,7 +280,8 @@ def _delete(command: CheckpointsCommand, found: list[Listed], chosen: list[Liste
         raise UserError(
             f"no complete checkpoint of {store.uri_of(command.run) or command.run} would be left",
             why="nothing to resume from or to export; nothing was deleted",
-            fix=f"leave out {Path(newest).name}; or delete the folder itself: rm -r {newest}",
+            fix=f"leave out {Path(newest).name}"
+            + (f"; or delete the folder itself: rm -r {newest}" if isinstance(newest, Path) else ""),
         )
     size = gb_or_mb(sum(item.size_bytes for item in chosen))
     if not command.dry_run:

@@ -323,7 +323,7 @@ COMMANDS = {
         "List a run's checkpoints with their losses; delete, compare, push or pull some.",
         "accel_fsdp.checkpoints_command:CheckpointsCommand",
         "accel_fsdp.checkpoints_command:show",
-        outcome="nothing half-deleted looks like a checkpoint",
+        outcome="what is half moved or deleted doesn't look like a checkpoint",
     ),
     "convert": Command(
         "Rewrite a checkpoint for another engine or number of ranks, with the optimizer: accel-fsdp convert SRC OUT.",

@@ -69,6 +69,11 @@ class S3:
         content: bytes = client.get_object(Bucket=bucket, Key=name)["Body"].read()
         return content
 
+    def write(self, bucket: str, name: str, content: bytes) -> None:
+        boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"]).put_object(
+            Bucket=bucket, Key=name, Body=content
+        )
+
     def make(self, bucket: str) -> str:
         """Makes a bucket; the URI of a run in it."""
         boto3.client("s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"]).create_bucket(Bucket=bucket)

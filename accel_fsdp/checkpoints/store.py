@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
@@ -22,6 +22,8 @@ from accel_fsdp.units import distinguishable, gib_or_mib
 
 URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+?)/*")
 """A URI, also one that became a path, which has a single slash. A drive of Windows has a single letter."""
+PASSWORD = re.compile(r"://[^/@]*:[^/@]*@|\?")
+"""A password before the name of a host, or a signature behind a path."""
 TOGETHER = 2
 """Files or parts of a file that a process moves at the same time: each part takes 50 MB of memory."""
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -70,9 +72,9 @@ class Store:
             raise UsageError(
                 f"{uri} is not in a store that fsspec knows.{did_you_mean(protocol, fsspec.available_protocols())}",
                 why="checkpoints can't be read or written there",
-                fix="s3://BUCKET/RUN, gs://BUCKET/RUN, az://CONTAINER/RUN or hf://REPO/RUN",
+                fix="s3://BUCKET/RUN, gs://BUCKET/RUN, az://CONTAINER/RUN, hf://REPO/RUN or file:///FOLDER",
             )
-        if "@" in self.uri.partition("://")[2].partition("/")[0] or "?" in self.uri:
+        if PASSWORD.search(self.uri):
             raise UsageError(
                 f"{protocol}://... holds a password or a signature",
                 why="logs and run.json would show it",
@@ -141,10 +143,13 @@ class Store:
             return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
         return None
 
-    def newest(self) -> tuple[str, dict[str, str]]:
-        """The newest complete checkpoint's name, or an empty one; and why each newer one can't be taken."""
+    def newest(self, damaged: Collection[str] = ()) -> tuple[str, dict[str, str]]:
+        """The newest complete checkpoint's name, or an empty one; and why each newer one can't be taken.
+
+        Those that are known as `damaged` are left out.
+        """
         skipped: dict[str, str] = {}
-        for name in reversed(self.checkpoints()):
+        for name in reversed([name for name in self.checkpoints() if name not in damaged]):
             if not (why := self.lacking(name)):
                 return name, skipped
             skipped[name] = why
@@ -159,8 +164,12 @@ class Store:
         with contextlib.suppress(FileNotFoundError):
             if self.files.cat_file(path) == own:
                 return True
-        self.files.pipe_file(path, marker.UNFINISHED.encode())
+        self.unseal(checkpoint.name)
         return False
+
+    def unseal(self, name: str) -> None:
+        """Marks a checkpoint as unfinished."""
+        self.files.pipe_file(self._path(name, file_names.MARKER), marker.UNFINISHED.encode())
 
     def upload(self, folder: Path, name: str) -> None:
         """Uploads a file of one of the run's folders, and compares its size."""
@@ -206,7 +215,9 @@ class Store:
                 self.fetch(name, sizes, folder, moved)
             if damaged := marker.damage(folder):
                 raise UserError(
-                    f"{self.uri}/{name}: {damaged}", why="it would train something else", fix="an older checkpoint"
+                    f"{self.uri}/{name}: {damaged}",
+                    why="it would train something else",
+                    fix=f"an older one, with --step N; accel-fsdp checkpoints {self.uri} lists them",
                 )
         if not (run / file_names.DESCRIBED).exists():
             self.fetch(file_names.DESCRIBED, self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED)
@@ -214,7 +225,7 @@ class Store:
     def delete(self, name: str) -> None:
         """Deletes a checkpoint, which counts as unfinished from the first moment on."""
         files = self.sizes(name).keys() - {file_names.MARKER}
-        self.files.pipe_file(self._path(name, file_names.MARKER), marker.UNFINISHED.encode())
+        self.unseal(name)
         for file in (*files, file_names.MARKER):
             self.files.rm_file(self._path(name, file))
         with contextlib.suppress(FileNotFoundError):  # an object store has no folders that stay
@@ -299,6 +310,8 @@ def arriving(run: Path, name: str, size_bytes: int) -> Iterator[Path]:
         os.replace(partial, run / name)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            run.rmdir()  # if it was made for this alone
 
 
 @contextlib.contextmanager
@@ -318,6 +331,7 @@ def fetched(place: Path, beside: Path, needed: Callable[[str], bool]) -> Iterato
             store.fetch(file_names.DESCRIBED, store.sizes(file_names.DESCRIBED), Path(temporary, file_names.DESCRIBED))
             with console.progress(f"fetching {name}", sum(sizes.values())) as moved:
                 store.fetch(name, sizes, Path(temporary, name), moved)
+        console.say(f"fetched: {store.uri}/{name}", style="cyan")
         yield Path(temporary, name)
 
 
@@ -340,7 +354,7 @@ def named(place: Path | str) -> tuple[Store, str]:
     Raises:
         UserError: there is none, it isn't complete, or the store can't be reached.
     """
-    run, name = split(uri_of(place))
+    run, name = split(uri_of(place) or str(place))
     store = Store(run)
     with store.reached():
         name, skipped = (name, {name: store.lacking(name)}) if name else store.newest()

@@ -5,14 +5,14 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate import Accelerator
 from transformers import Trainer
 
 from accel_fsdp import atomic_files, console, library_internals
-from accel_fsdp.checkpoints import file_names
-from accel_fsdp.errors import Stopped, UsageError
+from accel_fsdp.checkpoints import file_names, marker
+from accel_fsdp.errors import Stopped, UsageError, UserError
 from accel_fsdp.exporter import companion_files
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training import (
@@ -22,7 +22,6 @@ from accel_fsdp.training import (
     preemption,
     resuming,
     safe_checkpoints,
-    stored,
     uploads,
 )
 from accel_fsdp.training.hang_watch import HangWatch
@@ -98,6 +97,7 @@ class Checkpoints:
         loop = self._of_loop()
         folder = resuming.newest(loop.args)
         if folder is not None:
+            self._check_engine(folder)
             loading.accelerator_state(loop, str(folder))
             if loop.args.process_index == 0:
                 console.say(f"resumed: {folder}", style="cyan")
@@ -107,6 +107,15 @@ class Checkpoints:
         loop.stop.on_train_begin(loop.args, loop.state, None)
         loop.is_resumed = True
         return 0 if folder is None else file_names.step(folder.name)
+
+    def _check_engine(self, folder: Path) -> None:
+        written, here = marker.origin_of(folder), self._writer.origin()
+        if written is not None and written.engine != here.engine:
+            raise UserError(
+                f"{folder} was written under {written.engine}, this run is under {here.engine}",
+                why="the two store weights and optimizer differently",
+                fix=f"a YAML for {written.engine}; or a new run in another folder",
+            )
 
     def stopping(self, step: int) -> bool:
         """Whether a signal asks for the end of the loop after this step: save, and leave the loop."""
@@ -141,7 +150,8 @@ class Checkpoints:
             if loop.stop.agreed:
                 loop.stop.ignore()
                 left = self._writer.upload_rest()
-                _end(f"{loop.stop.agreed} after step {loop.state.global_step}", self._writer.folder(), left)
+                rest = f"; not uploaded: {left}" if left else ""
+                _end(f"{loop.stop.agreed} after step {loop.state.global_step}", f"saved: {self._writer.folder()}{rest}")
             self._writer.require_uploaded()
         finally:
             loop.stop.release()
@@ -156,12 +166,8 @@ class Checkpoints:
         return self._loop
 
 
-def _end(what: str, folder: Path, left: str) -> None:
-    stopped = Stopped(
-        what,
-        why=f"saved: {folder}" + (f"; not uploaded: {left}" if left else ""),
-        fix="the same command again, resuming",
-    )
+def _end(what: str, why: str) -> NoReturn:
+    stopped = Stopped(what, why=why, fix="the same command again, which resumes")
     if LaunchEnvironment.now().rank == 0:
         console.say(str(stopped), lines=True)
     sys.exit(Stopped.exit_code)
@@ -186,24 +192,19 @@ class _OwnTrainer(SafeCheckpoints):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains as its class does; True and "auto" take the newest complete checkpoint, here or in the store."""
-        checkpoint = None
-        if resume_from_checkpoint not in (None, False):
-            self.args.resume_from_checkpoint = str(resume_from_checkpoint)
-            if (folder := resuming.newest(self.args)) is not None:
-                resuming.check(folder, self.checkpoints.origin(), skips_data=not self.args.ignore_data_skip)
-                checkpoint = str(folder)
-        else:
-            stored.check_unused(self.args)
+        asked = resume_from_checkpoint not in (None, False)
+        self.args.resume_from_checkpoint = str(resume_from_checkpoint) if asked else None
+        folder = resuming.newest(self.args)
+        if folder is not None:
+            resuming.check(folder, self.checkpoints.origin(), skips_data=not self.args.ignore_data_skip)
         self.lock = atomic_files.only_run(Path(self.args.output_dir)) if self.args.process_index == 0 else None
         try:
-            result = super().train(checkpoint, *args, **kwargs)
+            result = super().train(None if folder is None else str(folder), *args, **kwargs)
             self.checkpoints.require_uploaded()
             return result
         except Stopped as stopped:
             self.stop.ignore()
-            if self.args.process_index == 0:
-                console.say(str(stopped), lines=True)
-            sys.exit(stopped.exit_code)
+            _end(stopped.what, stopped.why)
         finally:
             self.checkpoints.complete_last()
             self.stop.release()

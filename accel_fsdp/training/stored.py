@@ -1,7 +1,9 @@
 """Finds and fetches the checkpoint of a store that a run resumes (`--checkpoint_uri`)."""
 
 import contextlib
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -48,22 +50,23 @@ def check_unused(training: "TrainingArguments") -> None:
         )
 
 
-def fetch_newer(training: "TrainingArguments") -> None:
+def fetch_newer(training: "TrainingArguments", flaw_of: Callable[[Path], str]) -> None:
     """Fetches the store's newest complete checkpoint if it is newer than those here: each rank a part of its files.
+
+    One whose bytes have changed is marked as unfinished there, and the one before it is taken.
 
     Raises:
         UserError: nothing is here and the store can't be reached, or the disk is full. Nothing is left of it then.
     """
     if not training.checkpoint_uri:
         return
-    store, output = Store(training.checkpoint_uri), Path(training.output_dir)
-
+    store, output, damaged = Store(training.checkpoint_uri), Path(training.output_dir), set[str]()
     here = _by_first(training, lambda: completeness.choose(output).newest)
 
     def newest() -> tuple[str, dict[str, int]]:
         try:
             with store.reached():
-                name = store.newest()[0]
+                name = store.newest(damaged)[0]
                 return name, store.sizes(name) if name else {}
         except UserError as error:
             if here is None:
@@ -71,11 +74,27 @@ def fetch_newer(training: "TrainingArguments") -> None:
             console.say(f"{error.what}; a newer checkpoint than {here} can't be looked for", style="yellow")
             return "", {}
 
-    name, sizes = _by_first(training, newest)
-    if not name or (here is not None and file_names.step(here.name) >= file_names.step(name)):
-        return
+    def drop(name: str, why: str) -> None:
+        console.say(f"skipped: {store.uri}/{name}: {why}", style="yellow")
+        shutil.rmtree(output / name)
+        with store.reached():
+            store.unseal(name)
+
+    while True:
+        name, sizes = _by_first(training, newest)
+        if not name or (here is not None and file_names.step(here.name) >= file_names.step(name)):
+            return
+        _fetch(training, store, name, sizes)
+        if not (why := flaw_of(output / name)):
+            return
+        _by_first(training, partial(drop, name, why))
+        damaged.add(name)
+
+
+def _fetch(training: "TrainingArguments", store: Store, name: str, sizes: Mapping[str, int]) -> None:
+    """Fetches a checkpoint, each rank a part of its files."""
+    output, size_bytes, is_first = Path(training.output_dir), sum(sizes.values()), training.process_index == 0
     own = sorted(sizes, key=lambda file: -sizes[file])[training.process_index :: training.world_size]
-    size_bytes, is_first = sum(sizes.values()), training.process_index == 0
     if is_first:
         console.say(f"fetching {name} from {store.uri}: {gb_or_mb(size_bytes)}", style="cyan")
 

@@ -20,6 +20,8 @@ from accel_fsdp.units import any_time, gb_or_mb
 
 RELIES_ON = (Internal("torch.distributed.distributed_c10d:_get_default_store", ""),)
 KEY = "accel_fsdp/upload"
+_made = itertools.count()
+"""Numbers the objects of a process, which are made in the same order on all ranks: each has keys of its own."""
 OVER = "over"
 GONE, DONE = "gone", "done"
 """What a rank says of its files of a checkpoint: one is no longer on this disk, or all are in the store."""
@@ -50,15 +52,16 @@ class Uploads:
         self._waiting, self._closing, self._changed = "", False, threading.Condition()
         self._over = threading.Event()
         self._trouble, self._said_at = "", 0.0
-        self._numbers = itertools.count()
+        self._key, self._numbers = f"{KEY}/{next(_made)}", itertools.count()
+        self._is_new, self._refused = False, False
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
         """Begins, with the newest complete checkpoint here if the store lacks it. Call on all ranks."""
         if self.rank == 0:
             console.say(f"complete checkpoints are uploaded to {self.store.uri}", style="cyan")
-            if newest := completeness.choose(self.output).newest:
-                self._waiting = newest.name
+            newest = completeness.choose(self.output).newest
+            self._waiting, self._is_new = newest.name if newest else "", newest is None
         self._closing, self._thread = False, threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -84,14 +87,14 @@ class Uploads:
             return ""
         thread.join(NOTICED_SECONDS)
         if thread.is_alive():
-            console.say(f"waiting for uploads, {any_time(self.timeout_seconds)} at most", style="cyan")
+            console.say(f"waiting for uploads, {self.timeout_seconds:g} s at most", style="cyan")
         thread.join(max(self.timeout_seconds - NOTICED_SECONDS, 0))
-        if not thread.is_alive() and not self.current:
+        if not thread.is_alive() and not self.current and not self._refused:
             completeness.retire(self.output, self.keep, self._best)  # what had to stay until it was there
             return ""
         self._over.set()
         self._tell(OVER, "")
-        return f"{self._waiting or self.current}: {self._trouble or 'still being uploaded'}"
+        return f"{self._waiting or self.current or 'all checkpoints'}: {self._trouble or 'still being uploaded'}"
 
     # The thread
 
@@ -110,8 +113,18 @@ class Uploads:
             if not self.current:
                 self._tell(f"{next(self._numbers)}", "")
                 return
-            self._bring_all(self.output / self.current)
+            if not self._is_of_others():
+                self._bring_all(self.output / self.current)
             self.current = ""
+
+    def _is_of_others(self) -> bool:
+        """Whether the store of a new run, which may have been down at its start, holds the checkpoints of another."""
+        found: list[str] = []
+        if self._is_new and self._retried(lambda: found.append(self.store.newest()[0])):
+            self._is_new, self._refused = False, bool(found[0])
+            if self._refused:
+                self._note(f"it holds {found[0]} of another run")
+        return self._refused
 
     def _bring_all(self, checkpoint: Path) -> None:
         """Has all ranks upload their files of a checkpoint that the store lacks."""
@@ -178,7 +191,8 @@ class Uploads:
         self._said_at = time.monotonic()
         if self.rank == 0:
             what = f"{self.current} can't be uploaded to {self.store.uri}: {trouble}"
-            console.say(f"{what}; training goes on, and so do the tries", style="yellow")
+            rest = "" if self._refused else ", and so do the tries"
+            console.say(f"{what}; training goes on{rest}", style="yellow")
         else:
             self._tell(f"why/{self.rank}", trouble)
 
@@ -190,11 +204,12 @@ class Uploads:
 
     def _tell(self, key: str, text: str) -> None:
         if dist.is_initialized():
-            distributed_c10d._get_default_store().set(f"{KEY}/{key}", text)
+            distributed_c10d._get_default_store().set(f"{self._key}/{key}", text)
 
     def _read(self, key: str) -> str | None:
         store = distributed_c10d._get_default_store()
-        return store.get(f"{KEY}/{key}").decode() if store.check([f"{KEY}/{key}"]) else None
+        name = f"{self._key}/{key}"
+        return store.get(name).decode() if store.check([name]) else None
 
     def _heard(self, key: str) -> str:
         """Waits for a message; empty if time is over."""

@@ -89,6 +89,9 @@ def test_what_can_not_be_meant(tiny_model: Path, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=re.escape(what)):
             accel_fsdp.Checkpoints(trainer, **options)
     checkpoints = accel_fsdp.Checkpoints(trainer)
+    (tmp_path / "run" / "checkpoint-4").mkdir()
+    with pytest.raises(UserError, match="already holds a run"):
+        trainer.train()
     with pytest.raises(UserError, match="a method of Checkpoints for a Trainer"):
         checkpoints.resume()
     with pytest.raises(UserError, match="no output_dir"):

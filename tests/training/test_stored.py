@@ -166,3 +166,49 @@ def test_a_store_that_never_answers(
     checked = accel_fsdp("check", config, "--checkpoint", f"{uri}/checkpoint-6")
     assert checked.code == 0, checked.output
     assert accel_fsdp("checkpoints", uri, "--delete", "6").code == 1  # the last one
+
+
+def test_what_the_store_holds_is_not_trusted(
+    s3: S3,  # noqa: F811
+    config: Path,
+    tiny_model: Path,
+    text_data: Path,
+    tmp_path: Path,
+) -> None:
+    """A bit of the newest one has flipped: the one before it is taken. A new run begins while the store is down."""
+    uri, first = s3.make("bucket"), tmp_path / "first"
+    args = (*STEPS[2:], "--save_total_limit", "2", "--checkpoint_uri", uri, "--resume_from_checkpoint")
+    whole = accelerate_launch(config, SFT, *sft_args(tiny_model, text_data, first, *args, "auto", "--max_steps", "4"))
+    assert whole.code == 0, whole.output
+    part = "runs/first/checkpoint-4/pytorch_model_fsdp_0/__1_0.distcp"
+    changed = bytearray(s3.read("bucket", part))
+    changed[-1] ^= 1
+    s3.write("bucket", part, bytes(changed))
+    again = sft_args(tiny_model, text_data, tmp_path / "again", *args, "auto", "--max_steps", "6")
+    resumed = accelerate_launch(config, SFT, *again)
+    assert resumed.code == 0, resumed.output
+    name = part.removeprefix("runs/first/checkpoint-4/")
+    assert f"skipped: {uri}/checkpoint-4: {name} has changed since it was written" in resumed.output
+    assert "step 3/6" in resumed.output
+    assert "step 2/6" not in resumed.output
+    assert s3.read("bucket", part) == (first / "checkpoint-4" / name).read_bytes()
+    kept = s3.names("bucket")
+
+    s3.stop()
+    new = sft_args(
+        tiny_model, text_data, tmp_path / "new", *args, "false", "--max_steps", "2", "--upload_timeout", "60"
+    )
+
+    def come_back() -> None:
+        while not (tmp_path / "new" / "checkpoint-2").exists():
+            time.sleep(0.05)
+        s3.start()
+
+    thread = threading.Thread(target=come_back, daemon=True)
+    thread.start()
+    refused = accelerate_launch(config, SFT, *new)
+    thread.join()
+    assert refused.code == 1
+    assert f"error: not uploaded to {uri}: all checkpoints: it holds checkpoint-6 of another run" in refused.output
+    assert s3.names("bucket") == kept
+    assert (tmp_path / "new" / "final" / "model.safetensors").exists()
