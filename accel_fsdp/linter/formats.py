@@ -1,6 +1,7 @@
 """Prints findings: as text for people, as JSON, as annotations of GitHub Actions, or as SARIF for code scanning."""
 
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,8 @@ COMMANDS: dict[Severity, str] = {"error": "error", "warning": "warning", "note":
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 UNREADABLE = "unreadable"
 """The code of a file that can't be linted, in the formats for programs."""
+WORKSPACE = "GITHUB_WORKSPACE"
+"""The variable that names the repository's folder in a job of GitHub."""
 UNREADABLE_RULE = (UNREADABLE, "error", "A file can't be read.", "A file, or an input of the check, can't be read.")
 Read: TypeAlias = Mapping[Path, list[Finding]]
 """The findings per readable file."""
@@ -65,7 +68,7 @@ def show_text(path: Path, findings: list[Finding], print_row: Callable[..., None
         place = f"{path}:{finding.line}" if finding.line else str(path)
         print_row(f"{place}: {finding.severity} {finding.code}: {finding.what}", style=COLOURS[finding.severity])
         print_row(f"  why: {finding.why}")
-        print_row(f"  fix: {finding.fix}{' (--fix does it)' if finding.edits else ''}")
+        print_row(f"  fix: {_fix(finding)}")
     _say_summary(path, findings)
 
 
@@ -104,7 +107,11 @@ def _escaped(text: str, more: str = "") -> str:
 
 
 def _message(finding: Finding) -> str:
-    return f"{finding.what}\nwhy: {finding.why}\nfix: {finding.fix}"
+    return f"{finding.what}\nwhy: {finding.why}\nfix: {_fix(finding)}"
+
+
+def _fix(finding: Finding) -> str:
+    return f"{finding.fix}{' (--fix does it)' if finding.edits else ''}"
 
 
 def sarif(rows: Iterable[tuple[str, Finding]]) -> dict[str, Any]:
@@ -144,9 +151,9 @@ def _is_file(name: str) -> bool:
 
 
 def _relative(name: str) -> Path:
-    """The path from the working folder, which is the repository's in CI; unchanged for a file elsewhere."""
-    path = Path(name)
-    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    """The path from the repository's folder, which GitHub names, or the working one; unchanged for a file elsewhere."""
+    path, root = Path(os.path.abspath(name)), Path(os.environ.get(WORKSPACE) or Path.cwd())
+    return path.relative_to(root) if path.is_relative_to(root) else Path(name)
 
 
 def _uri(path: Path) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -65,10 +66,8 @@ def uri(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def _own_file_systems() -> Iterator[None]:
     """fsspec keeps one object for each store, which a test here changes."""
-    import fsspec
-
     yield
-    fsspec.implementations.local.LocalFileSystem.clear_instance_cache()
+    LocalFileSystem.clear_instance_cache()
 
 
 def test_no_moment_of_a_push_shows_half_a_checkpoint(tmp_path: Path, uri: str) -> None:

@@ -163,3 +163,17 @@ def test_stdin_is_no_file_of_the_repository(
     assert cli.call(["check", "--format", "sarif", "-"]) == 1
     (result,) = valid(json.loads(capsys.readouterr().out))["runs"][0]["results"]
     assert (result["ruleId"], "locations" in result) == ("AF103", False)
+
+
+def test_paths_are_those_of_the_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A job of GitHub may work in a folder inside; the repository's is in a variable."""
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_verion: 2\n")
+    monkeypatch.chdir(tmp_path / "configs")
+    monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path))
+    cli.call(["check", "--format", "github", "fsdp.yaml"])
+    told = capfd.readouterr().out
+    assert "::error file=configs/fsdp.yaml,line=3" in told
+    assert "(--fix does it)" in told
