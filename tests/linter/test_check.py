@@ -143,6 +143,7 @@ GOLDEN_WITH_ARGS: dict[str, tuple[str, str, str, str]] = {
     "AF632": (V2, "--eval_strategy steps", V2, "--eval_strategy no"),
     "AF633": (V2.replace("'no'", "bf16"), "--max_steps 3", V1.replace("'no'", "bf16"), "--max_steps 3"),
     "AF634": (AC2, "--attention_dropout 0.1", AC1, "--attention_dropout 0.1"),
+    "AF638": (V2, "--checkpoint_uri s3://id:key@bucket/run", V2, "--checkpoint_uri s3://bucket/run"),
     "AF635": (
         V2,
         "--load_best_model_at_end",

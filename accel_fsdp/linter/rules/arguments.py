@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from accel_fsdp.checkpoints import store
 from accel_fsdp.config import LOW_DTYPES, Engine
 from accel_fsdp.errors import near_key
 from accel_fsdp.job import UNLESS_SFT, from_arguments
@@ -343,4 +344,19 @@ def best_model_of_shards(subject: Subject) -> Iterator[Finding]:
             "--load_best_model_at_end overlooks the newest checkpoint",
             f"an older model counts as the best, or ranks that disagree hang{UNLESS_SFT}",
             "fsdp_state_dict_type: FULL_STATE_DICT, or train/sft.py",
+        )
+
+
+@rule("AF638", "error")
+def password_in_uri(subject: Subject) -> Iterator[Finding]:
+    """A `--checkpoint_uri` with a password or a signature.
+
+    Job files, logs and run.json would show it. train/sft.py refuses it.
+    """
+    if store.PASSWORD.search(str(subject.arg("checkpoint_uri") or "")):
+        yield Finding(
+            "",
+            "--checkpoint_uri holds a password or a signature",
+            "job files and logs show it, and train/sft.py refuses it",
+            "the variables or files of the store's own tools, such as AWS_PROFILE",
         )
