@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from accel_fsdp.training import Checkpoints, SftTrainer
+from accel_fsdp.training import CheckpointWriter, SftTrainer
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 RANK, KIND, STEP = os.environ["RANK"], os.environ["HANG"], int(os.environ["HANG_STEP"])
@@ -73,5 +73,5 @@ def with_fault(original: Any) -> Any:
 
 
 SftTrainer.__init__ = with_fault(SftTrainer.__init__)  # type: ignore[method-assign]
-Checkpoints._hashes = waiting_in_a_save(Checkpoints._hashes)  # type: ignore[method-assign]
+CheckpointWriter._hashes = waiting_in_a_save(CheckpointWriter._hashes)  # type: ignore[method-assign]
 runpy.run_path(str(SFT), run_name="__main__")

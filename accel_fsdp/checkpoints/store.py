@@ -217,7 +217,7 @@ class Store:
                 raise UserError(
                     f"{self.uri}/{name}: {damaged}",
                     why="it would train something else",
-                    fix=f"an older one, with --step N; accel-fsdp checkpoints {self.uri} lists them",
+                    fix=f"accel-fsdp checkpoints {self.uri} lists older ones, which --step takes",
                 )
         if not (run / file_names.DESCRIBED).exists():
             self.fetch(file_names.DESCRIBED, self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED)

@@ -112,9 +112,15 @@ def test_steps_of_another_size_are_refused_before_anything_is_loaded(
     wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = written(tmp_path / "checkpoint-4", *SHARDED, *REST)  # steps of 8 rows
-    monkeypatch.setattr(resuming, "_gather_answers", list)
+    monkeypatch.setattr(resuming, "gather_answers", list)
     resume = "true" if wanted == "true" else str(folder)
-    run = {"output_dir": str(tmp_path), "world_size": 2, "process_index": 0, "save_on_each_node": False}
+    run = {
+        "output_dir": str(tmp_path),
+        "world_size": 2,
+        "process_index": 0,
+        "save_on_each_node": False,
+        "checkpoint_uri": None,
+    }
     run |= {"gradient_accumulation_steps": 2, "ignore_data_skip": False, "resume_from_checkpoint": resume}
     with pytest.raises(UserError, match="counts steps of 8 rows, this run steps of 16"):
         resuming.chosen(SimpleNamespace(**run, train_batch_size=4))
@@ -162,7 +168,7 @@ def test_what_a_strangers_checkpoint_names_is_not_run(
     (folder / name).write_bytes(content(Evil(tmp_path / "proof")))
     if marked:
         completeness.seal(folder, HERE)
-    monkeypatch.setattr(resuming, "_gather_answers", list)
+    monkeypatch.setattr(resuming, "gather_answers", list)
     run = {"output_dir": str(tmp_path), "world_size": 2, "save_on_each_node": False, "train_batch_size": 2}
     run |= {"gradient_accumulation_steps": 2, "ignore_data_skip": False, "resume_from_checkpoint": str(folder)}
     reasons = []
