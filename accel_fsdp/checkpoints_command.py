@@ -195,12 +195,11 @@ def _of_run(uri: str, flag: str) -> str:
 
 
 def _push(run: Path, place: Store, step: int | None) -> int:
-    found = checkpoints(run)
     folder = completeness.choose(run).newest
-    if folder is None or not found:
+    if folder is None:
         raise _nothing(run)
     if step is not None:
-        folder = Path(_of_steps(run, found, [str(step)])[0].folder)
+        folder = Path(_of_steps(run, checkpoints(run), [str(step)])[0].folder)
     if (why := completeness.flaw(folder)) or not marker.listed(folder):
         raise UserError(
             f"{folder} {f'is not complete: {why}' if why else f'has no {file_names.MARKER}'}",

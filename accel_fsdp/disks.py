@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from accel_fsdp import atomic_files
-from accel_fsdp.units import MIB, gib_or_mib
+from accel_fsdp.errors import UserError
+from accel_fsdp.units import MIB, distinguishable, gib_or_mib
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 SAID = re.compile(r"No space left on device|Not enough disk space|Disk quota exceeded|\(os error (28|122)\)")
@@ -29,6 +30,15 @@ def full(error: BaseException, folder: Path) -> str:
     if not is_full and not _has_no_room(folder):
         return ""
     return f"the disk is full, {gib_or_mib(shutil.disk_usage(atomic_files.existing_part(folder)).free)} are free"
+
+
+def check_room(folder: Path, needed_bytes: int, text: str, why: str, fix: str) -> None:
+    """Raises a UserError if the disk of `folder` has less free space; `text` names what takes it."""
+    place = atomic_files.existing_part(folder)
+    free = shutil.disk_usage(place).free
+    if needed_bytes > free:
+        needed, available = distinguishable(gib_or_mib, needed_bytes, free)
+        raise UserError(f"{text} {needed}, {available} are free at {place}", why=why, fix=fix)
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:

@@ -18,7 +18,6 @@ from typing import Any
 from accel_fsdp import atomic_files, console, disks
 from accel_fsdp.checkpoints import completeness, file_names, marker
 from accel_fsdp.errors import UsageError, UserError, did_you_mean, one_line
-from accel_fsdp.units import distinguishable, gib_or_mib
 
 URI = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.+?)/*")
 """A URI, also one that became a path, which has a single slash. A drive of Windows has a single letter."""
@@ -119,8 +118,7 @@ class Store:
 
     def checkpoints(self) -> list[str]:
         """The names of all checkpoints, complete or not, the oldest first."""
-        names = {path.partition("/")[0] for path in self.sizes() if "/" in path}
-        return sorted((name for name in names if file_names.step(name) >= 0), key=file_names.step)
+        return _checkpoints_of(self.sizes())
 
     def lacking(self, name: str) -> str:
         """Why a checkpoint can't be taken; empty if it is complete: it has a marker, and all that this lists."""
@@ -233,7 +231,8 @@ class Store:
 
     def retire(self, keep: int | None, best: str | None) -> None:
         """Deletes what `completeness.retire` would delete of a folder of this machine."""
-        there, names = self.sizes(), self.checkpoints()
+        there = self.sizes()
+        names = _checkpoints_of(there)
         markers = {name: there.get(f"{name}/{file_names.MARKER}", 0) for name in names}
         complete = [name for name, size in markers.items() if size > len(marker.UNFINISHED)]
         for name in completeness.outdated(names, complete, keep, best):
@@ -281,6 +280,12 @@ class Store:
         return f"{self.root}/{name}/{file}"
 
 
+def _checkpoints_of(paths: Iterable[str]) -> list[str]:
+    """The names of the checkpoints that files of a run are in, the oldest first."""
+    names = {path.partition("/")[0] for path in paths if "/" in path}
+    return sorted((name for name in names if file_names.step(name) >= 0), key=file_names.step)
+
+
 def arriving_at(run: Path, name: str) -> Path:
     """The folder in which the files of a checkpoint arrive."""
     return run / f".{name}.arriving"
@@ -294,14 +299,7 @@ def arriving(run: Path, name: str, size_bytes: int) -> Iterator[Path]:
         UserError: the disk is too small for it.
     """
     partial = arriving_at(run, name)
-    free = shutil.disk_usage(atomic_files.existing_part(run)).free
-    if size_bytes > free:
-        takes, available = distinguishable(gib_or_mib, size_bytes, free)
-        raise UserError(
-            f"{name} takes {takes}, {available} are free at {run}",
-            why="it can't be fetched",
-            fix="free some space, or another folder",
-        )
+    disks.check_room(run, size_bytes, f"{name} takes", "it can't be fetched", "free some space, or another folder")
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     try:
         partial.mkdir(parents=True)

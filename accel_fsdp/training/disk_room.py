@@ -1,7 +1,6 @@
 """Checks that the disk has room for a run's files, and that all machines write to the same disk."""
 
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from torch.distributed.tensor import DTensor
 
-from accel_fsdp import atomic_files
+from accel_fsdp import disks
 from accel_fsdp.checkpoints import completeness, file_names
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
@@ -97,15 +96,13 @@ def check_whole_run(trainer: Any, checkpoint_bytes: int, export_bytes: int) -> N
 
 def check(output_dir: Path, needed_bytes: int, text: str) -> None:
     """Raises a UserError if the disk of `output_dir` has less free space; `text` names what needs it."""
-    output = atomic_files.existing_part(output_dir)
-    free = shutil.disk_usage(output).free
-    if needed_bytes > free:
-        needed, available = distinguishable(gib_or_mib, needed_bytes, free)
-        raise UserError(
-            f"{text} {needed}, {available} are free at {output}",
-            why="the run would fill the disk",
-            fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
-        )
+    disks.check_room(
+        output_dir,
+        needed_bytes,
+        text,
+        why="the run would fill the disk",
+        fix="free some space, a lower --save_total_limit, fewer saves (--save_steps), or another --output_dir",
+    )
 
 
 def trained_elements(model: torch.nn.Module) -> int:
