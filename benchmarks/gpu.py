@@ -10,7 +10,6 @@ for shapes of 1 and 8 billion parameters, kept in RESULTS.md. That needs all of 
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -23,6 +22,8 @@ from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from children import environment
 
 from accel_fsdp.atomic_files import write_text
 from accel_fsdp.config import Engine
@@ -169,11 +170,8 @@ def measure(case: Case, device: str) -> dict[str, Any]:
     settings["ranks"] = 0 if case.layout.engine is Engine.NONE else case.layout.ranks
     settings |= {"config": config_of(case), "blocks": [block.name for block in shape.blocks], "vocab": shape.vocab}
     command = [sys.executable, str(HERE / "gpu_case.py"), json.dumps(settings), device]
-    environment = {"PYTHONPATH": str(HERE.parent), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
-        ran = subprocess.run(
-            command, capture_output=True, text=True, timeout=CASE_SECONDS, env={**os.environ, **environment}
-        )
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS, env=environment())
     except subprocess.TimeoutExpired:
         return {"error": f"still running after {CASE_SECONDS} s"}
     marked = [line for line in ran.stdout.splitlines() if line.startswith("MEASURED ")]
@@ -233,9 +231,10 @@ def needed(case: Case) -> int:
     return round(1.25 * max(predicted(case, 0)["peak"], 1.25 * loading)) + SPARE_BYTES
 
 
-def run_all(cases: list[Case], device: str, room: Room, workers: int) -> list[dict[str, Any]]:
-    """All cases, some at a time; prints each line as it comes."""
+def run_all(cases: list[Case], device: str, room: Room, workers: int, out: Path | None) -> list[dict[str, Any]]:
+    """All cases, some at a time; prints and keeps each as it comes, as a lent GPU may end before the last one."""
     rows: list[dict[str, Any]] = []
+    one_writes = threading.Lock()
 
     def run_case(each: Case) -> None:
         taken = room.take(needed(each))
@@ -248,13 +247,16 @@ def run_all(cases: list[Case], device: str, room: Room, workers: int) -> list[di
         if "error" in outcome:
             print(f"{each.name}: FAILED after {seconds:.0f} s: {outcome['error']}", flush=True)
             return
-        rows.append(row_of(each, outcome))
-        print(line(rows[-1]) + f"  {seconds:.0f} s", flush=True)
+        row = row_of(each, outcome)
+        print(line(row) + f"  {seconds:.0f} s", flush=True)
+        with one_writes:
+            rows.append(row)
+            if out:
+                keep(out, rows)
 
     with ThreadPoolExecutor(workers) as pool:
         list(pool.map(run_case, cases))
-    order = {each.name: number for number, each in enumerate(cases)}
-    return sorted(rows, key=lambda row: order[row["case"]])
+    return rows
 
 
 def line(row: dict[str, Any]) -> str:
@@ -287,7 +289,7 @@ def keep(path: Path, rows: list[dict[str, Any]]) -> None:
 
     new = {key(row) for row in rows}
     kept = [row for row in old if key(row) not in new] + rows
-    lines = ",\n".join(json.dumps(row) for row in kept)
+    lines = ",\n".join(json.dumps(row) for row in sorted(kept, key=key))
     write_text(path, f'{{"cases": [\n{lines}\n]}}\n')
 
 
@@ -329,16 +331,14 @@ def main() -> None:
         cases = [case for case in cases if case.recipe.method == "full"]
     size, workers = (gpu_bytes(), WORKERS) if options.device == "cuda" else (1 << 40, 2)
     began = time.monotonic()
-    rows = run_all(sorted(cases, key=needed, reverse=True), options.device, Room(size), workers)
+    out = options.out or (DATA if options.device == "cuda" else None)
+    try:
+        rows = run_all(sorted(cases, key=needed, reverse=True), options.device, Room(size), workers, out)
+    except UserError as error:
+        raise SystemExit(str(error)) from error
     if not rows:
         raise SystemExit("no case could be measured")
     print(*summary(rows), f"{len(rows)} of {len(cases)} cases in {time.monotonic() - began:.0f} s", sep="\n")
-    out = options.out or (DATA if options.device == "cuda" else None)
-    if out:
-        try:
-            keep(out, rows)
-        except UserError as error:
-            raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

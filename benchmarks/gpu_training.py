@@ -5,7 +5,6 @@ packed rows of the shipped chats, the script's own account (`run.json`) as the m
 """
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ from statistics import median
 from typing import Any
 
 import results
+from children import ROOT, environment
 
 from accel_fsdp.atomic_files import write_text
 from accel_fsdp.models import catalogue
@@ -24,11 +24,12 @@ from accel_fsdp.training.reporting import run_record
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import interview, to_text
 
-ROOT = Path(__file__).parent.parent
 CHATS = ROOT / "train" / "data" / "fsdp_chat" / "train.jsonl"
 STEPS, WINDOW, WARM_UP = 16, 4, 4
 """Steps of a run, steps per measurement, and steps before the first one that counts."""
 CASE_SECONDS = 420
+LINES = 40
+"""Of what a failed run printed: the launcher's own words come last, and are many."""
 LORA = ("--use_peft", "true")
 
 
@@ -76,6 +77,8 @@ def write_model(case: Case, folder: Path) -> None:
         wanted = AutoConfig.for_model(config.pop("model_type"), **config)
         model = AutoModelForCausalLM.from_config(wanted, dtype=torch.bfloat16, trust_remote_code=False)
     model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()  # this process lives on beside the one that trains
     words = Tokenizer(models.BPE())
     words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     words.train([str(CHATS)], trainers.BpeTrainer(vocab_size=4096, special_tokens=["<eos>"], show_progress=False))
@@ -111,11 +114,11 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
         stderr=subprocess.STDOUT,
         text=True,
         timeout=CASE_SECONDS,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"},
+        env=environment(),
     )
     account = run_record.read(run)
     if ran.returncode or account.get("status") != "finished":
-        return {"error": " | ".join(ran.stdout.strip().splitlines()[-3:])}
+        return {"error": "\n".join(ran.stdout.strip().splitlines()[-LINES:])}
     return account
 
 
@@ -138,6 +141,8 @@ def run_all(cases: Sequence[Case]) -> list[str]:
         folder = Path(tempfile.mkdtemp(prefix="gpu-training-"))
         try:
             account = measure(case, folder)
+        except subprocess.TimeoutExpired:
+            account = {"error": f"still running after {CASE_SECONDS} s"}
         finally:
             shutil.rmtree(folder, ignore_errors=True)  # an 8B model and its export: 32 GB
         if "error" in account:

@@ -11,7 +11,6 @@ taken for a right one until a rehearsal failed.
 import argparse
 import importlib.metadata
 import json
-import os
 import re
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from typing import Any, NamedTuple
 
 import results
 import yaml
+from children import environment
 
-ROOT = Path(__file__).parent.parent
 FOLDER = Path(__file__).parent / "mistakes"
 TABLE: dict[str, dict[str, Any]] = json.loads((FOLDER / "table.json").read_text())
 """Of each script the YAML it is rehearsed with, and of each mistake what a rehearsal has to say of it (a regular
@@ -74,14 +73,13 @@ def rehearsed(script: Path, keys: dict[str, Any], arguments: list[str], folder: 
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(keys, sort_keys=False))
     command = [sys.executable, "-m", "accel_fsdp", "rehearse", str(file), "--json", "--script", str(script)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
         [*command, "--timeout", str(limit), *(["--", *arguments] if arguments else [])],
         capture_output=True,
         text=True,
         cwd=folder,
         check=False,
-        env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
+        env=environment(),
     )
     if "{" not in done.stdout:
         refused = {"said": done.stderr.strip()[-500:], "key": "", "line": "", "passed": False}

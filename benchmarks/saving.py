@@ -7,7 +7,6 @@ a ratio to that of the others. Sizes are those of float32 weights with AdamW's m
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -18,10 +17,10 @@ from typing import Any
 
 import results
 import torch
+from children import environment
 from fuzz import small_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parent.parent
 CASE = Path(__file__).parent / "saving_case.py"
 STEPS, SAVE_STEPS = 26, 6
 BYTES_PER_WEIGHT = 12
@@ -50,7 +49,7 @@ def measured(side: str, model: Path, folder: Path) -> dict[str, Any]:
     out, rows, config = folder / f"{side}.json", folder / "rows.jsonl", folder / "fsdp.yaml"
     rows.write_text("".join(json.dumps({"text": f"{number} " * 64}) + "\n" for number in range(200)))
     made = [sys.executable, "-m", "accel_fsdp", "config", "--yes", "--model", str(model), "--num-processes", "2"]
-    env = {**os.environ, "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    env = environment(OMP_NUM_THREADS="1")
     made += ["--mixed-precision", "no", "--output", str(config), "--force"]
     subprocess.run(made, check=True, env=env, capture_output=True)
     flags = {
@@ -68,10 +67,6 @@ def measured(side: str, model: Path, folder: Path) -> dict[str, Any]:
         raise RuntimeError(f"{side}\n{ended.stderr[-3000:]}")
     content: dict[str, Any] = json.loads(out.read_text())
     return content
-
-
-def _path() -> str:
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 def row(gb: float, side: str, run: dict[str, Any], in_line: float) -> str:

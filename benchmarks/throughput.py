@@ -24,11 +24,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import results
 import torch
+from children import ROOT, environment
 from preparation import rows_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parent.parent
 SMOLLM2, NARROW = "SmolLM2-135M", "256 wide"
 BATCH, MAX_LENGTH = 4, 256
 ROWS = {NARROW: 48, SMOLLM2: 24}
@@ -111,7 +111,7 @@ def train(case: Case, side: str, model: Path, data: Path, folder: Path) -> float
     shutil.rmtree(output, ignore_errors=True)
     threads = max(1, len(os.sched_getaffinity(0)) // case.processes)
     on_cpu = {} if torch.cuda.is_available() else {"ACCELERATE_USE_CPU": "true"}
-    env = {**os.environ, **on_cpu, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": _path()}
+    env = environment(OMP_NUM_THREADS=str(threads), **on_cpu)
     launch = [
         sys.executable,
         "-m",
@@ -124,10 +124,6 @@ def train(case: Case, side: str, model: Path, data: Path, folder: Path) -> float
     if ended.returncode:
         raise RuntimeError(f"{side}: {case.name}\n{ended.stderr[-3000:]}")
     return runtime(output)
-
-
-def _path() -> str:
-    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
 
 
 def runtime(output: Path) -> float:
