@@ -67,7 +67,7 @@ docs: $(VENV)/.base
 	python tests/reference_docs.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(ENGINES) demo runs site web/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(ENGINES) demo runs site web/node_modules tests/editor/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.base: constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)

@@ -147,7 +147,7 @@ def _check(options: Any) -> int:
 
     if options.list_rules or options.explain:
         return linter.show_rules(options.explain)
-    return linter.lint_all(options.files, options)
+    return linter.lint_all(options)
 
 
 def _doctor(options: Any) -> int:

@@ -16,6 +16,7 @@ CONFIG = "fsdp2"
 CHOSEN = ("--model_name_or_path", "--dataset_name", "--output_dir", "--per_device_train_batch_size", "--max_length")
 """The flags of a YAML's launch command whose values are the user's to choose."""
 NATIVE, README = "train/native.py", "train/README.md"
+SCHEMA = "accelerate_configs/schema.json"
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ def _contents(config: str, native: bool) -> dict[str, str]:
             why="there is nothing to copy",
             fix=f"one of {', '.join(available)}; or make your own: accel-fsdp config -o FILE.yaml",
         )
-    scripts = [SCRIPT, *([NATIVE] if native else [])]
-    texts = {name: (shipped.source() / name).read_text(encoding="utf-8") for name in scripts}
+    names = [SCRIPT, *([NATIVE] if native else []), SCHEMA]
+    texts = {name: (shipped.source() / name).read_text(encoding="utf-8") for name in names}
     texts[_yaml(config)] = available[config].read_text(encoding="utf-8")
     return {**texts, README: _readme(config, _needed(texts[_yaml(config)], "fsdp.yaml"), native)}
 

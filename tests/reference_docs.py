@@ -19,7 +19,13 @@ from accel_fsdp.prediction import trace_store
 from accel_fsdp.wizard import MODEL, PRESETS, interview, to_yaml
 
 ROOT = Path(__file__).parent.parent
-SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+SCHEMA_DIALECT = "http://json-schema.org/draft-07/schema#"
+"""The newest that SchemaStore advises, and all language servers of YAML read."""
+SCHEMA_ID = "https://www.schemastore.org/accelerate-config.json"
+"""Where SchemaStore would serve it."""
+
+NO_DEFAULTS = (None, {}, -1)
+"""What an editor needn't offer: -1 stands for the number of GPUs."""
 
 
 def schema() -> dict[str, Any]:
@@ -33,7 +39,9 @@ def schema() -> dict[str, Any]:
     top = {key: {**value, **sections.get(key, {})} for key, value in _properties("").items()}
     return {
         "$schema": SCHEMA_DIALECT,
+        "$id": SCHEMA_ID,
         "title": "Accelerate config (DDP, FSDP1, FSDP2, DeepSpeed, TPU)",
+        "description": "The YAML of `accelerate launch --config_file`, as Accelerate 1.15 reads it.",
         "type": "object",
         "properties": top,
         "required": ["distributed_type"],
@@ -57,12 +65,16 @@ def _property(field: Field) -> dict[str, Any]:
     }
     shape = types.get(field.kind, {})
     if field.choices:
-        choices = [*field.choices, *NUMBERED.get(field.key, ())]
-        shape = {"enum": [*choices, *(int(choice) for choice in choices if choice.isdecimal())]}
+        choices: list[str | int] = [*field.choices, *NUMBERED.get(field.key, ())]
+        choices += [int(choice) for choice in choices if choice.isdecimal()]
+        shape = {"enum": choices}
+        if any(field.meanings.values()):
+            shape["enumDescriptions"] = [field.meanings.get(str(choice), "") for choice in choices]
         if field.key not in EXACT:
-            words = "|".join(map(_any_case, choices))
+            words = "|".join(_any_case(choice) for choice in choices if isinstance(choice, str))
             shape = {"anyOf": [shape, {"type": "string", "pattern": f"^({words})$"}]}
-    return {"description": f"{field.help} Read by {readers(field)}.", **shape}
+    default = {} if field.default in NO_DEFAULTS else {"default": field.default}
+    return {"description": f"{field.help} Read by {readers(field)}.", **default, **shape}
 
 
 def _any_case(word: str) -> str:

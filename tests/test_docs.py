@@ -11,7 +11,7 @@ import reference_docs
 import yaml
 from conftest import ROOT, SFT, accel_fsdp, run
 from hypothesis import given
-from jsonschema import Draft202012Validator
+from jsonschema import Draft7Validator
 from test_config import answers
 
 from accel_fsdp import cli
@@ -108,7 +108,7 @@ def test_generated_pages_are_up_to_date() -> None:
     assert old <= (set() if frees_output_late() else {"docs/plan_step.svg"}), "run make docs"
 
 
-SCHEMA = Draft202012Validator(reference_docs.schema())
+SCHEMA = Draft7Validator(reference_docs.schema())
 
 
 @given(wanted=answers())
@@ -129,5 +129,5 @@ def test_the_schema_accepts_what_the_wizard_writes(wanted: Answers) -> None:
     ],
 )
 def test_the_schema_refuses_what_accelerate_would_drop(text: str) -> None:
-    Draft202012Validator.check_schema(reference_docs.schema())
+    Draft7Validator.check_schema(reference_docs.schema())
     assert not SCHEMA.is_valid(yaml.safe_load(text))

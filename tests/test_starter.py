@@ -18,6 +18,8 @@ def test_a_project_is_written_once(tmp_path: Path) -> None:
     assert (project / "train" / "sft.py").read_text() == (ROOT / "train" / "sft.py").read_text()
     yaml = project / "accelerate_configs" / "zero3.yaml"
     assert yaml.read_text() == (ROOT / "accelerate_configs" / "zero3.yaml").read_text()
+    schema = project / "accelerate_configs" / "schema.json"
+    assert schema.read_text() == (ROOT / "accelerate_configs" / "schema.json").read_text()
     (project / "train" / "sft.py").write_text("mine")
     yaml.unlink()
     again = accel_fsdp("init", project, "--config", "zero3")

@@ -1,5 +1,6 @@
 """The command `accel-fsdp check`: read, run the rules, repair, report."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from accel_fsdp import atomic_files, console
 from accel_fsdp.config import ReadConfig, yaml_file
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.linter import formats
-from accel_fsdp.linter.flags import LintOptions
+from accel_fsdp.linter.flags import CheckCommand, LintOptions
 from accel_fsdp.linter.inputs import read_given, read_launch, read_subject
 from accel_fsdp.linter.rules import RULES, Finding, Rule, Subject, locate, repair, run
 
@@ -20,23 +21,40 @@ OF_SCRIPTS = "AF9"
 """The beginning of the codes of rules about training scripts."""
 
 
-def lint_all(paths: tuple[Path, ...], options: LintOptions) -> int:
+def lint_all(options: CheckCommand) -> int:
     """Lints each file and prints the findings; returns the exit code.
 
     The code is 2 if a file can't be read, although the others are still linted; else 1 if a file has errors (or
     warnings, if strict).
     """
+    name, stdin = options.stdin_filename, Path(yaml_file.STDIN)
+    paths = options.files or (() if name is None else (stdin,))
     if not paths:
         raise UsageError("no file given", why="there is nothing to check", fix="accel-fsdp check FILE.yaml")
-    if options.fix and Path(yaml_file.STDIN) in paths:
+    if options.fix and stdin in paths:
         raise UsageError("check --fix -", why="stdin can't be repaired", fix="accel-fsdp check --fix FILE")
+    if name is not None and paths != (stdin,):
+        raise UsageError(
+            f"--stdin-filename {name} with files",
+            why="it names what is read from stdin, and files are checked by their own names",
+            fix=f"accel-fsdp check --stdin-filename {name} -",
+        )
     output = formats.format_of(options)
     by_file, unread = _lint_each(paths, options)
+    if name is not None:
+        by_file = {name: by_file[stdin]} if by_file else {}
+        unread = {str(name) if path else "": _renamed(error, name) for path, error in unread.items()}
     formats.show(by_file, unread, output)
     if unread:
         return UsageError.exit_code
     counted = {"error", "warning"} if options.strict else {"error"}
     return int(any(finding.severity in counted for findings in by_file.values() for finding in findings))
+
+
+def _renamed(error: UserError, name: Path) -> UserError:
+    """The error of stdin, with the name that it was given."""
+    what = re.sub(r"(?<!\S)-(?=[:\s])", lambda _: str(name), error.what, count=1)
+    return type(error)(what, why=error.why, fix=error.fix)
 
 
 def _lint_each(paths: tuple[Path, ...], options: LintOptions) -> tuple[dict[Path, list[Finding]], dict[str, UserError]]:

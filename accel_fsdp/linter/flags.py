@@ -45,5 +45,8 @@ class CheckCommand(LintOptions):
     files: Annotated[
         tyro.conf.Positional[tuple[Path, ...]], arg("Accelerate YAMLs; - for stdin.", "FILE", hint="(one or more)")
     ] = ()
+    stdin_filename: Annotated[
+        Optional[Path], arg("The name to show for what is read from stdin, such as an editor's unsaved text.", "FILE")
+    ] = None
     list_rules: Annotated[bool, arg("Show all rules.")] = False
     explain: Annotated[Optional[str], arg("Show what a rule is about.", "CODE")] = None

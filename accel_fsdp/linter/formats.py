@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -45,7 +46,7 @@ def show(read: Read, unread: Unread, output: Format) -> None:
         _show_texts(read, unread)
         return
     rows = [(str(path), finding) for path, findings in read.items() for finding in findings]
-    rows += [(name, Finding("", e.what, e.why, e.fix, code=UNREADABLE)) for name, e in unread.items()]
+    rows += [(name, _unreadable(name, error)) for name, error in unread.items()]
     if output == "github":
         for name, finding in rows:
             console.put(annotation(name, finding), lines=True)
@@ -54,6 +55,13 @@ def show(read: Read, unread: Unread, output: Format) -> None:
     else:
         content = [_as_json(*row) for row in rows] if output == "json" else sarif(rows)
         console.put(json.dumps(content, indent=2), lines=True)
+
+
+def _unreadable(name: str, error: UserError) -> Finding:
+    """The error as a finding, at the line that its text begins with."""
+    place = re.match(rf"{re.escape(name)}:(\d+): ", error.what)
+    line, what = (int(place[1]), error.what[place.end() :]) if place else (None, error.what)
+    return Finding("", what, error.why, error.fix, code=UNREADABLE, line=line)
 
 
 def _show_texts(read: Read, unread: Unread) -> None:

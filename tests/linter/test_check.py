@@ -332,7 +332,7 @@ def test_checking_imports_no_heavy_library(tmp_path: Path) -> None:
     path.write_text(V2)
     code = (
         "import sys; from pathlib import Path; from accel_fsdp import linter\n"
-        f"linter.lint_all((Path({str(path)!r}),), linter.LintOptions())\n"
+        f"linter.lint_all(linter.CheckCommand(files=(Path({str(path)!r}),)))\n"
         "print([m for m in ('torch', 'transformers', 'accelerate') if m in sys.modules])"
     )
     assert run([sys.executable, "-c", code]).output.endswith("[]\n")

@@ -63,9 +63,9 @@ def test_github_gets_an_annotation_per_finding(repository: Path, capsys: pytest.
 def test_github_is_told_of_unreadable_files_too(repository: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.call(["check", "--format", "github", "broken.yaml", "configs/bad, 50%.yaml"]) == 2
     commands = [read_back(line) for line in capsys.readouterr().out.splitlines()]
-    assert [(properties["file"], properties["title"]) for _, properties, _ in commands] == [
-        ("configs/bad, 50%.yaml", "AF103"),
-        ("broken.yaml", "unreadable"),
+    assert [tuple(properties[key] for key in ("file", "line", "title")) for _, properties, _ in commands] == [
+        ("configs/bad, 50%.yaml", "8", "AF103"),
+        ("broken.yaml", "2", "unreadable"),
     ]
     assert cli.call(["check", "--format", "github", "--args", "nowhere", "configs/good.yaml"]) == 2
     _, properties, message = read_back(capsys.readouterr().out.strip())
@@ -99,7 +99,7 @@ def test_sarif_is_valid_and_says_where(repository: Path, capsys: pytest.CaptureF
     assert {
         ("AF103", "configs/bad, 50%.yaml", 8, 3),
         ("AF103", "noted.yaml", 2, 32),
-        ("unreadable", "broken.yaml", None, None),
+        ("unreadable", "broken.yaml", 2, None),
     } <= found
     (misspelt,) = (result for result in run["results"] if place_of(result)[0].endswith("%.yaml"))
     assert misspelt["level"] == "error"
@@ -156,10 +156,50 @@ def test_the_flags_of_the_formats(repository: Path, capsys: pytest.CaptureFixtur
         cli.call(["check", "--format", "sarf", "configs/good.yaml"])
 
 
+def piped(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode("latin-1"))))
+
+
+@pytest.mark.parametrize("words", [["-"], []])
+def test_an_editors_text_has_the_name_of_its_file(
+    words: list[str], repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file itself, which is faultless, is as it was saved last."""
+    named = ["check", "--stdin-filename", "configs/good.yaml", *words]
+    piped(monkeypatch, BAD)
+    assert cli.call(named) == 1
+    assert capsys.readouterr().out.startswith("configs/good.yaml:8: error AF103: ")
+    piped(monkeypatch, BAD)
+    assert cli.call([*named, "--format", "sarif"]) == 1
+    (result,) = valid(json.loads(capsys.readouterr().out))["runs"][0]["results"]
+    assert place_of(result) == ("configs/good.yaml", 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"), [("a: 1\nb: [", 2), ("a: \0", 1), ("a: \xff", None), ("- 1", None), ("a" * (1 << 20) + "a", None)]
+)
+def test_so_has_one_that_no_parser_takes(
+    text: str, line: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(monkeypatch, text)
+    assert cli.call(["check", "--stdin-filename", "x-1.yaml", "--json"]) == 2
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["file"], found["line"], found["code"]) == ("x-1.yaml", line, "unreadable")
+    piped(monkeypatch, text)
+    assert cli.call(["check", "--stdin-filename", "x-1.yaml"]) == 2
+    assert re.match(rf"error: (cannot read )?x-1\.yaml{f':{line}: ' if line else ':? '}", capsys.readouterr().err)
+
+
+def test_a_name_of_stdin_is_for_stdin_alone() -> None:
+    for files in (["a.yaml"], ["a.yaml", "-"]):
+        with pytest.raises(UsageError, match=r"--stdin-filename b\.yaml with files"):
+            cli.call(["check", "--stdin-filename", "b.yaml", *files])
+
+
 def test_stdin_is_no_file_of_the_repository(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(BAD.encode())))
+    piped(monkeypatch, BAD)
     assert cli.call(["check", "--format", "sarif", "-"]) == 1
     (result,) = valid(json.loads(capsys.readouterr().out))["runs"][0]["results"]
     assert (result["ruleId"], "locations" in result) == ("AF103", False)

@@ -119,10 +119,10 @@ def test_stdin_is_a_file(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         buffer = io.BytesIO((V2 + "  fsdp_ofload_params: true\n").encode())
 
     monkeypatch.setattr("sys.stdin", Piped())
-    assert linter.lint_all((Path("-"),), linter.LintOptions()) == 1
+    assert linter.lint_all(linter.CheckCommand(files=(Path("-"),))) == 1
     assert "-:8: error AF103" in capsys.readouterr().out
     with pytest.raises(UsageError, match="--fix -"):
-        linter.lint_all((Path("-"),), linter.LintOptions(fix=True))
+        linter.lint_all(linter.CheckCommand(files=(Path("-"),), fix=True))
 
 
 @pytest.mark.parametrize("code", ["(" * 200_000, "x = " + "-" * 100_000 + "1", "x = 1" + " + 1" * 100_000])

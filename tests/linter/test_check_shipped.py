@@ -35,11 +35,11 @@ def test_a_shipped_file_passes(path: Path, beside: Path) -> None:
         args.write_text(ON_THE_COMMAND_LINE[path.stem])
     copy = beside / path.name
     copy.write_bytes(path.read_bytes())
-    options = linter.LintOptions(args=args, strict=True)
+    options = linter.CheckCommand(files=(copy,), args=args, strict=True)
     known = NOT_WITH_THESE_VERSIONS.get(path.stem)
     findings = [(finding.code, finding.what) for finding in linter.lint(copy, options) if finding.severity != "note"]
     assert [entry for entry in findings if entry[0] != known] == []
-    assert linter.lint_all((copy,), options) == (1 if known else 0)
+    assert linter.lint_all(options) == (1 if known else 0)
     unused = [
         finding
         for finding in linter.lint(copy, options)
@@ -53,7 +53,7 @@ def test_the_basic_config_passes(precision: str, tmp_path: Path) -> None:
     """It is JSON, and what `accelerate config default` writes."""
     path = tmp_path / "default_config.json"
     assert write_basic_config(precision, str(path)) == path
-    assert linter.lint_all((path,), linter.LintOptions(strict=True)) == 0
+    assert linter.lint_all(linter.CheckCommand(files=(path,), strict=True)) == 0
 
 
 ULYSSES = (Path(__file__).parent / "shipped/trl/alst_ulysses_4gpu.yaml").read_text()

@@ -26,7 +26,7 @@ from accelerate.utils import (
 from accelerate.utils.dataclasses import FP8BackendType, TERecipeKwargs
 from checking import DS, TOP, V1, V2, WRAP, codes_of, subject
 from conftest import accel_fsdp
-from jsonschema import Draft202012Validator
+from jsonschema import Draft7Validator
 
 from accel_fsdp import cli, linter
 from accel_fsdp.config import BY_NAME, MISNAMED, Kind
@@ -547,7 +547,7 @@ def test_texts_say_what_is_there(tmp_path: Path) -> None:
     assert "AF314" not in codes_of(subject(ZERO + "fsdp_config: {}\n"))
 
 
-SCHEMA = Draft202012Validator(reference_docs.schema())
+SCHEMA = Draft7Validator(reference_docs.schema())
 SPELLINGS = [
     (section, key, spelling(choice))
     for (section, key), field in BY_NAME.items()
