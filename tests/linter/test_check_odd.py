@@ -176,8 +176,8 @@ BAD = [yaml.safe_load(bad) for bad, _ in GOLDEN.values()]
 def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: st.DataObject, tmp_path: Path) -> None:
     """No error that wasn't there, and every key that no finding names keeps its value, as PyYAML reads it.
 
-    What stood beside another engine or wrap policy, and was read by nobody, has the errors that it has under the one that
-    is meant.
+    What stood beside another engine or wrap policy, and was read by nobody, has the errors that it has under the one
+    that is meant.
     """
     content: dict[str, Any] = {}
     for part in parts:
@@ -190,9 +190,11 @@ def test_a_repair_never_makes_a_file_worse(parts: list[Any], indent: int, data: 
     after = linter.lint(path, linter.LintOptions(fix=True))
     now = yaml.safe_load(path.read_text())
     meant = tmp_path / "meant.yaml"
-    chosen = {key: now[key] for key in ("distributed_type",) if key in now}
-    policy = {key: value for key, value in now.get("fsdp_config", {}).items() if key == "fsdp_auto_wrap_policy"}
-    meant.write_text(yaml.safe_dump(merged(content, {**chosen, **({"fsdp_config": policy} if policy else {})})))
+    section, policy = now.get("fsdp_config"), "fsdp_auto_wrap_policy"
+    chosen: dict[str, Any] = {key: now[key] for key in ("distributed_type",) if key in now}
+    if isinstance(section, dict) and policy in section:
+        chosen["fsdp_config"] = {policy: section[policy]}
+    meant.write_text(yaml.safe_dump(merged(content, chosen)))
     hidden = linter.lint(meant, linter.LintOptions())
     edits = [edit for finding in (*before, *hidden) for edit in finding.edits]
     named = {edit.key for edit in edits} | {edit.new_key for edit in edits}
