@@ -15,7 +15,10 @@ PIP_NEWEST := $(NEWEST)/bin/pip install --quiet --disable-pip-version-check --co
 # The models of SkyPilot, dstack and Kubeflow's older jobs, which are heavy, in an environment of their own.
 ENGINES ?= .venv-engines
 
-.PHONY: demo site test test-all test-oldest test-newest test-engines against lint check docs clean
+# What builds, checks and tries the wheel and the sdist, in an environment of its own, without torch.
+DIST ?= .venv-dist
+
+.PHONY: demo dist site test test-all test-oldest test-newest test-engines against lint check docs clean
 
 # The demo runs two ranks: on GPUs where there are two, else on the CPU.
 demo: export CUDA_VISIBLE_DEVICES := $(shell [ "$$(nvidia-smi -L 2>/dev/null | wc -l)" -ge 2 ] && echo "$${CUDA_VISIBLE_DEVICES-0,1}")
@@ -33,6 +36,13 @@ demo: $(VENV)/.demo
 # The planner as a page for any static host. npm brings the Python that runs in browsers.
 site: $(VENV)/.base
 	python web/build.py site
+
+# The wheel and the sdist, looked into, and the light commands from the wheel alone.
+dist: $(DIST)/.tools
+	rm -rf dist
+	$(DIST)/bin/python -m build
+	$(DIST)/bin/python -m twine check --strict dist/*
+	PATH="$(CURDIR)/$(DIST)/bin:$$PATH" $(DIST)/bin/python tests/distributions.py dist
 
 # All behaviours, each in few cases: what is marked slow is left out. `make test-all` has all cases.
 test: $(VENV)/.test
@@ -67,7 +77,7 @@ docs: $(VENV)/.base
 	python tests/reference_docs.py
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(ENGINES) demo runs site web/node_modules tests/editor/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(ENGINES) $(DIST) demo dist runs site web/node_modules tests/editor/node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/.base: constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
@@ -77,6 +87,11 @@ $(VENV)/.base: constraints.txt pyproject.toml
 
 $(VENV)/.test: $(VENV)/.base
 	$(PIP) --editable '.[test]'
+	touch $@
+
+$(DIST)/.tools: constraints.txt
+	test -x $(DIST)/bin/python || $(PYTHON) -m venv $(DIST)
+	$(DIST)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt build hatchling twine uv
 	touch $@
 
 $(OLDEST)/.test: constraints-oldest.txt pyproject.toml

@@ -1,7 +1,7 @@
-"""What the light installation saves: `python benchmarks/installation.py`.
+"""What the light installation saves: `make dist`, then `python benchmarks/installation.py`.
 
-Installs each set into a new virtual environment with the tested versions, and runs the same two commands there.
-Downloads are part of the time, and depend on the network and on pip's cache.
+Installs each set into a new virtual environment with the tested versions, and runs the same commands there, beside
+Accelerate alone. Downloads are part of the time, and depend on the network and on pip's cache.
 """
 
 import subprocess
@@ -15,7 +15,13 @@ from statistics import median
 from results import keep
 
 ROOT = Path(__file__).parent.parent
-SETS = {"light: `pip install .`": [["."]], "whole: `pip install '.[train]'`": [["torch"], [".[train]"]]}
+WHEEL = next((ROOT / "dist").glob("*.whl"), None)
+SETS = {
+    "light: the wheel alone": [[f"{WHEEL}"]],
+    "whole: the wheel with `[train]`": [["torch"], [f"{WHEEL}[train]"]],
+    "`pip install accelerate`": [["torch"], ["accelerate"]],
+}
+HELP = ["--help"]
 CHECK = ["check", str(ROOT / "accelerate_configs" / "fsdp2.yaml")]
 PLAN = ["plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB"]
 REPEATS = 5
@@ -46,14 +52,20 @@ def row(name: str, steps: list[list[str]], folder: Path) -> str:
     ]
     size = sum(map(unpacked_bytes, installed))
     command = folder / "bin" / "accel-fsdp"
-    check, plan = (median(seconds(command, *words) for _ in range(REPEATS)) for words in (CHECK, PLAN))
-    return f"| {name} | {len(installed)} | {size / 1e6:,.0f} MB | {took:.0f} s | {check:.2f} s | {plan:.2f} s |"
+    program, runs = (command, (HELP, CHECK, PLAN)) if command.exists() else (command.with_name("accelerate"), (HELP,))
+    times = [f"{median(seconds(program, *words) for _ in range(REPEATS)):.2f} s" for words in runs]
+    shown = " | ".join([*times, *["-"] * (3 - len(times))])
+    return f"| {name} | {len(installed)} | {size / 1e6:,.0f} MB | {took:.0f} s | {shown} |"
 
 
 def main() -> None:
-    """Measures both sets and keeps the table."""
+    """Measures all sets and keeps the table."""
     lines = ["## Installation", "", *(__doc__ or "").strip().splitlines()[2:], ""]
-    lines += ["| set | packages | unpacked | installed in | `check FILE` | `plan` |", "|---|---|---|---|---|---|"]
+    if WHEEL is None:
+        raise SystemExit("dist/ has no wheel: make dist")
+    lines += [f"The wheel, {WHEEL.name}, has {WHEEL.stat().st_size / 1e6:.1f} MB.", ""]
+    lines += ["| set | packages | unpacked | installed in | `--help` | `check FILE` | `plan` |"]
+    lines += ["|---|---|---|---|---|---|---|"]
     for name, steps in SETS.items():
         with tempfile.TemporaryDirectory() as folder:
             lines.append(row(name, steps, Path(folder)))

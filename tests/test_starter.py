@@ -1,11 +1,10 @@
 """`accel-fsdp init`: the files of a project of one's own, from a clone and from the wheel, never over what is there."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, accel_fsdp, run
+from conftest import ROOT, accel_fsdp
 
 from accel_fsdp import cli
 from accel_fsdp.errors import UserError
@@ -63,22 +62,3 @@ def test_a_file_is_no_place_for_a_project(inside: tuple[str, ...], tmp_path: Pat
     with pytest.raises(UserError, match=f"{re.escape(str(file))} is a file, and DIR must be a folder"):
         cli.call(["init", str(file.joinpath(*inside))])
     assert file.read_text() == "mine"
-
-
-def test_the_wheel_carries_the_files(tmp_path: Path) -> None:
-    pytest.importorskip("hatchling")
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    built = run([*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT])
-    assert built.code == 0, built.output
-    wheel = next(tmp_path.glob("*.whl"))
-    installed = run([*pip, "install", "--no-deps", "--no-index", "--target", tmp_path / "site", wheel])
-    assert installed.code == 0, installed.output
-    words = [sys.executable, "-P", "-m", "accel_fsdp", "init", tmp_path / "project", "--native"]
-    finished = run(words, PYTHONPATH=str(tmp_path / "site"))
-    assert finished.code == 0, finished.output
-    for name in ("train/sft.py", "train/native.py", "accelerate_configs/fsdp2.yaml"):
-        assert (tmp_path / "project" / name).read_text() == (ROOT / name).read_text()
-    page = run([*words[:4], "docs", "check"], PYTHONPATH=str(tmp_path / "site"))
-    assert page.output == (ROOT / "docs" / "check.md").read_text()
-    pages = tmp_path / "site" / "accel_fsdp" / "project" / "docs"
-    assert {path.name for path in pages.iterdir()} == {path.name for path in (ROOT / "docs").iterdir()}
