@@ -34,7 +34,8 @@ MOST_DIGITS = 40
 """The most digits of a whole number: `model_max_length` is often 1e30."""
 WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 """The flags by which a pipe without another end doesn't block; 0 on Windows, which has neither."""
-PLAIN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+PLAIN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+"""Also as bytes: without O_BINARY Windows changes line ends."""
 KINDS = {stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 

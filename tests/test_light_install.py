@@ -65,6 +65,16 @@ def light(python: Path) -> Any:
     return start
 
 
+@pytest.fixture(scope="module")
+def windows(python: Path) -> Any:
+    """The same without what Python lacks on Windows."""
+
+    def start(*words: str | Path) -> Finished:
+        return run([python, ROOT / "tests" / "windows.py", *words], PYTHONIOENCODING="cp1252")
+
+    return start
+
+
 def test_the_light_set_has_none_of_the_heavy_libraries(python: Path) -> None:
     asked = f"from importlib.util import find_spec; print([name for name in {list(LIBRARIES)} if find_spec(name)])"
     assert run([python, "-c", asked]).output.strip() == "[]"
@@ -113,7 +123,9 @@ def test_a_dry_launch_shows_the_command_and_says_what_shows_the_rest(light: Any)
     assert TRAIN in " ".join(lines[1:])
 
 
-def test_the_doctor_looks_at_this_machine_and_says_what_ranks_need(light: Any) -> None:
+def test_the_doctor_looks_at_this_machine_and_says_what_ranks_need(light: Any, windows: Any) -> None:
+    there = windows("doctor")
+    assert (there.code, TRAIN in there.output, "unlimited open files" in there.output) == (1, True, True), there.output
     finished = light("doctor")
     assert finished.code == 1, finished.output
     assert TRAIN in finished.output
@@ -174,6 +186,19 @@ def test_an_export_whose_bytes_are_verified_equals_the_one_with_everything_insta
     assert (tmp_path / "light" / "config.json").read_bytes() == (tmp_path / "whole" / "config.json").read_bytes()
     assert light("export", "--check", "--verify", "bytes", tmp_path / "light").code == 0
     assert "checkpoint-1" in light("export", "--list", sharded).output
+
+
+def test_an_export_and_a_list_of_checkpoints_need_nothing_that_windows_lacks(
+    light: Any, windows: Any, sharded: Path, tmp_path: Path
+) -> None:
+    for run_it, name in ((light, "here"), (windows, "there")):
+        exported = run_it("export", sharded, "--verify", "bytes", tmp_path / name)
+        assert exported.code == 0, exported.output
+    here, there = (tmp_path / name / "model.safetensors" for name in ("here", "there"))
+    assert here.read_bytes() == there.read_bytes()
+    checked = windows("export", "--check", "--verify", "bytes", tmp_path / "there")
+    assert checked.code == 0, checked.output
+    assert "checkpoint-1" in windows("checkpoints", sharded).output
 
 
 def test_the_functions_are_there_too(python: Path, tmp_path: Path) -> None:

@@ -6,12 +6,15 @@ Paths, links and locks stay those of this system.
 
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import tempfile
+import types
 from typing import Any
 
 import filelock
+import filelock._unix
 import huggingface_hub
 import numpy
 import questionary
@@ -31,6 +34,9 @@ SIGNALS = ("SIGABRT", "SIGFPE", "SIGILL", "SIGINT", "SIGSEGV", "SIGTERM", "SIG_D
 
 
 def take_away() -> None:
+    kept = types.ModuleType("os")
+    vars(kept).update(vars(os))
+    filelock._unix.os = shutil.os = kept  # type: ignore[attr-defined]  # they have other code for Windows
     sys.modules.update(dict.fromkeys(MODULES))  # type: ignore[arg-type]  # an import of None fails
     for name in [name for name in vars(os) if name.startswith("O_") and name not in FLAGS] + [*CALLS]:
         vars(os).pop(name, None)
@@ -38,6 +44,7 @@ def take_away() -> None:
     for name in [name for name in vars(signal) if name.startswith("SIG") and name not in SIGNALS] + [*alarms]:
         vars(signal).pop(name, None)
     os.open = without_folders(os.open)
+    tempfile._O_TMPFILE_WORKS = False
 
 
 def without_folders(real: Any) -> Any:

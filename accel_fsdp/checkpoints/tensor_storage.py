@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.errors import UserError
+from accel_fsdp.file_positions import read_at
 
 if TYPE_CHECKING:
     import numpy as np
@@ -276,7 +277,7 @@ class FileReader:
         descriptor, bytes_read = self._open(path), 0
         while bytes_read < len(view):
             try:
-                count = os.preadv(descriptor, [view[bytes_read:]], at + bytes_read)
+                count = read_at(descriptor, view[bytes_read:], at + bytes_read)
             except OSError as error:  # the disk of the source may fail
                 raise untrusted_files.unreadable(path, error.strerror or str(error)) from error
             if count == 0:
@@ -285,10 +286,12 @@ class FileReader:
 
     def bytes_of(self, path: Path, at: int, length: int) -> bytes:
         """A few bytes of a file, without a checksum; fewer at its end."""
+        content = bytearray(length)
         try:
-            return os.pread(self._open(path), length, at)
+            count = read_at(self._open(path), memoryview(content), at)
         except OSError as error:
             raise untrusted_files.unreadable(path, error.strerror or str(error)) from error
+        return bytes(content[:count])
 
     def size_of(self, path: Path) -> int:
         return os.fstat(self._open(path)).st_size

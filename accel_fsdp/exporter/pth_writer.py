@@ -1,6 +1,5 @@
 """Writes a single file for `torch.load`: torch writes it without the tensors' bytes, which are then filled in."""
 
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -9,6 +8,7 @@ from typing import Any
 
 from accel_fsdp.checkpoints import GAP_BYTES, Archive, FileReader, View, safetensors_header, torch_zip
 from accel_fsdp.exporter.safetensors_writer import Output, TensorPlacement, torch_dtype
+from accel_fsdp.file_positions import write_at
 
 DESCRIPTOR = b"PK\x07\x08"
 DESCRIPTOR_CRC = 4
@@ -78,10 +78,10 @@ def seal(path: Path) -> None:
                 continue
             record = sealed.record(name)
             crc = _crc(reader, path, record.start, record.length).to_bytes(4, "little")
-            os.pwrite(file.fileno(), crc, slot.entry + torch_zip.CRC_AT)
+            write_at(file.fileno(), crc, slot.entry + torch_zip.CRC_AT)
             end = record.start + record.length
             if reader.bytes_of(path, end, 4) == DESCRIPTOR:
-                os.pwrite(file.fileno(), crc, end + DESCRIPTOR_CRC)
+                write_at(file.fileno(), crc, end + DESCRIPTOR_CRC)
     reader.close()
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.checkpoints import FLOATS, ITEM_BYTES, TORCH_NAMES, FileReader, Source, file_names, part_of
 from accel_fsdp.errors import UserError
+from accel_fsdp.file_positions import write_at
 
 if TYPE_CHECKING:
     import torch
@@ -178,7 +179,7 @@ def write(
 
         def block(placement: TensorPlacement, start: int, stop: int) -> bytes:
             content = _block(placement.output, reader, buffers, start, stop)
-            _write_at(opened[placement.path], content, placement.start + start * ITEM_BYTES[placement.output.dtype])
+            write_at(opened[placement.path], content, placement.start + start * ITEM_BYTES[placement.output.dtype])
             progress(len(content))
             return _hash(content)
 
@@ -264,12 +265,6 @@ def _bfloat16(raw: memoryview) -> memoryview:
     return memoryview(halves.view("u1").data)
 
 
-def _write_at(descriptor: int, content: memoryview, at: int) -> None:
-    written = 0
-    while written < len(content):
-        written += os.pwrite(descriptor, content[written:], at + written)
-
-
 def _hash(content: memoryview) -> bytes:
     import xxhash
 
@@ -306,10 +301,12 @@ def _flushing(descriptors: list[int]) -> Iterator[None]:
     """Flushes files in the background while the block runs, and all of it at its end."""
     stop = threading.Event()
 
+    sync_data = getattr(os, "fdatasync", os.fsync)  # neither macOS nor Windows has it
+
     def flush() -> None:
         while not stop.wait(SYNC_SECONDS):
             for descriptor in descriptors:
-                os.fdatasync(descriptor)
+                sync_data(descriptor)
 
     thread = threading.Thread(target=flush, daemon=True)
     thread.start()

@@ -3,6 +3,7 @@
 Importing torch and transformers takes longer than writing a gigabyte, and their memory comes on top.
 """
 
+import os
 import re
 import sys
 import warnings
@@ -96,9 +97,10 @@ def aside() -> Iterator[Executor]:
     """Yields a separate process for this module's functions, which ends whenever this one ends.
 
     A process that has loaded transformers already, such as a notebook's, or that can't load it, runs the functions
-    itself.
+    itself, and so does one on Windows, where a child gets no pipe from its parent.
     """
-    if "transformers" in sys.modules or not (is_installed("transformers") and is_installed("torch")):
+    can_load = is_installed("transformers") and is_installed("torch")
+    if "transformers" in sys.modules or not can_load or not hasattr(os, "fork"):
         yield InProcess()
         return
     with SecondProcess() as pool:

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import resource
 import shutil
 import socket
 import subprocess
@@ -57,7 +56,7 @@ class Facts:
     free_memory_bytes: int | None
     shared_memory_bytes: int | None
     free_shared_memory_bytes: int | None
-    open_files: int
+    open_files: int | None
     locked_bytes: int | None
     infiniband: dict[str, str]
     filesystem: str
@@ -78,7 +77,6 @@ def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
     folder = atomic_files.existing_part(folder)
     speed, disk_problem = measure_disk(folder)
     shared = shutil.disk_usage(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if hasattr(resource, "RLIMIT_MEMLOCK") else None
     return Facts(
         name=socket.gethostname(),
         name_addresses=_addresses_of(socket.gethostname()),
@@ -96,8 +94,8 @@ def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
         free_memory_bytes=host.free_memory(),
         shared_memory_bytes=shared.total if shared else None,
         free_shared_memory_bytes=shared.free if shared else None,
-        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        locked_bytes=None if locked == resource.RLIM_INFINITY else locked,
+        open_files=_limit("RLIMIT_NOFILE"),
+        locked_bytes=_limit("RLIMIT_MEMLOCK"),
         infiniband=_infiniband(),
         filesystem=host.filesystem(folder),
         disk_bytes_per_second=speed,
@@ -106,6 +104,16 @@ def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
         variables={name: value for name, value in sorted(os.environ.items()) if _matters(name)},
         asks_for=asks_for,
     )
+
+
+def _limit(name: str) -> int | None:
+    """A limit of this process; None where there is none, such as on Windows."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    limit: int = resource.getrlimit(getattr(resource, name))[0] if hasattr(resource, name) else resource.RLIM_INFINITY
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _matters(variable: str) -> bool:

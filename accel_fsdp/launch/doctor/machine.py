@@ -111,7 +111,8 @@ def _shared_memory(facts: Facts) -> Iterator[Row]:
 
 def _limits(facts: Facts) -> Iterator[Row]:
     locked = "unlimited" if facts.locked_bytes is None else gib_or_mib(facts.locked_bytes)
-    is_low = 0 <= facts.open_files < FEW_FILES
+    is_low = facts.open_files is not None and facts.open_files < FEW_FILES
+    files = "unlimited" if facts.open_files is None else f"{facts.open_files:,}"
     if is_low:
         what, why = f"{facts.open_files} open files", "a rank fails with: Too many open files"
         yield Row("limits", "warning", what, why, "ulimit -n 65536")
@@ -119,7 +120,7 @@ def _limits(facts: Facts) -> Iterator[Row]:
         what, why = f"{locked} of locked memory", "InfiniBand fails with: ibv_reg_mr ... Cannot allocate memory"
         yield Row("limits", "error", what, why, "ulimit -l unlimited; docker run --ulimit memlock=-1")
     elif not is_low:
-        yield Row("limits", "ok", f"{facts.open_files:,} open files, {locked} of locked memory")
+        yield Row("limits", "ok", f"{files} open files, {locked} of locked memory")
 
 
 def _disk(facts: Facts) -> Iterator[Row]:
