@@ -1,8 +1,8 @@
-"""Builds the planner's page, which runs this package in the browser: `python web/build.py FOLDER`, or `make site`.
+"""Builds the planner's page, which runs this package in the browser, and the pages of docs/ beside it: `make site`.
 
-The folder is a whole site for any static host: the page, Pyodide from npm at the version and the hash of
-`package-lock.json`, and this package with the few pure Python libraries that planning needs, as they are installed here
-(constraints.txt). A browser that has the page loads nothing from elsewhere.
+`python web/build.py FOLDER`: the folder is a whole site for any static host. It has the page, Pyodide from npm at the
+version and the hash of `package-lock.json`, and this package with the few pure Python libraries that planning needs, as
+they are installed here (constraints.txt). A browser that has the page loads nothing from elsewhere.
 """
 
 import argparse
@@ -19,6 +19,8 @@ from html import escape
 from importlib.metadata import distribution
 from pathlib import Path
 from string import Template
+
+import pages
 
 from accel_fsdp import html_page
 from accel_fsdp.planner import browser
@@ -82,6 +84,7 @@ def build(folder: Path, models: Sequence[str]) -> None:
     for name in SCRIPTS:
         shutil.copy(HERE / name, folder)
     _pack(folder, models)
+    pages.build_pages(folder / "docs")
     (folder / "LICENSES.txt").write_text("\n\n".join(_licenses(runtime)), encoding="utf-8")
     (folder / "README.md").write_text(SPACE, encoding="utf-8")
     (folder / "index.html").write_text(_page(folder), encoding="utf-8")
@@ -142,7 +145,7 @@ def _licenses(runtime: Path) -> Iterator[str]:
     yield (HERE.parent / "LICENSE").read_text(encoding="utf-8")
     yield f"pyodide {about['version']}: {about['license']}, {about['homepage']}"
     yield "CPython, which Pyodide holds: PSF-2.0, https://docs.python.org/3/license.html"
-    for name in LIBRARIES:
+    for name in (*LIBRARIES, "mkdocs-material"):
         found = distribution(name)
         texts = [file for file in found.files or [] if "LICEN" in file.name.upper() and ".dist-info" in str(file)]
         kind = found.metadata.get("License-Expression") or found.metadata.get("License") or ""

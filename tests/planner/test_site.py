@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -21,6 +22,8 @@ from accel_fsdp.prediction.memory.engines import frees_output_late
 
 if lacking := [name for name in ("chromium", "chromedriver", "npm", "node") if not shutil.which(name)]:
     pytest.skip(f"the page needs {', '.join(lacking)}", allow_module_level=True)
+if not find_spec("material"):
+    pytest.skip("the pages beside it need mkdocs-material", allow_module_level=True)
 
 import chromium
 from selenium.webdriver import Chrome
@@ -38,6 +41,7 @@ LINKS = [
 TABLED = ("openai-community/gpt2", "meta-llama/Llama-3.1-70B")
 """The models for which the page is built with tables."""
 SHOWN = "return [...document.querySelectorAll('#head, #table')].map(area => area.innerHTML)"
+READY = "document.querySelector('#state p').textContent === 'Ready'"
 
 
 @dataclass(frozen=True)
@@ -289,9 +293,12 @@ def test_the_first_screen_has_the_answer_the_table_and_a_figure(page: Page, widt
     assert reasons > max(bottoms)
 
 
-def test_labels_and_names(page: Page) -> None:
+@pytest.mark.parametrize("width", [1280, 400])
+def test_labels_and_names(page: Page, width: int) -> None:
     """Every field and button has a name that a screen reader says, and there is one first heading."""
+    chromium.sized(page.browser, width)
     page.go(LINKS[0])
+    page.browser.execute_script("document.querySelector('#more').open = true")
     controls = page.browser.find_elements("css selector", "input, select, button, a[download]")
     assert len(controls) >= 20
     assert not [control.get_attribute("outerHTML") for control in controls if not control.accessible_name]
@@ -306,7 +313,7 @@ def test_nothing_is_asked_of_other_hosts_and_nothing_could_be(built: Path, tmp_p
     with chromium.served(built) as host, chromium.opened(tmp_path) as browser:
         browser.get(f"{host}/some/folder/")
         assert "Llama-3.1-8B on 8 x H100" in browser.find_element("css selector", "#head h1").text
-        chromium.until(browser, "document.querySelector('#state p').textContent === 'Ready'")
+        chromium.until(browser, READY)
         Page(browser, tmp_path, 0).go(LINKS[0])
         refused = browser.execute_async_script(
             "const done = arguments[0], code = `fetch('http://localhost:1/').catch(() => postMessage('refused'))`;"
@@ -320,6 +327,30 @@ def test_nothing_is_asked_of_other_hosts_and_nothing_could_be(built: Path, tmp_p
     )
     asked = chromium.asked_for(tmp_path, host)
     assert len(asked) > len(("index.html", "page.js", "worker.js", "planner.zip"))
+    assert [url for url in asked if not url.startswith(f"{host}/some/folder/")] == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_pages_are_a_click_away_and_can_be_searched(built: Path, tmp_path: Path, dark: bool) -> None:
+    """From the planner to the pages and back, in the colours that the system prefers; nothing leaves this host."""
+    with chromium.served(built) as host, chromium.opened(tmp_path, dark) as browser:
+        browser.get(f"{host}/some/folder/")
+        chromium.until(browser, READY)
+        browser.find_element("css selector", ".top a").click()
+        chromium.until(browser, "document.querySelector('h1')?.textContent.startsWith('Pages')")
+        scheme = "document.body.getAttribute('data-md-color-scheme')"
+        chromium.until(browser, f"{scheme} === '{'slate' if dark else 'default'}'")
+        browser.execute_script(
+            "const field = document.querySelector('.md-search__input'); field.focus(); field.value = 'offload';"
+            "field.dispatchEvent(new Event('input', {bubbles: true})); field.dispatchEvent(new KeyboardEvent('keyup'))"
+        )
+        chromium.until(browser, "document.querySelectorAll('.md-search-result__item a').length > 1")
+        browser.execute_script("document.querySelector('.md-banner a').click()")
+        chromium.until(browser, "document.querySelector('#head h1')?.textContent.includes('8 x H100')")
+        chromium.until(browser, READY)
+        assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+    asked = chromium.asked_for(tmp_path, host)
+    assert f"{host}/some/folder/docs/search/search_index.json" in asked
     assert [url for url in asked if not url.startswith(f"{host}/some/folder/")] == []
 
 
