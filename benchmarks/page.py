@@ -1,8 +1,8 @@
 """How long the planner's page makes one wait: `python benchmarks/page.py --write`. Needs npm and Chromium.
 
-Real Chromium, offline, at two widths: a page that is opened by a link shows a table that was made with it, then the one
-that it computes, which takes loading Python, then the whole answer; later, answers to changes of the form. Medians of 3;
-the picture of docs/site.md is taken on the way.
+Real Chromium, offline, at two widths. A page that is opened by a link shows a table that was made with it, then the
+one that it computes, which takes loading Python, then the whole answer. Answers to changes of the form follow. Medians
+of 3; the picture of docs/site.md is taken on the way.
 """
 
 import argparse
@@ -85,8 +85,8 @@ def main() -> None:
                 f"Chromium, offline, two cores: medians of {REPEATS} loads. Later answers are those to a change of the "
                 "form, the 0.15 s included that the page waits after a key.",
                 "",
-                "| width | table made with the page | table computed, Python loaded for it | whole answer | later answers | "
-                "longest of them |",
+                "| width | table made with the page | table computed, Python loaded for it | whole answer | "
+                "later answers | longest of them |",
                 "|---|---|---|---|---|---|",
             ]
             for width in WIDTHS:
