@@ -33,8 +33,8 @@ demo: $(VENV)/.demo
 		--eval_strategy steps --eval_steps 24 --eval_on_start true --save_steps 12 --save_total_limit 1
 	python train/demo.py ask demo/run/final "What does FULL_SHARD shard?"
 
-# The planner as a page for any static host. npm brings the Python that runs in browsers.
-site: $(VENV)/.base
+# The planner as a page for any static host, and the pages of docs/. npm brings the Python that runs in browsers.
+site: $(VENV)/.site
 	python web/build.py site
 
 # The wheel and the sdist, looked into, and the light commands from the wheel alone.
@@ -83,6 +83,10 @@ $(VENV)/.base: constraints.txt pyproject.toml
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch
 	$(PIP) --editable '.[train]'
+	touch $@
+
+$(VENV)/.site: $(VENV)/.base
+	$(PIP) --editable '.[site]'
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base

@@ -22,6 +22,13 @@ body{margin:0 auto;padding:24px 16px 48px;max-width:832px;background:var(--back)
 font:16px/1.5 system-ui,sans-serif}
 h1{font-size:1.6rem;line-height:1.25;margin:0 0 8px;overflow-wrap:anywhere}
 h2{font-size:1.2rem;margin:40px 0 4px}h3{font-size:1rem;margin:24px 0 4px}p{margin:4px 0 12px;overflow-wrap:anywhere}
+.answer{font-size:1.0625rem;margin:0 0 6px}.strategies+.dim{font-size:.8125rem;margin-top:6px}
+.strategies table{width:100%}.strategies td:nth-child(2){width:38%}.strategies small{display:block;font-weight:400;
+white-space:normal;max-width:15em}.strategies thead th:nth-child(2){text-align:left}
+.strategies th{font-weight:400;white-space:nowrap}.strategies thead th{white-space:normal}
+.chosen tbody tr:first-child>*{font-weight:700;background:var(--soft)}
+.bar{height:18px;overflow:hidden}.bar rect{stroke:none}
+svg.bar line{vector-effect:non-scaling-stroke;stroke-dasharray:none}
 .dim,figcaption,footer{color:var(--dim)}.advice{border-left:4px solid var(--c2);padding-left:12px}
 pre{margin:4px 0 12px;padding:8px 10px;border-radius:6px;background:var(--soft);font-size:.8125rem;
 white-space:pre-wrap;overflow-wrap:anywhere}
@@ -36,9 +43,11 @@ th:first-child{text-align:left;padding-left:0;min-width:9em;position:sticky;left
 summary{cursor:pointer;margin:12px 0}
 @media(min-width:1100px){.wide{margin:0 calc((800px - min(1240px,100vw - 56px))/2)}
 .wide table{font-size:.75rem}.wide th:first-child{min-width:15em}}
-@media(max-width:719px){.w720{display:none}.w360{display:block}}
+@media(max-width:719px){.strategies table{font-size:.71875rem}.strategies :is(th,td){padding:2px 3px}
+.strategies :is(th,td):nth-child(5){display:none}.strategies td:nth-child(2){width:30%}
+.strategies th:first-child{min-width:0}.w720{display:none}.w360{display:block}}
 """
-STYLE = f"{OWN_STYLE}{svg.STYLE}"
+STYLE = f"{svg.STYLE}{OWN_STYLE}"
 """The style sheet of a whole page, figures included."""
 
 

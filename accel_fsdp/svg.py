@@ -1,4 +1,4 @@
-"""Figures as SVG text: stacked bars, pairs, ranges, lines, stacked areas. Independent of plans. Pure.
+"""Figures as SVG text: bars of a table, pairs, ranges, lines, stacked areas. Independent of plans. Pure.
 
 Sizes are GiB. `STYLE` goes into the page's style sheet; a part's letter is the class that gives its colour (Okabe and
 Ito's, which colour-blind people tell apart). The page gives --ink, --back, --rule, --dim, --limit, --c1, --c2, --c3.
@@ -15,6 +15,8 @@ from accel_fsdp.units import GIB, about_gib, gib_in_figure, number_in_figure, tw
 TEXT, LINE = 13, 16
 LEFT, BOTTOM = 44, 40
 NARROW = 500
+CELL = 1000
+"""Units of the width of a bar in a table."""
 PHASES = 5
 """The most phases with long names; with more, all names are short."""
 AROUND_CAPACITY = 1.12
@@ -39,15 +41,6 @@ class Part:
     letter: str
     name: str
     gib: float
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A stacked bar with its name and the text at its right end."""
-
-    name: str
-    note: str
-    parts: Sequence[Part]
 
 
 @dataclass(frozen=True)
@@ -87,39 +80,24 @@ class Words:
     description: str
 
 
-def bars(words: Words, rows: Sequence[Bar], capacity: Capacity, width: int) -> str:
-    """Bars below each other, with name and value above each, cut with a mark if they exceed the scale."""
-    top = capacity.top(max(sum(part.gib for part in row.parts) for row in rows))
-    scale = (width - 8) / top
-    height = LINE + 44 * len(rows)
-    shapes = [shape for index, row in enumerate(rows) for shape in _bar(row, LINE + 44 * index, scale, width - 8)]
+def cell_bar(parts: Sequence[Part], capacity: Capacity, top: float) -> str:
+    """A stacked bar for a cell of a table, as wide as the cell; a mark at its end if it exceeds `top`."""
+    ends = [min(round(end * CELL / top), CELL) for end in accumulate((part.gib for part in parts), initial=0.0)]
+    shapes = [
+        f'<rect class="{part.letter}" x="{start}" width="{end - start}" height="20"/>'
+        for part, (start, end) in zip(parts, pairwise(ends), strict=True)
+        if end > start
+    ]
     if capacity.gib <= top:
-        x = capacity.gib * scale
-        shapes += [_line(x, y + 35, x, y + 56, "capacity") for y in range(0, height - 57, 44)]
-        shapes.append(_text(x, TEXT - 2, f"{capacity.name}: {about_gib(capacity.gib * GIB)}", "end"))
-    else:
-        shapes.append(
-            _text(width, TEXT - 2, f"{capacity.name}: {about_gib(capacity.gib * GIB)}, beyond the edge →", "end")
-        )
-    return _figure(words, width, height, shapes)
-
-
-def _bar(row: Bar, y: float, scale: float, end: float) -> Iterator[str]:
-    yield _text(0, y + 14, row.name, style="name")
-    yield _text(end, y + 14, row.note, "end")
-    x = 0.0
-    for part in row.parts:
-        width = min(part.gib * scale, end - x)
-        if width <= 0:
-            break
-        text = f"{part.letter} {number_in_figure(part.gib)}" if width > 52 else part.letter if width > 13 else ""
-        label = _text(x + width / 2, y + 33, text, "middle", f"on-{part.letter}") if text else ""
-        tip = f"<title>{escape(part.name)}: {gib_in_figure(part.gib)}</title>"
-        yield f"<g>{tip}{_rect(x, y + 19, width, 19, part.letter)}{label}</g>"
-        x += width
-    if sum(part.gib for part in row.parts) * scale > end + 0.5:
-        points = f"{end - 7:.1f},{y + 17:.1f} {end + 8:.1f},{y + 28.5:.1f} {end - 7:.1f},{y + 40:.1f}"
-        yield f'<polygon class="cut" points="{points}"><title>goes on beyond the edge</title></polygon>'
+        at = round(capacity.gib * CELL / top)
+        shapes.append(f'<line class="capacity" x1="{at}" x2="{at}" y2="20"/>')
+    if sum(part.gib for part in parts) > top:
+        shapes.append(f'<rect class="cut" x="{CELL - 20}" width="20" height="20"/>')
+    sizes = ", ".join(f"{part.name} {number_in_figure(part.gib)}" for part in parts)
+    return (
+        f'<svg class="bar" role="img" viewBox="0 0 {CELL} 20" preserveAspectRatio="none"><title>{escape(sizes)}</title>'
+        f"{''.join(shapes)}</svg>"
+    )
 
 
 def ranges(words: Words, rows: Sequence[Range], width: int) -> str:
@@ -188,7 +166,7 @@ def lines(
 
 def areas(words: Words, samples: Sequence[tuple[str, Mapping[str, float]]], capacity: Capacity, width: int) -> str:
     """Sizes by letter on top of each other over phases, with the highest point named."""
-    height, top = 320, 12
+    height, top = 215 if width < NARROW else 320, 12
     totals = [sum(sizes.values()) for _, sizes in samples]
     limit = capacity.top(max(totals), max(1, max(totals) / capacity.gib) * AROUND_CAPACITY)
     counts = [(name, len(list(group))) for name, group in groupby(name for name, _ in samples)]

@@ -200,7 +200,6 @@ def coverage_page() -> str:
 
 
 DRAWN = {
-    "docs/plan_strategies.svg": "Memory of one GPU at the highest point",
     "docs/plan_step.svg": "Memory over one step",
 }
 """Figures of the page that `accel-fsdp plan --html` writes, by the beginning of their titles."""

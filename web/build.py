@@ -1,22 +1,26 @@
-"""Builds the planner's page, which runs this package in the browser: `python web/build.py FOLDER`, or `make site`.
+"""Builds the planner's page, which runs this package in the browser, and the pages of docs/ beside it: `make site`.
 
-The folder is a whole site for any static host: the page, Pyodide from npm at the version and the hash of
-`package-lock.json`, and this package with the few pure Python libraries that planning needs, as they are installed here
-(constraints.txt). A browser that has the page loads nothing from elsewhere.
+`python web/build.py FOLDER`: the folder is a whole site for any static host. It has the page, Pyodide from npm at the
+version and the hash of `package-lock.json`, and this package with the few pure Python libraries that planning needs, as
+they are installed here (constraints.txt). A browser that has the page loads nothing from elsewhere.
 """
 
 import argparse
 import hashlib
 import json
+import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.metadata import distribution
 from pathlib import Path
 from string import Template
+
+import pages
 
 from accel_fsdp import html_page
 from accel_fsdp.planner import browser
@@ -65,8 +69,11 @@ The planner of accel-fsdp as a page. It runs in the browser and sends nothing an
 """
 
 
-def build(folder: Path) -> None:
-    """Writes the site, in place of an older one; a folder with anything else in it stays as it is."""
+def build(folder: Path, models: Sequence[str]) -> None:
+    """Writes the site, in place of an older one; a folder with anything else in it stays as it is.
+
+    The page has tables for `models`, which are some of the catalogue's.
+    """
     if folder.exists() and any(folder.iterdir()) and not (folder / "pyodide").is_dir():
         raise SystemExit(f"{folder} is no site, and would be removed: name an empty folder")
     shutil.rmtree(folder, ignore_errors=True)
@@ -76,7 +83,8 @@ def build(folder: Path) -> None:
         shutil.copy(runtime / name, folder / "pyodide")
     for name in SCRIPTS:
         shutil.copy(HERE / name, folder)
-    _pack(folder / "planner.zip")
+    _pack(folder, models)
+    pages.build_pages(folder / "docs")
     (folder / "LICENSES.txt").write_text("\n\n".join(_licenses(runtime)), encoding="utf-8")
     (folder / "README.md").write_text(SPACE, encoding="utf-8")
     (folder / "index.html").write_text(_page(folder), encoding="utf-8")
@@ -92,14 +100,33 @@ def _fetched() -> Path:
     return modules / "pyodide"
 
 
-def _pack(out: Path) -> None:
-    """This package and what it imports, compiled."""
+def _pack(folder: Path, models: Sequence[str]) -> None:
+    """This package and what it imports, compiled; and tables that the same files make, without torch as in browsers."""
     with tempfile.TemporaryDirectory() as place:
-        sources = Path(place) / "sources.zip"
+        packages, sources = Path(place) / "packages", Path(place) / "sources.zip"
         with zipfile.ZipFile(sources, "w") as archive:
             for path, name in _sources():
                 archive.write(path, name)
-        subprocess.run(["node", "pack.mjs", sources, out.resolve()], cwd=HERE, check=True)
+            archive.extractall(packages)
+        _tabulate(folder / "plans", packages, models)
+        out = (folder / "planner.zip").resolve()
+        subprocess.run(["node", "pack.mjs", sources, out], cwd=HERE, check=True)
+
+
+def _tabulate(folder: Path, packages: Path, models: Sequence[str]) -> None:
+    """A file of tables for each model, made on all cores; -S hides what else is installed here."""
+    folder.mkdir()
+    cores = os.cpu_count() or 1
+    made = [
+        subprocess.Popen(
+            [sys.executable, "-S", HERE / "tables.py", folder, *models[number::cores]],
+            env={**os.environ, "PYTHONPATH": str(packages)},
+        )
+        for number in range(min(cores, len(models)))
+    ]
+    codes = [process.wait() for process in made]
+    if any(codes):
+        raise SystemExit("a table could not be made: the error is above")
 
 
 def _sources() -> Iterator[tuple[Path, str]]:
@@ -118,7 +145,7 @@ def _licenses(runtime: Path) -> Iterator[str]:
     yield (HERE.parent / "LICENSE").read_text(encoding="utf-8")
     yield f"pyodide {about['version']}: {about['license']}, {about['homepage']}"
     yield "CPython, which Pyodide holds: PSF-2.0, https://docs.python.org/3/license.html"
-    for name in LIBRARIES:
+    for name in (*LIBRARIES, "mkdocs-material"):
         found = distribution(name)
         texts = [file for file in found.files or [] if "LICEN" in file.name.upper() and ".dist-info" in str(file)]
         kind = found.metadata.get("License-Expression") or found.metadata.get("License") or ""
@@ -130,8 +157,9 @@ def _page(folder: Path) -> str:
     files = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".mjs", ".wasm", ".zip", ".json")]
     scripts = b"".join((folder / name).read_bytes() for name in (*SCRIPTS, "planner.zip"))
     fields = {field.name: _field(field) for field in browser.form()}
-    first, *sections = map(json.loads, browser.answer(json.dumps(browser.EXAMPLE)))
-    example = json.dumps({"inputs": browser.EXAMPLE, "plan": first["plan"]}).replace("<", "\\u003c")
+    messages = [json.loads(message) for message in browser.answer(json.dumps(browser.EXAMPLE))]
+    plan = next(message["plan"] for message in messages if "plan" in message)
+    example = json.dumps({"inputs": browser.EXAMPLE, "plan": plan}).replace("<", "\\u003c")
     return Template((HERE / "page.html").read_text(encoding="utf-8")).substitute(
         policy=POLICY,
         style=html_page.STYLE + (HERE / "page.css").read_text(encoding="utf-8"),
@@ -139,7 +167,7 @@ def _page(folder: Path) -> str:
         bytes=sum(path.stat().st_size for path in files if "pyodide-lock" not in path.name),
         main_fields='<div class="grid main">' + "\n".join(fields.pop(name) for name in MAIN) + "</div>",
         more_fields="\n".join(fields.values()),
-        example_sections="".join(section["section"] for section in sections),
+        example_sections="".join(message.get("section", "") for message in messages),
         example=example,
     )
 
@@ -191,7 +219,10 @@ def main() -> None:
     """Builds it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, metavar="FOLDER")
-    build(parser.parse_args().folder)
+    every = [name for names in browser.models().values() for name in names]
+    parser.add_argument("--tables", nargs="*", choices=every, default=every, metavar="MODEL", help="default: all")
+    arguments = parser.parse_args()
+    build(arguments.folder, arguments.tables)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 // The page: the form and its link, what the worker answers, what can be taken away.
 const one = (query) => document.querySelector(query);
 const form = one("form"), main = one("main"), status = one("#state p"), bar = one("progress");
-const areas = ["#head", "#advice", "#figures"].map(one); // the title, what to take, all else: a section each, or many
+const areas = ["#head", "#table", "#step", "#advice", "#figures"].map(one); // a section each; the last has all others
 const error = one("#error"), take = one("#take"), texts = one("#texts");
 const example = JSON.parse(one("#example").textContent);
 const WAIT_MS = 150; // after a key; a choice is answered at once
 
-let ready = false, asked = 0, since = 0, place = 0, timer, plan, strange = {};
+const { worker: program, planner, bytes, plans } = document.body.dataset;
+
+let ready = false, asked = 0, drawn = 0, computed = 0, since = 0, place = 0, timer, plan, note = "", strange = {};
 
 const fields = [...form.querySelectorAll("[name]")];
 
@@ -65,7 +67,7 @@ function link(given) {
 }
 
 function count() {
-  const hidden = fields.filter((field) => field.closest("#more"));
+  const hidden = fields.filter((field) => field.closest("#more") || getComputedStyle(field).visibility === "hidden");
   const changed = hidden.filter((field) =>
     field.type === "checkbox" ? field.checked : field.value !== field.dataset.default,
   ).length;
@@ -82,6 +84,36 @@ function ask() {
   main.ariaBusy = "true";
   worker.postMessage({ id: asked, inputs: JSON.stringify(given) });
   if (ready) say("Planning");
+  else foretell(asked, given);
+}
+
+// While Python loads, the answer comes from a table that was made with the page, where the table has it.
+async function foretell(id, { model, gpus, ...others }) {
+  const others_are_usual = !Object.keys(others).length;
+  const sections = others_are_usual ? await tabled(model, gpus).catch(() => null) : null;
+  if (id !== asked || drawn === id || ready) return;
+  note = sections ? "From a table made with this page; computed anew in a moment. " : "Not in the page's table: computed here. ";
+  say(note + "Loading Python");
+  if (!sections) return;
+  begin(id);
+  sections.forEach(draw);
+  areas.slice(sections.length).forEach((area) => area.replaceChildren());
+  take.hidden = texts.hidden = true;
+  main.dataset.tabled = id;
+  main.ariaBusy = "false";
+}
+
+async function tabled(model, gpus) {
+  const found = await fetch(`${plans}/${model.replaceAll("/", "--")}.plans`);
+  if (!found.ok) return null;
+  const text = await new Response(found.body.pipeThrough(new DecompressionStream("gzip"))).text();
+  return JSON.parse(text)[gpus];
+}
+
+function begin(id) {
+  drawn = id;
+  place = 0;
+  error.hidden = true;
 }
 
 function say(text) {
@@ -95,13 +127,12 @@ function show(message) {
     [...error.querySelectorAll("dd")].forEach((cell, number) => (cell.textContent = [why, fix][number]));
     error.hidden = false;
     areas.forEach((area) => area.replaceChildren());
+    place = areas.length;
     take.hidden = texts.hidden = true;
     document.title = "accel-fsdp: " + what;
     say("");
     main.ariaBusy = "false";
   } else if (message.plan) {
-    error.hidden = true;
-    place = 0;
     plan = message.plan;
     offer();
   } else draw(message.section);
@@ -118,6 +149,7 @@ function draw(html) {
 
 function finish() {
   main.dataset.answered = asked;
+  note = "";
   if (error.hidden) [...areas.at(-1).children].slice(place - areas.length + 1).forEach((box) => box.remove());
   main.ariaBusy = "false";
   if (error.hidden) say(`Planned in ${((performance.now() - since) / 1000).toFixed(1)} s, in this tab`);
@@ -166,22 +198,25 @@ function failed(what) {
 // A worker made from a blob keeps this page's policy, so that the browser itself lets it reach no other host.
 function start() {
   const at = (name) => new URL(name, document.baseURI).href;
-  const code = `import ${JSON.stringify(at(document.body.dataset.worker))};`;
+  const code = `import ${JSON.stringify(at(program))};`;
   const made = new Worker(URL.createObjectURL(new Blob([code], { type: "text/javascript" })), { type: "module" });
   made.onerror = () => failed("Python can't be started here");
   made.onmessage = ({ data }) => {
     if (data.loaded !== undefined) {
-      bar.value = data.loaded / Number(document.body.dataset.bytes);
-      say(`Loading Python: ${(data.loaded / 1e6).toFixed(1)} MB`);
-    } else if (data.step) say(data.step);
+      bar.value = data.loaded / Number(bytes);
+      say(`${note}Loading Python: ${(data.loaded / 1e6).toFixed(1)} MB`);
+    } else if (data.step) say(note + data.step);
     else if (data.failed) failed(data.failed);
     else if (data.ready) {
       ready = true;
       bar.hidden = true;
       say(asked ? "Planning" : "Ready");
-    } else if (data.id === asked) data.done ? finish() : show(JSON.parse(data.message));
+    } else if (data.id === asked) {
+      if (computed !== data.id) begin((computed = data.id));
+      data.done ? finish() : show(JSON.parse(data.message));
+    }
   };
-  made.postMessage({ planner: at(document.body.dataset.planner) });
+  made.postMessage({ planner: at(planner) });
   return made;
 }
 

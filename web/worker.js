@@ -1,26 +1,11 @@
 // Runs the planner, which is Python, beside the page, so that the page stays responsive.
-let latest = 0, waiting = null, browser = null, busy = false, loaded = 0, told = 0, broken = "";
-const TELL_MS = 100;
+let latest = 0, waiting = null, browser = null, busy = false, loaded = 0, broken = "";
 
-// Counts what comes, as the page shows it.
-const fetched = self.fetch;
-self.fetch = async (...given) => {
-  const found = await fetched(...given);
-  if (!found.ok || !found.body) return found;
-  const counted = found.body.pipeThrough(
-    new TransformStream({
-      transform(chunk, out) {
-        loaded += chunk.byteLength;
-        if (performance.now() - told > TELL_MS) {
-          told = performance.now();
-          postMessage({ loaded });
-        }
-        out.enqueue(chunk);
-      },
-    }),
-  );
-  return new Response(counted, { headers: found.headers, status: found.status });
-};
+// Reports each file that has come. A stream through here would keep browsers from caching the compiled Python.
+new PerformanceObserver((list) => {
+  for (const file of list.getEntries()) loaded += file.decodedBodySize;
+  if (!browser) postMessage({ loaded });
+}).observe({ type: "resource", buffered: true });
 
 async function start(planner) {
   const archive = fetch(planner).then((found) => {

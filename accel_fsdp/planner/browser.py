@@ -21,7 +21,9 @@ from accel_fsdp.planner.text_report import PlanReport
 from accel_fsdp.prediction import trace_store
 
 COMMAND = "accel-fsdp plan"
-EXAMPLE = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8xH100-80GB", "seq-len": "4096"}
+FIRST_SECTIONS = 3
+"""The answer, the table and a figure come before the numbers as a file, which take longer where nothing fits."""
+EXAMPLE = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8xH100-80GB"}
 """The initial inputs of the page."""
 LABELS = {
     "model": "Model",
@@ -112,13 +114,17 @@ def cards() -> list[str]:
 
 
 def answer(text: str) -> Iterator[str]:
-    """Yields JSON for a JSON object of inputs: first `plan`, then a `section` of the page at a time, or an `error`."""
+    """Yields JSON for a JSON object of inputs: a `section` of the page at a time, `plan` after the first figure.
+
+    In place of all that, or of what remains, an `error`.
+    """
     inputs, words = json.loads(text), list[str]()
     try:
         words = _words(inputs)
         report = make_plan(_command(inputs, words))
-        yield json.dumps({"plan": _plan(report, words)})
-        for section in html_report.sections(report):
+        for number, section in enumerate(html_report.sections(report)):
+            if number == FIRST_SECTIONS:
+                yield json.dumps({"plan": _plan(report, words)})
             yield json.dumps({"section": section})
     except NotInstalled:
         yield _refusal(_takes_torch("This choice", words))
@@ -126,6 +132,11 @@ def answer(text: str) -> Iterator[str]:
         yield _refusal(error)
     except Exception as error:  # a traceback is hard to read in a browser
         yield _refusal(_bug(error))
+
+
+def summary(model: str, gpus: str) -> list[str]:
+    """The first sections of the answer for a model on a machine, with all else as in the empty form."""
+    return list(html_report.summary(make_plan(PlanCommand(model, gpus))))
 
 
 def _bug(error: Exception) -> UserError:

@@ -13,7 +13,7 @@ from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, from_yaml
 from accel_fsdp.linter.rules import Subject
 from accel_fsdp.models import catalogue, config_json
-from accel_fsdp.planner import proposal, text_report, workload
+from accel_fsdp.planner import model_notes, proposal, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.planner.text_report import PlanReport
@@ -261,7 +261,7 @@ def make_problem(
     return Problem(
         *(shape, tapes, gpu, job),
         fixed_rows=written is not None or flags.batch is not None,
-        notes=text_report.model_notes(shape, recipe, quantised),
+        notes=model_notes.model_notes(shape, recipe, quantised),
         global_rows=flags.global_batch or 0,
         host_gib=flags.host_memory or 0,
         search=flags.search,

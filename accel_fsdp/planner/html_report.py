@@ -30,7 +30,7 @@ from accel_fsdp.prediction.memory import (
     step,
     variant_for,
 )
-from accel_fsdp.svg import Bar, Capacity, Curve, Part, Range, Words
+from accel_fsdp.svg import Capacity, Curve, Part, Range, Words
 from accel_fsdp.units import GIB, gib_in_figure, number_in_figure, two_digits
 
 MOST_GPUS, LEAST_TOKENS, MOST_TOKENS = 1024, 256, 32_768
@@ -104,15 +104,14 @@ def title_of(problem: Problem) -> str:
 
 
 def sections(report: PlanReport) -> Iterator[str]:
-    """Yields the sections of the page: the answer and the figures first, the slowest last."""
+    """Yields the sections of the page: the answer, the table and a figure first, the slowest last."""
     problem, plan = report.problem, report.plan
     choice = plan.choice or min(plan.rows, key=lambda candidate: candidate.prediction.peak.total)
-    yield f"<header><h1>{escape(title_of(problem))}</h1><p>{escape(report.headline())}</p></header>"
-    yield f'<section class="advice">{"".join(map(_advice, report.advice()))}</section>'
+    yield from summary(report)
+    yield _step(problem, choice, chosen=plan.choice is not None)
+    yield _advice(report)
     if problem.ranks > 1:
         yield _strategy_bars(problem)
-    yield _strategies(problem, plan)
-    yield _step(problem, choice, chosen=plan.choice is not None)
     yield _numbers(problem, plan)
     by_gpus = _over_gpus(problem, choice.recipe)
     lead, details = "More GPUs make the sharded state smaller, not the activations.", f"{choice.recipe.length:,} tokens"
@@ -127,10 +126,22 @@ def sections(report: PlanReport) -> Iterator[str]:
     )
 
 
-def _advice(line: str) -> str:
-    """A paragraph of advice; indented text becomes a block to copy."""
-    kind = "pre" if line.startswith("  ") else "p"
-    return f"<{kind}>{escape(line.strip())}</{kind}>"
+def summary(report: PlanReport) -> Iterator[str]:
+    """Yields the answer and the table of strategies, which the page in a browser shows first."""
+    what, why = map(escape, report.answer())
+    yield (
+        f'<header><h1>{escape(title_of(report.problem))}</h1><p class="answer"><strong>{what}</strong> {why}</p>'
+        f'<p class="dim">{escape(report.headline())}</p></header>'
+    )
+    yield _strategies(report.problem, report.plan)
+
+
+def _advice(report: PlanReport) -> str:
+    """The sentences after the answer; indented text becomes a block to copy."""
+    first, *lines = report.advice()
+    lines.insert(0, first.removeprefix(" ".join(filter(None, report.answer()))))
+    kinds = (("pre" if line.startswith("  ") else "p", escape(line.strip())) for line in lines if line.strip())
+    return f'<section class="advice">{"".join(f"<{kind}>{text}</{kind}>" for kind, text in kinds)}</section>'
 
 
 def _strategy_bars(problem: Problem) -> str:
@@ -158,32 +169,36 @@ def _strategy_bars(problem: Problem) -> str:
 
 
 def _strategies(problem: Problem, plan: Plan) -> str:
-    rows = [_bar(candidate, candidate.layout.name) for candidate in plan.rows]
-    how = f"The highest point of one step, {_batch(problem.job)}."
-    if plan.choice and plan.choice.recipe != problem.job.recipe:
-        rows.insert(0, _bar(plan.choice, f"Recommended, {rows_in(plan.choice.recipe)}"))
-        how += f" The recommended one: {plan.choice.layout.name}, {_batch(plan.choice.job)}."
-    needs_expandable = any("expandable" in row.note for row in rows)
-    expandable = f" Expandable: fits {capacity.NEEDS_EXPANDABLE}." if needs_expandable else ""
-    summary = "; ".join(f"{row.name}: {row.note}" for row in rows)
-    words = Words("Memory of one GPU at the highest point of a step, by strategy", summary)
-    return html_page.section(
-        "All strategies",
-        how,
-        _key(KINDS)
-        + html_page.figure(
-            lambda width: svg.bars(words, rows, _capacity(problem), width),
-            "Predicted. The dashed line is the whole memory of one GPU. CUDA and NCCL need some of it too, so a bar "
-            "that ends just below it doesn't fit. An arrow: the bar goes on beyond the edge." + expandable,
-        ),
-    )
+    """The table of strategies with a bar each, the recommended one first."""
+    choice, limit = plan.choice, _capacity(problem)
+    rows = [candidate for candidate in plan.rows if choice is None or candidate.job != choice.job]
+    rows = [choice, *rows] if choice else rows
+    top = limit.top(max(candidate.prediction.peak.total for candidate in rows) / GIB)
+    titles = ("strategy", "memory", "GiB", "fits", "step s", "tokens/s per GPU")
+    note = f"<small>recommended: {rows_in(choice.recipe)}, {checkpointing_in(choice.recipe)}</small>" if choice else ""
+    cells = [
+        (
+            escape(candidate.layout.name) + (note if candidate is choice else ""),
+            svg.cell_bar(_parts(candidate), limit, top),
+            number_in_figure(candidate.prediction.peak.total / GIB),
+            candidate.verdict,
+            f"{candidate.step.step_seconds:.2f}",
+            f"{candidate.tokens_per_s:,.0f}",
+        )
+        for candidate in rows
+    ]
+    others = f"{'Others: ' if choice else ''}{_batch(problem.job)}"
+    line = f"Red line: all {gib_in_figure(limit.gib)}, of which CUDA and NCCL need some."
+    expandable = f" Expandable: fits {capacity.NEEDS_EXPANDABLE}."
+    if not any(candidate.verdict == "expandable" for candidate in rows):
+        expandable = ""
+    table = html_page.table(titles, cells, "strategies chosen" if choice else "strategies")
+    return f'<section>{table}<p class="dim">{others}. {line}{expandable}</p></section>'
 
 
-def _bar(candidate: Candidate, name: str) -> Bar:
+def _parts(candidate: Candidate) -> list[Part]:
     live = candidate.prediction.peak.live
-    fits = {"yes": "fits", "no": "over"}.get(candidate.verdict, candidate.verdict)
-    parts = [Part(LETTERS[kind], kind, size / GIB) for kind, size in live.items() if size]
-    return Bar(name, f"{gib_in_figure(candidate.prediction.peak.total / GIB)}, {fits}", parts)
+    return [Part(LETTERS[kind], kind, size / GIB) for kind, size in live.items() if size]
 
 
 def _step(problem: Problem, candidate: Candidate, chosen: bool) -> str:
@@ -196,13 +211,13 @@ def _step(problem: Problem, candidate: Candidate, chosen: bool) -> str:
     return html_page.section(
         "One step, unit by unit",
         f"{'Recommended' if chosen else 'Nothing fits; the smallest is shown'}: {name}.",
-        _key(kinds)
-        + html_page.figure(
+        html_page.figure(
             lambda width: svg.areas(words, phases, _capacity(problem), width),
             "Predicted. From left to right the events in their order, not seconds: for each unit (embedding, block, "
             "head) its peak and what remains allocated. The dot is the highest peak."
             + (SHORT_PHASES if candidate.recipe.accumulation > 1 else ""),
-        ),
+        )
+        + _key(kinds),
     )
 
 

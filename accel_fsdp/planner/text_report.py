@@ -7,8 +7,7 @@ from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.config import Engine
-from accel_fsdp.job import Layout, Recipe, combinations
-from accel_fsdp.models import state_bytes
+from accel_fsdp.job import Layout, combinations
 from accel_fsdp.planner import cost_report, proposal
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.prediction import (
@@ -23,7 +22,7 @@ from accel_fsdp.prediction import (
     search,
     step_traffic,
 )
-from accel_fsdp.prediction.memory import KINDS, LETTERS, ModelShape, Reservation, shards
+from accel_fsdp.prediction.memory import KINDS, LETTERS, Reservation, shards
 from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_in_figure, gib_or_mib, number_in_figure, parameters
 
 SCHEMA_VERSION = 2
@@ -131,12 +130,11 @@ class PlanReport:
     def advice(self) -> Iterator[str]:
         """The recommendation with its reasons, or changes that would make the job fit; a sentence or two per line."""
         problem, choice = self.problem, self.plan.choice
+        answer = " ".join(filter(None, self.answer()))
         if choice is None:
-            yield from self._why_nothing_fits()
+            yield from self._what_would_fit(answer)
             return
-        how = f"{rows_in(choice.recipe)} per {choice.layout.row_owner}, {checkpointing_in(choice.recipe)}"
-        needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine is Engine.DEEPSPEED else ""
-        yield f"Take {choice.layout.name}{needs} with {how}. {self.plan.reason}"
+        yield answer
         yield self._one_step(choice)
         if self.spent:
             yield from cost_report.sentences(self.spent, problem.gpu)
@@ -162,19 +160,30 @@ class PlanReport:
         full_rows = (cost_report.FULL_ROWS,) if self.spent else ()
         yield "Assumed: " + " ".join((*problem.notes, *choice.step.assumptions, *full_rows))
 
-    def _why_nothing_fits(self) -> Iterator[str]:
-        """Why nothing fits, and which changes would."""
+    def answer(self) -> tuple[str, str]:
+        """What to take, or that nothing fits; and the reason, empty if the first sentence has it."""
+        choice = self.plan.choice
+        if choice is not None:
+            how = f"{rows_in(choice.recipe)} per {choice.layout.row_owner}, {checkpointing_in(choice.recipe)}"
+            needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine is Engine.DEEPSPEED else ""
+            return f"Take {choice.layout.name}{needs} with {how}.", self.plan.reason
         given = self.plan.rows[0] if self.config else None
-        lack = self.problem.host_lack(given.job) if given else ""
-        if given and given.refused and given.refused != lack:
-            yield f"This YAML doesn't work, regardless of memory: {given.refused}."
+        if given and given.refused:
+            lack = self.problem.host_lack(given.job)
+            if given.refused == lack:
+                return "It doesn't fit.", f"{lack}."
+            return f"This YAML doesn't work, regardless of memory: {given.refused}.", ""
+        phase = given.device.runs_out if given else ""
+        what = f"It doesn't fit: memory runs out in the {phase}." if phase else "Nothing fits."
+        return what, f"Each GPU has {gib_or_mib(self.problem.capacity_bytes)}."
+
+    def _what_would_fit(self, answer: str) -> Iterator[str]:
+        """The answer where nothing fits, and the changes with which something would."""
+        if answer.startswith("This YAML doesn't work"):
+            yield answer
             yield f"  accel-fsdp check {self.config} --model {self.problem.shape.name}"
             return
-        phase = given.device.runs_out if given else ""
-        reason = f"It doesn't fit: memory runs out in the {phase}." if phase else "Nothing fits."
-        reason = f"{reason} Each GPU has {gib_or_mib(self.problem.capacity_bytes)}."
-        reason = f"It doesn't fit. {lack}." if given and given.refused else reason
-        yield f"{reason} What would fit:"
+        yield f"{answer} What would fit:"
         changes = list(remedies.remedies(self.problem, self._layout())) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
         yield from self.plan.about_meshes
@@ -363,30 +372,6 @@ class PlanReport:
             "bound": candidate.step.bound,
             "assumptions": (*self.problem.notes, *candidate.step.assumptions),
         }
-
-
-def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tuple[str, ...]:
-    """Sentences about a model's training that its name or the flags don't suggest."""
-    notes = []
-    if shape.eager_only:
-        notes.append(
-            f"{shape.name}: transformers has no sdpa for it and runs eager attention; so does this plan, "
-            "regardless of the flag."
-        )
-    if shape.model_type == "gpt_oss":
-        notes.append("Its weights are published in MXFP4, which Trainer doesn't train: they are dequantised to bf16.")
-    if shape.model_type == "deepseek_v3" and shape.name.startswith("deepseek-ai/"):
-        notes.append("Its weights are published in FP8, which Trainer doesn't train: convert them to bf16 first.")
-    if quant_method:
-        refused = " Trainer refuses full training of quantised weights." if recipe.method == "full" else ""
-        notes.append(f"{shape.name} is quantised ({quant_method}); the plan is for its 16-bit original.{refused}")
-    if recipe.checkpointing == "selective":
-        notes.append("Trainer has no flag for selective checkpointing: the script has to apply it.")
-    layers = [(len(block.layers), parameter) for block in shape.blocks for parameter in block.parameters]
-    fused = sum(number * parameter.numel for number, parameter in layers if parameter.kind == "experts")
-    if recipe.method == "qlora" and fused:
-        notes.append(f"{state_bytes.experts_in_16_bits(fused)}.")
-    return tuple(notes)
 
 
 def _settings_and_memory(candidate: Candidate) -> str:

@@ -24,7 +24,7 @@ def asked(**given: str) -> list[dict[str, Any]]:
 
 
 def first(**given: str) -> dict[str, Any]:
-    """The first message alone, which is there before any figure is drawn."""
+    """The first message alone: an error, or the answer, which is there before any figure is drawn."""
     answer: dict[str, Any] = json.loads(next(browser.answer(json.dumps(given))))
     return answer
 
@@ -60,7 +60,7 @@ def refuse(*_: object) -> None:
 def test_each_choice_of_the_form_needs_no_torch() -> None:
     for field in browser.form():
         for choice in (*field.choices, *(["true"] if field.kind == "switch" else [])):
-            assert "plan" in first(model="gpt2", gpus="2xA100", batch="1", **{field.name: choice})
+            assert "section" in first(model="gpt2", gpus="2xA100", batch="1", **{field.name: choice})
 
 
 @pytest.mark.usefixtures("without_torch")
@@ -75,12 +75,20 @@ def test_choices_that_meet_need_no_torch_but_adapters_in_float32() -> None:
 
 
 def test_the_answer_is_the_commands() -> None:
-    plan, *sections = asked(model="gpt2", gpus="2xA100-40GB", seq_len="512", method="lora")
+    head, table, figure, plan, *sections = asked(model="gpt2", gpus="2xA100-40GB", seq_len="512", method="lora")
     report = api.plan("gpt2", "2xA100-40GB", seq_len=512, method="lora")
     assert json.loads(plan["plan"]["json"]) == json.loads(json.dumps(report.as_json()))
     assert plan["plan"]["yaml"] == report.yaml()
     assert plan["plan"]["command"] == "accel-fsdp plan --model gpt2 --gpus 2xA100-40GB --seq-len 512 --method lora"
-    assert all(set(section) == {"section"} for section in sections)
+    assert all(set(section) == {"section"} for section in (head, table, figure, *sections))
+    assert report.answer()[0] in head["section"]
+    assert "<table" in table["section"]
+    assert "<figure" in figure["section"]
+
+
+def test_the_table_made_with_the_page_is_the_answers_beginning() -> None:
+    first_sections = [message["section"] for message in asked(model="openai-community/gpt2", gpus="2xA100-40GB")[:2]]
+    assert browser.summary("openai-community/gpt2", "2xA100-40GB") == first_sections
 
 
 @pytest.mark.parametrize(

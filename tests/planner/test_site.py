@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
@@ -21,6 +22,8 @@ from accel_fsdp.prediction.memory.engines import frees_output_late
 
 if lacking := [name for name in ("chromium", "chromedriver", "npm", "node") if not shutil.which(name)]:
     pytest.skip(f"the page needs {', '.join(lacking)}", allow_module_level=True)
+if not find_spec("material"):
+    pytest.skip("the pages beside it need mkdocs-material", allow_module_level=True)
 
 import chromium
 from selenium.webdriver import Chrome
@@ -34,6 +37,11 @@ LINKS = [
     "#model=openai-community/gpt2&gpus=2xA100-40GB&seq-len=512&tokens=1B&price=2.5",
     "#model=microsoft/phi-4&gpus=1xRTX+4090-24GB&precision=fp16",
 ]
+
+TABLED = ("openai-community/gpt2", "meta-llama/Llama-3.1-70B")
+"""The models for which the page is built with tables."""
+SHOWN = "return [...document.querySelectorAll('#head, #table')].map(area => area.innerHTML)"
+READY = "document.querySelector('#state p').textContent === 'Ready'"
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,7 @@ class Page:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, in a folder below that of its host."""
     host = tmp_path_factory.mktemp("host")
-    words = [sys.executable, str(ROOT / "web" / "build.py"), str(host / "some" / "folder")]
+    words = [sys.executable, str(ROOT / "web" / "build.py"), str(host / "some" / "folder"), "--tables", *TABLED]
     subprocess.run(words, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=200)
     return host
 
@@ -188,7 +196,7 @@ def test_a_change_of_the_form_is_answered_sooner_than_a_load(page: Page) -> None
             "const field = document.getElementById('seq-len'); field.value = 256;"
             "field.dispatchEvent(new Event('input', {bubbles: true}))"
         )
-    assert "1 x 256 tokens" in page.text("main header p")
+    assert "1 x 256 tokens" in page.text("main header .dim")
     assert time.perf_counter() - start < page.first_seconds
     assert "seq-len=256" in page.browser.execute_script("return location.hash")
 
@@ -233,14 +241,64 @@ def test_what_is_wrong_is_said_as_the_command_says_it(page: Page, link: str) -> 
 
 def test_where_nothing_fits_there_is_no_yaml(page: Page) -> None:
     page.go("#model=meta-llama/Llama-3.1-70B&gpus=1xT4-16GB")
-    assert "Nothing fits" in page.text(".advice")
+    assert "Nothing fits" in page.text("#head .answer")
+    assert "What would fit" in page.text(".advice")
     assert not page.browser.find_element("css selector", 'a[download="fsdp.yaml"]').is_displayed()
     assert page.browser.find_element("css selector", 'a[download="plan.json"]').is_displayed()
 
 
-def test_labels_and_names(page: Page) -> None:
+@pytest.mark.parametrize("link", ["#model=gpt2&gpus=8xA100-40GB", "#model=llama-3.1-70b&gpus=1xRTX 4090"])
+def test_a_table_made_with_the_page_is_shown_until_python_has_loaded(built: Path, tmp_path: Path, link: str) -> None:
+    """It is marked as such, has nothing to download yet, and is what Python then computes."""
+    with chromium.served(built) as host, chromium.opened(tmp_path) as browser:
+        browser.execute_script("location = arguments[0]", f"{host}/some/folder/index.html{link}")
+        chromium.until(browser, "document.querySelector('main')?.dataset.tabled")
+        answered = browser.execute_script("return document.querySelector('main').dataset.answered")
+        early = browser.execute_script(SHOWN)
+        status = browser.find_element("css selector", "#state p").text
+        hidden = browser.execute_script("return document.querySelector('#take').hidden")
+        chromium.until(browser, "document.querySelector('main').dataset.answered")
+        assert browser.execute_script(SHOWN) == early
+        assert browser.find_element("css selector", "#state p").text.startswith("Planned in")
+        assert browser.find_elements("css selector", "#step figure")
+    assert answered is None
+    assert status.startswith("From a table made with this page")
+    assert hidden
+    assert "<table" in early[1]
+
+
+@pytest.mark.parametrize("link", ["#model=gpt2&gpus=8xA100-40GB&seq-len=256", "#model=gpt2&gpus=3xT4-16GB"])
+def test_what_no_table_has_is_said_to_be_computed(built: Path, tmp_path: Path, link: str) -> None:
+    with chromium.served(built) as host, chromium.opened(tmp_path) as browser:
+        browser.execute_script("location = arguments[0]", f"{host}/some/folder/index.html{link}")
+        said = "document.querySelector('#state p')?.textContent"
+        chromium.until(browser, f'{said}?.startsWith("Not in the page\'s table: computed here. ")')
+        chromium.until(browser, "document.querySelector('main').dataset.answered")
+        assert not browser.execute_script("return document.querySelector('main').dataset.tabled")
+        assert "gpt2" in browser.find_element("css selector", "#head h1").text
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_the_first_screen_has_the_answer_the_table_and_a_figure(page: Page, width: int) -> None:
+    chromium.sized(page.browser, width, 900)
+    page.go(LINKS[1])
+    page.browser.execute_script("document.querySelector('#more').open = false; scrollTo(0, 0)")
+    bottoms = page.browser.execute_script(
+        "const figure = [...document.querySelectorAll('#step figure svg')].find(svg => svg.clientWidth);"
+        "const shown = [...['.answer', '#table tbody'].map(query => document.querySelector(query)), figure];"
+        "return shown.map(element => element.getBoundingClientRect()).map(({top, height}) => top + 0.8 * height)"
+    )
+    assert max(bottoms) < 900
+    reasons = page.browser.execute_script("return document.querySelector('#advice').getBoundingClientRect().top")
+    assert reasons > max(bottoms)
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_labels_and_names(page: Page, width: int) -> None:
     """Every field and button has a name that a screen reader says, and there is one first heading."""
+    chromium.sized(page.browser, width)
     page.go(LINKS[0])
+    page.browser.execute_script("document.querySelector('#more').open = true")
     controls = page.browser.find_elements("css selector", "input, select, button, a[download]")
     assert len(controls) >= 20
     assert not [control.get_attribute("outerHTML") for control in controls if not control.accessible_name]
@@ -255,7 +313,7 @@ def test_nothing_is_asked_of_other_hosts_and_nothing_could_be(built: Path, tmp_p
     with chromium.served(built) as host, chromium.opened(tmp_path) as browser:
         browser.get(f"{host}/some/folder/")
         assert "Llama-3.1-8B on 8 x H100" in browser.find_element("css selector", "#head h1").text
-        chromium.until(browser, "document.querySelector('#state p').textContent === 'Ready'")
+        chromium.until(browser, READY)
         Page(browser, tmp_path, 0).go(LINKS[0])
         refused = browser.execute_async_script(
             "const done = arguments[0], code = `fetch('http://localhost:1/').catch(() => postMessage('refused'))`;"
@@ -269,6 +327,30 @@ def test_nothing_is_asked_of_other_hosts_and_nothing_could_be(built: Path, tmp_p
     )
     asked = chromium.asked_for(tmp_path, host)
     assert len(asked) > len(("index.html", "page.js", "worker.js", "planner.zip"))
+    assert [url for url in asked if not url.startswith(f"{host}/some/folder/")] == []
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_pages_are_a_click_away_and_can_be_searched(built: Path, tmp_path: Path, dark: bool) -> None:
+    """From the planner to the pages and back, in the colours that the system prefers; nothing leaves this host."""
+    with chromium.served(built) as host, chromium.opened(tmp_path, dark) as browser:
+        browser.get(f"{host}/some/folder/")
+        chromium.until(browser, READY)
+        browser.find_element("css selector", ".top a").click()
+        chromium.until(browser, "document.querySelector('h1')?.textContent.startsWith('Pages')")
+        scheme = "document.body.getAttribute('data-md-color-scheme')"
+        chromium.until(browser, f"{scheme} === '{'slate' if dark else 'default'}'")
+        browser.execute_script(
+            "const field = document.querySelector('.md-search__input'); field.focus(); field.value = 'offload';"
+            "field.dispatchEvent(new Event('input', {bubbles: true})); field.dispatchEvent(new KeyboardEvent('keyup'))"
+        )
+        chromium.until(browser, "document.querySelectorAll('.md-search-result__item a').length > 1")
+        browser.execute_script("document.querySelector('.md-banner a').click()")
+        chromium.until(browser, "document.querySelector('#head h1')?.textContent.includes('8 x H100')")
+        chromium.until(browser, READY)
+        assert browser.get_log("browser") == []  # type: ignore[no-untyped-call]
+    asked = chromium.asked_for(tmp_path, host)
+    assert f"{host}/some/folder/docs/search/search_index.json" in asked
     assert [url for url in asked if not url.startswith(f"{host}/some/folder/")] == []
 
 
