@@ -247,6 +247,7 @@ def test_where_nothing_fits_there_is_no_yaml(page: Page) -> None:
     assert page.browser.find_element("css selector", 'a[download="plan.json"]').is_displayed()
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("link", ["#model=gpt2&gpus=8xA100-40GB", "#model=llama-3.1-70b&gpus=1xRTX 4090"])
 def test_a_table_made_with_the_page_is_shown_until_python_has_loaded(built: Path, tmp_path: Path, link: str) -> None:
     """It is marked as such, has nothing to download yet, and is what Python then computes."""
@@ -267,6 +268,7 @@ def test_a_table_made_with_the_page_is_shown_until_python_has_loaded(built: Path
     assert "<table" in early[1]
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("link", ["#model=gpt2&gpus=8xA100-40GB&seq-len=256", "#model=gpt2&gpus=3xT4-16GB"])
 def test_what_no_table_has_is_said_to_be_computed(built: Path, tmp_path: Path, link: str) -> None:
     with chromium.served(built) as host, chromium.opened(tmp_path) as browser:
@@ -330,6 +332,7 @@ def test_nothing_is_asked_of_other_hosts_and_nothing_could_be(built: Path, tmp_p
     assert [url for url in asked if not url.startswith(f"{host}/some/folder/")] == []
 
 
+@pytest.mark.slow(but=1)
 @pytest.mark.parametrize("dark", [False, True])
 def test_the_pages_are_a_click_away_and_can_be_searched(built: Path, tmp_path: Path, dark: bool) -> None:
     """From the planner to the pages and back, in the colours that the system prefers; nothing leaves this host."""
