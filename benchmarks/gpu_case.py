@@ -176,7 +176,7 @@ def fsdp_plugin(case: dict[str, Any]) -> Any:
         )
     return FullyShardedDataParallelPlugin(
         fsdp_version=1,
-        reshard_after_forward=ShardingStrategy(case["strategy"]),
+        sharding_strategy=ShardingStrategy(case["strategy"]),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         use_orig_params=True,
         sync_module_states=False,

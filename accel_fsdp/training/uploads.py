@@ -92,9 +92,10 @@ class Uploads:
         if not thread.is_alive() and not self.current and not self._refused:
             completeness.retire(self.output, self.keep, self._best)  # what had to stay until it was there
             return ""
+        left = self._waiting or self.current or "all checkpoints"  # now: the thread drops them once time is over
         self._over.set()
         self._tell(OVER, "")
-        return f"{self._waiting or self.current or 'all checkpoints'}: {self._trouble or 'still being uploaded'}"
+        return f"{left}: {self._trouble or 'still being uploaded'}"
 
     # The thread
 

@@ -140,7 +140,7 @@ def test_a_store_that_never_answers(
     assert finished.code == 1
     assert f"{uri}: {reason}" in finished.output
     assert "training goes on, and checkpoints are uploaded once it answers" in finished.output
-    assert f"error: not uploaded to {uri}: checkpoint-6: {reason}" in finished.output
+    assert f"error: not uploaded to {uri}: checkpoint-6: {reason}" in finished.output, finished.output
     command = f"accel-fsdp checkpoints {run} --push {uri}"
     assert f"  fix: {command}" in finished.output
     assert (run / "final" / "model.safetensors").exists()
