@@ -107,7 +107,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
     results: dict[str, Any] = {"workspace": workspace() if device == "cuda" else 0}
-    join(case["ranks"], device)
+    join(case["engine"], case["ranks"], device)
     accelerator = accelerator_of(case, device)
     model, optimizer = prepared(accelerator, case, device)
     batch = batch_of(case, device, model.config.vocab_size if hasattr(model, "config") else case["vocab"])
@@ -131,18 +131,25 @@ def workspace() -> int:
     return torch.cuda.memory_allocated()
 
 
-def join(ranks: int, device: str) -> None:
-    """Becomes rank 0 of a job whose other ranks are made up; a single process stays alone."""
+def join(engine: str, ranks: int, device: str) -> None:
+    """Becomes rank 0 of a job whose other ranks are made up; a single process stays alone.
+
+    DDP's reducer takes no made-up results (torch 2.11), but keeps the same buckets for any number of ranks: it is the
+    only rank of a real group.
+    """
     if ranks == 0:
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": 29500}
+    is_alone = engine == "ddp"
+    backend = "fake" if not is_alone else "nccl" if device == "cuda" else "gloo"
+    world = 1 if is_alone else ranks
+    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": 29500}
     os.environ.update({name: str(value) for name, value in names.items()})
     os.environ["MASTER_ADDR"] = "localhost"
     if device == "cuda":
         torch.cuda.set_device(0)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group(backend, store=dist.HashStore() if is_alone else FakeStore(), rank=0, world_size=world)
 
 
 def accelerator_of(case: dict[str, Any], device: str) -> Any:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,7 +19,11 @@ import results
 from children import ROOT, environment
 
 from accel_fsdp.atomic_files import write_text
+from accel_fsdp.hardware import Gpu, gpus
+from accel_fsdp.job import Job, Layout, Recipe, from_arguments
 from accel_fsdp.models import catalogue
+from accel_fsdp.prediction import predicted, step_time
+from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.training.reporting import run_record
 from accel_fsdp.units import GIB
 from accel_fsdp.wizard import interview, to_text
@@ -31,6 +35,11 @@ CASE_SECONDS = 420
 LINES = 40
 """Of what a failed run printed: the launcher's own words come last, and are many."""
 LORA = ("--use_peft", "true")
+HEAD = (
+    "| case | device | tokens/s | plain loop | planned | MFU | peak memory | planned |",
+    "|---|---|---|---|---|---|---|---|",
+)
+NOTE = "The plain loop (`gpu_plain.py`) trains the same shape without FSDP and Trainer; the plan is today's."
 
 
 @dataclass(frozen=True)
@@ -122,21 +131,63 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     return account
 
 
-def row(case: Case, account: dict[str, Any]) -> str:
-    """One line of the table, of the windows after the warm-up."""
+def plain_of(case: Case, device: str) -> dict[str, Any]:
+    """The seconds of the same step in `gpu_plain.py`; empty if it failed, with the reason printed."""
+    config = dict(catalogue.entries()[case.model]["config"])
+    config["num_hidden_layers"] = case.layers or config["num_hidden_layers"]
+    recipe = recipe_of(case)
+    settings = {"config": config, "rows": case.rows, "length": case.length, "dtype": recipe.dtype}
+    settings |= {"adapter": recipe.method != "full", "checkpointing": recipe.recomputes, "precision": case.precision}
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_plain.py"), json.dumps(settings), device]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS, env=environment())
+    marked = [line for line in ran.stdout.splitlines() if line.startswith("MEASURED ")]
+    if not marked:
+        print(f"{case.name}, plain: FAILED: {ran.stderr[-1000:]}", flush=True)
+        return {}
+    measured: dict[str, Any] = json.loads(marked[-1].removeprefix("MEASURED "))
+    return measured
+
+
+def recipe_of(case: Case) -> Recipe:
+    """How the case trains, in the planner's terms."""
+    words = dict(zip(case.flags[::2], case.flags[1::2], strict=True))
+    arguments = {flag.removeprefix("--"): value for flag, value in words.items()}
+    sizes = {"per_device_train_batch_size": case.rows, "max_length": case.length, "packing": True}
+    return replace(from_arguments.recipe_of(arguments | sizes), precision=case.precision)
+
+
+def planned(case: Case, gpu: Gpu) -> tuple[float, int]:
+    """What the plan says: tokens/s and the peak's bytes."""
+    recipe, layout = recipe_of(case), Layout("fsdp2", 1, 1, 1)
+    shape, tapes = by_name.read_shape(case.model, recipe)
+    job = Job(layout, recipe)
+    return step_time(shape, recipe, layout, gpu).tokens_per_s_per_gpu, predicted(shape, tapes, job, gpu).peak.total
+
+
+def row(case: Case, device: str, rate: float, mfu: float | None, peak: int, plain_seconds: float) -> str:
+    """One line of the table; 0 for what is unknown."""
+    gpu = None if device == "cpu" else gpus.find(device)
+    plan_rate, plan_peak = planned(case, gpu) if gpu else (0, 0)
+    plain_rate = case.rows * case.length / plain_seconds if plain_seconds else 0
+    rates = [f"{number:,.0f}" if number else "unknown" for number in (rate, plain_rate, plan_rate)]
+    share = f"{mfu:.1%}" if mfu is not None else "unknown"
+    sizes = [f"{size / GIB:.1f} GiB" if size else "unknown" for size in (peak, plan_peak)]
+    return "| " + " | ".join([case.name, device, *rates, share, *sizes]) + " |"
+
+
+def row_of(case: Case, account: dict[str, Any], plain_seconds: float) -> str:
+    """The line of a run's account, of the windows after the warm-up."""
     windows = [entry for entry in account["log"] if "tokens_per_second" in entry and entry["step"] > WARM_UP]
     rate = median(entry["tokens_per_second"] for entry in windows)
     mfu = median(entry["mfu"] for entry in windows) if "mfu" in windows[0] else None
-    peaks = account["results"]["peak_memory_bytes"]
-    sizes = [f"{peaks[side] / GIB:.1f} GiB" if side in peaks else "unknown" for side in ("measured", "predicted")]
-    share = f"{mfu:.1%}" if mfu is not None else "unknown"
-    return f"| {case.name} | {account['machine']['device']} | {rate:,.0f} | {share} | {' | '.join(sizes)} |"
+    peak = account["results"]["peak_memory_bytes"].get("measured", 0)
+    return row(case, account["machine"]["device"], rate, mfu, peak, plain_seconds)
 
 
-def run_all(cases: Sequence[Case]) -> list[str]:
-    """Runs the cases and prints the table; returns its lines, none if no case could be measured."""
-    lines = ["| case | device | tokens/s | MFU | peak memory | predicted |", "|---|---|---|---|---|---|"]
-    print(*lines, sep="\n")
+def run_all(cases: Sequence[Case], device: str) -> list[str]:
+    """Runs the cases; prints each line of the table as it comes, and keeps it if it is of a GPU. Returns the lines."""
+    lines: list[str] = []
+    print(*HEAD, sep="\n")
     for case in cases:
         folder = Path(tempfile.mkdtemp(prefix="gpu-training-"))
         try:
@@ -148,12 +199,16 @@ def run_all(cases: Sequence[Case]) -> list[str]:
         if "error" in account:
             print(f"{case.name}: FAILED: {account['error']}", flush=True)
             continue
-        lines.append(row(case, account))
+        lines.append(row_of(case, account, plain_of(case, device).get("seconds", 0)))
         print(lines[-1], flush=True)
-    return lines if len(lines) > 2 else []
+        if device == "cuda":
+            keep(lines[-1])
+    return lines
 
 
-def keep(lines: list[str]) -> None:
-    """Writes the table to RESULTS.md."""
+def keep(line: str) -> None:
+    """Writes a line to the table in RESULTS.md, in place of an older one of the same case and device."""
+    old = [kept for kept in results.kept("gpu-training") if kept.startswith("| ") and kept not in HEAD]
+    lines = {tuple(each.split(" | ")[:2]): each for each in (*old, line)}
     text = f"`python benchmarks/gpu.py --training`: `train/sft.py`, packed rows, steps {WARM_UP} to {STEPS}."
-    results.keep("gpu-training", ["## The training step on a GPU", "", text, "", *lines])
+    results.keep("gpu-training", ["## The training step on a GPU", "", text, NOTE, "", *HEAD, *lines.values()])

@@ -110,6 +110,7 @@ def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
         kernels="liger" if is_on(arguments.get("use_liger_kernel")) else "none",
         eval_batch=_eval_batch(arguments),
         varied=not is_on(arguments.get("packing")),
+        packed=is_on(arguments.get("packing")),
         **adapter,
     )
 

@@ -96,11 +96,11 @@ def ranks_may_share_rows() -> bool:
     return any(size > 1 and name in OF_ONE_ROW for name, size in dimensions)
 
 
-def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
+def job_of(model: "nn.Module", args: Any, accelerator: Any, packed: bool = False) -> Job | None:
     """Describes a run by its `Accelerator`, its `model` before wrapping, and Trainer's `args`.
 
-    The recipe has one row of one token until a batch is known. Returns None for TPUs, and for optimizers and dtypes
-    that the planner doesn't support.
+    The recipe has one row of one token until a batch is known. `packed`: rows hold several documents. Returns None for
+    TPUs, and for optimizers and dtypes that the planner doesn't support.
     """
     layout = layout_of(accelerator)
     dtype = str(getattr(model, "dtype", "")).removeprefix("torch.")
@@ -121,6 +121,7 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any) -> Job | None:
         checkpointing=_checkpointing(args, accelerator),  # type: ignore[arg-type]
         kernels="liger" if args.use_liger_kernel else "none",
         attention=from_arguments.attention_of(str(getattr(model.config, "_attn_implementation", ""))),
+        packed=packed,
         **_adapter(adapter),
     )
     return Job(layout, recipe, model=str(model.config._name_or_path), optimizer=optimizer_name)  # type: ignore[union-attr]

@@ -27,7 +27,7 @@ class Recipe:
     `attention` "flash" is flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`, or of the
     "fused ops and kernels" plugin of fms-acceleration, foak. `eval_batch` is one rank's number of rows in an
     evaluation, 0 without one. Rows that are `varied` have many lengths, at most `length`, and batches are padded to
-    their longest row.
+    their longest row. `packed` rows hold several documents, which sdpa keeps apart by a mask.
     """
 
     method: Method = "full"
@@ -46,11 +46,17 @@ class Recipe:
     kernels: Kernels = "none"
     eval_batch: int = 0
     varied: bool = False
+    packed: bool = False
 
     @property
     def recomputes(self) -> bool:
         """Whether backward computes whole blocks again."""
         return self.checkpointing in ("full", "reentrant")
+
+    @property
+    def masks_documents(self) -> bool:
+        """Whether attention takes a mask of rows x rows; Flash Attention reads the documents' lengths instead."""
+        return self.packed and self.attention == "sdpa"
 
     def part_of_rows(self, ranks: int) -> "Recipe":
         """The recipe of one of the ranks that divide each row's tokens among them."""

@@ -142,7 +142,7 @@ def _judge_yaml(flags: PlanCommand, path: Path, work: cost.CostInputs) -> PlanRe
         arguments = dict(subject.args or {})
         _refuse_other_model(flags, arguments)
         from_arguments.refuse_unreadable(arguments)
-        written, left_out = _without_dropout(from_yaml.predictable(subject, arguments))
+        written, left_out = _as_recordable(from_yaml.predictable(subject, arguments))
         schedule = from_arguments.schedule_of(arguments)
         work = replace(work, work=cost.work_of(schedule, work.work.rows), schedule=schedule)
         notes = (*from_arguments.notes(arguments), *left_out, *notes)
@@ -168,12 +168,15 @@ def _refuse_other_model(flags: PlanCommand, arguments: Mapping[str, Any]) -> Non
         )
 
 
-def _without_dropout(job: Job) -> tuple[Job, tuple[str, ...]]:
-    """Leaves out adapters' dropout, with a message, if the bundled tapes lack it and none can be recorded."""
-    if not job.recipe.lora_dropout or all(is_installed(library) for library in trace_store.TRACED_WITH):
+def _as_recordable(job: Job) -> tuple[Job, tuple[str, ...]]:
+    """Leaves out what the bundled tapes lack, with a message, where none can be recorded."""
+    masks = {"lora_dropout": job.recipe.lora_dropout, "packing": job.recipe.masks_documents}
+    left_out = [name for name, is_on in masks.items() if is_on]
+    if not left_out or all(is_installed(library) for library in trace_store.TRACED_WITH):
         return job, ()
-    note = f"Without {' and '.join(trace_store.TRACED_WITH)} installed, lora_dropout's masks are not counted."
-    return job.with_recipe(lora_dropout=False), (note,)
+    libraries = " and ".join(trace_store.TRACED_WITH)
+    note = f"Without {libraries} installed, the masks of {' and '.join(left_out)} are not counted."
+    return job.with_recipe(lora_dropout=False, packed=False), (note,)
 
 
 def spent_on(

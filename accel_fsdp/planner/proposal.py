@@ -191,6 +191,8 @@ def arguments(job: Job) -> dict[str, Any]:
         words["optim"] = recipe.optimizer
     if recipe.kernels == "liger":
         words["use_liger_kernel"] = True
+    if recipe.packed:
+        words["packing"] = True
     if recipe.attention != Recipe.attention:
         words["attn_implementation"] = {"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention)
     return words

@@ -193,6 +193,9 @@ def _recipes(job: Job) -> Iterator[tuple[str, Job]]:
         yield "mixed_precision: bf16 in the YAML", job.with_recipe(precision="bf16")
     if recipe.method == "full":
         yield "--use_peft, which trains an adapter only", job.with_recipe(method="lora", dtype="bfloat16")
+    if recipe.masks_documents:
+        flag = "--attn_implementation flash_attention_2, which needs no mask for packed rows"
+        yield flag, job.with_recipe(attention="flash")
     if not recipe.chunked_loss and recipe.kernels == "none":
         yield "--use_liger_kernel true, with pip install liger-kernel", job.with_recipe(chunked_loss=True)
 

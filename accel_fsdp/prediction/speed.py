@@ -156,6 +156,7 @@ def update_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) 
 
 def useful_flops(shape: ModelShape, recipe: Recipe) -> float:
     """FLOPs of one micro-batch that MFU counts: all products of forward and backward, without recomputation."""
+    recipe = dataclasses.replace(recipe, packed=False)  # what a mask hides isn't useful
     counted = [(len(block.layers), *block_work(block, shape, recipe)) for block in shape.blocks]
     counted.append((1, *head_work(shape, recipe)))
     return sum((forward.flops + backward.flops) * count for count, forward, backward in counted)
@@ -292,4 +293,6 @@ def _assumptions(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) ->
         yield f"{gpu.name} has no bf16 units and computes it at the rate of float32; --precision fp16 is faster."
     if compute_bytes(recipe) == state_bytes.MASTER:
         yield "Float32 products run without TF32, torch's default."
+    if recipe.masks_documents:
+        yield "With --packing, sdpa takes a mask, whose kernel may take longer than predicted."
     yield "Kernels are PyTorch's own, not compiled; reading data takes no time, and sequences have no padding."

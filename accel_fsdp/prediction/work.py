@@ -260,11 +260,11 @@ def _scaled_bytes(bytes_: tuple[float, float], factor: float) -> tuple[float, fl
 
 
 def _attended_keys(block: Block, shape: ModelShape, recipe: Recipe) -> float:
-    """The average number of keys that a token attends to: half of all, fewer in a window; eager attention computes all.
+    """The average number of keys that a token attends to: half of all, fewer in a window; all of them with a mask.
 
     Where sliding and full layers alternate, the first layer slides, as in Gemma 2 and 3 and gpt-oss.
     """
-    if recipe.attention == "eager" or shape.eager_only:
+    if recipe.attention == "eager" or shape.eager_only or recipe.masks_documents:
         return recipe.length
     slides = shape.window and 0 in block.layers
     window = min(shape.window, recipe.length) if slides else recipe.length

@@ -106,6 +106,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         if training.process_index == 0:
             self.lock = atomic_files.only_run(output)
             companion_files.describe(model, kwargs.get("processing_class"), output / file_names.DESCRIBED)
+        packed = "position_ids" in (getattr(kwargs.get("train_dataset"), "column_names", None) or ())
         losses.prepare(kwargs)
         try:
             with mesh_checkpoints.allowed(training):
@@ -120,7 +121,8 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         self.finite, self.losses = FiniteCheck(run), Losses(run)
         self.stop, self.watch = Stop(), HangWatch(training.hang_timeout, output, training.ddp_timeout)
         self.checkpoints = CheckpointWriter(run, history or History({}))
-        self.report = progress.ProgressReport(from_run.job_of(model, self.args, self.accelerator), self.accelerator)
+        job = from_run.job_of(model, self.args, self.accelerator, packed)
+        self.report = progress.ProgressReport(job, self.accelerator)
         self.profiler = None
         if training.profile_steps:
             during = self.watch.doing

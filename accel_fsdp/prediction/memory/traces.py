@@ -139,7 +139,7 @@ class Variant(NamedTuple):
     autocast: bool = True
     method: Method = "full"
     adapters: Literal["bf16", "fp32"] = "bf16"
-    attention: Literal["sdpa", "eager"] = "sdpa"
+    attention: Literal["sdpa", "eager", "packed"] = "sdpa"
     targets: LoraTargets = "all"
     dropout: bool = False
     kernels: Kernels = "none"
@@ -172,7 +172,7 @@ class Variant(NamedTuple):
 
 def _every_variant() -> list[Variant]:
     variants: list[Variant] = []
-    for attention in ("sdpa", "eager"):
+    for attention in ("sdpa", "eager", "packed"):
         for weights, autocast in (("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)):
             for method in ("full", "lora", "qlora"):
                 dtypes = {weights, "fp32"} if method != "full" else {weights}
@@ -212,7 +212,7 @@ def variant_of(recipe: Recipe, engine: str, tensor: int = 1, experts: int = 1) -
     FSDP's mixed precision hands 16-bit copies of all parameters to the block, DeepSpeed keeps such copies; Accelerate
     runs both precisions under autocast, except DeepSpeed's (accelerator.py, `native_amp`). DDP and one GPU compute from
     the weights as loaded, and PEFT's adapters are float32 there (`autocast_adapter_dtype`). Flash attention saves the
-    same tensors as the kernel that `sdpa` uses without a mask.
+    same tensors as the kernel that `sdpa` uses without a mask; "packed" is `sdpa` with the mask of packed rows.
     """
     mixed = recipe.precision != "no"
     sharded = engine in SHARDING_KINDS
@@ -224,7 +224,7 @@ def variant_of(recipe: Recipe, engine: str, tensor: int = 1, experts: int = 1) -
         autocast=mixed and engine is not Engine.DEEPSPEED,
         method=recipe.method,
         adapters="fp32" if recipe.method != "full" and (kept_wide or not low) else "bf16" if low else "fp32",
-        attention="eager" if recipe.attention == "eager" else "sdpa",
+        attention="eager" if recipe.attention == "eager" else "packed" if recipe.masks_documents else "sdpa",
         targets="all" if recipe.method == "full" else recipe.lora_targets,
         dropout=recipe.method != "full" and recipe.lora_dropout,
         kernels=recipe.kernels,

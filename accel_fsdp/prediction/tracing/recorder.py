@@ -223,15 +223,17 @@ class Recorder:
     def _forward(self, ids: Tensor, *, inner: bool = False, **options: Any) -> Any:
         """Runs the model around its stages, or all but its head.
 
-        The empty cache keeps transformers from looking for packed rows in the positions, whose values don't exist here
-        (masking_utils.py, find_packed_sequence_indices): it would treat all rows as packed, and mask them.
+        Without a cache transformers looks for packed rows in the positions (masking_utils.py,
+        find_packed_sequence_indices). Their values don't exist here, so that it takes all rows for packed, and masks
+        them: right for the variant "packed" alone.
         """
         from transformers import DynamicCache
 
         model = self._headless if inner else self.model
         if getattr(model.config, "output_router_logits", False):  # its loss is small, and reads what no block returns
             options["output_router_logits"] = False
-        return model(input_ids=ids, past_key_values=DynamicCache(), use_cache=False, **options)
+        cache = None if self.variant.attention == "packed" else DynamicCache()
+        return model(input_ids=ids, past_key_values=cache, use_cache=False, **options)
 
     def _ids(self, at: At) -> Tensor:
         with self._mode:
@@ -316,8 +318,8 @@ def _use_fused_kernels(module: nn.Module, variant: Variant) -> None:
 
 
 def _built(name: str, config: Any, variant: Variant) -> Any:
-    dtype = DTYPES[variant.weights]
+    dtype, attention = DTYPES[variant.weights], "eager" if variant.attention == "eager" else "sdpa"
     try:
-        return build(name, copy.deepcopy(config), dtype=dtype, attn_implementation=variant.attention)
+        return build(name, copy.deepcopy(config), dtype=dtype, attn_implementation=attention)
     except (ValueError, ImportError):  # the class has no such attention: its own choice is what training gets
         return build(name, config, dtype=dtype)
