@@ -122,7 +122,7 @@ MORE = [
     case(PHI, 16, "fsdp1-1x8", 1, 4096),
     case(LLAMA8, 32, "single", 2, 2048, **LORA),
     case(LLAMA8, 32, "fsdp2-1x8", 2, 2048, **LORA),
-    case(LLAMA8, 32, "fsdp1-1x8", 1, 2048, method="lora", dtype="bfloat16"),
+    case(LLAMA8, 32, "fsdp1-1x8", 2, 2048, **LORA),
 ]
 CPU = [
     case(SMOL, 2, "single", 1, 64, precision="no"),

@@ -226,7 +226,7 @@ def built(case: dict[str, Any], device: str) -> Any:
 
 
 def with_adapters(accelerator: Any, model: Any, case: dict[str, Any]) -> Any:
-    """PEFT's LoRA, and its wrapping policy for FSDP1 as Trainer sets it."""
+    """PEFT's LoRA; under FSDP1 with PEFT's wrapping policy, and without a cast that changes what is recomputed."""
     from peft import LoraConfig, get_peft_model
     from peft.utils.other import fsdp_auto_wrap_policy
 
@@ -234,6 +234,9 @@ def with_adapters(accelerator: Any, model: Any, case: dict[str, Any]) -> Any:
     if case["engine"] == "fsdp1":
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(case["blocks"])
         accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
+        for module in model.modules():
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False
     return model
 
 

@@ -113,6 +113,7 @@ PAINS: Mapping[str, str] = {
     "P104": "load_best_model_at_end overlooks the newest sharded checkpoint, and may hang",
     "P105": "under FSDP1 an adapter in a gathered checkpoint is not resumed",
     "P106": "under FSDP the loss is divided by a count of tokens that is rounded to 16 bits",
+    "P107": "under FSDP1 activation checkpointing stops the training of adapters in mixed precision",
 }
 
 UNSEEN: Mapping[str, str] = {

@@ -144,6 +144,12 @@ GOLDEN_WITH_ARGS: dict[str, tuple[str, str, str, str]] = {
     "AF633": (V2.replace("'no'", "bf16"), "--max_steps 3", V1.replace("'no'", "bf16"), "--max_steps 3"),
     "AF634": (AC2, "--attention_dropout 0.1", AC1, "--attention_dropout 0.1"),
     "AF638": (V2, "--checkpoint_uri s3://id:key@bucket/run", V2, "--checkpoint_uri s3://bucket/run"),
+    "AF639": (
+        AC1.replace("'no'", "bf16") + "  fsdp_backward_prefetch: BACKWARD_PRE\n",
+        "--use_peft",
+        AC1.replace("'no'", "bf16") + "  fsdp_backward_prefetch: BACKWARD_POST\n",
+        "--use_peft",
+    ),
     "AF635": (
         V2,
         "--load_best_model_at_end",

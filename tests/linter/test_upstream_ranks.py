@@ -114,6 +114,15 @@ def test_bf16_weights_stay_bf16_without_mixed_precision(sharding: Seen) -> None:
     assert same(sharding["pure_bf16"]) == {"no": ["torch.bfloat16"], "bf16": ["torch.float32"]}
 
 
+@pytest.mark.pain("P107")
+def test_fsdp1_recomputes_adapters_in_another_dtype(sharding: Seen) -> None:
+    """AF639: FSDP's own checkpointing with BACKWARD_PRE, the wizard's choice; FSDP2 gathers nothing early."""
+    seen = same(sharding["adapters_recomputed"])
+    (stopped,) = (name for name, error in seen.items() if error)
+    assert stopped == "fsdp1, before"
+    assert "have different metadata than during the forward pass" in seen[stopped]
+
+
 @pytest.mark.pain("P15")
 def test_fsdp1_rounds_rope_frequencies(sharding: Seen) -> None:
     """AF318: FSDP1 casts buffers to bf16, FSDP2 leaves 10 ** -0.5 in float32."""

@@ -323,6 +323,15 @@ def test_a_bundled_model_records_the_same_again() -> None:
 
 
 @pytest.mark.slow
+def test_the_bundle_knows_which_models_have_no_sdpa() -> None:
+    """Gemma 2's files said it has, though their tapes were eager."""
+    for name in filter(trace_store.shipped, catalogue.entries()):
+        stored = trace_store.find(name) or pytest.fail("not bundled")
+        kind = models.trained_class(_config(name))
+        assert stored[0].eager_only is not kind._supports_sdpa, name
+
+
+@pytest.mark.slow
 def test_copies_that_autocast_drops_leave_in_order_of_creation() -> None:
     """Its cache is a map by address: GPT-2's biases, which nothing else keeps, left it in another order each time."""
     config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=512)

@@ -360,3 +360,24 @@ def password_in_uri(subject: Subject) -> Iterator[Finding]:
             "job files and logs show it, and train/sft.py refuses it",
             "the variables or files of the store's own tools, such as AWS_PROFILE",
         )
+
+
+@rule("AF639", pains=("P107",))
+def adapters_recomputed_under_fsdp1(subject: Subject) -> Iterator[Finding]:
+    """Adapters under FSDP1 with mixed precision, its activation checkpointing and BACKWARD_PRE: backward stops.
+
+    PEFT 0.21 casts a layer's input to the dtype of the adapter's weight, which FSDP1 keeps in float32 while sharded and
+    in 16 bits while gathered. A unit that is prefetched for backward is gathered early, so that torch recomputes other
+    dtypes than forward saved. train/sft.py turns the cast off, as autocast does it. Adapters on attention alone pass.
+    """
+    targets = from_arguments.targets_of(_words(subject.arg("lora_target_modules")))
+    adapts = subject.args is not None and subject.uses_adapter and targets == "all"
+    prefetches = str(subject.fsdp("fsdp_backward_prefetch")).upper() in ("1", "BACKWARD_PRE")
+    recomputes = prefetches and subject.on("fsdp_activation_checkpointing")
+    if subject.engine is Engine.FSDP1 and adapts and subject.mixed and recomputes and not subject.uses_sft:
+        yield Finding(
+            "fsdp_config.fsdp_backward_prefetch",
+            "FSDP1 with adapters, mixed precision, activation checkpointing and BACKWARD_PRE",
+            "backward stops: Recomputed values for the following tensors have different metadata",
+            "fsdp_backward_prefetch: BACKWARD_POST, or train/sft.py",
+        )
