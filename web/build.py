@@ -20,6 +20,7 @@ from importlib.metadata import distribution
 from pathlib import Path
 from string import Template
 
+import npm
 import pages
 
 from accel_fsdp import html_page
@@ -78,7 +79,7 @@ def build(folder: Path, models: Sequence[str]) -> None:
         raise SystemExit(f"{folder} is no site, and would be removed: name an empty folder")
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "pyodide").mkdir(parents=True)
-    runtime = _fetched()
+    runtime = npm.installed(HERE) / "pyodide"
     for name in RUNTIME:
         shutil.copy(runtime / name, folder / "pyodide")
     for name in SCRIPTS:
@@ -88,16 +89,6 @@ def build(folder: Path, models: Sequence[str]) -> None:
     (folder / "LICENSES.txt").write_text("\n\n".join(_licenses(runtime)), encoding="utf-8")
     (folder / "README.md").write_text(SPACE, encoding="utf-8")
     (folder / "index.html").write_text(_page(folder), encoding="utf-8")
-
-
-def _fetched() -> Path:
-    """Pyodide's folder; npm fetches it where it isn't there yet, and refuses one of another hash."""
-    modules = HERE / "node_modules"
-    kept = modules / ".package-lock.json"
-    if not kept.exists() or kept.stat().st_mtime < (HERE / "package-lock.json").stat().st_mtime:
-        words = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
-        subprocess.run(words, cwd=HERE, check=True)
-    return modules / "pyodide"
 
 
 def _pack(folder: Path, models: Sequence[str]) -> None:

@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import npm
+
 HERE = Path(__file__).parent
-MODULES = HERE / "node_modules"
 CAN = {
     "textDocument": {
         "publishDiagnostics": {},
@@ -19,14 +20,6 @@ CAN = {
     "workspace": {"configuration": True},
 }
 SETTINGS = {"yaml": {"validate": True, "completion": True, "hover": True, "schemaStore": {"enable": False}}}
-
-
-def install() -> None:
-    """Fetches the server from npm, at the versions and hashes of the lock file, where it isn't there yet."""
-    kept, locked = MODULES / ".package-lock.json", HERE / "package-lock.json"
-    if not kept.exists() or kept.stat().st_mtime < locked.stat().st_mtime:
-        words = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
-        subprocess.run(words, cwd=HERE, check=True)
 
 
 class Editor:
@@ -90,7 +83,7 @@ def editor(folder: Path) -> Iterator[Editor]:
     """An editor with a folder open."""
     node = shutil.which("node")
     assert node
-    program = MODULES / "yaml-language-server" / "bin" / "yaml-language-server"
+    program = npm.installed(HERE) / "yaml-language-server" / "bin" / "yaml-language-server"
     with subprocess.Popen([node, program, "--stdio"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
         try:
             opened = Editor(server)

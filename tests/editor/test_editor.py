@@ -24,7 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def editor(folder: Path) -> Iterator[Editor]:
-    language_server.install()
     with language_server.editor(folder) as opened:
         yield opened
 
