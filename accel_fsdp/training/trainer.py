@@ -106,7 +106,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         if training.process_index == 0:
             self.lock = atomic_files.only_run(output)
             companion_files.describe(model, kwargs.get("processing_class"), output / file_names.DESCRIBED)
-        packed = "position_ids" in (getattr(kwargs.get("train_dataset"), "column_names", None) or ())
+        packed = bool(getattr(kwargs.get("data_collator"), "packed", False))
         losses.prepare(kwargs)
         try:
             with mesh_checkpoints.allowed(training):

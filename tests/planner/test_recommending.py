@@ -482,6 +482,17 @@ def job(tmp_path: Path) -> Job:
     return flags
 
 
+def test_packed_rows_take_a_mask_unless_attention_is_flash(job: Job) -> None:
+    """Sdpa keeps it as floats for backward, once per layer."""
+    rows = "--per_device_train_batch_size 2"
+    peaks = [
+        planned(*job(f"{rows} {more}"))["strategies"][0]["peak_bytes"]
+        for more in ("--packing true", "--packing true --attn_implementation flash_attention_2", "--packing false")
+    ]
+    assert peaks[0] - peaks[1] >= 32 * 2 * 4096 * 4096 * 2
+    assert peaks[1] == peaks[2]
+
+
 def test_an_evaluation_that_does_not_fit_is_told_its_batch(job: Job) -> None:
     steps = "--per_device_train_batch_size 1 --gradient_checkpointing true --packing true --eval_strategy steps"
     refused = accel_fsdp("plan", *job(f"{steps} --per_device_eval_batch_size 64"), "--json")

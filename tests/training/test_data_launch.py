@@ -78,6 +78,7 @@ def test_packed_training_on_two_ranks_is_that_of_single_documents(
     expected = losses_one_by_one(tiny_model, chats)
     assert expected[0] - expected[-1] > 0.1
     assert logged_losses(out) == pytest.approx(expected, abs=TOLERANCE)
+    assert json.loads((out / "run.json").read_text())["plan"]["recipe"]["packed"]
 
 
 def test_a_stream_trains_and_is_evaluated(chats: Path, tiny_model: Path, tmp_path: Path) -> None:
