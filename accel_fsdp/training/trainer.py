@@ -106,7 +106,6 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         if training.process_index == 0:
             self.lock = atomic_files.only_run(output)
             companion_files.describe(model, kwargs.get("processing_class"), output / file_names.DESCRIBED)
-        packed = bool(getattr(kwargs.get("data_collator"), "packed", False))
         losses.prepare(kwargs)
         try:
             with mesh_checkpoints.allowed(training):
@@ -121,6 +120,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         self.finite, self.losses = FiniteCheck(run), Losses(run)
         self.stop, self.watch = Stop(), HangWatch(training.hang_timeout, output, training.ddp_timeout)
         self.checkpoints = CheckpointWriter(run, history or History({}))
+        packed = getattr(self.data_collator, "packed", False)
         job = from_run.job_of(model, self.args, self.accelerator, packed)
         self.report = progress.ProgressReport(job, self.accelerator)
         self.profiler = None
