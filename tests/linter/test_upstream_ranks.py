@@ -519,6 +519,18 @@ def test_the_script_of_the_report_shows_it(tmp_path: Path) -> None:
     assert rounded / whole == pytest.approx(271 / 272, rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.pain("P107")
+def test_the_script_of_the_report_about_adapters_shows_it(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "upstream.md").read_text().partition("## peft: ")[2]
+    (tmp_path / "shows.py").write_text(page.partition("```python\n")[2].partition("```")[0])
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    finished = run([sys.executable, *launcher, tmp_path / "shows.py"], OMP_NUM_THREADS="1")
+    lines = [line for line in finished.output.splitlines() if line.startswith("casts: ")]
+    assert len(lines) == 4
+    assert all(("trains" in line) == ("False" in line) for line in lines)
+
+
 @pytest.mark.pain("P102")
 def test_fsdp2_recomputes_dropout_with_other_numbers(alone: Seen) -> None:
     """AF634: two layers run twice; under FSDP1 each begins with the random state that it had in forward."""
