@@ -133,14 +133,16 @@ def same(first: Any, other: Any) -> None:
 
 
 def test_a_link_fills_the_form_and_the_form_writes_the_link(page: Page) -> None:
-    for link in LINKS:
-        page.go(link)
+    for link in LINKS[1:]:  # each takes the place of the one before, which is then not planned to its end
+        page.browser.execute_script("document.querySelector('main').ariaBusy = ''; location.hash = arguments[0]", link)
+        chromium.until(page.browser, "document.querySelector('main').ariaBusy === 'true'")
         inputs = dict(parse_qsl(page.browser.execute_script("return location.hash.slice(1)")))
         assert inputs == dict(parse_qsl(link[1:]))
     form = "return Object.fromEntries([...document.querySelectorAll('form [name]')].map(f => [f.name, f.value]))"
     values = page.browser.execute_script(form)
     wanted = {"model": "microsoft/phi-4", "count": "1", "gpus": "RTX 4090-24GB", "precision": "fp16", "nodes": ""}
     assert values.items() >= wanted.items()
+    chromium.until(page.browser, "document.querySelector('main').ariaBusy === 'false'")
 
 
 def test_a_price_with_a_fraction_is_in_its_field(page: Page) -> None:
@@ -201,12 +203,12 @@ def test_a_change_of_the_form_is_answered_sooner_than_a_load(page: Page) -> None
     assert "seq-len=256" in page.browser.execute_script("return location.hash")
 
 
-@pytest.mark.parametrize("width", [1280, 400])
-def test_no_width_scrolls_sideways(page: Page, width: int) -> None:
-    chromium.sized(page.browser, width)
-    for link in (LINKS[2], "#model=gpt2&gpus=8xH10"):
-        page.go(link)
-        page.browser.execute_script("document.querySelectorAll('details').forEach(details => details.open = true)")
+@pytest.mark.parametrize("link", [LINKS[2], "#model=gpt2&gpus=8xH10"])
+def test_no_width_scrolls_sideways(page: Page, link: str) -> None:
+    page.go(link)
+    page.browser.execute_script("document.querySelectorAll('details').forEach(details => details.open = true)")
+    for width in (1280, 400):
+        chromium.sized(page.browser, width)
         wide = page.browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
         assert wide == [width, width]
 
