@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import results
-from children import environment
+from children import measured
 
 from accel_fsdp.atomic_files import write_text
 from accel_fsdp.config import Engine
@@ -166,42 +166,39 @@ def predicted(case: Case, workspace: int) -> dict[str, int]:
     return {"run": run, "step": step, "steady": prediction.steady, "peak": peak, "reserved": reserved}
 
 
+def attention_of(case: Case) -> str:
+    """The attention that the plan is for, whatever the libraries here have."""
+    return "eager" if shape_and_tapes(case)[0].eager_only else case.recipe.attention
+
+
 def measure(case: Case, device: str) -> dict[str, Any]:
     """Runs a case; an error in its last lines if it fails."""
     shape, _ = shape_and_tapes(case)
     settings = asdict(case.recipe) | {"engine": case.layout.engine, "strategy": case.layout.strategy}
     settings["ranks"] = 0 if case.layout.engine is Engine.NONE else case.layout.ranks
     settings |= {"config": config_of(case), "blocks": [block.name for block in shape.blocks], "vocab": shape.vocab}
-    settings |= {"attention": "eager"} if shape.eager_only else {}
-    command = [sys.executable, str(HERE / "gpu_case.py"), json.dumps(settings), device]
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS, env=environment())
-    except subprocess.TimeoutExpired:
-        return {"error": f"still running after {CASE_SECONDS} s"}
-    marked = [line for line in ran.stdout.splitlines() if line.startswith("MEASURED ")]
-    if not marked:
-        return {"error": " | ".join((ran.stderr or ran.stdout).strip().splitlines()[-3:])}
-    outcome: dict[str, Any] = json.loads(marked[-1].removeprefix("MEASURED "))
-    return outcome
+    settings["attention"] = attention_of(case)
+    return measured("gpu_case.py", settings, device, CASE_SECONDS)
 
 
 def row_of(case: Case, outcome: dict[str, Any]) -> dict[str, Any]:
     """What is kept of a case."""
     hopper = capacity.HOPPER_WORKSPACE_BYTES if outcome.get("hopper") else capacity.WORKSPACE_BYTES
     guess = predicted(case, hopper if outcome["device"] != "CPU" else 0)
-    measured = {name: value for name, value in outcome.items() if name not in ("versions", "device", "hopper")}
-    measured["run"] = max(measured["forward"], measured["backward"])
+    seen = {name: value for name, value in outcome.items() if name not in ("versions", "device", "hopper")}
+    seen["run"] = max(seen["forward"], seen["backward"])
     return {
         "case": case.name,
         "model": case.model,
         "layers": case.layers,
         "recipe": asdict(case.recipe),
         "layout": asdict(case.layout),
+        "attention": attention_of(case),
         "device": outcome["device"],
         "versions": {name: version(name) for name in LIBRARIES},
-        "measured": measured,
+        "measured": seen,
         "predicted": guess,
-        "error": {name: guess[name] / measured[name] - 1 for name in guess if measured.get(name)},
+        "error": {name: guess[name] / seen[name] - 1 for name in guess if seen.get(name)},
     }
 
 
@@ -270,16 +267,26 @@ def line(row: dict[str, Any]) -> str:
     return f"{row['case']:<72} {sizes[0]:>9.0f} {sizes[1]:>9.0f} MiB  " + "  ".join(errors)
 
 
+def by_engine(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The rows of each engine, and of all."""
+    engines = dict.fromkeys(row["layout"]["engine"] for row in rows)
+    return {engine: [row for row in rows if row["layout"]["engine"] == engine] for engine in engines} | {"all": rows}
+
+
+def errors_of(rows: list[dict[str, Any]], name: str) -> list[float]:
+    """The sizes of their errors in one number."""
+    return [abs(row["error"][name]) for row in rows]
+
+
 def summary(rows: list[dict[str, Any]]) -> list[str]:
     """Median and worst error by engine and over all."""
     lines = []
-    for engine in [*dict.fromkeys(row["layout"]["engine"] for row in rows), "all"]:
-        mine = [row for row in rows if engine in ("all", row["layout"]["engine"])]
+    for engine, mine in by_engine(rows).items():
         worst = max(mine, key=lambda row: abs(row["error"]["peak"]))
-        errors = {name: [abs(row["error"][name]) for row in mine] for name in ("peak", "steady")}
+        peaks, steady = errors_of(mine, "peak"), errors_of(mine, "steady")
         lines.append(
-            f"{engine}: {len(mine)} cases, peak median {median(errors['peak']):.2%}, worst {max(errors['peak']):.2%} "
-            f"({worst['case']}), steady worst {max(errors['steady']):.2%}"
+            f"{engine}: {len(mine)} cases, peak median {median(peaks):.2%}, worst {max(peaks):.2%} "
+            f"({worst['case']}), steady worst {max(steady):.2%}"
         )
     return lines
 
@@ -290,26 +297,32 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         "## Peak memory on a GPU, predicted against measured",
         "",
         "`python benchmarks/gpu.py`: the second step of rank 0, with random weights and tokens. The other ranks are",
-        "made up, so that NCCL sends nothing. Gemma 2's rows were measured with sdpa, which transformers 5.17 has for",
-        "it; the plan is for the eager attention of 5.23.",
+        "made up, so that NCCL sends nothing.",
         "",
         "| engine | cases | peak: median | worst | between steps: worst | reserved: median | worst |",
         "|---|---|---|---|---|---|---|",
     ]
-    for engine in [*dict.fromkeys(row["layout"]["engine"] for row in rows), "all"]:
-        mine = [row for row in rows if engine in ("all", row["layout"]["engine"])]
-        errors = {name: [abs(row["error"][name]) for row in mine] for name in ("peak", "steady", "reserved")}
-        numbers = [median(errors["peak"]), max(errors["peak"]), max(errors["steady"])]
-        numbers += [median(errors["reserved"]), max(errors["reserved"])]
+    for engine, mine in by_engine(rows).items():
+        peaks, steady, reserved = (errors_of(mine, name) for name in ("peak", "steady", "reserved"))
+        numbers = (median(peaks), max(peaks), max(steady), median(reserved), max(reserved))
         lines.append(f"| {engine} | {len(mine)} | " + " | ".join(f"{number:.2%}" for number in numbers) + " |")
     lines += ["", "| case | device | measured | predicted | reserved | simulated |", "|---|---|---|---|---|---|"]
     for row in rows:
-        measured, guess = row["measured"], row["predicted"]
-        sizes = [measured["peak"], guess["peak"], measured["reserved"], guess["reserved"]]
+        sizes = [row[side][name] for name in ("peak", "reserved") for side in ("measured", "predicted")]
         cells = [row["case"], row["device"], *(f"{size / MIB:,.0f} MiB" for size in sizes)]
         lines.append("| " + " | ".join(cells) + " |")
     libraries = sorted({", ".join(f"{name} {number}" for name, number in row["versions"].items()) for row in rows})
-    return [*lines, "", f"With {'; '.join(libraries)}."]
+    others = sorted({row["model"] for row in rows if has_other_attention(row)})
+    lines += ["", f"With {'; '.join(libraries)}."]
+    if others:
+        lines.append(f"Planned for eager attention, and measured with sdpa, which those have: {', '.join(others)}.")
+    return lines
+
+
+def has_other_attention(row: dict[str, Any]) -> bool:
+    """Whether a case ran with another attention than the plan's: libraries disagree about what a model has."""
+    stored = trace_store.find(row["model"])
+    return stored is not None and stored[0].eager_only and row["attention"] != "eager"
 
 
 def keep(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -320,11 +333,11 @@ def keep(path: Path, rows: list[dict[str, Any]]) -> None:
         return json.dumps([row["case"], row["device"], row["versions"]])
 
     new = {key(row) for row in rows}
-    kept = [row for row in old if key(row) not in new] + rows
-    lines = ",\n".join(json.dumps(row) for row in sorted(kept, key=key))
+    kept = sorted([row for row in old if key(row) not in new] + rows, key=key)
+    lines = ",\n".join(map(json.dumps, kept))
     write_text(path, f'{{"cases": [\n{lines}\n]}}\n')
     if path == DATA:
-        results.keep("gpu-memory", table(sorted(kept, key=key)))
+        results.keep("gpu-memory", table(kept))
 
 
 def gpu_bytes() -> int:

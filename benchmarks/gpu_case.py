@@ -230,13 +230,13 @@ def with_adapters(accelerator: Any, model: Any, case: dict[str, Any]) -> Any:
     from peft import LoraConfig, get_peft_model
     from peft.utils.other import fsdp_auto_wrap_policy
 
+    from accel_fsdp.training import patches
+
     model = get_peft_model(model, LoraConfig(r=case["lora_rank"], target_modules="all-linear"))
     if case["engine"] == "fsdp1":
         os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(case["blocks"])
         accelerator.state.fsdp_plugin.auto_wrap_policy = fsdp_auto_wrap_policy(model)
-        for module in model.modules():
-            if hasattr(module, "cast_input_dtype_enabled"):
-                module.cast_input_dtype_enabled = False
+        patches.leave_casts_to_autocast(model)
     return model
 
 

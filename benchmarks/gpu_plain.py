@@ -10,21 +10,15 @@ import time
 from statistics import median
 from typing import Any
 
+import gpu_case
 import torch
-import transformers
 
 STEPS, WARM_UP = 8, 3
 
 
-def built(case: dict[str, Any], device: str) -> Any:
+def prepared(case: dict[str, Any], device: str) -> Any:
     """The model, with PEFT's adapters if the case trains one."""
-    options = dict(case["config"])
-    config = transformers.AutoConfig.for_model(options.pop("model_type"), **options)
-    config.use_cache = False
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, case["dtype"]), trust_remote_code=False
-        )
+    model = gpu_case.built(case, device)
     if case["adapter"]:
         from peft import LoraConfig, get_peft_model
 
@@ -37,9 +31,8 @@ def built(case: dict[str, Any], device: str) -> Any:
 def main() -> None:
     """Times the steps."""
     case, device = json.loads(sys.argv[1]), sys.argv[2]
-    model = built(case, device)
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    model = prepared(case, device)
+    optimizer = gpu_case.optimizer_of(case, model)
     ids = torch.randint(case["config"]["vocab_size"], (case["rows"], case["length"]), device=device)
     positions = (torch.arange(case["length"], device=device) % (case["length"] // 4)).expand(case["rows"], -1)
     seconds = []

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 import results
-from children import ROOT, environment
+from children import ROOT, environment, measured
 
 from accel_fsdp.atomic_files import write_text
 from accel_fsdp.hardware import Gpu, gpus
@@ -71,6 +71,12 @@ GPU = (
 CPU = (Case("HuggingFaceTB/SmolLM2-135M", 1, 64, precision="no", layers=2),)
 
 
+def config_of(case: Case) -> dict[str, Any]:
+    """The model's configuration, cut if the case says so."""
+    config = dict(catalogue.entries()[case.model]["config"])
+    return config | {"num_hidden_layers": case.layers or config["num_hidden_layers"]}
+
+
 def write_model(case: Case, folder: Path) -> None:
     """Random bfloat16 weights of the case's shape, and a tokenizer of the shipped chats' words.
 
@@ -80,8 +86,7 @@ def write_model(case: Case, folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    config = dict(catalogue.entries()[case.model]["config"])
-    config["num_hidden_layers"] = case.layers or config["num_hidden_layers"]
+    config = config_of(case)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         wanted = AutoConfig.for_model(config.pop("model_type"), **config)
         model = AutoModelForCausalLM.from_config(wanted, dtype=torch.bfloat16, trust_remote_code=False)
@@ -131,21 +136,16 @@ def measure(case: Case, folder: Path) -> dict[str, Any]:
     return account
 
 
-def plain_of(case: Case, device: str) -> dict[str, Any]:
-    """The seconds of the same step in `gpu_plain.py`; empty if it failed, with the reason printed."""
-    config = dict(catalogue.entries()[case.model]["config"])
-    config["num_hidden_layers"] = case.layers or config["num_hidden_layers"]
+def plain_of(case: Case, device: str) -> float:
+    """The seconds of the same step in `gpu_plain.py`; 0 if it failed, with the reason printed."""
     recipe = recipe_of(case)
-    settings = {"config": config, "rows": case.rows, "length": case.length, "dtype": recipe.dtype}
+    settings = {"config": config_of(case), "rows": case.rows, "length": case.length, "dtype": recipe.dtype}
     settings |= {"adapter": recipe.method != "full", "checkpointing": recipe.recomputes, "precision": case.precision}
-    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_plain.py"), json.dumps(settings), device]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=CASE_SECONDS, env=environment())
-    marked = [line for line in ran.stdout.splitlines() if line.startswith("MEASURED ")]
-    if not marked:
-        print(f"{case.name}, plain: FAILED: {ran.stderr[-1000:]}", flush=True)
-        return {}
-    measured: dict[str, Any] = json.loads(marked[-1].removeprefix("MEASURED "))
-    return measured
+    settings |= {"attention": recipe.attention, "optimizer": recipe.optimizer}
+    outcome = measured("gpu_plain.py", settings, device, CASE_SECONDS)
+    if "error" in outcome:
+        print(f"{case.name}, plain: FAILED: {outcome['error']}", flush=True)
+    return float(outcome.get("seconds", 0))
 
 
 def recipe_of(case: Case) -> Recipe:
@@ -199,7 +199,7 @@ def run_all(cases: Sequence[Case], device: str) -> list[str]:
         if "error" in account:
             print(f"{case.name}: FAILED: {account['error']}", flush=True)
             continue
-        lines.append(row_of(case, account, plain_of(case, device).get("seconds", 0)))
+        lines.append(row_of(case, account, plain_of(case, device)))
         print(lines[-1], flush=True)
         if device == "cuda":
             keep(lines[-1])

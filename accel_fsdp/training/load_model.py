@@ -265,19 +265,8 @@ def with_adapter(model: Any, options: ModelArguments) -> "nn.Module":
     _rename_ties(ties)
     launch = LaunchEnvironment.now()
     if launch.uses_fsdp1 and launch.mixed_precision != "no":
-        _leave_casts_to_autocast(adapted)
+        patches.leave_casts_to_autocast(adapted)
     return adapted
-
-
-def _leave_casts_to_autocast(model: Any) -> None:
-    """Keeps PEFT from casting a layer's input to the dtype that its adapter's weight has at that moment.
-
-    Under FSDP1 adapters are units of their own, float32 while sharded and 16 bits while gathered: backward would
-    recompute other dtypes than forward saved, and activation checkpointing stops there (torch 2.13, PEFT 0.21).
-    """
-    for module in model.modules():
-        if hasattr(module, "cast_input_dtype_enabled"):
-            module.cast_input_dtype_enabled = False
 
 
 def _target_modules(model: Any, names: list[str]) -> Any:

@@ -52,6 +52,17 @@ def fix_tensor_parallelism() -> None:
     sum_new_gradients()
 
 
+def leave_casts_to_autocast(model: Any) -> None:
+    """Keeps PEFT from casting a layer's input to the dtype that its adapter's weight has at that moment.
+
+    Under FSDP1 adapters are units of their own, float32 while sharded and 16 bits while gathered: backward would
+    recompute other dtypes than forward saved, and activation checkpointing stops there (torch 2.13, PEFT 0.21).
+    """
+    for module in model.modules():
+        if hasattr(module, "cast_input_dtype_enabled"):
+            module.cast_input_dtype_enabled = False
+
+
 class _Unpickler(pickle.Unpickler):
     """Finds DCP's own types alone, for a `.metadata` file that was read as inert values before."""
 

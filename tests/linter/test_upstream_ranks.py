@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import merge_fsdp_weights
 from conftest import ROOT, accelerate_launch, run
 from packaging.version import Version
+from reports import script_of
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.api import CheckpointException
 from upstream_sharding import CONFIGS
@@ -512,9 +513,7 @@ def test_fsdp_rounds_the_count_that_divides_the_loss(alone: Seen) -> None:
 @pytest.mark.pain("P106")
 def test_the_script_of_the_report_shows_it(tmp_path: Path) -> None:
     """As printed on the page: what a whole count leaves is off by 271/272 with a float."""
-    page = (ROOT / "docs" / "upstream.md").read_text()
-    (tmp_path / "shows.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    finished = run([sys.executable, tmp_path / "shows.py"])
+    finished = run([sys.executable, script_of("divided by a token count", tmp_path)])
     whole, rounded = (float(line.split()[1]) for line in finished.output.splitlines() if line.startswith("torch."))
     assert rounded / whole == pytest.approx(271 / 272, rel=1e-5)
 
@@ -522,10 +521,8 @@ def test_the_script_of_the_report_shows_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.pain("P107")
 def test_the_script_of_the_report_about_adapters_shows_it(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / "upstream.md").read_text().partition("## peft: ")[2]
-    (tmp_path / "shows.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    finished = run([sys.executable, *launcher, tmp_path / "shows.py"], OMP_NUM_THREADS="1")
+    finished = run([sys.executable, *launcher, script_of("the cast of a layer's input", tmp_path)], OMP_NUM_THREADS="1")
     lines = [line for line in finished.output.splitlines() if line.startswith("casts: ")]
     assert len(lines) == 4
     assert all(("trains" in line) == ("False" in line) for line in lines)

@@ -18,6 +18,7 @@ from conftest import PROBE, ROOT, SFT, accel_fsdp, accelerate_launch, run
 from packaging.version import Version
 from peft import PeftModel
 from reference import job_words, train
+from reports import script_of
 from safetensors.torch import load_file
 from torch.distributed.tensor import _redistribute
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -364,12 +365,8 @@ SHOWN = {"q_norm and k_norm": 0, "a tied head": 1}
 @pytest.mark.parametrize("title", SHOWN)
 def test_the_scripts_of_the_reports_show_it(title: str, tmp_path: Path) -> None:
     """With 2 ranks another number comes out than with 1: until transformers mends it, in each version."""
-    report = next(
-        part for part in (ROOT / "docs/upstream.md").read_text().split("\n## ") if title in part.split("\n")[0]
-    )
-    script = tmp_path / "shows.py"
-    code = report.partition("```python\n")[2].partition("```")[0]
-    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{code}")
+    script = script_of(title, tmp_path)
+    script.write_text(f"import os\nos.chdir({str(tmp_path)!r})\n{script.read_text()}")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run([*launcher, script])
     line = r"(?:tp \d: |6[34] rows, \d shard\(s\): loss of step 2 is )([\d.]+)"
