@@ -36,6 +36,9 @@ LIBRARIES = (
 )
 """What planning imports. PyYAML does without its compiled half."""
 SCRIPTS = ("page.js", "worker.js")
+LOADED = ("planner.memory", "rest.zip")
+PACKED = (*LOADED, "planner.zip")
+"""What `pack.mjs` makes; the last is for browsers that can't load the first."""
 MAIN = ("model", "gpus", "nodes", "seq-len", "method", "global-batch")
 EMPTY = {
     "nodes": "1",
@@ -100,8 +103,8 @@ def _pack(folder: Path, models: Sequence[str]) -> None:
                 archive.write(path, name)
             archive.extractall(packages)
         _tabulate(folder / "plans", packages, models)
-        out = (folder / "planner.zip").resolve()
-        subprocess.run(["node", "pack.mjs", sources, out], cwd=HERE, check=True)
+        question = json.dumps(browser.EXAMPLE)
+        subprocess.run(["node", "pack.mjs", sources, folder.resolve(), question], cwd=HERE, check=True)
 
 
 def _tabulate(folder: Path, packages: Path, models: Sequence[str]) -> None:
@@ -145,8 +148,8 @@ def _licenses(runtime: Path) -> Iterator[str]:
 
 
 def _page(folder: Path) -> str:
-    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix in (".mjs", ".wasm", ".zip", ".json")]
-    scripts = b"".join((folder / name).read_bytes() for name in (*SCRIPTS, "planner.zip"))
+    loaded = [folder / name for name in LOADED] + [folder / "pyodide" / name for name in RUNTIME]
+    scripts = b"".join((folder / name).read_bytes() for name in (*SCRIPTS, *PACKED))
     fields = {field.name: _field(field) for field in browser.form()}
     messages = [json.loads(message) for message in browser.answer(json.dumps(browser.EXAMPLE))]
     plan = next(message["plan"] for message in messages if "plan" in message)
@@ -155,7 +158,7 @@ def _page(folder: Path) -> str:
         policy=POLICY,
         style=html_page.STYLE + (HERE / "page.css").read_text(encoding="utf-8"),
         build=hashlib.sha256(scripts).hexdigest()[:12],
-        bytes=sum(path.stat().st_size for path in files if "pyodide-lock" not in path.name),
+        bytes=sum(path.stat().st_size for path in loaded if "pyodide-lock" not in path.name),
         main_fields='<div class="grid main">' + "\n".join(fields.pop(name) for name in MAIN) + "</div>",
         more_fields="\n".join(fields.values()),
         example_sections="".join(message.get("section", "") for message in messages),

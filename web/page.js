@@ -6,7 +6,7 @@ const error = one("#error"), take = one("#take"), texts = one("#texts");
 const example = JSON.parse(one("#example").textContent);
 const WAIT_MS = 150; // after a key; a choice is answered at once
 
-const { worker: program, planner, bytes, plans } = document.body.dataset;
+const { build, bytes, plans } = document.body.dataset;
 
 let ready = false, asked = 0, drawn = 0, computed = 0, since = 0, place = 0, timer, plan, note = "", strange = {};
 
@@ -197,8 +197,8 @@ function failed(what) {
 
 // A worker made from a blob keeps this page's policy, so that the browser itself lets it reach no other host.
 function start() {
-  const at = (name) => new URL(name, document.baseURI).href;
-  const code = `import ${JSON.stringify(at(program))};`;
+  const program = new URL(`worker.js?${build}`, document.baseURI).href;
+  const code = `import ${JSON.stringify(program)};`;
   const made = new Worker(URL.createObjectURL(new Blob([code], { type: "text/javascript" })), { type: "module" });
   made.onerror = () => failed("Python can't be started here");
   made.onmessage = ({ data }) => {
@@ -216,7 +216,7 @@ function start() {
       data.done ? finish() : show(JSON.parse(data.message));
     }
   };
-  made.postMessage({ planner: at(planner) });
+  made.postMessage({ site: document.baseURI, build });
   return made;
 }
 

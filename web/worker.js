@@ -7,20 +7,52 @@ new PerformanceObserver((list) => {
   if (!browser) postMessage({ loaded });
 }).observe({ type: "resource", buffered: true });
 
-async function start(planner) {
-  const archive = fetch(planner).then((found) => {
-    if (!found.ok) throw new Error(`${planner}: ${found.status}`);
-    return found.arrayBuffer();
-  });
-  const { loadPyodide } = await import("./pyodide/pyodide.mjs");
-  const quiet = () => {};
-  const python = await loadPyodide({ stdout: quiet, stderr: quiet });
-  postMessage({ step: "Starting the planner" });
-  python.unpackArchive(await archive, "zip", { extractDir: "/planner" });
-  python.runPython("import sys; sys.path.insert(0, '/planner')");
+async function fetched(address) {
+  const found = await fetch(address);
+  if (!found.ok) throw new Error(`${address}: ${found.status}`);
+  return found;
+}
+
+async function start(site, build) {
+  const at = (name) => new URL(`${name}?${build}`, site).href;
+  const python = await restored(at).catch(() => begun(at));
   browser = python.pyimport("accel_fsdp.planner").browser;
   postMessage({ ready: true });
   await work();
+}
+
+const quiet = { stdout: () => {}, stderr: () => {} };
+const place = { extractDir: "/planner" };
+
+// Python goes on where the one that made this page stood: it had imported the planner and answered.
+async function restored(at) {
+  const rest = fetched(at("rest.zip")).then((found) => found.arrayBuffer());
+  const [{ loadPyodide }, { default: create }, memory] = await Promise.all([
+    import("./pyodide/pyodide.mjs"),
+    import("./pyodide/pyodide.asm.mjs"),
+    fetched(at("planner.memory")),
+  ]);
+  const unpacked = memory.body.pipeThrough(new DecompressionStream("gzip"));
+  const _loadSnapshot = new Uint8Array(await new Response(unpacked).arrayBuffer());
+  const createPyodideModule = async (settings) => {
+    const made = await create(settings);
+    made._malloc(_loadSnapshot.length); // makes room, which Pyodide takes for granted
+    return made;
+  };
+  const python = await loadPyodide({ ...quiet, _loadSnapshot, createPyodideModule });
+  postMessage({ step: "Starting the planner" });
+  python.unpackArchive(await rest, "zip", place);
+  return python;
+}
+
+// Python starts anew, which takes some seconds more: for browsers in which it can't go on.
+async function begun(at) {
+  const [{ loadPyodide }, planner] = await Promise.all([import("./pyodide/pyodide.mjs"), fetched(at("planner.zip"))]);
+  const python = await loadPyodide(quiet);
+  postMessage({ step: "Starting the planner" });
+  python.unpackArchive(await planner.arrayBuffer(), "zip", place);
+  python.runPython("import sys; sys.path.insert(0, '/planner')");
+  return python;
 }
 
 // The newest question is answered; an older one is left as soon as a newer has come.
@@ -49,7 +81,7 @@ const fails = (error) => {
 };
 
 self.onmessage = ({ data }) => {
-  if (data.planner) return start(data.planner).catch(fails);
+  if (data.site) return start(data.site, data.build).catch(fails);
   if (broken) return postMessage({ failed: broken });
   latest = data.id;
   waiting = data;

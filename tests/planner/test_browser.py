@@ -159,7 +159,7 @@ def test_where_python_could_not_be_loaded_every_question_is_told_so(tmp_path: Pa
         globalThis.postMessage = (message) => said.push(message);
         globalThis.fetch = async () => {{ throw new Error("blocked"); }};
         await import({json.dumps((ROOT / "web/worker.js").as_uri())});
-        await self.onmessage({{ data: {{ planner: "planner.zip" }} }});
+        await self.onmessage({{ data: {{ site: "http://localhost/", build: "1" }} }});
         await self.onmessage({{ data: {{ id: 1, inputs: "{{}}" }} }});
         await self.onmessage({{ data: {{ id: 2, inputs: "{{}}" }} }});
         console.log(JSON.stringify(said));

@@ -282,6 +282,18 @@ def test_what_no_table_has_is_said_to_be_computed(built: Path, tmp_path: Path, l
         assert "gpt2" in browser.find_element("css selector", "#head h1").text
 
 
+def test_where_python_cannot_go_on_from_a_memory_it_starts_anew(built: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(built / "some" / "folder", copy, copy_function=os.link, ignore=shutil.ignore_patterns("docs"))
+    (copy / "planner.memory").unlink()
+    (copy / "planner.memory").write_bytes(b"not what was kept")
+    with chromium.served(copy) as host, chromium.opened(tmp_path) as browser:
+        browser.get(f"{host}/index.html#model=gpt2&gpus=8xA100-40GB&seq-len=256")
+        chromium.until(browser, "document.querySelector('main').dataset.answered")
+        assert "gpt2" in browser.find_element("css selector", "#head h1").text
+    assert any("planner.zip" in url for url in chromium.asked_for(tmp_path, host))
+
+
 @pytest.mark.parametrize("width", [1280, 400])
 def test_the_first_screen_has_the_answer_the_table_and_a_figure(page: Page, width: int) -> None:
     chromium.sized(page.browser, width, 900)
@@ -330,7 +342,9 @@ def test_nothing_is_asked_of_other_hosts_and_nothing_could_be(built: Path, tmp_p
         "http://localhost:1/" in complaint["message"] and "Content" in complaint["message"] for complaint in complaints
     )
     asked = chromium.asked_for(tmp_path, host)
-    assert len(asked) > len(("index.html", "page.js", "worker.js", "planner.zip"))
+    names = [url.partition("?")[0].rpartition("/")[2] for url in asked]
+    assert {"page.js", "worker.js", "planner.memory", "rest.zip"} < set(names)
+    assert "planner.zip" not in names
     assert [url for url in asked if not url.startswith(f"{host}/some/folder/")] == []
 
 
