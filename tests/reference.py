@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -141,3 +142,12 @@ def losses_of(run: Path, steps: int) -> list[float]:
     """Losses at full precision, from the last checkpoint of a run."""
     state = json.loads((run / f"checkpoint-{steps}" / "trainer_state.json").read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry]
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two nested states hold the same numbers."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)

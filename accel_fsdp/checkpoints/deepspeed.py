@@ -3,7 +3,8 @@
 The layout is that of DeepSpeed 0.19 (`deepspeed/utils/zero_to_fp32.py` reads the same keys). ZeRO-1 and 2: each
 parameter group is one flat vector, cut into one part per rank. ZeRO-3: each parameter is cut into one part per rank,
 padded to equal lengths, and a rank's parts follow one after another in its flat groups. The optimizer's state has the
-same layout (`deepspeed/checkpoint/ds_to_universal.py`).
+same layout (`deepspeed/checkpoint/ds_to_universal.py`). That script makes universal checkpoints: beside the model's
+files, a folder for each parameter has its weight and moments, whole; from ZeRO-3 they are vectors of its elements.
 """
 
 import re
@@ -28,6 +29,9 @@ LONGEST_NAME = 4096
 FLAT_2, FLAT_3 = "single_partition_of_fp32_groups", "fp32_flat_groups"
 INNER_2, INNER_3 = "base_optimizer_state", "optimizer_state_dict"
 """The keys of a rank's flat weights, and of the optimizer's own state: of ZeRO-1 and 2, and of ZeRO-3."""
+WEIGHT, STEP = "fp32.pt", "step.pt"
+"""The files of a parameter's weight and of its number of steps in universal checkpoints; others are of its moments."""
+Paths = dict[tuple[str, ...], Stored]
 Groups = list[View]
 """A rank's flat tensors, one per group of parameters."""
 
@@ -50,13 +54,18 @@ def folder_of(checkpoint: Path) -> Path | None:
 
     `Accelerator.save_state` names it `pytorch_model`, Trainer `global_stepN`.
     """
-    if any(checkpoint.glob(file_names.ZERO_OPTIMIZERS)):
+    if any(checkpoint.glob(file_names.ZERO_OPTIMIZERS)) or is_universal(checkpoint):
         return checkpoint
     name = latest(checkpoint)
     if name and Path(name).name == name and any((checkpoint / name).glob(file_names.ZERO_OPTIMIZERS)):
         return checkpoint / name
-    steps = sorted(checkpoint.glob(f"{file_names.GLOBAL_STEP}*"), key=lambda path: _numbers(path.name))
-    return steps[-1] if steps else None
+    steps = checkpoint.glob(f"{file_names.GLOBAL_STEP}*")
+    return max(steps, key=lambda path: (_numbers(path.name), not is_universal(path)), default=None)
+
+
+def is_universal(folder: Path) -> bool:
+    """Whether a folder has a folder for each parameter, instead of the ranks' files."""
+    return (folder / file_names.UNIVERSAL_STATE).is_file()
 
 
 def is_inner(folder: Path) -> bool:
@@ -75,14 +84,14 @@ def _numbers(name: str) -> list[int]:
     return [int(digits) for digits in re.findall(r"\d+", name)]
 
 
-def read(folder: Path, reader: FileReader, optimizer_too: bool = False) -> dict[tuple[str, ...], Stored]:
+def read(folder: Path, reader: FileReader, optimizer_too: bool = False) -> Paths:
     """Finds all parameters in float32, frozen ones and buffers as stored, by path, without reading any.
 
     With `optimizer_too` also the optimizer's state, whose paths begin as in the nested state dict of other checkpoints.
     """
     optimizer = sorted(folder.glob(file_names.ZERO_OPTIMIZERS), key=lambda path: _numbers(path.name))
     model = sorted(folder.glob(file_names.ZERO_MODELS), key=lambda path: _numbers(path.name))
-    if not model or not optimizer:
+    if not model or not (optimizer or is_universal(folder)):
         pattern = file_names.ZERO_MODELS if not model else file_names.ZERO_OPTIMIZERS
         raise damaged(folder, f"holds no {pattern}")
     try:
@@ -91,37 +100,67 @@ def read(folder: Path, reader: FileReader, optimizer_too: bool = False) -> dict[
         raise damaged(folder, f"is not laid out as DeepSpeed does: {type(error).__name__} {error}") from error
 
 
-def _read(
-    folder: Path, reader: FileReader, model: list[Path], optimizer: list[Path], optimizer_too: bool
-) -> dict[tuple[str, ...], Stored]:
+def _read(folder: Path, reader: FileReader, model: list[Path], optimizer: list[Path], optimizer_too: bool) -> Paths:
     loaded = [torch_zip.load(reader, path, ADMITTED) for path in model]
     first = loaded[0]
+    if is_universal(folder):
+        stage = int(torch_zip.load(reader, folder / file_names.UNIVERSAL_STATE, ADMITTED)["zero_stage"])
+        trained = _universal(folder / file_names.UNIVERSAL, first["param_shapes"], reader, optimizer_too)
+    else:
+        states = [torch_zip.load(reader, path, ADMITTED)["optimizer_state_dict"] for path in optimizer]
+        stage = int(states[0]["zero_stage"])
+        trained = _partitioned(folder, loaded, states, stage, optimizer_too)
+    tensors = _unpartitioned(loaded, stage) if first.get("mp_world_size", 1) == 1 else {}
+    paths: Paths = {(name,): tensor for name, tensor in tensors.items()} | trained
+    return paths | {(copy,): paths[(name,)] for copy, name in first["shared_params"].items() if (name,) in paths}
+
+
+def _unpartitioned(loaded: list[dict[str, Any]], stage: int) -> dict[str, Stored]:
+    """Buffers and frozen parameters. Before stage 2 only the module's state contains the latter."""
+    first = loaded[0]
+    saved = first["buffer_names"] if stage == 3 else first["module"] or {}
+    tensors = {name: first["module"][name].stored(name) for name in saved if isinstance(first["module"][name], View)}
+    return tensors | _frozen_tensors(loaded if stage == 3 else loaded[:1])
+
+
+def _partitioned(
+    folder: Path, loaded: list[dict[str, Any]], states: list[dict[str, Any]], stage: int, optimizer_too: bool
+) -> Paths:
+    """The trained parameters from the ranks' parts."""
+    first, ranks = loaded[0], states[0]["partition_count"]
     if first.get("mp_world_size", 1) != 1:
         raise UserError(
             f"{folder} is of {first['mp_world_size']} tensor-parallel ranks",
             why="only the training code knows how tensor parallelism split the parameters",
-            fix="export it with DeepSpeed's universal checkpoint: ds_to_universal.py",
+            fix=f"make it universal: python -m deepspeed.checkpoint.ds_to_universal --input_folder {folder} "
+            f"--output_folder {folder}_universal",
         )
-    states = [torch_zip.load(reader, path, ADMITTED)["optimizer_state_dict"] for path in optimizer]
-    stage, ranks = int(states[0]["zero_stage"]), states[0]["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else ranks
     if len(states) != ranks:
         raise damaged(folder, f"holds *_optim_states.pt of {counted(len(states), 'rank')}, but {ranks} wrote it")
     if stage == 3 and len(loaded) != ranks:
         raise damaged(folder, f"holds *_model_states.pt of {counted(len(loaded), 'rank')}, but {ranks} wrote it")
-    # Before stage 2 only the module's state contains the frozen parameters.
-    saved = first["buffer_names"] if stage == 3 else first["module"] or {}
-    tensors = {name: first["module"][name].stored(name) for name in saved if isinstance(first["module"][name], View)}
-    tensors |= _frozen_tensors(loaded if stage == 3 else loaded[:1])
     paddings = states[0].get("param_alignment_paddings")
     place = _stage3 if stage == 3 else partial(_stage2, paddings=paddings)
     flat = FLAT_3 if stage == 3 else FLAT_2
-    tensors |= place(first, [state[flat] for state in states])
-    tensors |= {copy: tensors[name] for copy, name in first["shared_params"].items() if name in tensors}
-    paths: dict[tuple[str, ...], Stored] = {(name,): tensor for name, tensor in tensors.items()}
-    if optimizer_too:
-        for key, groups in _moments(states, flat):
-            paths |= {("optimizer", "state", name, key): tensor for name, tensor in place(first, groups).items()}
+    paths: Paths = {(name,): tensor for name, tensor in place(first, [state[flat] for state in states]).items()}
+    for key, groups in _moments(states, flat) if optimizer_too else ():
+        paths |= {("optimizer", "state", name, key): tensor for name, tensor in place(first, groups).items()}
+    return paths
+
+
+def _universal(folder: Path, groups: list[dict[str, Any]], reader: FileReader, optimizer_too: bool) -> Paths:
+    """The trained parameters from their own folders."""
+    paths: Paths = {}
+    for name, shape in (item for shapes in groups for item in shapes.items()):
+        place = untrusted_files.inside(folder, name, file_names.UNIVERSAL_STATE)
+        for path in sorted({place / WEIGHT, *(place.glob("*.pt") if optimizer_too else ())}):
+            if path.name == STEP:
+                continue
+            content = torch_zip.load(reader, path)
+            is_vector = isinstance(content, View)
+            tensor = _joined(name, shape, [_span_of(content)]) if is_vector else content["param"].stored(name)
+            paths[(name,) if path.name == WEIGHT else ("optimizer", "state", name, path.stem)] = tensor
     return paths
 
 
@@ -142,14 +181,20 @@ def groups(folder: Path, reader: FileReader) -> list[tuple[list[str], dict[str, 
     """
     try:
         first = torch_zip.load(reader, min(folder.glob(file_names.ZERO_MODELS)), ADMITTED)
-        state = torch_zip.load(reader, min(folder.glob(file_names.ZERO_OPTIMIZERS)), ADMITTED)["optimizer_state_dict"]
+        if is_universal(folder):
+            state = torch_zip.load(reader, folder / file_names.UNIVERSAL_STATE, ADMITTED)
+        else:
+            path = min(folder.glob(file_names.ZERO_OPTIMIZERS))
+            state = torch_zip.load(reader, path, ADMITTED)["optimizer_state_dict"]
         if state.get("dynamic_loss_scale"):
             raise scaled(folder)
-        inner = state[INNER_3 if FLAT_3 in state else INNER_2]
+        inner = state[INNER_3] if FLAT_3 in state else state.get(INNER_2, state)
         shapes, described = first["param_shapes"], []
         for group in inner["param_groups"]:
             names = [name for number in group["params"] for name in shapes[number]]
-            states = [inner["state"].get(number, {}) for number in group["params"]]
+            steps = [folder / file_names.UNIVERSAL / name / STEP for name in names[:1]]
+            states = [{"step": torch_zip.load(reader, path)} for path in steps if path.is_file()]
+            states += [inner.get("state", {}).get(number, {}) for number in group["params"]]
             shared = {key: value for key, value in next(iter(states), {}).items() if not getattr(value, "shape", ())}
             described.append((names, {key: value for key, value in group.items() if key != "params"}, shared))
         return described

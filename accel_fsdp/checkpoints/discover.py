@@ -161,7 +161,8 @@ def _zero(folder: Path) -> CheckpointLocation | None:
     place = deepspeed.folder_of(folder)
     if place is None:
         return None
-    missing = [name for name in (file_names.ZERO_MODELS, file_names.ZERO_OPTIMIZERS) if not any(place.glob(name))]
+    needed = (file_names.ZERO_MODELS, *(() if deepspeed.is_universal(place) else (file_names.ZERO_OPTIMIZERS,)))
+    missing = [name for name in needed if not any(place.glob(name))]
     outer = folder.parent if place == folder and deepspeed.is_inner(folder) else folder
     return CheckpointLocation(
         "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in missing), *completeness.unfinished(outer))

@@ -34,7 +34,7 @@ from accel_fsdp.units import counted, gb_or_mb
 
 ENGINES_OWN = (
     *(file_names.MODELS, file_names.INDEX, file_names.TORCH_MODELS, file_names.TORCH_INDEX, file_names.RANKS_MODEL),
-    *(f"{file_names.OPTIMIZER}*", file_names.LATEST, "zero_to_*.py", file_names.MARKER),
+    *(f"{file_names.OPTIMIZER}*", f"{file_names.LATEST}*", "zero_to_*.py", file_names.MARKER),
 )
 """Files of a checkpoint that aren't copied: they hold what is converted, or belong to the engine that wrote them."""
 
@@ -149,8 +149,7 @@ class _Conversion:
         Raises:
             UserError: their number is unknown.
         """
-        files = self.checkpoint.weights.glob(file_names.ZERO_OPTIMIZERS) if self.checkpoint.kind == "ZeRO" else ()
-        if ranks := self.command.ranks or len(list(files)) or self.origin.ranks:
+        if ranks := self.command.ranks or len(self._files_of_ranks) or self.origin.ranks:
             return ranks
         raise UsageError(
             f"--to {self.command.to} without --ranks",
@@ -159,11 +158,16 @@ class _Conversion:
         )
 
     @property
+    def _files_of_ranks(self) -> list[Path]:
+        """DeepSpeed's files of the ranks' optimizers."""
+        return list(self.checkpoint.weights.glob(file_names.ZERO_OPTIMIZERS)) if self.checkpoint.kind == "ZeRO" else []
+
+    @property
     def is_bf16(self) -> bool:
         """Whether the run that will resume OUT trains in bf16."""
         precision: str | None = self.command.mixed_precision
-        if precision == "src" and self.checkpoint.kind == "ZeRO":
-            precision = "bf16" if any(self.checkpoint.weights.glob(f"{file_names.BF16}*")) else "no"
+        if precision == "src" and (files := self._files_of_ranks):
+            precision = "bf16" if files[0].name.startswith(file_names.BF16) else "no"
         if precision == "src":
             precision = self.origin.settings.get("precision", {}).get("mixed_precision")
         if precision is None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from conftest import ROOT
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from reference import equal
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -80,14 +81,6 @@ def test_deepspeed_reads_the_weights(stage: int, ranks: int, source: Path, tiny_
     expected = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).state_dict()
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-
-
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else bool(one == other)
 
 
 def test_there_and_back_again(source: Path, tmp_path: Path) -> None:
