@@ -18,6 +18,9 @@ model_name, data, output, *uri = sys.argv[1:]
 
 def main() -> None:
     accelerator = Accelerator()
+    zero = accelerator.state.deepspeed_plugin
+    if zero is not None:  # it asks for this where no DataLoader is prepared
+        zero.deepspeed_config["train_micro_batch_size_per_gpu"] = ROWS // accelerator.num_processes
     tokenizer = AutoTokenizer.from_pretrained(model_name)
     texts = datasets.load_dataset("json", data_files=data, split="train")["text"]
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -27,7 +30,7 @@ def main() -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.register_for_checkpointing(scheduler)  # a prepared one takes a step for each rank
     checkpoints = accel_fsdp.Checkpoints(
-        accelerator, output, keep=2, async_checkpoints=True, checkpoint_uri=uri[0] if uri else None
+        accelerator, output, keep=2, async_checkpoints=zero is None, checkpoint_uri=uri[0] if uri else None
     )
     first = checkpoints.resume()
     log = Path(output) / "losses.json"

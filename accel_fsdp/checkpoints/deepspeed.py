@@ -9,6 +9,7 @@ files, a folder for each parameter has its weight and moments, whole; from ZeRO-
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import closing
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -162,6 +163,18 @@ def _universal(folder: Path, groups: list[dict[str, Any]], reader: FileReader, o
             tensor = _joined(name, shape, [_span_of(content)]) if is_vector else content["param"].stored(name)
             paths[(name,) if path.name == WEIGHT else ("optimizer", "state", name, path.stem)] = tensor
     return paths
+
+
+def has_schedule(folder: Path) -> bool:
+    """Whether DeepSpeed itself steps a schedule of the learning rate.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    with closing(FileReader()) as reader:
+        return (
+            torch_zip.load(reader, min(folder.glob(file_names.ZERO_MODELS)), ADMITTED).get("lr_scheduler") is not None
+        )
 
 
 def scaled(folder: Path) -> UserError:

@@ -98,7 +98,7 @@ def convert(command: ConvertCommand) -> int:
 
 
 def _check(checkpoint: CheckpointLocation) -> None:
-    """Refuses a damaged checkpoint, pickles that could run code, and fp16's scale of the loss."""
+    """Refuses a damaged checkpoint, pickles that could run code, a lost place or schedule, and fp16's loss scale."""
     if damage := marker.damage(checkpoint.folder):
         raise UserError(
             f"{checkpoint.folder} is damaged: {damage}",
@@ -107,6 +107,11 @@ def _check(checkpoint: CheckpointLocation) -> None:
         )
     if refused := resumed_pickles.refusal(checkpoint.folder):
         raise refused
+    if any(checkpoint.folder.glob(f"{file_names.SCALER}*")):
+        raise deepspeed.scaled(checkpoint.folder)
+    if _is_of_loop(checkpoint):
+        _check_schedule(checkpoint)
+        return
     has_schedule = (checkpoint.folder / file_names.SCHEDULER).is_file()
     has_step = completeness.has_trainer_state(checkpoint.folder) and completeness.step_of(checkpoint.folder) > 0
     if not has_schedule or not has_step:
@@ -114,10 +119,24 @@ def _check(checkpoint: CheckpointLocation) -> None:
             f"{checkpoint.folder} has no {file_names.SCHEDULER if has_step else file_names.TRAINER_STATE} "
             "that can be read",
             why="a run that resumes it would begin its schedule and its data again",
-            fix="a checkpoint of Trainer or train/sft.py",
+            fix="a checkpoint of Trainer, train/sft.py, accel_fsdp.Checkpoints or Accelerator.save_state",
         )
-    if any(checkpoint.folder.glob(f"{file_names.SCALER}*")):
-        raise deepspeed.scaled(checkpoint.folder)
+
+
+def _is_of_loop(checkpoint: CheckpointLocation) -> bool:
+    """Whether `Accelerator.save_state` wrote it: the loop itself knows its place in the data."""
+    has_log = (checkpoint.folder / file_names.TRAINER_STATE).exists()
+    return not has_log and any(checkpoint.folder.glob(f"{file_names.RANDOM_STATES}*"))
+
+
+def _check_schedule(checkpoint: CheckpointLocation) -> None:
+    is_prepared = any(checkpoint.folder.glob(file_names.PREPARED_SCHEDULERS))
+    if is_prepared or (checkpoint.kind == "ZeRO" and deepspeed.has_schedule(checkpoint.weights)):
+        raise UserError(
+            f"{checkpoint.folder} holds a schedule that Accelerate prepared",
+            why="its steps differ: Accelerate takes one for each rank, DeepSpeed one for all",
+            fix="in a run from its first step on: accelerator.register_for_checkpointing(scheduler), and no prepare",
+        )
 
 
 @dataclass(frozen=True)
@@ -137,6 +156,12 @@ class _Conversion:
     @cached_property
     def total_bytes(self) -> int:
         return sum(prod(stored.shape) * ITEM_BYTES[stored.dtype] for stored in self.state.tensors.values())
+
+    @property
+    def step(self) -> int:
+        """The optimizer's steps until SRC."""
+        steps = [int(numbers.get("step", 0)) for numbers in self.state.numbers.values()]
+        return completeness.step_of(self.checkpoint.folder) or max(steps, default=0)
 
     @property
     def engine(self) -> str:
@@ -204,13 +229,14 @@ class _Conversion:
         if not self.command.stage:
             fsdp_files.write(self.state, folder, self.reader, progress)
             return
-        ranks, is_bf16, step = self.ranks, self.is_bf16, completeness.step_of(self.checkpoint.folder)
+        ranks, is_bf16 = self.ranks, self.is_bf16
         with transformers_probe.aside() as pool:
             companions = companion_files.find(self.checkpoint, self.command.model)
             description = pool.submit(transformers_probe.describe, companions.folder).result()
         rows, stage = self.origin.rows_per_step, self.command.stage
-        layout = zero_files.ZeroLayout(self.state, description, stage, ranks, step, rows, is_bf16)
-        placed, threads = layout.place(folder), safetensors_writer.THREADS
+        layout = zero_files.ZeroLayout(self.state, description, stage, ranks, self.step, rows, is_bf16)
+        name = file_names.TORCH_STEM if _is_of_loop(self.checkpoint) else f"{file_names.GLOBAL_STEP}{self.step}"
+        placed, threads = layout.place(folder, name), safetensors_writer.THREADS
         safetensors_writer.write(placed, self.reader, threads, progress, sync=not self.command.no_sync)
         for path in {placement.path for placement in placed}:
             pth_writer.seal(path)
@@ -245,9 +271,10 @@ class _Conversion:
         out = self.command.out
         ranks = counted(self.ranks, "rank") if self.command.stage else "any number of ranks"
         tensors = f"{counted(len(self.state.tensors), 'tensor')}, {gb_or_mb(self.total_bytes)}"
-        is_numbered = out.name.removeprefix(file_names.CHECKPOINT).isdecimal()
-        resume = f"--output_dir {out.parent} --resume_from_checkpoint true"
-        return [
-            f"{out}: {self.engine}, for {ranks}; {tensors}, equal to SRC's",
-            f"resume: train/sft.py {resume if is_numbered else f'--resume_from_checkpoint {out}'}",
-        ]
+        is_numbered = file_names.step(out.name) >= 0
+        resume = f"train/sft.py --output_dir {out.parent} --resume_from_checkpoint true"
+        if _is_of_loop(self.checkpoint):
+            resume = f'accel_fsdp.Checkpoints(accelerator, "{out.parent}").resume(), or accelerator.load_state("{out}")'
+        elif not is_numbered:
+            resume = f"train/sft.py --resume_from_checkpoint {out}"
+        return [f"{out}: {self.engine}, for {ranks}; {tensors}, equal to SRC's", f"resume: {resume}"]

@@ -92,8 +92,8 @@ class ZeroLayout:
     is_bf16: bool
     """DeepSpeed looks for files of another name under bf16 (`_get_zero_ckpt_prefix`)."""
 
-    def place(self, folder: Path) -> list[TensorPlacement]:
-        """Writes all files without their tensors' bytes, and says where those go.
+    def place(self, folder: Path, name: str) -> list[TensorPlacement]:
+        """Writes all files without their tensors' bytes into the folder `name`, and says where those go.
 
         Raises:
             UserError: the state can't be stored for DeepSpeed, or DeepSpeed isn't installed.
@@ -101,17 +101,16 @@ class ZeroLayout:
         """
         require("a checkpoint of DeepSpeed", "deepspeed")
         self._check()
-        step = f"{file_names.GLOBAL_STEP}{self.step}"
-        inner = folder / step
+        inner = folder / name
         inner.mkdir()
-        (folder / file_names.LATEST).write_text(step)
+        (folder / file_names.LATEST).write_text(name)
         placed = []
         for rank in range(self.ranks if self.stage == 3 else 1):
-            name = f"{file_names.ZERO_RANK}{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
-            placed += _place(self._model(rank), inner / f"{name}_model_states.pt")
+            file = f"{file_names.ZERO_RANK}{rank}_mp_rank_00" if self.stage == 3 else "mp_rank_00"
+            placed += _place(self._model(rank), inner / f"{file}_model_states.pt")
         for rank in range(self.ranks):
-            name = f"{file_names.BF16 if self.is_bf16 else ''}{file_names.ZERO_RANK}{rank}_mp_rank_00_optim_states.pt"
-            placed += _place(self._optimizer(rank), inner / name)
+            file = f"{file_names.BF16 if self.is_bf16 else ''}{file_names.ZERO_RANK}{rank}_mp_rank_00_optim_states.pt"
+            placed += _place(self._optimizer(rank), inner / file)
         return placed
 
     @property

@@ -29,6 +29,7 @@ from accel_fsdp.training.preemption import Stop
 from accel_fsdp.training.reporting import History
 from accel_fsdp.training.safe_checkpoints import SafeCheckpoints
 from accel_fsdp.training.saving import CheckpointWriter
+from accel_fsdp.units import counted
 
 UNWATCHED = 0.0
 """The hang timeout of scripts of others: `accel-fsdp launch` watches them."""
@@ -110,12 +111,22 @@ class Checkpoints:
 
     def _check_engine(self, folder: Path) -> None:
         written, here = marker.origin_of(folder), self._writer.origin()
-        if written is not None and written.engine != here.engine:
-            raise UserError(
-                f"{folder} was written under {written.engine}, this run is under {here.engine}",
-                why="the two store weights and optimizer differently",
-                fix=f"a YAML for {written.engine}; or a new run in another folder",
-            )
+        if written is None:
+            return
+        ranks = len(list(folder.glob(f"*/{file_names.ZERO_PARTITIONS}")))
+        if written.engine == here.engine and ranks in (0, here.ranks):
+            return
+        how = resuming.how_to_convert(
+            folder, {written.engine, here.engine}, here, 'Checkpoints(accelerator, "NEW_RUN")'
+        )
+        was = f"{written.engine} on {counted(ranks or written.ranks, 'rank')}"
+        raise UserError(
+            f"{folder} was written under {was}, this run is under {here.engine} on {here.ranks}",
+            why="they store weights and optimizer differently"
+            if written.engine != here.engine
+            else "each rank has its own file",
+            fix=f"a YAML for {was}" + (f"; or {how}" if how else "; or a new run in another folder"),
+        )
 
     def stopping(self, step: int) -> bool:
         """Whether a signal asks for the end of the loop after this step: save, and leave the loop."""

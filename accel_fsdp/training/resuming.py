@@ -28,6 +28,8 @@ from accel_fsdp.training import stored
 from accel_fsdp.training.stored import gather_answers
 from accel_fsdp.units import counted
 
+RESUMED = "--output_dir NEW_RUN --resume_from_checkpoint true"
+
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
@@ -173,7 +175,7 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
         raise UserError(
             f"{checkpoint} was written under {stored}, this run is under {here.engine}",
             why="the two store weights and optimizer differently",
-            fix=_converted(checkpoint, {stored, here.engine}, here)
+            fix=how_to_convert(checkpoint, {stored, here.engine}, here)
             or f"a YAML for {stored}; or a new run from its "
             "weights: accel-fsdp export, then train/sft.py --model_name_or_path",
         )
@@ -182,16 +184,13 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     _check_rows(checkpoint, origin, here.rows_per_step, not skips_data)
 
 
-def _converted(checkpoint: Path, engines: set[str], here: Origin) -> str:
-    """The command that makes a checkpoint one of this run's engine; empty if one of the engines can't be converted."""
+def how_to_convert(checkpoint: Path, engines: set[str], here: Origin, then: str = RESUMED) -> str:
+    """How a checkpoint becomes one of this run's engine; empty if one of the engines can't be converted."""
     if not all(engine.partition("-")[0] in (ANY_FSDP, ANY_ZERO) for engine in engines):
         return ""
     stage = here.engine.partition("-")[2]
     target = f"zero{stage} --ranks {here.ranks} --mixed-precision {_own_precision()}" if stage else "fsdp2"
-    return (
-        f"accel-fsdp convert {checkpoint} NEW_RUN/{checkpoint.name} --to {target}, then --output_dir NEW_RUN "
-        "--resume_from_checkpoint true"
-    )
+    return f"accel-fsdp convert {checkpoint} NEW_RUN/{checkpoint.name} --to {target}, then {then}"
 
 
 def _own_precision() -> str:
@@ -259,7 +258,7 @@ def _check_precision(checkpoint: Path, here: Origin) -> None:
         raise UserError(
             f"{checkpoint} was written under mixed_precision: {stored}, this run is under {own}",
             why="DeepSpeed gives its files other names under bf16, and wouldn't find these",
-            fix=f"mixed_precision: {stored} in the YAML; or {_converted(checkpoint, {here.engine}, here)}",
+            fix=f"mixed_precision: {stored} in the YAML; or {how_to_convert(checkpoint, {here.engine}, here)}",
         )
 
 
@@ -271,7 +270,7 @@ def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_de
     ranks = origin.ranks if origin and order_depends_on_ranks else partitions
     if ranks and ranks != here.ranks:
         is_zero = here.engine.startswith(ANY_ZERO) and not order_depends_on_ranks
-        converted = _converted(checkpoint, {here.engine}, here) if is_zero else ""
+        converted = how_to_convert(checkpoint, {here.engine}, here) if is_zero else ""
         raise UserError(
             f"{checkpoint} was written by {counted(ranks, 'rank')}, this run has {here.ranks}",
             why="the order of the rows depends on it, with this --train_sampling_strategy"

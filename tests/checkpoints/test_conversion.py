@@ -212,8 +212,17 @@ def of_a_larger_model(checkpoint: Path) -> None:
     path.write_text(json.dumps({**config, "num_hidden_layers": 3, "layer_types": None}))
 
 
+def of_a_loop(checkpoint: Path) -> None:
+    """With a schedule that Accelerate prepared."""
+    (checkpoint / "complete.json").unlink()
+    (checkpoint / "trainer_state.json").unlink()
+    (checkpoint / "scheduler.pt").rename(checkpoint / "scheduler.bin")
+    torch.save({}, checkpoint / "random_states_0.pkl")
+
+
 REFUSED: dict[str, tuple[Callable[[Path], None], str, dict[str, Any], str]] = {
     "no schedule": (without_schedule, "fsdp2", {}, "has no scheduler.pt that can be read"),
+    "a loop's schedule": (of_a_loop, "fsdp2", {}, "holds a schedule that Accelerate prepared"),
     "no optimizer": (without_optimizer, "fsdp2", {}, "holds no optimizer whose state names the parameters"),
     "fp16": (of_fp16, "zero1", {"ranks": 2}, "is of fp16"),
     "a flipped bit": (flipped, "fsdp2", {}, "is damaged: optimizer_0/__0_0.distcp has changed"),

@@ -77,6 +77,41 @@ def test_killed_stopped_and_resumed_elsewhere(
     assert exported.code == 0, exported.output
 
 
+@pytest.mark.slow(but=1)
+@pytest.mark.parametrize(("engine", "target"), [("zero3", "fsdp2"), ("fsdp1", "zero2"), ("zero2", "zero3")])
+def test_a_loop_goes_on_under_another_engine(
+    engine: str, target: str, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Stopped on two ranks, converted, and resumed on three: with Adam, and with the schedule that it registered."""
+    runs = {name: tmp_path / name for name in ("straight", "first", "second")}
+    configs = {}
+    for name in {engine, target}:
+        shipped = ROOT / "accelerate_configs" / f"{name}.yaml"
+        (tmp_path / name).mkdir()
+        made = shipped if "zero" in name else make_config(tmp_path / name, tiny_model, fsdp_version=name[-1])
+        configs[name] = tmp_path / name / "own.yaml"
+        text = re.sub("mixed_precision: .*", "mixed_precision: 'no'", made.read_text())
+        configs[name].write_text(re.sub("(gradient_.*): auto", r"\1: 1", text))  # Trainer alone knows what auto is
+    for name, more in {"straight": {}, "first": {"KILL_STEP": "6 15"}}.items():
+        finished = launched("loop", configs[engine], 2, tiny_model, text_data, runs[name], **more)
+        assert finished.code == (75 if more else 0), finished.output
+    checkpoint = completeness.choose(runs["first"]).newest
+    assert checkpoint is not None
+    refused = launched("loop", configs[target], 3, tiny_model, text_data, runs["first"])
+    assert refused.code == 1
+    words = re.search(r"accel-fsdp (convert \S+ NEW_RUN/.*), then Checkpoints", refused.output)
+    assert words, refused.output
+    flags = ["--model", str(tiny_model)] if "zero" in target else []
+    converted = command(*words[1].replace("NEW_RUN", str(runs["second"])).split(), *flags)
+    assert converted.code == 0, converted.output
+    assert "accelerator.load_state" in converted.output
+    shutil.copy(runs["first"] / "losses.json", runs["second"])
+    resumed = launched("loop", configs[target], 3, tiny_model, text_data, runs["second"])
+    assert resumed.code == 0, resumed.output
+    assert f"resumed: {runs['second'] / checkpoint.name}" in resumed.output
+    assert losses("loop", runs["second"]) == pytest.approx(losses("loop", runs["straight"]), abs=1e-5)
+
+
 def test_what_can_not_be_meant(tiny_model: Path, tmp_path: Path) -> None:
     training = TrainingArguments(output_dir=str(tmp_path / "run"), report_to="none", use_cpu=True)
     trainer = Trainer(AutoModelForCausalLM.from_pretrained(tiny_model), training)
