@@ -92,7 +92,9 @@ class Stopped(UserError):
 
 
 LIBRARIES = {
-    **dict.fromkeys(("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "jinja2"), "train"),
+    **dict.fromkeys(
+        ("torch", "transformers", "accelerate", "peft", "datasets", "tokenizers", "jinja2", "psutil"), "train"
+    ),
     **{"safetensors": "train", "deepspeed": "deepspeed", "bitsandbytes": "quant", "ray": "ray"},
 }
 """The libraries that `pip install accel-fsdp` leaves out, and the extra that installs each."""
@@ -163,6 +165,10 @@ def lacks(library: str, finding: str, why: str) -> UserError:
     )
 
 
+SHORTEST = 4
+"""Letters of a name's beginning that stands for it."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Returns ' Did you mean X?' for the nearest known name, else the empty string."""
     near = nearest(name, known)
@@ -170,9 +176,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns the known name that `name` was probably meant to be, else the empty string."""
+    """Returns the known name that `name` was probably meant to be, else the only one that it begins, else nothing."""
     by_lower = {candidate.lower(): candidate for candidate in known}
     near = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    longer = [candidate for candidate in by_lower if len(name) >= SHORTEST and candidate.startswith(name.lower())]
+    near = near or longer * (len(longer) == 1)
     return by_lower[near[0]] if near else ""
 
 

@@ -85,6 +85,17 @@ def test_the_check_passes_good_files_and_annotates_bad_ones(project: Path) -> No
     assert run_step("Check", project, files="nowhere/*.yaml\n").returncode == 2
 
 
+def test_a_pattern_of_all_folders_leaves_none_out(project: Path, stubs: str) -> None:
+    for name in ("top.yaml", "one/inner.yaml", "one/two/deep.yaml"):
+        (project / "all" / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / "all" / name).touch()
+    for step in ("Check", "Plan", "Rehearse"):
+        finished = run_step(step, project, path=stubs, files="all/**/*.yaml")
+        assert finished.returncode == 0, finished.stderr
+        said = finished.stdout + (project.parent / "summary.md").read_text() if step == "Plan" else finished.stdout
+        assert all(f"all/{name}" in said for name in ("top.yaml", "one/inner.yaml", "one/two/deep.yaml")), said
+
+
 def test_the_check_takes_model_and_strictness(project: Path) -> None:
     (project / "configs" / "fsdp.yaml").write_text(GOOD.replace("LlamaDecoderLayer", "LamaDecoderLayer"))
     one = {"files": "configs/fsdp.yaml", "model": "meta-llama/Llama-3.1-8B"}

@@ -234,10 +234,11 @@ LLAMA = {
 }
 
 
-@pytest.mark.slow(but=3)
+@pytest.mark.slow(but=4)
 @pytest.mark.parametrize(
     "words",
     [
+        ["rehearse", YAML],
         ["config", "--yes", "--model", "FOLDER", "--gpus", "8xH100-80GB", "-o", "OUT"],
         ["config", "--yes", "--model", "nobody/knows-it", "--gpus", "8xH100-80GB", "-o", "OUT"],
         ["plan", "--model", "FOLDER", "--gpus", "8xH100-80GB", "--html", "OUT"],

@@ -147,10 +147,15 @@ function draw(html) {
   place += 1;
 }
 
+// What an answer before this one had and this one hasn't.
+function trim() {
+  [...areas.at(-1).children].slice(place - areas.length + 1).forEach((box) => box.remove());
+}
+
 function finish() {
   main.dataset.answered = asked;
   note = "";
-  if (error.hidden) [...areas.at(-1).children].slice(place - areas.length + 1).forEach((box) => box.remove());
+  if (error.hidden) trim();
   main.ariaBusy = "false";
   if (error.hidden) say(`Planned in ${((performance.now() - since) / 1000).toFixed(1)} s, in this tab`);
 }
@@ -224,10 +229,14 @@ function open() {
   const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   fill(Object.keys(given).length ? given : example.inputs);
   if (Object.keys(given).length) return ask();
+  clearTimeout(timer);
+  begin((asked += 1)); // so that an answer under way is for another question
   plan = example.plan;
   [...one("template").content.children].forEach((section) => draw(section.outerHTML));
+  trim();
   offer();
   main.ariaBusy = "false";
+  if (ready) say("Ready");
 }
 
 form.addEventListener("submit", (event) => event.preventDefault());

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import yaml
 
@@ -45,19 +45,22 @@ LAYER_CLASSES = "fsdp_transformer_layer_cls_to_wrap"
 READ_UNDER = {LAYER_CLASSES: "TRANSFORMER_BASED_WRAP", "fsdp_min_num_params": "SIZE_BASED_WRAP"}
 """FSDP keys that Accelerate reads under only one wrap policy."""
 
+Place: TypeAlias = tuple[int, int]
+"""A line and a column of a file, counted from 1."""
+
 
 @dataclass(frozen=True)
 class JobConfig:
     """One YAML. `values` as PyYAML reads them, `source` the text they were read from.
 
     `absent` are keys of `deepspeed_config` whose file isn't there: "beside" if it is beside the YAML, "elsewhere" if
-    not even its folder is. `doubled` are the keys that occur more than once, each with its lines.
+    not even its folder is. `doubled` are the keys that occur more than once, each with its places.
     """
 
     values: Mapping[str, Any]
     source: str = ""
     absent: Mapping[str, str] = field(default_factory=dict)
-    doubled: Mapping[str, list[int]] = field(default_factory=dict)
+    doubled: Mapping[str, list[Place]] = field(default_factory=dict)
 
     @cached_property
     def engine(self) -> Engine:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import yaml
 
 from accel_fsdp.config import yaml_checks
-from accel_fsdp.config.job_config import JobConfig
+from accel_fsdp.config.job_config import JobConfig, Place
 from accel_fsdp.errors import UsageError
 from accel_fsdp.units import MIB, gib_or_mib
 from accel_fsdp.untrusted_files import WITHOUT_WAITING
@@ -163,18 +163,22 @@ def _depth(text: str) -> int:
     return max([deepest, *(start.count(" ") // 2 for start in indents)])
 
 
-def doubled_keys(text: str) -> dict[str, list[int]]:
-    """The keys, as dotted paths, that occur more than once in one mapping of a YAML, each with its lines."""
+def doubled_keys(text: str) -> dict[str, list[Place]]:
+    """The keys, as dotted paths, that occur more than once in one mapping of a YAML, each with its places."""
     top = yaml.compose(text)
-    lines: dict[str, list[int]] = {}
+    places: dict[str, list[Place]] = {}
     if not isinstance(top, yaml.MappingNode):
-        return lines
+        return places
     nested = [(f"{key.value}.", value) for key, value in top.value if isinstance(value, yaml.MappingNode)]
     for section, mapping in [("", top), *nested]:
         for key, _ in mapping.value:
             if isinstance(key, yaml.ScalarNode):
-                lines.setdefault(f"{section}{key.value}", []).append(key.start_mark.line + 1)
-    return {key: places for key, places in lines.items() if len(places) > 1}
+                places.setdefault(f"{section}{key.value}", []).append(_place(key.start_mark))
+    return {key: of_key for key, of_key in places.items() if len(of_key) > 1}
+
+
+def _place(mark: Any) -> Place:
+    return mark.line + 1, mark.column + 1
 
 
 def load(path: Path, doubled: bool = False) -> Any:
@@ -202,7 +206,7 @@ def load(path: Path, doubled: bool = False) -> Any:
             parser = _round_trip()
             yaml_checks.refuse_scalar(path, parser.compose(text), parser.constructor.construct_object)
         mark = error.problem_mark if isinstance(error, MarkedYAMLError) else None
-        location = f"{path}:{mark.line + 1}" if mark else str(path)
+        location = ":".join(map(str, (path, *_place(mark)))) if mark else str(path)
         problem = getattr(error, "problem", None) or getattr(error, "reason", "not YAML")
         raise UsageError(
             f"{location}: {problem}",
@@ -240,8 +244,8 @@ def read_config(path: Path, doubled: bool = False) -> ReadConfig:
         raise unreadable(path, kind + _problem(error)) from error
     if not isinstance(values, dict):
         raise unreadable(path, "it holds no keys for PyYAML")
-    lines_of_doubled = doubled_keys(document.source) if doubled else {}
-    return JobConfig(values, document.source, _absent(values, path), lines_of_doubled), document
+    twice = doubled_keys(document.source) if doubled else {}
+    return JobConfig(values, document.source, _absent(values, path), twice), document
 
 
 def _problem(error: Exception) -> str:

@@ -124,9 +124,9 @@ def _with_source(finding: Finding, source: str) -> Finding:
     if not source:
         return finding
     if not source.startswith("--"):
-        return replace(finding, what=f"{finding.what} (from {source})", line=None)
+        return replace(finding, what=f"{finding.what} (from {source})", line=None, column=None)
     what, fix = finding.what.replace(f"{finding.key}:", source), finding.fix.replace(finding.key, source)
-    return replace(finding, what=what, fix=fix, line=None)
+    return replace(finding, what=what, fix=fix, line=None, column=None)
 
 
 def _repair(path: Path, options: LintOptions, given: Subject) -> None:

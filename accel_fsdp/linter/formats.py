@@ -58,10 +58,11 @@ def show(read: Read, unread: Unread, output: Format) -> None:
 
 
 def _unreadable(name: str, error: UserError) -> Finding:
-    """The error as a finding, at the line that its text begins with."""
-    place = re.match(rf"{re.escape(name)}:(\d+): ", error.what)
-    line, what = (int(place[1]), error.what[place.end() :]) if place else (None, error.what)
-    return Finding("", what, error.why, error.fix, code=UNREADABLE, line=line)
+    """The error as a finding, at the line and column that its text begins with."""
+    place = re.match(rf"{re.escape(name)}:(\d+)(?::(\d+))?: ", error.what)
+    line, column = (int(number) if number else None for number in place.groups()) if place else (None, None)
+    what = error.what[place.end() :] if place else error.what
+    return Finding("", what, error.why, error.fix, code=UNREADABLE, line=line, column=column)
 
 
 def _show_texts(read: Read, unread: Unread) -> None:

@@ -151,7 +151,7 @@ def assert_plugin(plugin: Any, wanted: Answers) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1\nb: 2\n", "fsdp.yaml:2: expected ',' or ']'"),
+        ("a: [1\nb: 2\n", "fsdp.yaml:2:2: expected ',' or ']'"),
         ("just text\n", "is a single value, not a mapping"),
         ("- a\n", "is a list, not a mapping"),
         ("", "holds no keys"),

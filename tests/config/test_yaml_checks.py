@@ -1,6 +1,7 @@
 """YAML files that a parser takes minutes for, or can't take: each is refused soon, with its line."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def test_a_value_of_no_type_is_named_with_its_line(
     line: str, message: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     text = refusal(command, f"distributed_type: FSDP\n{line}\ndebug: false\n", tmp_path, monkeypatch, capsys)
-    assert "bad.yaml:2: " in text
+    assert re.search(r"bad\.yaml:2:(\d+:)? ", text)
     assert any(part in text for part in message.split("|"))
 
 

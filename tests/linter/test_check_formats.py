@@ -99,7 +99,7 @@ def test_sarif_is_valid_and_says_where(repository: Path, capsys: pytest.CaptureF
     assert {
         ("AF103", "configs/bad, 50%.yaml", 8, 3),
         ("AF103", "noted.yaml", 2, 32),
-        ("unreadable", "broken.yaml", 2, None),
+        ("unreadable", "broken.yaml", 2, 1),
     } <= found
     (misspelt,) = (result for result in run["results"] if place_of(result)[0].endswith("%.yaml"))
     assert misspelt["level"] == "error"
@@ -176,18 +176,35 @@ def test_an_editors_text_has_the_name_of_its_file(
 
 
 @pytest.mark.parametrize(
-    ("text", "line"), [("a: 1\nb: [", 2), ("a: \0", 1), ("a: \xff", None), ("- 1", None), ("a" * (1 << 20) + "a", None)]
+    ("text", "line", "column"),
+    [
+        ("a: 1\nb: [", 2, 5),
+        ("a: \0", 1, None),
+        ("a: \xff", None, None),
+        ("- 1", None, None),
+        ("a" * (1 << 20) + "a", None, None),
+    ],
 )
 def test_so_has_one_that_no_parser_takes(
-    text: str, line: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: str, line: int | None, column: int | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     piped(monkeypatch, text)
     assert cli.call(["check", "--stdin-filename", "x-1.yaml", "--json"]) == 2
     (found,) = json.loads(capsys.readouterr().out)
-    assert (found["file"], found["line"], found["code"]) == ("x-1.yaml", line, "unreadable")
+    assert [found[key] for key in ("file", "line", "column", "code")] == ["x-1.yaml", line, column, "unreadable"]
     piped(monkeypatch, text)
     assert cli.call(["check", "--stdin-filename", "x-1.yaml"]) == 2
-    assert re.match(rf"error: (cannot read )?x-1\.yaml{f':{line}: ' if line else ':? '}", capsys.readouterr().err)
+    place = "".join(f":{number}" for number in (line, column) if number)
+    assert re.match(rf"error: (cannot read )?x-1\.yaml{f'{place}: ' if place else ':? '}", capsys.readouterr().err)
+
+
+def test_a_key_that_stands_twice_has_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    piped(monkeypatch, "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n  fsdp_version: 1\n")
+    assert cli.call(["check", "--stdin-filename", "x-1.yaml", "--format", "sarif"]) == 1
+    results = valid(json.loads(capsys.readouterr().out))["runs"][0]["results"]
+    assert [place_of(result) for result in results if result["ruleId"] == "AF111"] == [("x-1.yaml", 4, 3)]
 
 
 def test_a_name_of_stdin_is_for_stdin_alone() -> None:

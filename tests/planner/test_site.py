@@ -282,6 +282,38 @@ def test_what_no_table_has_is_said_to_be_computed(built: Path, tmp_path: Path, l
         assert "gpt2" in browser.find_element("css selector", "#head h1").text
 
 
+def test_back_to_the_bare_page_shows_the_example_alone(page: Page) -> None:
+    """Also from an error, and with an answer still to come."""
+    shown = (
+        "const headings = [...document.querySelectorAll('main h1, main h2')].filter(heading => heading.offsetParent);"
+        "return [headings.map(heading => heading.textContent), document.querySelectorAll('#figures > *').length]"
+    )
+    page.go(LINKS[1])
+    page.browser.execute_script("location.hash = ''")
+    chromium.until(page.browser, READY)
+    example = page.browser.execute_script(shown)
+    page.go("#model=foo/bar&gpus=8xH100-80GB")
+    assert page.browser.find_element("css selector", "#error").is_displayed()
+    page.browser.execute_script("location.hash = ''")
+    chromium.until(page.browser, READY)
+    assert page.browser.execute_script(shown) == example
+    page.browser.execute_script(f"location.hash = {json.dumps(LINKS[0])}; setTimeout(() => (location.hash = ''), 50)")
+    time.sleep(2)  # in which the answer comes
+    assert page.browser.execute_script(shown) == example
+    assert "Llama-3.1-8B" in page.text("#command")
+
+
+@pytest.mark.parametrize("width", [1100, 1280, 1600])
+def test_no_table_begins_left_of_the_page(page: Page, width: int) -> None:
+    chromium.sized(page.browser, width)
+    page.go(LINKS[0])
+    lefts = page.browser.execute_script(
+        "return [...document.querySelectorAll('main .scroll')].map(box => box.getBoundingClientRect().left)"
+    )
+    assert lefts
+    assert min(lefts) >= 0
+
+
 def test_where_python_cannot_go_on_from_a_memory_it_starts_anew(built: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(built / "some" / "folder", copy, copy_function=os.link, ignore=shutil.ignore_patterns("docs"))

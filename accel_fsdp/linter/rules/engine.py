@@ -229,7 +229,10 @@ def rule(code: str, severity: Severity = "error", pains: tuple[str, ...] = ()) -
     """Registers a check under `code`; its docstring is its documentation."""
 
     def register(check: Check) -> Check:
-        assert code not in RULES, code
+        if code in RULES:
+            raise ValueError(
+                f"{check.__module__}.{check.__name__} takes {code}, which {RULES[code].check.__name__} has"
+            )
         RULES[code] = Rule(code, severity, check, pains)
         return check
 

@@ -65,13 +65,15 @@ def no_distributed_type(subject: Subject) -> Iterator[Finding]:
 @rule("AF111")
 def key_stands_twice(subject: Subject) -> Iterator[Finding]:
     """One key twice in one mapping. Accelerate silently uses the last one. `--fix` leaves such a file unchanged."""
-    for key, lines in subject.doubled.items():
+    for key, places in subject.doubled.items():
+        line, column = places[-1]
         yield Finding(
             key,
-            f"found duplicate key {key.rpartition('.')[2]}, in lines {', '.join(map(str, lines))}",
+            f"found duplicate key {key.rpartition('.')[2]}, in lines {', '.join(str(line) for line, _ in places)}",
             "Accelerate takes the last one silently, and other readers refuse the file",
             "remove all but one; before that --fix repairs nothing",
-            line=lines[-1],
+            line=line,
+            column=column,
         )
 
 
@@ -112,7 +114,10 @@ def unknown_top_level_key(subject: Subject) -> Iterator[Finding]:
         home = next((section for section in SECTIONS if full_name(section, key) in known_fields(section)), "")
         match = "" if home else typo_of(key, fields)
         near = match or near_key(key, fields)
-        hint = f" It belongs into {home}." if home else f" Did you mean {near}?" if near else ""
+        hint = f" Did you mean {near}?" if near else ""
+        if home:
+            is_read = subject.engine in known_fields(home)[full_name(home, key)].engines
+            hint = f" It belongs into {home}{'' if is_read else ', for another engine'}."
         ignored = bool(match) and fields[match].kind is Kind.SECTION and subject.engine not in fields[match].engines
         fits = bool(match) and match not in subject.values and not (ignored and subject.has_engine)
         yield Finding(
