@@ -8,7 +8,7 @@ const WAIT_MS = 150; // after a key; a choice is answered at once
 
 const { build, bytes, plans } = document.body.dataset;
 
-let ready = false, asked = 0, drawn = 0, computed = 0, since = 0, place = 0, timer, plan, note = "", strange = {};
+let ready = false, asked = 0, drawn = 0, computed = 0, since = 0, place = 0, timer, plan, note = "", strange = {}, waits = false;
 
 const fields = [...form.querySelectorAll("[name]")];
 
@@ -81,6 +81,7 @@ function ask() {
   history.replaceState(null, "", link(given));
   asked += 1;
   since = performance.now();
+  waits = true;
   main.ariaBusy = "true";
   worker.postMessage({ id: asked, inputs: JSON.stringify(given) });
   if (ready) say("Planning");
@@ -154,6 +155,7 @@ function trim() {
 
 function finish() {
   main.dataset.answered = asked;
+  waits = false;
   note = "";
   if (error.hidden) trim();
   main.ariaBusy = "false";
@@ -215,7 +217,7 @@ function start() {
     else if (data.ready) {
       ready = true;
       bar.hidden = true;
-      say(asked ? "Planning" : "Ready");
+      say(waits ? "Planning" : "Ready");
     } else if (data.id === asked) {
       if (computed !== data.id) begin((computed = data.id));
       data.done ? finish() : show(JSON.parse(data.message));
@@ -230,6 +232,7 @@ function open() {
   fill(Object.keys(given).length ? given : example.inputs);
   if (Object.keys(given).length) return ask();
   clearTimeout(timer);
+  waits = false;
   begin((asked += 1)); // so that an answer under way is for another question
   plan = example.plan;
   [...one("template").content.children].forEach((section) => draw(section.outerHTML));

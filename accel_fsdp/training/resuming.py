@@ -28,10 +28,11 @@ from accel_fsdp.training import stored
 from accel_fsdp.training.stored import gather_answers
 from accel_fsdp.units import counted
 
-RESUMED = "--output_dir NEW_RUN --resume_from_checkpoint true"
-
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+RESUMED = "--output_dir NEW_RUN --resume_from_checkpoint true"
+"""What follows a conversion, for a Trainer."""
 
 
 def chosen(training: "TrainingArguments") -> str | None:
