@@ -9,7 +9,6 @@ files, a folder for each parameter has its weight and moments, whole; from ZeRO-
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import closing
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -106,7 +105,7 @@ def _read(folder: Path, reader: FileReader, model: list[Path], optimizer: list[P
     first = loaded[0]
     if is_universal(folder):
         stage = int(torch_zip.load(reader, folder / file_names.UNIVERSAL_STATE, ADMITTED)["zero_stage"])
-        trained = _universal(folder / file_names.UNIVERSAL, first["param_shapes"], reader, optimizer_too)
+        trained = _universal(folder, first["param_shapes"], reader, optimizer_too)
     else:
         states = [torch_zip.load(reader, path, ADMITTED)["optimizer_state_dict"] for path in optimizer]
         stage = int(states[0]["zero_stage"])
@@ -154,7 +153,7 @@ def _universal(folder: Path, groups: list[dict[str, Any]], reader: FileReader, o
     """The trained parameters from their own folders."""
     paths: Paths = {}
     for name, shape in (item for shapes in groups for item in shapes.items()):
-        place = untrusted_files.inside(folder, name, file_names.UNIVERSAL_STATE)
+        place = _of_parameter(folder, name)
         for path in sorted({place / WEIGHT, *(place.glob("*.pt") if optimizer_too else ())}):
             if path.name == STEP:
                 continue
@@ -165,16 +164,23 @@ def _universal(folder: Path, groups: list[dict[str, Any]], reader: FileReader, o
     return paths
 
 
-def has_schedule(folder: Path) -> bool:
+def _of_parameter(folder: Path, name: str) -> Path:
+    """A parameter's own folder in a universal checkpoint."""
+    return untrusted_files.inside(folder / file_names.UNIVERSAL, name, file_names.UNIVERSAL_STATE)
+
+
+def _model(folder: Path, reader: FileReader) -> Any:
+    """What one rank stored of the model."""
+    return torch_zip.load(reader, min(folder.glob(file_names.ZERO_MODELS)), ADMITTED)
+
+
+def has_schedule(folder: Path, reader: FileReader) -> bool:
     """Whether DeepSpeed itself steps a schedule of the learning rate.
 
     Raises:
         UserError: a file is missing or damaged.
     """
-    with closing(FileReader()) as reader:
-        return (
-            torch_zip.load(reader, min(folder.glob(file_names.ZERO_MODELS)), ADMITTED).get("lr_scheduler") is not None
-        )
+    return _model(folder, reader).get("lr_scheduler") is not None
 
 
 def scaled(folder: Path) -> UserError:
@@ -193,7 +199,7 @@ def groups(folder: Path, reader: FileReader) -> list[tuple[list[str], dict[str, 
         UserError: a file is missing or damaged, or the loss is scaled (fp16), which no other engine does alike.
     """
     try:
-        first = torch_zip.load(reader, min(folder.glob(file_names.ZERO_MODELS)), ADMITTED)
+        first = _model(folder, reader)
         if is_universal(folder):
             state = torch_zip.load(reader, folder / file_names.UNIVERSAL_STATE, ADMITTED)
         else:
@@ -205,7 +211,7 @@ def groups(folder: Path, reader: FileReader) -> list[tuple[list[str], dict[str, 
         shapes, described = first["param_shapes"], []
         for group in inner["param_groups"]:
             names = [name for number in group["params"] for name in shapes[number]]
-            steps = [folder / file_names.UNIVERSAL / name / STEP for name in names[:1]]
+            steps = [_of_parameter(folder, name) / STEP for name in names[:1]]
             states = [{"step": torch_zip.load(reader, path)} for path in steps if path.is_file()]
             states += [inner.get("state", {}).get(number, {}) for number in group["params"]]
             shared = {key: value for key, value in next(iter(states), {}).items() if not getattr(value, "shape", ())}

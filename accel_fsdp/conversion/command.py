@@ -88,8 +88,8 @@ def convert(command: ConvertCommand) -> int:
     console.say(str(checkpoint), style="cyan")
     if command.out.resolve().is_relative_to(checkpoint.folder.resolve()):
         raise UserError(f"{command.out} is inside of SRC", why="it would be deleted with it", fix="another OUT")
-    _check(checkpoint)
     with closing(FileReader()) as reader:
+        _check(checkpoint, reader)
         conversion = _Conversion(command, checkpoint, training_state.read(checkpoint, reader), reader)
         conversion.run()
     for line in conversion.lines():
@@ -97,7 +97,7 @@ def convert(command: ConvertCommand) -> int:
     return 0
 
 
-def _check(checkpoint: CheckpointLocation) -> None:
+def _check(checkpoint: CheckpointLocation, reader: FileReader) -> None:
     """Refuses a damaged checkpoint, pickles that could run code, a lost place or schedule, and fp16's loss scale."""
     if damage := marker.damage(checkpoint.folder):
         raise UserError(
@@ -110,7 +110,7 @@ def _check(checkpoint: CheckpointLocation) -> None:
     if any(checkpoint.folder.glob(f"{file_names.SCALER}*")):
         raise deepspeed.scaled(checkpoint.folder)
     if _is_of_loop(checkpoint):
-        _check_schedule(checkpoint)
+        _check_schedule(checkpoint, reader)
         return
     has_schedule = (checkpoint.folder / file_names.SCHEDULER).is_file()
     has_step = completeness.has_trainer_state(checkpoint.folder) and completeness.step_of(checkpoint.folder) > 0
@@ -129,9 +129,9 @@ def _is_of_loop(checkpoint: CheckpointLocation) -> bool:
     return not has_log and any(checkpoint.folder.glob(f"{file_names.RANDOM_STATES}*"))
 
 
-def _check_schedule(checkpoint: CheckpointLocation) -> None:
+def _check_schedule(checkpoint: CheckpointLocation, reader: FileReader) -> None:
     is_prepared = any(checkpoint.folder.glob(file_names.PREPARED_SCHEDULERS))
-    if is_prepared or (checkpoint.kind == "ZeRO" and deepspeed.has_schedule(checkpoint.weights)):
+    if is_prepared or (checkpoint.kind == "ZeRO" and deepspeed.has_schedule(checkpoint.weights, reader)):
         raise UserError(
             f"{checkpoint.folder} holds a schedule that Accelerate prepared",
             why="its steps differ: Accelerate takes one for each rank, DeepSpeed one for all",

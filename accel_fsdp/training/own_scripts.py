@@ -113,7 +113,7 @@ class Checkpoints:
         written, here = marker.origin_of(folder), self._writer.origin()
         if written is None:
             return
-        ranks = len(list(folder.glob(f"*/{file_names.ZERO_PARTITIONS}")))
+        ranks = resuming.partitions_of_zero(folder)
         if written.engine == here.engine and ranks in (0, here.ranks):
             return
         how = resuming.how_to_convert(

@@ -263,11 +263,14 @@ def _check_precision(checkpoint: Path, here: Origin) -> None:
         )
 
 
+def partitions_of_zero(checkpoint: Path) -> int:
+    """The number of ranks that DeepSpeed's files are of; 0 without such files."""
+    return len(list(checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}")))
+
+
 def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:
     """Checks the formats, and the orders of the data, that are valid for only one number of ranks."""
-    partitions = len(list(checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}"))) or len(
-        list(checkpoint.glob(file_names.LOCAL_MODELS))
-    )
+    partitions = partitions_of_zero(checkpoint) or len(list(checkpoint.glob(file_names.LOCAL_MODELS)))
     ranks = origin.ranks if origin and order_depends_on_ranks else partitions
     if ranks and ranks != here.ranks:
         is_zero = here.engine.startswith(ANY_ZERO) and not order_depends_on_ranks

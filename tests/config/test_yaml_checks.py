@@ -1,7 +1,6 @@
 """YAML files that a parser takes minutes for, or can't take: each is refused soon, with its line."""
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -109,7 +108,8 @@ def test_a_value_of_no_type_is_named_with_its_line(
     line: str, message: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     text = refusal(command, f"distributed_type: FSDP\n{line}\ndebug: false\n", tmp_path, monkeypatch, capsys)
-    assert re.search(r"bad\.yaml:2:(\d+:)? ", text)
+    column = "8:" if line.endswith("soon") and command != "arguments" else ""  # ruamel's own error has one
+    assert f"bad.yaml:2:{column} " in text
     assert any(part in text for part in message.split("|"))
 
 
