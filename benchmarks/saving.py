@@ -1,9 +1,9 @@
 """How long training waits for a checkpoint: `python benchmarks/saving.py [--gb 0.5 2] [--write]`, on two idle cores.
 
 `train/sft.py` under FSDP2 on two ranks saves four times, in line and with `--async_checkpoints`, beside torch's own
-`async_save` of the same states alone. Both ranks keep both cores busy, so that a write takes from training; a further
-run trains on one core and writes on the other. Of each, the median wait, and the median of the steps while a save is
-written as a ratio to that of the others. Sizes are those of float32 weights with AdamW's moments.
+`async_save` of the same states alone. Both ranks keep both cores busy, so that a write takes from training. Of each,
+the median wait, and the median of the steps while a save is written as a ratio to that of the others. Sizes are those
+of float32 weights with AdamW's moments.
 """
 
 import argparse
@@ -28,7 +28,6 @@ BYTES_PER_WEIGHT = 12
 SIDES = {
     "in line": ("ours", ()),
     "async": ("ours", ("--async_checkpoints",)),
-    "async, a core of its own": ("own core", ("--async_checkpoints",)),
     "torch": ("torch", ()),
 }
 """What `saving_case.py` does, and the script's further arguments."""
@@ -65,8 +64,7 @@ def measured(side: str, model: Path, folder: Path) -> dict[str, Any]:
         **{"save_total_limit": 1, "report_to": "none", "disable_tqdm": "true", "final_export": "stream"},
     }
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    words = ["taskset", "--cpu-list", "0"] if kind == "own core" else []
-    words += [*launch, "--main_process_port", "0", str(CASE)]
+    words = [*launch, "--main_process_port", "0", str(CASE)]
     words += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     env |= {"SAVING_SIDE": kind, "SAVING_OUT": str(out)}
     ended = subprocess.run([*words, *more], env=env, capture_output=True, text=True, timeout=LAUNCH_SECONDS)
@@ -78,10 +76,10 @@ def measured(side: str, model: Path, folder: Path) -> dict[str, Any]:
 
 
 def row(gb: float, side: str, run: dict[str, Any], in_line: float) -> str:
-    """A row of the table; the first step is left out."""
+    """A row of the table; steps before the first save are left out: a process is slower while it still takes memory."""
     waited = median(run["waited"])
-    beside = [seconds for seconds, is_written in run["steps"][1:] if is_written]
-    alone = [seconds for seconds, is_written in run["steps"][1:] if not is_written]
+    beside = [seconds for seconds, is_written in run["steps"][SAVE_STEPS:] if is_written]
+    alone = [seconds for seconds, is_written in run["steps"][SAVE_STEPS:] if not is_written]
     ratio = f"{median(beside) / median(alone):.2f} ({len(beside)} steps)" if beside else ""
     return f"| {gb:g} GB | {side} | {waited:.2f} s | {waited / in_line:.0%} | {median(alone):.2f} s | {ratio} |"
 
@@ -101,7 +99,7 @@ def lines(sizes: list[float]) -> list[str]:
         "`python benchmarks/saving.py --write`: `train/sft.py` under FSDP2 on two CPU ranks, in line and with",
         "`--async_checkpoints`, beside torch's `async_save` of the same states, without Trainer's files, hashes and",
         f"marker; torch {torch.__version__}. Medians of four saves and of the steps between them. Both ranks keep both",
-        "cores busy, so that a write takes from training; in one row they share a core and the writers have the other.",
+        "cores busy, so that a write takes from training.",
         "",
         "| state | save | training waits | of in line | step | a step while a save is written, to the others |",
         "|---|---|---|---|---|---|",

@@ -1,7 +1,7 @@
 """One job of `saving.py` on each rank: `train/sft.py` unchanged, whose saves and steps are timed.
 
-SAVING_SIDE: `ours` times what Trainer waits for a checkpoint; `own core` also, with the thread that writes on core 1;
-`torch` replaces the write by torch's own `async_save` of the same states. SAVING_OUT is the file for rank 0's numbers.
+SAVING_SIDE: `ours` times what Trainer waits for a checkpoint; `torch` replaces the write by torch's own `async_save` of
+the same states. SAVING_OUT is the file for rank 0's numbers.
 """
 
 import json
@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from transformers import TrainerCallback
 
 from accel_fsdp.training import CheckpointWriter, SftTrainer
-from accel_fsdp.training.background_saves import BackgroundSaves
 
 SFT = Path(__file__).parent.parent / "train" / "sft.py"
 SIDE, OUT = os.environ["SAVING_SIDE"], Path(os.environ["SAVING_OUT"])
@@ -82,18 +81,8 @@ def with_watch(init: Callable[..., None]) -> Callable[..., None]:
     return made
 
 
-def on_own_core(run: Callable[..., None]) -> Callable[..., None]:
-    def running(self: Any, *args: Any) -> None:
-        os.sched_setaffinity(0, {1})  # of this thread
-        run(self, *args)
-
-    return running
-
-
 SftTrainer._save_checkpoint = timed(SftTrainer._save_checkpoint)  # type: ignore[method-assign]
 SftTrainer.__init__ = with_watch(SftTrainer.__init__)  # type: ignore[method-assign]
-if SIDE == "own core":
-    BackgroundSaves._run = on_own_core(BackgroundSaves._run)  # type: ignore[method-assign]
 if SIDE == "torch":
     CheckpointWriter.save = by_torch  # type: ignore[method-assign]
 runpy.run_path(str(SFT), run_name="__main__")

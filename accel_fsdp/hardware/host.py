@@ -123,6 +123,11 @@ def memory_limit() -> int | None:
     return min([total * 1024, *(limit for limit in limits if limit is not None)])
 
 
+def cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def free_memory() -> int | None:
     """Free bytes of host memory: the machine's, or its control group's if less; None off Linux.
 

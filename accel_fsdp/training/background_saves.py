@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -18,7 +19,13 @@ import torch.distributed.checkpoint as dcp
 from torch.utils._pytree import tree_map
 
 from accel_fsdp.errors import UserError
+from accel_fsdp.hardware import host
+from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
+from accel_fsdp.training.uncached_files import UncachedFiles
+
+Write = Callable[[], dict[Path, str]]
+"""Writes a rank's files; returns the hashes of those that are complete."""
 
 RELIES_ON = (Internal("torch.distributed.checkpoint:save", "state_dict * storage_writer planner process_group"),)
 
@@ -26,6 +33,9 @@ LOWEST_PRIORITY = 19
 """Of the thread that writes: training needs the cores first."""
 SWITCH_SECONDS = 0.0003
 """How long training waits for Python's lock, at each operation, while that thread runs Python; usually 0.005."""
+TURN_SECONDS = 0.04
+TURNS_EVERY_SECONDS = 1.0
+"""Where training has all cores: how long each rank's thread computes at once, and how often."""
 
 
 class BackgroundSaves:
@@ -38,24 +48,38 @@ class BackgroundSaves:
     def __init__(self, timeout_seconds: float) -> None:
         self.group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         self._staged: list[tuple[Any, dict[str, Any]]] = []
+        self._copies: list[torch.Tensor] = []
         self._written: Future[None] | None = None
+        self._is_awaited, self._turn_began = threading.Event(), 0.0
+        self._takes_turns = host.cores() < 2 * LaunchEnvironment.now().local_world_size
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[None]:
-        """Copies what the block saves with torch's `save`, for `begin` to write."""
-        self._staged = []
-        with patch.object(dcp, "save", self._stage):
+        """Copies what the block saves with torch's `save`, for `begin` to write.
+
+        The memory of the copies is kept for the next save: to take it anew would take longer than to fill it.
+        """
+        self._staged, earlier, self._copies = [], iter(self._copies), []
+
+        def copied(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return copy.deepcopy(value)
+            self._copies.append(_copied(value.detach(), next(earlier, None)))
+            return self._copies[-1]
+
+        def stage(state_dict: dict[str, Any], **options: Any) -> None:
+            self._staged.append((tree_map(copied, state_dict), options))
+
+        with patch.object(dcp, "save", stage):
             yield
 
-    def _stage(self, state_dict: dict[str, Any], **options: Any) -> None:
-        self._staged.append((tree_map(_copied, state_dict), options))
-
-    def begin(self, completed: Callable[[Callable[[], None]], None]) -> None:
+    def begin(self, completed: Callable[[Write], None]) -> None:
         """Calls `completed` in the background with a function that writes what was staged."""
         self._written = Future()
+        self._is_awaited.clear()
         threading.Thread(target=self._run, args=(self._written, completed), daemon=True).start()
 
-    def _run(self, written: "Future[None]", completed: Callable[[Callable[[], None]], None]) -> None:
+    def _run(self, written: "Future[None]", completed: Callable[[Write], None]) -> None:
         if sys.platform == "linux":  # where the system counts each thread as a process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
         try:
@@ -66,14 +90,26 @@ class BackgroundSaves:
         else:
             written.set_result(None)
 
-    def _write(self) -> None:
-        staged, self._staged = self._staged, []
-        for state_dict, options in staged:
+    def _write(self) -> dict[Path, str]:
+        files, self._turn_began = UncachedFiles(self._end_turn), time.thread_time()
+        for state_dict, options in self._staged:
+            options["storage_writer"].fs = files
             dcp.save(state_dict, process_group=self.group, **options)  # type: ignore[attr-defined]
+        return files.hashes
+
+    def _end_turn(self) -> None:
+        """Waits for the next turn, if this one is over and nobody waits for the checkpoint.
+
+        All ranks have theirs at the same moments: ranks that are slowed one after the other wait for each other.
+        """
+        if self._takes_turns and time.thread_time() - self._turn_began > TURN_SECONDS:
+            self._is_awaited.wait(TURNS_EVERY_SECONDS - time.time() % TURNS_EVERY_SECONDS)
+            self._turn_began = time.thread_time()
 
     def wait(self) -> float:
         """Waits until the checkpoint is complete; returns the seconds. Raises its error, which all ranks have."""
         began, written, self._written = time.monotonic(), self._written, None
+        self._is_awaited.set()
         if written is not None:
             written.result()
         return time.monotonic() - began
@@ -90,9 +126,11 @@ def _yielding() -> Iterator[None]:
         sys.setswitchinterval(usual)
 
 
-def _copied(value: Any) -> Any:
-    """A tensor, or a rank's part of a sharded one, in host memory; other values as they are."""
-    return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def _copied(value: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
+    """A tensor, or a rank's part of a sharded one, in host memory: in that of an earlier copy, if it is like this."""
+    if earlier is None or (type(earlier), earlier.shape, earlier.dtype) != (type(value), value.shape, value.dtype):
+        return value.to("cpu", copy=True)
+    return earlier.copy_(value)
 
 
 def begun(trainer: Any) -> BackgroundSaves | None:

@@ -89,7 +89,7 @@ def look(folder: Path, asks_for: dict[str, Any]) -> Facts:
         driver=driver,
         links=_links() if len(gpus) > 1 else {},
         gpu_problem=problem,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=host.cores(),
         memory_bytes=host.memory_limit(),
         free_memory_bytes=host.free_memory(),
         shared_memory_bytes=shared.total if shared else None,

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from accel_fsdp.errors import UsageError, UserError
+from accel_fsdp.hardware import host
 from accel_fsdp.training.data import chat_template, columns, encoding, load, packing
 from accel_fsdp.training.data.data_arguments import DataArguments
 from accel_fsdp.training.data.encoding import Encoder, batch_rows
@@ -90,7 +90,7 @@ def tokenize(
             template whose assistant turns can't be found, no row left, or a full disk.
     """
     encoder = _first_encoder(rows, tokenizer, options, lambda number: _place(rows, number, options))
-    processes = options.dataset_num_proc or max(1, min(_cores(), len(rows) // ROWS_PER_PROCESS))
+    processes = options.dataset_num_proc or max(1, min(host.cores(), len(rows) // ROWS_PER_PROCESS))
     with load.filling_cache(options.dataset_name):
         encoded = rows.map(
             encoder,
@@ -197,10 +197,6 @@ def _check_masks(reader: columns.RowReader, is_conversation: bool, options: Data
             why="the rows have no prompt to leave out of the loss",
             fix="--assistant_only_loss true" if is_conversation else "leave it out, or name the columns",
         )
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _digest(rows: "Dataset", encoder: Encoder) -> str:
