@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.utils._pytree import tree_map
 
 from accel_fsdp.errors import UserError
@@ -35,7 +36,7 @@ SWITCH_SECONDS = 0.0003
 """How long training waits for Python's lock, at each operation, while that thread runs Python; usually 0.005."""
 TURN_SECONDS = 0.04
 TURNS_EVERY_SECONDS = 1.0
-"""Where training has all cores: how long each rank's thread computes at once, and how often."""
+"""On a host without a core more than ranks: how long each rank's thread computes at once, and how often."""
 
 
 class BackgroundSaves:
@@ -51,7 +52,7 @@ class BackgroundSaves:
         self._copies: list[torch.Tensor] = []
         self._written: Future[None] | None = None
         self._is_awaited, self._turn_began = threading.Event(), 0.0
-        self._takes_turns = host.cores() < 2 * LaunchEnvironment.now().local_world_size
+        self._takes_turns = host.cores() <= LaunchEnvironment.now().local_world_size
 
     @contextlib.contextmanager
     def staging(self) -> Iterator[None]:
@@ -93,7 +94,8 @@ class BackgroundSaves:
     def _write(self) -> dict[Path, str]:
         files, self._turn_began = UncachedFiles(self._end_turn), time.thread_time()
         for state_dict, options in self._staged:
-            options["storage_writer"].fs = files
+            if isinstance(writer := options.get("storage_writer"), FileSystemWriter):
+                writer.fs = files
             dcp.save(state_dict, process_group=self.group, **options)  # type: ignore[attr-defined]
         return files.hashes
 
