@@ -3,13 +3,14 @@
 FSDP1, FSDP2 and meshes read them on any number of ranks.
 """
 
+import mmap
 import warnings
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_fsdp.checkpoints import ITEM_BYTES, FileReader, Stored, file_names, part_of
+from accel_fsdp.checkpoints import ITEM_BYTES, FileReader, Stored, file_names
 from accel_fsdp.conversion.training_state import GROUPS, PARAMS, TrainingState
 from accel_fsdp.exporter import safetensors_writer
 from accel_fsdp.library_internals import Internal
@@ -29,6 +30,7 @@ class _Streamed:
 
     def __init__(self, stored: Stored, reader: FileReader, progress: safetensors_writer.Progress) -> None:
         self._stored, self._reader, self._progress = stored, reader, progress
+        self._item_bytes = ITEM_BYTES[stored.dtype]
 
     def __create_write_items__(self, fqn: str, object: object) -> "list[WriteItem]":
         import torch
@@ -46,25 +48,27 @@ class _Streamed:
             items.append(WriteItem(MetadataIndex(fqn, offsets), WriteItemType.SHARD, tensor_data=data))
         return items
 
-    def part(self, index: "MetadataIndex") -> "torch.Tensor":
-        """Reads the part that `index` names; the caller frees it once it is written."""
+    def part(self, index: "MetadataIndex", block: mmap.mmap) -> "torch.Tensor":
+        """Reads the part that `index` names into `block`, if it has room; valid until the next call."""
         import torch
 
         shape = self._stored.shape
         first = index.offset[0] if index.offset else 0
         rows = next(count for start, count in self._parts() if start == first)
         sizes, row = (rows, *shape[1:]) if shape else (), prod(shape[1:])
-        content = part_of(self._reader, self._stored, first * row, first * row + prod(sizes))
-        self._progress(len(content))
-        dtype = safetensors_writer.torch_dtype(self._stored.dtype)
-        part = torch.empty(sizes, dtype=dtype)  # a tensor on top of `content` couldn't be freed
-        return part.copy_(torch.frombuffer(content, dtype=dtype).view(sizes)) if content else part
+        dtype, size_bytes = safetensors_writer.torch_dtype(self._stored.dtype), prod(sizes) * self._item_bytes
+        if not size_bytes:
+            return torch.empty(sizes, dtype=dtype)
+        content = block if size_bytes <= len(block) else bytearray(size_bytes)
+        self._stored.read(self._reader, first * row, first * row + prod(sizes), memoryview(content)[:size_bytes])
+        self._progress(size_bytes)
+        return torch.frombuffer(content, dtype=dtype, count=prod(sizes)).view(sizes)
 
     def _parts(self) -> Iterator[tuple[int, int]]:
         """First row and number of rows of each part."""
         shape = self._stored.shape
         rows = shape[0] if shape else 1
-        row_bytes = prod(shape[1:]) * ITEM_BYTES[self._stored.dtype]
+        row_bytes = prod(shape[1:]) * self._item_bytes
         step = max(1, BLOCK_BYTES // max(row_bytes, 1))
         yield from ((first, min(step, rows - first)) for first in range(0, max(rows, 1), step))
 
@@ -95,22 +99,19 @@ def _save(content: dict[str, Any], folder: Path) -> None:
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     class Planner(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
-        written: "torch.Tensor | None" = None
+        block = mmap.mmap(-1, BLOCK_BYTES)
+        """For one part after the other: torch 2.13 holds the tensors of a file until its end."""
 
         def lookup_object(self, index: "MetadataIndex") -> Any:
-            if self.written is not None:  # torch 2.13 holds all tensors of a file until its end
-                self.written.untyped_storage().resize_(0)
-                self.written = None
             value = self.state_dict[index.fqn]
-            if isinstance(value, _Streamed):
-                value = self.written = value.part(index)
-            return value
+            return value.part(index, self.block) if isinstance(value, _Streamed) else value
 
     failure: BaseException | None = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that this is a single process
-            dcp.save(content, storage_writer=FileSystemWriter(folder), planner=Planner(), no_dist=True)  # type: ignore[attr-defined]
+            writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # with a GPU, torch reads several parts ahead
+            dcp.save(content, storage_writer=writer, planner=Planner(), no_dist=True)  # type: ignore[attr-defined]
     except CheckpointException as error:
         failure = next(iter(error.failures.values()))[0]
     if failure is not None:

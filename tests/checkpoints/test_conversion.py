@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from conftest import ROOT
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from reference import equal
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -103,6 +104,20 @@ def test_there_and_back_again(source: Path, tmp_path: Path) -> None:
     assert (tmp_path / "fsdp" / source.name / "scheduler.pt").read_bytes() == (source / "scheduler.pt").read_bytes()
     marker = json.loads((tmp_path / "fsdp" / source.name / "complete.json").read_text())
     assert marker["origin"] == json.loads((source / "complete.json").read_text())["origin"]
+
+
+def test_on_a_machine_with_a_gpu_the_same_is_written(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There torch's writer (2.13) may ask for several tensors before it writes the first."""
+    convert(source, tmp_path / "without" / source.name, "fsdp2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_get_available_device_type", lambda: "cpu")
+    monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda self: None, raising=False)
+    convert(source, tmp_path / "with" / source.name, "fsdp2")
+    for folder in ("pytorch_model_fsdp_0", "optimizer_0"):
+        files = [tmp_path / name / source.name / folder / "__0_0.distcp" for name in ("without", "with")]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_what_is_not_told_is_as_in_the_files_of_src(source: Path, tmp_path: Path) -> None:
