@@ -148,9 +148,14 @@ def begun(trainer: Any) -> BackgroundSaves | None:
     if trainer.on_tpu or not (
         trainer.by_transformers or (plugin is not None and "SHARDED" in str(plugin.state_dict_type))
     ):
+        on_cpu = plugin is None and LaunchEnvironment.now().by_accelerate
         raise UserError(
             "--async_checkpoints without shards",
-            why="it copies each rank's shards to its host's memory, and writes these while training goes on",
-            fix="an FSDP YAML with fsdp_state_dict_type: SHARDED_STATE_DICT; or leave out --async_checkpoints",
+            why="without a GPU, Accelerate's own launcher shards nothing"
+            if on_cpu
+            else "it copies each rank's shards to its host's memory, and writes these while training goes on",
+            fix="accel-fsdp launch --cpu, then the YAML and the script"
+            if on_cpu
+            else "an FSDP YAML with fsdp_state_dict_type: SHARDED_STATE_DICT; or leave out --async_checkpoints",
         )
     return BackgroundSaves(args.ddp_timeout)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Finished, run
+from conftest import ROOT, Finished, accelerate_launch, run
 from conftest import accel_fsdp as command
 from stores import S3, s3  # noqa: F401  # a fixture
 from test_training import make_config
@@ -110,6 +110,14 @@ def test_a_loop_goes_on_under_another_engine(
     assert resumed.code == 0, resumed.output
     assert f"resumed: {runs['second'] / checkpoint.name}" in resumed.output
     assert losses("loop", runs["second"]) == pytest.approx(losses("loop", runs["straight"]), abs=1e-5)
+
+
+def test_accelerates_own_launcher_shards_nothing_here(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    config, script = make_config(tmp_path, tiny_model), ROOT / "tests" / KINDS["trainer"]
+    finished = accelerate_launch(config, script, tiny_model, text_data, tmp_path / "run", CUDA_VISIBLE_DEVICES="")
+    assert finished.code != 0
+    assert "error: --async_checkpoints without shards" in finished.output
+    assert "fix: accel-fsdp launch --cpu, then the YAML and the script" in finished.output
 
 
 def test_what_can_not_be_meant(tiny_model: Path, tmp_path: Path) -> None:
