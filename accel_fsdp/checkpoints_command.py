@@ -234,6 +234,10 @@ def _nothing(run: Path) -> UserError:
             fix="the URI of a run, as given to train/sft.py --checkpoint_uri",
         )
     holds = ", ".join(str(item.folder) for item in discover.listed(run)) if run.is_dir() else ""
+    if holds == str(run):
+        return UsageError(
+            f"{run} is a checkpoint", why="a run has several", fix=f"give the folder of the run: {run.parent}"
+        )
     return UsageError(
         f"{run} holds no {file_names.CHECKPOINT}N" if run.is_dir() else f"{run} is not a folder",
         why=f"it holds {holds}" if holds else "there is nothing to list",

@@ -81,7 +81,11 @@ def main() -> None:
         case ["ask", folder, question]:
             ask(Path(folder), question)
         case _:
-            raise UserError("unpack FOLDER or ask FOLDER QUESTION", why="nothing else is known", fix=str(__doc__))
+            raise UserError(
+                "neither unpack FOLDER nor ask FOLDER QUESTION",
+                why="nothing else is known",
+                fix='python train/demo.py unpack demo/model, or: python train/demo.py ask demo/model "QUESTION"',
+            )
 
 
 if __name__ == "__main__":

@@ -139,13 +139,14 @@ def flaw(checkpoint: Path) -> str:
         return error.what.removeprefix(f"{checkpoint}/")
 
 
-def unfinished(folder: Path) -> tuple[str, ...]:
+def unfinished(folder: Path, spared: tuple[str, ...] = ()) -> tuple[str, ...]:
     """Why a folder's weights are half-written or damaged, for a reader of weights; empty if they are whole.
 
-    The optimizer may be deleted. A folder with weights alone passes: it may come from any program.
+    The optimizer may be deleted, and what begins with a `spared` name. A folder with weights alone passes: it may come
+    from any program.
     """
     try:
-        missing = lacking(folder, lambda name: not name.startswith(file_names.SPARED))
+        missing = lacking(folder, lambda name: not name.startswith((*file_names.SPARED, *spared)))
     except UserError as error:
         return (f"a marker that can be read: {error.what}",)
     if missing is not None:

@@ -161,11 +161,13 @@ def _zero(folder: Path) -> CheckpointLocation | None:
     place = deepspeed.folder_of(folder)
     if place is None:
         return None
-    needed = (file_names.ZERO_MODELS, *(() if deepspeed.is_universal(place) else (file_names.ZERO_OPTIMIZERS,)))
+    is_universal = deepspeed.is_universal(place)
+    needed = (file_names.ZERO_MODELS, *(() if is_universal else (file_names.ZERO_OPTIMIZERS,)))
     missing = [name for name in needed if not any(place.glob(name))]
+    spared = (file_names.GLOBAL_STEP,) if is_universal else ()  # the ranks' files, which it was made from
     outer = folder.parent if place == folder and deepspeed.is_inner(folder) else folder
     return CheckpointLocation(
-        "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in missing), *completeness.unfinished(outer))
+        "ZeRO", outer, place, (*(f"{place.name}/{name}" for name in missing), *completeness.unfinished(outer, spared))
     )
 
 
@@ -228,7 +230,7 @@ def find(path: Path) -> tuple[CheckpointLocation, list[CheckpointLocation]]:
         raise checkpoints[-1].refused or UserError(
             f"{checkpoints[-1].folder} lacks {', '.join(checkpoints[-1].missing)}",
             why="it is half-written, or its other half is on another machine",
-            fix="export an older checkpoint; on several machines train to a shared disk",
+            fix="take an older checkpoint; on several machines train to a shared disk",
         )
     _check_links(complete[-1], place if place.is_dir() else place.parent)
     return complete[-1], checkpoints[checkpoints.index(complete[-1]) + 1 :]
@@ -269,7 +271,9 @@ def _checked_path(path: Path) -> Path:
     if path.is_symlink() and not path.exists():
         raise untrusted_files.leads_nowhere(path)
     if not path.exists():
-        raise UserError(f"{path} does not exist", why="there is nothing to export", fix="accel-fsdp export RUN --list")
+        raise UserError(
+            f"{path} does not exist", why="there is nothing to read", fix="accel-fsdp export RUN --list"
+        )
     place = path.resolve() if path.is_file() else path  # a file may be named by a link to it
     if place.is_file() and (place.suffix == file_names.DCP_PART or place.name == file_names.DCP_METADATA):
         return place.parent
@@ -318,7 +322,7 @@ def _not_found(path: Path, place: Path) -> UserError:
     if place.name.startswith(OPTIMIZERS):
         return UserError(
             f"{path} holds optimizer state instead of weights",
-            why="there is nothing to export",
+            why="there is nothing to read",
             fix=f"give the checkpoint's folder: {place.parent}",
         )
     if any(
@@ -335,7 +339,7 @@ def _not_found(path: Path, place: Path) -> UserError:
         f"{path} holds no checkpoint" + (" itself" if near else ""),
         why=f"{'one other is' if len(near) == 1 else 'several checkpoints are'} below it"
         if near
-        else "there is nothing to export",
+        else "there is nothing to read",
         fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(item.folder) for item in near)}"
         if near
         else "give the folder of a run, train/sft.py --output_dir, or one of its checkpoints",

@@ -159,9 +159,12 @@ def damage(checkpoint: Path, needed: Callable[[str], bool] = bool, part: int = 0
 def _unlisted(checkpoint: Path, marker: Marker) -> list[str]:
     """The checkpoint's own files that the marker doesn't list.
 
-    Files of a rank are skipped if the marker lists only other ranks: they were on another machine's disk.
+    Files of a rank are skipped if the marker lists only other ranks: they were on another machine's disk. So are those
+    of a universal checkpoint, which DeepSpeed's script makes later.
     """
     listed = marker.sizes.keys() | marker.hashes.keys()
     ranks = {rank for name in listed if (rank := rank_in(name))}
-    extra = [name for name in sizes_of(checkpoint) if name.startswith(file_names.OF_CHECKPOINTS) and name not in listed]
+    later = tuple(f"{path.parents[1].name}/" for path in checkpoint.glob(f"*/{file_names.UNIVERSAL_STATE}"))
+    names = [name for name in sizes_of(checkpoint) if name.startswith(file_names.OF_CHECKPOINTS)]
+    extra = [name for name in names if name not in listed and not name.startswith(later)]
     return [name for name in extra if not (ranks and (rank := rank_in(name)) and rank not in ranks)]

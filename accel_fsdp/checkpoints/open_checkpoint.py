@@ -55,8 +55,8 @@ def read(place: CheckpointLocation, reader: FileReader, optimizer: bool = False,
     if not weights.tensors and not weights.adapter:
         raise UserError(
             f"{place.weights} holds no tensor of a model",
-            why="there is nothing to export",
-            fix="export another checkpoint; PEFT 0.21 alone saves empty adapters under FSDP1",
+            why="there is nothing to read",
+            fix="take another checkpoint; PEFT 0.21 alone saves empty adapters under FSDP1",
         )
     return weights
 

@@ -47,8 +47,8 @@ CRC_POLYNOMIAL = 0xEDB88320  # of zip and zlib, bits reversed
 def damaged(path: Path, what: str) -> UserError:
     return UserError(
         f"{path} {what}",
-        why="the exported weights would be wrong",
-        fix="copy that file again from where it was written, or export an older checkpoint",
+        why="what is read would be wrong",
+        fix="copy that file again from where it was written, or take an older checkpoint",
     )
 
 

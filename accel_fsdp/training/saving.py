@@ -162,6 +162,7 @@ class CheckpointWriter:
 
     def blame(self, error: BaseException) -> NoReturn:
         """Raises a UserError that names the lost rank or host, if known; local rank 0 shows the stack of a failure."""
+        self.complete_last()
         failure = self.trainer.watch.culprit()
         if failure is None:
             self.refuse(f"a collective failed: {cause(error)}", error)

@@ -87,7 +87,11 @@ def test_what_is_wrong_deletes_nothing(run: Path, tmp_path: Path) -> None:
         with pytest.raises(UsageError) as refused:
             cli.call(["checkpoints", str(run), *words])
         assert said in refused.value.what
-    for folder, said in ((tmp_path, "holds no checkpoint-N"), (tmp_path / "none", "is not a folder")):
+    for folder, said in (
+        (tmp_path, "holds no checkpoint-N"),
+        (tmp_path / "none", "is not a folder"),
+        (run / "checkpoint-2", "is a checkpoint"),
+    ):
         with pytest.raises(UsageError, match=said):
             cli.call(["checkpoints", str(folder)])
     (run / "checkpoint-6/complete.json").write_text('{"complete": false}')  # as while it is written

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from accel_fsdp import conversion
-from accel_fsdp.checkpoints import Origin, completeness
+from accel_fsdp.checkpoints import Origin, completeness, file_names
 from accel_fsdp.errors import UserError
 
 STEP = 4
@@ -289,7 +290,22 @@ def test_what_is_there_is_not_replaced(source: Path) -> None:
         convert(source, source, "zero1", ranks=2)
     with pytest.raises(UserError, match="is inside of SRC"):
         convert(source, source / "new", "zero1", ranks=2)
+    with pytest.raises(UserError, match=f"{file_names.TRAINER_STATE} is a file"):
+        convert(source, source / file_names.TRAINER_STATE / "new", "zero1", ranks=2)
+    with pytest.raises(UserError, match=re.escape("SRC is s3://bucket/run/checkpoint-4, which is not a folder")):
+        convert(Path("s3://bucket/run/checkpoint-4"), source.parent / "new", "zero1", ranks=2)
     assert sorted(source.rglob("*")) == before
+
+
+def test_the_advice_resumes_what_was_written(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, flags in {
+        f"checkpoint-{STEP + 1}": "--output_dir {run} --resume_from_checkpoint true",
+        f"checkpoint-{STEP - 1}": "--resume_from_checkpoint {out}",
+        "other": "--resume_from_checkpoint {out}",
+    }.items():
+        convert(source, source.parent / name, "fsdp2")
+        advice = flags.format(run=source.parent, out=source.parent / name)
+        assert f"resume: train/sft.py {advice}" in capsys.readouterr().err.replace("\n", " ")
 
 
 @pytest.fixture(scope="module")
