@@ -150,7 +150,9 @@ def unfinished(folder: Path, spared: tuple[str, ...] = ()) -> tuple[str, ...]:
     except UserError as error:
         return (f"a marker that can be read: {error.what}",)
     if missing is not None:
-        return tuple(f"{name} ({size:,} bytes)" if name != ITS_END else name for name, size in missing.items())
+        held = {name: f"has {_size(folder / name):,} of " for name in missing if (folder / name).is_file()}
+        sizes = {name: f" ({held.get(name, '')}{size:,} bytes)" for name, size in missing.items() if name != ITS_END}
+        return tuple(name + sizes.get(name, "") for name in missing)
     return (file_names.TRAINER_STATE,) if _is_of_trainer(folder) and not has_trainer_state(folder) else ()
 
 

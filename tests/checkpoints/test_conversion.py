@@ -167,6 +167,10 @@ def flipped(checkpoint: Path) -> None:
     path.write_bytes(content)
 
 
+def cut(checkpoint: Path) -> None:
+    os.truncate(checkpoint / "pytorch_model_fsdp_0" / "__0_0.distcp", 100)
+
+
 def unmarked(checkpoint: Path) -> None:
     (checkpoint / "complete.json").unlink()
 
@@ -242,6 +246,7 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str, dict[str, Any], str]] = {
     "no optimizer": (without_optimizer, "fsdp2", {}, "holds no optimizer whose state names the parameters"),
     "fp16": (of_fp16, "zero1", {"ranks": 2}, "is of fp16"),
     "a flipped bit": (flipped, "fsdp2", {}, "is damaged: optimizer_0/__0_0.distcp has changed"),
+    "a cut file": (cut, "fsdp2", {}, r"lacks pytorch_model_fsdp_0/__0_0.distcp \(has 100 of [\d,]+ bytes\)"),
     "no number of ranks": (unmarked, "zero2", {}, "--to zero2 without --ranks"),
     "no precision": (unmarked, "zero2", {"ranks": 2}, "--to zero2 without --mixed-precision"),
     "no rank": (unmarked, "zero2", {"ranks": 0}, "--ranks 0"),
