@@ -271,9 +271,7 @@ def _checked_path(path: Path) -> Path:
     if path.is_symlink() and not path.exists():
         raise untrusted_files.leads_nowhere(path)
     if not path.exists():
-        raise UserError(
-            f"{path} does not exist", why="there is nothing to read", fix="accel-fsdp export RUN --list"
-        )
+        raise UserError(f"{path} does not exist", why="there is nothing to read", fix="accel-fsdp export RUN --list")
     place = path.resolve() if path.is_file() else path  # a file may be named by a link to it
     if place.is_file() and (place.suffix == file_names.DCP_PART or place.name == file_names.DCP_METADATA):
         return place.parent
