@@ -131,6 +131,11 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
+def _bytes_of(path: Path, size: int) -> str:
+    """The bytes that a file should have, and those that it has."""
+    return f"has {_size(path):,} of {size:,} bytes" if path.is_file() else f"{size:,} bytes"
+
+
 def flaw(checkpoint: Path) -> str:
     """Why a checkpoint is half-written or damaged, judged by sizes; empty if it is complete."""
     try:
@@ -150,9 +155,9 @@ def unfinished(folder: Path, spared: tuple[str, ...] = ()) -> tuple[str, ...]:
     except UserError as error:
         return (f"a marker that can be read: {error.what}",)
     if missing is not None:
-        held = {name: f"has {_size(folder / name):,} of " for name in missing if (folder / name).is_file()}
-        sizes = {name: f" ({held.get(name, '')}{size:,} bytes)" for name, size in missing.items() if name != ITS_END}
-        return tuple(name + sizes.get(name, "") for name in missing)
+        return tuple(
+            name if name == ITS_END else f"{name} ({_bytes_of(folder / name, size)})" for name, size in missing.items()
+        )
     return (file_names.TRAINER_STATE,) if _is_of_trainer(folder) and not has_trainer_state(folder) else ()
 
 
@@ -237,7 +242,7 @@ def _flaw(checkpoint: Path) -> str:
 def _size_flaw(path: Path, size: int) -> str:
     if path.name == ITS_END:
         return "its run ended while it was written"
-    return f"{path.name} has {_size(path):,} of {size:,} bytes" if path.is_file() else f"{path.name} is missing"
+    return f"{path.name} {_bytes_of(path, size)}" if path.is_file() else f"{path.name} is missing"
 
 
 def choose(run: Path, among: Sequence[Path] | None = None, flaw_of: Callable[[Path], str] = flaw) -> Choice:

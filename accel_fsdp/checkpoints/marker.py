@@ -5,10 +5,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names
+
+if TYPE_CHECKING:
+    import xxhash
 
 UNFINISHED = '{"complete": false}'
 """The content of the marker of a checkpoint that is being written or deleted."""
@@ -127,10 +130,15 @@ def hashes_of(checkpoint: Path, names: Iterable[str]) -> dict[str, str]:
         return dict(zip(names, pool.map(lambda name: _hash(checkpoint / name, checkpoint), names), strict=True))
 
 
-def _hash(path: Path, within: Path) -> str:
+def hasher() -> "xxhash.xxh3_128":
+    """Makes the hash of one file from its bytes."""
     import xxhash
 
-    digest = xxhash.xxh3_128()
+    return xxhash.xxh3_128()
+
+
+def _hash(path: Path, within: Path) -> str:
+    digest = hasher()
     with untrusted_files.opened(path, within) as file:
         block = memoryview(bytearray(min(HASHED_BYTES, os.fstat(file.fileno()).st_size + 1)))
         while count := file.readinto(block):  # type: ignore[attr-defined]

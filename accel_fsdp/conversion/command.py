@@ -22,7 +22,6 @@ from accel_fsdp.checkpoints import (
     file_names,
     marker,
     resumed_pickles,
-    store,
 )
 from accel_fsdp.config import ANY_FSDP, MigrationTarget, zero_name
 from accel_fsdp.conversion import fsdp_files, training_state, zero_files
@@ -99,12 +98,8 @@ def convert(command: ConvertCommand) -> int:
 
 def _check_places(command: ConvertCommand) -> None:
     """Refuses an OUT that exists or can't, and a SRC in a store, which would be read as a folder such as `s3:`."""
-    if uri := store.uri_of(command.src):
-        raise UsageError(
-            f"SRC is {uri}, which is not a folder of this machine",
-            why="a conversion reads local disks only",
-            fix="accel-fsdp checkpoints RUN --pull URI fetches it into RUN",
-        )
+    fetching = "accel-fsdp checkpoints RUN --pull URI fetches it into RUN"
+    refusals.require_local("SRC", command.src, why="a conversion reads local disks only", fix=fetching)
     if command.out.exists():
         raise UserError(f"{command.out} exists", why="it may be another checkpoint", fix="another OUT")
     place = atomic_files.existing_part(command.out)
@@ -286,10 +281,9 @@ class _Conversion:
         out = self.command.out
         ranks = counted(self.ranks, "rank") if self.command.stage else "any number of ranks"
         tensors = f"{counted(len(self.state.tensors), 'tensor')}, {gb_or_mb(self.total_bytes)}"
-        is_newest = completeness.choose(out.parent).newest == out
         resume = f"train/sft.py --output_dir {out.parent} --resume_from_checkpoint true"
         if _is_of_loop(self.checkpoint):
             resume = f'accel_fsdp.Checkpoints(accelerator, "{out.parent}").resume(), or accelerator.load_state("{out}")'
-        elif not is_newest:
+        elif completeness.choose(out.parent).newest != out:
             resume = f"train/sft.py --resume_from_checkpoint {out}"
         return [f"{out}: {self.engine}, for {ranks}; {tensors}, equal to SRC's", f"resume: {resume}"]

@@ -28,14 +28,19 @@ def check_local(options: ExportCommand) -> None:
     is_checked = options.check or options.list
     places = {"OUT": options.out, "--model": options.model, **({"SRC": options.src} if is_checked else {})}
     for flag, place in places.items():
-        if (uri := store.uri_of(str(place))) and not Path(str(place)).exists():
-            raise UsageError(
-                f"{flag} is {uri}, which is not a folder of this machine",
-                why="an export writes local disks only",
-                fix="export to a folder here and upload that; to the Hub: --push-to-hub NAME/MODEL"
-                if flag == "OUT"
-                else f"copy it here first, then give its folder as {flag}",
-            )
+        require_local(
+            flag,
+            place,
+            why="an export writes local disks only",
+            fix="export to a folder here and upload that; to the Hub: --push-to-hub NAME/MODEL"
+            if flag == "OUT"
+            else f"copy it here first, then give its folder as {flag}",
+        )
+
+
+def require_local(flag: str, place: Path | str | None, why: str, fix: str) -> None:
+    if (uri := store.uri_of(str(place))) and not Path(str(place)).exists():
+        raise UsageError(f"{flag} is {uri}, which is not a folder of this machine", why=why, fix=fix)
 
 
 def check_place(out: Path, checkpoint: CheckpointLocation, force: bool) -> None:

@@ -23,12 +23,15 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import Internal
-from accel_fsdp.training.uncached_files import UncachedFiles
+from accel_fsdp.training import uncached_files
 
 Write = Callable[[], dict[Path, str]]
 """Writes a rank's files; returns the hashes of those that are complete."""
 
-RELIES_ON = (Internal("torch.distributed.checkpoint:save", "state_dict * storage_writer planner process_group"),)
+RELIES_ON = (
+    Internal("torch.distributed.checkpoint:save", "state_dict * storage_writer planner process_group"),
+    *uncached_files.RELIES_ON,
+)
 
 LOWEST_PRIORITY = 19
 """Of the thread that writes: training needs the cores first."""
@@ -65,7 +68,7 @@ class BackgroundSaves:
         def copied(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
                 return copy.deepcopy(value)
-            self._copies.append(_copied(value.detach(), next(earlier, None)))
+            self._copies.append(_in_host_memory(value.detach(), next(earlier, None)))
             return self._copies[-1]
 
         def stage(state_dict: dict[str, Any], **options: Any) -> None:
@@ -92,7 +95,7 @@ class BackgroundSaves:
             written.set_result(None)
 
     def _write(self) -> dict[Path, str]:
-        files, self._turn_began = UncachedFiles(self._end_turn), time.thread_time()
+        files, self._turn_began = uncached_files.UncachedFiles(self._end_turn), time.thread_time()
         for state_dict, options in self._staged:
             if isinstance(writer := options.get("storage_writer"), FileSystemWriter):
                 writer.fs = files
@@ -100,7 +103,7 @@ class BackgroundSaves:
         return files.hashes
 
     def _end_turn(self) -> None:
-        """Waits for the next turn, if this one is over and nobody waits for the checkpoint.
+        """Pauses until the next turn once this one is over, unless training waits for the checkpoint.
 
         All ranks have theirs at the same moments: ranks that are slowed one after the other wait for each other.
         """
@@ -128,8 +131,8 @@ def _yielding() -> Iterator[None]:
         sys.setswitchinterval(usual)
 
 
-def _copied(value: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
-    """A tensor, or a rank's part of a sharded one, in host memory: in that of an earlier copy, if it is like this."""
+def _in_host_memory(value: torch.Tensor, earlier: torch.Tensor | None) -> torch.Tensor:
+    """Copies a tensor, or a rank's part of a sharded one; into the earlier copy, if that is like it."""
     if earlier is None or (type(earlier), earlier.shape, earlier.dtype) != (type(value), value.shape, value.dtype):
         return value.to("cpu", copy=True)
     return earlier.copy_(value)
@@ -148,14 +151,10 @@ def begun(trainer: Any) -> BackgroundSaves | None:
     if trainer.on_tpu or not (
         trainer.by_transformers or (plugin is not None and "SHARDED" in str(plugin.state_dict_type))
     ):
-        on_cpu = plugin is None and LaunchEnvironment.now().by_accelerate
-        raise UserError(
-            "--async_checkpoints without shards",
-            why="without a GPU, Accelerate's own launcher shards nothing"
-            if on_cpu
-            else "it copies each rank's shards to its host's memory, and writes these while training goes on",
-            fix="accel-fsdp launch --cpu, then the YAML and the script"
-            if on_cpu
-            else "an FSDP YAML with fsdp_state_dict_type: SHARDED_STATE_DICT; or leave out --async_checkpoints",
-        )
+        why = "it copies each rank's shards to its host's memory, and writes these while training goes on"
+        fix = "an FSDP YAML with fsdp_state_dict_type: SHARDED_STATE_DICT; or leave out --async_checkpoints"
+        if plugin is None and LaunchEnvironment.now().by_accelerate:
+            why = "without a GPU, Accelerate's own launcher shards nothing"
+            fix = "accel-fsdp launch --cpu, then the YAML and the script"
+        raise UserError("--async_checkpoints without shards", why=why, fix=fix)
     return BackgroundSaves(args.ddp_timeout)

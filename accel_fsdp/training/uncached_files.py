@@ -13,12 +13,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from accel_fsdp.checkpoints import marker
 from accel_fsdp.library_internals import Internal
 
-RELIES_ON = (
-    Internal("torch.distributed.checkpoint.filesystem:FileSystem.create_stream", "self path mode"),
-    Internal("torch.distributed.checkpoint.filesystem:FileSystemWriter"),
-)
+RELIES_ON = (Internal("torch.distributed.checkpoint.filesystem:FileSystem.create_stream", "self path mode"),)
 
 PIECE_BYTES = 1 << 22
 
@@ -47,25 +45,25 @@ class UncachedFile:
     """A new file that is written from its start to its end, in whole pieces; hashed on the way."""
 
     def __init__(self, path: Path, between: Callable[[], None]) -> None:
-        import xxhash
-
-        self.hashed, self._between = xxhash.xxh3_128(), between
-        self._number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self.hashed, self._between = marker.hasher(), between
+        self._file = path.open("wb", buffering=0)
         self._piece = memoryview(mmap.mmap(-1, PIECE_BYTES))  # O_DIRECT needs whole pages
         self._filled = self._written = 0
         self._is_direct = self._direct(True)
 
     def _direct(self, wanted: bool) -> bool:
         """Turns O_DIRECT on or off, where there is one; whether it is on."""
-        import fcntl
-
         flag = getattr(os, "O_DIRECT", 0)
-        flags = fcntl.fcntl(self._number, fcntl.F_GETFL) & ~flag
+        if not flag:
+            return False
+        import fcntl  # only Unix has it
+
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~flag
         try:
-            fcntl.fcntl(self._number, fcntl.F_SETFL, flags | flag * wanted)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | flag * wanted)
         except OSError:
             return False
-        return bool(flag * wanted)
+        return wanted
 
     def write(self, data: Any) -> int:
         rest = memoryview(data).cast("B")
@@ -83,7 +81,7 @@ class UncachedFile:
         self.hashed.update(rest)
         while rest:
             try:
-                rest = rest[os.write(self._number, rest) :]
+                rest = rest[self._file.write(rest) :]
             except OSError as error:
                 if error.errno != errno.EINVAL or not self._is_direct:
                     raise
@@ -98,18 +96,16 @@ class UncachedFile:
         """Does nothing: only whole pieces are written before the end."""
 
     def fileno(self) -> int:
-        return self._number
+        return self._file.fileno()
 
     def close(self) -> None:
         """Writes the rest, which may end within a page, and waits until the disk has all."""
-        if self._number >= 0:
+        if not self._file.closed:
             self._is_direct = self._direct(False)
             self._put()
-            os.fsync(self._number)
-            self.abandon()
+            os.fsync(self._file)
+            self._file.close()
 
     def abandon(self) -> None:
         """Closes the file as it is."""
-        number, self._number = self._number, -1
-        if number >= 0:
-            os.close(number)
+        self._file.close()
