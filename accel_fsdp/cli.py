@@ -147,7 +147,13 @@ def _check(options: Any) -> int:
 
     if options.list_rules or options.explain:
         return linter.show_rules(options.explain)
-    return linter.lint_all(options)
+    code = linter.lint_all(options)
+    from accel_fsdp import console
+    from accel_fsdp.planner import verdicts
+
+    for line in verdicts.warnings(options):
+        console.say(line, style="yellow", wrap=True)
+    return code
 
 
 def _doctor(options: Any) -> int:
@@ -195,6 +201,15 @@ def _split_script_args(words: list[str]) -> tuple[list[str], tuple[str, ...]]:
     return words[:end], script_args
 
 
+def _memory_warning(script: Any, words: tuple[str, ...], config: Any) -> str:
+    """That a job of train/sft.py is predicted not to fit; empty if it fits or is unknown."""
+    from accel_fsdp import linter
+    from accel_fsdp.prediction import verdict
+
+    subject = linter.read_launch(script, words)
+    return verdict(config, subject.args or {}) if subject.uses_sft else ""
+
+
 def _launch(options: Any, script_args: tuple[str, ...]) -> int:
     from accel_fsdp import console, linter
     from accel_fsdp.config import read_config
@@ -213,11 +228,14 @@ def _launch(options: Any, script_args: tuple[str, ...]) -> int:
             fix="accel-fsdp launch --hang-timeout SECONDS FILE SCRIPT",
         )
     job, document = read_config(options.file)
+    script_args = linter.completed(options.file, job.source, options.script, script_args)
     flags = {name: getattr(options, name) for name in place.FLAGS}
     here = place.settle(place.now(), flags, job.values, str(options.file))
     read = here.applied(job), document
     if linter.stops(options.file, read, options.script, script_args, options.no_check, here.sources(job.values)):
         return 1
+    if warning := _memory_warning(options.script, script_args, read[0]):
+        console.say(f"warning: {warning}", style="yellow", wrap=True)
     parses = is_installed("accelerate") or not options.dry_run
     words = launcher.launcher_words(options.file, options.script, script_args, options.cpu, here, job.values)
     args = launcher.parse(options.file, words, here) if parses else None

@@ -6,7 +6,7 @@ value it lists types and its attempts to parse them, and it ignores a flag with 
 
 import itertools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -209,3 +209,21 @@ def parse_command_line(words: Sequence[str]) -> dict[str, Any]:
         field = field_name(name)
         args[field] = value if equals else " ".join(following[: None if field in LISTS else 1]) if following else True
     return args
+
+
+def without_flags(words: Sequence[str], names: Collection[str]) -> tuple[tuple[str, ...], list[str]]:
+    """The words without these flags and their values, and the names of those that were there."""
+    remaining, dropped, skipping = [], [], False
+    for word in words:
+        if word.startswith("--"):
+            name = field_name(word.partition("=")[0])
+            skipping = name in names
+            dropped += [name] if skipping else []
+        if not skipping:
+            remaining.append(word)
+    return tuple(remaining), dropped
+
+
+def with_defaults(words: Sequence[str], defaults: Sequence[str]) -> tuple[str, ...]:
+    """The words, after those flags of `defaults` that they lack."""
+    return (*without_flags(defaults, parse_command_line(words))[0], *words)

@@ -130,7 +130,9 @@ def test_dry_run_prints_what_would_run(tiny_model: Path, tmp_path: Path) -> None
     finished = accel_fsdp("launch", "--dry-run", path, SFT, "--max_steps", "1")
     assert finished.code == 0
     assert "FSDP_VERSION=2\n" in finished.output
-    assert f"accelerate launch --config_file {path} {SFT} --max_steps 1" in finished.output
+    header = f"--model_name_or_path {tiny_model} --dataset_name train/data/fsdp_chat --output_dir runs/first"
+    assert f"accelerate launch --config_file {path} {SFT} {header} --max_steps 1" in finished.output
+    assert f"arguments: from the header of {path}, changed by those given" in finished.output
 
 
 BAD_RUNS: dict[str, tuple[dict[str, str], str]] = {

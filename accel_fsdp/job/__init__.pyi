@@ -14,7 +14,6 @@ from .job import Job as Job
 from .job import Kernels as Kernels
 from .job import LoraTargets as LoraTargets
 from .job import Recipe as Recipe
-from .job import of_plan as of_plan
 from .job import recompute_by as recompute_by
 from .layout import FSDP_KINDS as FSDP_KINDS
 from .layout import SHARDING_KINDS as SHARDING_KINDS

@@ -29,6 +29,7 @@ ORIGINAL = "the model's 16-bit original"
 ADAMW = "--optim adamw_torch_fused"
 UNLESS_SFT = ", unless the script is train/sft.py"
 """The ending of a text about a bug that train/sft.py works around."""
+QLORA_ZERO = "ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and ZeRO-2 they are untried"
 FLAGS = ("use_dora", "load_in_8bit", "predict_with_generate")
 """Boolean arguments of a script that the table checks."""
 
@@ -55,6 +56,17 @@ class Clash:
 def clashes(job: Job) -> list[Clash]:
     """The rows of the table that match this job, the worst first."""
     return [clash for clash in TABLE if clash.matches(job)]
+
+
+def why_not(job: Job, mended: bool = False) -> str:
+    """Why training a job fails, in a sentence without its full stop; empty if it doesn't.
+
+    `mended`: the script is train/sft.py, which trains some combinations correctly that others don't.
+    """
+    if job.engine is Engine.DEEPSPEED and job.method == "qlora":
+        return QLORA_ZERO
+    failing = (clash for clash in clashes(job) if not (mended and clash.mended))
+    return next((f"{clash.what}: {clash.why}" for clash in failing), "")
 
 
 def names_about(part: str, effect: Effect) -> tuple[str, ...]:

@@ -1,18 +1,19 @@
-"""Reads the recipe and the schedule that the planner needs from the arguments of `train/sft.py`. Pure."""
+"""The table between a recipe and the arguments of `train/sft.py`, and the schedule of the arguments. Pure."""
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
-from accel_fsdp.config import DTYPES, EXPERT_FIELD, LONG_DTYPES, Method
+from accel_fsdp.config import DTYPES, EXPERT_FIELD, LONG_DTYPES, TORCH_DTYPES, Method, Precision
 from accel_fsdp.errors import UsageError
 from accel_fsdp.job.job import (
     ATTENTION_LINEAR,
     Attention,
     Checkpointing,
+    Job,
     Recipe,
 )
 from accel_fsdp.models import optimizers
@@ -91,28 +92,58 @@ def expert_parallel_size(arguments: Mapping[str, Any]) -> int:
 
 def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
     """The recipe of the arguments, with the defaults of `train/sft.py`."""
-    sizes = sizes_of(arguments)
-    quantized = is_on(arguments.get("load_in_4bit"))
-    method: Method = "qlora" if quantized else "lora" if is_on(arguments.get("use_peft")) else "full"
-    dtype_name = str(arguments.get("dtype", arguments.get("torch_dtype", "auto"))).removeprefix("torch.")
-    default = "float32" if method == "full" else "bfloat16"
-    dtype = LONG_DTYPES.get(dtype_name, dtype_name)
-    adapter = {} if method == "full" else _adapter(arguments)
-    return Recipe(
-        method=method,
-        dtype=dtype if dtype in DTYPES else default,  # type: ignore[arg-type]
-        rows=sizes["per_device_train_batch_size"],
-        length=sizes["max_length"],
-        accumulation=sizes["gradient_accumulation_steps"],
-        optimizer=optimizers.BY_TRAINERS_NAME.get(str(arguments.get("optim")), Recipe.optimizer),
-        checkpointing=_checkpointing(arguments),
-        attention=attention_of(str(arguments.get("attn_implementation", ""))),
-        kernels="liger" if is_on(arguments.get("use_liger_kernel")) else "none",
-        eval_batch=_eval_batch(arguments),
-        varied=not is_on(arguments.get("packing")),
-        packed=is_on(arguments.get("packing")),
-        **adapter,
-    )
+    return Recipe(**{row.field: row.read(arguments) for row in ROWS})
+
+
+def arguments_of(job: Job) -> dict[str, Any]:
+    """The arguments with which `train/sft.py` trains a job: its sizes, and what differs from the script's defaults.
+
+    The YAML has the precision, and activation checkpointing where the engine does it. An adapter gets `LORA_RATE`.
+    """
+    recipe = replace(job.recipe, checkpointing="none") if job.recompute == "engine" else job.recipe
+    usual = recipe_of(_method_arguments(recipe))
+    arguments = {EXPERT_FIELD: job.layout.experts} if job.layout.experts > 1 else {}
+    for row in ROWS:
+        value = getattr(recipe, row.field)
+        if row.field in WRITTEN or value != getattr(usual, row.field) or row.field == "method":
+            arguments |= row.write(recipe)
+    return arguments | ({"learning_rate": LORA_RATE} if job.adapter else {})
+
+
+def argument_words(job: Job) -> list[str]:
+    """The arguments of a job as words of a command line."""
+    items = arguments_of(job).items()
+    return [word for name, value in items for word in (f"--{name}", _word_of(value))]
+
+
+def _word_of(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _method(arguments: Mapping[str, Any]) -> Method:
+    return "qlora" if is_on(arguments.get("load_in_4bit")) else "lora" if is_on(arguments.get("use_peft")) else "full"
+
+
+def _method_arguments(recipe: Recipe) -> dict[str, Any]:
+    if recipe.method == "full":
+        return {}
+    storage = {"load_in_4bit": True, "bnb_4bit_quant_storage": TORCH_DTYPES[recipe.precision]}
+    return {"use_peft": True, **(storage if recipe.method == "qlora" else {})}
+
+
+def _dtype(arguments: Mapping[str, Any]) -> str:
+    name = str(arguments.get("dtype", arguments.get("torch_dtype", "auto"))).removeprefix("torch.")
+    dtype = LONG_DTYPES.get(name, name)
+    return dtype if dtype in DTYPES else "float32" if _method(arguments) == "full" else "bfloat16"
+
+
+def _size(name: str) -> Callable[[Mapping[str, Any]], int]:
+    return lambda arguments: positive_int(arguments.get(name)) or SIZES[name]
+
+
+def _of_adapter(field: str, read: Callable[[Mapping[str, Any]], Any]) -> Callable[[Mapping[str, Any]], Any]:
+    """Reads a field of an adapter; without one it keeps the default of `Recipe`, and decides nothing."""
+    return lambda arguments: getattr(Recipe, field) if _method(arguments) == "full" else read(arguments)
 
 
 def _eval_batch(arguments: Mapping[str, Any]) -> int:
@@ -122,12 +153,100 @@ def _eval_batch(arguments: Mapping[str, Any]) -> int:
     return positive_int(arguments.get("per_device_eval_batch_size")) or EVAL_BATCH
 
 
-def _adapter(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "lora_rank": positive_int(arguments.get("lora_r")) or Recipe.lora_rank,
-        "lora_dropout": (number(arguments.get("lora_dropout"), LORA_DROPOUT) or 0) > 0,
-        "lora_targets": targets_of(names_in(arguments.get("lora_target_modules"))),
-    }
+def _eval_arguments(recipe: Recipe) -> dict[str, Any]:
+    if not recipe.eval_batch:
+        return {"eval_strategy": "no"}
+    return {"eval_strategy": "steps", "per_device_eval_batch_size": recipe.eval_batch}
+
+
+def _checkpointing(arguments: Mapping[str, Any]) -> Checkpointing:
+    if not is_on(arguments.get("gradient_checkpointing")):
+        return "none"
+    options = arguments.get("gradient_checkpointing_kwargs") or {}
+    if isinstance(options, str):
+        try:
+            options = json.loads(options)
+        except ValueError:
+            options = {}
+    return "reentrant" if isinstance(options, Mapping) and is_on(options.get("use_reentrant")) else "full"
+
+
+def _checkpointing_arguments(recipe: Recipe) -> dict[str, Any]:
+    older = {"gradient_checkpointing_kwargs": '{"use_reentrant": true}'} if recipe.checkpointing == "reentrant" else {}
+    return {"gradient_checkpointing": recipe.recomputes, **older}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A field of `Recipe` and the arguments of `train/sft.py` that decide it.
+
+    `read` returns the field's value, without an argument the script's default; `write` returns the arguments that give
+    a recipe's value.
+    """
+
+    field: str
+    read: Callable[[Mapping[str, Any]], Any]
+    write: Callable[[Recipe], Mapping[str, Any]]
+
+
+def _row(field: str, name: str, read: Callable[[Mapping[str, Any]], Any]) -> Row:
+    """A row whose argument takes the field's value as it is."""
+    return Row(field, read, lambda recipe: {name: getattr(recipe, field)})
+
+
+ROWS: tuple[Row, ...] = (
+    _row("rows", "per_device_train_batch_size", _size("per_device_train_batch_size")),
+    _row("accumulation", "gradient_accumulation_steps", _size("gradient_accumulation_steps")),
+    _row("length", "max_length", _size("max_length")),
+    Row("checkpointing", _checkpointing, _checkpointing_arguments),
+    Row("method", _method, _method_arguments),
+    _row(
+        "lora_rank",
+        "lora_r",
+        _of_adapter("lora_rank", lambda arguments: positive_int(arguments.get("lora_r")) or Recipe.lora_rank),
+    ),
+    Row(
+        "lora_targets",
+        _of_adapter("lora_targets", lambda arguments: targets_of(names_in(arguments.get("lora_target_modules")))),
+        lambda recipe: {"lora_target_modules": " ".join(sorted(ATTENTION_LINEAR))},
+    ),
+    Row(
+        "lora_dropout",
+        _of_adapter("lora_dropout", lambda arguments: (number(arguments.get("lora_dropout"), LORA_DROPOUT) or 0) > 0),
+        lambda recipe: {"lora_dropout": LORA_DROPOUT if recipe.lora_dropout else 0},
+    ),
+    Row("precision", lambda arguments: precision_of(arguments) or Recipe.precision, lambda recipe: {}),
+    _row("dtype", "dtype", _dtype),
+    Row(
+        "optimizer",
+        lambda arguments: optimizers.BY_TRAINERS_NAME.get(str(arguments.get("optim")), Recipe.optimizer),
+        lambda recipe: {"optim": recipe.optimizer},
+    ),
+    Row(
+        "kernels",
+        lambda arguments: "liger" if is_on(arguments.get("use_liger_kernel")) else "none",
+        lambda recipe: {"use_liger_kernel": recipe.kernels == "liger"},
+    ),
+    _row("packed", "packing", lambda arguments: is_on(arguments.get("packing"))),
+    Row(
+        "attention",
+        lambda arguments: attention_of(str(arguments.get("attn_implementation", ""))),
+        lambda recipe: {"attn_implementation": {"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention)},
+    ),
+    Row("eval_batch", _eval_batch, _eval_arguments),
+)
+"""Every field of `Recipe`; a field without a row could be planned and not trained."""
+WRITTEN = frozenset({"rows", "accumulation", "length"})
+"""The fields whose arguments a launch line always has, because people edit them."""
+LORA_RATE = 2e-4
+"""The learning rate of an adapter: 2e-4 in QLoRA's own runs up to 13B parameters (Dettmers et al. 2023, table 9),
+about ten times that of full training (TRL's LoRA guide); Trainer's default, 5e-5, is for full training."""
+
+
+def precision_of(arguments: Mapping[str, Any]) -> Precision | None:
+    """The mixed precision that the arguments ask for; None if they leave it to the YAML."""
+    words: tuple[Precision, ...] = ("bf16", "fp16")
+    return next((word for word in words if is_on(arguments.get(word))), None)
 
 
 def names_in(value: Any) -> list[str]:
@@ -145,18 +264,6 @@ def targets_of(names: Any) -> Literal["all", "attention"]:
 def attention_of(implementation: str) -> Attention:
     """The planner's name for an attention implementation; unknown ones need about as much memory as sdpa."""
     return "eager" if implementation == "eager" else "flash" if implementation.startswith("flash") else "sdpa"
-
-
-def _checkpointing(arguments: Mapping[str, Any]) -> Checkpointing:
-    if not is_on(arguments.get("gradient_checkpointing")):
-        return "none"
-    options = arguments.get("gradient_checkpointing_kwargs") or {}
-    if isinstance(options, str):
-        try:
-            options = json.loads(options)
-        except ValueError:
-            options = {}
-    return "reentrant" if isinstance(options, Mapping) and is_on(options.get("use_reentrant")) else "full"
 
 
 def notes(arguments: Mapping[str, Any]) -> Iterator[str]:

@@ -1,11 +1,12 @@
 """Describes a live run as a job, from the launcher's variables, an `Accelerator` and its model."""
 
 import gc
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accel_fsdp.config import AXES, DDP_TYPES, FSDP_VERSIONS, OTHER_AXES, Engine, deepspeed_name
 from accel_fsdp.job import from_arguments, from_yaml
-from accel_fsdp.job.job import Job, Recipe
+from accel_fsdp.job.job import Job
 from accel_fsdp.job.layout import Layout
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import optimizers, state_bytes
@@ -108,40 +109,35 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any, packed: bool = False
     optimizer = optimizers.BY_TRAINERS_NAME.get(optimizer_name)
     if layout is None or layout.shares_rows or optimizer is None or dtype not in state_bytes.DTYPE_BYTES:
         return None
-    adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
-    quantized = bool(getattr(model, "is_loaded_in_4bit", False))
-    recipe = Recipe(
-        method="full" if adapter is None else "qlora" if quantized else "lora",
+    recipe = replace(
+        from_arguments.recipe_of({**_arguments(model, args), "dtype": dtype, "packing": packed}),
         precision=from_yaml.PRECISIONS.get(str(accelerator.mixed_precision), "no"),
-        dtype=dtype,  # type: ignore[arg-type]
         rows=1,
         length=1,
-        accumulation=args.gradient_accumulation_steps,
-        optimizer=optimizer,
-        checkpointing=_checkpointing(args, accelerator),  # type: ignore[arg-type]
-        kernels="liger" if args.use_liger_kernel else "none",
-        attention=from_arguments.attention_of(str(getattr(model.config, "_attn_implementation", ""))),
-        packed=packed,
-        **_adapter(adapter),
     )
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.activation_checkpointing:
+        recipe = replace(recipe, checkpointing="full")
     return Job(layout, recipe, model=str(model.config._name_or_path), optimizer=optimizer_name)  # type: ignore[union-attr]
 
 
-def _adapter(config: Any) -> dict[str, Any]:
-    if config is None or not hasattr(config, "r"):
-        return {}
-    return {
-        "lora_rank": config.r,
-        "lora_dropout": config.lora_dropout > 0,
-        "lora_targets": from_arguments.targets_of(config.target_modules),
-    }
+FROM_TRAINER = (
+    *("gradient_accumulation_steps", "optim", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    *("use_liger_kernel", "eval_strategy", "per_device_eval_batch_size"),
+)
+"""The arguments of Trainer that decide a recipe, besides the sizes of a batch."""
 
 
-def _checkpointing(args: Any, accelerator: Any) -> str:
-    plugin = getattr(accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.activation_checkpointing:
-        return "full"
-    if not args.gradient_checkpointing:
-        return "none"
-    kwargs = args.gradient_checkpointing_kwargs or {}
-    return "reentrant" if isinstance(kwargs, dict) and kwargs.get("use_reentrant") else "full"
+def _arguments(model: "nn.Module", args: Any) -> dict[str, Any]:
+    """The arguments of `train/sft.py` that would make this model and this run."""
+    given = {name: getattr(args, name) for name in FROM_TRAINER}
+    given = {name: getattr(value, "value", value) for name, value in given.items()}  # enums as their words
+    given["attn_implementation"] = str(getattr(model.config, "_attn_implementation", ""))
+    adapter = next(iter(getattr(model, "peft_config", {}).values()), None)
+    if adapter is None:
+        return given
+    given |= {"use_peft": True, "load_in_4bit": bool(getattr(model, "is_loaded_in_4bit", False))}
+    if not hasattr(adapter, "r"):
+        return given
+    names = list(adapter.target_modules)
+    return given | {"lora_r": adapter.r, "lora_dropout": adapter.lora_dropout, "lora_target_modules": names}

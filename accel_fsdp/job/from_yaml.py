@@ -38,7 +38,7 @@ def job_of(
     """
     arguments = arguments or {}
     recipe = from_arguments.recipe_of(arguments) if recipe is None else recipe
-    mixed = next((name for name in ("bf16", "fp16") if is_on(arguments.get(name))), str(config.top("mixed_precision")))
+    mixed = from_arguments.precision_of(arguments) or str(config.top("mixed_precision"))
     recomputes = config.is_fsdp and config.on("fsdp_activation_checkpointing")
     by_script = is_on(arguments.get("gradient_checkpointing")) or is_on(arguments.get("activation_checkpointing"))
     flags = {name for name in FLAGS if is_on(arguments.get(name))}

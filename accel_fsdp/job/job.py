@@ -117,6 +117,13 @@ class Job:
         """The rows of one optimizer step on all ranks."""
         return self.layout.rows_of_all(self.recipe.rows * self.recipe.accumulation)
 
+    @property
+    def settled(self) -> "Job":
+        """The job with the optimizer's name, and the part that `recompute_by` names, where nothing else says them."""
+        is_open = self.recipe.checkpointing != "none" and self.recompute == "none"
+        recompute = recompute_by(self.engine, self.method) if is_open else self.recompute
+        return replace(self, recompute=recompute, optimizer=self.optimizer or self.recipe.optimizer)
+
     def with_recipe(self, **changed: Any) -> "Job":
         return replace(self, recipe=replace(self.recipe, **changed))
 
@@ -130,9 +137,3 @@ def recompute_by(engine: Engine, method: Method) -> Recompute:
     "script" means `--gradient_checkpointing true` in the script's arguments; the YAML's key loses adapters.
     """
     return "engine" if engine in FSDP_KINDS and method == "full" else "script"
-
-
-def of_plan(layout: Layout, recipe: Recipe) -> Job:
-    """A row of the planner's table as a job, with activation checkpointing by the part that `recompute_by` names."""
-    recompute = recompute_by(layout.engine, recipe.method) if recipe.checkpointing != "none" else "none"
-    return Job(layout, recipe, optimizer=recipe.optimizer, recompute=recompute)

@@ -10,6 +10,8 @@ from .flags import LintOptions as LintOptions
 from .flags import Sources as Sources
 from .formats import summary as summary
 from .inputs import command_words as command_words
+from .inputs import completed as completed
+from .inputs import from_header as from_header
 from .inputs import launcher_of as launcher_of
 from .inputs import read_given as read_given
 from .inputs import read_launch as read_launch

@@ -74,16 +74,21 @@ def _lint_each(paths: tuple[Path, ...], options: LintOptions) -> tuple[dict[Path
 
 
 def lint(
-    path: Path, options: LintOptions, given: Subject | None = None, read: ReadConfig | None = None
+    path: Path,
+    options: LintOptions,
+    given: Subject | None = None,
+    read: ReadConfig | None = None,
+    completes: bool = True,
 ) -> list[Finding]:
     """The findings of one file, in the order of its lines; with `options.fix` those left after the repair.
 
-    `given` (the inputs that the options name) and `read` (the file) are passed if they have been read already.
+    `given` (the inputs that the options name) and `read` (the file) are passed if they have been read already; the
+    file's header `completes` the arguments.
     """
     given = given or read_given(options)
     if options.fix:
         _repair(path, options, given)
-    subject, document = read_subject(path, options, given, read)
+    subject, document = read_subject(path, options, given, read, completes)
     findings = run(subject)
     if subject.doubled:  # an edit of one of the two keys would leave the other
         findings = [replace(finding, edits=()) for finding in findings]
@@ -107,7 +112,7 @@ def stops(
     """
     findings = [
         _with_source(finding, sources.get(finding.key, ""))
-        for finding in lint(path, LintOptions(), read_launch(script, words, read[0].values), read)
+        for finding in lint(path, LintOptions(), read_launch(script, words, read[0].values), read, completes=False)
     ]
     errors = [finding for finding in findings if finding.severity == "error"]
     of_script = [finding for finding in findings if finding.code.startswith(OF_SCRIPTS)]

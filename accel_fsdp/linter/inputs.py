@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from accel_fsdp import flag_words
+from accel_fsdp import console, flag_words
 from accel_fsdp.config import DEFAULT_PORT, ReadConfig, header, read_config, yaml_checks, yaml_file
 from accel_fsdp.errors import NotInstalled, UsageError, UserError, versions_of
 from accel_fsdp.hardware import HereFacts
@@ -47,6 +47,24 @@ def read_launch(script: Path, words: tuple[str, ...], values: Mapping[str, Any] 
     with contextlib.suppress(UsageError):
         subject = replace(subject, script=_parse_script(script, _script_text(script)))
     return subject
+
+
+def completed(file: Path, source: str, script: Path, words: tuple[str, ...]) -> tuple[str, ...]:
+    """The words of train/sft.py, after the arguments in the header of `file` that they lack; says so.
+
+    The words of another script stay as they are.
+    """
+    arguments = header.script_arguments(source)
+    if not arguments or not _uses_sft(script):
+        return words
+    console.say(from_header(file, bool(words)))
+    own = tuple(str(file) if word == header.THIS_FILE else word for word in arguments)
+    return flag_words.with_defaults(words, own)
+
+
+def from_header(file: Path, changed: bool) -> str:
+    """The sentence that says where arguments come from."""
+    return f"arguments: from the header of {file}" + (", changed by those given" if changed else "")
 
 
 def _uses_sft(script: Path) -> bool:
@@ -112,19 +130,26 @@ def _read_model(name: str) -> ModelFacts:
 
 
 def read_subject(
-    path: Path, sources: Sources | None = None, given: Subject | None = None, read: ReadConfig | None = None
+    path: Path,
+    sources: Sources | None = None,
+    given: Subject | None = None,
+    read: ReadConfig | None = None,
+    completes: bool = True,
 ) -> tuple[Subject, Any]:
     """Returns the input of the rules, and the ruamel.yaml document for lines and repairs.
 
-    Without arguments or a script, the launch command in the file's header gives them if it runs train/sft.py.
+    If it `completes` the arguments, the launch command in the file's header gives those that are missing, unless they
+    are of a script of one's own.
 
     `given` (the inputs that `sources` name) and `read` (the file) are passed if they have been read already.
     """
     sources = sources or Sources()
     given = given or read_given(sources)
     job, document = read or read_config(path, doubled=True)
-    if given.args is None and given.script is None and (line := header.sft_line(job.source)):
-        given = _with_command(given, command_words(line), flag_words.parse_command_line(command_words(line)))
+    is_own = (given.script or given.starter) and not given.uses_sft
+    if completes and not is_own and (line := header.sft_line(job.source)):
+        words = command_words(line)
+        given = _with_command(given, words, {**flag_words.parse_command_line(words), **(given.args or {})})
     subject = replace(
         given,
         values=job.values,

@@ -5,6 +5,7 @@ from . import cost_report as cost_report
 from . import html_report as html_report
 from . import proposal as proposal
 from . import text_report as text_report
+from . import verdicts as verdicts
 from . import workload as workload
 from .command import make_plan as make_plan
 from .command import make_problem as make_problem

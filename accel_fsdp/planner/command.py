@@ -17,7 +17,7 @@ from accel_fsdp.planner import model_notes, proposal, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.planner.text_report import PlanReport
-from accel_fsdp.prediction import Candidate, Problem, cost, layouts, length_of, search, speed, trace_store
+from accel_fsdp.prediction import Candidate, Problem, cost, length_of, search, speed, trace_store
 from accel_fsdp.prediction.memory import ModelShape
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted
@@ -75,8 +75,7 @@ def search_problem(flags: PlanCommand, read_shape: ReadShape = by_name.read_shap
     layers = tuple(dict.fromkeys(block.name for block in problem.shape.blocks))
     usual_length = length_of(problem.shape, None)
     proposer = Proposer(problem.shape.name, machines.as_named(machine), machine.count, layers, usual_length)
-    proposer = proposer.over(list(layouts(problem.job)))
-    return replace(problem, refuses=proposer.refuses), proposer
+    return problem, proposer
 
 
 def _with_header(flags: PlanCommand) -> PlanCommand:
@@ -147,11 +146,12 @@ def _judge_yaml(flags: PlanCommand, path: Path, work: cost.CostInputs) -> PlanRe
         work = replace(work, work=cost.work_of(schedule, work.work.rows), schedule=schedule)
         notes = (*from_arguments.notes(arguments), *left_out, *notes)
     problem = make_problem(flags, written, subject.number("num_machines") or 1)
+    fault, about_keys = proposal.errors(subject, problem.job)
     problem = replace(
         problem,
+        fault=fault,
         ram_efficient=not subject.is_fsdp or subject.on("fsdp_cpu_ram_efficient_loading"),
-        notes=(*problem.notes, *notes),
-        refuses=lambda job: proposal.first_error(subject, job),
+        notes=(*problem.notes, *notes, *about_keys),
     )
     plan = search.judge(problem)
     return PlanReport(problem, plan, None, path, spent_on(work, problem, plan.choice, subject), flags.args)

@@ -1,7 +1,4 @@
-"""Converts a candidate to its YAML and script arguments, and collects the linter's findings about both.
-
-The plan runs the wizard's checks and `accel-fsdp check --strict`, and proposes only jobs that pass both.
-"""
+"""Converts a candidate to its YAML and script arguments, and collects the linter's errors about a given YAML."""
 
 import shlex
 from collections.abc import Mapping
@@ -11,15 +8,12 @@ from typing import Any
 from accel_fsdp import flag_words
 from accel_fsdp.config import (
     ENGINE_NAMES,
-    EXPERT_FIELD,
     THIS_FILE,
-    TORCH_DTYPES,
     Engine,
     header,
     yaml_file,
 )
-from accel_fsdp.errors import UserError
-from accel_fsdp.job import Job, Recipe, combinations, of_plan, recompute_by
+from accel_fsdp.job import Job, from_arguments, recompute_by
 from accel_fsdp.linter.rules import Finding, Subject, run
 from accel_fsdp.models import catalogue
 from accel_fsdp.wizard import MODEL as PRESET_MODEL
@@ -33,8 +27,7 @@ class Proposer:
     """Converts jobs to answers, YAML and script arguments, for one model on machines of one kind.
 
     `gpus` is one machine as `machines.parse` reads it, `layer_class` the class to wrap, `usual_length` the tokens per
-    row that the wizard assumes without `--seq-len`. `common` are the rules with the same finding for every job, such as
-    those about the requested precision, which are ignored.
+    row that the wizard assumes without `--seq-len`.
     """
 
     model: str
@@ -42,38 +35,7 @@ class Proposer:
     gpus_each: int
     layer_class: tuple[str, ...]
     usual_length: int
-    common: frozenset[str] = frozenset()
     _answers: dict[tuple[Any, ...], Answers] = field(default_factory=dict)
-    _faults: dict[tuple[Any, ...], dict[str, str]] = field(default_factory=dict)
-
-    def over(self, jobs: list[Job]) -> "Proposer":
-        """The same proposer, ignoring faults that all these jobs share."""
-        faults = [frozenset(self.faults(job)) for job in jobs]
-        return replace(self, common=frozenset.intersection(*faults) if len(faults) > 1 else frozenset())
-
-    def refuses(self, job: Job) -> str:
-        """Why a job doesn't work, in a sentence; empty if it does."""
-        faults = self.faults(job)
-        return next((reason for code, reason in faults.items() if code not in self.common), "")
-
-    def faults(self, job: Job) -> dict[str, str]:
-        """The objections of combinations, wizard and linter to a job, by the row's name or the rule's code."""
-        if job.engine is Engine.NONE:
-            return {}  # one process has no setting that could clash
-        recipe = job.recipe
-        key = (job.layout, recipe.method, recipe.precision, recipe.dtype, recipe.optimizer, recipe.checkpointing)
-        if key not in self._faults:
-            clashes = combinations.clashes(of_plan(job.layout, recipe))
-            self._faults[key] = {clash.name: f"{clash.what}: {clash.why}" for clash in clashes}
-            try:
-                values = to_yaml.to_mapping(self.answers(job))
-            except UserError as error:
-                self._faults[key][""] = f"{error.what.rstrip('.')}: {error.why}"
-            else:
-                findings = run(Subject(values, args=arguments(job), uses_sft=job.layout.is_by_transformers))
-                faults = (finding for finding in findings if finding.severity != "note")
-                self._faults[key] |= {fault.code: sentence(fault) for fault in faults}
-        return self._faults[key]
 
     def answers(self, job: Job) -> Answers:
         """The wizard's answers that write the YAML of a job.
@@ -170,53 +132,38 @@ def in_yaml(job: Job) -> bool:
 
 
 def arguments(job: Job) -> dict[str, Any]:
-    """The script's arguments of a job, under Trainer's names."""
-    recipe = job.recipe
-    words: dict[str, Any] = {
-        "per_device_train_batch_size": recipe.rows,
-        "gradient_accumulation_steps": recipe.accumulation,
-        "max_length": recipe.length,
-    }
-    if job.layout.experts > 1:
-        words[EXPERT_FIELD] = job.layout.experts
-    if recipe.recomputes and not in_yaml(job):
-        words["gradient_checkpointing"] = True
-    if recipe.checkpointing == "reentrant":
-        words["gradient_checkpointing_kwargs"] = '{"use_reentrant": true}'
-    if recipe.method != "full":
-        words |= {"use_peft": True, "lora_r": recipe.lora_rank}
-    if recipe.method == "qlora":
-        words |= {"load_in_4bit": True, "bnb_4bit_quant_storage": TORCH_DTYPES[recipe.precision]}
-    if recipe.optimizer != Recipe.optimizer:
-        words["optim"] = recipe.optimizer
-    if recipe.kernels == "liger":
-        words["use_liger_kernel"] = True
-    if recipe.packed:
-        words["packing"] = True
-    if recipe.attention != Recipe.attention:
-        words["attn_implementation"] = {"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention)
-    return words
+    """The script's arguments of a planned job, under Trainer's names."""
+    return from_arguments.arguments_of(job.settled)
 
 
 def argument_line(job: Job) -> str:
-    """The arguments of the job as a command line."""
+    """The arguments of a planned job as a command line."""
     return shlex.join(_argument_words(job))
 
 
 def _argument_words(job: Job) -> list[str]:
-    items = arguments(job).items()
-    return [word for name, value in items for word in (f"--{name}", to_yaml.flag_text(value))]
+    return from_arguments.argument_words(job.settled)
+
+
+DROPPED = frozenset({"AF103", "AF104", "AF105", "AF108"})
+"""The rules about keys inside a section that Accelerate drops: the job runs without them."""
+
+
+def errors(subject: Subject, job: Job) -> tuple[str, tuple[str, ...]]:
+    """The linter's first error for a given YAML that stops the job, and those about dropped keys, as sentences.
+
+    If the subject has no script arguments, those of the job are used.
+    """
+    findings = run(subject if subject.args is not None else replace(subject, args=arguments(job)))
+    stops, dropped = "", []
+    for finding in findings:
+        if finding.severity == "error" and finding.code in DROPPED and "." in finding.key:
+            dropped.append(f"{sentence(finding)}.")
+        elif finding.severity == "error":
+            stops = stops or sentence(finding)
+    return stops, tuple(dropped)
 
 
 def sentence(finding: Finding) -> str:
     """The finding in one line, with its code."""
     return f"{finding.what}: {finding.why} ({finding.code})"
-
-
-def first_error(subject: Subject, job: Job) -> str:
-    """The linter's first error for a given YAML, as a sentence; empty without one.
-
-    If the subject has no script arguments, those of the job are used.
-    """
-    findings = run(subject if subject.args is not None else replace(subject, args=arguments(job)))
-    return next((sentence(finding) for finding in findings if finding.severity == "error"), "")

@@ -6,6 +6,7 @@ from . import remedies as remedies
 from . import search as search
 from . import speed as speed
 from . import trace_store as trace_store
+from . import written as written
 from .advice import advise as advise
 from .advice import problem_of as problem_of
 from .capacity import predicted as predicted
@@ -28,3 +29,5 @@ from .speed import Step as Step
 from .speed import step_time as step_time
 from .trace_store import TraceRecord as TraceRecord
 from .work import block_work as block_work
+from .written import model_of as model_of
+from .written import verdict as verdict

@@ -1,13 +1,13 @@
 """A job to plan for a model on given GPUs, and the prediction for one job: memory, verdict, time. Pure."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
 from accel_fsdp.config import Engine, Search
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu
-from accel_fsdp.job import Job, Layout, Recipe
+from accel_fsdp.job import Job, Layout, Recipe, combinations
 from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import Device, Host, Replay
 from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes, variant_for
@@ -26,9 +26,9 @@ class Problem:
     """The input of a search: a model, its GPUs, and a job to begin with, of which a search keeps the number of ranks.
 
     `fixed_rows` keeps the job's micro-batch. `global_rows` are the sequences of one optimizer step on all GPUs, 0 for
-    any number with the job's accumulation. `host_gib` is one machine's memory, 0 if unknown. `refuses` returns why a
-    job doesn't work although it may fit. `ram_efficient`: one rank of a machine reads the weights. `notes` are
-    assumptions besides those of a step. `search` says which `meshes` to try.
+    any number with the job's accumulation. `host_gib` is one machine's memory, 0 if unknown. `ram_efficient`: one rank
+    of a machine reads the weights. `notes` are assumptions besides those of a step. `search` says which `meshes` to
+    try. `fault` is why the job of a YAML doesn't work.
     """
 
     shape: ModelShape
@@ -40,8 +40,17 @@ class Problem:
     notes: tuple[str, ...] = ()
     global_rows: int = 0
     host_gib: float = 0
-    refuses: Callable[[Job], str] = lambda job: ""
     search: Search = "auto"
+    fault: str = ""
+
+    def refuses(self, job: Job) -> str:
+        """Why a job doesn't work although it may fit; empty if it does."""
+        return self.fault or combinations.why_not(job.settled, mended=self.is_written)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the job is that of a YAML, rather than one to search."""
+        return self.job.model != ""
 
     def predicted(self, job: Job) -> Prediction:
         return capacity.predicted(self.shape, self.tapes, job, self.gpu)

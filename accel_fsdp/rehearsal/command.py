@@ -9,16 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from accel_fsdp import console, flag_words, shipped
-from accel_fsdp.config import SCRIPT, JobConfig, read_config, script_arguments
+from accel_fsdp.config import SCRIPT, JobConfig, read_config
 from accel_fsdp.errors import UsageError, UserError, joined, require
-from accel_fsdp.linter import LintOptions, lint, read_launch
+from accel_fsdp.linter import LintOptions, completed, lint, read_launch
 from accel_fsdp.rehearsal import forecast, janitor, prepare, scaled, warm
 from accel_fsdp.rehearsal.blame import Failure
 from accel_fsdp.rehearsal.flags import RehearseCommand
 from accel_fsdp.rehearsal.job import Rehearsed
 from accel_fsdp.rehearsal.own_script import OwnRehearsal
 from accel_fsdp.rehearsal.report import Proof, Report, StepResult, conclude, left_out, show
-from accel_fsdp.rehearsal.small_run import with_defaults
 from accel_fsdp.rehearsal.steps import SftRehearsal
 from accel_fsdp.units import counted
 
@@ -63,7 +62,7 @@ def _run(options: RehearseCommand, words: tuple[str, ...], report: Report) -> No
         )
     job = read_config(options.file)[0]
     if options.script is None:
-        words = with_defaults(words, script_arguments(options.file.read_text(encoding="utf-8")))
+        words = completed(options.file, job.source, shipped.source() / SCRIPT, words)
     model = prepare.model_of(options.model, words)
     report.left_out = list(left_out(job))
     with janitor.folder() as folder:

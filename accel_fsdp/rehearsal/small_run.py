@@ -95,20 +95,14 @@ class SmallRun:
 
     def exact(self, words: Sequence[str]) -> list[str]:
         """The words for a run in float32 without dropout, so that losses can be compared."""
-        plain, _ = _without_flags(words, set(OF_PRECISION) - ({"dtype"} if self.quantized else set()))
+        plain, _ = flag_words.without_flags(words, set(OF_PRECISION) - ({"dtype"} if self.quantized else set()))
         extra = ["--export_dtype", "float32", *([] if self.quantized else ["--dtype", "float32"])]
         return [*plain, *extra, *(["--lora_dropout", "0"] if self.adapter else [])]
 
 
-def with_defaults(words: Sequence[str], defaults: Sequence[str]) -> tuple[str, ...]:
-    """The words, after those flags of `defaults` that they lack."""
-    remaining, _ = _without_flags(defaults, set(flag_words.parse_command_line(words)))
-    return (*remaining, *words)
-
-
 def readable(words: Sequence[str]) -> tuple[str, ...]:
     """The real job's arguments, without those that `train/sft.py` can't parse on this machine."""
-    return _without_flags(words, {*PLACES, *OF_GPUS, *OF_THE_PLACE})[0]
+    return flag_words.without_flags(words, {*PLACES, *OF_GPUS, *OF_THE_PLACE})[0]
 
 
 def replaced(words: Sequence[str]) -> list[str]:
@@ -130,7 +124,9 @@ def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
     )
     replaced = {*SET, *sizes, *PLACES, EXPERT_FIELD}
     replaced |= {"truncation_mode"} if is_cut and has_completions else set()
-    remaining, dropped = _without_flags(words, {*replaced, *DROPPED, *OF_GPUS, *(() if is_cut else OF_OWN_ROWS)})
+    remaining, dropped = flag_words.without_flags(
+        words, {*replaced, *DROPPED, *OF_GPUS, *(() if is_cut else OF_OWN_ROWS)}
+    )
     return SmallRun(
         remaining,
         rows=min(sizes["per_device_train_batch_size"], ROWS),
@@ -139,16 +135,3 @@ def small_run(words: Sequence[str], rows: Rows) -> SmallRun:
         left_out=tuple(sorted({name for name in dropped if name in OF_GPUS})),
         keep_end=is_cut and has_completions,
     )
-
-
-def _without_flags(words: Sequence[str], names: set[str]) -> tuple[tuple[str, ...], list[str]]:
-    """The words without these flags and their values, and the names of those that were there."""
-    remaining, dropped, skipping = [], [], False
-    for word in words:
-        if word.startswith("--"):
-            name = flag_words.field_name(word.partition("=")[0])
-            skipping = name in names
-            dropped += [name] if skipping else []
-        if not skipping:
-            remaining.append(word)
-    return tuple(remaining), dropped

@@ -7,7 +7,7 @@ from typing import Any
 from accel_fsdp.config import DEFAULT_PORT, Engine
 from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, nearest
 from accel_fsdp.hardware import gpus, machines
-from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes
+from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes, combinations
 from accel_fsdp.models import CAUSAL, Divisible, catalogue, check_layer_classes
 from accel_fsdp.units import GIB, about_gib
 from accel_fsdp.wizard.question import Context, engine_of
@@ -76,7 +76,7 @@ def _why_unsuitable(question: str, value: Any, context: Context) -> str:
     """Why an option is unsuitable, besides the table of combinations; empty if it is suitable."""
     four_bits = context.given.get("method") == "qlora"
     if (question, value) == ("engine", "deepspeed") and four_bits:
-        return "ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and ZeRO-2 they are untried"
+        return combinations.QLORA_ZERO
     if (question, value) == ("engine", "tpu") and context["num_machines"] > 1:
         return "a TPU pod is started by gcloud, not by main_process_ip"
     if (question, value) == ("mixed_precision", "fp16") and context["engine"] == "tpu":

@@ -22,7 +22,8 @@ from accel_fsdp.launch import launcher, place
 from accel_fsdp.launch.script import dstack, duration, kubernetes, ray, skypilot, slurm, torchrun
 from accel_fsdp.launch.script.flags import LEAST_GRACE, ScriptCommand
 from accel_fsdp.launch.script.job_file import RESUMES, SHARED, TOKENS, JobFile
-from accel_fsdp.linter import read_launch, stops
+from accel_fsdp.linter import completed, read_launch, stops
+from accel_fsdp.prediction import verdict
 from accel_fsdp.units import counted
 
 CPUS_PER_GPU = 4
@@ -76,6 +77,7 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     _warn_of_secrets(script_args)
     kind = ENGINES[options.engine]
     job, document = read_config(options.file)
+    script_args = completed(options.file, job.source, options.script, script_args)
     job_file = _job_file(options, job, script_args)
     if job_file.uses_sft:
         _refuse_own_flags(script_args)
@@ -86,6 +88,9 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     nothing = "no job file was written; --no-check writes it as it is"
     if stops(options.file, config_and_document, options.script, job_file.words, options.no_check, stopped=nothing):
         return 1
+    arguments = flag_words.parse_command_line(job_file.words)
+    if job_file.uses_sft and (warning := verdict(settled.applied(job), arguments, options.gpus or "")):
+        console.say(f"warning: {warning}", style="yellow", wrap=True)
     text = "\n".join(kind.text(job_file))
     if options.output is None:
         console.put(text, lines=True)
