@@ -205,9 +205,10 @@ def _memory_warning(script: Any, words: tuple[str, ...], config: Any) -> str:
     """That a job of train/sft.py is predicted not to fit; empty if it fits or is unknown."""
     from accel_fsdp import linter
     from accel_fsdp.prediction import verdict
+    from accel_fsdp.prediction.tracing import by_name
 
     subject = linter.read_launch(script, words)
-    return verdict(config, subject.args or {}) if subject.uses_sft else ""
+    return verdict(config, subject.args or {}, by_name.read_shape) if subject.uses_sft else ""
 
 
 def _launch(options: Any, script_args: tuple[str, ...]) -> int:

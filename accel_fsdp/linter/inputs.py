@@ -103,6 +103,7 @@ def _with_command(given: Subject, words: list[str], args: dict[str, Any] | None)
         starter=launcher_of(words),
         launcher=launcher_flags(words),
         uses_sft=_uses_sft(Path(_script_in(words))),
+        names_script=bool(_script_in(words)),
     )
 
 
@@ -146,7 +147,7 @@ def read_subject(
     sources = sources or Sources()
     given = given or read_given(sources)
     job, document = read or read_config(path, doubled=True)
-    is_own = (given.script or given.starter) and not given.uses_sft
+    is_own = (given.script or given.names_script) and not given.uses_sft
     if completes and not is_own and (line := header.sft_line(job.source)):
         words = command_words(line)
         given = _with_command(given, words, {**flag_words.parse_command_line(words), **(given.args or {})})

@@ -6,6 +6,7 @@ from accel_fsdp import linter
 from accel_fsdp.config import yaml_file
 from accel_fsdp.errors import UserError
 from accel_fsdp.prediction import verdict
+from accel_fsdp.prediction.tracing import by_name
 
 
 def warnings(options: linter.CheckCommand) -> Iterator[str]:
@@ -15,5 +16,5 @@ def warnings(options: linter.CheckCommand) -> Iterator[str]:
             subject, _ = linter.read_subject(path, options)
         except UserError:  # reported by the linter
             continue
-        if text := verdict(subject, subject.args or {}):
+        if text := verdict(subject, subject.args or {}, by_name.read_shape):
             yield f"{path}: warning: {text}"

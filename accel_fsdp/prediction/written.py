@@ -1,20 +1,22 @@
 """The job of a YAML and its script's arguments as a problem: on its GPUs, with its model. Does it fit?"""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from accel_fsdp.config import JobConfig, made_with
 from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import gpus, machines
-from accel_fsdp.job import Job, from_yaml
+from accel_fsdp.job import Job, Recipe, from_yaml
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction import remedies, search
+from accel_fsdp.prediction.memory import ModelShape, Tapes
 from accel_fsdp.prediction.problem import Problem, length_of
-from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted, gib_of
 
+ReadShape: TypeAlias = Callable[[str, Recipe], tuple[ModelShape, Mapping[str, Tapes]]]
+"""Reads a model's shape and tapes by its name; that of `prediction.tracing` also records."""
 UNKNOWN = (UserError, RuntimeError, KeyError, ImportError)
 """What a job raises that can't be predicted."""
 
@@ -24,7 +26,7 @@ def model_of(config: JobConfig, arguments: Mapping[str, Any]) -> str:
     return str(arguments.get("model_name_or_path") or made_with(config.source).get("--model", ""))
 
 
-def problem_of(config: JobConfig, job: Job, model: str, machine: str) -> Problem:
+def problem_of(config: JobConfig, job: Job, model: str, machine: str, read_shape: ReadShape) -> Problem:
     """The `job` of a YAML on GPUs such as `8xH100-80GB`.
 
     Raises:
@@ -34,7 +36,7 @@ def problem_of(config: JobConfig, job: Job, model: str, machine: str) -> Problem
     if described.accelerator is None:
         raise UsageError("cpu has no GPU memory to plan for", why="a plan is about GPUs", fix="--gpus 8xH100-80GB")
     _check_ranks(config, job, machine)
-    shape, tapes = by_name.read_shape(model, job.recipe)
+    shape, tapes = read_shape(model, job.recipe)
     for misfit in shape.division.misfits(job.layout.sizes, job.recipe.method):
         raise UsageError(misfit.what, why=misfit.why, fix=misfit.fix)
     job = job.with_recipe(
@@ -67,7 +69,7 @@ def _check_ranks(config: JobConfig, job: Job, machine: str) -> None:
         )
 
 
-def verdict(config: JobConfig, arguments: Mapping[str, Any], machine: str = "") -> str:
+def verdict(config: JobConfig, arguments: Mapping[str, Any], read_shape: ReadShape, machine: str = "") -> str:
     """That a job doesn't fit, with the nearest change that would, in a sentence; empty if it fits or is unknown.
 
     `machine` are its GPUs, by default those in the YAML's header. The model must be bundled, or in a folder here.
@@ -76,7 +78,7 @@ def verdict(config: JobConfig, arguments: Mapping[str, Any], machine: str = "") 
     if not machine or not (catalogue.find(model) or Path(model).is_dir()):
         return ""
     try:
-        problem = problem_of(config, from_yaml.predictable(config, arguments), model, machine)
+        problem = problem_of(config, from_yaml.predictable(config, arguments), model, machine, read_shape)
         plan = search.judge(problem)
     except UNKNOWN:
         return ""

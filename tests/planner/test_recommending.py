@@ -309,9 +309,7 @@ def test_each_way_that_fails_has_its_own_reason() -> None:
     output = shown("--model", "llama-3.1-8b", "--gpus", "8xH100", "--method", "qlora")
     assert "fails, unless the script is train/sft.py: FSDP1 FULL_SHARD, " in output
     assert ". PEFT loses the adapter under FSDP1: the exported adapter has no tensors. " in output
-    assert (
-        "ZeRO-3. ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and" in output
-    )
+    assert "ZeRO-3. ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and" in output
 
 
 def test_where_another_optimizer_fits_it_is_proposed() -> None:

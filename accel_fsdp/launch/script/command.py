@@ -24,6 +24,7 @@ from accel_fsdp.launch.script.flags import LEAST_GRACE, ScriptCommand
 from accel_fsdp.launch.script.job_file import RESUMES, SHARED, TOKENS, JobFile
 from accel_fsdp.linter import completed, read_launch, stops
 from accel_fsdp.prediction import verdict
+from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted
 
 CPUS_PER_GPU = 4
@@ -89,7 +90,9 @@ def write(options: ScriptCommand, script_args: tuple[str, ...]) -> int:
     if stops(options.file, config_and_document, options.script, job_file.words, options.no_check, stopped=nothing):
         return 1
     arguments = flag_words.parse_command_line(job_file.words)
-    if job_file.uses_sft and (warning := verdict(settled.applied(job), arguments, options.gpus or "")):
+    if job_file.uses_sft and (
+        warning := verdict(settled.applied(job), arguments, by_name.read_shape, options.gpus or "")
+    ):
         console.say(f"warning: {warning}", style="yellow", wrap=True)
     text = "\n".join(kind.text(job_file))
     if options.output is None:

@@ -65,7 +65,8 @@ class Subject(JobConfig):
 
     `args` are the training script's arguments, `starter` the word that their command line begins with (accelerate,
     torchrun, python), empty if they came as a mapping, and `launcher` the flags of that line that belong to
-    `accelerate launch`. `uses_sft` means that the script is train/sft.py, which works around bugs.
+    `accelerate launch`. `uses_sft` means that the script is train/sft.py, which works around bugs;
+    `names_script`: the arguments are a command line with its script.
     """
 
     args: Mapping[str, Any] | None = None
@@ -77,6 +78,7 @@ class Subject(JobConfig):
     here: "HereFacts | None" = None
     launcher: Mapping[str, Any] = field(default_factory=dict)
     uses_sft: bool = False
+    names_script: bool = False
 
     def at(self, node: ast.AST, what: str, why: str, fix: str) -> Finding:
         """A finding in a line of the script."""
