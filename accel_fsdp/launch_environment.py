@@ -19,6 +19,11 @@ MESH = "ACCEL_FSDP_MESH"
 """The variable by which `train/sft.py` notes over which mesh transformers, and not Accelerate, shards the model."""
 TENSOR_AXIS, EXPERT_AXIS = "tp", "ep"
 """Names that transformers gives the dimensions of such a mesh."""
+EXPANDABLE_SEGMENTS = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""The variable that every launch on GPUs sets: PyTorch's allocator then maps more memory at the end of one segment
+instead of leaving gaps between many. The planner's verdicts assume it."""
+ALLOCATOR_VARIABLES = (*EXPANDABLE_SEGMENTS, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The allocator's variable under each of its names."""
 OFFLOAD_DEVICES = ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE")
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from older_libraries import tapes_of
+from memory_accuracy import tapes_of
 from results import keep
 
 from accel_fsdp.config import Engine
@@ -193,23 +193,14 @@ def table(asked: Sequence[dict[str, Any]], real: Sequence[dict[str, int]]) -> It
 
 PEERS = (
     "Published runs of other frameworks, whose plans and kernels differ: torchtitan also divides the norms' inputs by",
-    "sequence and the loss by vocabulary, that of a364b4b4f compiles regions, and NeMo's adapters are fused. A step's",
-    "time under tensor and expert parallelism is calibrated by none of them, and is as far off as this table shows.",
-    "The runs of 83c879f18 are the first ones, of March 2024; that of c4e229115 prints a tenth of the tokens/s that a",
-    "later run of the same model does.",
+    "sequence and the loss by vocabulary, and NeMo's adapters are fused. A step's time under tensor and expert",
+    "parallelism is calibrated by none of them, and is as far off as this table shows.",
     "",
     "Context parallelism runs on no CPU, so these rows are all there is of it; accelerate#4175's is of nvidia-smi.",
     "The GiB of trl#6845 aren't compared: activations were copied to the host there, and that of 32B also tiled its",
-    "products. torchtitan's paper compiles and multiplies in float8: compare how much slower the longer row is.",
+    "products.",
 )
 LLAMA_2 = {"model": "meta-llama/Llama-2-7b-chat-hf", "gpu": "H100", "mesh": (4, 2, 1)}
-MIXTURE = {
-    **{"model_type": "deepseek_v3", "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944},
-    **{"moe_intermediate_size": 1408, "num_hidden_layers": 27, "first_k_dense_replace": 1, "n_routed_experts": 64},
-    **{"num_attention_heads": 16, "num_key_value_heads": 16, "n_shared_experts": 2, "num_experts_per_tok": 6},
-    **{"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128},
-    **{"n_group": 1, "topk_group": 1, "tie_word_embeddings": False},
-}
 """torchtitan's "16B" of its deepseek_v3."""
 LONG = {
     "gpu": "H100",
@@ -224,21 +215,8 @@ PUBLISHED: tuple[dict[str, Any], ...] = (
         "recipe": Recipe(rows=16, length=2048, checkpointing="full"),
     },
     {
-        **{"id": "torchtitan 83c879f18, selective", **LLAMA_2, "gib": 72.696},
-        "recipe": Recipe(rows=16, length=2048, checkpointing="selective"),
-    },
-    {
-        **{"id": "torchtitan c4e229115", "model": "deepseek_v3 16B", "config": MIXTURE, "gpu": "A100"},
-        **{"mesh": (8, 1, 4), "gib": 70.02, "tokens": 708},
-        "recipe": Recipe(rows=8, length=4096, checkpointing="selective"),
-    },
-    {
         **{"id": "torchtitan 6a74d747c", "model": "meta-llama/Llama-3.1-8B", "gpu": "B200", "mesh": (2, 2, 1)},
         **{"recipe": Recipe(length=8192), "gib": 67.19, "tokens": 9569},
-    },
-    {
-        **{"id": "torchtitan a364b4b4f", "model": "meta-llama/Llama-3.1-8B", "gpu": "H100", "mesh": (4, 2, 1)},
-        **{"recipe": Recipe(length=8192, checkpointing="selective"), "gib": 40.51, "tokens": 6876},
     },
     {
         **{"id": "NeMo AutoModel, 8 GPUs", "model": "deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "gpu": "H100"},
@@ -253,20 +231,12 @@ PUBLISHED: tuple[dict[str, Any], ...] = (
     {**LONG, "id": "accelerate#4175", "model": "Qwen/Qwen3-0.6B", "gib": 27.9e9 / GIB},
     {**LONG, "id": "trl#6845", "model": "Qwen/Qwen3-8B", "tokens": 2**20 / 8 / 364},
     {**LONG, "id": "trl#6845", "model": "Qwen/Qwen3-32B", "tokens": 2**20 / 8 / 1295},
-    {
-        **{"id": "torchtitan's paper, 32,768 tokens", "model": "meta-llama/Llama-3.1-8B", "gpu": "H100"},
-        **{"mesh": (8, 1, 1), "tokens": 3890, "recipe": Recipe(length=32768, checkpointing="selective")},
-    },
-    {
-        **{"id": "torchtitan's paper, 262,144 tokens", "model": "meta-llama/Llama-3.1-8B", "gpu": "H100"},
-        **{"mesh": (8, 1, 1), "context": 8, "tokens": 548},
-        "recipe": Recipe(length=262144, checkpointing="selective"),
-    },
 )  # fmt: skip
 """Runs whose batch is known: ranks of shards, tensor and experts, and those that share a row; reserved GiB (of
 83c879f18 active); tokens/s per GPU.
 
-Of the same sources, two print no length, and one keeps what its own graph compiler chooses.
+Of the same sources, two print no length, one keeps what its own graph compiler chooses, and five checkpoint
+selectively.
 """
 
 
@@ -289,12 +259,8 @@ def published() -> Iterator[str]:
 
 
 def _recorded(row: Mapping[str, Any], variant: str) -> tuple[ModelShape, Tapes]:
-    from transformers import AutoConfig
-
-    if "config" not in row:
-        shape, tapes = by_name.read_shape(row["model"], row["recipe"])
-        return shape, tapes[variant]
-    return tapes_of(row["model"], AutoConfig.for_model(**row["config"]), variant)
+    shape, tapes = by_name.read_shape(row["model"], row["recipe"])
+    return shape, tapes[variant]
 
 
 def main() -> None:

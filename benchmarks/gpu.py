@@ -32,7 +32,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import catalogue
 from accel_fsdp.prediction import capacity, trace_store
-from accel_fsdp.prediction.memory import ModelShape, Tapes, predict, reserve, variant_of
+from accel_fsdp.prediction.memory import ModelShape, Tapes, predict, variant_of
 from accel_fsdp.units import MIB
 
 HERE = Path(__file__).parent
@@ -156,14 +156,13 @@ def cut(shape: ModelShape, layers: int) -> ModelShape:
 
 
 def predicted(case: Case, workspace: int) -> dict[str, int]:
-    """Bytes in the highest moment of forward and backward, of the optimizer step, between steps, and reserved."""
+    """Bytes in the highest moment of forward and backward, of the optimizer step, and between steps."""
     shape, tapes = shape_and_tapes(case)
     prediction = predict(shape, tapes, case.recipe, case.layout, workspace)
     step = max(moment.total for moment in prediction.moments if moment.phase == "optimizer step")
     run = max(moment.total for moment in prediction.moments if moment.phase != "optimizer step")
-    reserved = reserve(shape, tapes, case.recipe, case.layout, workspace, exports=False).reserved
     peak = prediction.peak.total
-    return {"run": run, "step": step, "steady": prediction.steady, "peak": peak, "reserved": reserved}
+    return {"run": run, "step": step, "steady": prediction.steady, "peak": peak}
 
 
 def attention_of(case: Case) -> str:
@@ -299,16 +298,16 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
         "`python benchmarks/gpu.py`: the second step of rank 0, with random weights and tokens. The other ranks are",
         "made up, so that NCCL sends nothing.",
         "",
-        "| engine | cases | peak: median | worst | between steps: worst | reserved: median | worst |",
-        "|---|---|---|---|---|---|---|",
+        "| engine | cases | peak: median | worst | between steps: worst |",
+        "|---|---|---|---|---|",
     ]
     for engine, mine in by_engine(rows).items():
-        peaks, steady, reserved = (errors_of(mine, name) for name in ("peak", "steady", "reserved"))
-        numbers = (median(peaks), max(peaks), max(steady), median(reserved), max(reserved))
+        peaks, steady = (errors_of(mine, name) for name in ("peak", "steady"))
+        numbers = (median(peaks), max(peaks), max(steady))
         lines.append(f"| {engine} | {len(mine)} | " + " | ".join(f"{number:.2%}" for number in numbers) + " |")
-    lines += ["", "| case | device | measured | predicted | reserved | simulated |", "|---|---|---|---|---|---|"]
+    lines += ["", "| case | device | measured | predicted |", "|---|---|---|---|"]
     for row in rows:
-        sizes = [row[side][name] for name in ("peak", "reserved") for side in ("measured", "predicted")]
+        sizes = [row[side]["peak"] for side in ("measured", "predicted")]
         cells = [row["case"], row["device"], *(f"{size / MIB:,.0f} MiB" for size in sizes)]
         lines.append("| " + " | ".join(cells) + " |")
     libraries = sorted({", ".join(f"{name} {number}" for name, number in row["versions"].items()) for row in rows})

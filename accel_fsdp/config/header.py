@@ -3,10 +3,11 @@
 import contextlib
 import itertools
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 from accel_fsdp import __version__
+from accel_fsdp.launch_environment import EXPANDABLE_SEGMENTS
 
 COMMAND = "accel-fsdp config --yes"
 HEADER = "# Made by accel-fsdp"
@@ -32,21 +33,19 @@ def comment(title: str, made_by: str, launch: str) -> list[str]:
     return [f"# {title}", *origin, LAUNCH, f"#   {launch}"]
 
 
-def launch_line(
-    path: str, script: Iterable[str], on_several_machines: bool = False, environment: Mapping[str, str] | None = None
-) -> str:
-    """The command that runs a script, with its arguments and variables, on the YAML at `path`."""
+def launch_line(path: str, script: Iterable[str], on_several_machines: bool = False, on_gpus: bool = True) -> str:
+    """The command that runs a script, with its arguments, on the YAML at `path`."""
     rank = ("--machine_rank", "0") if on_several_machines else ()
-    return _line(environment, "accelerate", "launch", "--config_file", path, *rank, *script)
+    words = ["accelerate", "launch", "--config_file", path, *rank, *script]
+    return shlex.join([*(_VARIABLES if on_gpus else ()), *words])
 
 
-def engine_line(path: str, script: Iterable[str], environment: Mapping[str, str] | None = None) -> str:
+def engine_line(path: str, script: Iterable[str]) -> str:
     """The launch line for a job on a cluster engine, which gives the address of the first machine."""
-    return _line(environment, "accel-fsdp", "launch", path, *script)
+    return shlex.join([*_VARIABLES, "accel-fsdp", "launch", path, *script])
 
 
-def _line(environment: Mapping[str, str] | None, *words: str) -> str:
-    return shlex.join([*(f"{name}={value}" for name, value in (environment or {}).items()), *words])
+_VARIABLES = [f"{name}={value}" for name, value in EXPANDABLE_SEGMENTS.items()]
 
 
 def example_run(model: str, arguments: Iterable[str]) -> list[str]:
@@ -84,12 +83,6 @@ def missing_here(text: str) -> str:
     if not missing:
         return ""
     return "note: " + "; ".join(f"{name} is not in this folder: {IN_A_CLONE[name]}" for name in missing)
-
-
-def variables(text: str) -> dict[str, str]:
-    """The variables before the launch command in our own header."""
-    assigned = itertools.takewhile(lambda word: "=" in word, _launch_words(text))
-    return dict(word.split("=", 1) for word in assigned)
 
 
 def _launch_words(text: str) -> list[str]:

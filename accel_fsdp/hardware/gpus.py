@@ -211,6 +211,10 @@ def is_hopper(gpu: Gpu) -> bool:
     return gpu.name.startswith(("H100", "H20", "H800", "GH200"))
 
 
+def is_amd(gpu: Gpu) -> bool:
+    return gpu.name.startswith("MI")
+
+
 def is_known(name: str) -> bool:
     return _plain(name) in {_plain(gpu.name) for gpu in GPUS}
 

@@ -7,10 +7,10 @@ from accel_fsdp.config import Embeddings, Engine, Method, Precision
 from accel_fsdp.job.layout import FSDP_KINDS, Layout
 from accel_fsdp.models import optimizers
 
-Checkpointing = Literal["none", "full", "reentrant", "selective"]
+Checkpointing = Literal["none", "full", "reentrant"]
 LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
-Kernels = Literal["none", "liger", "foak"]
+Kernels = Literal["none", "liger"]
 ATTENTION_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"})
 """Names of attention's linear layers in common models."""
 
@@ -21,13 +21,12 @@ class Recipe:
 
     `rows` is the micro-batch of one rank and `length` its sequence length. `precision` is the mixed precision, `dtype`
     that of the loaded weights: float32 masters with bf16 compute are ("bf16", "float32"), pure bf16 is ("no",
-    "bfloat16"). `checkpointing` "reentrant" is torch's older implementation, "selective" keeps attention's output and
-    every second product, as torchtitan does. `chunked_loss` never holds all logits at once.
+    "bfloat16"). `checkpointing` "reentrant" is torch's older implementation. `chunked_loss` never holds all logits at
+    once.
 
-    `attention` "flash" is flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`, or of the
-    "fused ops and kernels" plugin of fms-acceleration, foak. `eval_batch` is one rank's number of rows in an
-    evaluation, 0 without one. Rows that are `varied` have many lengths, at most `length`, and batches are padded to
-    their longest row. `packed` rows hold several documents, which sdpa keeps apart by a mask.
+    `attention` "flash" is flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`. `eval_batch`
+    is one rank's number of rows in an evaluation, 0 without one. `packed` rows hold several documents, which sdpa keeps
+    apart by a mask.
     """
 
     method: Method = "full"
@@ -45,13 +44,12 @@ class Recipe:
     attention: Attention = "sdpa"
     kernels: Kernels = "none"
     eval_batch: int = 0
-    varied: bool = False
     packed: bool = False
 
     @property
     def recomputes(self) -> bool:
         """Whether backward computes whole blocks again."""
-        return self.checkpointing in ("full", "reentrant")
+        return self.checkpointing != "none"
 
     @property
     def masks_documents(self) -> bool:

@@ -112,11 +112,6 @@ class Layout:
         return self.tensor > 1 or self.experts > 1
 
     @property
-    def is_replayed(self) -> bool:
-        """Whether each of the layout's allocations is known, so that the allocator can be replayed."""
-        return self.engine is not Engine.DEEPSPEED and self.experts == self.context == 1
-
-    @property
     def wrapper(self) -> Engine:
         """The engine that wraps the model: NONE if only tensor parallelism divides it."""
         return Engine.NONE if self.tensor == self.ranks > 1 else self.engine

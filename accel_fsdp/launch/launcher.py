@@ -21,7 +21,14 @@ from accel_fsdp.errors import UserError, require
 from accel_fsdp.launch import agreement, child_process, ranks, rendezvous, roll_call
 from accel_fsdp.launch.place import NOWHERE, Place
 from accel_fsdp.launch.store import FAILED, Address
-from accel_fsdp.launch_environment import LAUNCHERS_ADDRESS, MACHINE_RANK, USE_CPU, LaunchEnvironment
+from accel_fsdp.launch_environment import (
+    ALLOCATOR_VARIABLES,
+    EXPANDABLE_SEGMENTS,
+    LAUNCHERS_ADDRESS,
+    MACHINE_RANK,
+    USE_CPU,
+    LaunchEnvironment,
+)
 from accel_fsdp.models import first_line
 
 REFUSALS = (ValueError, TypeError, KeyError, AttributeError, OverflowError, OSError, RuntimeError)
@@ -156,7 +163,7 @@ def _refusal(config_file: Path, error: Exception) -> UserError:
 
 
 def environment(args: Any) -> dict[str, str]:
-    """The variables that Accelerate's launcher would set for the ranks, except those that are set already."""
+    """The variables of the ranks that Accelerate's launcher or this one sets, except those that are set already."""
     from accelerate.utils import (
         check_cuda_p2p_ib_support,
         prepare_deepspeed_cmd_env,
@@ -180,7 +187,15 @@ def environment(args: Any) -> dict[str, str]:
         prepared[USE_CPU] = "true"
     if distributed(args) and not check_cuda_p2p_ib_support():
         prepared = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1", **prepared}
+    prepared |= allocator_variables(args)
     return {name: value for name, value in prepared.items() if os.environ.get(name) != value}
+
+
+def allocator_variables(args: Any) -> Mapping[str, str]:
+    """The allocator's setting for ranks on GPUs; empty if a person has set one."""
+    on_cpu = args.cpu or args.use_cpu or args.on_cpus or args.training_script == ON_CPU
+    is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    return {} if on_cpu or args.tpu or is_set else EXPANDABLE_SEGMENTS
 
 
 def distributed(args: Any) -> bool:
@@ -265,6 +280,7 @@ def launch(args: Any, wait_seconds: float = 600.0, hang_seconds: float | None = 
 
     if args.on_cpus:
         os.environ[USE_CPU] = "true"
+    os.environ.update(allocator_variables(args))
     address = _check_ranks(args)
     if args.starts_directly:
         return _start(args)

@@ -46,7 +46,7 @@ LABELS = {
     "chunked_loss": "Loss in chunks",
 }
 """The fields of `PlanCommand` on the page, in order, with their labels."""
-RECORDED_LATER = {"attention": ("eager",), "checkpointing": ("selective",)}
+RECORDED_LATER = {"attention": ("eager",)}
 """Choices for which the catalogue has no records; a link to the page that contains such a choice gets an error."""
 
 

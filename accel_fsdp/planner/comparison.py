@@ -11,7 +11,7 @@ from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, machines
 from accel_fsdp.planner import command, cost_report, html_report, workload
 from accel_fsdp.planner.flags import PlanCommand
-from accel_fsdp.prediction import Candidate, Problem, capacity, checkpointing_in, cost, rows_in, search
+from accel_fsdp.prediction import Candidate, Problem, checkpointing_in, cost, rows_in, search
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.svg import Range
 from accel_fsdp.units import about_gib, distinguishable, gib_of, parameters, two_digits
@@ -112,9 +112,6 @@ class Comparison:
         for machine in self.machines:
             if machine.why:
                 yield f"{machine.name}: {machine.why}."
-        chosen = [(machine.name, machine.choice.verdict) for machine in self.machines if machine.choice]
-        if gaps := [name for name, verdict in chosen if verdict == "expandable"]:
-            yield f"{', '.join(gaps)}: with {capacity.EXPANDABLE}, without which the allocator wastes too much."
         if unpriced := [machine.name for machine, spent in self._spent if spent.money is None]:
             names = ", ".join(unpriced)
             yield f"{names}: --prices FILE has no price{'.' if self.cheapest else ', or none was given.'}"

@@ -66,7 +66,7 @@ class PlanCommand:
     lora_rank: Annotated[int, arg("Rank of the adapters.")] = 16
     chunked_loss: Annotated[bool, arg("A loss that never holds all logits (Liger, chunked NLL).")] = False
     attention: Annotated[Attention, arg("Attention; flash is flash_attention_2.")] = "sdpa"
-    kernels: Annotated[Kernels, arg("Fused kernels: Trainer's use_liger_kernel, or fms-acceleration's foak.")] = "none"
+    kernels: Annotated[Kernels, arg("Fused kernels: Trainer's use_liger_kernel.")] = "none"
     search: Annotated[
         Search,
         arg(

@@ -12,7 +12,6 @@ from accel_fsdp.prediction import (
     Candidate,
     Plan,
     Problem,
-    capacity,
     checkpointing_in,
     rows_in,
     workspace_bytes,
@@ -189,11 +188,8 @@ def _strategies(problem: Problem, plan: Plan) -> str:
     ]
     others = f"{'Others: ' if choice else ''}{_batch(problem.job)}"
     line = f"Red line: all {gib_in_figure(limit.gib)}, of which CUDA and NCCL need some."
-    expandable = f" Expandable: fits {capacity.NEEDS_EXPANDABLE}."
-    if not any(candidate.verdict == "expandable" for candidate in rows):
-        expandable = ""
     table = html_page.table(titles, cells, "strategies chosen" if choice else "strategies")
-    return f'<section>{table}<p class="dim">{others}. {line}{expandable}</p></section>'
+    return f'<section>{table}<p class="dim">{others}. {line}</p></section>'
 
 
 def _parts(candidate: Candidate) -> list[Part]:

@@ -20,8 +20,6 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
     if quant_method:
         refused = " Trainer refuses full training of quantised weights." if recipe.method == "full" else ""
         notes.append(f"{shape.name} is quantised ({quant_method}); the plan is for its 16-bit original.{refused}")
-    if recipe.checkpointing == "selective":
-        notes.append("Trainer has no flag for selective checkpointing: the script has to apply it.")
     layers = [(len(block.layers), parameter) for block in shape.blocks for parameter in block.parameters]
     fused = sum(number * parameter.numel for number, parameter in layers if parameter.kind == "experts")
     if recipe.method == "qlora" and fused:

@@ -1,7 +1,6 @@
 """Converts a candidate to its YAML and script arguments, and collects the linter's errors about a given YAML."""
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,20 +67,20 @@ class Proposer:
             seq_len=None if job.recipe.length == self.usual_length else job.recipe.length,
         )
 
-    def written(self, job: Job, environment: Mapping[str, str]) -> str:
+    def written(self, job: Job) -> str:
         """The YAML's text, as the wizard writes it for this model, with the whole job in its launch command.
 
         Raises:
             UserError: the model can't be read.
         """
         if job.engine is Engine.NONE:
-            return self._yaml_for_one_process(job, environment)
+            return self._yaml_for_one_process(job)
         answers, words = _settled_answers(self._flags(job)), _argument_words(job)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
         line = header.engine_line if answers.needs_engine else header.launch_line
-        return to_yaml.to_text(answers, line(THIS_FILE, script, environment=environment))
+        return to_yaml.to_text(answers, line(THIS_FILE, script))
 
-    def _yaml_for_one_process(self, job: Job, environment: Mapping[str, str]) -> str:
+    def _yaml_for_one_process(self, job: Job) -> str:
         """The YAML for one GPU, without an engine; the wizard would write FSDP."""
         values = {
             "compute_environment": "LOCAL_MACHINE",
@@ -92,7 +91,7 @@ class Proposer:
         }
         title = f"{self.model}, {job.method} training with one process, which has nothing to shard."
         script = header.example_run(self.model, _argument_words(job))
-        launch = header.launch_line(THIS_FILE, script, environment=environment)
+        launch = header.launch_line(THIS_FILE, script)
         return "\n".join([*header.comment(title, "accel-fsdp plan", launch), yaml_file.dump(values)])
 
     def command(self, job: Job) -> str:

@@ -22,16 +22,16 @@ from accel_fsdp.prediction import (
     search,
     step_traffic,
 )
-from accel_fsdp.prediction.memory import KINDS, LETTERS, Reservation, shards
-from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_in_figure, gib_or_mib, number_in_figure, parameters
+from accel_fsdp.prediction.memory import KINDS, LETTERS, shards
+from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_or_mib, number_in_figure, parameters
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """The version of the `--json` output, raised whenever a key is removed or changes its meaning."""
 COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step s", "tokens/s per GPU")
 WIDE, WIDE_ONLY = 104, ("peak in", "sent GB")
 BAR_CELLS, NARROW_CELLS = 20, 12
 MOST_PADDING = 1.1
-COPIED = ("  accel-fsdp ", "  --per_device_train_batch_size ", "  export ")
+COPIED = ("  accel-fsdp ", "  --per_device_train_batch_size ")
 """Lines that stay whole, so that they can be copied."""
 COLOURS = dict(
     zip(KINDS, ("blue", "magenta", "yellow", "cyan", "green", "red", "bright_black", "bright_black"), strict=True)
@@ -55,7 +55,7 @@ class PlanReport:
     def yaml(self) -> str:
         """The recommended YAML; empty if there is none."""
         choice = self.plan.choice
-        return self.proposer.written(choice.job, self.environment()) if choice and self.proposer else ""
+        return self.proposer.written(choice.job) if choice and self.proposer else ""
 
     def command(self) -> str:
         """The command that writes the recommended YAML; empty if there is none."""
@@ -63,11 +63,6 @@ class PlanReport:
         if not choice or not self.proposer or choice.job.engine is Engine.NONE:  # the wizard would write FSDP for it
             return ""
         return self.proposer.command(choice.job)
-
-    def environment(self) -> dict[str, str]:
-        """The variables that the job needs on every machine."""
-        choice = self.plan.choice
-        return dict(choice.device.environment) if choice else {}
 
     def headline(self) -> str:
         """The planned job, in a sentence."""
@@ -111,9 +106,7 @@ class PlanReport:
         outside_size = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
         verdicts = {candidate.verdict for candidate in self.plan.rows}
         nccl = " and NCCL" if self.problem.job.layout.ranks > 1 else ""
-        words = [f"yes with {outside_size} more for CUDA{nccl} and 5% to spare"]
-        if "expandable" in verdicts:
-            words.append(f"expandable {capacity.NEEDS_EXPANDABLE}")
+        words = [f"yes with {outside_size} more for CUDA{nccl} and {self._spared()} to spare"]
         if "tight" in verdicts:
             words.append("tight with less to spare, so it may run out")
         yield f"fits: {'; '.join(words)}."
@@ -126,6 +119,12 @@ class PlanReport:
                 is_fixed = why.endswith(combinations.UNLESS_SFT)
                 fails = f"fails{combinations.UNLESS_SFT if is_fixed else ''}"
                 yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_SFT)}."
+
+    def _spared(self) -> str:
+        """The margin in words: for fragmentation too where the allocator can't avoid it."""
+        if capacity.is_expandable(self.problem.gpu):
+            return f"{capacity.MARGIN:.0%}"
+        return f"{capacity.FRAGMENTED - 1:.0%} of its memory, as ROCm has no expandable segments,"
 
     def advice(self) -> Iterator[str]:
         """The recommendation with its reasons, or changes that would make the job fit; a sentence or two per line."""
@@ -142,7 +141,6 @@ class PlanReport:
             yield cost_report.UNKNOWN
         yield from self._alternatives(choice)
         yield from self.plan.about_meshes
-        yield from self._reserved(choice)
         yield self._longest_sequence(choice)
         yield self._host(choice)
         if choice.layout.offload and (remedy_list := list(remedies.remedies(problem, choice.layout))):
@@ -154,9 +152,6 @@ class PlanReport:
         if self.proposer:
             yield "The script's arguments:"
             yield f"  {proposal.argument_line(choice.job)}"
-        if environment := self.environment():
-            yield "On every machine, before the launch:"
-            yield from (f"  export {name}={value}" for name, value in environment.items())
         full_rows = (cost_report.FULL_ROWS,) if self.spent else ()
         yield "Assumed: " + " ".join((*problem.notes, *choice.step.assumptions, *full_rows))
 
@@ -215,41 +210,6 @@ class PlanReport:
             ratio = choice.tokens_per_s / second.tokens_per_s
             slower = f"{1 - 1 / ratio:.0%} slower" if ratio < 2 else f"a step takes {ratio:.1f} times as long"
             yield f"Next is {second.layout.name} ({_settings_and_memory(second)}): {slower}."
-
-    def _reserved(self, choice: Candidate) -> Iterator[str]:
-        """The memory that PyTorch's allocator reserves, and what expandable segments would change."""
-        if not choice.layout.is_replayed:
-            return
-        plain, expandable, bounds = self._replays(choice)
-        expected, (low, high) = gib_in_figure(plain.reserved / GIB), (number_in_figure(size / GIB) for size in bounds)
-        reserved = f"The allocator reserves about {expected} ({low} to {high})"
-        if plain.failed_at:
-            reserved = f"The allocator runs out of memory in the {plain.failed_at}"
-        elif plain.thrashes:
-            reserved = "The allocator fills the GPU and gives its cache back again and again, which takes time"
-        needs = "needed" if choice.verdict == "expandable" else "not needed"
-        why = ", as rows of many lengths leave gaps" if choice.recipe.varied else ""
-        yield f"{reserved}{why}; with {capacity.EXPANDABLE} about {about_gib(expandable.reserved)} ({needs})."
-        if not self.args:
-            yield "Rows of many lengths, without --packing, leave gaps that only expandable segments avoid."
-
-    def _replays(self, choice: Candidate) -> tuple[Reservation, Reservation, tuple[int, int]]:
-        """The replayed allocator without and with expandable segments, and the range of bytes reserved without them."""
-        replay = self.problem.replay(choice.job)
-        room = self.problem.capacity_bytes - choice.device.outside
-        plain = replay(False, room)
-        return plain, replay(True, room), capacity.replayed_range(plain.reserved, room)
-
-    def _allocator(self, choice: Candidate | None) -> dict[str, Any] | None:
-        if choice is None or not choice.layout.is_replayed:
-            return None
-        plain, expandable, bounds = self._replays(choice)
-        return {
-            "reserved_bytes": plain.reserved,
-            "reserved_bytes_range": bounds,
-            "runs_out": plain.failed_at or plain.thrashes,
-            "expandable_reserved_bytes": expandable.reserved,
-        }
 
     def _longest_sequence(self, choice: Candidate) -> str:
         (chosen, alone), limit = self.plan.longest, self.problem.shape.positions
@@ -314,14 +274,12 @@ class PlanReport:
             "gpus_per_machine": layout.ranks_per_node,
             "strategies": [self._row(candidate) for candidate in plan.rows],
             "choice": self._row(choice) if choice else None,
-            "allocator": self._allocator(choice),
             "ties": [self._row(candidate) for candidate in plan.ties],
             "runner_up": self._row(plan.runner_up) if plan.runner_up else None,
             "reason": plan.reason,
             "longest_sequence": plan.longest[0],
             "longest_sequence_alone": plan.longest[1],
             "config_command": self.command(),
-            "environment": self.environment(),
             "script_arguments": proposal.arguments(choice.job) if choice else {},
             "changes": changes,
             "cost": cost_report.as_json(self.spent, problem.gpu) if self.spent else None,
@@ -351,8 +309,6 @@ class PlanReport:
             "breakdown_bytes": {kind: size for kind, size in peak.live.items() if size},
             "steady_bytes": candidate.prediction.steady,
             "needed_bytes": candidate.device.needed,
-            "reserved_bytes": candidate.device.reserved,
-            "device_bytes": candidate.device.used,
             "host_loading_bytes": host.loading,
             "host_offload_bytes": host.offload,
             "host_gathering_bytes": host.gathering,

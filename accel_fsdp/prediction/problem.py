@@ -9,8 +9,8 @@ from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.job import Job, Layout, Recipe, combinations
 from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.capacity import Device, Host, Replay
-from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes, variant_for
+from accel_fsdp.prediction.capacity import Device, Host
+from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes
 from accel_fsdp.prediction.speed import Step, step_time
 from accel_fsdp.units import GIB, about_gib, distinguishable, gib_of
 
@@ -55,29 +55,22 @@ class Problem:
     def predicted(self, job: Job) -> Prediction:
         return capacity.predicted(self.shape, self.tapes, job, self.gpu)
 
-    def replay(self, job: Job) -> Replay:
-        tapes = self.tapes[variant_for(job.recipe, job.layout)]
-        return capacity.replay_of(self.shape, tapes, job, capacity.workspace_bytes(self.gpu))
-
     def step(self, job: Job) -> Step:
         return step_time(self.shape, job.recipe, job.layout, self.gpu)
 
     def host(self, job: Job) -> Host:
         return capacity.host(self.shape, job, self.ram_efficient)
 
-    def evaluate(self, job: Job, quick: bool = False) -> "Candidate":
-        """Predicts memory and time; a `quick` verdict assumes usual fragmentation instead of a replay."""
-        return Candidate(job, self.predicted(job), self.device(job, quick), self.step(job), self.refuses(job))
+    def evaluate(self, job: Job) -> "Candidate":
+        """Predicts memory and time."""
+        return Candidate(job, self.predicted(job), self.device(job), self.step(job), self.refuses(job))
 
-    def device(self, job: Job, quick: bool = True) -> Device:
-        return capacity.device(
-            *(self.predicted(job), job.layout, self.capacity_bytes, self.gpu, None if quick else self.replay(job)),
-            unusual=job.recipe.eval_batch > 0 or job.recipe.varied,
-        )
+    def device(self, job: Job) -> Device:
+        return capacity.device(self.predicted(job), job.layout, self.capacity_bytes, self.gpu)
 
     def has_room(self, job: Job) -> bool:
-        """Whether a GPU has the memory, with the margin, at the usual fragmentation."""
-        return self.device(job).verdict == "yes"
+        """Whether a GPU has the memory, with the margin."""
+        return self.device(job).fits
 
     def is_hosted(self, job: Job) -> bool:
         """Whether a machine has the memory to load the model, and for the offload."""
@@ -139,7 +132,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether the job works and fits with the margin, if necessary with expandable segments."""
+        """Whether the job works and fits with the margin."""
         return not self.refused and self.device.fits
 
     @property
@@ -216,8 +209,7 @@ def offloads(job: Job) -> tuple[Job, ...]:
 
 def checkpointing_in(recipe: Recipe) -> str:
     """The recipe's activation checkpointing in words."""
-    kinds = {"none": "no checkpointing", "selective": "selective checkpointing"}
-    return kinds.get(recipe.checkpointing, "activation checkpointing")
+    return "activation checkpointing" if recipe.recomputes else "no checkpointing"
 
 
 def rows_in(recipe: Recipe) -> str:

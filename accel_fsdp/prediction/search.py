@@ -1,6 +1,6 @@
 """Searches layouts and batches to train a model on given GPUs: keeps those that fit, ranks by predicted time. Pure."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -8,7 +8,6 @@ from accel_fsdp.config import Engine
 from accel_fsdp.errors import NotInstalled, UserError
 from accel_fsdp.job import Job, Layout
 from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.capacity import Device
 from accel_fsdp.prediction.memory import shards, variant_for
 from accel_fsdp.prediction.problem import Candidate, Problem, layouts, meshes, offloads, rows_in
 from accel_fsdp.prediction.speed import RANGE
@@ -22,62 +21,38 @@ TIE = RANGE[0]
 predicted."""
 ENOUGH = 0.95
 """The share of a strategy's highest speed that a micro-batch must reach: a larger one fills memory and gains little."""
-FINE = 64
-"""The inverse of the relative error of a limit that is found by replaying the allocator, which may take a second."""
 MANY_EXPERTS = 64
 """Experts of a layer from which their gathering takes so much time and memory that dividing them is tried unasked."""
 MOST_MESHES = 4
 """The most meshes that are recorded without a flag, the fastest first, once one of them fits: each takes seconds."""
 
 
-def largest(problem: Problem, job: Job, field: str, most: int, like: Candidate | None = None) -> int:
+def largest(problem: Problem, job: Job, field: str, most: int) -> int:
     """The largest value of a field of the recipe, such as its rows, that fits; 0 if none does.
-
-    It is at least that of `like`, whose verdict it needs.
-    """
-
-    def needs(number: int) -> Device:
-        return _memory_of(problem, job.with_recipe(**{field: number}), like)
-
-    return _largest_number(needs, problem.capacity_bytes, most, getattr(like.recipe, field) if like else 0)
-
-
-def _memory_of(problem: Problem, job: Job, like: Candidate | None) -> Device:
-    """A job's memory and verdict, with the usual fragmentation, or with `like` from a replay of the allocator."""
-    device = problem.device(job, quick=like is None or job.layout.is_replayed)
-    if like is None or device.verdict == "no" or not job.layout.is_replayed:
-        return device
-    limit = capacity.spared_bytes(problem.capacity_bytes) - device.outside
-    if device.allocated > limit:
-        return device
-    reservation = problem.replay(job)(like.verdict == "expandable", limit)
-    wasted = reservation.failed_at or (like.verdict == "yes" and reservation.thrashes)
-    return replace(device, verdict="tight" if wasted else "yes")
-
-
-def _largest_number(needs: Callable[[int], Device], has: int, most: int, fitting: int = 0) -> int:
-    """The largest number from 1 to `most` that fits; if `fitting` is known to fit, a result within 2 % is enough.
 
     Memory grows about linearly, so the next number tried is where the line through the two numbers around the limit
     meets it; every third try is the middle, in case the line misleads.
     """
-    low, high, step = fitting, max(most, fitting) + 1, 1 + fitting // FINE
-    needed = {number: needs(number).needed for number in {1 + fitting // 2, fitting} if fitting > 1}
-    while high - low > step:
+    low, high = 0, most + 1
+    needed: dict[int, int] = {}
+    while high - low > 1:
         tries = len(needed)
-        number = tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _crossing(needed, low, high, has)
+        number = (
+            tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _crossing(problem, needed, low, high)
+        )
         number = min(max(number, low + 1), high - 1)
-        device = needs(number)
+        device = problem.device(job.with_recipe(**{field: number}))
         needed[number] = device.needed
         low, high = (number, high) if device.fits else (low, number)
     return low
 
 
-def _crossing(needed: Mapping[int, int], low: int, high: int, has: int) -> int:
+def _crossing(problem: Problem, needed: Mapping[int, int], low: int, high: int) -> int:
     """The point where a line reaches the limit: the line through `low` and `high`, or the two highest known numbers."""
     first, second = (low, high) if low in needed and high in needed else sorted(needed)[-2:]
     slope = (needed[second] - needed[first]) / (second - first)
-    return first + int((has / (1 + capacity.MARGIN) - needed[first]) / slope) if slope > 0 else high - 1
+    limit = problem.capacity_bytes / (1 + capacity.MARGIN)
+    return first + int((limit - needed[first]) / slope) if slope > 0 else high - 1
 
 
 UNTRIED = (
@@ -131,7 +106,7 @@ def make_plan(problem: Problem) -> Plan:
     used = {candidate.layout for candidate in divided}
     jobs += [job for job in meshes(problem) if job.layout in used]
     rows = tuple(_refuse_unloadable(problem, problem.evaluate(job)) for job in jobs)
-    choice = _confirm(problem, candidates)
+    choice = _choose(candidates)
     if choice is None:
         return Plan(problem, rows, untried=untried)
     bests: dict[Layout, Candidate] = {choice.layout: choice}  # the fastest of each layout
@@ -147,7 +122,7 @@ def make_plan(problem: Problem) -> Plan:
 def best(problem: Problem) -> Candidate | None:
     """The choice of `make_plan` alone; None if nothing fits."""
     candidates = list(_search(problem, layouts(problem.job), all_ways=False))
-    return _confirm(problem, candidates + _divided_candidates(problem, candidates)[0])
+    return _choose(candidates + _divided_candidates(problem, candidates)[0])
 
 
 def judge(problem: Problem) -> Plan:
@@ -155,7 +130,7 @@ def judge(problem: Problem) -> Plan:
     candidate = _refuse_unloadable(problem, problem.evaluate(problem.job))
     if not candidate.fits:
         return Plan(problem, (candidate,))
-    largest_rows = largest(problem, problem.job, "rows", MOST_ROWS, _limited_by_replay(problem, candidate))
+    largest_rows = largest(problem, problem.job, "rows", MOST_ROWS)
     reason = f"It fits, up to {rows_in(replace(candidate.recipe, rows=largest_rows))} per GPU."
     return Plan(problem, (candidate,), candidate, reason=reason)
 
@@ -169,35 +144,18 @@ def least(problem: Problem) -> Candidate:
     return min(candidates, key=lambda candidate: (bool(candidate.refused), candidate.device.needed))
 
 
-def _confirm(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
-    """The simplest of the fastest candidates, confirmed by the allocator's replay; those that fail it are shrunk."""
-    confirmed: list[Candidate] = []
-    while candidates:
-        ordered = sorted(candidates, key=lambda candidate: -candidate.tokens_per_s)
-        equal = [candidate for candidate in ordered if candidate.tokens_per_s >= TIE * ordered[0].tokens_per_s]
-        choice = min(equal, key=_burden)
-        if any(choice is checked for checked in confirmed):
-            return choice
-        index = candidates.index(choice)
-        candidates[index] = evaluated = problem.evaluate(choice.job)
-        if evaluated.fits:
-            confirmed.append(evaluated)
-            continue
-        smaller = _best(problem, choice.job, below=choice.recipe.rows)
-        candidates[index : index + 1] = [smaller] if smaller else []
-    return None
+def _choose(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The simplest of the fastest candidates; None without any."""
+    ordered = sorted(candidates, key=lambda candidate: -candidate.tokens_per_s)
+    equal = [candidate for candidate in ordered if candidate.tokens_per_s >= TIE * ordered[0].tokens_per_s]
+    return min(equal, key=_burden, default=None)
 
 
 def _longest_sequences(problem: Problem, candidate: Candidate) -> tuple[int, int]:
-    limit, like = problem.shape.positions or MOST_TOKENS, _limited_by_replay(problem, candidate)
+    limit = problem.shape.positions or MOST_TOKENS
     jobs = candidate.job, candidate.job.with_recipe(rows=1)
-    chosen, single = (largest(problem, job, "length", limit, like) for job in jobs)
+    chosen, single = (largest(problem, job, "length", limit) for job in jobs)
     return chosen, max(chosen, single)
-
-
-def _limited_by_replay(problem: Problem, candidate: Candidate) -> Candidate | None:
-    """The candidate if it fits only by the allocator's replay, which then decides its limits; else None."""
-    return None if candidate.verdict == "yes" and problem.has_room(candidate.job) else candidate
 
 
 def _refuse_unloadable(problem: Problem, candidate: Candidate) -> Candidate:
@@ -260,7 +218,7 @@ def _search(problem: Problem, jobs: Iterable[Job], all_ways: bool = True, fastes
             if not all_ways and _speed_bound(problem, variant) < TIE * fastest:
                 continue
             for offloaded in offloads(variant):
-                if candidate := _best(problem, offloaded) or _smallest_by_replay(problem, offloaded):
+                if candidate := _best(problem, offloaded):
                     fastest = max(fastest, candidate.tokens_per_s)
                     yield candidate
                     break  # offload is tried only if nothing fits without it
@@ -272,24 +230,14 @@ def _speed_bound(problem: Problem, job: Job) -> float:
     return max(problem.step(batch).tokens_per_s_per_gpu for batch in jobs)
 
 
-def _best(problem: Problem, job: Job, below: int = MOST_TOKENS) -> Candidate | None:
-    """The smallest micro-batch that is about as fast as the fastest; None if none `below` that number fits."""
+def _best(problem: Problem, job: Job) -> Candidate | None:
+    """The smallest micro-batch that is about as fast as the fastest; None if none fits."""
     if problem.refuses(job) or not problem.is_hosted(job):
         return None
-    batches = [batch for batch in _batches(problem, job) if batch.recipe.rows < below]
+    batches = _batches(problem, job)
     speeds = [problem.step(batch).tokens_per_s_per_gpu for batch in batches]
     fast_batches = (batch for batch, speed in zip(batches, speeds, strict=True) if speed >= ENOUGH * max(speeds))
-    return next((problem.evaluate(batch, quick=True) for batch in fast_batches), None)
-
-
-def _smallest_by_replay(problem: Problem, job: Job) -> Candidate | None:
-    """The smallest micro-batch, if it fits by the allocator's replay rather than at usual fragmentation."""
-    if not problem.fixed_rows:
-        job = (_split(problem, job) or [job])[0] if problem.global_rows else job.with_recipe(rows=1)
-    if problem.refuses(job) or not problem.is_hosted(job):
-        return None
-    candidate = problem.evaluate(job)
-    return candidate if candidate.fits else None
+    return next(map(problem.evaluate, fast_batches), None)
 
 
 def _batches(problem: Problem, job: Job) -> list[Job]:
@@ -314,18 +262,16 @@ BURDENS = (
     "resumes exactly and needs no other package",
     "trains with any script, not with train/sft.py alone",
     "computes nothing twice",
-    "needs no expandable segments",
     "leaves more memory free",
 )
 """The criteria that decide among equals, in this order."""
 OLDER = {Engine.FSDP1: 1, Engine.DEEPSPEED: 2}
 
 
-def _burden(candidate: Candidate) -> tuple[bool, int, bool, bool, bool, int]:
+def _burden(candidate: Candidate) -> tuple[bool, int, bool, bool, int]:
     """The candidate's value for each of `BURDENS`; lower is better."""
     layout, older = candidate.layout, OLDER.get(candidate.layout.engine, 0)
-    is_checkpointed, is_expandable = candidate.recipe.checkpointing != "none", candidate.verdict == "expandable"
-    return layout.offload, older, layout.is_by_transformers, is_checkpointed, is_expandable, candidate.device.needed
+    return layout.offload, older, layout.is_by_transformers, candidate.recipe.recomputes, candidate.device.needed
 
 
 def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:

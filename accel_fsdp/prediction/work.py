@@ -119,15 +119,11 @@ def head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
 def recomputed(forward: Work, block: Block | None, shape: ModelShape, recipe: Recipe) -> Work:
     """The work that checkpointing repeats: the forward pass, up to a block's last product if it isn't reentrant.
 
-    No tensor is saved after the input of that product (torch.utils.checkpoint's early stop). Selective checkpointing
-    repeats every second product and all work between products, but no attention.
+    No tensor is saved after the input of that product (torch.utils.checkpoint's early stop).
     """
     weights = block.products if block else ()
     if recipe.checkpointing == "none" or not weights:
         return Work()
-    if recipe.checkpointing == "selective":
-        saved = sum((_product(weight, shape, recipe) for weight in weights[::2]), Work())
-        return forward + saved.times(-1) + Work(attention_flops=-forward.attention_flops)
     last = _product(weights[-1], shape, recipe)
     return forward + last.times(-1 if recipe.checkpointing == "full" else 0)
 
@@ -187,7 +183,7 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
     ]
     if inner:
         gated = math.isclose(sum(inner), 3 * min(inner)) or shape.experts > 0
-        per_element = (FUSED_GATE_BYTES if _fuses_gates(recipe) else GATE_BYTES) if gated else ACTIVATION_BYTES
+        per_element = (FUSED_GATE_BYTES if fused else GATE_BYTES) if gated else ACTIVATION_BYTES
         yield _scaled_bytes(per_element, norm_width), sum(inner) / (3 if gated else 2), KERNELS["inner"]
     experts = [weight for weight in block.parameters if weight.kind == "experts"]
     if experts:
@@ -278,9 +274,5 @@ def _has_learned_positions(shape: ModelShape) -> bool:
 
 
 def _is_fused(recipe: Recipe) -> bool:
-    """Whether norms, rotation and loss are single kernels."""
+    """Whether norms, rotation, gated products and loss are single kernels."""
     return recipe.kernels != "none"
-
-
-def _fuses_gates(recipe: Recipe) -> bool:
-    return recipe.kernels == "liger"

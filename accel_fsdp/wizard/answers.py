@@ -21,9 +21,9 @@ class Answers:
 
     Consequences for the training script come last: `script_checkpoints` says that it has to checkpoint activations,
     because Accelerate can't, `auto_class` names its model class. Memory was judged with one row of `length` tokens on
-    each GPU, 0 if it wasn't judged, and fits only with the variables of `environment`. `seq_len` is that length if it
-    was given, None for the default. `dp_replicate`, `tp` and `ep` are sizes of FSDP2's mesh: replicas, 0 for one on
-    each machine, and ranks that divide layers and experts.
+    each GPU, 0 if it wasn't judged. `seq_len` is that length if it was given, None for the default. `dp_replicate`,
+    `tp` and `ep` are sizes of FSDP2's mesh: replicas, 0 for one on each machine, and ranks that divide layers and
+    experts.
     """
 
     model: str
@@ -49,7 +49,6 @@ class Answers:
     script_checkpoints: bool = False
     auto_class: str = "AutoModelForCausalLM"
     length: int = 0
-    environment: tuple[tuple[str, str], ...] = ()
     dp_replicate: int = 0
     tp: int = 1
     ep: int = 1

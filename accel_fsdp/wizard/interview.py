@@ -125,13 +125,12 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool
 
 
 def answers(session: Interview) -> Answers:
-    """The answers of a finished interview, with the plan's length and environment unless it is quiet or from a file."""
+    """The answers of a finished interview, with the plan's length unless it is quiet or from a file."""
     context = session.settled()
     candidate = None if session.quiet or session.as_written else notes.judgement(context)
     if candidate is None:
         return to_answers(context)
-    environment = tuple(candidate.device.environment.items())
-    return replace(to_answers(context), length=candidate.recipe.length, environment=environment)
+    return replace(to_answers(context), length=candidate.recipe.length)
 
 
 def warnings(session: Interview) -> tuple[str, ...]:

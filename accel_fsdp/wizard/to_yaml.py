@@ -129,8 +129,9 @@ def flag_text(value: Any) -> str:
 def launch_line(answers: Answers, path: str) -> str:
     script = [OWN_SCRIPT] if answers.own_script else _our_script(answers, path)
     if answers.needs_engine:
-        return config_header.engine_line(path, script, dict(answers.environment))
-    return config_header.launch_line(path, script, answers.num_machines > 1, dict(answers.environment))
+        return config_header.engine_line(path, script)
+    on_gpus = answers.gpus != "cpu"  # TPUs too
+    return config_header.launch_line(path, script, answers.num_machines > 1, on_gpus)
 
 
 def _our_script(answers: Answers, path: str) -> list[str]:

@@ -38,6 +38,9 @@ class Started(Exception):
     """Instead of ranks."""
 
 
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Stops where ranks would be started, and holds the environment that they would have."""
@@ -72,12 +75,36 @@ def test_the_ranks_get_what_accelerates_launcher_gives_them(
     started.clear()
     with pytest.raises(Started):
         launcher.launch(launcher.launcher_args(path, SFT, ()))
-    assert started == theirs
+    assert started == theirs | ({} if kind == "one CPU" else EXPANDABLE)
     shown = launcher.environment(launcher.launcher_args(path, SFT, ()))
     assert shown == {name: value for name, value in theirs.items() if os.environ.get(name) != value}
     ranks = launcher.rank_environment(path, SFT)
     assert ranks.items() <= shown.items()
     assert not ranks.keys() & {"MASTER_ADDR", "MASTER_PORT"}
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_the_allocators_setting_of_a_person_stays(
+    name: str, started: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "is_needed", lambda: False)
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    path = tmp_path / "job.yaml"
+    path.write_text(YAMLS["fsdp2"])
+    assert not EXPANDABLE.items() <= launcher.environment(launcher.launcher_args(path, SFT, ())).items()
+    with pytest.raises(Started):
+        launcher.launch(launcher.launcher_args(path, SFT, ()))
+    assert {key: value for key, value in started.items() if key.endswith("_ALLOC_CONF")} == {
+        name: "max_split_size_mb:128"
+    }
+
+
+def test_ranks_on_the_cpu_get_no_setting_of_the_allocator(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(YAMLS["ddp"])
+    shown = launcher.environment(launcher.parse(path, launcher.launcher_words(path, SFT, (), on_cpu=True)))
+    assert "PYTORCH_ALLOC_CONF" not in shown
+    assert EXPANDABLE.items() <= launcher.environment(launcher.launcher_args(path, SFT, ())).items()
 
 
 @pytest.mark.parametrize(

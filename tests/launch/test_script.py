@@ -406,7 +406,7 @@ def test_a_driver_for_ray_asks_for_what_the_yaml_says(write: Write) -> None:
         "config_file": "job.yaml",
         "script": str(SFT),
         "arguments": [*TRAINS, "--resume_from_checkpoint", "auto"],
-        "environment": {"HF_HOME": "/shared/.huggingface"},
+        "environment": {"HF_HOME": "/shared/.huggingface", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
     }
 
 
@@ -598,18 +598,11 @@ def test_quotes_and_line_ends_in_words_stay(write: Write, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("engine", ["slurm", "kubernetes", "skypilot", "dstack", "ray", "torchrun"])
-def test_a_job_that_fits_with_a_variable_alone_has_it(engine: str, write: Write, tmp_path: Path) -> None:
-    """Judged with the script's own arguments; of another script the YAML's own comment says it."""
-    command = ("config", "--yes", "--model", "llama-3.1-8b", "--gpus", "8xA100-40GB", "-o", tmp_path / "made.yaml")
-    assert cli.call([str(word) for word in command]) == 0
-    text = (tmp_path / "made.yaml").read_text()
-    size = ("--per_device_train_batch_size", "1", "--max_length", "2048", "--output_dir", "/shared/run")
-    short = (*size[:3], "128", "--packing", "true", *size[4:])
-    ours = ("--model_name_or_path", "meta-llama/Llama-3.1-8B", "--dataset_name", "d")
-    needed, not_needed = (write(engine, text, words=(*ours, *words)) for words in (size, short))
-    assert "PYTORCH_ALLOC_CONF" in needed
-    assert "expandable_segments:True" in needed
-    assert "PYTORCH_ALLOC_CONF" not in not_needed
-    if engine != "torchrun":
-        (tmp_path / "own.py").write_text("print()")
-        assert "expandable_segments:True" in write(engine, text, script=Path("own.py"), words=())
+def test_a_job_file_sets_expandable_segments(engine: str, write: Write, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("print()")
+    gpus = ("--gpus", "4xH100-80GB")
+    ours, own = write(engine, ONE, *gpus), write(engine, ONE, *gpus, script=Path("own.py"), words=())
+    for text in (ours,) if engine == "torchrun" else (ours, own):
+        set_in = [line for line in text.splitlines() if "expandable_segments:True" in line]
+        assert len(set_in) == 1
+        assert "PYTORCH_ALLOC_CONF" in text

@@ -44,13 +44,12 @@ MEASURED = json.loads((ROOT / "benchmarks" / "data" / "gpu_cases.json").read_tex
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: row["case"])
 def test_what_an_h200_allocated(row: dict[str, Any]) -> None:
-    """The peak to 0.5 %, what the allocator reserves to 10 %; Gemma 2's was measured with another attention."""
+    """The peak to 0.5 %; Gemma 2's was measured with another attention."""
     case = gpu.Case(row["model"], row["layers"], Recipe(**row["recipe"]), Layout(**row["layout"]))
     guess, measured = gpu.predicted(case, capacity.HOPPER_WORKSPACE_BYTES), row["measured"]
     keeps_other_tensors = gpu.has_other_attention(row) and case.recipe.checkpointing == "none"
     assert guess["peak"] == pytest.approx(measured["peak"], rel=0.1 if keeps_other_tensors else 0.005)
     assert guess["steady"] == pytest.approx(measured["steady"], rel=0.025)
-    assert guess["reserved"] == pytest.approx(measured["reserved"], rel=0.1)
 
 
 @pytest.mark.slow(but=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, run
-from older_libraries import Published, tapes_of, with_versions
+from memory_accuracy import tapes_of
 
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import GRADIENTS, OPTIMIZER, PARAMETERS, ModelShape, engines, step, variant_of
@@ -117,20 +117,6 @@ def test_a_tied_embedding_has_one_gradient_when_the_optimizer_steps() -> None:
     whole = sum(len(block.layers) * sum(parameter.numel for parameter in block.parameters) for block in shape.blocks)
     whole += sum(parameter.numel for parameter in shape.outer)
     assert prediction.moments[-1].live[GRADIENTS] == 4 * whole
-
-
-@pytest.mark.parametrize(
-    ("versions", "outside"),
-    [
-        ({}, False),
-        ({"transformers": "4.52.4"}, True),
-        ({"transformers": "4.53.0"}, False),
-        ({"torch": "2.4.1"}, True),
-        ({"torch": "2.4.1", "transformers": "4.53.0"}, False),
-    ],
-)
-def test_checkpoints_went_around_fsdp1_before_4_53(versions: dict[str, str], outside: bool) -> None:
-    assert with_versions(Published(), versions, "llama").checkpoints_outside == outside
 
 
 @pytest.mark.parametrize(("torch", "late"), [("2.14.1", True), ("2.15.0", False), ("2.15.0+cu132", False)])

@@ -188,7 +188,6 @@ def _job_file(options: ScriptCommand, config: JobConfig, script_args: tuple[str,
         predicted=duration.predicted(arguments, config, count, kind) if time_unneeded else None,
         minutes=None if options.time is None else _minutes(options.time, options.grace),
         uses_sft=uses_sft,
-        environment=duration.environment(arguments if uses_sft else {}, config, count, kind),
     )
 
 

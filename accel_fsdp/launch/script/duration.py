@@ -1,4 +1,4 @@
-"""The predicted duration of a job, if its number of steps is known, and the environment variables that it needs."""
+"""The predicted duration of a job, if its number of steps is known."""
 
 import contextlib
 import math
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accel_fsdp.config import JobConfig, header
+from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.job import from_arguments, from_yaml
@@ -44,16 +44,6 @@ def predicted(arguments: Arguments, config: JobConfig, machines: int, machine: M
         steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(problem.job)
         return Duration(steps, problem.step(problem.job)) if steps else None
     return None
-
-
-def environment(
-    arguments: Arguments, config: JobConfig, machines: int, machine: MachineFacts | None
-) -> Mapping[str, str]:
-    """The variables without which the job doesn't fit, from the plan or else from the YAML's comment."""
-    with contextlib.suppress(*UNKNOWN):
-        problem = _problem_to_plan(arguments, config, machines, machine)
-        return problem.evaluate(problem.job).device.environment
-    return header.variables(config.source)
 
 
 UNKNOWN = (UserError, RuntimeError, KeyError, ImportError)

@@ -1,7 +1,6 @@
 """The content of a job file for any engine, and the parts that all job files share."""
 
 import shlex
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_fsdp import __version__, flag_words
@@ -9,6 +8,7 @@ from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import MachineFacts
 from accel_fsdp.launch.script.duration import Duration
 from accel_fsdp.launch.script.flags import ScriptCommand
+from accel_fsdp.launch_environment import EXPANDABLE_SEGMENTS
 from accel_fsdp.units import counted
 
 SHARED = "/shared"
@@ -32,8 +32,8 @@ class JobFile:
     """One job.
 
     `gpus` and `cpus` are those of each machine, `minutes` the time limit, if a flag gives it. `predicted` is the
-    predicted duration, if there is one and no flag gives a limit. `environment` are the variables without which the job
-    doesn't fit, from the plan or the YAML's own comment. `uses_sft`: the script is train/sft.py or made of its parts.
+    predicted duration, if there is one and no flag gives a limit. `uses_sft`: the script is train/sft.py or made of its
+    parts.
     """
 
     flags: ScriptCommand
@@ -46,7 +46,6 @@ class JobFile:
     minutes: int | None
     predicted: Duration | None
     uses_sft: bool
-    environment: Mapping[str, str]
 
     @property
     def resumes(self) -> bool:
@@ -79,10 +78,10 @@ class JobFile:
         return f"timeout --foreground --signal=USR1 {self.minutes}m {command}" if self.minutes else command
 
 
-def shell_variables(job: JobFile) -> list[str]:
-    """Lines with variables that a user may want to set in a bash script: tokens from a private file, NCCL's log."""
+def shell_variables() -> list[str]:
+    """Lines with a bash script's variables: the allocator's; tokens from a private file and NCCL's log, to edit."""
     return [
-        *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
+        *(f"export {name}={value}" for name, value in EXPANDABLE_SEGMENTS.items()),
         f"# source ~/.tokens    # <- export {' and '.join(f'{name}=...' for name in TOKENS)}, in a file for you alone",
         f"# export NCCL_DEBUG=INFO    # <- {NCCL_DEBUG}",
     ]

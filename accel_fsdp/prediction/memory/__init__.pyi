@@ -1,9 +1,6 @@
 from . import shards as shards
 from . import step as step
-from .allocator import CachingAllocator as CachingAllocator
 from .replay import fused_head as fused_head
-from .reservation import Reservation as Reservation
-from .reservation import reserve as reserve
 from .shape import Block as Block
 from .shape import ModelShape as ModelShape
 from .shape import Parameter as Parameter

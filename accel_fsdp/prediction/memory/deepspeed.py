@@ -7,7 +7,7 @@ from accel_fsdp.job import Layout
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.engines import EngineMemory
-from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHER, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
+from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS
 
 MAX_LIVE_PARAMETERS, SUB_GROUP_SIZE = 10**9, 10**9  # DeepSpeed's defaults for stage 3
 REDUCE_BUCKET_SIZE = 5 * 10**8
@@ -66,15 +66,15 @@ class Zero(EngineMemory):
 
     def _add_live(self, unit: int, sign: int) -> None:
         size = 2 * shards.gathered_bytes(self.units[unit], self._unsharded_layout())
-        self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * state_bytes.LOW), ("unit", unit), stream=GATHER)
+        self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * state_bytes.LOW))
 
     def after_backward(self, unit: int, grad_bytes: int) -> None:
         """Stages 2 and 3 keep this rank's share of the gradients."""
         self.after_forward(unit)
         share = grad_bytes // self.layout.ranks if self.layout.strategy >= 2 else grad_bytes
         kept_bytes = 0 if self.layout.offload and self.layout.strategy >= 2 else share
-        self.meter.add(GRADIENTS, -grad_bytes, ("new", unit))
-        self.meter.add(GRADIENTS, 0 if self.has_grads else kept_bytes, ("shard", unit))
+        self.meter.add(GRADIENTS, -grad_bytes)
+        self.meter.add(GRADIENTS, 0 if self.has_grads else kept_bytes)
 
     def step(self) -> None:
         """Allocates the gradients in float32, of this rank's share or of a sub-group of it."""

@@ -11,19 +11,16 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
 
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import (
     BUFFERS,
-    GATHER,
     GATHERED,
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
-    REDUCE,
     Meter,
 )
 
@@ -93,14 +90,13 @@ class EngineMemory:
     def load(self) -> None:
         """Allocates the memory that lives from the beginning."""
         if not self.layout.offload:
-            self.meter.add_each(PARAMETERS, ((self._at_rest(unit) * count, unit) for unit, count in self.held_units))
+            self.meter.add(PARAMETERS, self.total(self._at_rest))
 
     def make_states(self) -> None:
         """Allocates the optimizer's states, which the first step makes and which stay."""
         if not self.layout.offload:
-            recipe, layout = self.recipe, self.layout
-            sizes = ((shards.optimizer_bytes(unit, recipe, layout) * count, unit) for unit, count in self.held_units)
-            self.meter.add_each(OPTIMIZER, sizes)
+            size = self.total(lambda unit: shards.optimizer_bytes(unit, self.recipe, self.layout))
+            self.meter.add(OPTIMIZER, size)
 
     def _at_rest(self, unit: Unit) -> int:
         return shards.shard_bytes(unit, self.layout) + shards.quantization_bytes(unit, self.layout)
@@ -142,9 +138,7 @@ class EngineMemory:
     def step(self) -> None:
         """Allocates the optimizer's temporaries: foreach Adam makes one of the parameters' size (torch.optim.adam)."""
         if self.recipe.optimizer == "adamw_torch" and not self.layout.offload:
-            sizes = [(self._master(unit, shard=True) * count, unit) for unit, count in self.held_units]
-            self.meter.add_each(OPTIMIZER, sizes, "temporaries")
-            self.meter.add(OPTIMIZER, -sum(size for size, _ in sizes), "temporaries")
+            self.meter.touch({OPTIMIZER: self.last_gradients()})
 
     def _master(self, unit: Unit, shard: bool) -> int:
         per_element = shards.master_bytes(self.recipe, self.layout)
@@ -169,7 +163,6 @@ class Fsdp(EngineMemory, ABC):
 
     gathered: set[int] = field(default_factory=set)
     waiting: dict[int, int] = field(default_factory=dict)
-    cast_stream: ClassVar[int] = GATHER
 
     def end_backward(self) -> None:
         """Counts whole gradients, not shards, while they wait for the last micro-batch."""
@@ -192,12 +185,12 @@ class Fsdp(EngineMemory, ABC):
     def _size(self, unit: int) -> int:
         return shards.gathered_bytes(self.unit(unit), self.layout)
 
-    def _cast_and_gather(self, unit: int, gathered_bytes: int, name: str) -> None:
+    def _cast_and_gather(self, unit: int, gathered_bytes: int) -> None:
         """Gathers from a cast copy of the shard, which lives until the all-gather ends."""
         cast = shards.cast_bytes(self.unit(unit), self.layout)
-        self.meter.add(GATHERED, cast, "cast", stream=self.cast_stream)
-        self.meter.add(GATHERED, gathered_bytes, (name, unit), stream=GATHER)
-        self.meter.add(GATHERED, -cast, "cast", stream=self.cast_stream, used_on=GATHER)
+        self.meter.add(GATHERED, cast)
+        self.meter.add(GATHERED, gathered_bytes)
+        self.meter.add(GATHERED, -cast)
 
     @abstractmethod
     def _gather(self, unit: int) -> None: ...
@@ -205,7 +198,7 @@ class Fsdp(EngineMemory, ABC):
     def _free(self, unit: int) -> None:
         if unit in self.gathered:
             self.gathered.remove(unit)
-            self.meter.add(GATHERED, -self._size(unit), ("unit", unit))
+            self.meter.add(GATHERED, -self._size(unit))
 
     def _reduction_bytes(self, unit: int) -> tuple[int, int]:
         """The bytes of the input and of the output of the unit's reduction."""
@@ -217,10 +210,10 @@ class Fsdp(EngineMemory, ABC):
         """Makes the reduced shard the gradient: cast, added to an older one, or moved to the host."""
         new_bytes = self._master(self.unit(unit), shard=True)
         if new_bytes != reduced_bytes:
-            self.meter.add(GRADIENTS, new_bytes, ("shard", unit), stream=REDUCE)
-            self.meter.add(GRADIENTS, -reduced_bytes, ("shard", unit))
+            self.meter.add(GRADIENTS, new_bytes)
+            self.meter.add(GRADIENTS, -reduced_bytes)
         if self.has_grads or self.layout.offload:
-            self.meter.add(GRADIENTS, -new_bytes, ("shard", unit))
+            self.meter.add(GRADIENTS, -new_bytes)
 
 
 @dataclass
@@ -229,7 +222,6 @@ class Fsdp2(Fsdp):
 
     frees_output_late: bool = field(default_factory=frees_output_late)
     kept_output: int = 0
-    kept_unit: int = 0
     prefetched: int | None = None
     reducing: int = 0
 
@@ -245,13 +237,13 @@ class Fsdp2(Fsdp):
         self.prefetched = None
         if not self.frees_output_late:
             self._drop_output()
-        self.meter.add(GATHERED, self._size(unit), ("unit", unit), unit=self.unit(unit))
+        self.meter.add(GATHERED, self._size(unit))
         self._drop_output()
         self.gathered.add(unit)
-        self.kept_output, self.kept_unit = self._output(unit), unit
+        self.kept_output = self._output(unit)
 
     def _drop_output(self) -> None:
-        self.meter.add(GATHERED, -self.kept_output, ("output", self.kept_unit))
+        self.meter.add(GATHERED, -self.kept_output)
         self.kept_output = 0
 
     def _output(self, unit: int) -> int:
@@ -259,7 +251,7 @@ class Fsdp2(Fsdp):
         return self._size(unit) if sharded else 0
 
     def _all_gather(self, unit: int) -> None:
-        self._cast_and_gather(unit, self._output(unit), "output")
+        self._cast_and_gather(unit, self._output(unit))
 
     def adds(self, unit: int) -> bool:
         """Waiting gradients stay with their parameters (`to_accumulated_grad_if_needed`)."""
@@ -274,8 +266,8 @@ class Fsdp2(Fsdp):
         if unit not in self.gathered:
             if self.prefetched != unit:
                 self._all_gather(unit)
-            self.meter.add(GATHERED, self._size(unit), ("unit", unit), unit=self.unit(unit))
-            self.meter.add(GATHERED, -self._output(unit), ("output", unit))
+            self.meter.add(GATHERED, self._size(unit))
+            self.meter.add(GATHERED, -self._output(unit))
             self.gathered.add(unit)
             self.prefetched = None
         self._prefetch(self._unit_before(unit))
@@ -308,8 +300,8 @@ class Fsdp2(Fsdp):
         ready = self.waiting.pop(unit, 0) or grad_bytes
         if not self.syncs:
             if unit not in self.waiting and (cast := shards.reduced_like(ready, self.recipe, self.layout)) != ready:
-                self.meter.add(GRADIENTS, cast, ("new", unit))
-                self.meter.add(GRADIENTS, -ready, ("new", unit))
+                self.meter.add(GRADIENTS, cast)
+                self.meter.add(GRADIENTS, -ready)
                 ready = cast
             self.waiting[unit] = ready
             return
@@ -318,17 +310,16 @@ class Fsdp2(Fsdp):
     def _reduce(self, unit: int, ready: int) -> None:
         """Reduces a unit's gradients over the ranks, and frees those that are `ready`."""
         unsharded, shard = self._reduction_bytes(unit)
-        self.meter.add(GRADIENTS, unsharded, "input")
-        self.meter.add(GRADIENTS, -ready, ("new", unit))
+        self.meter.add(GRADIENTS, unsharded)
+        self.meter.add(GRADIENTS, -ready)
         self.reducing = unsharded
-        self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
+        self.meter.add(GRADIENTS, shard)
         if self.unit(unit).nested and not self._output(unit):
-            self.meter.add(GRADIENTS, unsharded, "divided")  # a single rank divides without sending
-            self.meter.add(GRADIENTS, -unsharded, "divided")
+            self.meter.touch({GRADIENTS: unsharded})  # a single rank divides without sending
         self._keep(unit, shard)
 
     def _drop_input(self) -> None:
-        self.meter.add(GRADIENTS, -self.reducing, "input")
+        self.meter.add(GRADIENTS, -self.reducing)
         self.reducing = 0
 
     def end_backward(self) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.engines import Fsdp
-from accel_fsdp.prediction.memory.timeline import CAST, COMPUTE, GATHER, GATHERED, GRADIENTS, REDUCE
+from accel_fsdp.prediction.memory.timeline import GATHERED, GRADIENTS
 
 
 @dataclass
@@ -12,7 +12,6 @@ class Fsdp1(Fsdp):
     """Flat parameters; the root, which is the first unit, stays gathered from the first forward to the end."""
 
     offloaded: int = 0
-    cast_stream = CAST
 
     def adds(self, unit: int) -> bool:
         """The views' gradients wait for the flat parameter's."""
@@ -22,15 +21,15 @@ class Fsdp1(Fsdp):
         """Offloaded gradients are copied, and also stay on the GPU until the end of backward (`_saved_grad_shard`)."""
         if self.layout.offload:
             new_bytes = self._master(self.unit(unit), shard=True)
-            self.meter.add(GRADIENTS, -reduced_bytes, ("shard", unit))
-            self.meter.add(GRADIENTS, new_bytes, "offloaded", stream=REDUCE)
+            self.meter.add(GRADIENTS, -reduced_bytes)
+            self.meter.add(GRADIENTS, new_bytes)
             self.offloaded += new_bytes * self.counts[unit]
         else:
             super()._keep(unit, reduced_bytes)
 
     def end_backward(self) -> None:
         """Frees the copied gradients, as `prepare_gradient_for_optim` does."""
-        self.meter.add(GRADIENTS, -self.offloaded, "offloaded")
+        self.meter.add(GRADIENTS, -self.offloaded)
         self.offloaded = 0
         super().end_backward()
 
@@ -50,18 +49,11 @@ class Fsdp1(Fsdp):
         return self.layout.strategy == 3 or super()._reshards(unit)
 
     def _gather(self, unit: int) -> None:
-        self.meter.throttle()
         if self.layout.is_sharded:
-            self._cast_and_gather(unit, self._size(unit), "unit")
+            self._cast_and_gather(unit, self._size(unit))
         else:
-            self.meter.add(GATHERED, self._size(unit), ("unit", unit), stream=CAST)
+            self.meter.add(GATHERED, self._size(unit))
         self.gathered.add(unit)
-
-    def _free(self, unit: int) -> None:
-        """Frees the unit; its memory waits for the compute stream (`_free_unsharded_flat_param`)."""
-        if unit in self.gathered:
-            self.gathered.remove(unit)
-            self.meter.add(GATHERED, -self._size(unit), ("unit", unit), stream=GATHER, used_on=COMPUTE)
 
     def before_loss_backward(self) -> None:
         """Prefetches the last block, as the root's hook on the loss does (`_pre_backward_hook`)."""
@@ -81,16 +73,16 @@ class Fsdp1(Fsdp):
         if grad_bytes:
             unsharded, shard = self._reduction_bytes(unit)
             # the backward of torch.split joins the views' gradients in a new tensor
-            self.meter.add(GRADIENTS, unsharded, ("whole", unit))
-            self.meter.add(GRADIENTS, -grad_bytes, ("new", unit))
+            self.meter.add(GRADIENTS, unsharded)
+            self.meter.add(GRADIENTS, -grad_bytes)
             if unit in self.waiting:
-                self.meter.add(GRADIENTS, -self.waiting.pop(unit), ("whole", unit))
+                self.meter.add(GRADIENTS, -self.waiting.pop(unit))
             self._free_after(unit)
             if not self.syncs:
                 self.waiting[unit] = unsharded
                 return
-            self.meter.add(GRADIENTS, shard, ("shard", unit), stream=REDUCE)
-            self.meter.add(GRADIENTS, -unsharded, ("whole", unit), used_on=REDUCE)
+            self.meter.add(GRADIENTS, shard)
+            self.meter.add(GRADIENTS, -unsharded)
             self._keep(unit, shard)
         self._free_after(unit)
 

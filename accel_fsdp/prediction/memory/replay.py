@@ -1,11 +1,12 @@
 """Allocations of blocks and head for one recipe: their tapes at its batch, plus those of libraries. Pure."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction.memory import losses, shards
+from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.shape import Block, ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.traces import (
@@ -16,26 +17,20 @@ from accel_fsdp.prediction.memory.traces import (
     Tape,
     Tapes,
     Variant,
+    levels,
     replay,
     split_replay,
     variant_for,
 )
 
-TAPE_LOGIT_BYTES = (10, 12)
-"""Bytes per logit at the highest point of the loss and of its backward on the recorded tapes (transformers 5)."""
-
 
 @dataclass(frozen=True)
 class ReplayedModel:
-    """`more_logits` are the bytes of the loss and its backward beyond the head's tape.
-
-    `until_loss` are the bytes that each block keeps until the model's forward ends, also with checkpointing.
-    """
+    """`until_loss` are the bytes that each block keeps until the model's forward ends, also with checkpointing."""
 
     blocks: tuple[Replay, ...]
     embedding: Replay
     head: Replay
-    more_logits: tuple[int, int]
     until_loss: tuple[int, ...]
     splits: tuple[SplitReplay, ...]
 
@@ -45,7 +40,6 @@ def replay_model(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout
     at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
     blocks = [tape_of_block(shape, tapes, recipe, kind).of(recipe.rows) for kind in range(len(shape.blocks))]
     head = tape_of_head(tapes, recipe)
-    fused = head is None
     units = shards.distinct_units(shape, recipe, layout)
     width = Variant.of(variant_for(recipe, layout)).weight_bytes
     split = zip(blocks, units.experts, strict=True)
@@ -56,10 +50,25 @@ def replay_model(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout
         ),
         replay(tapes.embedding.of(recipe.rows), at),
         fused_head(shape, recipe) if head is None else replay(head.of(recipe.rows), at),
-        (0, 0) if fused or recipe.chunked_loss else _more_logits(shape, recipe),
         tuple(_cast_bytes(unit, recipe, layout) for unit in units.blocks),
         tuple(split_replay(tape, at, _gradients(experts, width)) for tape, experts in split),
     )
+
+
+class ForwardPeaks(NamedTuple):
+    """The highest points of the blocks and of head and loss in a forward that saves nothing."""
+
+    blocks: tuple[int, ...]
+    head: int
+
+
+def forward_peaks(shape: ModelShape, tapes: Tapes, recipe: Recipe) -> ForwardPeaks:
+    """Plays a model's forward alone. Liger's loss has all logits there: it avoids them only in training."""
+    at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
+    blocks = [tape_of_block(shape, tapes, recipe, kind).of(recipe.rows) for kind in range(len(shape.blocks))]
+    head = (tape_of_head(tapes, recipe) or tapes.head).of(recipe.rows)
+    highest = [max(levels(tape.first or tape.forward, at), default=0) for tape in (*blocks, head)]
+    return ForwardPeaks(tuple(highest[:-1]), highest[-1])
 
 
 def _gathering_keys(block: Block, alone: Replay, shape: ModelShape, recipe: Recipe, layout: Layout) -> Replay:
@@ -96,28 +105,20 @@ def tape_of_block(shape: ModelShape, tapes: Tapes, recipe: Recipe, index: int) -
 
 def tape_of_head(tapes: Tapes, recipe: Recipe) -> Tape | None:
     """The tape of head and loss; None if fused kernels compute both (`fused_head`)."""
-    if recipe.kernels == "liger" or (recipe.kernels == "foak" and recipe.chunked_loss):
+    if recipe.kernels != "none":
         return None
     return tapes.chunked_head if recipe.chunked_loss else tapes.head
-
-
-def _more_logits(shape: ModelShape, recipe: Recipe) -> tuple[int, int]:
-    logits, loss = shape.vocab * recipe.rows * recipe.length, losses.loss_of(recipe)
-    forward, backward = (
-        (peak - tape for peak, tape in zip(loss.peaks, TAPE_LOGIT_BYTES, strict=True)) if loss else (0, 0)
-    )
-    return forward * logits, backward * logits
 
 
 def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
     """Autocast's 16-bit copies of trained float32 weights.
 
     It keeps them until the model's forward ends (autocast_mode.cpp, `cached_cast`); without recomputation a tape has
-    them already. Sharded weights aren't leaves, so they aren't kept, and foak's kernels cast for themselves.
+    them already. Sharded weights aren't leaves, so they aren't kept.
     """
     casts = recipe.precision != "no" and shards.master_bytes(recipe, layout) == state_bytes.MASTER
     whole = layout.engine in (Engine.NONE, Engine.DDP) and recipe.recomputes
-    if not casts or not whole or (recipe.kernels == "foak" and recipe.method == "qlora"):
+    if not casts or not whole:
         return 0
     return state_bytes.LOW * sum(param.numel for param in unit.parameters if param.trained and len(param.shape) > 1)
 
@@ -126,13 +127,12 @@ def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:
     """Liger's head and loss in one: logits of a part of the tokens at a time, all gradients made in forward.
 
     (`fused_linear_cross_entropy.py`: the logits of a part are about as large as the hidden states, and
-    become their gradient in place. foak's older copy upcasts the logits and casts the gradient back.)
+    become their gradient in place.)
     """
     tokens, width = recipe.rows * recipe.length, shards.compute_bytes(recipe)
     parts = -(-shape.vocab // shape.hidden)
     chunk = 1 << (-(-tokens // parts) - 1).bit_length()
-    upcast = state_bytes.MASTER if recipe.kernels == "foak" else 0
-    logits = min(chunk, tokens) * shape.vocab * (width + upcast)
+    logits = min(chunk, tokens) * shape.vocab * width
     hidden = tokens * shape.hidden * width
     weight = shape.vocab * shape.hidden * width if recipe.method == "full" else 0
     end = hidden + weight

@@ -46,7 +46,7 @@ class HeldParameter:
         return 0.5 if self.quantized else self.compute
 
 
-Width = Literal["stored", "gathered", "trained"]
+Width = Literal["stored", "gathered"]
 CACHED = 1024  # equal layers share one unit, which is compared by identity: each size is summed once
 
 
@@ -344,19 +344,3 @@ def trained_bytes(unit: Unit, layout: Layout, per_element: float, shard: bool) -
         return round(elements * (1 if shard else layout.shard_ranks) * per_element)
     numel = shard_numel if shard else padded_numel
     return round(sum(numel(param, layout) for param in unit.parameters if param.trained) * per_element)
-
-
-@lru_cache(CACHED)
-def tensor_weights(unit: Unit, width: Width, flat: bool) -> tuple[float, ...]:
-    """The shares of a unit's tensors in its bytes: at rest, gathered, or trained."""
-    groups = _flat_groups(unit.parameters) if flat else [(param,) for param in unit.parameters]
-    sums = (sum(param.numel * float(getattr(param, width)) for param in group) for group in groups)
-    return tuple(size for size in sums if size)
-
-
-@lru_cache(CACHED)
-def loaded_sizes(unit: Unit) -> tuple[int, ...]:
-    """The bytes of each whole parameter when it reaches the GPU."""
-    return tuple(
-        round(param.numel * (state_bytes.LOW if param.quantized else param.stored)) for param in unit.parameters
-    )

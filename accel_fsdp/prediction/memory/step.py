@@ -6,7 +6,7 @@ frees and reduces each unit's parameters; a block's allocations are recorded on 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from accel_fsdp.config import Engine
@@ -15,7 +15,7 @@ from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.deepspeed import Zero
 from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp2
 from accel_fsdp.prediction.memory.fsdp1 import Fsdp1
-from accel_fsdp.prediction.memory.replay import ReplayedModel, replay_model
+from accel_fsdp.prediction.memory.replay import ForwardPeaks, ReplayedModel, forward_peaks, replay_model
 from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
@@ -53,7 +53,19 @@ def predict(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, wor
     """Walks through one step. `workspace_bytes` is the memory of the math libraries' workspaces."""
     walk = Walk.of(Meter(), shape, tapes, recipe, layout)
     steady = walk.step(shape.buffers_bytes, workspace_bytes)
-    return Prediction(tuple(walk.meter.moments), steady)
+    moments = [*walk.meter.moments]
+    if recipe.eval_batch:
+        moments.append(_evaluation(shape, tapes, recipe, layout, workspace_bytes))
+    return Prediction(tuple(moments), steady)
+
+
+def _evaluation(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int) -> Moment:
+    """The peak of an evaluation, which comes between steps: a forward of its rows that saves nothing."""
+    evaluated = replace(recipe, rows=recipe.eval_batch)
+    walk = Walk.of(Meter(), shape, tapes, evaluated, layout)
+    walk.rest(shape.buffers_bytes, workspace_bytes)
+    walk.evaluate(forward_peaks(shape, tapes, evaluated.part_of_rows(layout.context)))
+    return walk.meter.moments[-1]
 
 
 @dataclass(frozen=True)
@@ -118,7 +130,6 @@ class Walk:
     embedding: Replay
     head: Replay
     head_unit: int
-    more_logits: tuple[int, int]
     until_loss: tuple[int, ...]
     summed: int
     splits: tuple[SplitReplay, ...] = ()
@@ -143,7 +154,6 @@ class Walk:
         return cls(
             *(meter, engine, recipe, [order[index] for index in layers.places], layers.middle),
             *(replay.blocks, replay.embedding, replay.head, engine.head_unit),
-            more_logits=replay.more_logits,
             until_loss=replay.until_loss,
             splits=replay.splits,
             summed=_summed_bytes(shape, recipe, layout, replay) if shape.tied else 0,
@@ -152,23 +162,43 @@ class Walk:
 
     def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
         """Walks through the whole step; returns the memory allocated between steps."""
-        self.meter.enter("between steps")
-        self.meter.add(BUFFERS, buffers_bytes)
-        self.meter.add(WORKSPACE, workspace_bytes)
-        self.engine.load()
-        self.engine.make_states()
+        self.rest(buffers_bytes, workspace_bytes)
         steady = self.meter.total + self.engine.kept_gradients()
         self.micro_batches()
         self.meter.enter("optimizer step")
         self.engine.step()
         return steady
 
-    def micro_batches(self, more: str = "") -> None:
+    def rest(self, buffers_bytes: int, workspace_bytes: int) -> None:
+        """Allocates what lives between steps."""
+        self.meter.enter("between steps")
+        self.meter.add(BUFFERS, buffers_bytes)
+        self.meter.add(WORKSPACE, workspace_bytes)
+        self.engine.load()
+        self.engine.make_states()
+
+    def evaluate(self, peaks: ForwardPeaks) -> None:
+        """Walks through a forward that saves nothing; a block's input is freed after the block."""
+        self.meter.enter("evaluation")
+        self.meter.add(ACTIVATIONS, self.recipe.rows * self.recipe.length * 3 * ID_BYTES + self.embedding.forward_end)
+        self.engine.before_forward(0)
+        self.engine.after_forward(0)
+        for unit in self._units_repeated(range(1, len(self.order) + 1)):
+            block = self.order[unit - 1]
+            self.engine.before_forward(unit)
+            self._rise_with_experts(unit, peaks.blocks[block])
+            self.meter.add(ACTIVATIONS, self.blocks[block].output - self._output_before(unit))
+            self.engine.after_forward(unit)
+        self.engine.before_forward(self.head_unit)
+        self.meter.touch({LOSS: peaks.head})
+        self.engine.after_forward(self.head_unit)
+
+    def micro_batches(self) -> None:
         last = self.recipe.accumulation
         for number in sorted({1, min(2, last), last}):  # those in between are like the second
             self.engine.syncs = number == last
             name = f" of micro-batch {number}" if last > 1 else ""
-            self.micro_batch(name + more)
+            self.micro_batch(name)
 
     def micro_batch(self, name: str) -> None:
         tokens = self.recipe.rows * self.recipe.length
@@ -237,7 +267,7 @@ class Walk:
 
     def _loss(self) -> None:
         self.engine.before_forward(self.head_unit)
-        self.meter.touch({LOSS: self.head.forward_peak + self.more_logits[0]})
+        self.meter.touch({LOSS: self.head.forward_peak})
         self.meter.add(LOSS, self.head.forward_end)
         self.engine.after_forward(self.head_unit)
         self.engine.end_forward()
@@ -248,7 +278,7 @@ class Walk:
         if not self.head.keeps_input:
             self.meter.add(ACTIVATIONS, -hidden)
         if not self.recipe.chunked_loss:  # else the head's backward is part of the loss's, from the first chunk on
-            self.meter.touch({LOSS: self.head.early_peak + self.more_logits[1]})
+            self.meter.touch({LOSS: self.head.early_peak})
         self.engine.before_head_backward(self.head_unit)
         if self.recipe.chunked_loss:
             self._add_backward_peak(self.head, LOSS, self.head_unit)

@@ -1,21 +1,14 @@
 """Counts live bytes on one rank, by kind, and records the peak of each phase. Pure."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
-
-if TYPE_CHECKING:
-    from accel_fsdp.prediction.memory.shards import Unit
+from typing import ClassVar
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered units", "gradients", "optimizer state"
 ACTIVATIONS, LOSS, BUFFERS, WORKSPACE = "activations", "logits and loss", "buffers", "workspace"
 KINDS = (PARAMETERS, OPTIMIZER, GRADIENTS, GATHERED, ACTIVATIONS, LOSS, BUFFERS, WORKSPACE)
 LETTERS: Mapping[str, str] = dict(zip(KINDS, "POGUALBW", strict=True))
 """Abbreviations of the kinds in figures."""
-
-
-COMPUTE, CAST, GATHER, REDUCE = range(4)
-"""The streams of a rank: the allocator has separate memory for each."""
 
 
 @dataclass(frozen=True)
@@ -49,27 +42,11 @@ class Meter:
         self.phase, self._highest = phase, -1
         self.add(PARAMETERS, 0)
 
-    def add(
-        self,
-        kind: str,
-        size: int,
-        name: object = None,
-        unit: "Unit | None" = None,
-        stream: int = COMPUTE,
-        used_on: int = COMPUTE,
-    ) -> None:
-        """Allocates, or frees if `size` is negative. Only an allocator uses the other arguments.
-
-        `name` identifies the tensors to free; `unit` is theirs, None for a single tensor. `stream` is the stream of
-        the allocation, `used_on` another one that may still use it when it is freed.
-        """
+    def add(self, kind: str, size: int) -> None:
+        """Allocates, or frees if `size` is negative."""
         self.live[kind] += size
         self.total += size
         self._update_peak()
-
-    def add_each(self, kind: str, sizes: "Iterable[tuple[int, Unit]]", name: object = None) -> None:
-        """Allocates a kind for each unit."""
-        self.add(kind, sum(size for size, _ in sizes), name)
 
     def change(self, sizes: Mapping[str, int]) -> None:
         """Allocates and frees by kind at once, without a peak in between."""
@@ -94,9 +71,6 @@ class Meter:
 
     def mark(self) -> None:
         """Called after each unit; only a `Trace` uses it."""
-
-    def throttle(self) -> None:
-        """Called when the CPU waits for the GPU's work of two units before; only an allocator uses it."""
 
     def _update_peak(self) -> None:
         if self.total > self._highest:

@@ -143,7 +143,6 @@ class Variant(NamedTuple):
     targets: LoraTargets = "all"
     dropout: bool = False
     kernels: Kernels = "none"
-    selective: bool = False
     tensor: int = 1
     experts: int = 1
 
@@ -152,7 +151,7 @@ class Variant(NamedTuple):
         """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention, fused kernels, ranks."""
         tags = "32" if self.method != "full" and self.adapters != self.weights else ""
         tags += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
-        ends = [*([] if self.kernels == "none" else [self.kernels]), *(["sac"] if self.selective else [])]
+        ends: list[str] = [] if self.kernels == "none" else [self.kernels]
         ends += [f"{axis}{getattr(self, axis)}" for axis in ("tensor", "experts") if getattr(self, axis) > 1]
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + tags, self.attention, *ends))
 
@@ -177,9 +176,8 @@ def _every_variant() -> list[Variant]:
             for method in ("full", "lora", "qlora"):
                 dtypes = {weights, "fp32"} if method != "full" else {weights}
                 variants += [
-                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels, selective)  # type: ignore[arg-type]
-                    for kernels in ("none", "liger", "foak")
-                    for selective in (False, True)
+                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels)  # type: ignore[arg-type]
+                    for kernels in ("none", "liger")
                     for adapters in sorted(dtypes)
                     for targets in (("all", "attention") if method != "full" else ("all",))
                     for dropout in ((False, True) if method != "full" else (False,))
@@ -228,7 +226,6 @@ def variant_of(recipe: Recipe, engine: str, tensor: int = 1, experts: int = 1) -
         targets="all" if recipe.method == "full" else recipe.lora_targets,
         dropout=recipe.method != "full" and recipe.lora_dropout,
         kernels=recipe.kernels,
-        selective=recipe.checkpointing == "selective",
         tensor=tensor,
         experts=experts,
     ).name

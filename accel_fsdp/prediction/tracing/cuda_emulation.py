@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accel_fsdp import library_internals
 from accel_fsdp.library_internals import Internal
@@ -39,10 +38,6 @@ library_internals.check(*RELIES_ON, why="what a model allocates is recorded with
 LOW = (torch.bfloat16, torch.float16)
 _ATEN = torch.ops.aten
 _FLASH_BACKWARD = _ATEN._scaled_dot_product_flash_attention_backward.default
-_ATTENTION = {
-    _ATEN._scaled_dot_product_flash_attention.default,
-    _ATEN._scaled_dot_product_efficient_attention.default,
-}
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _EFFICIENT_BACKWARD = _ATEN._scaled_dot_product_efficient_attention_backward.default
 
@@ -283,41 +278,6 @@ def in_order_of_creation(events: list[StorageEvent]) -> list[StorageEvent]:
     """
     runs = itertools.groupby(events, key=lambda event: event.sign < 0)
     return [event for freed, run in runs for event in (sorted(run, key=lambda event: event.key) if freed else run)]
-
-
-def selectively(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs a layer under selective checkpointing as torchtitan does (activation_checkpoint.py, `_save_list`).
-
-    Attention's output and every second product are kept; the rest is recomputed in backward, where the function mode of
-    the forward isn't on.
-    """
-
-    def ruled(*inputs: Any) -> Any:
-        with CudaRules():
-            return layer(*inputs, **kwargs)
-
-    return checkpoint(
-        ruled,
-        *args,
-        use_reentrant=False,
-        context_fn=_selective_contexts,
-        determinism_check="none",
-        preserve_rng_state=False,
-    )
-
-
-def _selective_contexts() -> Any:
-    products = {False: 0, True: 0}
-
-    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if func is _ATEN.mm.default:
-            products[context.is_recompute] += 1
-            keeps = products[context.is_recompute] % 2 == 1
-        else:
-            keeps = func in _ATTENTION
-        return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 class Begin(torch.autograd.Function):

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_fsdp.models import build
 from accel_fsdp.prediction.memory import CHUNK_TOKENS, At, ModelShape, Variant
-from accel_fsdp.prediction.tracing.cuda_emulation import CudaRules, Watch, selectively
+from accel_fsdp.prediction.tracing.cuda_emulation import CudaRules, Watch
 from accel_fsdp.prediction.tracing.model_shape import blocks_of, shape_of, text_layers
 from accel_fsdp.prediction.tracing.run import RecordedRun, quiet, record_run
 
@@ -157,11 +157,9 @@ class Recorder:
 
         def call(watch: Watch, make_input: Callable[[], Tensor]) -> Any:
             watch.start()
-            if self.variant.selective:
-                return selectively(layer, make_input(), *args, **kwargs)
             return layer(make_input(), *args, **kwargs)
 
-        return self._run(call, hidden, layer, twice=not self.variant.selective)
+        return self._run(call, hidden, layer, twice=True)
 
     def masked(self, block: int, at: At) -> bool:
         """Whether the model hands a mask to a kind of block at this length."""
@@ -258,7 +256,7 @@ class Recorder:
     ) -> RecordedRun:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
-            return record_run(call, like, module, self._enter_contexts, self.variant.selective, twice)
+            return record_run(call, like, module, self._enter_contexts, twice)
 
 
 def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
@@ -314,7 +312,7 @@ def _use_fused_kernels(module: nn.Module, variant: Variant) -> None:
     if variant.kernels != "none":
         from accel_fsdp.prediction.tracing.fused_kernels import fuse
 
-        fuse(module, variant)
+        fuse(module)
 
 
 def _built(name: str, config: Any, variant: Variant) -> Any:

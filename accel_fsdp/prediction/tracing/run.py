@@ -41,12 +41,11 @@ def record_run(
     like: Tensor | None,
     module: nn.Module,
     around: Callable[[], Any] = nullcontext,
-    at_once: bool = False,
     twice: bool = False,
 ) -> RecordedRun:
     """Records a forward and its backward; `call` starts the watch and asks for an input like `like`.
 
-    `at_once` sorts consecutive releases; `twice` also records a forward that saves nothing.
+    `twice` also records a forward that saves nothing.
     """
     watch = Watch()
     caught: list[Tensor] = []
@@ -78,12 +77,11 @@ def record_run(
             grads = {watch.key_of(_local_part(p.grad)) for p in module.parameters() if p.grad is not None}
             alive = [watch.key_of(grad) for grad in caught]
             module.zero_grad()
-    order = in_order_of_creation if at_once else list
     first = _without_saving(call, like, around) if twice and like is not None else []
     return _recorded_run(
         first,
-        order(watch.events[:split]),
-        order(backward),
+        watch.events[:split],
+        backward,
         {replaced.get(key, key) for key in grads},
         [replaced.get(key, key) for key in alive],
         output,
