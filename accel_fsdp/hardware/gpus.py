@@ -5,6 +5,7 @@ All rates are per GPU as torch counts devices; FLOP/s are dense (without structu
 
 import dataclasses
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -20,6 +21,9 @@ INLINE_ECC = frozenset({"T4", "A10", "A10G", "L4", "A40", "L40", "L40S"})
 REPORTED_SHARE = 0.985
 """Share of the memory sold (less error correction) that CUDA reports as a card's total, where no report is known: those
 in the table are 0.98 to 0.992 of it."""
+
+NPU_GB = 64
+"""Memory of an Ascend 910B (vllm-ascend#9337). Its bandwidth is published as 0.4 to 1.6 TB/s, not by the vendor."""
 
 CALIBRATED = frozenset({"A100", "H100", "RTX 3090", "RTX 4090"})
 """GPUs whose efficiency was found from public runs; where another row has one, the chip is one of these in another
@@ -131,6 +135,8 @@ GPUS: tuple[Gpu, ...] = (
     # sharding).
     _gpu("RTX 3090",      24, 23.68,  350,     71,  35.6,  936,  32,  32, 12.5, 0.95, "GA102 whitepaper"),
     _gpu("RTX 4090",      24, 23.64,  450,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, "Ada Lovelace whitepaper"),
+    # Resellers in China double the memory.
+    _gpu("RTX 4090",      48,  None,  450,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, "Ada Lovelace whitepaper"),
     _gpu("RTX 5090",      32, 31.36,  575,  209.5, 104.8, 1792,  64,  64, 12.5, None, "RTX Blackwell whitepaper"),
     _gpu("RTX 6000 Ada",  48,  47.4,  300,  364.2,  91.1,  960,  32,  32, 12.5, None, "RTX 6000 Ada datasheet"),
     _gpu("RTX PRO 6000",  96,  None,  600,  503.8,   126, 1792,  64,  64, 12.5, None,
@@ -170,9 +176,18 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     """The GPU of a name as people or drivers write it: `H100`, `h100-80gb`, `NVIDIA H100 80GB HBM3`.
 
     Of several sizes it takes the nearest to `memory_gib`, or to the size in the name, else the first of the table.
+
+    Raises:
+        UsageError: the name is unknown, or the card does not exist with `memory_gib`.
     """
     plain_name = _plain(name)
     rows = [gpu for gpu in GPUS if _plain(gpu.name) == plain_name]
+    if is_npu(name):
+        raise UsageError(
+            f"{name} is an NPU, for which no plan can be made.",
+            why=f"a plan predicts the kernels and the allocator of GPUs; only the memory is known, {NPU_GB} GB",
+            fix=f"accel-fsdp config --gpus 8x{name}-{NPU_GB}GB, which compares weights, gradients and moments with it",
+        )
     if not rows:
         names, sized_name = {_plain(gpu.name): gpu.name for gpu in GPUS}, with_size(name)
         suggestion = f" Did you mean {sized_name}?" if sized_name else ""
@@ -181,6 +196,14 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
             why="the step time depends on its peak, memory and links",
             fix=f"one of {', '.join(dict.fromkeys(names.values()))}",
         )
+    sizes = [gpu.memory_gib for gpu in rows]
+    if memory_gib and not _is_possible(memory_gib, sizes):
+        typed, known = f"{memory_gib:g}GB", [f"{size:g}GB" for size in sizes]
+        raise UsageError(
+            f"{rows[0].name} does not exist with {memory_gib:g} GB of memory.{did_you_mean(typed, known)}",
+            why="a GPU's memory decides what fits",
+            fix=" or ".join(f"{rows[0].name}-{size}" for size in known),
+        )
     in_name = (gpu.memory_gib for gpu in rows if re.search(rf"\b{gpu.memory_gib:g}\s*gi?b\b", name, re.I))
     size = memory_gib or next(in_name, rows[0].memory_gib)
     nearest = min(rows, key=lambda gpu: abs(gpu.memory_gib - size))
@@ -188,6 +211,19 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
         return nearest
     is_reported = nearest.usable_gib * REPORTED_SHARE <= memory_gib < nearest.memory_gib  # as drivers report it
     return dataclasses.replace(nearest, memory_gib=memory_gib, reported_gib=memory_gib if is_reported else None)
+
+
+def is_npu(name: str) -> bool:
+    """Whether the name is Ascend's 910B or one of its editions (910B2), which Accelerate runs FSDP on."""
+    return re.fullmatch(r"ascend910b[123]?", _plain(name)) is not None
+
+
+def _is_possible(memory_gib: float, sizes: Iterable[float]) -> bool:
+    """Whether a card is sold with this size, give or take what drivers keep, or can be divided into parts (MIG) of it.
+
+    A part is at least an eighth of the card.
+    """
+    return any(abs(memory_gib * parts / size - 1) < 0.1 for size in sizes for parts in range(1, 9))
 
 
 def with_size(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Machines in words: `8xH100-80GB`, `2x8xA100-40GB`, `cpu`. Pure."""
+"""Machines as text: `8xH100-80GB`, `2x8xA100-40GB`, `H100 x 8`, `cpu`. Pure."""
 
 import ipaddress
 import re
@@ -26,6 +26,8 @@ _OLD = re.compile(rf"\b(?:{'|'.join(map(re.escape, WITHOUT_BF16))})", re.I)
 
 MOST_GPUS = 1_000_000
 """The largest plausible number of GPUs; a larger one is taken for a typing error."""
+MOST_PER_MACHINE, USUAL_PER_MACHINE = 16, 8
+"""A machine has at most 16 GPUs (DGX-2, p2.16xlarge, eight MI250X with two dies each), and usually 8."""
 LONGEST = 80
 """Letters of a description."""
 LONGEST_NAME = 253
@@ -36,21 +38,27 @@ RESERVED_DOMAIN = re.compile(r"(^|\.)(example(\.(com|net|org))?|invalid)$", re.I
 """Domains that no machine is in (RFC 2606)."""
 
 _MEMORY = r"(?:[ -](?P<memory>\d+)Gi?B)?"
-_SHAPE = re.compile(
-    rf"(?:(?P<machines>\d+)\s*x\s*)?(?P<count>\d+)\s*x\s*(?P<name>(?:[A-Za-z]|\d{{4}})[\w .-]*?){_MEMORY}", re.I
+_NUMBERED = r"(?P<name>(?:RTX[ -](?:PRO[ -])?)?(?:(?!x\d)[A-Za-z]+\d+\w*?|\d{4})(?:[ -][A-Za-z]+)?)"
+_FORMS = (
+    rf"{_NUMBERED}{_MEMORY}\s*x\s*(?P<count>\d+)",
+    rf"(?:(?P<machines>\d+)\s*x\s*)?(?P<count>\d+)(?:\s*x\s*|\s+)(?P<name>(?:[A-Za-z]|\d{{4}})[\w .-]*?){_MEMORY}",
+    rf"{_NUMBERED}{_MEMORY}",
 )
-_ALONE = re.compile(rf"(?P<name>(?:RTX |RTX-)?(?:(?!x\d)[A-Za-z]+\d+\w*|\d{{4}})(?:[ -][A-Za-z]+)?){_MEMORY}", re.I)
-"""One GPU by a name that contains a number: `h100`, `RTX 4090`."""
+"""`H100 x 8`; `8xH100-80GB`, `8 H100` and `2x8xH100`; a single GPU by a name that contains a number: `RTX 4090`."""
+_PATTERNS = tuple(re.compile(form, re.I) for form in _FORMS)
 
 
 def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
     """Returns one machine and their number: `8xH100-80GB` is (8 H100 of 80 GiB, 1), `cpu` a machine without GPU.
 
-    A name alone, such as `h100`, is one GPU. `flag` is the source of the text.
+    `8 H100` and `H100 x 8` are the same without the memory; a name alone, such as `h100`, is one GPU. `flag` is the
+    source of the text.
     """
-    if text.strip().lower() == "cpu":
+    plain = re.sub(r"[*\u00d7]", "x", text.strip())  # the sign of multiplication
+    if plain.lower() == "cpu":
         return CPU, 1
-    match = _SHAPE.fullmatch(text.strip()) or _ALONE.fullmatch(text.strip()) if len(text) < LONGEST else None
+    matches = (pattern.fullmatch(plain) for pattern in _PATTERNS) if len(text) < LONGEST else ()
+    match = next(filter(None, matches), None)
     parts = match.groupdict() if match else {}
     count, machines, memory = (int(parts.get(name) or 1) for name in ("count", "machines", "memory"))
     if count * machines > MOST_GPUS:
@@ -65,7 +73,15 @@ def parse(text: str, flag: str = "--gpus") -> tuple[MachineFacts, int]:
             why="it has to give the number and the kind of GPUs",
             fix=f"{flag} 8xH100-80GB, or {flag} 2x8xA100-40GB for two machines",
         )
-    return MachineFacts(parts["name"].strip(), count, float(memory) if parts["memory"] else None), machines
+    machine = MachineFacts(parts["name"].strip(), count, float(memory) if parts["memory"] else None)
+    if count > MOST_PER_MACHINE:
+        several = replace(machine, count=USUAL_PER_MACHINE)
+        raise UsageError(
+            f"{flag} {text[:LONGEST]} is one machine with {count:,} GPUs",
+            why=f"a machine has at most {MOST_PER_MACHINE}, and a slower network joins several machines",
+            fix=f"{flag} {as_typed(several, machines * -(-count // USUAL_PER_MACHINE))}: machines x GPUs of each",
+        )
+    return machine, machines
 
 
 def parse_list(text: str, flag: str) -> dict[str, tuple[MachineFacts, int]]:
@@ -93,6 +109,11 @@ def as_named(machine: MachineFacts) -> str:
         return "cpu"
     memory = f"-{machine.memory_gib:.0f}GB" if machine.memory_gib else ""
     return f"{machine.count}x{machine.accelerator}{memory}"
+
+
+def as_typed(machine: MachineFacts, number: int) -> str:
+    """Several equal machines as text, with the accelerator's name as given: `2x8xH100`."""
+    return f"{number}x{as_named(machine)}" if number > 1 else as_named(machine)
 
 
 def _plain_name(name: str) -> str:

@@ -172,7 +172,7 @@ def gpus_in_header(config: JobConfig) -> str:
         return ""
     if not machine.count or several * machine.count != config.processes or number not in (1, several):
         return ""
-    return text if number == several else f"{several}x{text}"
+    return machines.as_typed(machine, several)
 
 
 def _refuse(condition: bool, what: str, why: str) -> None:

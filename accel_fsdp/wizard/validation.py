@@ -9,15 +9,12 @@ from accel_fsdp.errors import UNPRINTABLE, UsageError, UserError, nearest
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Clash, Job, Layout, Recipe, clashes, combinations
 from accel_fsdp.models import CAUSAL, Divisible, catalogue, check_layer_classes
-from accel_fsdp.units import GIB, about_gib
 from accel_fsdp.wizard.question import Context, engine_of
 
 LOOKALIKES = str.maketrans("OoIl", "0011")
 """Letters that people type in place of digits."""
 MEMORY_MATTERS = "a GPU's memory decides what fits"
 LONGEST_PATH, LONGEST_SHOWN = 1024, 80
-MORE_MEMORY = 1.5
-"""The factor over the largest card of a name that is accepted, for new editions of it."""
 MOST_RANKS = 1_000_000
 """The largest plausible number of machines or processes; a larger one is taken for a typing error."""
 FLAGS = {"tp": "--tp", "ep": "--ep", "full": "--method full", "lora": "--method lora"}
@@ -110,6 +107,7 @@ def check_gpus(context: Context, value: Any) -> str:
     name = machine.accelerator
     if name is None or text == machines.describe(context.detected):
         return text
+    text = machines.as_typed(machine, number)
     if name.lower() == "cpu":
         raise _wrong_gpus(text, "a machine without GPUs is called cpu", "processes have a separate flag", "cpu")
     if machine.count * number > MOST_RANKS:
@@ -120,10 +118,9 @@ def check_gpus(context: Context, value: Any) -> str:
         what = f"{name} is an unknown GPU. Did you mean {suggestion}?"
         raise _wrong_gpus(text, what, MEMORY_MATTERS, text.replace(name, suggestion))
     if gpus.is_known(name):
-        most = max(gpu.memory_gib for gpu in gpus.GPUS if gpu.name == gpus.find(name).name)
-        if machine.memory_gib and machine.memory_gib > most * MORE_MEMORY:
-            what = f"no {name} has {about_gib(machine.memory_gib * GIB)}"
-            raise _wrong_gpus(text, what, MEMORY_MATTERS, f"{machine.count}x{name}-{most:.0f}GB, the memory of one GPU")
+        gpus.find(name, machine.memory_gib)
+    elif not machine.memory_gib and gpus.is_npu(name):
+        raise _wrong_gpus(text, f"{name} is not in the table of GPUs", MEMORY_MATTERS, f"{text}-{gpus.NPU_GB}GB")
     elif not machine.memory_gib:  # with it, the GPU is just missing from the table
         names = dict.fromkeys(gpu.name for gpu in gpus.GPUS)
         near = nearest(name, names)

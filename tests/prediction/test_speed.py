@@ -268,6 +268,10 @@ def test_the_optimizer_is_bound_by_memory_and_sharding_divides_it() -> None:
         ("NVIDIA H800", None, "H800", 80),
         ("NVIDIA A800-SXM4-80GB", None, "A800", 80),
         ("NVIDIA B300 SXM6 AC", None, "B300", 270),
+        ("A100", 39, "A100", 39),
+        ("NVIDIA A100-SXM4-40GB", 19.5, "A100", 19.5),  # a slice (MIG)
+        ("RTX 4090", 47.4, "RTX 4090", 47.4),
+        ("B300", 288, "B300", 288),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", None, "RTX PRO 6000", 96),
     ],
 )
@@ -279,6 +283,12 @@ def test_gpus_go_by_many_names(name: str, memory: float | None, found: str, gib:
 def test_an_unknown_gpu_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(UsageError, match="Did you mean RTX 4090"):
         find("RTX 4091")
+
+
+@pytest.mark.parametrize(("name", "memory"), [("A100", 800), ("A100", 60), ("H100", 0.08), ("RTX 4090", 80)])
+def test_a_size_that_no_card_has_is_refused(name: str, memory: float) -> None:
+    with pytest.raises(UsageError, match=f"{name} does not exist with {memory:g} GB"):
+        find(name, memory)
 
 
 def test_every_gpu_is_found_by_its_own_name_and_its_rates_are_in_order() -> None:
