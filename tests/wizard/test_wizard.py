@@ -137,6 +137,14 @@ def test_the_command_in_the_header_writes_the_same_bytes(tmp_path: Path) -> None
     assert "fsdp_activation_checkpointing: true" in first.read_text()  # 2,048 tokens need none
 
 
+@pytest.mark.parametrize(("engine", "precision"), [("fsdp", "'no'"), ("ddp", "'no'"), ("tpu", "bf16")])
+def test_a_cpu_trains_in_float32(engine: str, precision: str, tmp_path: Path) -> None:
+    path = tmp_path / "made.yaml"
+    words = ("config", "--yes", *LLAMA[:2], "--gpus", "cpu", "--engine", engine)
+    assert accel_fsdp(*words, "-o", path).code == 0
+    assert f"mixed_precision: {precision}" in path.read_text()
+
+
 def yaml_in(folder: Path) -> Path:
     path = folder / "made.yaml"
     assert accel_fsdp("config", "--yes", "--preset", "fsdp2", *LLAMA[:2], "-o", path).code == 0
