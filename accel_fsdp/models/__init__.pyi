@@ -24,6 +24,7 @@ from .inspect_model import stored_dtype as stored_dtype
 from .layers import beside_text as beside_text
 from .layers import class_names as class_names
 from .layers import expert_classes as expert_classes
+from .layers import is_fused_experts as is_fused_experts
 from .layers import kept_in_float32 as kept_in_float32
 from .layers import language_parameters as language_parameters
 from .layers import persistent_buffers as persistent_buffers

@@ -49,7 +49,7 @@ def model_facts(name: str, config: Any) -> ModelFacts:
             embeddings=layers.embeddings(model),
             scalars=any(parameter.dim() == 0 for parameter in model.parameters()),
             embedding_parents=layers.embedding_parents(model, [layer.name for layer in wrapped]),
-            fused_experts=sum(p.numel() for name, p in model.named_parameters() if p.dim() == 3 and "experts" in name),
+            fused_experts=layers.fused_experts(model),
             **vars(parallel_plans.divisible_by_config(config)),
             **_formats(name, config, model),
         )

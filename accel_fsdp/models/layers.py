@@ -39,6 +39,21 @@ def expert_classes(model: "nn.Module") -> frozenset[str]:
     return frozenset(type(expert).__name__ for experts in lists for expert in experts)
 
 
+def is_fused_experts(path: str, module: "nn.Module", parameter: "nn.Parameter") -> bool:
+    """Whether a direct parameter of the module at this path holds the weights of several experts.
+
+    Convolutions and tables of positions have three dimensions too.
+    """
+    return parameter.dim() == 3 and "experts" in f"{path} {type(module).__name__}".lower()
+
+
+def fused_experts(model: "nn.Module") -> int:
+    """Counts the parameters in tensors of several experts."""
+    modules = model.named_modules()
+    owned = ((path, module, p) for path, module in modules for p in module.parameters(recurse=False))
+    return sum(p.numel() for path, module, p in owned if is_fused_experts(path, module, p))
+
+
 def wrap_classes(model: "nn.Module") -> tuple[LayerClass, ...]:
     """Finds the layer classes that FSDP should make units of.
 

@@ -21,7 +21,7 @@ def model_notes(shape: ModelShape, recipe: Recipe, quant_method: str = "") -> tu
         refused = " Trainer refuses full training of quantised weights." if recipe.method == "full" else ""
         notes.append(f"{shape.name} is quantised ({quant_method}); the plan is for its 16-bit original.{refused}")
     layers = [(len(block.layers), parameter) for block in shape.blocks for parameter in block.parameters]
-    fused = sum(number * parameter.numel for number, parameter in layers if parameter.kind == "experts")
+    fused = sum(number * parameter.numel for number, parameter in layers if parameter.is_fused_experts)
     if recipe.method == "qlora" and fused:
         notes.append(f"{state_bytes.experts_in_16_bits(fused)}.")
     return tuple(notes)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import ROOT
 from memory_accuracy import tapes_of
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig
+from transformers import AutoConfig, AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig
 
 from accel_fsdp import models
 from accel_fsdp.config import Engine
@@ -21,6 +21,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.launch.ranks import hang
 from accel_fsdp.models import catalogue
+from accel_fsdp.planner.model_notes import model_notes
 from accel_fsdp.prediction import trace_store
 from accel_fsdp.prediction.memory import (
     ACTIVATIONS,
@@ -390,6 +391,28 @@ def test_blocks_are_grouped_by_what_they_hold_and_how_they_attend() -> None:
     assert {p.kind for p in gpt2[0].blocks[0].parameters if "c_attn.weight" in p.name} == {"linear"}
     assert gpt2[0].tied
     assert not [p for p in gpt2[0].outer if p.kind == "head"]
+
+
+SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+MIXED: dict[str, dict[str, Any]] = {
+    "lfm2": {**SMALL, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {**SMALL, "num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"], "num_experts": 4},
+    "jetmoe": {"hidden_size": 64, "num_hidden_layers": 1, "intermediate_size": 128, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("kind", MIXED)
+def test_a_convolution_is_no_expert(kind: str) -> None:
+    """The shape of the plan and the facts of the wizard count the same parameters in tensors of several experts."""
+    config = AutoConfig.for_model(kind, vocab_size=512, **MIXED[kind])
+    model = models.build("tiny", config)
+    shape = model_shape.shape_of("tiny", config, model)
+    held = sum(p.numel * len(block.layers) for block in shape.blocks for p in block.parameters if p.is_fused_experts)
+    assert held == models.model_facts("tiny", config).fused_experts
+    experts = [m for m in model.modules() if type(m).__name__.endswith("Experts")]
+    assert held == sum(p.numel() for module in experts for p in module.parameters())
+    notes = model_notes(shape, Recipe(method="qlora"))
+    assert any("stay in 16 bits" in note for note in notes) == (kind != "lfm2")
 
 
 @pytest.mark.parametrize(

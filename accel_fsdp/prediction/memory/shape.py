@@ -31,6 +31,11 @@ class Parameter:
     def numel(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def is_fused_experts(self) -> bool:
+        """Whether it holds several experts; a single expert's weight is a linear layer's."""
+        return self.kind == "experts" and len(self.shape) == 3
+
     def part(self, tensor: int, experts: int) -> "Parameter":
         """The largest rank's part of the parameter under tensor and expert parallelism."""
         place, ranks = (0, experts) if self.dispatched and experts > 1 else (self.cut, tensor)

@@ -202,7 +202,7 @@ def _held_parameters(
 
 def is_quantized(parameter: Parameter, recipe: Recipe) -> bool:
     """Whether QLoRA packs a block's parameter into 4 bits: linear layers, including experts that are such layers."""
-    is_linear = parameter.kind == "linear" or (parameter.kind == "experts" and len(parameter.shape) == 2)
+    is_linear = parameter.kind in ("linear", "experts") and not parameter.is_fused_experts
     return recipe.method == "qlora" and is_linear
 
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_fsdp.errors import UserError
-from accel_fsdp.models import language_parameters, parallel_plans, wrap_classes
+from accel_fsdp.models import is_fused_experts, language_parameters, parallel_plans, wrap_classes
 from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, ParameterKind
 
 if TYPE_CHECKING:
@@ -113,18 +113,19 @@ class Divided(NamedTuple):
 def _parameters(layer: "nn.Module", place: str, divided: Divided) -> tuple[Parameter, ...]:
     """The parameters of a layer by their names in it; `place` is its path in the model."""
     return tuple(
-        divided.parameter(f"{place}.{full}", full, p, _kind(f".{path}.", module, name, p.dim()))
+        divided.parameter(f"{place}.{full}", full, p, _kind(f".{path}.", module, name, p))
         for path, module in layer.named_modules()
         for name, p in module.named_parameters(recurse=False)
         if (full := f"{path}.{name}".lstrip("."))
     )
 
 
-def _kind(path: str, module: "nn.Module", name: str, dimensions: int) -> ParameterKind:
+def _kind(path: str, module: "nn.Module", name: str, parameter: "nn.Parameter") -> ParameterKind:
     from torch import nn
     from transformers.pytorch_utils import Conv1D
 
-    if dimensions == 3 or (".experts." in path and dimensions > 1 and "bias" not in name):
+    is_of_one = ".experts." in path and parameter.dim() == 2 and "bias" not in name
+    if is_of_one or is_fused_experts(path, module, parameter):
         return "experts"
     if isinstance(module, nn.Linear | Conv1D) and name == "weight":
         return "linear"
@@ -145,7 +146,7 @@ def _outer(model: "nn.Module", layers: Iterable[str], divided: Divided) -> tuple
             if id(p) in counted_ids:
                 continue
             counted_ids.add(id(p))
-            kind = "head" if module is output and name == "weight" else _kind(f".{path}.", module, name, p.dim())
+            kind = "head" if module is output and name == "weight" else _kind(f".{path}.", module, name, p)
             full = f"{path}.{name}"
             parameters.append(divided.parameter(full.lstrip("."), full, p, kind))
     return tuple(parameters)
