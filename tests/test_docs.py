@@ -16,7 +16,6 @@ from test_config import answers
 
 from accel_fsdp import cli
 from accel_fsdp.launch.doctor import known_errors
-from accel_fsdp.prediction.memory.engines import frees_output_late
 from accel_fsdp.training import ModelArguments, SftArguments
 from accel_fsdp.training.data import DataArguments
 from accel_fsdp.wizard import Answers, to_yaml
@@ -105,7 +104,7 @@ def test_script_help_lists_its_flags() -> None:
 
 def test_generated_pages_are_up_to_date() -> None:
     old = {name for name, text in reference_docs.pages().items() if (ROOT / name).read_text() != text}
-    assert old <= (set() if frees_output_late() else {"docs/plan_step.svg"}), "run make docs"
+    assert not old, "run make docs"
 
 
 SCHEMA = Draft7Validator(reference_docs.schema())

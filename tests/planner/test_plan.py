@@ -9,6 +9,7 @@ from conftest import ROOT, accel_fsdp, run
 
 from accel_fsdp.config import Engine
 from accel_fsdp.hardware import gpus
+from accel_fsdp.hardware.machines import parse
 from accel_fsdp.job import Job, Layout, Recipe
 from accel_fsdp.prediction import RANGE, Problem, search, trace_store
 from accel_fsdp.prediction.memory import (
@@ -85,6 +86,10 @@ def test_an_unseen_config_is_traced_once(tiny_model: Path, tmp_path: Path) -> No
     [
         (["--model", "gpt2", "--gpus", "8xH1000"], "Did you mean H100?"),
         (["--model", "gpt2", "--gpus", "0xH100"], "can't be read"),
+        (["--model", "gpt2", "--gpus", "1xA100-800GB"], "Did you mean 80GB?"),
+        (["--model", "gpt2", "--compare", "1xA100-800GB,8xH100"], "Did you mean 80GB?"),
+        (["--model", "gpt2", "--gpus", "100xH100"], "--gpus 13x8xH100"),
+        (["--model", "gpt2", "--gpus", "8xAscend910B"], "an NPU"),
         (["--model", "gpt2", "--gpus", "8xH100", "--batch", "0"], "--batch 0 is less than 1"),
         (["--model", "openai-community/gpt2", "--gpus", "cpu"], "a plan is about GPUs"),
         (["--model", "./no/such", "--gpus", "8xH100"], "does not exist"),
@@ -95,6 +100,44 @@ def test_bad_input_is_one_clear_error(flags: list[str], message: str) -> None:
     assert refused.code in (1, 2)
     assert message in refused.output
     assert "Traceback" not in refused.output
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [
+        *((text, "8xH100") for text in ("8 H100", "8 x H100", "H100 x8", "H100 x 8", "H100x8", "8*H100", "1x8 H100")),
+        *((text, "8xA100-40GB") for text in ("8 A100 40GB", "A100-40GB x 8", "A100 40GB x8")),
+        *((text, "2xRTX 4090") for text in ("2 RTX 4090", "RTX 4090 x 2")),
+        *((text, "4x4090") for text in ("4090 x 4", "4 4090")),
+        ("4 x MI300X", "4xMI300X"),
+        ("MI300X x 4", "4xMI300X"),
+        ("RTX PRO 6000 x 2", "2xRTX PRO 6000"),
+        ("2 x 8 H100", "2x8xH100"),
+        ("RTX PRO 6000", "1xRTX PRO 6000"),
+        ("4090", "1x4090"),
+    ],
+)
+def test_gpus_are_read_in_any_usual_order(text: str, means: str) -> None:
+    assert parse(text) == parse(means)
+
+
+def test_a_count_after_the_name_is_planned_and_written_as_one_before_it(tmp_path: Path) -> None:
+    first, second = (planned("--model", "gpt2", "--gpus", gpus) for gpus in ("8xH100", "H100 x 8"))
+    assert first == second
+    path = tmp_path / "made.yaml"
+    assert accel_fsdp("config", "--yes", "--model", "gpt2", "--gpus", "H100 x 8", "-o", path).code == 0
+    assert "--gpus 8xH100 " in path.read_text()
+    assert accel_fsdp("plan", "--config", path).code == 0
+
+
+def test_the_installed_torch_changes_no_plan(tmp_path: Path) -> None:
+    """Torch 2.15 holds less in FSDP2's forward, but the one here may not be that of the cluster."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text("__version__ = '2.15.0'\n")
+    words = [sys.executable, "-m", "accel_fsdp", "plan", "--model", LLAMA, "--gpus", "8xH100", "--json"]
+    plans = [run(words, PYTHONPATH=str(path)).output for path in (ROOT, f"{tmp_path}:{ROOT}")]
+    assert json.loads(plans[0]) == json.loads(plans[1])
 
 
 def test_what_does_not_fit_comes_with_what_would() -> None:

@@ -18,8 +18,6 @@ from urllib.parse import parse_qsl
 import pytest
 from conftest import ROOT, Finished, accel_fsdp
 
-from accel_fsdp.prediction.memory.engines import frees_output_late
-
 if lacking := [name for name in ("chromium", "chromedriver", "npm", "node") if not shutil.which(name)]:
     pytest.skip(f"the page needs {', '.join(lacking)}", allow_module_level=True)
 if not find_spec("material"):
@@ -107,8 +105,6 @@ def page(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page
 @pytest.mark.slow(but=1)
 @pytest.mark.parametrize("link", LINKS)
 def test_the_numbers_are_those_of_the_command(page: Page, link: str) -> None:
-    if not frees_output_late():
-        pytest.skip("the page has no torch, and predicts for one before 2.15")
     page.go(link)
     shown = json.loads(page.saved("plan.json").read_text())
     same(shown, json.loads(page.command("--json").output))

@@ -4,13 +4,10 @@ The allocator's statistics follow that order: a block that another stream still 
 2.13 and 2.15 (`_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`; `fsdp/_runtime_utils.py`, `_flat_param.py`).
 """
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
+from typing import ClassVar
 
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
@@ -23,21 +20,6 @@ from accel_fsdp.prediction.memory.timeline import (
     PARAMETERS,
     Meter,
 )
-
-
-@cache
-def frees_output_late() -> bool:
-    """Whether FSDP2's forward holds a unit's all-gather output until the next unit is copied out of its own.
-
-    Torch before 2.15 kept it in a variable of `wait_for_unshard`; since then it is freed when the next all-gather has
-    ended (`release_all_gather_state_for_comm_reuse`). Without torch the larger of both is assumed. The version comes
-    from torch's own file, because importing importlib.metadata takes longer than most predictions.
-    """
-    torch = find_spec("torch")
-    file = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
-    text = file.read_text(encoding="utf-8") if file and file.is_file() else ""
-    version = re.search(r"__version__ = '(\d+)\.(\d+)", text)
-    return version is None or (int(version[1]), int(version[2])) < (2, 15)
 
 
 @dataclass
@@ -218,9 +200,14 @@ class Fsdp(EngineMemory, ABC):
 
 @dataclass
 class Fsdp2(Fsdp):
-    """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives until the next."""
+    """Per-parameter shards. All-gather outputs are copied out; in forward the last one lives until the next.
 
-    frees_output_late: bool = field(default_factory=frees_output_late)
+    `frees_output_late`: forward holds a unit's all-gather output until the next unit is copied out of its own. Torch
+    before 2.15 does, in a variable of `wait_for_unshard`; since then it is freed when the next all-gather has ended
+    (`release_all_gather_state_for_comm_reuse`). The cluster's torch is unknown, so the larger of both is counted.
+    """
+
+    frees_output_late: ClassVar[bool] = True
     kept_output: int = 0
     prefetched: int | None = None
     reducing: int = 0
