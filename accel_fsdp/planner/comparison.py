@@ -6,21 +6,20 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from accel_fsdp import atomic_files, console
+from accel_fsdp import console
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, machines
-from accel_fsdp.planner import command, cost_report, html_report, workload
+from accel_fsdp.planner import command, cost_report, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.prediction import Candidate, Problem, checkpointing_in, cost, rows_in, search
 from accel_fsdp.prediction.tracing import by_name
-from accel_fsdp.svg import Range
 from accel_fsdp.units import about_gib, distinguishable, gib_of, parameters, two_digits
 
 SCHEMA_VERSION = 1
 """The version of the `--json` output, raised whenever a key is removed or changes its meaning."""
 USUAL = cost.Work(tokens=10**9)
 """The compared amount of training, if none is given."""
-NOT_BESIDE = ("gpus", "nodes", "config", "args", "output")
+NOT_BESIDE = ("gpus", "nodes", "config", "args", "output", "html")
 """Flags about one machine."""
 COLUMNS = ("machine", "strategy", "batch", "checkpointing", "tokens/s", "hours", "GPU-hours", "cost", "")
 
@@ -154,16 +153,6 @@ class Comparison:
         for line in self.sentences():
             console.put(line, wrap=True)
 
-    def page(self) -> str:
-        """The comparison as a page with figures."""
-        hours = [Range(machine.name, *vars(spent.hours).values()) for machine, spent in self._spent]
-        money = [Range(machine.name, *vars(spent.money).values()) for machine, spent in self._spent if spent.money]
-        figures = {"Hours": hours, **({"Cost": money} if money else {})}
-        title = f"{self.problem.shape.name} on {len(self.machines)} machines"
-        return html_report.make_comparison(
-            title, self.headline(), list(self.sentences()), figures if hours else {}, (COLUMNS, self.rows())
-        )
-
     def as_json(self) -> dict[str, Any]:
         return {
             "schema_version": SCHEMA_VERSION,
@@ -197,16 +186,11 @@ class Comparison:
 
 def show_comparison(flags: PlanCommand) -> int:
     """Prints the comparison; returns 0 if something fits on a machine, else 1."""
-    if flags.html and not flags.force:
-        atomic_files.refuse_existing(flags.html, "it may be the page of another plan", "--html")
     comparison = compare(flags)
     if flags.json:
         console.put(json.dumps(comparison.as_json(), indent=2), lines=True)
     else:
         comparison.show()
-    if flags.html:
-        atomic_files.write_text(flags.html, comparison.page())
-        console.say(f"written: {flags.html}")
     return 0 if comparison.fastest else 1
 
 

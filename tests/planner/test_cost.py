@@ -15,7 +15,6 @@ import pytest
 from conftest import accel_fsdp, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_page import Balance
 
 import accel_fsdp as package
 from accel_fsdp.errors import UsageError, UserError
@@ -241,18 +240,17 @@ PRICES = 'H100 = 2.5\nA100 = 1.2\n"RTX 4090" = 0.4\nH200 = 3\nB200 = 5\nMI300X =
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, str]:
-    """The comparison as JSON, as text and as a page."""
+def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The comparison as JSON and as text."""
     folder = tmp_path_factory.mktemp("compared")
     (folder / "prices.toml").write_text(PRICES)
     words = (*LLAMA, "--compare", COMPARED, "--seq-len", "4096", "--tokens", "2B", "--prices", folder / "prices.toml")
-    text = printed(*words, "--html", folder / "page.html")
-    return planned(*words), text, (folder / "page.html").read_text()
+    return planned(*words), printed(*words)
 
 
 @pytest.mark.slow
-def test_each_machine_has_the_choice_of_its_own_plan(compared: tuple[dict[str, Any], str, str]) -> None:
-    report, _, _ = compared
+def test_each_machine_has_the_choice_of_its_own_plan(compared: tuple[dict[str, Any], str]) -> None:
+    report, _ = compared
     assert [machine["machine"] for machine in report["machines"]] == COMPARED.split(",")
     for machine in report["machines"][:5]:
         alone = planned(
@@ -274,8 +272,8 @@ def test_each_machine_has_the_choice_of_its_own_plan(compared: tuple[dict[str, A
         assert machine["cost"]["hours"] == pytest.approx(alone["cost"]["hours"])
 
 
-def test_the_cheapest_and_the_fastest_are_marked(compared: tuple[dict[str, Any], str, str]) -> None:
-    report, text, _ = compared
+def test_the_cheapest_and_the_fastest_are_marked(compared: tuple[dict[str, Any], str]) -> None:
+    report, text = compared
     fit = [machine for machine in report["machines"] if machine["fits"]]
     assert report["fastest"] == min(fit, key=lambda result: result["cost"]["hours"])["machine"]
     priced = [result for result in fit if result["cost"]["money"] is not None]
@@ -292,8 +290,8 @@ def test_the_cheapest_and_the_fastest_are_marked(compared: tuple[dict[str, Any],
         assert line.startswith(message) == (len(near) > 1)
 
 
-def test_a_machine_on_which_nothing_fits_says_why(compared: tuple[dict[str, Any], str, str]) -> None:
-    report, text, _ = compared
+def test_a_machine_on_which_nothing_fits_says_why(compared: tuple[dict[str, Any], str]) -> None:
+    report, text = compared
     (t4,) = (machine for machine in report["machines"] if not machine["fits"])
     assert t4["machine"] == "1xT4"
     assert re.search(r"the least that a GPU needs are [\d.]+ of 14\.8 GiB", t4["why"])
@@ -303,21 +301,6 @@ def test_a_machine_on_which_nothing_fits_says_why(compared: tuple[dict[str, Any]
 def test_a_machine_that_can_not_load_the_model_says_what_loading_takes() -> None:
     text = printed(*LLAMA, "--compare", "8xH100", "--host-memory", "16")
     assert "loading needs 30 GiB of each machine's memory, and 16 GiB are there" in text
-
-
-def test_the_page_of_a_comparison_is_whole(compared: tuple[dict[str, Any], str, str]) -> None:
-    report, _, page = compared
-    tags = Balance(page).tags
-    assert not re.search(r"https?:|//[a-z]|@import|url\(", page)
-    assert "script" not in {tag for tag, _ in tags}
-    figures = re.findall(r"<svg role=\"img\".*?</svg>", page)
-    assert len(figures) == 4  # hours and cost, for a window and for a phone
-    for machine in report["machines"]:
-        assert page.count(f">{machine['machine']}</text>") == 2 * (
-            machine["fits"] + bool(machine["fits"] and machine["cost"]["money"])
-        )
-        assert f'<th scope="row">{machine["machine"]}</th>' in page
-    assert not re.search(r"nan|inf[^o]|width=\"-", page.partition("</style>")[2])
 
 
 @pytest.mark.parametrize(

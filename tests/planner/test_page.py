@@ -15,7 +15,6 @@ from accel_fsdp.job import Job, Layout, Recipe
 from accel_fsdp.planner import PlanReport, html_report
 from accel_fsdp.prediction import Problem, search, trace_store
 from accel_fsdp.prediction.memory import KINDS, step, variant_of
-from accel_fsdp.units import GIB
 
 VOID = {"meta", "link"}
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -90,22 +89,12 @@ def test_the_table_has_the_numbers_of_the_plan(written: tuple[str, dict[str, obj
     strategies, choice = content["strategies"], content["choice"]
     assert isinstance(strategies, list)
     assert isinstance(choice, dict)
-    rows = Balance(text).rows
-    first, numbers = (number for number, row in enumerate(rows) if row[0] == "strategy")
-    header, *summary = rows[first:numbers]
+    header, *rows = Balance(text).rows
     assert header == ["strategy", "memory", "GiB", "fits", "step s", "tokens/s per GPU"]
     others = [strategy for strategy in strategies if strategy != choice]
-    for row, strategy in zip(summary, [choice, *others], strict=True):
+    for row, strategy in zip(rows, [choice, *others], strict=True):
         speed = [f"{strategy['step_seconds']:.2f}", f"{strategy['tokens_per_s_per_gpu']:,.0f}"]
-        size = f"{strategy['peak_bytes'] / GIB:,.1f}"
-        assert row == [strategy["strategy"], size, strategy["fits"], *speed]
-    recommended, *rows = rows[numbers + 1 : numbers + 2 + len(strategies)]
-    assert recommended[0] == f"{choice['strategy']} (recommended)"
-    for row, strategy in zip(rows, strategies, strict=True):
-        sizes = [strategy["peak_bytes"], *(strategy["breakdown_bytes"].get(kind, 0) for kind in KINDS)]
-        how = [strategy["strategy"], str(strategy["batch_per_gpu"]), strategy["checkpointing"], strategy["fits"]]
-        speed = [f"{strategy['step_seconds']:.2f}", f"{strategy['tokens_per_s_per_gpu']:,.0f}"]
-        assert row == [*how, *map(str, sizes), strategy["peak_phase"], *speed]
+        assert row == [strategy["strategy"], str(strategy["peak_bytes"]), strategy["fits"], *speed]
 
 
 def test_the_answer_and_the_table_come_before_the_reasons(written: tuple[str, dict[str, object], Path]) -> None:
@@ -136,10 +125,15 @@ def test_the_bars_of_the_table_are_as_long_as_the_memory(written: tuple[str, dic
 def test_every_figure_says_what_it_shows(written: tuple[str, dict[str, object], Path]) -> None:
     text, _, _ = written
     figures = re.findall(r"<svg role=\"img\".*?</svg>", text)
-    assert len(figures) == 4 * len(html_page.WIDTHS)
+    assert len(figures) == len(html_page.WIDTHS)
     for figure in figures:
         assert re.match(r"<svg [^>]*><title>[^<]+</title><desc>[^<]+</desc>", figure)
-    assert text.count("Predicted") >= 4
+
+
+def test_an_axis_has_whole_numbers() -> None:
+    drawn = svg.losses(svg.Words("Loss", "falls"), [svg.Curve("training", "c1", [(1, 2.0), (3000, 1.0)])], 720)
+    ticks = re.findall(r">([\d,.k]+)</text>", drawn)[-7:]
+    assert ticks == ["0", "500", "1,000", "1,500", "2,000", "2,500", "3,000"]
 
 
 def test_an_existing_file_is_kept(written: tuple[str, dict[str, object], Path]) -> None:
