@@ -44,15 +44,14 @@ def served(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def opened(folder: Path, dark: bool = False) -> Iterator[Chrome]:
+def opened(folder: Path) -> Iterator[Chrome]:
     """A Chromium that reaches this machine alone; `folder` gets downloads, and in `net.json` what it asks for."""
     options = ChromeOptions()
     options.binary_location = str(shutil.which("chromium"))
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     options.add_experimental_option("prefs", {"download.default_directory": str(folder)})
     profile = tempfile.mkdtemp(prefix="chromium-")
-    dressed = ("force-dark-mode", "blink-settings=preferredColorScheme=0") if dark else ()
-    for flag in (*FLAGS, *dressed, f"user-data-dir={profile}", f"log-net-log={folder / 'net.json'}"):
+    for flag in (*FLAGS, f"user-data-dir={profile}", f"log-net-log={folder / 'net.json'}"):
         options.add_argument(f"--{flag}")
     browser = Chrome(options=options, service=ChromeService(str(shutil.which("chromedriver"))))
     try:

@@ -1,11 +1,10 @@
-"""Builds the pages of docs/ as a site beside the planner: `python web/pages.py FOLDER`, which build.py runs too.
+"""Builds the pages of docs/ as a site beside the planner.
 
 MkDocs with the theme Material makes it, and refuses a link or an anchor that leads nowhere. The pages are copied first:
 what they link to outside of docs/ comes along, and links are changed to it. GitHub and `accel-fsdp docs` show the
 originals.
 """
 
-import argparse
 import logging
 import os
 import re
@@ -77,13 +76,3 @@ def _copy(path: str, copies: Path) -> None:
     for target in targets.values():
         if (ROOT / target).exists():  # MkDocs reports one that doesn't
             _copy(target, copies)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, metavar="FOLDER")
-    build_pages(parser.parse_args().folder)
-
-
-if __name__ == "__main__":
-    main()

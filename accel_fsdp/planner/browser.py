@@ -5,9 +5,10 @@ The page's inputs, and the parameters of a link, are the flags of `accel-fsdp pl
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from html import escape
+from typing import Any, get_args, get_type_hints
 
 from accel_fsdp import flag_words
 from accel_fsdp.errors import NotInstalled, UsageError, UserError
@@ -17,12 +18,9 @@ from accel_fsdp.models import catalogue, first_line
 from accel_fsdp.planner import html_report
 from accel_fsdp.planner.command import make_plan
 from accel_fsdp.planner.flags import PlanCommand
-from accel_fsdp.planner.text_report import PlanReport
 from accel_fsdp.prediction import trace_store
 
 COMMAND = "accel-fsdp plan"
-FIRST_SECTIONS = 3
-"""The answer, the table and a figure come before the numbers as a file, which take longer where nothing fits."""
 EXAMPLE = {"model": "meta-llama/Llama-3.1-8B", "gpus": "8xH100-80GB"}
 """The initial inputs of the page."""
 LABELS = {
@@ -46,59 +44,49 @@ LABELS = {
     "chunked_loss": "Loss in chunks",
 }
 """The fields of `PlanCommand` on the page, in order, with their labels."""
-RECORDED_LATER = {"attention": ("eager",)}
+RECORDED_LATER = ("eager",)
 """Choices for which the catalogue has no records; a link to the page that contains such a choice gets an error."""
-
-
-Kind = Literal["choice", "number", "amount", "switch", "text"]
 
 
 @dataclass(frozen=True)
 class Input:
-    """One field of the form. `choices` are empty for a number or a text, `default` if there is none.
-
-    A `number` is a whole number; an `amount` may have a fraction, or be 0.
-    """
+    """One field of the form. `choices` are empty for a switch, a number or a text, `default` if there is none."""
 
     name: str
     label: str
     help: str
-    kind: Kind
-    choices: tuple[str, ...] = ()
-    default: str = ""
+    flag: Flag
+    choices: tuple[str, ...]
+    default: str
+
+    @property
+    def keys(self) -> str:
+        """The keys that a phone shows, as `inputmode` names them."""
+        return "numeric" if int in self.flag.types else "decimal" if float in self.flag.types else "text"
 
 
 def form() -> list[Input]:
     """The fields of the page's form, in their order."""
     hints = get_type_hints(PlanCommand, include_extras=True)
     defaults = {option.name: option.default for option in fields(PlanCommand)}
-    return [_input(name, get_args(hints[name])[1], defaults[name]) for name in LABELS]
+    return [
+        _input(flag, LABELS[field], get_args(hints[field])[1], defaults[field])
+        for field, flag in zip(LABELS, _flags().values(), strict=True)
+    ]
 
 
-def _input(name: str, note: Any, default: Any) -> Input:
-    flag = _flags()[_word(name)]
-    choices = tuple(choice for choice in flag.choices if choice not in RECORDED_LATER.get(name, ()))
+def _input(flag: Flag, label: str, note: Any, default: Any) -> Input:
+    choices = tuple(choice for choice in flag.choices if choice not in RECORDED_LATER)
     initial = "" if default in (None, MISSING, False) else str(default)
     hint = " ".join(text for text in (note.help, note.help_behavior_hint) if text)
-    return Input(_word(name), LABELS[name], hint, _kind(flag, choices), choices, initial)
-
-
-def _kind(flag: Flag, choices: tuple[str, ...]) -> Kind:
-    if flag.is_switch:
-        return "switch"
-    if choices:
-        return "choice"
-    return "number" if int in flag.types else "amount" if float in flag.types else "text"
-
-
-def _word(field: str) -> str:
-    return flag_words.flag_of(field).lstrip("-")
+    return Input(flag.name.lstrip("-"), label, hint, flag, choices, initial)
 
 
 def _flags() -> dict[str, Flag]:
     """The flags of the page by their names in a link."""
     flags = flag_words.flags_of(PlanCommand)
-    return {_word(field): flags[flag_words.flag_of(field)] for field in LABELS}
+    words = map(flag_words.flag_of, LABELS)
+    return {word.lstrip("-"): flags[word] for word in words}
 
 
 def models() -> dict[str, list[str]]:
@@ -113,42 +101,52 @@ def cards() -> list[str]:
     return [f"{gpu.name}-{gpu.memory_gib:g}GB" for gpu in gpus.GPUS]
 
 
-def answer(text: str) -> Iterator[str]:
-    """Yields JSON for a JSON object of inputs: a `section` of the page at a time, `plan` after the first figure.
+def answer(text: str) -> str:
+    """The answer to a JSON object of inputs, as JSON: the title and HTML of the page, and the texts to take away.
 
-    In place of all that, or of what remains, an `error`.
+    `yaml` is empty if nothing fits. An error has a title and HTML alone.
     """
     inputs, words = json.loads(text), list[str]()
     try:
         words = _words(inputs)
-        report = make_plan(_command(inputs, words))
-        for number, section in enumerate(html_report.sections(report)):
-            if number == FIRST_SECTIONS:
-                yield json.dumps({"plan": _plan(report, words)})
-            yield json.dumps({"section": section})
+        return json.dumps(_plan(_command(inputs, words), words))
     except NotInstalled:
-        yield _refusal(_takes_torch("This choice", words))
+        return _error(_takes_torch("This choice", words))
     except UserError as error:
-        yield _refusal(error)
+        return _error(error)
     except Exception as error:  # a traceback is hard to read in a browser
-        yield _refusal(_bug(error))
+        return _error(
+            UserError(
+                f"The planner stopped: {type(error).__name__}: {first_line(error)}",
+                why="no input should stop it: this is a bug of the planner",
+                fix="change what you entered last; and please report it, with this page's link",
+            )
+        )
 
 
-def summary(model: str, gpus: str) -> list[str]:
-    """The first sections of the answer for a model on a machine, with all else as in the empty form."""
-    return list(html_report.summary(make_plan(PlanCommand(model, gpus))))
-
-
-def _bug(error: Exception) -> UserError:
-    return UserError(
-        f"The planner stopped: {type(error).__name__}: {first_line(error)}",
-        why="no input should stop it: this is a bug of the planner",
-        fix="change what you entered last; and please report it, with this page's link",
+def _plan(flags: PlanCommand, words: list[str]) -> dict[str, str]:
+    report = make_plan(flags)
+    command = f"{COMMAND} {shlex.join(words)}{' --search plain' if report.plan.untried else ''}"
+    head, *sections = html_report.sections(report)
+    yaml = report.yaml()
+    folded = {**({"fsdp.yaml": yaml} if yaml else {}), "The command that prints this plan": command}
+    texts = (
+        f"<details><summary>{name}</summary><pre>{escape(content)}</pre></details>" for name, content in folded.items()
     )
+    return {
+        "title": html_report.title_of(report.problem),
+        "html": "".join((head, *sections[:-1], *texts, sections[-1])),
+        "yaml": yaml,
+        "json": json.dumps(report.as_json(), indent=2),
+        "command": command,
+    }
 
 
-def _refusal(error: UserError) -> str:
-    return json.dumps({"error": {"what": error.what, "why": error.why, "fix": error.fix}})
+def _error(error: UserError) -> str:
+    what, why, fix = map(escape, (error.what, error.why, error.fix))
+    reasons = f"<dl><dt>Why</dt><dd>{why}</dd><dt>What to do</dt><dd>{fix}</dd></dl>"
+    html = f'<section class="error" role="alert"><h1>{what}</h1>{reasons}</section>'
+    return json.dumps({"title": error.what, "html": html})
 
 
 def _takes_torch(what: str, words: list[str], question: str = "") -> UserError:
@@ -157,16 +155,6 @@ def _takes_torch(what: str, words: list[str], question: str = "") -> UserError:
         why="the model has to be recorded with torch first, which a browser doesn't have",
         fix=f"pip install 'accel-fsdp[train]', then {COMMAND} {shlex.join(words)}",
     )
-
-
-def _plan(report: PlanReport, words: list[str]) -> dict[str, Any]:
-    """The results to copy: the YAML, empty if nothing fits, the numbers, and the command that prints them."""
-    return {
-        "title": html_report.title_of(report.problem),
-        "command": f"{COMMAND} {shlex.join(words)}{' --search plain' if report.plan.untried else ''}",
-        "yaml": report.yaml(),
-        "json": json.dumps(report.as_json(), indent=2),
-    }
 
 
 def _words(inputs: Mapping[str, str]) -> list[str]:
