@@ -22,7 +22,6 @@ from accel_fsdp.exporter.safetensors_writer import torch_dtype
 from accel_fsdp.exporter.second_process import SecondProcess
 from accel_fsdp.models import (
     catalogue,
-    config_json,
     first_line,
     model_class,
     part_for,
@@ -125,7 +124,7 @@ def build(folder: Path, dtype: str | None = None) -> "nn.Module":
     """The model of a folder's config on the meta device, as the class that the config names."""
     try:
         config = read_config(str(folder))
-        with _create_on_meta(dtype), config_json.bounded(str(folder)):
+        with _create_on_meta(dtype):
             kind = model_class(config)
             if kind.__name__.startswith("Auto"):
                 model = kind.from_config(config, trust_remote_code=False)
@@ -153,7 +152,6 @@ def describe(folder: Path, dtype: str | None = None) -> Description:
     ties = exported_folder.ties_of(model)
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
-    config_json.check_count(str(folder), sum(tensor.shape[0] for tensor in tensors.values() if tensor.dim() > 2) // 3)
     tensors = _as_loaded(model, exported_folder.without_tied_copies(tensors, ties), dtype)
     saved = exported_folder.as_saved(model, tensors)  # expected_tensors would import PEFT, which takes a second
     memory, files = ({name: tuple(tensor.shape) for name, tensor in layout.items()} for layout in (tensors, saved))
@@ -301,8 +299,7 @@ def loads(folder: Path) -> None:
         config = read_config(str(folder))
         kind = model_class(config)
         options = {"config": part_for(kind, config), "device_map": "meta", "output_loading_info": True}
-        with config_json.bounded(str(folder)):
-            _, report = kind.from_pretrained(folder, **options, trust_remote_code=False)
+        _, report = kind.from_pretrained(folder, **options, trust_remote_code=False)
     except remote_code.NeedsCode:
         raise
     except Exception as error:  # a config that was edited by hand

@@ -144,7 +144,7 @@ def on_meta(
     """
     import torch
 
-    with config_json.explained_errors(name, passing), torch.device("meta"), config_json.bounded(name):
+    with config_json.explained_errors(name, passing), torch.device("meta"):
         model: nn.Module = kind._from_config(part_for(kind, config), **options)
     return model
 

@@ -37,7 +37,7 @@ def read_config(name: str, revision: str = "main", run_code: bool = False) -> An
 def _unknown_kind(name: str, settings: Mapping[str, Any]) -> UserError | None:
     from transformers import CONFIG_MAPPING, __version__
 
-    kind = str(settings.get("model_type", ""))
+    kind = str(settings.get("model_type") or "")
     if kind in CONFIG_MAPPING:
         return None
     what = f"is of model_type {kind}" if kind else "has no model_type in its config"
@@ -49,10 +49,10 @@ def _unknown_kind(name: str, settings: Mapping[str, Any]) -> UserError | None:
 
 
 def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
-    """Reads a model's config.json, by a hub id or from a local folder, and checks that a model can have its sizes.
+    """Reads a model's config.json, by a hub id or from a local folder.
 
     Raises:
-        UserError: there is no config, it can't be read, or it is invalid.
+        UserError: there is no config, or it can't be read.
     """
     check_local_path(name, "model")
     if Path(name).is_dir():
@@ -68,7 +68,6 @@ def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
             why="the layer classes and sizes come from it",
             fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
         ) from error
-    config_json.check(name, settings)
     return settings
 
 
@@ -97,8 +96,6 @@ def read_tokenizer(name: str, revision: str = "main", run_code: bool = False) ->
     """
     from transformers import AutoTokenizer
 
-    if Path(name).is_dir():
-        config_json.check_files(Path(name))
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=run_code)
     except BaseException as error:  # the Rust library's panics are not an Exception

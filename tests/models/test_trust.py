@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -165,7 +164,7 @@ def test_a_config_cannot_name_a_repository_of_kernels(key: str, nested: bool, pl
 
 def test_a_config_cannot_rename_the_setting_of_kernels(planted: Path) -> None:
     edit(planted / "config.json", model_type="llama", attribute_map={"a": "_attn_implementation"}, a="some/kernel")
-    with pytest.raises(remote_code.UserError, match="attribute_map would give its keys other meanings"):
+    with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
         models.read_config(str(planted))
 
 
@@ -188,17 +187,6 @@ def test_flash_attention_is_not_fetched_to_look_at_a_model(planted: Path, monkey
     transformers_probe.build(planted)
     models.read_model(str(planted))
     assert not fetched
-
-
-def test_experts_of_all_layers_are_bounded(planted: Path) -> None:
-    from accel_fsdp.exporter import transformers_probe
-
-    sizes = {"num_hidden_layers": 2000, "num_local_experts": 20_000, "hidden_size": 64, "intermediate_size": 64}
-    edit(planted / "config.json", model_type="mixtral", architectures=["MixtralForCausalLM"], **sizes)
-    begun = time.process_time()
-    with pytest.raises(remote_code.UserError, match="40,000,000 experts in all"):
-        transformers_probe.describe(planted)
-    assert time.process_time() - begun < 10
 
 
 def test_the_training_script_runs_code_only_when_told_so(
