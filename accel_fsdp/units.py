@@ -39,14 +39,6 @@ def gib_or_mib(count: float, gib_from: float = GIB) -> str:
     return f"{count / GIB:,.1f} GiB" if count >= gib_from else f"{count / MIB:,.1f} MiB"
 
 
-def any_size(count: float) -> str:
-    """Bytes of any size with three digits or so, as `1.24 GiB`, `512.0 MiB`, `47.5 KiB`."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if abs(count) >= unit:
-            return f"{count / unit:,.{2 if abs(count) < 10 * unit else 1}f} {name}"
-    return f"{count:,.0f} B"
-
-
 def any_time(seconds: float) -> str:
     """A time as `1.24 s` or `12.4 ms`."""
     return f"{seconds:,.2f} s" if abs(seconds) >= 1 else f"{seconds * 1e3:,.1f} ms"

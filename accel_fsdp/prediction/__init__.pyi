@@ -1,5 +1,4 @@
 from . import advice as advice
-from . import by_unit as by_unit
 from . import capacity as capacity
 from . import cost as cost
 from . import remedies as remedies
@@ -13,7 +12,6 @@ from .capacity import predicted as predicted
 from .capacity import workspace_bytes as workspace_bytes
 from .communication import Traffic as Traffic
 from .communication import step_traffic as step_traffic
-from .communication import units as units
 from .problem import Candidate as Candidate
 from .problem import Problem as Problem
 from .problem import checkpointing_in as checkpointing_in

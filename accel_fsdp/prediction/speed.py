@@ -119,39 +119,13 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
     )
 
 
-@dataclass(frozen=True)
-class UnitSeconds:
-    """Forward and backward of one unit in one micro-batch, each the longer of computation and communication."""
-
-    forward: float
-    backward: float
-
-
-def unit_seconds(
-    shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu, reduces: bool
-) -> tuple[tuple[UnitSeconds, ...], UnitSeconds]:
-    """The times of each of `communication.units` with its experts, then of the head with the loss.
-
-    `reduces` adds the reduction of gradients. A unit that represents several layers is counted once.
-    """
-    *units, head = (_piece_seconds(piece, reduces, recipe, layout, gpu) for piece in _pieces(shape, recipe, layout))
-    return tuple(units), head
-
-
 def forward_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
     """Forward and loss of one batch, as in an evaluation."""
-    pieces = _pieces(shape, recipe, layout)
-    return sum(_piece_seconds(piece, False, recipe, layout, gpu).forward * piece.count for piece in pieces)
-
-
-def _piece_seconds(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> UnitSeconds:
-    phases = [seconds for _, seconds in _phases(piece, reduces, recipe, layout, gpu)]
-    half = len(phases) // 2
-    return UnitSeconds(sum(phases[:half]), sum(phases[half:]))
-
-
-def update_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
-    return sum(seconds for _, seconds in _update(shape, recipe, layout, gpu))
+    total = 0.0
+    for piece in _pieces(shape, recipe, layout):
+        phases = [seconds for _, seconds in _phases(piece, False, recipe, layout, gpu)]
+        total += sum(phases[: len(phases) // 2]) * piece.count
+    return total
 
 
 def useful_flops(shape: ModelShape, recipe: Recipe) -> float:

@@ -130,9 +130,8 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
     )
     profile_steps: str | None = HfArg(
         default=None,
-        help="Profile these steps: 3:5 are 3, 4 and 5, as the log counts them. The folder profile of "
-        "--output_dir then holds a trace of each step and rank, on GPUs a memory snapshot, and step.html, which "
-        "compares the last of them with the prediction, unit by unit. The step before the first one warms up.",
+        help="Profile these steps: 3:5 are 3, 4 and 5, as the log counts them. The folder profile of --output_dir "
+        "then holds torch's trace of each rank, and on GPUs a memory snapshot.",
     )
     async_checkpoints: bool = HfArg(
         default=False,

@@ -22,7 +22,7 @@ from accel_fsdp.job import Job, Layout, Recipe, combinations, from_run, from_yam
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import first_line
 from accel_fsdp.training import mesh
-from accel_fsdp.training.reporting import profile_flag
+from accel_fsdp.training.reporting import profiling
 
 UNSHARDED = ("lora_modules_to_save",)
 LARGEST_SEED = 2**32 - 1
@@ -105,25 +105,11 @@ def check(model: Any, data: Any, training: TrainingArguments) -> None:
             why="torch.compile has no such mode",
             fix="one of " + ", ".join(COMPILE_MODES),
         )
-    _check_profile(training)
+    if training.profile_steps is not None:
+        profiling.steps_of(training.profile_steps)
     _check_unsharded(model)
     _check_combination(model, training)
     _check_optimizer(training)
-
-
-def _check_profile(training: TrainingArguments) -> None:
-    """Checks the steps to profile, as far as is possible before the data is read."""
-    if training.profile_steps is None:
-        return
-    steps = profile_flag.steps_asked(training.profile_steps)
-    if training.max_steps > 0:
-        profile_flag.check_reached(steps, training.max_steps)
-    if training.torch_compile:
-        raise UsageError(
-            "--profile_steps with --torch_compile",
-            why="a compiled graph doesn't say where a unit begins",
-            fix="leave out one of the two",
-        )
 
 
 def _check_unsharded(model: Any) -> None:

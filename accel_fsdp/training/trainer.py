@@ -123,10 +123,6 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         packed = getattr(self.data_collator, "packed", False)
         job = from_run.job_of(model, self.args, self.accelerator, packed)
         self.report = progress.ProgressReport(job, self.accelerator)
-        self.profiler = None
-        if training.profile_steps:
-            during = self.watch.doing
-            self.profiler = profiling.StepProfiler(training, model, lambda: run.model_wrapped, during, self.report)
         self._add_callbacks()
         self.exporter = export.Export(run)
 
@@ -134,8 +130,8 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         self.add_callback(self.stop)
         self.add_callback(self.watch)
         self.report.replace_printers(self)
-        if self.profiler is not None:
-            self.add_callback(self.profiler)
+        if self.args.profile_steps:
+            self.add_callback(profiling.StepProfiler(self.args, self.watch.doing, self.report.tally))
         if self.args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(self.args.early_stopping_patience))
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
@@ -247,13 +243,9 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Trains on one micro-batch, and counts its tokens."""
         self.report.tally.count(inputs)
-        if self.profiler is not None:
-            self.profiler.micro_batch(inputs)
         self.losses.begin_micro_batch(inputs)
         loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.finite.step_loss = self.finite.step_loss + loss
-        if self.profiler is not None and self.accelerator.sync_gradients:
-            self.profiler.backward_ended()
         return loss
 
     def compute_loss(
@@ -261,8 +253,6 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
     ) -> Any:
         """The mean over the tokens of all ranks' micro-batches."""
         loss, outputs = self.losses.compute(super().compute_loss, model, inputs, num_items_in_batch)
-        if self.profiler is not None:
-            self.profiler.forward_ended()
         return (loss, outputs) if return_outputs else loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:

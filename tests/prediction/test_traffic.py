@@ -8,7 +8,8 @@ from throughput_accuracy import gated
 
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction import Traffic, step_traffic, units
+from accel_fsdp.prediction import Traffic, step_traffic
+from accel_fsdp.prediction.communication import units
 
 LLAMA = gated(
     "Llama-2-7B",

@@ -1,6 +1,5 @@
 from . import lineage as lineage
 from . import model_card as model_card
-from . import profile_flag as profile_flag
 from . import profiling as profiling
 from . import progress as progress
 from . import run_plan as run_plan

@@ -7,7 +7,7 @@ from accel_fsdp import console
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.job import Job
-from accel_fsdp.prediction import by_unit, predicted, savings, speed, workspace_bytes
+from accel_fsdp.prediction import predicted, savings, speed
 from accel_fsdp.prediction.memory import ModelShape, Tapes, variant_of
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import GIB, gib_or_mib
@@ -33,15 +33,6 @@ class Forecast:
         recipe = replace(self.job.recipe, rows=1, length=max(round(length), 1))
         flops_per_token = speed.useful_flops(self.shape, recipe) / recipe.length
         return tokens_per_s * flops_per_token / (self.job.layout.ranks * speed.peak_flops(recipe, gpu))
-
-    def unit_steps(
-        self, rows: int, length: int, micro_batches: int, gpu: Gpu | None, on_gpu: bool
-    ) -> by_unit.UnitSteps:
-        """The prediction for each unit of a step with this number of micro-batches."""
-        job = self.job.with_recipe(rows=rows, length=length, accumulation=micro_batches)
-        workspace = workspace_bytes(gpu) if on_gpu else 0
-        tapes = self.tapes[variant_of(job.recipe, job.engine)]
-        return by_unit.unit_steps(self.shape, tapes, job.recipe, job.layout, gpu, workspace)
 
     def advice(self, rows: int, length: int) -> list[str]:
         """Changes that would free memory, the largest first, as lines of text."""
