@@ -74,7 +74,6 @@ from .vocabulary import EngineName as EngineName
 from .vocabulary import Method as Method
 from .vocabulary import MigrationTarget as MigrationTarget
 from .vocabulary import Precision as Precision
-from .vocabulary import Search as Search
 from .vocabulary import StateDictType as StateDictType
 from .vocabulary import WrapPolicy as WrapPolicy
 from .vocabulary import deepspeed_name as deepspeed_name

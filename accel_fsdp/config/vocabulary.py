@@ -59,8 +59,6 @@ ENGINE_NAMES: Mapping[Engine, EngineName] = {
 }
 MigrationTarget = Literal["fsdp1", "fsdp2", "zero1", "zero2", "zero3", "native"]
 """Values of `migrate --to`: one of FSDP, a stage of ZeRO, or the JSON of transformers' `DistributedConfig`."""
-Search = Literal["auto", "plain", "all"]
-"""Values of `plan --search`: divide layers and experts too where that may help, never, or in any case."""
 WrapPolicy = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 StateDictType = Literal["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 Precision = Literal["bf16", "fp16", "no"]

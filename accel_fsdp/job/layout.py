@@ -112,6 +112,11 @@ class Layout:
         return self.tensor > 1 or self.experts > 1
 
     @property
+    def is_data_parallel(self) -> bool:
+        """Whether ranks share the model by replicas and shards alone, each with rows of its own."""
+        return not self.is_by_transformers and self.context == 1
+
+    @property
     def wrapper(self) -> Engine:
         """The engine that wraps the model: NONE if only tensor parallelism divides it."""
         return Engine.NONE if self.tensor == self.ranks > 1 else self.engine
@@ -129,15 +134,6 @@ class Layout:
     @property
     def shares_rows(self) -> bool:
         return self.ranks_per_row > 1
-
-    def row_part(self, amount: float) -> float:
-        """One rank's part of a cost per row, such as its FLOPs."""
-        return amount / self.ranks_per_row
-
-    @property
-    def machine_share(self) -> int:
-        """The ranks of one machine that hold different rows: tensor-parallel groups are neighbours."""
-        return max(self.ranks_per_node // self.tensor, 1)
 
     @property
     def data_ranks(self) -> int:

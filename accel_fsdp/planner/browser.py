@@ -126,7 +126,7 @@ def answer(text: str) -> str:
 
 def _plan(flags: PlanCommand, words: list[str]) -> dict[str, str]:
     report = make_plan(flags)
-    command = f"{COMMAND} {shlex.join(words)}{' --search plain' if report.plan.untried else ''}"
+    command = f"{COMMAND} {shlex.join(words)}"
     head, *sections = html_report.sections(report)
     yaml = report.yaml()
     folded = {**({"fsdp.yaml": yaml} if yaml else {}), "The command that prints this plan": command}

@@ -182,8 +182,8 @@ def _as_recordable(job: Job) -> tuple[Job, tuple[str, ...]]:
 def spent_on(
     work: cost.CostInputs, problem: Problem, choice: Candidate | None, subject: Subject | None = None
 ) -> cost.Cost | None:
-    """The cost of the job with the chosen candidate; None if nothing fits or the amount of training is unknown."""
-    if choice is None:
+    """The cost of the job with the chosen candidate; None if nothing fits or a number is unknown."""
+    if choice is None or choice.step is None:
         return None
     host = problem.host(choice.job)
     stores_twice = subject is not None and subject.is_fsdp and subject.full_state_dict and choice.job.method == "full"
@@ -204,8 +204,6 @@ def _refuse_files(flags: PlanCommand) -> None:
         raise UsageError(
             f"-o and --html are both {flags.output}", why="one would replace the other", fix="another name for one"
         )
-    if flags.config and flags.search != PlanCommand.search:
-        raise UsageError("--search beside --config", why="the YAML says how it shards", fix="leave out one of them")
     if flags.output and flags.config:
         raise UsageError(
             "-o beside --config",
@@ -267,7 +265,6 @@ def make_problem(
         notes=model_notes.model_notes(shape, recipe, quantised),
         global_rows=flags.global_batch or 0,
         host_gib=flags.host_memory or 0,
-        search=flags.search,
     )
 
 

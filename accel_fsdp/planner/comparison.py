@@ -145,7 +145,7 @@ class Comparison:
     def _assumptions(self) -> Iterator[str]:
         yield from self.problem.notes
         for machine in self.machines:
-            yield from machine.choice.step.assumptions if machine.choice else ()
+            yield from self.problem.assumptions(machine.choice) if machine.choice else ()
 
     def show(self) -> None:
         console.put(self.headline(), wrap=True)
@@ -177,9 +177,9 @@ class Comparison:
             "checkpointing": choice.recipe.checkpointing,
             "precision": choice.recipe.precision,
             "peak_bytes": choice.prediction.peak.total,
-            "step_seconds": choice.step.step_seconds,
+            "step_seconds": choice.step.step_seconds if choice.step else None,
             "tokens_per_s": machine.tokens_per_s,
-            "assumptions": choice.step.assumptions,
+            "assumptions": self.problem.assumptions(choice),
             "cost": cost_report.as_json(machine.spent, machine.gpu) if machine.spent else None,
         }
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Optional
 
-from accel_fsdp.config import DTYPES, Method, Precision, Search
+from accel_fsdp.config import DTYPES, Method, Precision
 from accel_fsdp.flag_words import arg
 from accel_fsdp.job import Attention, Checkpointing, Kernels
 from accel_fsdp.models import optimizers
@@ -67,13 +67,6 @@ class PlanCommand:
     chunked_loss: Annotated[bool, arg("A loss that never holds all logits (Liger, chunked NLL).")] = False
     attention: Annotated[Attention, arg("Attention; flash is flash_attention_2.")] = "sdpa"
     kernels: Annotated[Kernels, arg("Fused kernels: Trainer's use_liger_kernel.")] = "none"
-    search: Annotated[
-        Search,
-        arg(
-            "all: also divides layers and experts among GPUs, by default where FSDP alone doesn't fit or experts "
-            "are many; plain: never."
-        ),
-    ] = "auto"
     host_memory: Annotated[
         Optional[int], arg("Memory of one machine, which bounds offload.", "GIB", default="3 times that of its GPUs")
     ] = None

@@ -61,8 +61,7 @@ def _cells(candidate: Candidate, note: str, limit: Capacity, top: float) -> list
         svg.cell_bar(parts, limit, top),
         f'<data value="{peak.total}">{number_in_figure(peak.total / GIB)}</data>',
         candidate.verdict,
-        f"{candidate.step.step_seconds:.2f}",
-        f"{candidate.tokens_per_s:,.0f}",
+        *candidate.pace,
     ]
 
 

@@ -39,24 +39,20 @@ class Proposer:
     def answers(self, job: Job) -> Answers:
         """The wizard's answers that write the YAML of a job.
 
-        A model outside of the catalogue isn't built, because that takes torch and seconds: its layer class is known,
-        and whether it can be divided.
+        A model outside of the catalogue isn't built, because that takes torch and seconds: its layer class is known.
 
         Raises:
             UserError: the wizard refuses one of them.
         """
         layout = job.layout
-        ranks = layout.ranks, layout.ranks_per_node, layout.tensor, layout.experts
-        key = (layout.engine, *ranks, job.method, job.recipe.precision)
+        key = (layout.engine, layout.ranks, layout.ranks_per_node, job.method, job.recipe.precision)
         if key not in self._answers:
             preset = self._required_answers(job)
             if catalogue_name := catalogue.canonical(self.model):
                 self._answers[key] = _settled_answers({**preset, "model": catalogue_name})
             else:
-                words = {name: value for name, value in preset.items() if name not in layout.axes}
-                settled = _settled_answers({**words, "model": PRESET_MODEL})
-                own_answers = {"model": self.model, "layer_class": self.layer_class, **layout.axes}
-                self._answers[key] = Answers(**{**vars(settled), **own_answers})
+                settled = _settled_answers({**preset, "model": PRESET_MODEL})
+                self._answers[key] = replace(settled, model=self.model, layer_class=self.layer_class)
         base, sharded = self._answers[key], layout.is_fsdp
         return replace(
             base,
@@ -118,7 +114,7 @@ class Proposer:
             words["engine"] = ENGINE_NAMES[layout.engine]
         if layout.engine is Engine.DEEPSPEED:
             words |= {"zero_stage": str(layout.strategy), "cpu_offload": "false"}
-        return words | {axis: str(size) for axis, size in layout.axes.items() if size > 1}
+        return words
 
 
 def _settled_answers(flags: dict[str, str]) -> Answers:

@@ -29,6 +29,8 @@ SCHEMA_VERSION = 3
 """The version of the `--json` output, raised whenever a key is removed or changes its meaning."""
 COLUMNS = ("strategy", "GiB", "of one GPU", "fits", "peak in", "sent GB", "step s", "tokens/s per GPU")
 WIDE, WIDE_ONLY = 104, ("peak in", "sent GB")
+TIMES = ("step_seconds", "tokens_per_s_per_gpu", "mfu", "bound")
+"""The fields of a step in the `--json` output, null where its time is not predicted."""
 BAR_CELLS, NARROW_CELLS = 20, 12
 MOST_PADDING = 1.1
 COPIED = ("  accel-fsdp ", "  --per_device_train_batch_size ")
@@ -86,8 +88,7 @@ class PlanReport:
             console.put(line, wrap=not line.startswith(COPIED))
 
     def _cells(self, candidate: Candidate, width: int) -> dict[str, Any]:
-        traffic = step_traffic(self.problem.shape, candidate.recipe, candidate.layout)
-        sent = (traffic.intra_bytes + traffic.inter_bytes + traffic.pcie_bytes) / 1e9
+        sent = self._sent_bytes(candidate)
         parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in candidate.prediction.peak.live.items() if size]
         cells = (
             candidate.layout.name,
@@ -95,11 +96,17 @@ class PlanReport:
             console.bar(parts, self.problem.capacity_bytes, width),
             candidate.verdict,
             candidate.prediction.peak.phase,
-            f"{sent:,.1f}",
-            f"{candidate.step.step_seconds:.2f}",
-            f"{candidate.tokens_per_s:,.0f}",
+            f"{sum(sent.values()) / 1e9:,.1f}" if sent else "-",
+            *candidate.pace,
         )
         return dict(zip(COLUMNS, cells, strict=True))
+
+    def _sent_bytes(self, candidate: Candidate) -> dict[str, float] | None:
+        """The bytes that a rank sends in a step by link, None if they are not predicted."""
+        if candidate.step is None:
+            return None
+        traffic = step_traffic(self.problem.shape, candidate.recipe, candidate.layout)
+        return {"intra-node": traffic.intra_bytes, "inter-node": traffic.inter_bytes, "pcie": traffic.pcie_bytes}
 
     def _fits_legend(self) -> Iterator[str]:
         """Explains the words that occur in the column `fits`."""
@@ -137,10 +144,9 @@ class PlanReport:
         yield self._one_step(choice)
         if self.spent:
             yield from cost_report.sentences(self.spent, problem.gpu)
-        elif self.args:
+        elif self.args and choice.step:
             yield cost_report.UNKNOWN
         yield from self._alternatives(choice)
-        yield from self.plan.about_meshes
         yield self._longest_sequence(choice)
         yield self._host(choice)
         if choice.layout.offload and (remedy_list := list(remedies.remedies(problem, choice.layout))):
@@ -153,7 +159,7 @@ class PlanReport:
             yield "The script's arguments:"
             yield f"  {proposal.argument_line(choice.job)}"
         full_rows = (cost_report.FULL_ROWS,) if self.spent else ()
-        yield "Assumed: " + " ".join((*problem.notes, *choice.step.assumptions, *full_rows))
+        yield "Assumed: " + " ".join((*problem.assumptions(choice), *full_rows))
 
     def answer(self) -> tuple[str, str]:
         """What to take, or that nothing fits; and the reason, empty if the first sentence has it."""
@@ -181,7 +187,6 @@ class PlanReport:
         yield f"{answer} What would fit:"
         changes = list(remedies.remedies(self.problem, self._layout())) or ["a smaller model, or GPUs with more memory"]
         yield from (f"  {change}" for change in changes)
-        yield from self.plan.about_meshes
         yield from self._padding_warning()
         yield from self.problem.notes
 
@@ -192,12 +197,14 @@ class PlanReport:
             *([str(recipe.accumulation)] if recipe.accumulation > 1 else []),
             str(recipe.rows),
         ]
-        shortest, longest = choice.step.range_seconds
-        return (
+        what = (
             f"One optimizer step takes {' x '.join(times)} = {counted(rows, 'sequence')} "
-            f"({rows * recipe.length:,} tokens) in about {_seconds(choice.step.step_seconds)} s "
-            f"({_seconds(shortest)} to {_seconds(longest)})."
+            f"({rows * recipe.length:,} tokens)"
         )
+        if choice.step is None:
+            return f"{what}. Its time is not predicted under tensor, expert or context parallelism."
+        shortest, longest = choice.step.range_seconds
+        return f"{what} in about {_seconds(choice.step.step_seconds)} s ({_seconds(shortest)} to {_seconds(longest)})."
 
     def _alternatives(self, choice: Candidate) -> Iterator[str]:
         if self.plan.ties:
@@ -292,7 +299,6 @@ class PlanReport:
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         peak, host = candidate.prediction.peak, self.problem.host(candidate.job)
-        traffic = step_traffic(self.problem.shape, candidate.recipe, candidate.layout)
         return {
             "strategy": candidate.layout.name,
             "tensor_parallel": candidate.layout.tensor,
@@ -316,17 +322,9 @@ class PlanReport:
             "checkpoint_bytes": host.checkpoint,
             "export_bytes": host.export,
             "phases": {moment.phase: moment.total for moment in candidate.prediction.moments},
-            "sent_bytes": {
-                "intra-node": traffic.intra_bytes,
-                "inter-node": traffic.inter_bytes,
-                "pcie": traffic.pcie_bytes,
-            },
-            "step_seconds": candidate.step.step_seconds,
-            "step_seconds_range": candidate.step.range_seconds,
-            "tokens_per_s_per_gpu": candidate.tokens_per_s,
-            "mfu": candidate.step.mfu,
-            "bound": candidate.step.bound,
-            "assumptions": (*self.problem.notes, *candidate.step.assumptions),
+            "sent_bytes": self._sent_bytes(candidate),
+            **{name: getattr(candidate.step, name, None) for name in TIMES},
+            "assumptions": self.problem.assumptions(candidate),
         }
 
 

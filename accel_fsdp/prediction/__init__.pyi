@@ -17,7 +17,6 @@ from .problem import Problem as Problem
 from .problem import checkpointing_in as checkpointing_in
 from .problem import layouts as layouts
 from .problem import length_of as length_of
-from .problem import meshes as meshes
 from .problem import rows_in as rows_in
 from .remedies import savings as savings
 from .search import Plan as Plan

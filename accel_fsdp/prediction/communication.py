@@ -8,7 +8,7 @@ another GPU, so 1 / ranks_per_node of a rank's bytes cross the network and the r
 work concurrently: the slower of the two is the ring's bottleneck.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from accel_fsdp.config import Engine
@@ -33,23 +33,19 @@ def units(shape: ModelShape, recipe: Recipe, layout: Layout) -> tuple[Unit, ...]
 
 
 def _is_kept(unit: Unit, layout: Layout) -> bool:
-    """Whether a unit stays gathered from forward to backward: one all-gather instead of two; experts never do.
+    """Whether a unit stays gathered from forward to backward: one all-gather instead of two.
 
     FSDP1 keeps the root, which has all parameters outside the blocks, gathered (`_post_forward_reshard` skips
     `_is_root`); accelerate 1.15 never reshards FSDP2's unit with the head.
     """
-    if unit.nested:
-        return False
     if unit.block is None and unit.name != "embedding":
         return layout.engine is not Engine.DEEPSPEED
     return _keeps(layout)
 
 
 def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
-    """The bytes that one rank sends in one optimizer step, over all its micro-batches."""
+    """The bytes that one rank of a data-parallel layout sends in one optimizer step, over all its micro-batches."""
     total = update(shape, recipe, layout)
-    for count, forward, backward in exchanges(shape, recipe, layout):
-        total += (forward + backward).times(count * recipe.accumulation)
     for unit in units(shape, recipe, layout):
         gathers = gather(unit, recipe, layout).times(gathers_per_step(unit, recipe, layout))
         reduces = reduce(unit, recipe, layout).times(reduces_per_step(recipe, layout))
@@ -59,83 +55,22 @@ def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
 
 def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     """One all-gather of one unit; with offload its shard is first copied from the host, in the dtype stored there."""
-    if _replicates(layout) or not (_pieces(unit, layout) > 1 or layout.offload):
+    if _replicates(layout) or not (layout.is_sharded or layout.offload):
         return Traffic()
     volume = sum(count * width for count, width in gathered(unit, recipe))
     copied_bytes = sum(count * _host_width(width, recipe, layout) for count, width in gathered(unit, recipe))
     host = Traffic(pcie_bytes=layout.shard_of(copied_bytes) if layout.offload else 0)
-    return _ring(volume, _pieces(unit, layout), layout.machine_share) + host
-
-
-def _pieces(unit: Unit, layout: Layout) -> int:
-    """The ranks that share a unit's parameters."""
-    return layout.sharers(of_experts=unit.nested)
-
-
-def exchanges(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[int, Traffic, Traffic]]:
-    """The traffic of tensor, expert and context parallelism between products, which no computation hides.
-
-    Yields its count per micro-batch, and the bytes of forward and of backward, with forward repeated by checkpointing.
-    Each all-reduce is of the hidden states: one at the end of attention and of the dense products, which are cut by
-    rows, and one in backward for the input of each product that is cut by columns (transformers' plans don't share
-    them). An exchange of experts sends each token to as many ranks as it has experts, and back.
-    """
-    if layout.context > 1:
-        yield from _exchanges_of_rows(shape, recipe, layout)
-    if not layout.is_by_transformers:
-        return
-    tokens = recipe.rows * recipe.length * shape.hidden * compute_bytes(recipe)
-    forwards = 2 if recipe.recomputes else 1
-    summed = _ring(tokens, layout.tensor, layout.ranks_per_node).times(2)
-    for block in shape.blocks:
-        divided = [p for p in block.parameters if not (p.dispatched and layout.experts > 1) and len(p.shape) > 1]
-        rowwise = sum(p.cut == len(p.shape) - 1 for p in divided)
-        columnwise = sum(p.cut is not None and p.cut < len(p.shape) - 1 for p in divided)
-        forward, backward = summed.times(rowwise), summed.times(columnwise + rowwise * (forwards - 1))
-        if layout.experts > 1 and any(p.dispatched for p in block.parameters):
-            sent = _all_to_all(tokens * shape.experts_used / layout.tensor, layout.experts, layout).times(2)
-            forward, backward = forward + sent, backward + sent.times(forwards)
-        yield len(block.layers), forward, backward
-    cuts = [p for p in shape.outer if p.cut is not None]
-    logits = recipe.rows * recipe.length * shape.vocab * compute_bytes(recipe)
-    if layout.tensor > 1 and cuts:
-        yield 1, summed + _ring(logits, layout.tensor, layout.ranks_per_node), summed
-
-
-def _exchanges_of_rows(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[tuple[int, Traffic, Traffic]]:
-    """The same for attention between the parts of a row.
-
-    Context parallelism gathers keys and values, again in backward, and passes their gradients on in float32 (torch,
-    `_templated_ring_attention_backward`). Sequence parallelism exchanges queries, keys, values and outputs.
-    """
-    width, tokens, ranks = compute_bytes(recipe), recipe.rows * recipe.length, layout.context
-    forwards = 2 if recipe.recomputes else 1
-    for block in shape.blocks:
-        queries, keys = shape.attention_widths(block)
-        if keys and layout.gathers_keys:
-            gathered = _ring(2 * keys * tokens * width, ranks, layout.ranks_per_node)
-            passed = _ring(2 * keys * tokens * state_bytes.MASTER, ranks, layout.ranks_per_node)
-            yield len(block.layers), gathered, gathered.times(forwards) + passed
-        elif keys:
-            sent = _all_to_all(2 * (queries + keys) * tokens / ranks * width, ranks, layout)
-            yield len(block.layers), sent, sent.times(forwards)
-
-
-def _all_to_all(volume_bytes: float, ranks: int, layout: Layout) -> Traffic:
-    """One rank's part of an all-to-all: equal parts for all others, over the network for those on other machines."""
-    local_ranks = min(ranks, layout.ranks_per_node)
-    return Traffic(volume_bytes * (local_ranks - 1) / ranks, volume_bytes * (ranks - local_ranks) / ranks)
+    return _ring(volume, layout.shard_ranks, layout.ranks_per_node) + host
 
 
 def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     """One reduction of a unit's gradients: reduce-scatter over shards, all-reduce over replicas."""
     volume = unit.trained_numel * sent_gradient_bytes(recipe, layout)
-    pieces = _pieces(unit, layout)
-    scattered = _ring(volume, pieces, layout.machine_share)
+    scattered = _ring(volume, layout.shard_ranks, layout.ranks_per_node)
     remote = 1 if layout.is_sharded else layout.ranks_per_node  # hybrid: a rank's replicas are on other machines
     width = compute_bytes(recipe) if layout.engine is Engine.DEEPSPEED else master_bytes(recipe, layout)
     offloaded = Traffic(pcie_bytes=layout.shard_of(unit.trained_numel * width) if layout.offload else 0)
-    return scattered + _ring(volume / pieces, layout.replicas, remote).times(2) + offloaded
+    return scattered + _ring(layout.shard_of(volume), layout.replicas, remote).times(2) + offloaded
 
 
 def copied(unit: Unit, recipe: Recipe, layout: Layout) -> tuple[float, float]:
@@ -204,8 +139,7 @@ def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
 
 def held_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> float:
     """The number of elements that one rank updates."""
-    counts = (unit.count * unit.trained_numel / _pieces(unit, layout) for unit in units(shape, recipe, layout))
-    return sum(counts)
+    return layout.shard_of(all_trained_numel(shape, recipe, layout))
 
 
 def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:

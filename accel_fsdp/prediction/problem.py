@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import product
 
-from accel_fsdp.config import Engine, Search
+from accel_fsdp.config import Engine
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu
 from accel_fsdp.job import Job, Layout, Recipe, combinations
@@ -14,8 +13,6 @@ from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes
 from accel_fsdp.prediction.speed import Step, step_time
 from accel_fsdp.units import GIB, about_gib, distinguishable, gib_of
 
-MESH_OPTIMIZERS = frozenset({"adamw_torch", "adamw_torch_fused"})
-"""The optimizers that are compared with one process on transformers' meshes."""
 HOST_PER_GPU = 3
 """Assumed host memory of a machine, as a multiple of its GPUs': 3.2 in a DGX H100 (2 TB), 3.6 in AWS
 p4d.24xlarge (1,152 GiB), 3 in g4dn.metal (384 GiB), 4 in g5.48xlarge (768 GiB)."""
@@ -27,8 +24,8 @@ class Problem:
 
     `fixed_rows` keeps the job's micro-batch. `global_rows` are the sequences of one optimizer step on all GPUs, 0 for
     any number with the job's accumulation. `host_gib` is one machine's memory, 0 if unknown. `ram_efficient`: one rank
-    of a machine reads the weights. `notes` are assumptions besides those of a step. `search` says which `meshes` to
-    try. `fault` is why the job of a YAML doesn't work.
+    of a machine reads the weights. `notes` are assumptions besides those of a step. `fault` is why the job of a
+    YAML doesn't work.
     """
 
     shape: ModelShape
@@ -40,7 +37,6 @@ class Problem:
     notes: tuple[str, ...] = ()
     global_rows: int = 0
     host_gib: float = 0
-    search: Search = "auto"
     fault: str = ""
 
     def refuses(self, job: Job) -> str:
@@ -56,6 +52,7 @@ class Problem:
         return capacity.predicted(self.shape, self.tapes, job, self.gpu)
 
     def step(self, job: Job) -> Step:
+        """The time of a step; only of data-parallel layouts."""
         return step_time(self.shape, job.recipe, job.layout, self.gpu)
 
     def host(self, job: Job) -> Host:
@@ -63,7 +60,13 @@ class Problem:
 
     def evaluate(self, job: Job) -> "Candidate":
         """Predicts memory and time."""
-        return Candidate(job, self.predicted(job), self.device(job), self.step(job), self.refuses(job))
+        step = self.step(job) if job.layout.is_data_parallel else None
+        return Candidate(job, self.predicted(job), self.device(job), step, self.refuses(job))
+
+    def assumptions(self, candidate: "Candidate") -> tuple[str, ...]:
+        """The assumptions of a prediction, as sentences: those of the job, of its memory, and of its time."""
+        of_time = candidate.step.assumptions if candidate.step else ()
+        return (*self.notes, *_memory_assumptions(self.shape, candidate.layout), *of_time)
 
     def device(self, job: Job) -> Device:
         return capacity.device(self.predicted(job), job.layout, self.capacity_bytes, self.gpu)
@@ -109,12 +112,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A job with its predicted memory and step time; `refused` is the reason why it can't work."""
+    """A job with its predicted memory and step time; `refused` is the reason why it can't work.
+
+    `step` is None under tensor, expert and context parallelism, whose time is not predicted.
+    """
 
     job: Job
     prediction: Prediction
     device: Device
-    step: Step
+    step: Step | None
     refused: str = ""
 
     @property
@@ -137,7 +143,14 @@ class Candidate:
 
     @property
     def tokens_per_s(self) -> float:
+        """Tokens per second of one GPU, of a job whose time is predicted."""
+        assert self.step is not None
         return self.step.tokens_per_s_per_gpu
+
+    @property
+    def pace(self) -> tuple[str, str]:
+        """Seconds per step and tokens/s per GPU as cells of a table."""
+        return (f"{self.step.step_seconds:.2f}", f"{self.tokens_per_s:,.0f}") if self.step else ("-", "-")
 
     @property
     def words(self) -> str:
@@ -176,29 +189,12 @@ def layouts(job: Job) -> Iterator[Job]:
             yield job.with_layout(engine=engine, strategy=strategy, offload=False)
 
 
-def meshes(problem: Problem) -> Iterator[Job]:
-    """The job with layers or experts divided too, in each way that transformers and train/sft.py train.
-
-    One machine's ranks divide layers, which adapters need whole; any ranks of one copy divide experts. Ranks that share
-    rows accumulate more micro-batches towards the global batch.
-    """
-    job, recipe = problem.job, problem.job.recipe
-    ranks, per_node = job.layout.ranks, job.layout.ranks_per_node
-    plain = recipe.kernels == "none" and not recipe.chunked_loss and recipe.optimizer in MESH_OPTIMIZERS
-    if not plain or recipe.precision == "fp16" or problem.shape.language:
-        return
-    strategies, experts = (1, 4) if ranks > per_node > 1 else (1,), min(ranks, problem.shape.experts or 1)
-    for strategy, tensor, divided in product(strategies, _divisors(per_node), _divisors(experts)):
-        sizes = {"strategy": strategy, "tensor": tensor, "experts": divided}
-        mesh = job.with_layout(engine=Engine.FSDP2, offload=False, **sizes)
-        misfits = [mesh.layout.experts_misfit, *problem.shape.division.misfits(mesh.layout.sizes, recipe.method)]
-        if tensor * divided > 1 and not any(misfits):
-            shared = tensor if problem.global_rows else 1
-            yield mesh.with_recipe(accumulation=recipe.accumulation * shared)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+def _memory_assumptions(shape: ModelShape, layout: Layout) -> Iterator[str]:
+    if silent := sum(len(shape.blocks[index].layers) for index in shape.untraced):
+        yield f"Rows hold text only: the {silent} layers for images are held and not run."
+    if layout.context > 1:
+        parts = "gathers keys and values" if layout.gathers_keys else "exchanges heads"
+        yield f"No run has tested {layout.row_axis} {layout.context}: it divides activations, and {parts}."
 
 
 def offloads(job: Job) -> tuple[Job, ...]:

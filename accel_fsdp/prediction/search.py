@@ -5,13 +5,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from accel_fsdp.config import Engine
-from accel_fsdp.errors import NotInstalled, UserError
 from accel_fsdp.job import Job, Layout
 from accel_fsdp.prediction import capacity
-from accel_fsdp.prediction.memory import shards, variant_for
-from accel_fsdp.prediction.problem import Candidate, Problem, layouts, meshes, offloads, rows_in
+from accel_fsdp.prediction.problem import Candidate, Problem, layouts, offloads, rows_in
 from accel_fsdp.prediction.speed import RANGE
-from accel_fsdp.units import counted, gib_of
+from accel_fsdp.units import gib_of
 
 MOST_ROWS = 256
 """Beyond this a larger micro-batch gains no speed on any GPU."""
@@ -21,10 +19,6 @@ TIE = RANGE[0]
 predicted."""
 ENOUGH = 0.95
 """The share of a strategy's highest speed that a micro-batch must reach: a larger one fills memory and gains little."""
-MANY_EXPERTS = 64
-"""Experts of a layer from which their gathering takes so much time and memory that dividing them is tried unasked."""
-MOST_MESHES = 4
-"""The most meshes that are recorded without a flag, the fastest first, once one of them fits: each takes seconds."""
 
 
 def largest(problem: Problem, job: Job, field: str, most: int) -> int:
@@ -55,18 +49,12 @@ def _crossing(problem: Problem, needed: Mapping[int, int], low: int, high: int) 
     return first + int((limit - needed[first]) / slope) if slope > 0 else high - 1
 
 
-UNTRIED = (
-    "Dividing layers and experts among GPUs (--search all) may help and was not tried: recording what that allocates "
-    "takes torch: pip install accel-fsdp[train]."
-)
-
-
 @dataclass(frozen=True)
 class Plan:
     """The table, the choice, and its reason. `choice` is None if nothing fits.
 
     `ties` are the best candidates of other layouts that are as fast as the choice, within the prediction's error;
-    `runner_up` is the fastest slower one. `untried`: dividing layers and experts may help, and can't be recorded here.
+    `runner_up` is the fastest slower one.
     """
 
     problem: Problem = field(repr=False)
@@ -75,40 +63,20 @@ class Plan:
     runner_up: Candidate | None = None
     ties: tuple[Candidate, ...] = ()
     reason: str = ""
-    untried: bool = False
 
     @cached_property
     def longest(self) -> tuple[int, int]:
         """The longest sequences that fit, in the recommended micro-batch and alone; found when first asked for."""
         return _longest_sequences(self.problem, self.choice) if self.choice else (0, 0)
 
-    @property
-    def about_meshes(self) -> tuple[str, ...]:
-        """Why no row divides layers or experts, as a sentence, where that was requested or may help."""
-        if self.untried:
-            return (UNTRIED,)
-        if self.problem.search != "all" or any(row.layout.is_by_transformers for row in self.rows):
-            return ()
-        tried = len(list(meshes(self.problem)))
-        why = (
-            f"none of {counted(tried, 'way', 'ways')} fits without CPU offload"
-            if tried
-            else "no size suits this model and these flags"
-        )
-        return (f"Dividing layers and experts among GPUs (--search all): {why}.",)
-
 
 def make_plan(problem: Problem) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; chooses the simplest of the fastest that fit."""
-    jobs, candidates = list(layouts(problem.job)), list(_search(problem, layouts(problem.job)))
-    divided, untried = _divided_candidates(problem, candidates)
-    candidates += divided
-    used = {candidate.layout for candidate in divided}
-    jobs += [job for job in meshes(problem) if job.layout in used]
-    rows = tuple(_refuse_unloadable(problem, problem.evaluate(job)) for job in jobs)
+    candidates = list(_search(problem, layouts(problem.job)))
+    rows = tuple(_refuse_unloadable(problem, problem.evaluate(job)) for job in layouts(problem.job))
     choice = _choose(candidates)
     if choice is None:
-        return Plan(problem, rows, untried=untried)
+        return Plan(problem, rows)
     bests: dict[Layout, Candidate] = {choice.layout: choice}  # the fastest of each layout
     for candidate in sorted(candidates, key=lambda candidate: -candidate.tokens_per_s):
         bests.setdefault(candidate.layout, candidate)
@@ -116,13 +84,12 @@ def make_plan(problem: Problem) -> Plan:
     fastest = max(candidate.tokens_per_s for candidate in bests.values())
     ties = tuple(candidate for candidate in others if candidate.tokens_per_s >= TIE * fastest)
     second = next((candidate for candidate in others if candidate not in ties), None)
-    return Plan(problem, rows, choice, second, ties, _reason(problem, choice, alone=not ties), untried)
+    return Plan(problem, rows, choice, second, ties, _reason(problem, choice, alone=not ties))
 
 
 def best(problem: Problem) -> Candidate | None:
     """The choice of `make_plan` alone; None if nothing fits."""
-    candidates = list(_search(problem, layouts(problem.job), all_ways=False))
-    return _choose(candidates + _divided_candidates(problem, candidates)[0])
+    return _choose(list(_search(problem, layouts(problem.job), all_ways=False)))
 
 
 def judge(problem: Problem) -> Plan:
@@ -163,55 +130,12 @@ def _refuse_unloadable(problem: Problem, candidate: Candidate) -> Candidate:
     return replace(candidate, refused=problem.host_lack(candidate.job)) if candidate.fits else candidate
 
 
-def _divided_candidates(problem: Problem, plain: list[Candidate]) -> tuple[list[Candidate], bool]:
-    """The best candidates that divide layers or experts too, if asked for or where that may help the `plain` ones.
-
-    Also returns whether they may help but can't be recorded here.
-    """
-    fits = any(candidate.layout.engine is not Engine.DEEPSPEED and not candidate.layout.offload for candidate in plain)
-    is_requested, helps = problem.search == "all", not fits or problem.shape.experts >= MANY_EXPERTS
-    if problem.search == "plain" or not (helps or is_requested):
-        return [], False
-    candidates: list[Candidate] = []
-    speeds = {job: _speed_bound(problem, job) for job in meshes(problem) if _may_fit(problem, job)}
-    variants: set[str] = set()
-    for job in sorted(speeds, key=lambda job: -speeds[job]):
-        fastest = max((candidate.tokens_per_s for candidate in (*plain, *candidates)), default=0)
-        variant = variant_for(job.recipe, job.layout)
-        has_enough = candidates and len(variants) == MOST_MESHES and variant not in variants
-        if not is_requested and (has_enough or speeds[job] < TIE * fastest):
-            break
-        try:
-            _ = problem.tapes[variant]
-        except NotInstalled:
-            if is_requested:
-                raise
-            return candidates, True
-        except UserError:  # a model whose divided parts can't be recorded
-            continue
-        variants.add(variant)
-        candidates += _search(problem, [job], all_ways=is_requested, fastest=fastest)
-    return candidates, False
-
-
-def _may_fit(problem: Problem, job: Job) -> bool:
-    """Whether a GPU holds what a rank has between steps, and its largest unit with that unit's gradients beside it.
-
-    Also whether nothing else rules the job out.
-    """
-    if problem.refuses(job) or not problem.is_hosted(job):
-        return False
-    shape, recipe, layout = problem.shape, job.recipe, job.layout
-    gathered = 0 if layout.wrapper is Engine.NONE else 2 if recipe.method == "full" else 1
-    largest_unit = max(shards.gathered_bytes(unit, layout) for unit in shards.all_units(shape, recipe, layout))
-    return sum(shards.resting_bytes(shape, recipe, layout)) + gathered * largest_unit < problem.capacity_bytes
-
-
-def _search(problem: Problem, jobs: Iterable[Job], all_ways: bool = True, fastest: float = 0) -> Iterator[Candidate]:
+def _search(problem: Problem, jobs: Iterable[Job], all_ways: bool = True) -> Iterator[Candidate]:
     """Yields the best micro-batch of each of these layouts and checkpointing that works and fits.
 
-    Without `all_ways`, skips candidates that can't be as fast as an earlier one, or as `fastest`.
+    Without `all_ways`, skips candidates that can't be as fast as an earlier one.
     """
+    fastest = 0.0
     for job in jobs:
         for kind in dict.fromkeys((job.recipe.checkpointing, "full")):
             variant = job.with_recipe(checkpointing=kind)
@@ -260,7 +184,6 @@ def _split(problem: Problem, job: Job) -> list[Job]:
 BURDENS = (
     "needs no offload",
     "resumes exactly and needs no other package",
-    "trains with any script, not with train/sft.py alone",
     "computes nothing twice",
     "leaves more memory free",
 )
@@ -268,10 +191,10 @@ BURDENS = (
 OLDER = {Engine.FSDP1: 1, Engine.DEEPSPEED: 2}
 
 
-def _burden(candidate: Candidate) -> tuple[bool, int, bool, bool, int]:
+def _burden(candidate: Candidate) -> tuple[bool, int, bool, int]:
     """The candidate's value for each of `BURDENS`; lower is better."""
     layout, older = candidate.layout, OLDER.get(candidate.layout.engine, 0)
-    return layout.offload, older, layout.is_by_transformers, candidate.recipe.recomputes, candidate.device.needed
+    return layout.offload, older, candidate.recipe.recomputes, candidate.device.needed
 
 
 def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:
@@ -285,9 +208,10 @@ def advantages(choice: Candidate, ties: Iterable[Candidate]) -> list[str]:
 
 
 def _reason(problem: Problem, choice: Candidate, alone: bool) -> str:
+    step = problem.step(choice.job)
     contest = "It is the fastest that fits" if alone else "Nothing that fits is clearly faster"
     return (
         f"{'It fits' if choice.layout.engine is Engine.NONE else contest}: "
         f"{gib_of(choice.device.allocated, problem.capacity_bytes)} at its peak, "
-        f"about {choice.tokens_per_s:,.0f} tokens/s per GPU, bound by {choice.step.bound}."
+        f"about {step.tokens_per_s_per_gpu:,.0f} tokens/s per GPU, bound by {step.bound}."
     )

@@ -53,8 +53,6 @@ UNIT_SECONDS = 1.4e-3
 units. No published run shows FSDP2's."""
 RANGE = (0.85, 1.2)
 """Shortest and longest step as multiples of the prediction: more than 9 of 10 published runs are in between."""
-MESH_RANGE = (0.55, 1.4)
-"""The same where layers or experts are divided: between them are the few published runs of other frameworks."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,8 @@ class Stretch:
 
 
 def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Step:
-    """Predicts one optimizer step of one rank; all ranks do the same."""
+    """Predicts one optimizer step of one rank of a data-parallel layout; all ranks do the same."""
+    assert layout.is_data_parallel
     pieces = tuple(_pieces(shape, recipe, layout))
     reducing = communication.reduces_per_step(recipe, layout)
     bound_seconds: dict[Bound, float] = {"compute": 0, "intra-node": 0, "inter-node": 0, "pcie": 0}
@@ -103,19 +102,19 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
             for piece in pieces:
                 for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
                     bound_seconds[bound] += seconds * piece.count * times
-    for bound, seconds in (*_update(shape, recipe, layout, gpu), *_exchange_times(shape, recipe, layout, gpu)):
+    for bound, seconds in _update(shape, recipe, layout, gpu):
         bound_seconds[bound] += seconds
     total = sum(bound_seconds.values())
-    tokens = layout.row_part(recipe.rows * recipe.length * recipe.accumulation)
-    useful = layout.row_part(useful_flops(shape, recipe) * recipe.accumulation)
-    shortest, longest = MESH_RANGE if layout.is_by_transformers or layout.context > 1 else RANGE
+    tokens = recipe.rows * recipe.length * recipe.accumulation
+    useful = useful_flops(shape, recipe) * recipe.accumulation
+    shortest, longest = RANGE
     return Step(
         step_seconds=total,
         range_seconds=(total * shortest, total * longest),
         tokens_per_s_per_gpu=tokens / total,
         mfu=useful / total / peak_flops(recipe, gpu),
         bound=max(bound_seconds, key=lambda bound: bound_seconds[bound]),
-        assumptions=tuple(_assumptions(shape, recipe, layout, gpu)),
+        assumptions=tuple(_assumptions(recipe, layout, gpu)),
     )
 
 
@@ -170,26 +169,15 @@ def sending_seconds(sent: Traffic, ranks: int, gpu: Gpu) -> tuple[Bound, float]:
 
 def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stretch]:
     """The units with their work, and the head, which is a separate unit or part of the root."""
-    part = shape.part(layout.tensor, layout.experts)
-    nothing = Traffic(), Traffic(), (0.0, 0.0)
-    inner = nothing
     for unit in communication.units(shape, recipe, layout):
         gathers = communication.gathers_per_step(unit, recipe, layout) / recipe.accumulation
         gather, reduce = communication.gather(unit, recipe, layout), communication.reduce(unit, recipe, layout)
         copied = communication.copied(unit, recipe, layout)
-        if unit.nested:  # the experts' block comes next, and hides both
-            inner = gather, reduce, copied
-            continue
-        gather, reduce = gather + inner[0], reduce + inner[1]
-        copied = copied[0] + inner[2][0], copied[1] + inner[2][1]
-        inner = nothing
-        forward, backward = block_work(unit.block, part, recipe) if unit.block else (Work(), Work())
-        repeated = recomputed(forward, unit.block, part, recipe)
-        forward, backward, repeated = (work.times(1 / layout.context) for work in (forward, backward, repeated))
+        forward, backward = block_work(unit.block, shape, recipe) if unit.block else (Work(), Work())
+        repeated = recomputed(forward, unit.block, shape, recipe)
         adapters = communication.gathered_alone(unit, layout)
         yield Stretch(unit.count, forward, backward, repeated, gather, gathers, reduce, copied, adapters, not adapters)
-    forward, backward = (work.times(1 / layout.context) for work in head_work(part, recipe))
-    yield Stretch(1, forward, backward, Work(), Traffic(), 0, Traffic(), (0, 0), 0)
+    yield Stretch(1, *head_work(shape, recipe), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
 
 
 def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
@@ -233,14 +221,6 @@ def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iter
     yield sending_seconds(communication.update(shape, recipe, layout), layout.ranks, gpu)
 
 
-def _exchange_times(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
-    """The time of the communication between products, which wait for it."""
-    for count, *passes in communication.exchanges(shape, recipe, layout):
-        for sent in passes:
-            bound, seconds = sending_seconds(sent, max(layout.tensor, layout.experts, layout.context), gpu)
-            yield bound, seconds * count * recipe.accumulation
-
-
 def _latency_seconds(ranks: int) -> float:
     return LATENCY_SECONDS * (1 + math.log2(ranks))
 
@@ -249,18 +229,11 @@ def _is_bf16(recipe: Recipe) -> bool:
     return recipe.precision == "bf16" or (recipe.precision == "no" and recipe.dtype == "bfloat16")
 
 
-def _assumptions(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[str]:
-    if silent := sum(len(shape.blocks[index].layers) for index in shape.untraced):
-        yield f"Rows hold text only: the {silent} layers for images are held and not run."
+def _assumptions(recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[str]:
     if not gpu.calibrated:
         yield f"No public run calibrates {gpu.name}: products are taken to reach {gpu.efficiency:.0%} of its peak."
     if layout.ranks > layout.ranks_per_node:
         yield f"The network gives each GPU {about_gb(gpu.network_bytes_per_s)}/s."
-    if layout.is_by_transformers:
-        yield "No published run of transformers calibrates the time of divided layers or experts."
-    if layout.context > 1:
-        parts = "gathers keys and values" if layout.gathers_keys else "exchanges heads"
-        yield f"No run has tested {layout.row_axis} {layout.context}: it divides activations, and {parts}."
     if layout.offload:
         yield f"Each host's memory streams {about_gb(HOST_BYTES_PER_S)}/s for the optimizer."
     if _is_bf16(recipe) and not gpu.has_bf16:

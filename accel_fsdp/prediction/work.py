@@ -110,7 +110,7 @@ def block_work(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, W
 def head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
     """The product with the vocabulary and the loss; a tied head costs the same."""
     tokens = recipe.rows * recipe.length
-    product = _product(Parameter("head", (shape.head_rows, shape.hidden), "head"), shape, recipe)
+    product = _product(Parameter("head", (shape.vocab, shape.hidden), "head"), shape, recipe)
     loss_bytes = FUSED_LOSS_BYTES if _is_fused(recipe) else LOSS_BYTES
     loss = Work(moved_bytes=loss_bytes / 2 * shape.vocab * tokens, kernels=4)
     return product + loss, product.times(2 if recipe.method == "full" else 1) + loss

@@ -95,7 +95,7 @@ def legend(context: Context) -> str:
 
 
 def of_each_size(axis: str, check: Callable[[Context, Any], Any], context: Context) -> str:
-    """The predicted peak and speed with each size of an axis, in words; records what a size allocates, in seconds."""
+    """The predicted peak with each size of an axis, in words; records what a size allocates, in seconds."""
     words = []
     for size in range(1, context.machine.count + 1):
         try:
@@ -104,7 +104,7 @@ def of_each_size(axis: str, check: Callable[[Context, Any], Any], context: Conte
         except UserError:  # this size doesn't divide the model, or can't be recorded
             continue
         if candidate:
-            words.append(f"{size}: ~{gib_or_mib(candidate.device.allocated)}, {candidate.tokens_per_s:,.0f} tokens/s")
+            words.append(f"{size}: ~{gib_or_mib(candidate.device.allocated)}")
     return "predicted for each GPU: " + "; ".join(words) if words else ""
 
 

@@ -46,8 +46,7 @@ def shown(*flags: str | Path) -> str:
 
 
 def plan_report(model: str, machine: str, method: Method = "full") -> text_report.PlanReport:
-    """The plan as the command makes it; meshes, which are recorded, have tests of their own."""
-    return planner.make_plan(planner.PlanCommand(model, machine, method=method, search="plain"))
+    return planner.make_plan(planner.PlanCommand(model, machine, method=method))
 
 
 def launch_words(path: Path) -> list[str]:
@@ -156,7 +155,7 @@ def test_whatever_is_recommended_passes_the_linter_and_fits(place: int, method: 
     ("flags", "choice"),
     [
         (
-            ("--model", "deepseek-v3", "--gpus", "16x8xH100", "--method", "lora", "--search", "plain"),
+            ("--model", "deepseek-v3", "--gpus", "16x8xH100", "--method", "lora"),
             "FSDP2 HYBRID_SHARD offload",
         ),
         (("--model", "deepseek-v3", "--gpus", "64x8xH100"), None),

@@ -12,11 +12,9 @@ from conftest import accel_fsdp
 from accel_fsdp import cli
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UsageError
-from accel_fsdp.hardware import gpus
-from accel_fsdp.job import Layout, Recipe, from_yaml
-from accel_fsdp.prediction import communication, trace_store
+from accel_fsdp.job import Recipe, from_yaml
+from accel_fsdp.prediction import trace_store
 from accel_fsdp.prediction.memory import step, variant_for
-from accel_fsdp.prediction.speed import step_time
 
 ZERO_3 = """\
 distributed_type: DEEPSPEED
@@ -137,23 +135,12 @@ def test_a_plan_refuses_them_and_predicts_the_others(tmp_path: Path, capsys: pyt
     report = json.loads(capsys.readouterr().out)
     [row] = report["strategies"]
     assert (row["strategy"], row["tensor_parallel"]) == ("FSDP2 FULL_SHARD, tp 2", 2)
+    assert row["peak_bytes"] > 0
+    assert {row[name] for name in ("step_seconds", "tokens_per_s_per_gpu", "mfu", "bound", "sent_bytes")} == {None}
+    assert report["cost"] is None
     arguments.write_text("bf16: true\nmax_length: 512\nper_device_train_batch_size: 1\nuse_peft: true\n")
     with pytest.raises(UsageError, match="an adapter with tp 2"):  # as train/sft.py does
         cli.call([*words, "Qwen/Qwen3-0.6B"])
-
-
-def test_tensor_parallel_ranks_send_inside_their_machine_while_they_compute() -> None:
-    shape, _ = trace_store.find("meta-llama/Llama-3.1-8B") or pytest.fail("not bundled")
-    recipe = Recipe(rows=1, length=2048)
-    apart, together = (Layout(Engine.FSDP2, 1, 16, 8, tensor=tensor) for tensor in (1, 8))
-    [(layers, forward, backward), (_, ends, _)] = communication.exchanges(shape, recipe, together)
-    hidden = 2048 * 4096 * 2 * 7 / 8
-    assert (layers, forward.intra_bytes, backward.intra_bytes) == (32, 2 * 2 * hidden, 2 * 5 * hidden)
-    assert forward.inter_bytes == backward.inter_bytes == ends.inter_bytes == 0
-    by_layout = [communication.step_traffic(shape, recipe, layout).inter_bytes for layout in (apart, together)]
-    widths = 2 + 2 + 2, 2 + 2 + 4  # two gathers in bf16, and a reduction, in float32 by transformers
-    by_hand = [shape.numel * width * share for width, share in zip(widths, (15 / 16 / 8, 1 / 2 / 8), strict=True)]
-    assert by_layout == pytest.approx(by_hand, rel=0.06)  # the tail is gathered once
 
 
 def test_ranks_that_share_a_row_hold_their_part_of_it() -> None:
@@ -164,13 +151,6 @@ def test_ranks_that_share_a_row_hold_their_part_of_it() -> None:
     jobs, tape = ((long, shared), (short, alone)), tapes[variant_for(long, shared)]
     rank_in_8, rank_alone = (step.predict(shape, tape, *job).peak.live for job in jobs)
     assert rank_in_8 == rank_alone
-    keys_and_values = 36 * 2 * 1_024 * 65_536 * 7 / 8
-    forward, again, backward, gradients = 2, 2, 2, 4  # bytes per element
-    sent, sent_alone = (communication.step_traffic(shape, *job).intra_bytes for job in jobs)
-    assert sent - sent_alone == keys_and_values * (forward + again + backward + gradients)
-    gpu = gpus.find("H100")
-    slower, faster = (step_time(shape, *job, gpu).tokens_per_s_per_gpu for job in jobs)
-    assert slower < faster
 
 
 def test_a_million_tokens_take_the_memory_that_was_published() -> None:
@@ -189,4 +169,5 @@ def test_sequence_parallelism_is_that_of_zero_3(tmp_path: Path) -> None:
     said = " ".join(finished.output.split())
     assert finished.code == 0
     assert "1 x 2,048 tokens per 4 GPUs" in said
+    assert "Its time is not predicted under tensor, expert or context parallelism." in said
     assert "No run has tested sp 4: it divides activations, and exchanges heads." in said

@@ -42,7 +42,8 @@ def predicted(arguments: Arguments, config: JobConfig, machines: int, machine: M
     with contextlib.suppress(*UNKNOWN):
         problem = _problem_to_plan(arguments, config, machines, machine)
         steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(problem.job)
-        return Duration(steps, problem.step(problem.job)) if steps else None
+        if steps and problem.job.layout.is_data_parallel:
+            return Duration(steps, problem.step(problem.job))
     return None
 
 

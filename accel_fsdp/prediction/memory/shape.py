@@ -143,9 +143,3 @@ class ModelShape:
         attention = sum(weight.inner_width(self.hidden) for weight in block.products if weight.is_attention)
         queries = self.heads * self.head_dim
         return queries, max(0, attention - 2 * queries) / 2
-
-    @property
-    def head_rows(self) -> int:
-        """The tokens whose logits a rank computes before it gathers them."""
-        tables = (p for p in self.outer if p.kind == ("embedding" if self.tied else "head") and p.cut == 0)
-        return next((p.shape[0] for p in tables), self.vocab)
