@@ -1,12 +1,13 @@
 """Searches layouts and batches to train a model on given GPUs: keeps those that fit, ranks by predicted time. Pure."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Job, Layout
 from accel_fsdp.prediction import capacity
+from accel_fsdp.prediction.capacity import Device
 from accel_fsdp.prediction.problem import Candidate, Problem, layouts, offloads, rows_in
 from accel_fsdp.prediction.speed import RANGE
 from accel_fsdp.units import gib_of
@@ -22,7 +23,16 @@ ENOUGH = 0.95
 
 
 def largest(problem: Problem, job: Job, field: str, most: int) -> int:
-    """The largest value of a field of the recipe, such as its rows, that fits; 0 if none does.
+    """The largest value of a field of the recipe, such as its rows, that fits; 0 if none does."""
+
+    def needs(number: int) -> Device:
+        return problem.device(job.with_recipe(**{field: number}))
+
+    return _largest_number(needs, problem.capacity_bytes, most)
+
+
+def _largest_number(needs: Callable[[int], Device], has: int, most: int) -> int:
+    """The largest number from 1 to `most` that fits.
 
     Memory grows about linearly, so the next number tried is where the line through the two numbers around the limit
     meets it; every third try is the middle, in case the line misleads.
@@ -31,22 +41,19 @@ def largest(problem: Problem, job: Job, field: str, most: int) -> int:
     needed: dict[int, int] = {}
     while high - low > 1:
         tries = len(needed)
-        number = (
-            tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _crossing(problem, needed, low, high)
-        )
+        number = tries + 1 if tries < 2 else (low + high) // 2 if tries % 3 == 1 else _crossing(needed, low, high, has)
         number = min(max(number, low + 1), high - 1)
-        device = problem.device(job.with_recipe(**{field: number}))
+        device = needs(number)
         needed[number] = device.needed
         low, high = (number, high) if device.fits else (low, number)
     return low
 
 
-def _crossing(problem: Problem, needed: Mapping[int, int], low: int, high: int) -> int:
+def _crossing(needed: Mapping[int, int], low: int, high: int, has: int) -> int:
     """The point where a line reaches the limit: the line through `low` and `high`, or the two highest known numbers."""
     first, second = (low, high) if low in needed and high in needed else sorted(needed)[-2:]
     slope = (needed[second] - needed[first]) / (second - first)
-    limit = problem.capacity_bytes / (1 + capacity.MARGIN)
-    return first + int((limit - needed[first]) / slope) if slope > 0 else high - 1
+    return first + int((has / (1 + capacity.MARGIN) - needed[first]) / slope) if slope > 0 else high - 1
 
 
 @dataclass(frozen=True)
