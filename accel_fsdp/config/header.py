@@ -33,19 +33,24 @@ def comment(title: str, made_by: str, launch: str) -> list[str]:
     return [f"# {title}", *origin, LAUNCH, f"#   {launch}"]
 
 
-def launch_line(path: str, script: Iterable[str], on_several_machines: bool = False, on_gpus: bool = True) -> str:
-    """The command that runs a script, with its arguments, on the YAML at `path`."""
+def launch_line(path: str, script: Iterable[str], on_several_machines: bool = False, expandable: bool = True) -> str:
+    """The command that runs a script, with its arguments, on the YAML at `path`.
+
+    `expandable`: it sets PyTorch's allocator to expandable segments.
+    """
     rank = ("--machine_rank", "0") if on_several_machines else ()
     words = ["accelerate", "launch", "--config_file", path, *rank, *script]
-    return shlex.join([*(_VARIABLES if on_gpus else ()), *words])
+    return _line(words, expandable)
 
 
-def engine_line(path: str, script: Iterable[str]) -> str:
+def engine_line(path: str, script: Iterable[str], expandable: bool = True) -> str:
     """The launch line for a job on a cluster engine, which gives the address of the first machine."""
-    return shlex.join([*_VARIABLES, "accel-fsdp", "launch", path, *script])
+    return _line(["accel-fsdp", "launch", path, *script], expandable)
 
 
-_VARIABLES = [f"{name}={value}" for name, value in EXPANDABLE_SEGMENTS.items()]
+def _line(words: list[str], expandable: bool) -> str:
+    variables = EXPANDABLE_SEGMENTS if expandable else {}
+    return shlex.join([*(f"{name}={value}" for name, value in variables.items()), *words])
 
 
 def example_run(model: str, arguments: Iterable[str]) -> list[str]:

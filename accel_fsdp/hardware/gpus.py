@@ -63,6 +63,10 @@ class Gpu:
         return has_bf16(MachineFacts(self.name, 1))
 
     @property
+    def has_expandable_segments(self) -> bool:
+        return MachineFacts(self.name, 1).has_expandable_segments
+
+    @property
     def usable_gib(self) -> float:
         estimated = self.memory_gib * (15 / 16 if self.name in INLINE_ECC else 1) * REPORTED_SHARE
         return self.reported_gib or estimated
@@ -245,10 +249,6 @@ def sold_gib(name: str, reported_gib: float) -> float:
 def is_hopper(gpu: Gpu) -> bool:
     """Whether the GPU reaches its peak only with Hopper's instructions (compute capability 9.0)."""
     return gpu.name.startswith(("H100", "H20", "H800", "GH200"))
-
-
-def is_amd(gpu: Gpu) -> bool:
-    return gpu.name.startswith("MI")
 
 
 def is_known(name: str) -> bool:

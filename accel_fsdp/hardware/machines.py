@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from accel_fsdp.errors import UsageError
 
+AMD = re.compile(r"\b(AMD|INSTINCT|RADEON)\b|\bMI\d+", re.IGNORECASE)
+
 
 @dataclass(frozen=True)
 class MachineFacts:
@@ -17,6 +19,14 @@ class MachineFacts:
     accelerator: str | None
     count: int
     memory_gib: float | None = None
+
+    @property
+    def has_expandable_segments(self) -> bool:
+        """Whether PyTorch's allocator has them. ROCm has had them only since 7.0, where a copy may hang.
+
+        (pytorch/pytorch, pull request 179930 and issue 192259.)
+        """
+        return self.accelerator is not None and not AMD.search(self.accelerator)
 
 
 CPU = MachineFacts(accelerator=None, count=0)

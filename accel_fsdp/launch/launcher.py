@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -195,7 +196,17 @@ def allocator_variables(args: Any) -> Mapping[str, str]:
     """The allocator's setting for ranks on GPUs; empty if a person has set one."""
     on_cpu = args.cpu or args.use_cpu or args.on_cpus or args.training_script == ON_CPU
     is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES)
-    return {} if on_cpu or args.tpu or is_set else EXPANDABLE_SEGMENTS
+    return {} if on_cpu or args.tpu or is_set or not _has_expandable_segments() else EXPANDABLE_SEGMENTS
+
+
+def _has_expandable_segments() -> bool:
+    """Whether they can be tried: a copy may hang under ROCm, and the first allocation may fail under WSL.
+
+    (pytorch/pytorch, issues 192259 and 192330.)
+    """
+    import torch
+
+    return torch.version.hip is None and "microsoft" not in platform.uname().release.lower()
 
 
 def distributed(args: Any) -> bool:

@@ -12,6 +12,7 @@ from accel_fsdp.config import (
     header,
     yaml_file,
 )
+from accel_fsdp.hardware import machines
 from accel_fsdp.job import Job, from_arguments, recompute_by
 from accel_fsdp.linter.rules import Finding, Subject, run
 from accel_fsdp.models import catalogue
@@ -74,7 +75,11 @@ class Proposer:
         answers, words = _settled_answers(self._flags(job)), _argument_words(job)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
         line = header.engine_line if answers.needs_engine else header.launch_line
-        return to_yaml.to_text(answers, line(THIS_FILE, script))
+        return to_yaml.to_text(answers, line(THIS_FILE, script, expandable=self._expandable))
+
+    @property
+    def _expandable(self) -> bool:
+        return machines.parse(self.gpus)[0].has_expandable_segments
 
     def _yaml_for_one_process(self, job: Job) -> str:
         """The YAML for one GPU, without an engine; the wizard would write FSDP."""
@@ -87,7 +92,7 @@ class Proposer:
         }
         title = f"{self.model}, {job.method} training with one process, which has nothing to shard."
         script = header.example_run(self.model, _argument_words(job))
-        launch = header.launch_line(THIS_FILE, script)
+        launch = header.launch_line(THIS_FILE, script, expandable=self._expandable)
         return "\n".join([*header.comment(title, "accel-fsdp plan", launch), yaml_file.dump(values)])
 
     def command(self, job: Job) -> str:

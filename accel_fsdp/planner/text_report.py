@@ -113,7 +113,7 @@ class PlanReport:
         outside_size = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
         verdicts = {candidate.verdict for candidate in self.plan.rows}
         nccl = " and NCCL" if self.problem.job.layout.ranks > 1 else ""
-        words = [f"yes with {outside_size} more for CUDA{nccl} and {self._spared()} to spare"]
+        words = [f"yes with {outside_size} more for CUDA{nccl} and {self._spared()}"]
         if "tight" in verdicts:
             words.append("tight with less to spare, so it may run out")
         yield f"fits: {'; '.join(words)}."
@@ -128,10 +128,10 @@ class PlanReport:
                 yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_SFT)}."
 
     def _spared(self) -> str:
-        """The margin in words: for fragmentation too where the allocator can't avoid it."""
-        if capacity.is_expandable(self.problem.gpu):
-            return f"{capacity.MARGIN:.0%}"
-        return f"{capacity.FRAGMENTED - 1:.0%} of its memory, as ROCm has no expandable segments,"
+        """The margin in words."""
+        if self.problem.gpu.has_expandable_segments:
+            return f"{capacity.MARGIN:.0%} to spare"
+        return f"{capacity.FRAGMENTED - 1:.0%} for gaps, as expandable segments may hang under ROCm"
 
     def advice(self) -> Iterator[str]:
         """The recommendation with its reasons, or changes that would make the job fit; a sentence or two per line."""

@@ -33,7 +33,7 @@ MARGIN = 0.05
 """The memory that must stay free, as a share of what is needed. With expandable segments the allocator reserved 1.004
 times the allocated peak at the median of 56 simulated jobs, 1.045 times at most."""
 FRAGMENTED = 1.2
-"""Reserved over allocated memory where expandable segments don't work, on AMD's GPUs. Simulated jobs reserved 1.13 to
+"""Reserved over allocated memory without expandable segments, as on AMD's GPUs. Simulated jobs reserved 1.13 to
 1.48 times their peak, but the allocator frees cached blocks before memory runs out: of 141 published runs without
 expandable segments, the last to run out had 1.18 times its peak (two more, unexplained, 1.29 and 1.31)."""
 WORKSPACE_BYTES = 2 * 8_519_680
@@ -93,11 +93,6 @@ class Device:
         return self.allocated + self.outside
 
 
-def is_expandable(gpu: Gpu | None) -> bool:
-    """Whether PyTorch's allocator has expandable segments, which ROCm lacks."""
-    return gpu is None or not gpus.is_amd(gpu)
-
-
 def device(
     prediction: Prediction, layout: Layout, capacity_bytes: int, gpu: Gpu | None, expandable: bool | None = None
 ) -> Device:
@@ -107,11 +102,10 @@ def device(
     """
     allocated, outside = prediction.peak.total, outside_bytes(gpu, layout.ranks)
     room, phase = capacity_bytes - outside, prediction.peak.phase
-    if is_expandable(gpu) if expandable is None else expandable:
-        fits = (allocated + outside) * (1 + MARGIN) <= capacity_bytes
-    else:
-        fits = allocated * FRAGMENTED <= room
-    if fits:
+    if expandable is None:
+        expandable = gpu is None or gpu.has_expandable_segments
+    with_margin = (allocated + outside) * (1 + MARGIN) if expandable else allocated * FRAGMENTED + outside
+    if with_margin <= capacity_bytes:
         return Device(allocated, "yes", outside, capacity_bytes)
     return Device(allocated, "tight" if allocated <= room else "no", outside, capacity_bytes, phase)
 

@@ -18,6 +18,7 @@ from accel_fsdp.config import (
     yaml_file,
 )
 from accel_fsdp.config import header as config_header
+from accel_fsdp.hardware import machines
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import engine_of
 from accel_fsdp.wizard.questions import SEQ_LEN, applying
@@ -128,10 +129,10 @@ def flag_text(value: Any) -> str:
 
 def launch_line(answers: Answers, path: str) -> str:
     script = [OWN_SCRIPT] if answers.own_script else _our_script(answers, path)
+    expandable = machines.parse(answers.gpus)[0].has_expandable_segments
     if answers.needs_engine:
-        return config_header.engine_line(path, script)
-    on_gpus = answers.gpus != "cpu"  # TPUs too
-    return config_header.launch_line(path, script, answers.num_machines > 1, on_gpus)
+        return config_header.engine_line(path, script, expandable)
+    return config_header.launch_line(path, script, answers.num_machines > 1, expandable)
 
 
 def _our_script(answers: Answers, path: str) -> list[str]:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,6 +98,20 @@ def test_the_allocators_setting_of_a_person_stays(
     assert {key: value for key, value in started.items() if key.endswith("_ALLOC_CONF")} == {
         name: "max_split_size_mb:128"
     }
+
+
+@pytest.mark.parametrize(
+    ("hip", "release"), [("7.2", "6.8.0-generic"), (None, "5.15.90.1-microsoft-standard-WSL2"), (None, "6.8.0-generic")]
+)
+def test_expandable_segments_are_left_out_where_they_may_fail(
+    hip: str | None, release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.hip", hip)
+    monkeypatch.setattr(launcher.platform, "uname", lambda: SimpleNamespace(release=release))
+    path = tmp_path / "job.yaml"
+    path.write_text(YAMLS["fsdp2"])
+    args = launcher.launcher_args(path, SFT, ())
+    assert bool(launcher.allocator_variables(args)) == (hip is None and "WSL" not in release)
 
 
 def test_ranks_on_the_cpu_get_no_setting_of_the_allocator(tmp_path: Path) -> None:

@@ -606,3 +606,5 @@ def test_a_job_file_sets_expandable_segments(engine: str, write: Write, tmp_path
         set_in = [line for line in text.splitlines() if "expandable_segments:True" in line]
         assert len(set_in) == 1
         assert "PYTORCH_ALLOC_CONF" in text
+    if engine != "torchrun":
+        assert "PYTORCH_ALLOC_CONF" not in write(engine, ONE, "--gpus", "4xMI300X")

@@ -1,7 +1,6 @@
 """A job file for dstack."""
 
 from accel_fsdp.launch.script.job_file import INSTALL, NCCL_DEBUG, TOKENS, JobFile, indented, refuse_own_disk
-from accel_fsdp.launch_environment import EXPANDABLE_SEGMENTS
 
 FOLDER = "/project"
 """The container's folder of the files that dstack copies."""
@@ -25,7 +24,7 @@ def text(job: JobFile) -> list[str]:
         f"  - /mnt/shared:{job.folder}    # <- a folder that all machines see, such as a network disk's",
         "env:",
         f"  - HF_HOME={job.folder}/.huggingface",
-        *(f"  - {name}={value}" for name, value in EXPANDABLE_SEGMENTS.items()),
+        *(f"  - {name}={value}" for name, value in job.variables.items()),
         *([f"  - TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.uses_sft else []),
         *(f"  # - {name}    # <- from your shell: {purpose}" for name, purpose in TOKENS.items()),
         f"  # - NCCL_DEBUG=INFO    # <- {NCCL_DEBUG}",

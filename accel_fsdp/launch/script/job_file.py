@@ -1,6 +1,7 @@
 """The content of a job file for any engine, and the parts that all job files share."""
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from accel_fsdp import __version__, flag_words
@@ -48,6 +49,11 @@ class JobFile:
     uses_sft: bool
 
     @property
+    def variables(self) -> Mapping[str, str]:
+        """The allocator's variable, on GPUs that can have it."""
+        return EXPANDABLE_SEGMENTS if self.kind is None or self.kind.has_expandable_segments else {}
+
+    @property
     def resumes(self) -> bool:
         """Whether the job file, submitted again, continues the stopped run."""
         return self.uses_sft and flag_words.parse_command_line(self.words).get(RESUMES) in ("auto", "true")
@@ -78,10 +84,10 @@ class JobFile:
         return f"timeout --foreground --signal=USR1 {self.minutes}m {command}" if self.minutes else command
 
 
-def shell_variables() -> list[str]:
+def shell_variables(job: JobFile) -> list[str]:
     """Lines with a bash script's variables: the allocator's; tokens from a private file and NCCL's log, to edit."""
     return [
-        *(f"export {name}={value}" for name, value in EXPANDABLE_SEGMENTS.items()),
+        *(f"export {name}={value}" for name, value in job.variables.items()),
         f"# source ~/.tokens    # <- export {' and '.join(f'{name}=...' for name in TOKENS)}, in a file for you alone",
         f"# export NCCL_DEBUG=INFO    # <- {NCCL_DEBUG}",
     ]

@@ -1,7 +1,6 @@
 """A job file for kubectl: a TrainJob of Kubeflow's Trainer, or a PyTorchJob of its older operator."""
 
 from accel_fsdp.launch.script.job_file import INSTALL, NCCL_DEBUG, RESTARTS, TOKENS, JobFile, indented
-from accel_fsdp.launch_environment import EXPANDABLE_SEGMENTS
 
 RUNTIME, REPLICATED_JOB, CONTAINER = "torch-distributed", "node", "node"
 """The runtime that comes with Kubeflow's Trainer, and what it calls its parts."""
@@ -110,7 +109,7 @@ def _resources(job: JobFile, indent: str) -> list[str]:
 
 def _container(job: JobFile, indent: str) -> list[str]:
     """Variables and command, with `exec`: a pod's first process gets the signal, and bash would not forward it."""
-    values = {"HF_HOME": f"{job.folder}/.huggingface", **EXPANDABLE_SEGMENTS}
+    values = {"HF_HOME": f"{job.folder}/.huggingface", **job.variables}
     if job.uses_sft:
         values["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = f'"{job.shutdown}"'
     variables = [line for name, value in values.items() for line in (f"  - name: {name}", f"    value: {value}")]

@@ -3,7 +3,6 @@
 import json
 
 from accel_fsdp.launch.script.job_file import NCCL_DEBUG, RESTARTS, TOKENS, JobFile, refuse_own_disk
-from accel_fsdp.launch_environment import EXPANDABLE_SEGMENTS
 
 RESULTS = "ray"
 """The part of the shared folder in which Ray keeps its notes about a run."""
@@ -57,7 +56,7 @@ def _loop(job: JobFile) -> list[str]:
     ]
     variables = [
         f'"HF_HOME": {_path(job, ".huggingface")},',
-        *(f"{_quoted(name)}: {_quoted(value)}," for name, value in EXPANDABLE_SEGMENTS.items()),
+        *(f"{_quoted(name)}: {_quoted(value)}," for name, value in job.variables.items()),
         *(f'# "{name}": os.environ["{name}"],    # <- {purpose}' for name, purpose in TOKENS.items()),
         f'# "NCCL_DEBUG": "INFO",    # <- {NCCL_DEBUG}',
         *(network if job.machines > 1 else []),

@@ -13,7 +13,6 @@ from accel_fsdp.launch.script.job_file import (
     indented,
     refuse_own_disk,
 )
-from accel_fsdp.launch_environment import EXPANDABLE_SEGMENTS
 
 TWICE_THE_MEMORY = {("A100", 80.0): "A100-80GB", ("V100", 32.0): "V100-32GB"}
 """GPUs of one name that come with more memory, as SkyPilot calls them."""
@@ -39,7 +38,7 @@ def text(job: JobFile) -> list[str]:
         f"  {job.folder}: shared    # <- a volume that all machines see (sky volumes ls)",
         "envs:",
         f"  HF_HOME: {job.folder}/.huggingface",
-        *(f"  {name}: {value}" for name, value in EXPANDABLE_SEGMENTS.items()),
+        *(f"  {name}: {value}" for name, value in job.variables.items()),
         *([f'  TORCH_ELASTIC_SHUTDOWN_TIMEOUT: "{job.shutdown}"'] if job.uses_sft else []),
         f"  # NCCL_DEBUG: INFO    # <- {NCCL_DEBUG}",
         "# secrets:    # <- from your shell: sky jobs launch --secret HF_TOKEN FILE",

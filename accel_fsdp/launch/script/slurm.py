@@ -57,7 +57,7 @@ def _setup_lines(job: JobFile) -> list[str]:
         "set -euo pipefail",
         "# source .venv/bin/activate              # <- where accel-fsdp is installed",
         'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
-        *shell_variables(),
+        *shell_variables(job),
         'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"',
         *([f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}"] if job.uses_sft else []),
         *([] if job.machines == 1 else network),

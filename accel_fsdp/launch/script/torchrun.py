@@ -25,7 +25,7 @@ def text(job: JobFile) -> list[str]:
         *([f"cd {job.flags.shared}"] if job.flags.shared else []),
         "# source .venv/bin/activate    # <- where accel-fsdp is installed",
         'export HF_HOME="${HF_HOME:-$PWD/.huggingface}"',
-        *shell_variables(),
+        *shell_variables(job),
         f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.shutdown}",
         *(_rendezvous() if is_multi else []),
         f"mkdir -p logs/{job.name}",
