@@ -1,7 +1,6 @@
 """Reads a model's config and tokenizer from a hub id or a local folder."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,59 +15,28 @@ def read_config(name: str, revision: str = "main", run_code: bool = False) -> An
     Raises:
         UserError: there is none, it can't be read, or not without its own Python.
     """
-    settings = read_settings(name, revision)
+    check_local_path(name, "model")
+    if Path(name).is_dir():
+        config_json.settings_in(Path(name))  # says what is wrong with the file
     _require_reading(name)
     from transformers import AutoConfig
 
-    if not run_code:
-        remote_code.check_kernels(name, settings)
     with config_json.explained_errors(name):
         try:
             config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=run_code)
+        except OSError as error:
+            raise UserError(
+                f"cannot read the config of {name}: {first_line(error)}{catalogue.did_you_mean(name)}",
+                why="the layer classes and sizes come from it",
+                fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
+            ) from error
         except ValueError as error:
             if remote_code.is_refusal(error):
                 raise remote_code.refusal(name, "its config") from error
-            raise _unknown_kind(name, settings) or error from error
+            raise
         if not run_code:
-            remote_code.check_built_kernels(name, config)
+            remote_code.check_kernels(name, config)
         return config
-
-
-def _unknown_kind(name: str, settings: Mapping[str, Any]) -> UserError | None:
-    from transformers import CONFIG_MAPPING, __version__
-
-    kind = str(settings.get("model_type") or "")
-    if kind in CONFIG_MAPPING:
-        return None
-    what = f"is of model_type {kind}" if kind else "has no model_type in its config"
-    return UserError(
-        f"{name} {what}, which transformers {__version__} doesn't know.{did_you_mean(kind, CONFIG_MAPPING)}",
-        why="the layer classes and sizes come from its code for that type",
-        fix="correct model_type in config.json; for a newer model: pip install --upgrade transformers",
-    )
-
-
-def read_settings(name: str, revision: str = "main") -> dict[str, Any]:
-    """Reads a model's config.json, by a hub id or from a local folder.
-
-    Raises:
-        UserError: there is no config, or it can't be read.
-    """
-    check_local_path(name, "model")
-    if Path(name).is_dir():
-        return config_json.settings_in(Path(name))
-    _require_reading(name)
-    from transformers import PreTrainedConfig
-
-    try:
-        settings: dict[str, Any] = PreTrainedConfig.get_config_dict(name, revision=revision)[0]
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"cannot read the config of {name}: {first_line(error)}{catalogue.did_you_mean(name)}",
-            why="the layer classes and sizes come from it",
-            fix="check the name; for a gated model: hf auth login; offline: give the folder of a downloaded model",
-        ) from error
-    return settings
 
 
 def _require_reading(name: str) -> None:

@@ -5,14 +5,12 @@ every reader passes `trust_remote_code=False`, and these errors give the reason.
 """
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from accel_fsdp.errors import UserError
 
 ASKS_FOR_CODE = re.compile(r"trust_remote_code")
 """The common text of transformers' refusals of a folder's code."""
-KERNEL_KEYS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
 class NeedsCode(UserError):
@@ -33,33 +31,22 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, ValueError) and bool(ASKS_FOR_CODE.search(str(error)))
 
 
-def check_kernels(name: str, settings: Mapping[str, Any]) -> None:
-    """Refuses a config that names a repository of compiled kernels, which transformers would download and run."""
-    for key, value in settings.items():
-        if key in KERNEL_KEYS:
-            _check_kernel(name, key, value)
-        if isinstance(value, dict):
-            check_kernels(name, value)
+def check_kernels(name: str, config: Any) -> None:
+    """Refuses a config that names a repository of compiled kernels, which transformers would download and run.
 
-
-def check_built_kernels(name: str, config: Any) -> None:
-    """`check_kernels` for a config built by transformers, which may store a setting under several names.
-
-    Flash Attention is left to the flags: if its package isn't installed, transformers takes it from the hub.
+    It is checked as transformers built it, because a setting has several names in a file. Flash Attention is left to
+    the flags: if its package isn't installed, transformers takes it from the hub.
     """
     for key in ("_attn_implementation", "_experts_implementation"):
-        _check_kernel(name, key, getattr(config, key, None))
+        value = getattr(config, key, None)
+        if any("/" in str(part) for part in (value.values() if isinstance(value, dict) else [value])):
+            raise NeedsCode(
+                f"the config of {name} names a repository of code: {key}: {value}",
+                why="transformers would download it and run it, and no command runs code that comes with a model",
+                fix=f"remove {key.lstrip('_')} from its config.json; train/sft.py takes --attn_implementation",
+            )
     if "flash" in str(getattr(config, "_attn_implementation", "")):
         config._attn_implementation = None
     for part in getattr(config, "sub_configs", None) or {}:
         if (inner := getattr(config, part, None)) is not None:
-            check_built_kernels(name, inner)
-
-
-def _check_kernel(name: str, key: str, value: Any) -> None:
-    if any("/" in str(part) for part in (value.values() if isinstance(value, dict) else [value])):
-        raise NeedsCode(
-            f"the config of {name} names a repository of code: {key}: {value}",
-            why="transformers would download it and run it, and no command runs code that comes with a model",
-            fix=f"remove {key} from its config.json; train/sft.py takes --attn_implementation",
-        )
+            check_kernels(name, inner)

@@ -112,7 +112,9 @@ def kinds_of(model: "nn.Module", depth: int) -> list[Hashable]:
     modules of the built model show it in every case. A kind is over all stacks of `depth` layers; the list is empty if
     there is no such stack.
     """
-    stacks = list(_stacks(model, depth))
+    from torch import nn
+
+    stacks = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     return [tuple(_kind(stack[number]) for stack in stacks) for number in range(depth)] if stacks else []
 
 
@@ -125,12 +127,6 @@ def all_kinds(model: "nn.Module") -> set[Hashable]:
 
 def first_of_each(kinds: Sequence[Hashable]) -> list[int]:
     return sorted({kind: number for number, kind in reversed(list(enumerate(kinds)))}.values())
-
-
-def _stacks(model: "nn.Module", depth: int) -> Iterator["nn.ModuleList"]:
-    from torch import nn
-
-    return (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth)
 
 
 def _kind(layer: "nn.Module") -> Hashable:
