@@ -90,11 +90,6 @@ def two_digits(amount: float) -> str:
     return f"{rounded:,.{max(1 - math.floor(math.log10(abs(rounded))), 0)}f}"
 
 
-def about_hours(hours: float) -> str:
-    """Hours or minutes with two digits: `8.7 hours`, below one hour `13 minutes`."""
-    return f"{two_digits(hours)} hours" if hours >= 1 else f"{two_digits(hours * 60)} minutes"
-
-
 def _about(amount: float) -> str:
     return f"{amount:,.0f}" if amount >= 10 else f"{amount:,.1f}"
 

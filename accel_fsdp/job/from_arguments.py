@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from accel_fsdp.config import DTYPES, EXPERT_FIELD, LONG_DTYPES, TORCH_DTYPES, Method, Precision
 from accel_fsdp.errors import UsageError
@@ -28,28 +28,16 @@ WHOLE: Mapping[str, int] = {
 """Integer arguments and their minimum."""
 SLIP = 0.94
 """The similarity of two names that differ by one letter."""
-LORA_DROPOUT, SAVE_STEPS, EPOCHS, EVAL_BATCH = 0.05, 500, 3, 8
+LORA_DROPOUT, EPOCHS, EVAL_BATCH = 0.05, 3, 8
 """Other defaults of `train/sft.py` and Trainer."""
-Event = Literal["no", "steps", "epoch", "best"]
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a job ends, saves and evaluates.
-
-    With `max_steps` 0 it ends after `epochs`. Steps below 1 are a share of all steps.
-
-    `kept` is `save_total_limit`, 0 without one. `eval_steps` None: an evaluation at every log, at unknown intervals.
-    """
+    """When a job ends: after `max_steps`, or if that is 0 after `epochs`."""
 
     max_steps: int = 0
     epochs: float = EPOCHS
-    saves: Event = "steps"
-    save_steps: float = SAVE_STEPS
-    kept: int = 0
-    evaluates: Event = "no"
-    eval_steps: float | None = None
-    eval_on_start: bool = False
 
 
 def sizes_of(arguments: Mapping[str, object]) -> dict[str, int]:
@@ -276,39 +264,17 @@ def notes(arguments: Mapping[str, Any]) -> Iterator[str]:
 
 
 def schedule_of(arguments: Mapping[str, Any]) -> Schedule:
-    """When a job with these arguments ends, saves and evaluates; Trainer's defaults for missing ones.
-
-    Raises:
-        UsageError: a strategy isn't one of Trainer's.
-    """
-    steps = number(arguments.get("eval_steps", arguments.get("logging_steps")), None)
+    """When a job with these arguments ends; Trainer's defaults for missing ones."""
     return Schedule(
         max_steps=positive_int(arguments.get("max_steps")),
         epochs=number(arguments.get("num_train_epochs"), EPOCHS) or EPOCHS,
-        saves=_event(arguments, "save_strategy", "steps"),
-        save_steps=number(arguments.get("save_steps"), SAVE_STEPS) or SAVE_STEPS,
-        kept=positive_int(arguments.get("save_total_limit")),
-        evaluates=_event(arguments, "eval_strategy", "no"),
-        eval_steps=steps or None,
-        eval_on_start=is_on(arguments.get("eval_on_start")),
     )
 
 
-def _word(arguments: Mapping[str, Any], name: str, default: Event) -> str:
+def _word(arguments: Mapping[str, Any], name: str, default: str) -> str:
     """A strategy as Trainer spells it: YAML 1.1 parses no as false."""
     value = arguments.get(name, default)
     return "no" if value is False else str(value).lower()
-
-
-def _event(arguments: Mapping[str, Any], name: str, default: Event) -> Event:
-    word = _word(arguments, name, default)
-    if word not in get_args(Event):
-        raise UsageError(
-            f"{name}: {arguments.get(name, default)} in the arguments",
-            why="Trainer has no such strategy",
-            fix=f"one of {', '.join(get_args(Event))}",
-        )
-    return word  # type: ignore[return-value]
 
 
 def number(value: object, default: float | None) -> float | None:

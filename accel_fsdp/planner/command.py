@@ -11,13 +11,12 @@ from accel_fsdp.config import EXPERT_FIELD, Method, header, made_with, read_conf
 from accel_fsdp.errors import UsageError, is_installed
 from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, from_yaml
-from accel_fsdp.linter.rules import Subject
 from accel_fsdp.models import catalogue, config_json
 from accel_fsdp.planner import model_notes, proposal, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.planner.text_report import PlanReport
-from accel_fsdp.prediction import Candidate, Problem, cost, length_of, search, speed, trace_store
+from accel_fsdp.prediction import Candidate, Problem, cost, length_of, search, trace_store
 from accel_fsdp.prediction.memory import ModelShape
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted
@@ -56,12 +55,12 @@ def make_plan(flags: PlanCommand) -> PlanReport:
     """
     flags = _with_header(flags)
     _refuse_beside_args(flags)
-    work = workload.inputs_of(flags, gpu_of(machines_of(flags)[0]))
+    work = workload.work_of(flags)
     if flags.config is not None:
         return _judge_yaml(flags, flags.config, work)
     problem, proposer = search_problem(flags)
     plan = search.make_plan(problem)
-    return PlanReport(problem, plan, proposer, spent=spent_on(work, problem, plan.choice))
+    return PlanReport(problem, plan, proposer, spent=spent_on(plan.choice, work, flags))
 
 
 def search_problem(flags: PlanCommand, read_shape: ReadShape = by_name.read_shape) -> tuple[Problem, Proposer]:
@@ -131,7 +130,7 @@ def _refuse_beside_args(flags: PlanCommand) -> None:
         raise UsageError(f"{flag} beside --args", why="the script's arguments say it", fix=f"leave out {flag}")
 
 
-def _judge_yaml(flags: PlanCommand, path: Path, work: cost.CostInputs) -> PlanReport:
+def _judge_yaml(flags: PlanCommand, path: Path, work: cost.Work) -> PlanReport:
     subject, _ = linter.read_subject(path, linter.Sources(model=flags.model, args=flags.args))
     notes = from_yaml.notes(subject)
     if flags.args is None:
@@ -143,7 +142,7 @@ def _judge_yaml(flags: PlanCommand, path: Path, work: cost.CostInputs) -> PlanRe
         from_arguments.refuse_unreadable(arguments)
         written, left_out = _as_recordable(from_yaml.predictable(subject, arguments))
         schedule = from_arguments.schedule_of(arguments)
-        work = replace(work, work=cost.work_of(schedule, work.work.rows), schedule=schedule)
+        work = cost.Work(schedule.max_steps, rows=work.rows, epochs=schedule.epochs)
         notes = (*from_arguments.notes(arguments), *left_out, *notes)
     problem = make_problem(flags, written, subject.number("num_machines") or 1)
     fault, about_keys = proposal.errors(subject, problem.job)
@@ -154,7 +153,7 @@ def _judge_yaml(flags: PlanCommand, path: Path, work: cost.CostInputs) -> PlanRe
         notes=(*problem.notes, *notes, *about_keys),
     )
     plan = search.judge(problem)
-    return PlanReport(problem, plan, None, path, spent_on(work, problem, plan.choice, subject), flags.args)
+    return PlanReport(problem, plan, None, path, spent_on(plan.choice, work, flags), flags.args)
 
 
 def _refuse_other_model(flags: PlanCommand, arguments: Mapping[str, Any]) -> None:
@@ -179,18 +178,9 @@ def _as_recordable(job: Job) -> tuple[Job, tuple[str, ...]]:
     return job.with_recipe(lora_dropout=False, packed=False), (note,)
 
 
-def spent_on(
-    work: cost.CostInputs, problem: Problem, choice: Candidate | None, subject: Subject | None = None
-) -> cost.Cost | None:
+def spent_on(choice: Candidate | None, work: cost.Work, flags: PlanCommand) -> cost.Cost | None:
     """The cost of the job with the chosen candidate; None if nothing fits or a number is unknown."""
-    if choice is None or choice.step is None:
-        return None
-    host = problem.host(choice.job)
-    stores_twice = subject is not None and subject.is_fsdp and subject.full_state_dict and choice.job.method == "full"
-    checkpoint = host.checkpoint + (host.gathering if stores_twice else 0)  # once for the engine, once for Hugging Face
-    evaluated = replace(choice.recipe, rows=choice.recipe.eval_batch)
-    forward = speed.forward_seconds(problem.shape, evaluated, choice.layout, problem.gpu) if evaluated.rows else 0
-    return cost.cost(work, choice.job, choice.step, problem.gpu, checkpoint, forward)
+    return cost.cost(work, choice.job, choice.step, flags.price) if choice else None
 
 
 def _refuse_files(flags: PlanCommand) -> None:

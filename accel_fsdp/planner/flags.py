@@ -35,7 +35,7 @@ class PlanCommand:
     compare: Annotated[
         Optional[str],
         arg(
-            "In place of --gpus: the best way on each of these machines, in one table: 8xH100,2x8xA100-40GB.",
+            "In place of --gpus: the best layout on each of these machines, in one table: 8xH100,2x8xA100-40GB.",
             "NxNAME,NxNAME,...",
         ),
     ] = None
@@ -75,28 +75,15 @@ class PlanCommand:
         Optional[Path],
         arg(
             "With --config: the script's arguments, a YAML or JSON mapping or a command line. The very job is "
-            "predicted: its steps, checkpoints and evaluations too.",
+            "predicted, with its steps.",
             "FILE",
         ),
     ] = None
-    tokens: Annotated[
-        Optional[str], arg("Tokens to train on, such as 500M, 2B, 1.5T: says hours and energy.", "COUNT")
-    ] = None
+    tokens: Annotated[Optional[str], arg("Tokens to train on, such as 500M, 2B, 1.5T: says hours.", "COUNT")] = None
     dataset_rows: Annotated[
         Optional[int], arg("Instead of --tokens: rows of the data set, each of --seq-len tokens.", "N")
     ] = None
-    epochs: Annotated[Optional[float], arg("How often the rows are trained on.", "E", default="1")] = None
     price: Annotated[Optional[float], arg("Of one GPU for an hour, in any currency.", "MONEY")] = None
-    prices: Annotated[
-        Optional[Path], arg("Instead of --price: your own TOML, with lines such as H100 = 2.5.", "FILE")
-    ] = None
-    disk_speed: Annotated[
-        Optional[float],
-        arg("The checkpoint disk's speed by accel-fsdp doctor: says how long training waits for a save.", "GB/S"),
-    ] = None
-    eval_rows: Annotated[
-        Optional[int], arg("With --args: rows of the evaluation split: says how long it takes.", "N")
-    ] = None
     output: Annotated[
         Optional[Path],
         arg("Also write the YAML of what is recommended; where nothing fits, none is written.", "FILE", alias="-o"),

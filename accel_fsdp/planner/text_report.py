@@ -143,7 +143,7 @@ class PlanReport:
         yield answer
         yield self._one_step(choice)
         if self.spent:
-            yield from cost_report.sentences(self.spent, problem.gpu)
+            yield cost_report.sentence(self.spent)
         elif self.args and choice.step:
             yield cost_report.UNKNOWN
         yield from self._alternatives(choice)
@@ -158,8 +158,8 @@ class PlanReport:
         if self.proposer:
             yield "The script's arguments:"
             yield f"  {proposal.argument_line(choice.job)}"
-        full_rows = (cost_report.FULL_ROWS,) if self.spent else ()
-        yield "Assumed: " + " ".join((*problem.assumptions(choice), *full_rows))
+        if assumptions := (*problem.assumptions(choice), *((cost_report.FULL_ROWS,) if self.spent else ())):
+            yield "Assumed: " + " ".join(assumptions)
 
     def answer(self) -> tuple[str, str]:
         """What to take, or that nothing fits; and the reason, empty if the first sentence has it."""
@@ -289,7 +289,7 @@ class PlanReport:
             "config_command": self.command(),
             "script_arguments": proposal.arguments(choice.job) if choice else {},
             "changes": changes,
-            "cost": cost_report.as_json(self.spent, problem.gpu) if self.spent else None,
+            "cost": cost_report.as_json(self.spent) if self.spent else None,
         }
 
     def _layout(self) -> Layout | None:

@@ -109,15 +109,6 @@ def judge(problem: Problem) -> Plan:
     return Plan(problem, (candidate,), candidate, reason=reason)
 
 
-def least(problem: Problem) -> Candidate:
-    """The candidate with the least GPU memory, if possible one that works; with offload if host memory allows it."""
-    smallest = problem.job.with_recipe(checkpointing="full")
-    smallest = smallest if problem.fixed_rows else smallest.with_recipe(rows=1)
-    jobs = (variant for job in layouts(smallest) for variant in offloads(job))
-    candidates = (problem.evaluate(job) for job in jobs if not job.layout.offload or problem.is_hosted(job))
-    return min(candidates, key=lambda candidate: (bool(candidate.refused), candidate.device.needed))
-
-
 def _choose(candidates: Iterable[Candidate]) -> Candidate | None:
     """The simplest of the fastest candidates; None without any."""
     ordered = sorted(candidates, key=lambda candidate: -candidate.tokens_per_s)

@@ -118,15 +118,6 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
     )
 
 
-def forward_seconds(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> float:
-    """Forward and loss of one batch, as in an evaluation."""
-    total = 0.0
-    for piece in _pieces(shape, recipe, layout):
-        phases = [seconds for _, seconds in _phases(piece, False, recipe, layout, gpu)]
-        total += sum(phases[: len(phases) // 2]) * piece.count
-    return total
-
-
 def useful_flops(shape: ModelShape, recipe: Recipe) -> float:
     """FLOPs of one micro-batch that MFU counts: all products of forward and backward, without recomputation."""
     recipe = dataclasses.replace(recipe, packed=False)  # what a mask hides isn't useful

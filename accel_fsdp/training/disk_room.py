@@ -1,5 +1,6 @@
 """Checks that the disk has room for a run's files, and that all machines write to the same disk."""
 
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -16,7 +17,6 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import host
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.models import counting, optimizers, state_bytes
-from accel_fsdp.prediction import cost
 from accel_fsdp.time_limits import comes_true
 from accel_fsdp.units import distinguishable, gib_or_mib
 
@@ -134,8 +134,16 @@ def _checkpoints_to_come(trainer: Any) -> int:
     args, state = trainer.args, trainer.state
     remaining, epochs = state.max_steps - state.global_step, state.num_train_epochs
     per_epoch = state.max_steps / epochs if epochs <= state.max_steps else remaining  # unknown of a stream
-    saves = cost.events(args.save_strategy.value, state.save_steps, remaining, per_epoch)
+    saves = saves_in(args.save_strategy.value, state.save_steps, remaining, per_epoch)
     complete = sum(not completeness.flaw(path) for path in file_names.checkpoints(Path(args.output_dir)))
     kept = args.save_total_limit or 0
     uploading = int(bool(kept and args.checkpoint_uri))  # the one that is being uploaded stays until it is there
-    return cost.at_once(saves, kept + uploading, complete)
+    # the newest checkpoint is written before the oldest is deleted
+    return min(saves, max(kept + uploading + 1 - complete, 1)) if kept else saves
+
+
+def saves_in(strategy: str, every: float, steps: int, per_epoch: float) -> int:
+    """The number of saves in `steps`, including one at the end; `best` saves at least once."""
+    interval = every if every >= 1 else math.ceil(every * steps)
+    after = {"steps": interval, "epoch": per_epoch, "best": steps}.get(strategy)
+    return math.ceil(steps / max(after, 1)) if after else 0

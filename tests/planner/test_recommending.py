@@ -510,7 +510,6 @@ def test_arguments_that_cannot_be_read_are_refused(more: str, message: str, job:
         (("--gpus", "1xH100", "--price", "2.5"), "--price without --tokens"),
         (("--gpus", "1xH100", "--price", "2,5"), "--price takes a number, not 2,5"),
         (("--gpus", "99999999999xH100"), "is 99,999,999,999 GPUs"),
-        (("--compare", "8xH100,8xH100-80GB"), "they are the same machine"),
         (("--gpus", "1xH100", "-o", "same", "--html", "same"), "-o and --html are both same"),
     ],
 )

@@ -12,7 +12,7 @@ from accel_fsdp.errors import UserError
 from accel_fsdp.hardware import MachineFacts, gpus
 from accel_fsdp.job import from_arguments, from_yaml
 from accel_fsdp.models import catalogue
-from accel_fsdp.prediction import Problem, Step, cost
+from accel_fsdp.prediction import Problem, Step
 from accel_fsdp.prediction.tracing import by_name
 
 Arguments: TypeAlias = Mapping[str, Any]
@@ -31,7 +31,7 @@ class Duration:
 
     @property
     def minutes(self) -> int:
-        return math.ceil((cost.seconds_of(self.steps, self.step).expected * FACTOR + AROUND_SECONDS) / 60)
+        return math.ceil((self.steps * self.step.step_seconds * FACTOR + AROUND_SECONDS) / 60)
 
     def __str__(self) -> str:
         return f"{self.steps:,} steps x {self.step.step_seconds:.2g} s x {FACTOR}, and an hour around them"
@@ -41,7 +41,7 @@ def predicted(arguments: Arguments, config: JobConfig, machines: int, machine: M
     """The duration of `train/sft.py` with these arguments and rows of full length; None where a number is unknown."""
     with contextlib.suppress(*UNKNOWN):
         problem = _problem_to_plan(arguments, config, machines, machine)
-        steps = cost.work_of(from_arguments.schedule_of(arguments)).steps_of(problem.job)
+        steps = from_arguments.schedule_of(arguments).max_steps
         if steps and problem.job.layout.is_data_parallel:
             return Duration(steps, problem.step(problem.job))
     return None
