@@ -40,14 +40,13 @@ class Gpu:
     `half_flops` are bf16 or fp16 with float32 sums, `fp32_flops` plain float32: torch leaves TF32 off by default.
     `link_bytes_per_s` joins GPUs of one machine (NVLink, or PCIe where a bridge is optional), `pcie_bytes_per_s` leads
     to the host. `network_bytes_per_s` is one GPU's share of a usual cluster's network: an assumption, never measured
-    here. `efficiency` is the share of the peak that matrix products reach in training. `board_watts` is the board's
-    maximum power. `source` names the vendor's document.
+    here. `efficiency` is the share of the peak that matrix products reach in training. `source` names the vendor's
+    document.
     """
 
     name: str
     memory_gib: float
     reported_gib: float | None
-    board_watts: float
     half_flops: float
     fp32_flops: float
     hbm_bytes_per_s: float
@@ -80,7 +79,6 @@ def _gpu(
     name: str,
     memory: float,
     reported: float | None,
-    watts: float,
     half: float,
     fp32: float,
     hbm: float,
@@ -91,10 +89,10 @@ def _gpu(
     source: str,
 ) -> Gpu:
     rates = (half * 1e12, fp32 * 1e12, hbm * 1e9, link * 1e9, pcie * 1e9, network * 1e9)
-    return Gpu(name, memory, reported, watts, *rates, efficiency or ASSUMED_EFFICIENCY, source)
+    return Gpu(name, memory, reported, *rates, efficiency or ASSUMED_EFFICIENCY, source)
 
 
-# In the units of datasheets: GiB sold, GiB reported, watts, TFLOP/s in half and float32, GB/s of memory, of the link to
+# In the units of datasheets: GiB sold, GiB reported, TFLOP/s in half and float32, GB/s of memory, of the link to
 # its neighbours, of PCIe (16 lanes of generation 3, 4 and 5 are 16, 32 and 64 one way) and of the network: 50 is
 # 400 Gb/s InfiniBand per GPU (DGX H100), 25 is 200 Gb/s (DGX A100), 12.5 is 100 Gb/s. Those are assumptions, as
 # clusters differ.
@@ -105,68 +103,64 @@ def _gpu(
 # Step-Video-T2V 8 (L40S). The others are the usual totals of such messages, not looked up one by one. Drivers differ by
 # 0.1 to 0.2 GiB: the lower number is used.
 #
-# Watts are the board's maximum power (TDP) of the vendor's document. Where one may be set to several, the highest:
-# GH200 with its CPU and memory, B200 and GB200 per GPU. A10G: the limit that nvidia-smi shows on AWS G5, as NVIDIA
-# publishes none. MI250X: half of a card's 560 W, as torch sees half a card.
-#
 # The efficiencies were found together with the constants of `speed.py`, from published runs alone: A100 from
 # llm-foundry's tables and fms-acceleration, H100 from llm-foundry, torchtitan, NeMo AutoModel and Accelerate, RTX 3090
 # and 4090 from Answer.AI's fsdp_qlora (an RTX 4090 runs at 2.7 GHz where its whitepaper assumes 2.52).
 # benchmarks/throughput_accuracy.py prints their errors.
 # fmt: off
 GPUS: tuple[Gpu, ...] = (
-    _gpu("V100",          16, 15.77,  300,    125,  15.7,  900, 150,  16, 12.5, None, "V100 datasheet (SXM2)"),
-    _gpu("V100",          32, 31.73,  300,    125,  15.7,  900, 150,  16, 12.5, None, "V100 datasheet (SXM2)"),
-    _gpu("T4",            16, 14.75,   70,     65,   8.1,  320,  16,  16, 12.5, None, "T4 datasheet"),
-    _gpu("A10",           24, 22.02,  150,    125,  31.2,  600,  32,  32, 12.5, None, "A10 datasheet"),
-    _gpu("A10G",          24, 21.99,  300,     70,    35,  600,  32,  32, 12.5, None, "A10G datasheet (AWS G5)"),
-    _gpu("A30",           24,  23.5,  165,    165,  10.3,  933,  32,  32, 12.5, None, "A30 datasheet"),
-    _gpu("A40",           48, 44.34,  300,  149.7,  37.4,  696,  32,  32, 12.5, None, "A40 datasheet"),
-    _gpu("A100",          80, 79.25,  400,    312,  19.5, 2039, 300,  32,   25, 0.75, "A100 datasheet (80GB SXM)"),
-    _gpu("A100",          40, 39.39,  400,    312,  19.5, 1555, 300,  32,   25, 0.75, "A100 datasheet (40GB SXM)"),
-    _gpu("A100 PCIe",     80, 79.25,  300,    312,  19.5, 1935,  32,  32, 12.5, 0.75, "A100 datasheet (80GB PCIe)"),
-    _gpu("A100 PCIe",     40, 39.39,  250,    312,  19.5, 1555,  32,  32, 12.5, 0.75, "A100 datasheet (40GB PCIe)"),
+    _gpu("V100",          16, 15.77,    125,  15.7,  900, 150,  16, 12.5, None, "V100 datasheet (SXM2)"),
+    _gpu("V100",          32, 31.73,    125,  15.7,  900, 150,  16, 12.5, None, "V100 datasheet (SXM2)"),
+    _gpu("T4",            16, 14.75,     65,   8.1,  320,  16,  16, 12.5, None, "T4 datasheet"),
+    _gpu("A10",           24, 22.02,    125,  31.2,  600,  32,  32, 12.5, None, "A10 datasheet"),
+    _gpu("A10G",          24, 21.99,     70,    35,  600,  32,  32, 12.5, None, "A10G datasheet (AWS G5)"),
+    _gpu("A30",           24,  23.5,    165,  10.3,  933,  32,  32, 12.5, None, "A30 datasheet"),
+    _gpu("A40",           48, 44.34,  149.7,  37.4,  696,  32,  32, 12.5, None, "A40 datasheet"),
+    _gpu("A100",          80, 79.25,    312,  19.5, 2039, 300,  32,   25, 0.75, "A100 datasheet (80GB SXM)"),
+    _gpu("A100",          40, 39.39,    312,  19.5, 1555, 300,  32,   25, 0.75, "A100 datasheet (40GB SXM)"),
+    _gpu("A100 PCIe",     80, 79.25,    312,  19.5, 1935,  32,  32, 12.5, 0.75, "A100 datasheet (80GB PCIe)"),
+    _gpu("A100 PCIe",     40, 39.39,    312,  19.5, 1555,  32,  32, 12.5, 0.75, "A100 datasheet (40GB PCIe)"),
     # An A100, and further below an H100, with NVLink cut to 400 GB/s for both directions together: NVIDIA's statement
     # of 2022-11-07 on the A800, and "Insights into DeepSeek-V3" (2025) on the H800.
-    _gpu("A800",          80,  None,  400,    312,  19.5, 2039, 200,  32,   25, 0.75,
+    _gpu("A800",          80,  None,    312,  19.5, 2039, 200,  32,   25, 0.75,
          "A100 datasheet, link: NVIDIA, 2022"),
-    _gpu("A6000",         48,  47.5,  300,  154.8,  38.7,  768,  32,  32, 12.5, None, "RTX A6000 datasheet"),
-    _gpu("L4",            24, 22.03,   72,    121,  30.3,  300,  32,  32, 12.5, None, "L4 datasheet"),
-    _gpu("L40",           48,  44.4,  300,    181,  90.5,  864,  32,  32, 12.5, None, "L40 datasheet"),
-    _gpu("L40S",          48,  44.4,  350,    362,  91.6,  864,  32,  32, 12.5, None, "L40S datasheet"),
+    _gpu("A6000",         48,  47.5,  154.8,  38.7,  768,  32,  32, 12.5, None, "RTX A6000 datasheet"),
+    _gpu("L4",            24, 22.03,    121,  30.3,  300,  32,  32, 12.5, None, "L4 datasheet"),
+    _gpu("L40",           48,  44.4,    181,  90.5,  864,  32,  32, 12.5, None, "L40 datasheet"),
+    _gpu("L40S",          48,  44.4,    362,  91.6,  864,  32,  32, 12.5, None, "L40S datasheet"),
     # GeForce cards can't reach each other's memory: what they send goes up to the host and down to the other, both at
     # once, as PCIe has a lane for each way. Between two RTX 4090, 24 GB/s of it remained (Answer.AI, with and without
     # sharding).
-    _gpu("RTX 3090",      24, 23.68,  350,     71,  35.6,  936,  32,  32, 12.5, 0.95, "GA102 whitepaper"),
-    _gpu("RTX 4090",      24, 23.64,  450,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, "Ada Lovelace whitepaper"),
+    _gpu("RTX 3090",      24, 23.68,     71,  35.6,  936,  32,  32, 12.5, 0.95, "GA102 whitepaper"),
+    _gpu("RTX 4090",      24, 23.64,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, "Ada Lovelace whitepaper"),
     # Resellers in China double the memory.
-    _gpu("RTX 4090",      48,  None,  450,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, "Ada Lovelace whitepaper"),
-    _gpu("RTX 5090",      32, 31.36,  575,  209.5, 104.8, 1792,  64,  64, 12.5, None, "RTX Blackwell whitepaper"),
-    _gpu("RTX 6000 Ada",  48,  47.4,  300,  364.2,  91.1,  960,  32,  32, 12.5, None, "RTX 6000 Ada datasheet"),
-    _gpu("RTX PRO 6000",  96,  None,  600,  503.8,   126, 1792,  64,  64, 12.5, None,
+    _gpu("RTX 4090",      48,  None,  165.2,  82.6, 1008,  32,  32, 12.5, 1.05, "Ada Lovelace whitepaper"),
+    _gpu("RTX 5090",      32, 31.36,  209.5, 104.8, 1792,  64,  64, 12.5, None, "RTX Blackwell whitepaper"),
+    _gpu("RTX 6000 Ada",  48,  47.4,  364.2,  91.1,  960,  32,  32, 12.5, None, "RTX 6000 Ada datasheet"),
+    _gpu("RTX PRO 6000",  96,  None,  503.8,   126, 1792,  64,  64, 12.5, None,
          "RTX PRO 6000 Workstation datasheet"),
-    _gpu("H100",          80,  79.1,  700,  989.4,    67, 3350, 450,  64,   50, 0.56, "H100 datasheet (SXM)"),
+    _gpu("H100",          80,  79.1,  989.4,    67, 3350, 450,  64,   50, 0.56, "H100 datasheet (SXM)"),
     # Meta's Grand Teton, from which torchtitan's figures come: HBM2e, 500 W. Its peak lies between those of the forms
     # with 400 W (H100 NVL, 835) and 700 W (989.4), by power; torchtitan's benchmarks say as much.
-    _gpu("H100",          96,  None,  700,    886,    62, 2400, 450,  64,   50, 0.56, "torchtitan benchmarks, 2024-12"),
-    _gpu("H800",          80,  None,  700,  989.4,    67, 3350, 200,  64,   50, 0.56, "H100 datasheet, link: DeepSeek"),
+    _gpu("H100",          96,  None,    886,    62, 2400, 450,  64,   50, 0.56, "torchtitan benchmarks, 2024-12"),
+    _gpu("H800",          80,  None,  989.4,    67, 3350, 200,  64,   50, 0.56, "H100 datasheet, link: DeepSeek"),
     # An H100 with 78 of its 132 processors, and all of its NVLink.
-    _gpu("H20",           96,  None,  400,    148,    44, 4000, 450,  64,   50, None, "H20 product brief"),
-    _gpu("H100 PCIe",     80,  79.1,  350,    756,    51, 2039,  64,  64, 12.5, 0.56, "H100 datasheet (PCIe)"),
-    _gpu("H100 NVL",      94,  None,  400,    835,    60, 3938,  64,  64, 12.5, 0.56, "H100 NVL datasheet"),
-    _gpu("H200",         141, 139.8,  700,  989.4,    67, 4800, 450,  64,   50, 0.56, "H200 datasheet (SXM)"),
+    _gpu("H20",           96,  None,    148,    44, 4000, 450,  64,   50, None, "H20 product brief"),
+    _gpu("H100 PCIe",     80,  79.1,    756,    51, 2039,  64,  64, 12.5, 0.56, "H100 datasheet (PCIe)"),
+    _gpu("H100 NVL",      94,  None,    835,    60, 3938,  64,  64, 12.5, 0.56, "H100 NVL datasheet"),
+    _gpu("H200",         141, 139.8,  989.4,    67, 4800, 450,  64,   50, 0.56, "H200 datasheet (SXM)"),
     # NVLink-C2C joins it to its host.
-    _gpu("GH200",         96,  None, 1000,  989.4,    67, 4000, 450, 450,   50, 0.56, "GH200 datasheet (96GB)"),
-    _gpu("GH200",        144,  None, 1000,  989.4,    67, 4900, 450, 450,   50, 0.56, "GH200 datasheet (144GB)"),
-    _gpu("B200",         180, 178.3, 1000,   2250,    75, 7700, 900,  64,   50, None, "HGX B200 datasheet"),
-    _gpu("B300",         270,  None, 1100,   2250,    75, 7700, 900,  64,  100, None, "HGX B300 datasheet"),
-    _gpu("GB200",        186,  None, 1200,   2500,    80, 8000, 900, 450,   50, None, "GB200 NVL72 datasheet"),
+    _gpu("GH200",         96,  None,  989.4,    67, 4000, 450, 450,   50, 0.56, "GH200 datasheet (96GB)"),
+    _gpu("GH200",        144,  None,  989.4,    67, 4900, 450, 450,   50, 0.56, "GH200 datasheet (144GB)"),
+    _gpu("B200",         180, 178.3,   2250,    75, 7700, 900,  64,   50, None, "HGX B200 datasheet"),
+    _gpu("B300",         270,  None,   2250,    75, 7700, 900,  64,  100, None, "HGX B300 datasheet"),
+    _gpu("GB200",        186,  None,   2500,    80, 8000, 900, 450,   50, None, "GB200 NVL72 datasheet"),
     # torch sees each of the two dies of a card as a device: its row is half a card.
-    _gpu("MI250X",        64,  None,  280,  191.5, 23.95, 1638, 100,  32,   25, None, "MI250X datasheet, halved"),
-    _gpu("MI300X",       192,  None,  750, 1307.4, 163.4, 5300, 448,  64,   50, None, "MI300X datasheet"),
-    _gpu("MI325X",       256,  None, 1000, 1307.4, 163.4, 6000, 448,  64,   50, None, "MI325X datasheet"),
+    _gpu("MI250X",        64,  None,  191.5, 23.95, 1638, 100,  32,   25, None, "MI250X datasheet, halved"),
+    _gpu("MI300X",       192,  None, 1307.4, 163.4, 5300, 448,  64,   50, None, "MI300X datasheet"),
+    _gpu("MI325X",       256,  None, 1307.4, 163.4, 6000, 448,  64,   50, None, "MI325X datasheet"),
     # Seven links of 153.6 GB/s both ways.
-    _gpu("MI355X",       288,  None, 1400, 2516.6, 157.3, 8000, 538,  64,   50, None, "MI355X datasheet"),
+    _gpu("MI355X",       288,  None, 2516.6, 157.3, 8000, 538,  64,   50, None, "MI355X datasheet"),
 )
 # fmt: on
 
