@@ -98,6 +98,14 @@ class Layout:
         return self.context > 1 and self.engine is Engine.FSDP2
 
     @property
+    def untested(self) -> str:
+        """The part of the layout that no run of this project has tested, as a sentence; empty without one."""
+        if self.context == 1:
+            return ""
+        parts = "gathers keys and values" if self.gathers_keys else "exchanges heads"
+        return f"No run has tested {self.row_axis} {self.context}: it divides activations, and {parts}."
+
+    @property
     def mesh(self) -> str:
         """The mesh in words, without unused axes."""
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from accel_fsdp.prediction.cost import Cost, Range
+from accel_fsdp.prediction import cost
 from accel_fsdp.units import counted, two_digits
 
 FULL_ROWS = "Rows are packed or as long as they may be: shorter ones take as many steps, and train on fewer tokens."
 UNKNOWN = "The number of steps is unknown: give the rows of an epoch, --dataset-rows N, or max_steps in the arguments."
 
 
-def sentence(spent: Cost) -> str:
+def sentence(spent: cost.Cost) -> str:
     amounts = [hours(spent.hours), f"{span(spent.gpu_hours)} GPU-hours"]
     if spent.money is not None:
         amounts.append(f"at {spent.price:,.10g} each they cost {span(spent.money)}")
@@ -17,17 +17,17 @@ def sentence(spent: Cost) -> str:
     return f"All of it takes {steps}: {'; '.join(amounts)}. Loading, preparing data, saving and exporting come on top."
 
 
-def hours(amount: Range) -> str:
+def hours(amount: cost.Range) -> str:
     """A time as `7.4 to 12 hours`, in minutes if it may be below one hour."""
     return f"{span(amount)} hours" if amount[0] >= 1 else f"{span((amount[0] * 60, amount[1] * 60))} minutes"
 
 
-def span(amount: Range) -> str:
+def span(amount: cost.Range) -> str:
     """An amount as `100 to 160`."""
     return " to ".join(dict.fromkeys(map(two_digits, amount)))
 
 
-def as_json(spent: Cost) -> dict[str, Any]:
+def as_json(spent: cost.Cost) -> dict[str, Any]:
     return {
         "steps": spent.steps,
         "tokens": spent.tokens,

@@ -88,7 +88,8 @@ class PlanReport:
             console.put(line, wrap=not line.startswith(COPIED))
 
     def _cells(self, candidate: Candidate, width: int) -> dict[str, Any]:
-        sent = self._sent_bytes(candidate)
+        by_link = self._sent_bytes(candidate) or {}
+        sent = sum(by_link.values()) / 1e9
         parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in candidate.prediction.peak.live.items() if size]
         cells = (
             candidate.layout.name,
@@ -96,7 +97,7 @@ class PlanReport:
             console.bar(parts, self.problem.capacity_bytes, width),
             candidate.verdict,
             candidate.prediction.peak.phase,
-            f"{sum(sent.values()) / 1e9:,.1f}" if sent else "-",
+            f"{sent:,.1f}" if by_link else "-",
             *candidate.pace,
         )
         return dict(zip(COLUMNS, cells, strict=True))

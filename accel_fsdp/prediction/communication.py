@@ -60,13 +60,13 @@ def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     volume = sum(count * width for count, width in gathered(unit, recipe))
     copied_bytes = sum(count * _host_width(width, recipe, layout) for count, width in gathered(unit, recipe))
     host = Traffic(pcie_bytes=layout.shard_of(copied_bytes) if layout.offload else 0)
-    return _ring(volume, layout.shard_ranks, layout.ranks_per_node) + host
+    return _ring(volume, layout.sharers(of_experts=False), layout.ranks_per_node) + host
 
 
 def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     """One reduction of a unit's gradients: reduce-scatter over shards, all-reduce over replicas."""
     volume = unit.trained_numel * sent_gradient_bytes(recipe, layout)
-    scattered = _ring(volume, layout.shard_ranks, layout.ranks_per_node)
+    scattered = _ring(volume, layout.sharers(of_experts=False), layout.ranks_per_node)
     remote = 1 if layout.is_sharded else layout.ranks_per_node  # hybrid: a rank's replicas are on other machines
     width = compute_bytes(recipe) if layout.engine is Engine.DEEPSPEED else master_bytes(recipe, layout)
     offloaded = Traffic(pcie_bytes=layout.shard_of(unit.trained_numel * width) if layout.offload else 0)

@@ -192,9 +192,8 @@ def layouts(job: Job) -> Iterator[Job]:
 def _memory_assumptions(shape: ModelShape, layout: Layout) -> Iterator[str]:
     if silent := sum(len(shape.blocks[index].layers) for index in shape.untraced):
         yield f"Rows hold text only: the {silent} layers for images are held and not run."
-    if layout.context > 1:
-        parts = "gathers keys and values" if layout.gathers_keys else "exchanges heads"
-        yield f"No run has tested {layout.row_axis} {layout.context}: it divides activations, and {parts}."
+    if layout.untested:
+        yield layout.untested
 
 
 def offloads(job: Job) -> tuple[Job, ...]:
