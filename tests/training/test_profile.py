@@ -44,9 +44,12 @@ def test_each_rank_has_a_trace_and_the_steps_train_the_same(tiny_model: Path, te
 def test_a_run_that_ends_early_has_the_steps_until_there(
     sft: Callable[..., Finished], tiny_model: Path, text_data: Path, tmp_path: Path
 ) -> None:
-    """A resumed run profiles the steps that are left."""
+    """A resumed run profiles the steps that are left; a run without any of them says so."""
     args = sft_args(tiny_model, text_data, tmp_path / "run", "--save_steps", "2")
-    assert sft(*args, "--max_steps", "2").code == 0
+    first = sft(*args, "--max_steps", "2", "--profile_steps", "3")
+    assert first.code == 0
+    assert "no step is profiled, as step 2 was the last one" in first.output
+    assert not (tmp_path / "run" / "profile").exists()
     finished = sft(*args, "--resume_from_checkpoint", "true", "--profile_steps", "2:9")
     assert finished.code == 0, finished.output
     assert profiled_steps(tmp_path / "run" / "profile" / "trace-rank0.json.gz") == 2

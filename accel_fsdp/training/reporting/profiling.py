@@ -38,17 +38,15 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     def __init__(self, args: Any, during: Callable[[str], AbstractContextManager[None]], tally: Tally) -> None:
         self.steps, self.during, self.tally = steps_of(args.profile_steps), during, tally
         self.folder, self.rank = Path(args.output_dir) / file_names.PROFILE, int(args.process_index)
+        self.on_gpu = args.device.type == "cuda"
         self.profiler: profile | None = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # Kineto logs each start and stop
-        if self.profiler:  # --auto_find_batch_size begins again after a step that ran out of memory
-            self.profiler.stop()
-            self.profiler = None
 
     def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.profiler is None and state.global_step + 1 in self.steps:
-            if torch.cuda.is_available():
+            if self.on_gpu:
                 torch.cuda.memory._record_memory_history(stacks="python")
             self.profiler = profile(record_shapes=True, profile_memory=True)
             self.profiler.start()
@@ -60,6 +58,8 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         if self.profiler:  # the run ended early
             self._write(self.profiler)
+        elif self.rank == 0 and state.global_step < self.steps[0]:
+            console.say(f"--profile_steps: no step is profiled, as step {state.global_step:,} was the last one")
 
     def _write(self, profiler: profile) -> None:
         self.profiler = None
@@ -68,7 +68,7 @@ class StepProfiler(TrainerCallback):  # type: ignore[misc]
                 profiler.stop()
                 with atomic_files.new_file(self.folder / f"trace-rank{self.rank}.json.gz") as path:
                     profiler.export_chrome_trace(str(path))
-                if torch.cuda.is_available():
+                if self.on_gpu:
                     with atomic_files.new_file(self.folder / f"memory-rank{self.rank}.pickle") as path:
                         torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
                     torch.cuda.memory._record_memory_history(None)
