@@ -182,7 +182,7 @@ def to_yaml(answers: Answers | Mapping[str, Any]) -> str:
         )
     names = {
         name: question.field
-        for question in wizard.SETTLED
+        for question in wizard.QUESTIONS
         for name in filter(None, (question.field, flag_words.field_name(question.alias)))
     }
     _refuse_unknown("there is no question", answers, names)

@@ -131,7 +131,7 @@ def _without_flags(name: str, summary: str) -> type:
 def _config(options: Any) -> int:
     from accel_fsdp import wizard
 
-    values = {question.field: getattr(options, question.field) for question in wizard.SETTLED}
+    values = {question.field: getattr(options, question.field) for question in wizard.QUESTIONS}
     flags = {name: str(value) for name, value in values.items() if value is not None}
     return wizard.configure(options, flags)
 

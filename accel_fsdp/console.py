@@ -122,7 +122,7 @@ def bar(parts: Sequence[tuple[str, str, float]], whole: float, cells: int) -> Te
 
 
 def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legend: list[tuple[str, str, str]]) -> None:
-    """Prints a table whose numbers are right-aligned, with a legend of the bars below."""
+    """Prints a table whose numbers are right-aligned, with a legend of the bars below, if any."""
     table = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
     for title, cell in zip(titles, rows[0], strict=True):
         number = isinstance(cell, str) and cell[:1].isdigit()
@@ -130,6 +130,8 @@ def show_bars(titles: Sequence[str], rows: Sequence[Sequence[str | Text]], legen
     for row in rows:
         table.add_row(*(Text(one_line(cell)) if isinstance(cell, str) else cell for cell in row))
     data.print(table)
+    if not legend:
+        return
     labels = (((("█" if data.color_system else letter) + f" {kind}  "), colour) for letter, colour, kind in legend)
     data.print(Text.assemble(*labels))
 

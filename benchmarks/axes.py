@@ -199,12 +199,11 @@ PEERS = (
     "Context parallelism doesn't run on CPU, so accelerate#4175, read from nvidia-smi, is the only row of it.",
 )
 LLAMA_2 = {"model": "meta-llama/Llama-2-7b-chat-hf", "gpu": "H100", "mesh": (4, 2, 1)}
-"""torchtitan's "16B" of its deepseek_v3."""
 LONG = {
     "gpu": "H100",
     "mesh": (8, 1, 1),
     "context": 8,
-    "recipe": Recipe(length=2**20, checkpointing="full", chunked_loss=True),
+    "recipe": Recipe(length=2**20, checkpointing="full", liger=True),
 }
 """A million tokens on eight GPUs."""
 PUBLISHED: tuple[dict[str, Any], ...] = (

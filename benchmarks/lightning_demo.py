@@ -41,7 +41,6 @@ def shape_and_tapes() -> tuple[ModelShape, Tapes]:
             masked=(None, None),
             embedding=_tape(embedding, None, lambda _: nn.functional.dropout(embedding(ids) * 32.0, DROPOUT)),
             head=(last := _tape(nn.ModuleList([norm, head]), hidden, loss)),
-            chunked_head=last,
         )
         return _shape(encoder, decoder, nn.ModuleList([embedding, norm, norm, head])), tapes
 

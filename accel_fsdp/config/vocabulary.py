@@ -35,6 +35,7 @@ LABELS: Mapping[Engine, str] = {
 
 
 DISTRIBUTED_TYPES: Mapping[Engine, str] = {
+    Engine.NONE: "NO",
     Engine.DDP: "MULTI_GPU",
     Engine.FSDP1: "FSDP",
     Engine.FSDP2: "FSDP",
@@ -48,9 +49,14 @@ MULTI_CPU = DDP_TYPES[0]
 Method = Literal["full", "lora", "qlora"]
 Embeddings = Literal["", "none", "shared"]
 """Why Accelerate can't make units of a model's embedding and head under FSDP2."""
-EngineName = Literal["fsdp", "ddp", "deepspeed", "tpu"]
+EngineName = Literal["fsdp", "ddp", "deepspeed", "tpu", "single"]
 """The wizard's `--engine`; the version of FSDP is a separate question."""
-OTHER_ENGINES: Mapping[EngineName, Engine] = {"ddp": Engine.DDP, "deepspeed": Engine.DEEPSPEED, "tpu": Engine.TPU}
+OTHER_ENGINES: Mapping[EngineName, Engine] = {
+    "ddp": Engine.DDP,
+    "deepspeed": Engine.DEEPSPEED,
+    "tpu": Engine.TPU,
+    "single": Engine.NONE,
+}
 """The wizard's engines other than FSDP."""
 FSDP_VERSIONS = {1: Engine.FSDP1, 2: Engine.FSDP2}
 ENGINE_NAMES: Mapping[Engine, EngineName] = {

@@ -10,7 +10,6 @@ from .job import ATTENTION_LINEAR as ATTENTION_LINEAR
 from .job import Attention as Attention
 from .job import Checkpointing as Checkpointing
 from .job import Job as Job
-from .job import Kernels as Kernels
 from .job import LoraTargets as LoraTargets
 from .job import Recipe as Recipe
 from .job import recompute_by as recompute_by

@@ -83,8 +83,15 @@ def recipe_of(arguments: Mapping[str, Any]) -> Recipe:
     return Recipe(**{row.field: row.read(arguments) for row in ROWS})
 
 
-def arguments_of(job: Job) -> dict[str, Any]:
-    """The arguments with which `train/sft.py` trains a job: its sizes, and what differs from the script's defaults.
+def planned_recipe(method: Method, precision: Precision) -> Recipe:
+    """The script's recipe of a method, with the plan's default length and one row."""
+    usual = recipe_of(_method_arguments(Recipe(method)))
+    return replace(usual, precision=precision, rows=1, length=Recipe.length)
+
+
+def arguments_of(job: Job, sized: bool = True) -> dict[str, Any]:
+    """The arguments with which `train/sft.py` trains a job: its sizes, unless it isn't `sized`, and what differs from
+    the script's defaults.
 
     The YAML has the precision, and activation checkpointing where the engine does it. An adapter gets `LORA_RATE`.
     """
@@ -93,14 +100,16 @@ def arguments_of(job: Job) -> dict[str, Any]:
     arguments = {EXPERT_FIELD: job.layout.experts} if job.layout.experts > 1 else {}
     for row in ROWS:
         value = getattr(recipe, row.field)
+        if row.field in WRITTEN and not sized:
+            continue
         if row.field in WRITTEN or value != getattr(usual, row.field) or row.field == "method":
             arguments |= row.write(recipe)
     return arguments | ({"learning_rate": LORA_RATE} if job.adapter else {})
 
 
-def argument_words(job: Job) -> list[str]:
+def argument_words(job: Job, sized: bool = True) -> list[str]:
     """The arguments of a job as words of a command line."""
-    items = arguments_of(job).items()
+    items = arguments_of(job, sized).items()
     return [word for name, value in items for word in (f"--{name}", _word_of(value))]
 
 
@@ -210,11 +219,7 @@ ROWS: tuple[Row, ...] = (
         lambda arguments: optimizers.BY_TRAINERS_NAME.get(str(arguments.get("optim")), Recipe.optimizer),
         lambda recipe: {"optim": recipe.optimizer},
     ),
-    Row(
-        "kernels",
-        lambda arguments: "liger" if is_on(arguments.get("use_liger_kernel")) else "none",
-        lambda recipe: {"use_liger_kernel": recipe.kernels == "liger"},
-    ),
+    _row("liger", "use_liger_kernel", lambda arguments: is_on(arguments.get("use_liger_kernel"))),
     _row("packed", "packing", lambda arguments: is_on(arguments.get("packing"))),
     Row(
         "attention",

@@ -10,7 +10,6 @@ from accel_fsdp.models import optimizers
 Checkpointing = Literal["none", "full", "reentrant"]
 LoraTargets = Literal["all", "attention"]
 Attention = Literal["sdpa", "eager", "flash"]
-Kernels = Literal["none", "liger"]
 ATTENTION_LINEAR = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn", "Wqkv"})
 """Names of attention's linear layers in common models."""
 
@@ -21,10 +20,9 @@ class Recipe:
 
     `rows` is the micro-batch of one rank and `length` its sequence length. `precision` is the mixed precision, `dtype`
     that of the loaded weights: float32 masters with bf16 compute are ("bf16", "float32"), pure bf16 is ("no",
-    "bfloat16"). `checkpointing` "reentrant" is torch's older implementation. `chunked_loss` never holds all logits at
-    once.
+    "bfloat16"). `checkpointing` "reentrant" is torch's older implementation.
 
-    `attention` "flash" is flash_attention_2. `kernels` are the fused ones of Trainer's `use_liger_kernel`. `eval_batch`
+    `attention` "flash" is flash_attention_2. `liger`: the fused kernels of Trainer's `use_liger_kernel`. `eval_batch`
     is one rank's number of rows in an evaluation, 0 without one. `packed` rows hold several documents, which sdpa keeps
     apart by a mask.
     """
@@ -37,12 +35,11 @@ class Recipe:
     accumulation: int = 1
     optimizer: optimizers.OptimizerName = "adamw_torch_fused"
     checkpointing: Checkpointing = "none"
-    chunked_loss: bool = False
     lora_rank: int = 16
     lora_targets: LoraTargets = "all"
     lora_dropout: bool = False
     attention: Attention = "sdpa"
-    kernels: Kernels = "none"
+    liger: bool = False
     eval_batch: int = 0
     packed: bool = False
 

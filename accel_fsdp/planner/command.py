@@ -1,13 +1,13 @@
 """The command `accel-fsdp plan`: read the model and the machine, search, show."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any
 
 from accel_fsdp import atomic_files, console, flag_words, linter
-from accel_fsdp.config import EXPERT_FIELD, Method, header, made_with, read_config, yaml_file
+from accel_fsdp.config import EXPERT_FIELD, header
 from accel_fsdp.errors import UsageError, is_installed
 from accel_fsdp.hardware import Gpu, MachineFacts, gpus, machines
 from accel_fsdp.job import Job, Layout, Recipe, from_arguments, from_yaml
@@ -16,19 +16,24 @@ from accel_fsdp.planner import model_notes, proposal, workload
 from accel_fsdp.planner.flags import PlanCommand
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.planner.text_report import PlanReport
-from accel_fsdp.prediction import Candidate, Problem, cost, length_of, search, trace_store
-from accel_fsdp.prediction.memory import ModelShape
+from accel_fsdp.prediction import Candidate, Problem, ReadShape, cost, length_of, search, trace_store, written
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import counted
 
 MOST_TOKENS = 1_000_000_000
 """More tokens in a step are taken for a typing error: the largest known steps have some 100 million."""
-ReadShape: TypeAlias = Callable[[str, Recipe], tuple[ModelShape, by_name.Recorded]]
 SAID_BY_ARGUMENTS = (
     *("seq_len", "batch", "global_batch", "accumulation", "method", "dtype", "precision", "optimizer", "checkpointing"),
-    *("lora_rank", "chunked_loss", "attention", "kernels", "tokens"),
+    *("lora_rank", "attention", "liger", "tokens"),
 )
 """The flags that the arguments of a script decide."""
+
+
+UNKNOWN_TO_WIZARD = (
+    *("batch", "global_batch", "accumulation", "dtype", "optimizer", "checkpointing", "lora_rank", "attention"),
+    *("liger", "host_memory"),
+)
+"""The flags that change the recommended job, and that the wizard doesn't know or takes for an answer."""
 
 
 def show_plan(flags: PlanCommand) -> int:
@@ -42,7 +47,7 @@ def show_plan(flags: PlanCommand) -> int:
     if flags.json:
         console.put(json.dumps(report.as_json(), indent=2), lines=True)
     else:
-        report.show()
+        report.show(flags.details)
     _write(flags, report)
     return 0 if report.plan.choice else 1
 
@@ -53,7 +58,6 @@ def make_plan(flags: PlanCommand) -> PlanReport:
     Raises:
         UserError: the model or the GPUs are unknown, a number is invalid, or flags contradict each other.
     """
-    flags = _with_header(flags)
     _refuse_beside_args(flags)
     work = workload.work_of(flags)
     if flags.config is not None:
@@ -71,28 +75,10 @@ def search_problem(flags: PlanCommand, read_shape: ReadShape = by_name.read_shap
     """
     problem = make_problem(flags, read_shape=read_shape)
     machine, _ = machines_of(flags)
-    layers = tuple(dict.fromkeys(block.name for block in problem.shape.blocks))
-    usual_length = length_of(problem.shape, None)
-    proposer = Proposer(problem.shape.name, machines.as_named(machine), machine.count, layers, usual_length)
+    usual, defaults = length_of(problem.shape, None), PlanCommand(flags.model)
+    by_default = all(getattr(flags, name) == getattr(defaults, name) for name in UNKNOWN_TO_WIZARD)
+    proposer = Proposer(problem.shape.name, machines.as_named(machine), machine.count, usual, by_default)
     return problem, proposer
-
-
-def _with_header(flags: PlanCommand) -> PlanCommand:
-    """The flags, completed from the command in the header of `--config`.
-
-    Method and length are taken from it only together with the model.
-    """
-    if flags.config is None or str(flags.config) == yaml_file.STDIN or (flags.model and flags.gpus):
-        return flags
-    config, _ = read_config(flags.config)
-    header_flags = made_with(config.source)
-    gpus = flags.gpus or from_yaml.gpus_in_header(config) or None
-    if flags.model or flags.args:
-        return replace(flags, model=flags.model or header_flags.get("--model", ""), gpus=gpus)
-    method = next((name for name in get_args(Method) if name == header_flags.get("--method")), flags.method)
-    length = header_flags.get("--seq-len", "")
-    seq_len = int(length) if flags.seq_len is None and length.isdecimal() else flags.seq_len
-    return replace(flags, model=header_flags.get("--model", ""), gpus=gpus, method=method, seq_len=seq_len)
 
 
 def machines_of(flags: PlanCommand) -> tuple[MachineFacts, int]:
@@ -131,29 +117,49 @@ def _refuse_beside_args(flags: PlanCommand) -> None:
 
 
 def _judge_yaml(flags: PlanCommand, path: Path, work: cost.Work) -> PlanReport:
-    subject, _ = linter.read_subject(path, linter.Sources(model=flags.model, args=flags.args))
-    notes = from_yaml.notes(subject)
-    if flags.args is None:
-        launched = {EXPERT_FIELD: subject.experts}
-        written = from_yaml.predictable(subject, launched, recipe_of(flags))
-    else:
-        arguments = dict(subject.args or {})
-        _refuse_other_model(flags, arguments)
-        from_arguments.refuse_unreadable(arguments)
-        written, left_out = _as_recordable(from_yaml.predictable(subject, arguments))
-        schedule = from_arguments.schedule_of(arguments)
-        work = cost.Work(schedule.max_steps, rows=work.rows, epochs=schedule.epochs)
-        notes = (*from_arguments.notes(arguments), *left_out, *notes)
-    problem = make_problem(flags, written, subject.number("num_machines") or 1)
-    fault, about_keys = proposal.errors(subject, problem.job)
-    problem = replace(
-        problem,
-        fault=fault,
-        ram_efficient=not subject.is_fsdp or subject.on("fsdp_cpu_ram_efficient_loading"),
-        notes=(*problem.notes, *notes, *about_keys),
+    """The plan of the job that a YAML, the launch line in its header, --args and the other flags describe together."""
+    subject, _ = linter.read_subject(path, linter.Sources(model=flags.model or None, args=flags.args))
+    arguments = dict(subject.args or {})
+    flags = replace(
+        flags,
+        model=flags.model or written.model_of(subject, arguments),
+        gpus=flags.gpus or from_yaml.gpus_in_header(subject) or None,
     )
+    machine, described = machines_of(flags)
+    _refuse_other_model(flags, arguments)
+    from_arguments.refuse_unreadable(arguments)
+    if subject.args is None:
+        arguments = from_arguments.arguments_of(Job(Layout.alone(), recipe_of(flags))) | {EXPERT_FIELD: subject.experts}
+    else:
+        if header.sft_line(subject.source) and subject.uses_sft:
+            console.say(linter.from_header(path, flags.args is not None or bool(_changed(flags))))
+        schedule = from_arguments.schedule_of(arguments)
+        work = cost.Work(schedule.max_steps, work.tokens, work.rows, schedule.epochs)
+    arguments |= _changed(flags)
+    job, left_out = _as_recordable(from_yaml.predictable(subject, arguments))
+    nodes, gpus = _nodes(flags.nodes, described), machines.as_named(machine)
+    _check_attention(job.recipe, gpu_of(machine))
+    _check_numbers(flags, job.recipe, nodes)
+    problem = written.problem_of(subject, job, flags.model, f"{nodes}x{gpus}", by_name.read_shape)
+    job = problem.job.with_recipe(accumulation=_accumulation(flags, job.recipe, job.layout.ranks))
+    _check_step(job.recipe, flags.global_batch or 0)
+    fault, about_keys = proposal.errors(subject, job)
+    notes = (*_model_notes(problem, job.recipe), *from_arguments.notes(arguments), *left_out, *from_yaml.notes(subject))
+    problem = replace(problem, job=job, fault=fault, notes=(*notes, *about_keys), host_gib=flags.host_memory or 0)
     plan = search.judge(problem)
     return PlanReport(problem, plan, None, path, spent_on(plan.choice, work, flags), flags.args)
+
+
+def _changed(flags: PlanCommand) -> dict[str, Any]:
+    """The script's arguments that the plan's flags change."""
+    defaults, recipe = PlanCommand(), recipe_of(flags)
+    fields = {
+        "length" if name == "seq_len" else "rows" if name == "batch" else name
+        for name in SAID_BY_ARGUMENTS
+        if getattr(flags, name) != getattr(defaults, name)
+    }
+    rows = (row for row in from_arguments.ROWS if row.field in fields)
+    return {name: value for row in rows for name, value in row.write(recipe).items()}
 
 
 def _refuse_other_model(flags: PlanCommand, arguments: Mapping[str, Any]) -> None:
@@ -161,21 +167,19 @@ def _refuse_other_model(flags: PlanCommand, arguments: Mapping[str, Any]) -> Non
     flag_model, argument_model = catalogue.canonical(flags.model), catalogue.canonical(model)
     if flag_model and argument_model and flag_model != argument_model:
         raise UsageError(
-            f"--model {flags.model}, and {flags.args} has model_name_or_path {model}",
+            f"--model {flags.model}, and {flags.args or flags.config} has model_name_or_path {model}",
             why="one of them is another job's",
             fix=f"--model {model}, or other arguments",
         )
 
 
 def _as_recordable(job: Job) -> tuple[Job, tuple[str, ...]]:
-    """Leaves out what the bundled tapes lack, with a message, where none can be recorded."""
-    masks = {"lora_dropout": job.recipe.lora_dropout, "packing": job.recipe.masks_documents}
-    left_out = [name for name, is_on in masks.items() if is_on]
-    if not left_out or all(is_installed(library) for library in trace_store.TRACED_WITH):
+    """Leaves out the mask of packed rows, with a message, where what it allocates can't be recorded."""
+    if not job.recipe.masks_documents or all(is_installed(library) for library in trace_store.TRACED_WITH):
         return job, ()
     libraries = " and ".join(trace_store.TRACED_WITH)
-    note = f"Without {libraries} installed, the masks of {' and '.join(left_out)} are not counted."
-    return job.with_recipe(lora_dropout=False, packed=False), (note,)
+    note = f"Without {libraries} installed, the mask of packed rows is not counted."
+    return job.with_recipe(packed=False), (note,)
 
 
 def spent_on(choice: Candidate | None, work: cost.Work, flags: PlanCommand) -> cost.Cost | None:
@@ -219,60 +223,55 @@ def _write(flags: PlanCommand, report: PlanReport) -> None:
         console.say(f"warning: {flags.output} was NOT written: nothing fits{note}", style="bold red")
 
 
-def make_problem(
-    flags: PlanCommand,
-    written: Job | None = None,
-    machines_there: int = 0,
-    read_shape: ReadShape = by_name.read_shape,
-) -> Problem:
-    """The problem to plan: a job in any layout, or the one `written` in a YAML, for `machines_there`.
+def make_problem(flags: PlanCommand, read_shape: ReadShape = by_name.read_shape) -> Problem:
+    """The problem to plan: a job in any layout.
 
     Raises:
         UserError: as `show_plan`.
     """
     machine, described = machines_of(flags)
-    gpu, recipe = gpu_of(machine), written.recipe if written else recipe_of(flags)
+    gpu, recipe = gpu_of(machine), recipe_of(flags)
     _check_attention(recipe, gpu)
     nodes = _nodes(flags.nodes, described)
     _check_numbers(flags, recipe, nodes)
     shape, tapes = read_shape(flags.model, recipe)
     ranks = machine.count * nodes
-    job = written or Job(Layout.ddp(ranks, machine.count) if ranks > 1 else Layout.alone(), recipe)
-    for misfit in shape.division.misfits(job.layout.sizes, job.recipe.method):
-        raise UsageError(misfit.what, why=misfit.why, fix=misfit.fix)
-    if written:
-        _check_layout(flags, machine, nodes, written.layout, machines_there)
-    job = job.with_recipe(
-        length=length_of(shape, recipe.length, "--max_length") if flags.args else length_of(shape, flags.seq_len),
+    recipe = replace(
+        recipe,
+        length=length_of(shape, flags.seq_len),
         accumulation=_accumulation(flags, recipe, ranks),
         attention="sdpa" if shape.eager_only else recipe.attention,
     )
-    _check_step(job.recipe, flags.global_batch or 0)
-    quantised = config_json.quant_method(tapes.config.get("quantization_config"))
-    return Problem(
-        *(shape, tapes, gpu, job),
-        fixed_rows=written is not None or flags.batch is not None,
-        notes=model_notes.model_notes(shape, recipe, quantised),
+    _check_step(recipe, flags.global_batch or 0)
+    problem = Problem(
+        *(shape, tapes, gpu, Job(Layout.ddp(ranks, machine.count) if ranks > 1 else Layout.alone(), recipe)),
+        fixed_rows=flags.batch is not None,
         global_rows=flags.global_batch or 0,
         host_gib=flags.host_memory or 0,
     )
+    return replace(problem, notes=_model_notes(problem, recipe))
+
+
+def _model_notes(problem: Problem, recipe: Recipe) -> tuple[str, ...]:
+    config = getattr(problem.tapes, "config", {})
+    return model_notes.model_notes(problem.shape, recipe, config_json.quant_method(config.get("quantization_config")))
 
 
 def recipe_of(flags: PlanCommand) -> Recipe:
-    """The recipe of the flags; its length is that of `--seq-len`, or the default."""
-    return Recipe(
-        flags.method,
-        flags.precision or ("bf16" if machines.has_bf16(machines_of(flags)[0]) else "fp16"),
-        flags.dtype or ("float32" if flags.method == "full" else "bfloat16"),
+    """The recipe of the flags, with the script's defaults; its length is that of `--seq-len`, or the plan's default."""
+    has_bf16 = flags.gpus is None or machines.has_bf16(machines.parse(flags.gpus)[0])
+    usual = from_arguments.planned_recipe(flags.method, flags.precision or ("bf16" if has_bf16 else "fp16"))
+    return replace(
+        usual,
+        dtype=flags.dtype or usual.dtype,
         rows=flags.batch or 1,
-        length=flags.seq_len or Recipe.length,
+        length=flags.seq_len or usual.length,
         accumulation=flags.accumulation,
         optimizer=flags.optimizer,
         checkpointing=flags.checkpointing,
-        chunked_loss=flags.chunked_loss,
         lora_rank=flags.lora_rank,
         attention=flags.attention,
-        kernels=flags.kernels,
+        liger=flags.liger,
     )
 
 
@@ -319,23 +318,6 @@ def _accumulation(flags: PlanCommand, recipe: Recipe, ranks: int) -> int:
             fix=f"--global-batch {nearest}, or {nearest + ranks * rows}",
         )
     return total // (ranks * rows)
-
-
-def _check_layout(flags: PlanCommand, machine: MachineFacts, nodes: int, layout: Layout, machines_there: int) -> None:
-    """Refuses GPUs that differ from those of the YAML."""
-    if machine.count * nodes != layout.ranks:
-        raise UsageError(
-            f"--gpus {flags.gpus} is {counted(machine.count * nodes, 'GPU')}, the YAML has "
-            f"{counted(layout.ranks, 'process', 'processes')}",
-            why="each process drives one GPU",
-            fix=f"--gpus {layout.ranks}x{machine.accelerator}, or change num_processes",
-        )
-    if nodes != machines_there:
-        raise UsageError(
-            f"--gpus {flags.gpus} is {counted(nodes, 'machine')}, the YAML has num_machines: {machines_there}",
-            why="the links between machines decide the speed",
-            fix=f"--gpus {layout.ranks // machines_there}x{machine.accelerator} --nodes {machines_there}",
-        )
 
 
 def _nodes(flag_nodes: int | None, described: int) -> int:

@@ -10,7 +10,7 @@ from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import machines
 from accel_fsdp.planner import command, cost_report, workload
 from accel_fsdp.planner.flags import PlanCommand
-from accel_fsdp.prediction import RANGE, Candidate, cost, search
+from accel_fsdp.prediction import Candidate, cost, search
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import GIB, number_in_figure
 
@@ -81,7 +81,7 @@ class Comparison:
 
 def _lowest(amounts: dict[str, float]) -> list[str]:
     ranked = sorted(amounts, key=amounts.__getitem__)
-    return [name for name in ranked if amounts[name] * RANGE[0] <= amounts[ranked[0]]]
+    return [name for name in ranked if amounts[name] * search.TIE <= amounts[ranked[0]]]
 
 
 def show_comparison(flags: PlanCommand) -> int:

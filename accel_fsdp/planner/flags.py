@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Optional
 
 from accel_fsdp.config import DTYPES, Method, Precision
 from accel_fsdp.flag_words import arg
-from accel_fsdp.job import Attention, Checkpointing, Kernels
+from accel_fsdp.job import Attention, Checkpointing
 from accel_fsdp.models import optimizers
 from accel_fsdp.wizard import SeqLen
 
@@ -20,7 +20,7 @@ class PlanCommand:
         arg(
             "A hub id, a local folder, or a catalogue name: llama-3.1-8b.",
             "ID_OR_FOLDER",
-            hint="(required, unless --config was made by accel-fsdp config)",
+            hint="(required, unless --config or --args has it)",
         ),
     ] = ""
     gpus: Annotated[
@@ -64,9 +64,8 @@ class PlanCommand:
     optimizer: Annotated[optimizers.OptimizerName, arg("Trainer's name of the optimizer.")] = "adamw_torch_fused"
     checkpointing: Annotated[Checkpointing, arg("Activation checkpointing in the table.")] = "none"
     lora_rank: Annotated[int, arg("Rank of the adapters.")] = 16
-    chunked_loss: Annotated[bool, arg("A loss that never holds all logits (Liger, chunked NLL).")] = False
     attention: Annotated[Attention, arg("Attention; flash is flash_attention_2.")] = "sdpa"
-    kernels: Annotated[Kernels, arg("Fused kernels: Trainer's use_liger_kernel.")] = "none"
+    liger: Annotated[bool, arg("Liger's fused kernels (use_liger_kernel), whose loss never holds all logits.")] = False
     host_memory: Annotated[
         Optional[int], arg("Memory of one machine, which bounds offload.", "GIB", default="3 times that of its GPUs")
     ] = None
@@ -88,6 +87,7 @@ class PlanCommand:
         Optional[Path],
         arg("Also write the YAML of what is recommended; where nothing fits, none is written.", "FILE", alias="-o"),
     ] = None
+    details: Annotated[bool, arg("All strategies, and what explains the plan.")] = False
     json: Annotated[bool, arg("The plan as JSON.")] = False
     html: Annotated[Optional[Path], arg("Also write the plan as one HTML page with figures.", "FILE")] = None
     force: Annotated[bool, arg("Overwrite an existing FILE.")] = False

@@ -25,9 +25,9 @@ def title_of(problem: Problem) -> str:
 
 def sections(report: PlanReport) -> Iterator[str]:
     """Yields the sections of the page: the answer, the table, the step, the sentences of the terminal."""
-    what, why = map(escape, report.answer())
     yield (
-        f'<header><h1>{escape(title_of(report.problem))}</h1><p class="answer"><strong>{what}</strong> {why}</p>'
+        f"<header><h1>{escape(title_of(report.problem))}</h1>"
+        f'<p class="answer"><strong>{escape(report.answer())}</strong></p>'
         f'<p class="dim">{escape(report.headline())}</p></header>'
     )
     yield _table(report)
@@ -97,11 +97,10 @@ def _key(kinds: Iterable[str]) -> str:
 
 
 def _advice(report: PlanReport) -> str:
-    """The sentences after the answer; indented text becomes a block to copy."""
-    first, *lines = report.advice()
-    lines.insert(0, first.removeprefix(" ".join(filter(None, report.answer()))))
-    kinds = (("pre" if line.startswith("  ") else "p", escape(line.strip())) for line in lines if line.strip())
-    return f'<section class="advice">{"".join(f"<{kind}>{text}</{kind}>" for kind, text in kinds)}</section>'
+    """The sentences that explain the answer, and what to copy."""
+    sentences = "".join(f"<p>{escape(line)}</p>" for line in report.details())
+    copied = "".join(f"<pre>{escape(line)}</pre>" for line in report.to_copy())
+    return f'<section class="advice">{sentences}{copied}</section>'
 
 
 def _capacity(problem: Problem) -> Capacity:

@@ -1,7 +1,7 @@
 """Converts a candidate to its YAML and script arguments, and collects the linter's errors about a given YAML."""
 
 import shlex
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accel_fsdp import flag_words
@@ -10,59 +10,37 @@ from accel_fsdp.config import (
     THIS_FILE,
     Engine,
     header,
-    yaml_file,
 )
 from accel_fsdp.hardware import machines
-from accel_fsdp.job import Job, from_arguments, recompute_by
+from accel_fsdp.job import Job, from_arguments
 from accel_fsdp.linter.rules import Finding, Subject, run
-from accel_fsdp.models import catalogue
-from accel_fsdp.wizard import MODEL as PRESET_MODEL
 from accel_fsdp.wizard import Answers, interview, to_yaml
 
 OUTPUT = "fsdp.yaml"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Proposer:
     """Converts jobs to answers, YAML and script arguments, for one model on machines of one kind.
 
-    `gpus` is one machine as `machines.parse` reads it, `layer_class` the class to wrap, `usual_length` the tokens per
-    row that the wizard assumes without `--seq-len`.
+    `gpus` is one machine as `machines.parse` reads it, `usual_length` the tokens per row that the wizard assumes.
+    `by_default`: the wizard recommends the same job by itself, as no flag of the plan counts that it doesn't know.
     """
 
     model: str
     gpus: str
     gpus_each: int
-    layer_class: tuple[str, ...]
     usual_length: int
-    _answers: dict[tuple[Any, ...], Answers] = field(default_factory=dict)
+    by_default: bool
 
     def answers(self, job: Job) -> Answers:
         """The wizard's answers that write the YAML of a job.
 
-        A model outside of the catalogue isn't built, because that takes torch and seconds: its layer class is known.
-
         Raises:
-            UserError: the wizard refuses one of them.
+            UserError: the model can't be read, or the wizard refuses an answer.
         """
-        layout = job.layout
-        key = (layout.engine, layout.ranks, layout.ranks_per_node, job.method, job.recipe.precision)
-        if key not in self._answers:
-            preset = self._required_answers(job)
-            if catalogue_name := catalogue.canonical(self.model):
-                self._answers[key] = _settled_answers({**preset, "model": catalogue_name})
-            else:
-                settled = _settled_answers({**preset, "model": PRESET_MODEL})
-                self._answers[key] = replace(settled, model=self.model, layer_class=self.layer_class)
-        base, sharded = self._answers[key], layout.is_fsdp
-        return replace(
-            base,
-            strategy=layout.strategy if sharded else base.strategy,
-            zero_stage=layout.strategy if layout.engine is Engine.DEEPSPEED else base.zero_stage,
-            cpu_offload=layout.offload,
-            activation_checkpointing=in_yaml(job),
-            seq_len=None if job.recipe.length == self.usual_length else job.recipe.length,
-        )
+        flags = self._base(job) | _decisions(job)
+        return interview.answers(interview.Interview(flags, dict(flags), quiet=True))
 
     def written(self, job: Job) -> str:
         """The YAML's text, as the wizard writes it for this model, with the whole job in its launch command.
@@ -70,65 +48,43 @@ class Proposer:
         Raises:
             UserError: the model can't be read.
         """
-        if job.engine is Engine.NONE:
-            return self._yaml_for_one_process(job)
-        answers, words = _settled_answers(self._flags(job)), _argument_words(job)
+        answers, words = self.answers(job), _argument_words(job)
         script = [to_yaml.OWN_SCRIPT, *words] if answers.own_script else header.example_run(answers.model, words)
         line = header.engine_line if answers.needs_engine else header.launch_line
-        return to_yaml.to_text(answers, line(THIS_FILE, script, expandable=self._expandable))
-
-    @property
-    def _expandable(self) -> bool:
-        return machines.parse(self.gpus)[0].has_expandable_segments
-
-    def _yaml_for_one_process(self, job: Job) -> str:
-        """The YAML for one GPU, without an engine; the wizard would write FSDP."""
-        values = {
-            "compute_environment": "LOCAL_MACHINE",
-            "distributed_type": "NO",
-            "mixed_precision": job.recipe.precision,
-            "num_processes": 1,
-            "num_machines": 1,
-        }
-        title = f"{self.model}, {job.method} training with one process, which has nothing to shard."
-        script = header.example_run(self.model, _argument_words(job))
-        launch = header.launch_line(THIS_FILE, script, expandable=self._expandable)
-        return "\n".join([*header.comment(title, "accel-fsdp plan", launch), yaml_file.dump(values)])
+        expandable = machines.parse(self.gpus)[0].has_expandable_segments
+        return to_yaml.to_text(answers, line(THIS_FILE, script, expandable=expandable))
 
     def command(self, job: Job) -> str:
-        """The command that writes the YAML, with only the flags that differ from the wizard's defaults."""
-        chosen = self._flags(job).items()
-        flags = [word for name, value in chosen for word in (flag_words.flag_of(name), value)]
+        """The command that writes the YAML of the recommended job, without the wizard's own defaults."""
+        chosen = self._base(job) | ({} if self.by_default else _decisions(job))
+        flags = [word for name, value in chosen.items() for word in (flag_words.flag_of(name), value)]
         return shlex.join(["accel-fsdp", "config", "--yes", "-o", OUTPUT, *flags])
 
-    def _flags(self, job: Job) -> dict[str, str]:
-        """The wizard's flags, by the names of its questions."""
-        answers = self.answers(job)
-        names = [*self._required_answers(job), *(["strategy"] if job.layout.is_fsdp else [])]
-        names += ["seq_len"] if answers.seq_len else []
-        return {name: to_yaml.flag_text(getattr(answers, name)) for name in names}
-
-    def _required_answers(self, job: Job) -> dict[str, str]:
-        layout, machines = job.layout, max(job.layout.ranks // self.gpus_each, 1)
-        words = {"model": self.model, "method": job.method, "gpus": self.gpus, "num_machines": str(machines)}
-        words["mixed_precision"] = job.recipe.precision
-        if layout.is_fsdp:
-            words |= {"engine": "fsdp", "fsdp_version": layout.engine.removeprefix("fsdp")}
-            words |= {"cpu_offload": "false", "activation_checkpointing": "false"}
-        else:
-            words["engine"] = ENGINE_NAMES[layout.engine]
-        if layout.engine is Engine.DEEPSPEED:
-            words |= {"zero_stage": str(layout.strategy), "cpu_offload": "false"}
-        return words
+    def _base(self, job: Job) -> dict[str, str]:
+        """The flags of the wizard that say which job it is: model, machines, method, precision, length."""
+        number = job.layout.ranks // self.gpus_each
+        flags = {"model": self.model, "gpus": f"{number}x{self.gpus}" if number > 1 else self.gpus}
+        if job.method != "full":
+            flags["method"] = job.method
+        if job.recipe.precision != ("bf16" if machines.has_bf16(machines.parse(self.gpus)[0]) else "fp16"):
+            flags["mixed_precision"] = job.recipe.precision
+        if job.recipe.length != self.usual_length:
+            flags["seq_len"] = str(job.recipe.length)
+        return flags
 
 
-def _settled_answers(flags: dict[str, str]) -> Answers:
-    return interview.answers(interview.Interview(flags, dict(flags), quiet=True))
-
-
-def in_yaml(job: Job) -> bool:
-    """Whether the YAML turns on activation checkpointing; with an adapter, and outside of FSDP, the script does."""
-    return job.recipe.checkpointing == "full" and recompute_by(job.engine, job.method) == "engine"
+def _decisions(job: Job) -> dict[str, str]:
+    """The flags of the wizard that say how a job is trained."""
+    layout = job.layout
+    flags = {"engine": ENGINE_NAMES[layout.engine], "batch": str(job.recipe.rows)}
+    if layout.is_fsdp:
+        flags |= {"fsdp_version": layout.engine.removeprefix("fsdp"), "strategy": str(layout.strategy)}
+        flags["activation_checkpointing"] = to_yaml.flag_text(job.settled.recompute == "engine")
+    if layout.engine is Engine.DEEPSPEED:
+        flags["zero_stage"] = str(layout.strategy)
+    if layout.is_fsdp or layout.engine is Engine.DEEPSPEED:
+        flags["cpu_offload"] = to_yaml.flag_text(layout.offload)
+    return flags
 
 
 def arguments(job: Job) -> dict[str, Any]:

@@ -1,17 +1,18 @@
 """The plan in words and numbers: table, recommendation, requirements, assumptions."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.config import Engine
-from accel_fsdp.job import Layout, combinations
+from accel_fsdp.job import combinations, from_arguments
 from accel_fsdp.planner import cost_report, proposal
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.prediction import (
     Candidate,
+    Change,
     Plan,
     Problem,
     capacity,
@@ -23,7 +24,7 @@ from accel_fsdp.prediction import (
     step_traffic,
 )
 from accel_fsdp.prediction.memory import KINDS, LETTERS, shards
-from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_or_mib, number_in_figure, parameters
+from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_of, gib_or_mib, number_in_figure
 
 SCHEMA_VERSION = 3
 """The version of the `--json` output, raised whenever a key is removed or changes its meaning."""
@@ -33,8 +34,10 @@ TIMES = ("step_seconds", "tokens_per_s_per_gpu", "mfu", "bound")
 """The fields of a step in the `--json` output, null where its time is not predicted."""
 BAR_CELLS, NARROW_CELLS = 20, 12
 MOST_PADDING = 1.1
-COPIED = ("  accel-fsdp ", "  --per_device_train_batch_size ")
-"""Lines that stay whole, so that they can be copied."""
+LORA_RATE = (
+    f"The arguments have --learning_rate {from_arguments.LORA_RATE}: an adapter takes about ten times the rate of full "
+    "training, which Trainer's default is for."
+)
 COLOURS = dict(
     zip(KINDS, ("blue", "magenta", "yellow", "cyan", "green", "red", "bright_black", "bright_black"), strict=True)
 )
@@ -62,30 +65,52 @@ class PlanReport:
     def command(self) -> str:
         """The command that writes the recommended YAML; empty if there is none."""
         choice = self.plan.choice
-        if not choice or not self.proposer or choice.job.engine is Engine.NONE:  # the wizard would write FSDP for it
-            return ""
-        return self.proposer.command(choice.job)
+        return self.proposer.command(choice.job) if choice and self.proposer else ""
 
     def headline(self) -> str:
         """The planned job, in a sentence."""
         problem, shape, recipe = self.problem, self.problem.shape, self.problem.job.recipe
         return (
-            f"{shape.name}: {parameters(shape.numel, shape.language)}, {recipe.method} training on "
-            f"{problem.job.layout.ranks} x {problem.gpu.name} with {gib_or_mib(problem.capacity_bytes)}, "
-            f"{recipe.rows} x {recipe.length:,} tokens per {problem.job.layout.row_owner}"
-            + (f", {recipe.accumulation} times a step" if recipe.accumulation > 1 else "")
-            + "; all of it predicted."
+            f"{shape.name}: {recipe.method} training on {problem.job.layout.ranks} x {problem.gpu.name} with "
+            f"{gib_or_mib(problem.capacity_bytes)}, {recipe.rows} x {recipe.length:,} tokens per "
+            f"{problem.job.layout.row_owner}"
+            + (f", {recipe.accumulation} micro-batches a step" if recipe.accumulation > 1 else "")
+            + "; all predicted."
         )
 
-    def show(self) -> None:
+    def show(self, details: bool = False) -> None:
+        """Prints the table, what to copy, and the verdict last; with `details` also all that explains them."""
         console.put(self.headline(), wrap=True)
         is_wide = console.data.width >= WIDE
-        columns = COLUMNS if is_wide else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
-        rows = [self._cells(candidate, BAR_CELLS if is_wide else NARROW_CELLS) for candidate in self.plan.rows]
-        legend = [(LETTERS[kind], COLOURS[kind], kind) for kind in KINDS]
+        columns = COLUMNS if is_wide and details else tuple(name for name in COLUMNS if name not in WIDE_ONLY)
+        shown = self.plan.rows if details else self._rows_shown()
+        rows = [self._cells(candidate, BAR_CELLS if is_wide else NARROW_CELLS) for candidate in shown]
+        legend = [(LETTERS[kind], COLOURS[kind], kind) for kind in KINDS] if details else []
         console.show_bars(columns, [[row[name] for name in columns] for row in rows], legend)
-        for line in (*self._fits_legend(), *self.advice()):
-            console.put(line, wrap=not line.startswith(COPIED))
+        left_out = len(self.plan.rows) - len(shown)
+        if not details:
+            more = f"{counted(left_out, 'more strategy', 'more strategies')}, " if left_out else ""
+            console.put(f"--details: {more}assumptions, host memory, the longest sequence, and why.", wrap=True)
+        explained = (self._explained(), self.details()) if details else (self._failures(shown),)
+        for line in (line for lines in explained for line in lines):
+            console.put(line, wrap=True)
+        for line in self.to_copy():
+            console.put(line)
+        console.put(self.answer(), wrap=True)
+
+    def _rows_shown(self) -> tuple[Candidate, ...]:
+        """The rows of DDP, FSDP2 and the choice, or the only one."""
+        chosen = replace(self.plan.choice.layout, offload=False) if self.plan.choice else None
+        usual = (Engine.DDP, Engine.FSDP2)
+        shown = tuple(row for row in self.plan.rows if row.layout.engine in usual or row.layout == chosen)
+        return shown or self.plan.rows
+
+    def to_copy(self) -> Iterator[str]:
+        """The command that writes the recommended YAML, and the script's arguments."""
+        if command := self.command():
+            yield command
+        if self.plan.choice and self.proposer:
+            yield proposal.argument_line(self.plan.choice.job)
 
     def _cells(self, candidate: Candidate, width: int) -> dict[str, Any]:
         by_link = self._sent_bytes(candidate) or {}
@@ -93,7 +118,7 @@ class PlanReport:
         parts = [(LETTERS[kind], COLOURS[kind], size) for kind, size in candidate.prediction.peak.live.items() if size]
         cells = (
             candidate.layout.name,
-            number_in_figure(candidate.device.allocated / GIB),
+            number_in_figure(candidate.device.needed / GIB),
             console.bar(parts, self.problem.capacity_bytes, width),
             candidate.verdict,
             candidate.prediction.peak.phase,
@@ -109,24 +134,25 @@ class PlanReport:
         traffic = step_traffic(self.problem.shape, candidate.recipe, candidate.layout)
         return {"intra-node": traffic.intra_bytes, "inter-node": traffic.inter_bytes, "pcie": traffic.pcie_bytes}
 
-    def _fits_legend(self) -> Iterator[str]:
-        """Explains the words that occur in the column `fits`."""
+    def _explained(self) -> Iterator[str]:
+        """Explains the numbers and words of the table."""
         outside_size = gib_or_mib(self.plan.rows[0].device.outside, gib_from=GIB / 10)
-        verdicts = {candidate.verdict for candidate in self.plan.rows}
         nccl = " and NCCL" if self.problem.job.layout.ranks > 1 else ""
-        words = [f"yes with {outside_size} more for CUDA{nccl} and {self._spared()}"]
-        if "tight" in verdicts:
-            words.append("tight with less to spare, so it may run out")
-        yield f"fits: {'; '.join(words)}."
+        yield f"GiB: what a GPU needs at the peak of a step, with {outside_size} for CUDA{nccl}."
+        tight = "; tight: less, so that it may run out" if any(row.verdict == "tight" for row in self.plan.rows) else ""
+        yield f"yes: it fits with {self._spared()}{tight}."
+        yield from self._failures(self.plan.rows)
+
+    def _failures(self, rows: Iterable[Candidate]) -> Iterator[str]:
+        """Why strategies fail regardless of GPU memory, a sentence for each reason."""
         reasons: dict[str, list[str]] = {}
-        for candidate in self.plan.rows:
-            if candidate.refused:
+        for candidate in rows:
+            if candidate.refused and not self.config:
                 reasons.setdefault(candidate.refused, []).append(candidate.layout.name)
-        if not self.config:
-            for why, names in reasons.items():
-                is_fixed = why.endswith(combinations.UNLESS_SFT)
-                fails = f"fails{combinations.UNLESS_SFT if is_fixed else ''}"
-                yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_SFT)}."
+        for why, names in reasons.items():
+            is_fixed = why.endswith(combinations.UNLESS_SFT)
+            fails = f"fails{combinations.UNLESS_SFT if is_fixed else ''}"
+            yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_SFT)}."
 
     def _spared(self) -> str:
         """The margin in words."""
@@ -134,78 +160,75 @@ class PlanReport:
             return f"{capacity.MARGIN:.0%} to spare"
         return f"{capacity.FRAGMENTED - 1:.0%} for gaps, as expandable segments may hang under ROCm"
 
-    def advice(self) -> Iterator[str]:
-        """The recommendation with its reasons, or changes that would make the job fit; a sentence or two per line."""
+    def details(self) -> Iterator[str]:
+        """What explains the recommendation: alternatives, needs, assumptions; a sentence or two per line."""
         problem, choice = self.problem, self.plan.choice
-        answer = " ".join(filter(None, self.answer()))
         if choice is None:
-            yield from self._what_would_fit(answer)
+            yield from self._padding_warning()
+            yield from problem.notes
             return
-        yield answer
-        yield self._one_step(choice)
-        if self.spent:
-            yield cost_report.sentence(self.spent)
-        elif self.args and choice.step:
-            yield cost_report.UNKNOWN
+        if not self.config:
+            yield self.plan.reason
         yield from self._alternatives(choice)
         yield self._longest_sequence(choice)
         yield self._host(choice)
-        if choice.layout.offload and (remedy_list := list(remedies.remedies(problem, choice.layout))):
-            yield "Where machines have less memory than that: " + "; or ".join(remedy_list) + "."
         yield from self._padding_warning()
-        if command := self.command():
-            yield "Its YAML (or -o FILE):"
-            yield f"  {command}"
-        if self.proposer:
-            yield "The script's arguments:"
-            yield f"  {proposal.argument_line(choice.job)}"
+        if choice.job.adapter and self.proposer:
+            yield LORA_RATE
         if assumptions := (*problem.assumptions(choice), *((cost_report.FULL_ROWS,) if self.spent else ())):
             yield "Assumed: " + " ".join(assumptions)
 
-    def answer(self) -> tuple[str, str]:
-        """What to take, or that nothing fits; and the reason, empty if the first sentence has it."""
-        choice = self.plan.choice
+    def answer(self) -> str:
+        """The verdict: what to take, or that nothing fits, and what would."""
+        choice, given = self.plan.choice, self.plan.rows[0] if self.config else None
         if choice is not None:
-            how = f"{rows_in(choice.recipe)} per {choice.layout.row_owner}, {checkpointing_in(choice.recipe)}"
-            needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine is Engine.DEEPSPEED else ""
-            return f"Take {choice.layout.name}{needs} with {how}.", self.plan.reason
-        given = self.plan.rows[0] if self.config else None
-        if given and given.refused:
-            lack = self.problem.host_lack(given.job)
-            if given.refused == lack:
-                return "It doesn't fit.", f"{lack}."
-            return f"This YAML doesn't work, regardless of memory: {given.refused}.", ""
-        phase = given.device.runs_out if given else ""
-        what = f"It doesn't fit: memory runs out in the {phase}." if phase else "Nothing fits."
-        return what, f"Each GPU has {gib_or_mib(self.problem.capacity_bytes)}."
+            return " ".join(filter(None, (self._taken(choice), self._one_step(choice), self._cost())))
+        if given and given.refused and given.refused != self.problem.host_lack(given.job):
+            command = f"accel-fsdp check {self.config} --model {self.problem.shape.name}"
+            return f"This YAML doesn't work, regardless of memory: {given.refused}. See {command}"
+        return f"{self._misfit(given)} {self._what_would_fit()}"
 
-    def _what_would_fit(self, answer: str) -> Iterator[str]:
-        """The answer where nothing fits, and the changes with which something would."""
-        if answer.startswith("This YAML doesn't work"):
-            yield answer
-            yield f"  accel-fsdp check {self.config} --model {self.problem.shape.name}"
-            return
-        yield f"{answer} What would fit:"
-        changes = list(remedies.remedies(self.problem, self._layout())) or ["a smaller model, or GPUs with more memory"]
-        yield from (f"  {change}" for change in changes)
-        yield from self._padding_warning()
-        yield from self.problem.notes
+    def _taken(self, choice: Candidate) -> str:
+        memory = gib_of(choice.device.needed, choice.device.capacity)
+        how = f"{rows_in(choice.recipe)} per {choice.layout.row_owner}, {checkpointing_in(choice.recipe)}"
+        if self.config:
+            return f"It fits: {memory} with {how}{self.plan.reason}."
+        if choice.layout.engine is Engine.NONE:
+            return f"It fits with {how}: {memory}, {choice.tokens_per_s:,.0f} tokens/s."
+        needs = " (pip install accel-fsdp[deepspeed])" if choice.layout.engine is Engine.DEEPSPEED else ""
+        return f"Take {choice.layout.name}{needs} with {how}: {memory}, {choice.tokens_per_s:,.0f} tokens/s per GPU."
+
+    def _cost(self) -> str:
+        if self.spent:
+            return cost_report.sentence(self.spent)
+        return cost_report.UNKNOWN if self.args and self.plan.choice and self.plan.choice.step else ""
+
+    def _misfit(self, given: Candidate | None) -> str:
+        if given is None:
+            return f"Nothing fits: each GPU has {gib_or_mib(self.problem.capacity_bytes)}."
+        if given.refused:
+            return f"It doesn't fit: {given.refused}."
+        where = f"; memory runs out in the {given.device.runs_out}" if given.device.runs_out else ""
+        return f"It doesn't fit: it {given.words}{where}."
+
+    def _what_would_fit(self) -> str:
+        changes = [change.words if self.config else change.flags for change in self._changes()]
+        return f"What would fit: {'; or '.join(changes) or 'a smaller model, or GPUs with more memory'}."
+
+    def _changes(self) -> list[Change]:
+        """The changes with which it would fit: of the given job, or of the plan's in the strategy that shards all."""
+        job = self.problem.job
+        if not self.config and job.layout.ranks > 1:
+            job = job.with_layout(engine=Engine.FSDP2, strategy=1)
+        return [] if self.plan.choice else remedies(self.problem, job)
 
     def _one_step(self, choice: Candidate) -> str:
-        recipe, rows = choice.recipe, choice.job.rows_per_step
-        times = [
-            str(choice.layout.data_ranks),
-            *([str(recipe.accumulation)] if recipe.accumulation > 1 else []),
-            str(recipe.rows),
-        ]
-        what = (
-            f"One optimizer step takes {' x '.join(times)} = {counted(rows, 'sequence')} "
-            f"({rows * recipe.length:,} tokens)"
-        )
-        if choice.step is None:
-            return f"{what}. Its time is not predicted under tensor, expert or context parallelism."
-        shortest, longest = choice.step.range_seconds
-        return f"{what} in about {_seconds(choice.step.step_seconds)} s ({_seconds(shortest)} to {_seconds(longest)})."
+        rows = choice.job.rows_per_step
+        shortest, longest = choice.step.range_seconds if choice.step else (0, 0)
+        tokens = f"{counted(rows, 'sequence')} ({rows * choice.recipe.length:,} tokens)"
+        if not choice.step:
+            return f"A step trains on {tokens}; its time is not predicted."
+        return f"A step of {tokens} takes {_seconds(shortest)} to {_seconds(longest)} s."
 
     def _alternatives(self, choice: Candidate) -> Iterator[str]:
         if self.plan.ties:
@@ -265,7 +288,6 @@ class PlanReport:
     def as_json(self) -> dict[str, Any]:
         problem, plan, choice = self.problem, self.plan, self.plan.choice
         shape, recipe, layout = problem.shape, problem.job.recipe, problem.job.layout
-        changes = [] if choice and not choice.layout.offload else list(remedies.remedies(problem, self._layout()))
         return {
             "schema_version": SCHEMA_VERSION,
             "model": shape.name,
@@ -289,14 +311,9 @@ class PlanReport:
             "longest_sequence_alone": plan.longest[1],
             "config_command": self.command(),
             "script_arguments": proposal.arguments(choice.job) if choice else {},
-            "changes": changes,
+            "changes": [change.words if self.config else change.flags for change in self._changes()],
             "cost": cost_report.as_json(self.spent) if self.spent else None,
         }
-
-    def _layout(self) -> Layout | None:
-        if self.plan.choice:
-            return self.plan.choice.layout
-        return self.plan.rows[0].layout if self.config else None
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         peak, host = candidate.prediction.peak, self.problem.host(candidate.job)

@@ -1,15 +1,14 @@
-from . import advice as advice
 from . import capacity as capacity
+from . import changes as changes
 from . import cost as cost
-from . import remedies as remedies
 from . import search as search
 from . import speed as speed
 from . import trace_store as trace_store
 from . import written as written
-from .advice import advise as advise
-from .advice import problem_of as problem_of
 from .capacity import predicted as predicted
 from .capacity import workspace_bytes as workspace_bytes
+from .changes import Change as Change
+from .changes import remedies as remedies
 from .communication import Traffic as Traffic
 from .communication import step_traffic as step_traffic
 from .problem import Candidate as Candidate
@@ -18,7 +17,6 @@ from .problem import checkpointing_in as checkpointing_in
 from .problem import layouts as layouts
 from .problem import length_of as length_of
 from .problem import rows_in as rows_in
-from .remedies import savings as savings
 from .search import Plan as Plan
 from .speed import HBM_EFFICIENCY as HBM_EFFICIENCY
 from .speed import RANGE as RANGE
@@ -26,5 +24,5 @@ from .speed import Step as Step
 from .speed import step_time as step_time
 from .trace_store import TraceRecord as TraceRecord
 from .work import block_work as block_work
-from .written import model_of as model_of
+from .written import ReadShape as ReadShape
 from .written import verdict as verdict

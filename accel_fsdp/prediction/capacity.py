@@ -34,8 +34,8 @@ MARGIN = 0.05
 times the allocated peak at the median of 56 simulated jobs, 1.045 times at most."""
 FRAGMENTED = 1.2
 """Reserved over allocated memory without expandable segments, as on AMD's GPUs. Simulated jobs reserved 1.13 to
-1.48 times their peak, but the allocator frees cached blocks before memory runs out: of 141 published runs without
-expandable segments, the last to run out had 1.18 times its peak (two more, unexplained, 1.29 and 1.31)."""
+1.48 times their peak, but the allocator frees cached blocks before memory runs out: of 140 published runs that ran
+out without expandable segments, 138 had at most 1.18 times their peak (two, unexplained, had 1.29 and 1.31)."""
 WORKSPACE_BYTES = 2 * 8_519_680
 """cuBLAS's workspaces of the forward and the backward thread, which the allocator counts: 4096 KiB x 2 and 16 KiB x 8
 each (torch, `CUDABlas.cpp`, `parseChosenWorkspaceSize`)."""
@@ -137,7 +137,8 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     An adapter is exported as it was trained.
     """
     recipe, layout = job.recipe, job.layout
-    loads_once = ram_efficient or layout.is_by_transformers  # transformers reads only each rank's part
+    loads_once = ram_efficient and recipe.method != "qlora"  # 4-bit weights are quantised on every rank
+    loads_once = loads_once or layout.is_by_transformers  # transformers reads only each rank's part
     loaders = 1 if layout.is_fsdp and loads_once else layout.ranks_per_node
     master = shards.master_bytes(recipe, layout)
 

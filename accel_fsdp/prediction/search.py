@@ -9,15 +9,18 @@ from accel_fsdp.job import Job, Layout
 from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.capacity import Device
 from accel_fsdp.prediction.problem import Candidate, Problem, layouts, offloads, rows_in
-from accel_fsdp.prediction.speed import RANGE
+from accel_fsdp.prediction.speed import SHORTEST
 from accel_fsdp.units import gib_of
 
 MOST_ROWS = 256
 """Beyond this a larger micro-batch gains no speed on any GPU."""
 MOST_TOKENS = 1 << 20
-TIE = RANGE[0]
+TIE = SHORTEST
 """Two candidates differ if one has less than this share of the other's speed; real steps may be that much shorter than
 predicted."""
+AMPLE, WORTH = 0.1, 0.8
+"""Free memory, as a share of what is needed, that leaves room for what isn't predicted; it is preferred where it leaves
+this share of the highest speed."""
 ENOUGH = 0.95
 """The share of a strategy's highest speed that a micro-batch must reach: a larger one fills memory and gains little."""
 
@@ -81,7 +84,7 @@ def make_plan(problem: Problem) -> Plan:
     """Searches strategy, checkpointing, micro-batch and offload; chooses the simplest of the fastest that fit."""
     candidates = list(_search(problem, layouts(problem.job)))
     rows = tuple(_refuse_unloadable(problem, problem.evaluate(job)) for job in layouts(problem.job))
-    choice = _choose(candidates)
+    choice = _choose(problem, candidates)
     if choice is None:
         return Plan(problem, rows)
     bests: dict[Layout, Candidate] = {choice.layout: choice}  # the fastest of each layout
@@ -94,9 +97,18 @@ def make_plan(problem: Problem) -> Plan:
     return Plan(problem, rows, choice, second, ties, _reason(problem, choice, alone=not ties))
 
 
-def best(problem: Problem) -> Candidate | None:
-    """The choice of `make_plan` alone; None if nothing fits."""
-    return _choose(list(_search(problem, layouts(problem.job), all_ways=False)))
+def best(
+    problem: Problem, jobs: Iterable[Job] | None = None, agrees: Callable[[Job], bool] = lambda job: True
+) -> Candidate | None:
+    """The choice of `make_plan`, or that among some layouts and of candidates that agree; None if nothing fits."""
+    return _choose(problem, list(_search(problem, layouts(problem.job) if jobs is None else jobs, agrees)))
+
+
+def least(problem: Problem, jobs: Iterable[Job], agrees: Callable[[Job], bool]) -> Candidate | None:
+    """Of the candidates that agree, in these layouts and with the fewest rows, the one that needs least."""
+    few = [variant.with_recipe(rows=variant.recipe.rows if problem.fixed_rows else 1) for variant in _variants(jobs)]
+    candidates = [problem.evaluate(variant) for variant in few if agrees(variant)]
+    return min(candidates, key=lambda tried: (bool(tried.refused), tried.device.needed), default=None)
 
 
 def judge(problem: Problem) -> Plan:
@@ -105,15 +117,30 @@ def judge(problem: Problem) -> Plan:
     if not candidate.fits:
         return Plan(problem, (candidate,))
     largest_rows = largest(problem, problem.job, "rows", MOST_ROWS)
-    reason = f"It fits, up to {rows_in(replace(candidate.recipe, rows=largest_rows))} per GPU."
+    reason = f"; up to {rows_in(replace(candidate.recipe, rows=largest_rows))} would too"
     return Plan(problem, (candidate,), candidate, reason=reason)
 
 
-def _choose(candidates: Iterable[Candidate]) -> Candidate | None:
-    """The simplest of the fastest candidates; None without any."""
-    ordered = sorted(candidates, key=lambda candidate: -candidate.tokens_per_s)
-    equal = [candidate for candidate in ordered if candidate.tokens_per_s >= TIE * ordered[0].tokens_per_s]
-    return min(equal, key=_burden, default=None)
+def _choose(problem: Problem, candidates: list[Candidate]) -> Candidate | None:
+    """The simplest of the fastest candidates, if possible one with ample room; None without any."""
+    choice = _simplest(candidates)
+    if choice is None:
+        return None
+    limit = WORTH * max(candidate.tokens_per_s for candidate in candidates)
+    fast = [candidate for candidate in candidates if candidate.tokens_per_s >= limit]
+    ample = [candidate for candidate in fast if _has_ample_room(problem, candidate.job)]
+    return _simplest([candidate for candidate in ample if _burden(candidate)[:2] <= _burden(choice)[:2]]) or choice
+
+
+def _simplest(candidates: list[Candidate]) -> Candidate | None:
+    """The candidate with the least burden of those about as fast as the fastest; None without any."""
+    limit = TIE * max((candidate.tokens_per_s for candidate in candidates), default=0)
+    return min((candidate for candidate in candidates if candidate.tokens_per_s >= limit), key=_burden, default=None)
+
+
+def _has_ample_room(problem: Problem, job: Job) -> bool:
+    device = problem.device(job)
+    return device.needed * (1 + AMPLE) <= device.capacity
 
 
 def _longest_sequences(problem: Problem, candidate: Candidate) -> tuple[int, int]:
@@ -128,38 +155,42 @@ def _refuse_unloadable(problem: Problem, candidate: Candidate) -> Candidate:
     return replace(candidate, refused=problem.host_lack(candidate.job)) if candidate.fits else candidate
 
 
-def _search(problem: Problem, jobs: Iterable[Job], all_ways: bool = True) -> Iterator[Candidate]:
-    """Yields the best micro-batch of each of these layouts and checkpointing that works and fits.
+def _search(
+    problem: Problem, jobs: Iterable[Job], agrees: Callable[[Job], bool] = lambda job: True
+) -> Iterator[Candidate]:
+    """Yields the best micro-batches of each layout and checkpointing that works, agrees and fits.
 
-    Without `all_ways`, skips candidates that can't be as fast as an earlier one.
+    Offload is tried only if nothing fits without it.
     """
-    fastest = 0.0
+    done: tuple[Layout, str] | None = None
+    for variant in _variants(jobs):
+        place = replace(variant.layout, offload=False), variant.recipe.checkpointing
+        if place == done or not agrees(variant):
+            continue
+        for candidate in _best(problem, variant):
+            done = place
+            yield candidate
+
+
+def _variants(jobs: Iterable[Job]) -> Iterator[Job]:
+    """Each job as it is and with checkpointing, each of them without offload and with it."""
     for job in jobs:
         for kind in dict.fromkeys((job.recipe.checkpointing, "full")):
-            variant = job.with_recipe(checkpointing=kind)
-            if not all_ways and _speed_bound(problem, variant) < TIE * fastest:
-                continue
-            for offloaded in offloads(variant):
-                if candidate := _best(problem, offloaded):
-                    fastest = max(fastest, candidate.tokens_per_s)
-                    yield candidate
-                    break  # offload is tried only if nothing fits without it
+            yield from offloads(job.with_recipe(checkpointing=kind))
 
 
-def _speed_bound(problem: Problem, job: Job) -> float:
-    """An upper bound of the speed: larger micro-batches share a step's fixed costs among more tokens."""
-    jobs = [job] if problem.fixed_rows else _split(problem, job) or [job.with_recipe(rows=MOST_ROWS)]
-    return max(problem.step(batch).tokens_per_s_per_gpu for batch in jobs)
-
-
-def _best(problem: Problem, job: Job) -> Candidate | None:
-    """The smallest micro-batch that is about as fast as the fastest; None if none fits."""
+def _best(problem: Problem, job: Job) -> Iterator[Candidate]:
+    """The smallest micro-batch that is about as fast as the fastest that fits, and as the fastest with ample room."""
     if problem.refuses(job) or not problem.is_hosted(job):
-        return None
+        return
     batches = _batches(problem, job)
-    speeds = [problem.step(batch).tokens_per_s_per_gpu for batch in batches]
-    fast_batches = (batch for batch, speed in zip(batches, speeds, strict=True) if speed >= ENOUGH * max(speeds))
-    return next(map(problem.evaluate, fast_batches), None)
+    ample = [batch for batch in batches if _has_ample_room(problem, batch)]
+    speeds = {batch: problem.step(batch).tokens_per_s_per_gpu for batch in batches}
+    for some in (batches, ample):
+        fastest = max((speeds[batch] for batch in some), default=0)
+        fast = (batch for batch in some if speeds[batch] >= ENOUGH * fastest)
+        if batch := next(fast, None):
+            yield problem.evaluate(batch)
 
 
 def _batches(problem: Problem, job: Job) -> list[Job]:

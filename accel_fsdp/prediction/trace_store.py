@@ -18,7 +18,7 @@ from accel_fsdp.errors import UserError, require
 from accel_fsdp.models import Divisible, catalogue
 from accel_fsdp.prediction.memory import SHIPPED, Block, Event, ModelShape, Parameter, Size, Tape, Tapes, Variant
 
-RECORDING = 6
+RECORDING = 7
 """Raised whenever recording a model again would give other tapes, so that older files are not used."""
 FOLDER = "recorded"
 TRACED_WITH = ("torch", "transformers", "peft")
@@ -132,7 +132,7 @@ def to_text(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> str:
         name: [
             [place(tape) for tape in tapes_of.blocks],
             [place(tape) for tape in tapes_of.masked],
-            *(place(tape) for tape in (tapes_of.embedding, tapes_of.head, tapes_of.chunked_head)),
+            *(place(tape) for tape in (tapes_of.embedding, tapes_of.head)),
         ]
         for name, tapes_of in tapes.items()
     }
@@ -168,9 +168,8 @@ def from_text(text: str, division: Divisible | None = None) -> TraceRecord:
             masked=tuple(None if index < 0 else tapes[index] for index in masked),
             embedding=tapes[embedding],
             head=tapes[head],
-            chunked_head=tapes[chunked],
         )
-        for name, (blocks, masked, embedding, head, chunked) in content["variants"].items()
+        for name, (blocks, masked, embedding, head) in content["variants"].items()
     }
     return _shape(content["shape"], division), by_variant
 

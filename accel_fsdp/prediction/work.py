@@ -275,4 +275,4 @@ def _has_learned_positions(shape: ModelShape) -> bool:
 
 def _is_fused(recipe: Recipe) -> bool:
     """Whether norms, rotation, gated products and loss are single kernels."""
-    return recipe.kernels != "none"
+    return recipe.liger

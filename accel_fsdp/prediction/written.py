@@ -10,7 +10,8 @@ from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.hardware import gpus, machines
 from accel_fsdp.job import Job, Recipe, from_yaml
 from accel_fsdp.models import catalogue
-from accel_fsdp.prediction import remedies, search
+from accel_fsdp.prediction import search
+from accel_fsdp.prediction.changes import remedies
 from accel_fsdp.prediction.memory import ModelShape, Tapes
 from accel_fsdp.prediction.problem import Problem, length_of
 from accel_fsdp.units import counted, gib_of
@@ -86,5 +87,5 @@ def verdict(config: JobConfig, arguments: Mapping[str, Any], read_shape: ReadSha
         return ""
     (row,) = plan.rows
     why = row.refused or f"it needs {gib_of(row.device.needed, row.device.capacity)} on each {problem.gpu.name}"
-    change = next(remedies.remedies(problem, problem.job.layout), "")
-    return f"predicted not to fit: {why}" + (f"; what would fit: {change}" if change else "")
+    nearest = next(iter(remedies(problem, problem.job)), None)
+    return f"predicted not to fit: {why}" + (f"; what would fit: {nearest.words}" if nearest else "")

@@ -2,6 +2,7 @@ from . import from_yaml as from_yaml
 from . import interview as interview
 from . import notes as notes
 from . import questions as questions
+from . import recommended as recommended
 from . import to_yaml as to_yaml
 from .answers import Answers as Answers
 from .command import configure as configure
@@ -12,6 +13,5 @@ from .presets import MODEL as MODEL
 from .presets import PRESETS as PRESETS
 from .question import Context as Context
 from .questions import QUESTIONS as QUESTIONS
-from .questions import SETTLED as SETTLED
 from .questions import applying as applying
 from .to_yaml import to_text as to_text

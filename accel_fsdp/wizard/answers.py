@@ -20,10 +20,9 @@ class Answers:
     """A complete set of answers, in the order of the questions: everything that decides the YAML.
 
     Consequences for the training script come last: `script_checkpoints` says that it has to checkpoint activations,
-    because Accelerate can't, `auto_class` names its model class. Memory was judged with one row of `length` tokens on
-    each GPU, 0 if it wasn't judged. `seq_len` is that length if it was given, None for the default. `dp_replicate`,
-    `tp` and `ep` are sizes of FSDP2's mesh: replicas, 0 for one on each machine, and ranks that divide layers and
-    experts.
+    because Accelerate can't, `auto_class` names its model class. `seq_len` and `batch` are the tokens of a row and one
+    GPU's rows, None and 0 if memory can't be predicted. `dp_replicate`, `tp` and `ep` are sizes of FSDP2's mesh:
+    replicas, 0 for one on each machine, and ranks that divide layers and experts.
     """
 
     model: str
@@ -46,9 +45,9 @@ class Answers:
     main_process_ip: str
     main_process_port: int
     seq_len: int | None = None
+    batch: int = 0
     script_checkpoints: bool = False
     auto_class: str = "AutoModelForCausalLM"
-    length: int = 0
     dp_replicate: int = 0
     tp: int = 1
     ep: int = 1

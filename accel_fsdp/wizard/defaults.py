@@ -3,10 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+from accel_fsdp.config import ENGINE_NAMES, Engine
 from accel_fsdp.hardware import machines
-from accel_fsdp.models import state_bytes
 from accel_fsdp.units import about_gib, distinguishable
-from accel_fsdp.wizard import notes, validation
+from accel_fsdp.wizard import notes, recommended, validation
 from accel_fsdp.wizard.question import Context
 
 
@@ -25,22 +25,47 @@ def num_machines(context: Context) -> tuple[int, str]:
     return count, "one machine" if count == 1 else f"as in {context['gpus']}"
 
 
+def engine(context: Context) -> tuple[str, str]:
+    candidate = recommended.candidate(context)
+    if candidate is None:
+        return "fsdp", "PyTorch's own sharding; nothing else to install"
+    return ENGINE_NAMES[candidate.layout.engine], notes.because(candidate)
+
+
 def fsdp_version(context: Context) -> tuple[int, str]:
     why = validation.reason("fsdp_version", 2, context)
     if why and not validation.reason("fsdp_version", 1, context):
         return 1, why
+    candidate = recommended.candidate(context)
+    if candidate is not None and candidate.layout.engine is Engine.FSDP1:
+        return 1, notes.because(candidate)
     return 2, "it resumes the optimizer exactly, and PyTorch goes on developing it"
 
 
 def strategy(context: Context) -> tuple[int, str]:
-    ranks = context.machine.count * context["num_machines"]
-    reason = "FULL_SHARD fits the largest model"
-    if context.model is not None and context["method"] == "full" and ranks:
-        total = context.model.parameters * state_bytes.PER_PARAMETER["full"]
-        total_gib, share = about_gib(total), about_gib(total / ranks)
-        reason = f"{total_gib} of weights, gradients and Adam's state: {share} on each of {ranks} GPUs"
-    legend = notes.legend(context)
-    return 1, reason + (f"; {legend}" if legend else "")
+    candidate = recommended.candidate(context)
+    if candidate is not None and candidate.layout.is_fsdp:
+        return candidate.layout.strategy, notes.because(candidate)
+    return 1, "FULL_SHARD fits the largest model"
+
+
+def zero_stage(context: Context) -> tuple[int, str]:
+    candidate = recommended.candidate(context)
+    if candidate is not None and candidate.layout.engine is Engine.DEEPSPEED:
+        return candidate.layout.strategy, notes.because(candidate)
+    return 3, "fits the largest model"
+
+
+def seq_len(context: Context) -> tuple[int | None, str]:
+    problem = recommended.problem_of(context)
+    if problem is None:
+        return None, "memory can't be predicted for it"
+    return problem.job.recipe.length, "with the micro-batch it decides the memory"
+
+
+def batch(context: Context) -> tuple[int, str]:
+    candidate = recommended.candidate(context)
+    return (candidate.recipe.rows, notes.because(candidate)) if candidate else (0, "unknown")
 
 
 def replicas(context: Context) -> tuple[int, str]:
@@ -61,15 +86,14 @@ def min_num_params(context: Context) -> tuple[int, str]:
 
 
 def cpu_offload(context: Context) -> tuple[bool, str]:
-    advice = notes.advice(context)
-    if advice is not None:
-        if advice.layout.offload:
-            host = notes.host_words(notes.with_answers(context, cpu_offload=True))
-            return True, f"even with it, it {advice.words}" if not advice.fits else f"fits only with it; {host}"
-        return False, "doesn't help" if not advice.fits else f"several times slower; without it, it {advice.words}"
+    candidate = recommended.candidate(context)
+    if candidate is not None:
+        if candidate.layout.offload:
+            return True, notes.because(candidate)
+        return False, f"slower; without it, it {candidate.words}" if candidate.fits else "nothing fits, even with it"
     state = notes.state_memory(context)
     if state is None:
-        return False, "several times slower; only when nothing else fits"
+        return False, "slower; only when nothing else fits"
     too_much = state[0] > state[1] * notes.ROOM_FOR_STATE
     needed, available = distinguishable(about_gib, *state)
     verb = "don't fit" if too_much else "fit"
@@ -77,7 +101,7 @@ def cpu_offload(context: Context) -> tuple[bool, str]:
 
 
 def activation_checkpointing(context: Context) -> tuple[bool, str]:
-    """True if the plan needs it and Accelerate can do it."""
+    """True if the plan recommends it and Accelerate can do it."""
     if context["engine"] == "fsdp" and context["method"] != "full":
         return (
             False,
@@ -85,12 +109,12 @@ def activation_checkpointing(context: Context) -> tuple[bool, str]:
         )
     if why := validation.reason("activation_checkpointing", True, context):
         return False, why
-    advice = notes.advice(context) if notes.checkpoints_in_yaml(context) else None
-    if advice is None:
+    candidate = recommended.candidate(context) if notes.checkpoints_in_yaml(context) else None
+    if candidate is None:
         return False, "costs about a third more compute"
-    if advice.recipe.recomputes:
-        return True, f"needed; costs about a third more compute. With it, it {advice.words}"
-    return False, f"would cost about a third more compute; without it, it {advice.words}"
+    if candidate.recipe.recomputes:
+        return True, f"costs about a third more compute. With it, it {candidate.words}"
+    return False, f"would cost about a third more compute; without it, it {candidate.words}"
 
 
 def ram_efficient_loading(context: Context) -> tuple[bool, str]:
@@ -115,6 +139,8 @@ def processes(context: Context) -> tuple[int, str]:
     count, number = context.machine.count, context["num_machines"]
     if context["engine"] == "tpu":
         return (count or 8) * number, "one per TPU core"
+    if context["engine"] == "single":
+        return 1, "one process"
     if count:
         suffix = f", {number} machines" if number > 1 else ""
         return count * number, f"{count} x {context.machine.accelerator}{suffix}"

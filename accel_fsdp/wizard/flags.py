@@ -50,7 +50,7 @@ def _flag_field(question: Question) -> tuple[str, Any, Any]:
 
 ConfigCommand = dataclasses.make_dataclass(
     "ConfigCommand",
-    [*(_flag_field(q) for q in QUESTIONS), ("seq_len", SeqLen, dataclasses.field(default=None))],
+    [_flag_field(question) for question in QUESTIONS],
     bases=(WizardOptions,),
     frozen=True,
 )

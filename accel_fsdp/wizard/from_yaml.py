@@ -28,7 +28,7 @@ from accel_fsdp.config import (
 from accel_fsdp.errors import UsageError
 from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.wizard.answers import Answers
-from accel_fsdp.wizard.questions import QUESTIONS, SETTLED, applying
+from accel_fsdp.wizard.questions import QUESTIONS, applying
 from accel_fsdp.wizard.to_yaml import header, to_mapping
 
 
@@ -140,7 +140,7 @@ def _class_names(value: Any) -> str:
 def _header_flags(text: str, engine: str) -> dict[str, str]:
     """Model, method, machine and length from the header; no method if the engine was changed since."""
     words = made_with(text)
-    fields = {question.flag: question.field for question in SETTLED if question.key is None}
+    fields = {question.flag: question.field for question in QUESTIONS if question.key is None}
     if words.get("--engine") != engine and engine != "ddp":  # plain DDP takes every method, and is FSDP2's NO_SHARD
         fields.pop("--method")
     return {field: words[flag] for flag, field in fields.items() if flag in words}

@@ -17,7 +17,7 @@ from accel_fsdp.wizard import notes
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.presets import MODEL as PRESET_MODEL
 from accel_fsdp.wizard.question import Context, Question, settle, skip
-from accel_fsdp.wizard.questions import QUESTIONS, SEQ_LEN, SETTLED, disabled_by, to_answers
+from accel_fsdp.wizard.questions import QUESTIONS, disabled_by, to_answers
 
 WITHOUT_MODEL = ""
 """The answer where no model is needed: the layer class is named, or a file is edited."""
@@ -45,7 +45,7 @@ class Interview:
 
         Given answers that a question rejects are removed from `given`, unless they are flags.
         """
-        context = Context(given={})
+        context = Context(given={}, wished=self.given)
         for question in QUESTIONS:
             if question.field == "gpus" and "gpus" not in self.given:
                 context = replace(context, detected=_machine())
@@ -67,7 +67,7 @@ class Interview:
             return skip(question, context, self.flags, *disabled_by(question, context))
         context = self._settle_given(question, context)
         if question.field == "gpus":
-            return self._settle_given(SEQ_LEN, replace(context, traced=_traced(context)))
+            return replace(context, traced=_traced(context))
         return self._with_model(context) if question.field == "model" else context
 
     def _settle_given(self, question: Question, context: Context) -> Context:
@@ -125,12 +125,7 @@ def interview(flags: Mapping[str, str], given: Mapping[str, str], defaults: bool
 
 
 def answers(session: Interview) -> Answers:
-    """The answers of a finished interview, with the plan's length unless it is quiet or from a file."""
-    context = session.settled()
-    candidate = None if session.quiet or session.as_written else notes.judgement(context)
-    if candidate is None:
-        return to_answers(context)
-    return replace(to_answers(context), length=candidate.recipe.length)
+    return to_answers(session.settled())
 
 
 def warnings(session: Interview) -> tuple[str, ...]:
@@ -140,7 +135,7 @@ def warnings(session: Interview) -> tuple[str, ...]:
 
 def in_words(text: str, between: str = " ") -> str:
     """Replaces flags by the titles of their questions, or with "_" `between` the words by field names."""
-    for question in SETTLED:
+    for question in QUESTIONS:
         text = re.sub(rf"{question.flag}(?![\w-])", question.field.replace("_", between), text)
     return text
 
@@ -159,11 +154,11 @@ def read_model(name: str) -> ModelFacts:
 
 
 def _traced(context: Context) -> notes.Known:
-    """The allocations of a model outside the catalogue, only if it may be too large: recording takes seconds."""
+    """The allocations of a model outside the catalogue; recording them takes seconds."""
     model, gpu = context.model, context.machine.accelerator
     if model is None or gpu is None or model.origin or not gpus.is_known(gpu):
         return None
-    return _shape(context["model"]) if notes.may_be_too_large(model) else None
+    return _shape(context["model"])
 
 
 @cache

@@ -33,7 +33,7 @@ class Context:
     """The context of a question: the answers so far, the model, and the machine that was found.
 
     `traced` are the recorded allocations of a model outside of the catalogue. `unread`: the model's facts are unknown,
-    and the catalogue has no model of its kind.
+    and the catalogue has no model of its kind. `wished` are flags and other given answers, of later questions too.
     """
 
     given: GivenAnswers
@@ -41,6 +41,7 @@ class Context:
     model: ModelFacts | None = None
     traced: "tuple[ModelShape, Mapping[str, Tapes]] | None" = None
     unread: bool = False
+    wished: GivenAnswers = dataclasses.field(default_factory=dict)
 
     @property
     def engine(self) -> Engine:

@@ -24,7 +24,7 @@ from accel_fsdp.config import (
     zero_name,
 )
 from accel_fsdp.units import listed
-from accel_fsdp.wizard import defaults, notes, validation
+from accel_fsdp.wizard import defaults, notes, recommended, validation
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import Context, Option, Question
 
@@ -133,15 +133,24 @@ QUESTIONS: tuple[Question, ...] = (
         check=validation.check_machines,
         alias="--nodes",
     ),
+    Question(
+        "seq_len",
+        "How many tokens has a sequence?",
+        defaults.seq_len,
+        helps=lambda context: recommended.problem_of(context) is not None,
+        check=notes.check_length,
+        metavar="TOKENS",
+    ),
     _unkeyed(
         "engine",
         "Which engine?",
-        defaults.always("fsdp", "PyTorch's own sharding; nothing else to install"),
+        defaults.engine,
         {
             "fsdp": "PyTorch FSDP",
             "ddp": "every GPU holds the whole model",
             "deepspeed": "DeepSpeed ZeRO (pip install accel-fsdp[deepspeed])",
             "tpu": "torch_xla's FSDP on a TPU host",
+            "single": "one process, which has nothing to share",
         },
     ),
     _keyed(
@@ -161,7 +170,7 @@ QUESTIONS: tuple[Question, ...] = (
     _keyed(
         "zero_stage",
         "zero_stage",
-        defaults.always(3, "fits the largest model"),
+        defaults.zero_stage,
         section="deepspeed_config",
         applies=_engine_is("deepspeed"),
     ),
@@ -228,6 +237,14 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.activation_checkpointing,
         applies=lambda context: context.is_fsdp or context.engine is Engine.TPU,
     ),
+    Question(
+        "batch",
+        "How many sequences does a GPU train on at a time (micro-batch)?",
+        defaults.batch,
+        helps=lambda context: recommended.problem_of(context) is not None,
+        check=validation.check_batch,
+        metavar="N",
+    ),
     _keyed(
         "state_dict_type",
         "fsdp_state_dict_type",
@@ -254,18 +271,9 @@ QUESTIONS: tuple[Question, ...] = (
     ),
 )
 
-SEQ_LEN = Question(
-    "seq_len",
-    "Tokens per sequence",
-    defaults.always(None, "the usual length"),
-    check=notes.check_length,
-)
-"""The length to predict memory for: settled as the questions are, once the model and the GPUs are, but never asked."""
-SETTLED = (*QUESTIONS, SEQ_LEN)
-
 
 def to_answers(context: Context) -> Answers:
-    answers = Answers(**context.given, script_checkpoints=notes.checkpoints_in_script(context))
+    answers = Answers(**context.given, script_checkpoints=recommended.checkpoints_in_script(context))
     auto_class = context.model.auto_class if context.model else "" if context.unread else answers.auto_class
     return replace(answers, auto_class=auto_class)
 

@@ -2,13 +2,13 @@
 
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from accel_fsdp.config import (
     BY_NAME,
     COMMAND,
     DISTRIBUTED_TYPES,
-    EXPERT_FLAG,
     RESHARDS,
     STRATEGIES,
     THIS_FILE,
@@ -19,9 +19,10 @@ from accel_fsdp.config import (
 )
 from accel_fsdp.config import header as config_header
 from accel_fsdp.hardware import machines
+from accel_fsdp.job import Checkpointing, Job, Layout, from_arguments
 from accel_fsdp.wizard.answers import Answers
 from accel_fsdp.wizard.question import engine_of
-from accel_fsdp.wizard.questions import SEQ_LEN, applying
+from accel_fsdp.wizard.questions import applying
 
 OWN_SCRIPT = "YOUR_SCRIPT.py"
 """The placeholder for a script, for models that train/sft.py doesn't train."""
@@ -84,6 +85,7 @@ def _tpu(answers: Answers) -> dict[tuple[str, str], Any]:
 
 
 _DERIVED: dict[Engine, Callable[[Answers], dict[tuple[str, str], Any]]] = {
+    Engine.NONE: lambda answers: {},
     Engine.DDP: lambda answers: {},
     Engine.FSDP1: _fsdp1,
     Engine.FSDP2: _fsdp2,
@@ -109,13 +111,17 @@ def _engine_in_words(answers: Answers) -> str:
         return f"{engine.label}, strategy {answers.strategy} ({STRATEGIES[answers.strategy]})"
     if engine is Engine.DEEPSPEED:
         return deepspeed_name(answers.zero_stage)
-    return {Engine.DDP: "plain DDP", Engine.TPU: "TPU (XLA FSDP)"}[engine]
+    return {
+        Engine.DDP: "plain DDP",
+        Engine.TPU: "TPU (XLA FSDP)",
+        Engine.NONE: "one process, which has nothing to share",
+    }[engine]
 
 
 def command_line(answers: Answers) -> str:
     """The non-interactive command that writes the same YAML."""
     words = COMMAND.split()
-    for question in (*applying(answers), SEQ_LEN):
+    for question in applying(answers):
         value = getattr(answers, question.field)
         words += [question.flag, flag_text(value)] if value not in ("", (), None) else []
     return shlex.join(words)
@@ -136,17 +142,17 @@ def launch_line(answers: Answers, path: str) -> str:
 
 
 def _our_script(answers: Answers, path: str) -> list[str]:
-    arguments: list[str] = []
-    if length := answers.length or answers.seq_len:
-        arguments += ["--per_device_train_batch_size", "1", "--max_length", str(length)]
-    if answers.method != "full":
-        arguments.append("--use_peft")
-    if answers.method == "qlora":
-        arguments += ["--load_in_4bit", "--bnb_4bit_quant_storage", TORCH_DTYPES[answers.mixed_precision]]
-    if answers.script_checkpoints:
-        arguments += ["--gradient_checkpointing", "true"]
-    if answers.ep > 1:
-        arguments += [EXPERT_FLAG, str(answers.ep)]
+    arguments = from_arguments.argument_words(_job(answers), sized=answers.seq_len is not None)
     if answers.engine == "tpu":
         arguments += ["--accelerate_config", path]
     return config_header.example_run(answers.model, arguments)
+
+
+def _job(answers: Answers) -> Job:
+    """The parts of the job that the script's arguments decide."""
+    checkpointing: Checkpointing = "full" if answers.script_checkpoints else "none"
+    precision = answers.mixed_precision if answers.mixed_precision in TORCH_DTYPES else "bf16"  # fp8 computes in it
+    recipe = from_arguments.planned_recipe(answers.method, precision)
+    recipe = replace(recipe, rows=answers.batch or 1, length=answers.seq_len or recipe.length)
+    layout = Layout(engine_of(vars(answers)), experts=answers.ep)
+    return Job(layout, replace(recipe, checkpointing=checkpointing), recompute="script")

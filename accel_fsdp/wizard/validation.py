@@ -74,6 +74,9 @@ def _why_unsuitable(question: str, value: Any, context: Context) -> str:
     four_bits = context.given.get("method") == "qlora"
     if (question, value) == ("engine", "deepspeed") and four_bits:
         return combinations.QLORA_ZERO
+    if (question, value) == ("engine", "single"):
+        ranks = context.wished.get("num_processes", max(context.machine.count, 1) * context["num_machines"])
+        return "" if str(ranks) == "1" else f"{ranks} processes share the work"
     if (question, value) == ("engine", "tpu") and context["num_machines"] > 1:
         return "a TPU pod is started by gcloud, not by main_process_ip"
     if (question, value) == ("mixed_precision", "fp16") and context["engine"] == "tpu":
@@ -168,6 +171,10 @@ def _number(flag: str, value: Any, why: str, *, fix: int, most: int) -> int:
 def check_size(context: Context, value: Any) -> int:
     why = "FSDP makes a unit of each module with more parameters than that; 0 wraps nothing"
     return _number("--min-num-params", value, why, fix=100_000_000, most=10**15)
+
+
+def check_batch(context: Context, value: Any) -> int:
+    return 0 if value == 0 else _number("--batch", value, "a step trains on something", fix=1, most=10**6)
 
 
 def check_tokens(context: Context, value: Any) -> int:

@@ -60,7 +60,7 @@ def test_the_answer_is_the_commands() -> None:
         ({"model": "gpt2", "gpus": "2xA100", "seq_length": "9"}, "Did you mean --seq-len?"),
         ({"model": "gpt2", "gpus": "8xH10"}, "Did you mean H100?"),
         ({"model": "gpt2", "gpus": "0xH100"}, "--gpus 0xH100 can't be read"),
-        ({"model": "gpt2", "gpus": "2xA100", "chunked_loss": "no"}, "--chunked-loss takes no value, but no was given"),
+        ({"model": "gpt2", "gpus": "2xA100", "liger": "no"}, "--liger takes no value, but no was given"),
         ({"model": "gpt2", "gpus": "2xA100", "method": "dora"}, "--method takes one of full, lora, qlora, not dora"),
         ({"model": "gpt2"}, "--gpus is missing"),
         ({"model": "gpt2", "gpus": "2xA100", "seq_len": "--help"}, "--seq-len takes a whole number, not --help"),
@@ -83,7 +83,7 @@ def test_what_the_command_refuses_the_page_refuses(given: dict[str, str], what: 
     [
         ({"model": "Llama-2-7"}, "Did you mean meta-llama/Llama-2-7b-hf?"),
         ({"model": "."}, ". isn't on this page"),
-        ({"kernels": "liger"}, "--kernels isn't on this page"),
+        ({"details": ""}, "--details isn't on this page"),
         ({"config": "/etc/passwd"}, "--config isn't on this page"),
         ({"attention": "eager"}, "This choice isn't on this page"),
     ],

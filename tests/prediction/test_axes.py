@@ -157,7 +157,7 @@ def test_a_million_tokens_take_the_memory_that_was_published() -> None:
     """accelerate#4175: 27.9 GB by nvidia-smi, 8 x H100, a chunked loss."""
     shape, tapes = trace_store.find("Qwen/Qwen3-0.6B") or pytest.fail("not bundled")
     layout = from_yaml.predictable(mesh_of(1, 1, cp=8)).layout
-    recipe = Recipe(length=2**20, checkpointing="full", chunked_loss=True)
+    recipe = Recipe(length=2**20, checkpointing="full", liger=True)
     peak = step.predict(shape, tapes[variant_for(recipe, layout)], recipe, layout).peak.total
     assert peak == pytest.approx(27.9e9, rel=0.1)
 

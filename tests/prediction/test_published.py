@@ -69,10 +69,10 @@ def test_a_fused_head_holds_the_logits_of_one_part() -> None:
     """Liger's own example: 16384 tokens, a vocabulary of 32000 and 4096 wide make parts of 2048 tokens."""
     shape, _ = trace_store.find("mistralai/Mistral-7B-v0.1") or pytest.fail("not bundled")
     hidden, weight = 16384 * 4096 * 2, 32000 * 4096 * 2
-    frozen = fused_head(shape, Recipe(method="lora", rows=4, length=4096, kernels="liger"))
+    frozen = fused_head(shape, Recipe(method="lora", rows=4, length=4096, liger=True))
     assert frozen.forward_peak == 2 * hidden + 2048 * 32000 * 2
     assert frozen.forward_end == hidden
-    trained = fused_head(shape, Recipe(rows=4, length=4096, kernels="liger"))
+    trained = fused_head(shape, Recipe(rows=4, length=4096, liger=True))
     assert trained.forward_end == hidden + weight == hidden + trained.grad_bytes
 
 
@@ -91,7 +91,7 @@ def _peak(tape: Tape, at: At) -> int:
 
 
 def test_a_variant_that_is_not_bundled_is_recorded_when_it_is_asked_for() -> None:
-    recipe = Recipe(precision="no", dtype="bfloat16", kernels="liger")
+    recipe = Recipe(precision="no", dtype="bfloat16", liger=True)
     shape, tapes = by_name.read_shape("HuggingFaceTB/SmolLM2-135M", recipe)
     fused, plain = (tapes[f"bf16-full-sdpa{ending}"] for ending in ("-liger", ""))
     assert shape.name == "HuggingFaceTB/SmolLM2-135M"

@@ -20,7 +20,6 @@ from .timeline import LOSS as LOSS
 from .timeline import OPTIMIZER as OPTIMIZER
 from .timeline import PARAMETERS as PARAMETERS
 from .timeline import Meter as Meter
-from .traces import CHUNK_TOKENS as CHUNK_TOKENS
 from .traces import SHIPPED as SHIPPED
 from .traces import VARIANTS as VARIANTS
 from .traces import At as At

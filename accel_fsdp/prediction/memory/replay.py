@@ -105,9 +105,7 @@ def tape_of_block(shape: ModelShape, tapes: Tapes, recipe: Recipe, index: int) -
 
 def tape_of_head(tapes: Tapes, recipe: Recipe) -> Tape | None:
     """The tape of head and loss; None if fused kernels compute both (`fused_head`)."""
-    if recipe.kernels != "none":
-        return None
-    return tapes.chunked_head if recipe.chunked_loss else tapes.head
+    return None if recipe.liger else tapes.head
 
 
 def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:

@@ -277,15 +277,9 @@ class Walk:
         hidden = self.blocks[self.order[-1]].output
         if not self.head.keeps_input:
             self.meter.add(ACTIVATIONS, -hidden)
-        if not self.recipe.chunked_loss:  # else the head's backward is part of the loss's, from the first chunk on
-            self.meter.touch({LOSS: self.head.early_peak})
+        self.meter.touch({LOSS: self.head.early_peak})
         self.engine.before_head_backward(self.head_unit)
-        if self.recipe.chunked_loss:
-            self._add_backward_peak(self.head, LOSS, self.head_unit)
-        else:
-            self.meter.touch(
-                {LOSS: self.head.late_peak - self.head.late_grad_bytes, GRADIENTS: self.head.late_grad_bytes}
-            )
+        self.meter.touch({LOSS: self.head.late_peak - self.head.late_grad_bytes, GRADIENTS: self.head.late_grad_bytes})
         # kept hidden states are freed when their gradient, of the same size, is allocated
         gradient = 0 if self.head.keeps_input else hidden
         # a tied head's gradient waits for the embedding's, which belongs to the same parameter

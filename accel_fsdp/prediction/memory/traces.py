@@ -12,7 +12,7 @@ from operator import mul
 from typing import Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Engine, Method
-from accel_fsdp.job import SHARDING_KINDS, Kernels, Layout, LoraTargets, Recipe
+from accel_fsdp.job import SHARDING_KINDS, Layout, LoraTargets, Recipe
 from accel_fsdp.models import state_bytes
 
 ROUND_BYTES = 512
@@ -98,16 +98,14 @@ class Tapes:
     """A model in one variant: a tape for each block of its `ModelShape`, and for what is before and after the blocks.
 
     `embedding` goes from the token ids to the first block's input, with the attention mask and rotary tables, which
-    live as long as its output. `head` goes from the last block's output to the loss, `chunked_head` never holds the
-    logits of more than `CHUNK_TOKENS` tokens. `masked` are the blocks where sliding attention needs a mask, None where
-    it never does.
+    live as long as its output. `head` goes from the last block's output to the loss. `masked` are the blocks where
+    sliding attention needs a mask, None where it never does.
     """
 
     blocks: tuple[Tape, ...]
     masked: tuple[Tape | None, ...]
     embedding: Tape
     head: Tape
-    chunked_head: Tape
 
     def block(self, index: int, length: int, window: int) -> Tape:
         """The tape of a block for `length` tokens: transformers masks a sliding window in rows of at least its length.
@@ -116,10 +114,6 @@ class Tapes:
         """
         masked = self.masked[index]
         return self.blocks[index] if masked is None or not window or length < window else masked
-
-
-CHUNK_TOKENS = 256
-"""Tokens whose logits a chunked loss holds at once: the default of TRL's `chunked_nll`."""
 
 
 AXES_IN_NAME = re.compile(r"(.*?)(?:-tensor(\d+))?(?:-experts(\d+))?")
@@ -142,7 +136,7 @@ class Variant(NamedTuple):
     attention: Literal["sdpa", "eager", "packed"] = "sdpa"
     targets: LoraTargets = "all"
     dropout: bool = False
-    kernels: Kernels = "none"
+    liger: bool = False
     tensor: int = 1
     experts: int = 1
 
@@ -151,7 +145,7 @@ class Variant(NamedTuple):
         """Such as "bf16-amp-lora32-sdpa": weights, autocast, method, its details, attention, fused kernels, ranks."""
         tags = "32" if self.method != "full" and self.adapters != self.weights else ""
         tags += ("" if self.targets == "all" else f"@{self.targets}") + ("+dropout" if self.dropout else "")
-        ends: list[str] = [] if self.kernels == "none" else [self.kernels]
+        ends: list[str] = ["liger"] if self.liger else []
         ends += [f"{axis}{getattr(self, axis)}" for axis in ("tensor", "experts") if getattr(self, axis) > 1]
         return "-".join((self.weights, *(["amp"] if self.autocast else []), self.method + tags, self.attention, *ends))
 
@@ -176,8 +170,8 @@ def _every_variant() -> list[Variant]:
             for method in ("full", "lora", "qlora"):
                 dtypes = {weights, "fp32"} if method != "full" else {weights}
                 variants += [
-                    Variant(weights, autocast, method, adapters, attention, targets, dropout, kernels)  # type: ignore[arg-type]
-                    for kernels in ("none", "liger")
+                    Variant(weights, autocast, method, adapters, attention, targets, dropout, liger)  # type: ignore[arg-type]
+                    for liger in (False, True)
                     for adapters in sorted(dtypes)
                     for targets in (("all", "attention") if method != "full" else ("all",))
                     for dropout in ((False, True) if method != "full" else (False,))
@@ -187,12 +181,23 @@ def _every_variant() -> list[Variant]:
 
 VARIANTS = tuple(_every_variant())
 
-SHIPPED = (
+_PLAIN = (
     *("bf16-amp-full-sdpa", "bf16-full-sdpa", "fp32-amp-full-sdpa", "fp32-full-sdpa"),
     *("bf16-amp-lora-sdpa", "bf16-amp-lora32-sdpa", "bf16-lora-sdpa", "bf16-lora32-sdpa", "fp32-amp-lora-sdpa"),
     *("bf16-amp-qlora-sdpa", "bf16-amp-qlora32-sdpa", "bf16-qlora-sdpa", "bf16-qlora32-sdpa", "fp32-amp-qlora-sdpa"),
 )
-"""The variants that are bundled for the models of the catalogue."""
+_LIGER = ("bf16-amp-full-sdpa", "bf16-full-sdpa", "bf16-amp-lora-sdpa", "bf16-amp-lora32-sdpa", "bf16-amp-qlora-sdpa")
+SHIPPED = tuple(
+    variant.name
+    for name in _PLAIN
+    for known in VARIANTS
+    if known.name == name
+    for dropout in ((False,) if known.method == "full" else (True, False))
+    for liger in ((False, True) if name in _LIGER and dropout is (known.method != "full") else (False,))
+    for variant in (known._replace(dropout=dropout, liger=liger),)
+)
+"""The variants that are bundled for the models of the catalogue: adapters with dropout, as the script has it, and
+without; Liger's kernels under FSDP, DDP and DeepSpeed."""
 
 
 def variant_for(recipe: Recipe, layout: Layout) -> str:
@@ -225,7 +230,7 @@ def variant_of(recipe: Recipe, engine: str, tensor: int = 1, experts: int = 1) -
         attention="eager" if recipe.attention == "eager" else "packed" if recipe.masks_documents else "sdpa",
         targets="all" if recipe.method == "full" else recipe.lora_targets,
         dropout=recipe.method != "full" and recipe.lora_dropout,
-        kernels=recipe.kernels,
+        liger=recipe.liger,
         tensor=tensor,
         experts=experts,
     ).name

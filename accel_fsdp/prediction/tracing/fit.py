@@ -18,7 +18,7 @@ from accel_fsdp.prediction.tracing.run import RecordedRun
 
 STEP = 64
 """Lengths are multiples of this: attention kernels round some small tensors up to 32."""
-LENGTHS, CHUNKED_LENGTHS = (64, 128, 192, 256), (1024, 1152, 1280, 1536)
+LENGTHS = (64, 128, 192, 256)
 RANKS = (8, 24, 40)
 ALONE = ("fixed", "tokens", "rows_length2")
 SEVERAL = (*ALONE, "length", "length2", "rows")
@@ -86,8 +86,7 @@ def record(recorder: Recorder, alike: Tapes | None = None) -> Tapes:
         blocks=tuple(SILENT if block in untraced else record_block(recorder, block) for block in blocks),
         masked=tuple(record_block(recorder, block, window) if takes_mask[block] else None for block in blocks),
         embedding=alike.embedding if alike else fit(recorder.embedding, LENGTHS, False),
-        head=alike.head if alike else record_head(recorder, chunked=False),
-        chunked_head=alike.chunked_head if alike else record_head(recorder, chunked=True),
+        head=alike.head if alike else fit(recorder.head, LENGTHS, False),
     )
 
 
@@ -98,13 +97,6 @@ def record_block(recorder: Recorder, block: int, beyond: int = 0) -> Tape:
     step = STEP if beyond or not 0 < window <= 4 * STEP else window // 5
     lengths = tuple(start + step * number for number in range(1, 5))
     return fit(lambda at: recorder.block(block, at), lengths, recorder.variant.method != "full")
-
-
-def record_head(recorder: Recorder, chunked: bool) -> Tape:
-    """The tape after the blocks; a model for rows shorter than two chunks has no chunked loss."""
-    chunked = chunked and not 0 < recorder.shape.positions < CHUNKED_LENGTHS[0]
-    lengths = CHUNKED_LENGTHS if chunked else LENGTHS
-    return fit(lambda at: recorder.head(at, chunked), lengths, False)
 
 
 def _takes_mask_late(recorder: Recorder, block: int, window: int) -> bool:

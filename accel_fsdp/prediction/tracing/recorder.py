@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from accel_fsdp.models import build
-from accel_fsdp.prediction.memory import CHUNK_TOKENS, At, ModelShape, Variant
+from accel_fsdp.prediction.memory import At, ModelShape, Variant
 from accel_fsdp.prediction.tracing.cuda_emulation import CudaRules, Watch
 from accel_fsdp.prediction.tracing.model_shape import blocks_of, shape_of, text_layers
 from accel_fsdp.prediction.tracing.run import RecordedRun, quiet, record_run
@@ -66,8 +66,6 @@ class Recorder:
             parent, self._list, _ = layers[places[0]][0].rsplit(".", 2)
             del layers
             self._lists = model.get_submodule(parent)._modules
-            has_base = model.base_model is not model  # Llama 4's class for images and text has parts, but no base model
-            self._headless = model.base_model if has_base else model.get_submodule(parent)
             self._lists[self._list] = nn.ModuleList()
             _use_fused_kernels(model, variant)
             if self._axes:
@@ -189,7 +187,7 @@ class Recorder:
 
         return self._run(call, None, self.model)
 
-    def head(self, at: At, chunked: bool) -> RecordedRun:
+    def head(self, at: At) -> RecordedRun:
         """Runs from the last block's output to the loss as Trainer asks for it, the outputs dropped before backward."""
         hidden = self.calls(at)[self._text[0]][0]
         ids = self._ids(at)
@@ -201,8 +199,6 @@ class Recorder:
                 return self._as_block(0, make_input())
 
             self._replace_blocks(1, seen)
-            if chunked and (vocabulary := self.model.get_output_embeddings()) is not None:
-                return _chunked_loss(self._forward(ids, inner=True).last_hidden_state, vocabulary)
             output = self._forward(ids, **options)
             if self.variant.autocast:
                 # Accelerate's `convert_outputs_to_fp32` wraps the forward wherever it runs under autocast
@@ -218,8 +214,8 @@ class Recorder:
                 return {"labels": torch.zeros(at.rows, dtype=torch.long)}
             return {"labels": ids, "num_items_in_batch": torch.ones((), dtype=torch.long)}
 
-    def _forward(self, ids: Tensor, *, inner: bool = False, **options: Any) -> Any:
-        """Runs the model around its stages, or all but its head.
+    def _forward(self, ids: Tensor, **options: Any) -> Any:
+        """Runs the model around its stages.
 
         Without a cache transformers looks for packed rows in the positions (masking_utils.py,
         find_packed_sequence_indices). Their values don't exist here, so that it takes all rows for packed, and masks
@@ -227,11 +223,12 @@ class Recorder:
         """
         from transformers import DynamicCache
 
-        model = self._headless if inner else self.model
-        if getattr(model.config, "output_router_logits", False):  # its loss is small, and reads what no block returns
+        if getattr(
+            self.model.config, "output_router_logits", False
+        ):  # its loss is small, and reads what no block returns
             options["output_router_logits"] = False
         cache = None if self.variant.attention == "packed" else DynamicCache()
-        return model(input_ids=ids, past_key_values=cache, use_cache=False, **options)
+        return self.model(input_ids=ids, past_key_values=cache, use_cache=False, **options)
 
     def _ids(self, at: At) -> Tensor:
         with self._mode:
@@ -241,7 +238,7 @@ class Recorder:
     def _enter_contexts(self) -> Iterator[None]:
         """Enters the contexts that forward runs in."""
         with ExitStack() as stack:
-            if self.variant.kernels != "none":
+            if self.variant.liger:
                 from accel_fsdp.prediction.tracing.fused_kernels import rotary_in_place
 
                 stack.enter_context(rotary_in_place(self._metas))
@@ -257,26 +254,6 @@ class Recorder:
         """Records a forward and its backward; `call` starts the watch and asks for an input like `like`."""
         with self._mode:
             return record_run(call, like, module, self._enter_contexts, twice)
-
-
-def _chunked_loss(hidden: Tensor, head: nn.Module) -> Tensor:
-    """A loss whose logits exist for `CHUNK_TOKENS` tokens at a time and are made again in backward, as TRL's.
-
-    Two chunks run: more chunks don't raise the peak, apart from the hidden states' gradient, which is whole here.
-    """
-    from torch.utils.checkpoint import checkpoint
-
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    del hidden
-    first, second, _ = torch.split(flat, [CHUNK_TOKENS, CHUNK_TOKENS, flat.shape[0] - 2 * CHUNK_TOKENS])
-
-    def part(piece: Tensor) -> Tensor:
-        logits = head(piece).float()
-        return nn.functional.cross_entropy(logits, logits.new_zeros(CHUNK_TOKENS, dtype=torch.long), reduction="sum")
-
-    first_loss, second_loss = (checkpoint(part, piece, use_reentrant=False) for piece in (first, second))
-    total: Tensor = first_loss + second_loss
-    return total
 
 
 def _split(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
@@ -309,7 +286,7 @@ def _adapt(layer: nn.Module, variant: Variant, rank: int, frozen: Collection[str
 
 def _use_fused_kernels(module: nn.Module, variant: Variant) -> None:
     """Puts fused kernels into a model or a layer, if the variant has them."""
-    if variant.kernels != "none":
+    if variant.liger:
         from accel_fsdp.prediction.tracing.fused_kernels import fuse
 
         fuse(module)

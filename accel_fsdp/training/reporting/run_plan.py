@@ -7,7 +7,7 @@ from accel_fsdp import console
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.job import Job
-from accel_fsdp.prediction import predicted, savings, speed
+from accel_fsdp.prediction import changes, predicted, speed
 from accel_fsdp.prediction.memory import ModelShape, Tapes, variant_of
 from accel_fsdp.prediction.tracing import by_name
 from accel_fsdp.units import GIB, gib_or_mib
@@ -25,7 +25,7 @@ class Forecast:
 
     def peak_bytes(self, rows: int, length: int, gpu: Gpu | None) -> int:
         """The peak bytes that one rank allocates in a step of this batch."""
-        job = self.job.with_recipe(rows=rows, length=length)
+        job = self.job.with_recipe(rows=rows, length=length, eval_batch=0)
         return predicted(self.shape, self.tapes, job, gpu).peak.total
 
     def mfu(self, tokens_per_s: float, length: float, gpu: Gpu) -> float:
@@ -36,9 +36,14 @@ class Forecast:
 
     def advice(self, rows: int, length: int) -> list[str]:
         """Changes that would free memory, the largest first, as lines of text."""
-        job = self.job.with_recipe(rows=rows, length=length)
-        options = savings(self.shape, self.tapes, job)[:SHOWN_SAVINGS]
-        return [f"{gib_or_mib(option.freed_bytes, gib_from=GIB / 10)} less: {option.change}" for option in options]
+        job = self.job.with_recipe(rows=rows, length=length, eval_batch=0)
+        peak = self.peak_bytes(rows, length, None)
+        options = [
+            (peak - predicted(self.shape, self.tapes, change.job, None).peak.total, change)
+            for change in (*changes.changes(job), *changes.others(job))
+        ]
+        lower = sorted((option for option in options if option[0] > 0), key=lambda option: -option[0])[:SHOWN_SAVINGS]
+        return [f"{gib_or_mib(freed, gib_from=GIB / 10)} less: {change.words}" for freed, change in lower]
 
 
 def read(job: Job) -> Forecast:

@@ -1,0 +1,149 @@
+"""Changes of a job that lower its memory, in words and as a job, and those with which it would fit. Pure."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from accel_fsdp.config import Engine, Method
+from accel_fsdp.job import Job, recompute_by
+from accel_fsdp.prediction.problem import Problem
+from accel_fsdp.prediction.search import largest
+from accel_fsdp.units import counted
+
+MOST_DOUBLINGS = 10
+"""The most times that the number of GPUs is doubled until a job fits."""
+MOST_SHOWN = 4
+SMALLER: dict[Method, tuple[Method, ...]] = {"full": ("lora", "qlora"), "lora": ("qlora",), "qlora": ()}
+"""The methods that hold less."""
+SHARDS_ALL = {Engine.FSDP2: 1, Engine.FSDP1: 1, Engine.DEEPSPEED: 3}
+"""The strategy of each engine that shards everything."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A changed job, and what to type for it: in a YAML and its script's arguments, or as `flags` of this tool."""
+
+    words: str
+    job: Job
+    flags: str
+
+    def then(self, other: "Change") -> "Change":
+        """Both changes; `other` starts from this one's job."""
+        return Change(f"{self.words}, {other.words}", other.job, f"{self.flags} {other.flags}") if self.words else other
+
+
+def changes(job: Job, loss_first: bool = False) -> Iterator[Change]:
+    """The single changes of a job that keep the rows of a step, those first that cost least.
+
+    `loss_first`: memory runs out in the loss, where a fused kernel keeps all rows.
+    """
+    ways: list[Callable[[Job], Iterator[Change]]] = [_recomputed, _fused, _in_halves, _without_mask, _in_bf16, _sharded]
+    if loss_first:
+        ways.insert(0, ways.pop(1))
+    for way in ways:
+        yield from way(job)
+
+
+def others(job: Job) -> Iterator[Change]:
+    """The single changes that train fewer parameters or shorter rows, or take memory of the host."""
+    recipe = job.recipe
+    for method in SMALLER[recipe.method]:
+        words = {"lora": "--use_peft true", "qlora": "--use_peft true --load_in_4bit true"}[method]
+        adapter = job.with_recipe(method=method, dtype="bfloat16", lora_dropout=True)
+        yield Change(words, replace(adapter, recompute="none").settled, f"--method {method}")
+    if recipe.length > 1:
+        half = recipe.length // 2
+        yield Change(f"--max_length {half}", job.with_recipe(length=half), f"--seq-len {half}")
+    if job.layout.is_fsdp and not job.layout.offload:
+        yield Change("fsdp_offload_params: true", job.with_layout(offload=True), "--cpu-offload true")
+
+
+def _fused(job: Job) -> Iterator[Change]:
+    if not job.recipe.liger:
+        words = "--use_liger_kernel true (pip install liger-kernel)"
+        yield Change(words, job.with_recipe(liger=True), words)
+
+
+def _recomputed(job: Job) -> Iterator[Change]:
+    if job.recipe.checkpointing == "none":
+        by_engine = recompute_by(job.engine, job.method) == "engine"
+        words = "fsdp_activation_checkpointing: true" if by_engine else "--gradient_checkpointing true"
+        flags = "--activation-checkpointing true" if by_engine else words
+        yield Change(words, job.with_recipe(checkpointing="full").settled, flags)
+
+
+def _in_halves(job: Job) -> Iterator[Change]:
+    """Fewer rows at a time and more micro-batches, so that a step trains the same rows."""
+    rows, steps = job.recipe.rows, job.recipe.accumulation
+    while rows > 1:
+        rows, steps = -(-rows // 2), steps * 2
+        words = f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {steps}"
+        yield Change(words, job.with_recipe(rows=rows, accumulation=steps), f"--batch {rows}")
+
+
+def _without_mask(job: Job) -> Iterator[Change]:
+    if job.recipe.masks_documents:
+        words = "--attn_implementation flash_attention_2"
+        yield Change(words, job.with_recipe(attention="flash"), words)
+
+
+def _in_bf16(job: Job) -> Iterator[Change]:
+    if job.recipe.precision == "no" and job.recipe.dtype == "float32":
+        yield Change("mixed_precision: bf16", job.with_recipe(precision="bf16"), "--mixed-precision bf16")
+
+
+def _sharded(job: Job) -> Iterator[Change]:
+    layout = job.layout
+    if layout.engine is Engine.DDP:
+        sharded = job.with_layout(engine=Engine.FSDP2, strategy=1)
+        yield Change("accel-fsdp migrate FILE --to fsdp2", sharded, "--engine fsdp --fsdp-version 2 --strategy 1")
+    elif layout.engine in SHARDS_ALL and layout.strategy != SHARDS_ALL[layout.engine]:
+        words = {
+            Engine.FSDP1: "fsdp_sharding_strategy: FULL_SHARD",
+            Engine.FSDP2: "no parallelism_config" if layout.strategy in (4, 5) else "fsdp_reshard_after_forward: true",
+            Engine.DEEPSPEED: "zero_stage: 3",
+        }[layout.engine]
+        flags = "--zero-stage 3" if layout.engine is Engine.DEEPSPEED else "--strategy 1"
+        yield Change(words, job.with_layout(strategy=SHARDS_ALL[layout.engine]), flags)
+
+
+def fits(problem: Problem, job: Job) -> bool:
+    """Whether a job works, fits the GPUs, and can be loaded."""
+    return not problem.refuses(job) and problem.has_room(job) and problem.is_hosted(job)
+
+
+def remedies(problem: Problem, job: Job) -> list[Change]:
+    """The changes with which a job would fit, the nearest first: single ones, else several together."""
+    loss_first = problem.device(job).runs_out.startswith("loss")
+    single = [change for change in (*changes(job, loss_first), *others(job)) if fits(problem, change.job)]
+    if single:
+        return single[:MOST_SHOWN]
+    smallest = _smallest(job)
+    if fits(problem, smallest.job):
+        return [smallest]
+    length = largest(problem, smallest.job, "length", smallest.job.recipe.length - 1)
+    shorter = smallest.job.with_recipe(length=length)
+    several = [smallest.then(Change(f"--max_length {length}", shorter, f"--seq-len {length}"))] if length else []
+    several += [smallest.then(other) for other in others(smallest.job) if "length" not in other.words]
+    found = [change for change in several if fits(problem, change.job)]
+    adapters = [smallest.then(other) for other in others(smallest.job) if other.job.method != job.method]
+    more = (change for way in (smallest, *adapters) for change in _more_gpus(way) if fits(problem, change.job))
+    return [*found, *itertools.islice(more, 1)][:MOST_SHOWN]
+
+
+def _smallest(job: Job) -> Change:
+    """All changes together that keep the rows of a step, each way's last."""
+    result = Change("", job, "")
+    for way in (_sharded, _recomputed, _in_halves, _in_bf16):
+        if options := list(way(result.job)):
+            result = result.then(options[-1])
+    return result
+
+
+def _more_gpus(way: Change) -> Iterator[Change]:
+    """The changed job on more GPUs, in doublings."""
+    layout = way.job.layout
+    for ranks in (layout.ranks * 2**power for power in range(1, MOST_DOUBLINGS + 1)):
+        per_node = layout.ranks_per_node if layout.ranks > 1 else ranks
+        words = counted(ranks, "GPU")
+        yield way.then(Change(words, way.job.with_layout(ranks=ranks, ranks_per_node=per_node), f"with {words}"))

@@ -1,0 +1,192 @@
+"""One job, one answer: a recipe and its arguments, a file and its header, and what each command says of them."""
+
+import contextlib
+import io
+import json
+import shlex
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SFT, accel_fsdp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_fsdp import cli
+from accel_fsdp.config import Engine
+from accel_fsdp.flag_words import parse_command_line
+from accel_fsdp.job import Job, Layout, Recipe, from_arguments, recompute_by
+from accel_fsdp.models import catalogue, optimizers
+from accel_fsdp.units import gib_of
+
+FULL = {"lora_rank": Recipe.lora_rank, "lora_targets": Recipe.lora_targets, "lora_dropout": Recipe.lora_dropout}
+LAYOUTS = st.builds(
+    Layout,
+    st.sampled_from([Engine.FSDP1, Engine.FSDP2, Engine.DDP, Engine.DEEPSPEED]),
+    st.integers(1, 2),
+    st.just(8),
+    st.just(8),
+    st.booleans(),
+    experts=st.sampled_from([1, 8]),
+)
+
+
+def recipes() -> st.SearchStrategy[Recipe]:
+    """Recipes of every field; an adapter's fields keep their defaults in full training."""
+
+    def settled(recipe: Recipe) -> Recipe:
+        return replace(recipe, **FULL) if recipe.method == "full" else recipe
+
+    return st.builds(
+        Recipe,
+        **{field.name: ... for field in fields(Recipe)}
+        | {
+            "rows": st.integers(1, 64),
+            "length": st.integers(1, 1 << 17),
+            "accumulation": st.integers(1, 64),
+            "optimizer": st.sampled_from(sorted(set(optimizers.BY_TRAINERS_NAME.values()))),
+            "lora_rank": st.integers(1, 256),
+            "eval_batch": st.integers(0, 64),
+        },
+    ).map(settled)
+
+
+@settings(max_examples=300)
+@given(recipes(), LAYOUTS)
+def test_the_arguments_of_a_recipe_are_read_back(recipe: Recipe, layout: Layout) -> None:
+    """Through the words of a command line; the YAML has the precision, and FSDP's own checkpointing."""
+    job = Job(layout, recipe).settled
+    words = from_arguments.argument_words(job)
+    read = from_arguments.recipe_of(parse_command_line(words))
+    in_yaml = recompute_by(layout.engine, recipe.method) == "engine" and recipe.checkpointing != "none"
+    expected = replace(recipe, precision=read.precision, checkpointing="none" if in_yaml else recipe.checkpointing)
+    assert read == expected
+    assert parse_command_line(words).get("expert_parallel_size", "1") == str(layout.experts)
+
+
+def test_each_field_of_a_recipe_has_one_row() -> None:
+    assert sorted(row.field for row in from_arguments.ROWS) == sorted(field.name for field in fields(Recipe))
+
+
+def test_the_rows_have_the_defaults_of_the_script() -> None:
+    """Without arguments the recipe is that of `train/sft.py`, whose parser says its defaults."""
+    from accel_fsdp.training.arguments import ModelArguments, SftArguments
+    from accel_fsdp.training.data import DataArguments
+
+    classes = (ModelArguments, SftArguments, DataArguments)
+    defaults = {field.name: field.default for kind in classes for field in fields(kind)}
+    defaults["optim"] = getattr(defaults["optim"], "value", defaults["optim"])
+    known = {"gradient_checkpointing", "use_liger_kernel", "packing", "dtype", "optim", "lora_r", "lora_dropout"}
+    known |= {*from_arguments.SIZES, "eval_strategy", "per_device_eval_batch_size", "use_peft", "load_in_4bit"}
+    assert known <= defaults.keys()
+    said = {name: getattr(defaults[name], "value", defaults[name]) for name in known}
+    for method in ({}, {"use_peft": True}, {"use_peft": True, "load_in_4bit": True}):
+        assert from_arguments.recipe_of(said | method) == from_arguments.recipe_of(method)
+
+
+FOLDERS = {"llama": "HuggingFaceTB/SmolLM2-360M", "qwen": "Qwen/Qwen3-0.6B", "gpt": "gpt2"}
+"""Local folders, with the configurations of these models under other names."""
+MODELS = (*FOLDERS, "llama-3.1-8b", "Qwen/Qwen3-8B", "llama-3.1-70b", "google/gemma-2-9b", "Qwen/Qwen3-30B-A3B")
+MACHINES = ("1xA100-40GB", "2x3090", "8xH100-80GB", "4xL40S", "2x8xA100-80GB", "8xT4", "2xMI300X")
+METHODS = ("full", "lora", "qlora")
+LENGTHS = ("", "1024", "8192")
+
+
+def sixty() -> list[tuple[str, str, str, str]]:
+    """Jobs that go through all models, machines, methods and lengths in different rhythms."""
+    return [
+        (MODELS[n % len(MODELS)], MACHINES[n % len(MACHINES)], METHODS[n % 3], LENGTHS[n * 7 // 3 % 3])
+        for n in range(60)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    from transformers import AutoConfig
+
+    paths = {name: tmp_path_factory.mktemp("model") / name for name in FOLDERS}
+    for name, path in paths.items():
+        AutoConfig.for_model(**catalogue.entries()[catalogue.canonical(FOLDERS[name]) or ""]["config"]).save_pretrained(
+            path
+        )
+    return {name: str(path) for name, path in paths.items()}
+
+
+def here(*words: str | Path) -> tuple[int, str, str]:
+    """The exit code of a command in this process, what it prints, and what it says."""
+    printed, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(said):
+        code = cli.call([str(word) for word in words])
+    return code, printed.getvalue(), " ".join(said.getvalue().split())
+
+
+@pytest.mark.slow(but=8)
+@pytest.mark.parametrize(("name", "machine", "method", "length"), sixty())
+def test_one_job_has_one_answer(
+    name: str, machine: str, method: str, length: str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    """From the wizard and from the plan, alone or with arguments, when checked, scripted and launched: the same GiB."""
+    asked = ["--model", folders.get(name, name), "--gpus", machine, "--method", method]
+    asked += ["--seq-len", "1024" if name == "gpt" else length] if length else []
+    path, line = tmp_path / "fsdp.yaml", tmp_path / "arguments"
+    assert here("config", "--yes", *asked, "-o", path)[0] == 0
+    code, printed, _ = here("plan", *asked, "--json")
+    plan = json.loads(printed)
+    alone, with_arguments = (judged("plan", "--config", path, *more) for more in ((), ("--args", line_of(path, line))))
+    assert alone == with_arguments
+    row, exit_code = alone
+    assert exit_code == code
+    if plan["choice"]:
+        chosen = {**plan["choice"], "assumptions": row["assumptions"]}
+        assert chosen == row
+        script = plan["script_arguments"]
+        assert script == {name: type(script[name])(value) for name, value in of_line(line).items() if name in script}
+    told = [here(*words)[1:] for words in (("check", path), ("script", "slurm", path, SFT), launched(path))]
+    needed = gib_of(row["needed_bytes"], plan["gpu_memory_usable_bytes"])
+    for _, said in told:
+        assert ("predicted not to fit" in said) == (code == 1), said
+        assert code == 0 or row["refused"] or needed in said
+
+
+def judged(*words: str | Path) -> tuple[dict[str, Any], int]:
+    code, printed, _ = here(*words, "--json")
+    return json.loads(printed)["strategies"][0], code
+
+
+def line_of(path: Path, line: Path) -> Path:
+    """The launch command in the header of a YAML, in a file."""
+    lines = path.read_text().splitlines()
+    line.write_text(lines[lines.index("# Launch:") + 1].removeprefix("#"))
+    return line
+
+
+def of_line(line: Path) -> dict[str, Any]:
+    return parse_command_line(shlex.split(line.read_text()))
+
+
+def launched(path: Path) -> tuple[str | Path, ...]:
+    address = ("--machine-rank", "0", "--main-process-ip", "127.0.0.1") if "num_machines: 2" in path.read_text() else ()
+    return ("launch", "--dry-run", *address, path, SFT)
+
+
+@pytest.fixture
+def lora(tmp_path: Path) -> Path:
+    """A YAML of the wizard for an adapter, whose header has the arguments."""
+    path = tmp_path / "lora.yaml"
+    words = ("--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--method", "lora", "-o", path)
+    assert accel_fsdp("config", "--yes", *words).code == 0
+    return path
+
+
+def test_the_headers_arguments_are_completed_by_those_given(lora: Path, tmp_path: Path) -> None:
+    """In launch and script; a script of one's own gets what was typed, and nothing else."""
+    shown = accel_fsdp("launch", "--dry-run", lora, SFT, "--max_length", "4096").output
+    assert f"arguments: from the header of {lora}, changed by those given" in shown
+    assert "--use_peft true" in shown
+    assert "--max_length 4096" in shown
+    assert "--max_length 2048" not in shown
+    own = tmp_path / "own.py"
+    own.write_text("print()\n")
+    assert "--use_peft" not in accel_fsdp("launch", "--dry-run", lora, own, "--max_length", "4096").output
+    assert "--use_peft true" in " ".join(accel_fsdp("script", "slurm", lora, SFT).output.split())
