@@ -23,7 +23,7 @@ from accel_fsdp.prediction import (
     search,
     step_traffic,
 )
-from accel_fsdp.prediction.memory import KINDS, LETTERS, shards
+from accel_fsdp.prediction.memory import KINDS, LETTERS, Resume, resume, shards
 from accel_fsdp.units import GIB, about_gb, about_gib, counted, gib_of, gib_or_mib, number_in_figure
 
 SCHEMA_VERSION = 3
@@ -38,6 +38,11 @@ LORA_RATE = (
     f"The arguments have --learning_rate {from_arguments.LORA_RATE}: an adapter takes about ten times the rate of full "
     "training, which Trainer's default is for."
 )
+IN_PLACE = {
+    Engine.FSDP1: "FSDP2 loads in place, and resumes FSDP1's checkpoints: accel-fsdp migrate FILE --to fsdp2.",
+    Engine.FSDP2: "Sharded checkpoints are loaded in place: fsdp_state_dict_type: SHARDED_STATE_DICT.",
+}
+"""What resumes with less memory."""
 COLOURS = dict(
     zip(KINDS, ("blue", "magenta", "yellow", "cyan", "green", "red", "bright_black", "bright_black"), strict=True)
 )
@@ -172,6 +177,7 @@ class PlanReport:
         yield from self._alternatives(choice)
         yield self._longest_sequence(choice)
         yield self._host(choice)
+        yield from self._resume_lines(choice)
         yield from self._padding_warning()
         if choice.job.adapter and self.proposer:
             yield LORA_RATE
@@ -266,6 +272,25 @@ class PlanReport:
             f"{about_gb(host.export)}."
         )
 
+    def _resume(self, candidate: Candidate) -> Resume | None:
+        job = candidate.job
+        return resume(self.problem.shape, job.recipe, job.layout, candidate.prediction, job.state_dict)
+
+    def _resume_lines(self, choice: Candidate) -> Iterator[str]:
+        """The peak of a resume, with a remedy where it is above that of a step."""
+        loaded, step = self._resume(choice), choice.prediction.peak.total
+        if loaded is None:
+            return
+        size, room = gib_or_mib(loaded.device), self.problem.capacity_bytes - choice.device.outside
+        reads = loaded.host > self.problem.host(choice.job).training
+        host = f", and reads it into {about_gib(loaded.host)} of a machine's own memory" if reads else ""
+        if loaded.device <= step:
+            yield f"A resume loads its checkpoint with {size} on each GPU, less than a step takes{host}."
+            return
+        yield f"A resume loads its checkpoint with {size} on each GPU, a step takes {gib_or_mib(step)}{host}." + (
+            f" That doesn't fit. {IN_PLACE[choice.layout.engine]}" if loaded.device > room else ""
+        )
+
     def _padding_warning(self) -> Iterator[str]:
         """Warns of FSDP2's padding, which takes memory and traffic; other engines have none."""
         fsdp2 = (candidate for candidate in self.plan.rows if candidate.layout.engine is Engine.FSDP2)
@@ -317,6 +342,7 @@ class PlanReport:
 
     def _row(self, candidate: Candidate) -> dict[str, Any]:
         peak, host = candidate.prediction.peak, self.problem.host(candidate.job)
+        loaded = self._resume(candidate)
         return {
             "strategy": candidate.layout.name,
             "tensor_parallel": candidate.layout.tensor,
@@ -332,6 +358,7 @@ class PlanReport:
             "peak_phase": peak.phase,
             "breakdown_bytes": {kind: size for kind, size in peak.live.items() if size},
             "steady_bytes": candidate.prediction.steady,
+            "resume_bytes": loaded.device if loaded else None,
             "needed_bytes": candidate.device.needed,
             "host_loading_bytes": host.loading,
             "host_offload_bytes": host.offload,

@@ -140,6 +140,24 @@ def test_the_installed_torch_changes_no_plan(tmp_path: Path) -> None:
     assert json.loads(plans[0]) == json.loads(plans[1])
 
 
+def test_a_resume_that_takes_more_than_a_step_is_said_with_what_takes_less(tmp_path: Path) -> None:
+    """FSDP1 holds the optimizer's state twice while it loads."""
+    said, sizes = {}, {}
+    for version in ("1", "2"):
+        path = tmp_path / f"fsdp{version}.yaml"
+        flags = ("--model", LLAMA, "--gpus", "4xA100-40GB")
+        assert accel_fsdp("config", "--yes", *flags, "--fsdp-version", version, "-o", path).code == 0
+        job = ("--config", path, "--checkpointing", "full", "--seq-len", "512")
+        shown = accel_fsdp("plan", *flags, *job)
+        assert shown.code == 0
+        said[version] = " ".join(shown.output.split())
+        (row,) = json.loads(accel_fsdp("plan", *flags, *job, "--json").output)["strategies"]
+        sizes[version] = row["resume_bytes"] - row["peak_bytes"]
+    assert sizes["2"] < 0 < sizes["1"]
+    assert "less than a step takes" in said["2"]
+    assert "That doesn't fit. FSDP2 loads in place" in said["1"]
+
+
 def test_what_does_not_fit_comes_with_what_would() -> None:
     finished = accel_fsdp("plan", "--model", "llama-3.1-70b", "--gpus", "1xA100", "--json")
     assert finished.code == 1
