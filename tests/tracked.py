@@ -15,9 +15,11 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from held import storages
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -36,7 +38,7 @@ def built(setting: dict[str, Any]) -> Any:
     config.pad_token_id = 0
     kind = AutoModelForSequenceClassification if setting["model"] == "classifier" else AutoModelForCausalLM
     model = kind.from_config(config, dtype=DTYPES[setting["dtype"]], attn_implementation="eager")
-    if setting["checkpointing"] != "none":
+    if setting["checkpointing"] != "none" and not setting.get("offloads_inputs"):
         reentrant = setting["checkpointing"] == "reentrant"
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     return model.train()
@@ -45,9 +47,25 @@ def built(setting: dict[str, Any]) -> Any:
 def fsdp(setting: dict[str, Any], model: Any) -> dict[str, Any]:
     block = {"fsdp_transformer_layer_cls_to_wrap": type(model.model.layers[0]).__name__}
     if setting["engine"] == "fsdp2":
-        return {**V2, **block, "fsdp_reshard_after_forward": setting["strategy"] == 1}
+        keys = ("fsdp_activation_checkpointing", "fsdp_activation_checkpointing_offload")
+        offload = dict.fromkeys(keys, True) if setting.get("offloads_inputs") else {}
+        return {**V2, **block, **offload, "fsdp_reshard_after_forward": setting["strategy"] == 1}
     settings = {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_use_orig_params": True}
     return {**V1, **block, **settings, "fsdp_sharding_strategy": STRATEGIES[setting["strategy"]]}
+
+
+class SaveOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """`save_on_cpu` with numpy's memory for the host's, as the profiler counts only torch's allocator."""
+
+    packed_bytes = 0
+
+    def __init__(self, pin_memory: bool = False) -> None:
+        super().__init__(self.pack, torch.Tensor.clone)
+
+    @staticmethod
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        SaveOnHost.packed_bytes += tensor.nbytes
+        return torch.from_numpy(np.empty(tensor.nbytes, np.uint8)).view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def unsent(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -99,7 +117,8 @@ def tracked(setting: dict[str, Any]) -> dict[str, int]:
         if parameter.grad is not None and local(parameter.grad).numel()
     ]
     held = [parameter for parameter in model.parameters() if local(parameter).numel()]
-    return {"parameters": storages(held), "gradients": storages(gradients), "peak": peak}
+    on_host, SaveOnHost.packed_bytes = SaveOnHost.packed_bytes, 0
+    return {"parameters": storages(held), "gradients": storages(gradients), "peak": peak, "host": on_host}
 
 
 def memory_events(seen: Any) -> list[Any]:
@@ -112,6 +131,7 @@ def main() -> None:
     os.environ.update({name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"})
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     cpu.enable()
+    checkpoint_wrapper.save_on_cpu = SaveOnHost
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     print("TRACKED " + json.dumps([tracked(setting) for setting in settings]), flush=True)
     os._exit(0)  # no teardown of a group that has no other ranks

@@ -209,7 +209,8 @@ FSDP_FIELDS: tuple[Field, ...] = (
     _fsdp("fsdp_activation_checkpointing", Kind.BOOL, False, FSDP, "Recomputes each unit's activations in backward: "
           "about a third more compute, activations shrink to one input per layer.",
           question="Recompute activations in backward to save memory (activation checkpointing)?"),
-    _fsdp("fsdp_activation_checkpointing_offload", Kind.BOOL, False, ONLY2, "Moves the kept inputs to host memory."),
+    _fsdp("fsdp_activation_checkpointing_offload", Kind.BOOL, False, ONLY2, "Moves the kept inputs to host memory.",
+          question="Move the inputs that checkpointing keeps to host memory?"),
     _fsdp("fsdp_ignored_modules", Kind.TEXT, None, FSDP, "Regular expression of module names that stay unsharded."),
     _xla("xla", Kind.BOOL, "Shards with torch_xla's FSDP."),
     _xla("xla_fsdp_v2", Kind.BOOL, "Uses its SPMD version."),

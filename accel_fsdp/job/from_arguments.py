@@ -93,7 +93,8 @@ def arguments_of(job: Job, sized: bool = True) -> dict[str, Any]:
     """The arguments with which `train/sft.py` trains a job: its sizes, unless it isn't `sized`, and what differs from
     the script's defaults.
 
-    The YAML has the precision, and activation checkpointing where the engine does it. An adapter gets `LORA_RATE`.
+    The YAML has the precision, the offload of inputs, and activation checkpointing where the engine does it. An adapter
+    gets `LORA_RATE`.
     """
     recipe = replace(job.recipe, checkpointing="none") if job.recompute == "engine" else job.recipe
     usual = recipe_of(_method_arguments(recipe))
@@ -227,6 +228,7 @@ ROWS: tuple[Row, ...] = (
         lambda recipe: {"attn_implementation": {"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention)},
     ),
     Row("eval_batch", _eval_batch, _eval_arguments),
+    Row("offloads_inputs", lambda arguments: False, lambda recipe: {}),
 )
 """Every field of `Recipe`; a field without a row could be planned and not trained."""
 WRITTEN = frozenset({"rows", "accumulation", "length"})

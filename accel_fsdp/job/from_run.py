@@ -117,7 +117,8 @@ def job_of(model: "nn.Module", args: Any, accelerator: Any, packed: bool = False
     )
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.activation_checkpointing:
-        recipe = replace(recipe, checkpointing="full")
+        offloads = bool(getattr(plugin, "activation_checkpointing_offload", False))
+        recipe = replace(recipe, checkpointing="full", offloads_inputs=offloads)
     return Job(layout, recipe, model=str(model.config._name_or_path), optimizer=optimizer_name)  # type: ignore[union-attr]
 
 

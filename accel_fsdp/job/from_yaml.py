@@ -40,6 +40,7 @@ def job_of(
     recipe = from_arguments.recipe_of(arguments) if recipe is None else recipe
     mixed = from_arguments.precision_of(arguments) or str(config.top("mixed_precision"))
     recomputes = config.is_fsdp and config.on("fsdp_activation_checkpointing")
+    offloads = recomputes and config.engine is Engine.FSDP2 and config.on("fsdp_activation_checkpointing_offload")
     by_script = is_on(arguments.get("gradient_checkpointing")) or is_on(arguments.get("activation_checkpointing"))
     flags = {name for name in FLAGS if is_on(arguments.get(name))}
     smoothed = str(arguments.get("label_smoothing_factor") or 0) not in ("0", "0.0")
@@ -50,6 +51,7 @@ def job_of(
             recipe,
             precision=PRECISIONS.get(mixed, recipe.precision),
             checkpointing="full" if recomputes else recipe.checkpointing,
+            offloads_inputs=offloads,
         ),
         model=str(arguments.get("model_name_or_path") or ""),
         optimizer=str(arguments.get("optim") or ""),

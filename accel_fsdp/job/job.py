@@ -24,7 +24,8 @@ class Recipe:
 
     `attention` "flash" is flash_attention_2. `liger`: the fused kernels of Trainer's `use_liger_kernel`. `eval_batch`
     is one rank's number of rows in an evaluation, 0 without one. `packed` rows hold several documents, which sdpa keeps
-    apart by a mask.
+    apart by a mask. `offloads_inputs`: what checkpointing keeps of each layer, its input, is in host memory
+    (`fsdp_activation_checkpointing_offload`).
     """
 
     method: Method = "full"
@@ -42,11 +43,17 @@ class Recipe:
     liger: bool = False
     eval_batch: int = 0
     packed: bool = False
+    offloads_inputs: bool = False
 
     @property
     def recomputes(self) -> bool:
         """Whether backward computes whole blocks again."""
         return self.checkpointing != "none"
+
+    @property
+    def has_inputs_on_host(self) -> bool:
+        """Whether the inputs that checkpointing keeps are in host memory from a layer's forward to its backward."""
+        return self.recomputes and self.offloads_inputs
 
     @property
     def masks_documents(self) -> bool:

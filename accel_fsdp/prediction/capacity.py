@@ -131,10 +131,10 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     """Host memory and disk of the first machine.
 
     Loading: the whole model, on rank 0 with RAM-efficient loading, else on each of the machine's ranks. Offload: pinned
-    parameters, gradients and optimizer state of each rank's shard. Gathering: the full state dict. Staging: copies of
-    the machine's shards of a checkpoint that is written in the background. A sharded checkpoint has the parameters as
-    stored, only the adapters' if there are any, and the optimizer's state; DeepSpeed's also has copies of the weights.
-    An adapter is exported as it was trained.
+    parameters, gradients and optimizer state of each rank's shard, and the inputs of layers. Gathering: the full state
+    dict. Staging: copies of the machine's shards of a checkpoint that is written in the background. A sharded
+    checkpoint has the parameters as stored, only the adapters' if there are any, and the optimizer's state; DeepSpeed's
+    also has copies of the weights. An adapter is exported as it was trained.
     """
     recipe, layout = job.recipe, job.layout
     loads_once = ram_efficient and recipe.method != "qlora"  # 4-bit weights are quantised on every rank
@@ -147,11 +147,16 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     weights = trained if recipe.method != "full" else stored
     own_stored, own_optimizer, own_trained = shards.resting_bytes(shape, recipe, layout)
     own_weights = own_trained if recipe.method != "full" else own_stored
+    inputs = recipe.rows * recipe.part_of_rows(layout.context).length * shape.hidden
+    inputs *= (
+        sum(len(block.layers) for block in shape.blocks) * shards.compute_bytes(recipe) * recipe.has_inputs_on_host
+    )
+    kept = own_stored + own_optimizer + own_trained if layout.offload else 0
     forward = trained * shards.compute_bytes(recipe) // master
     stage = layout.strategy if layout.engine is Engine.DEEPSPEED else None
     return Host(
         loading=shape.numel * state_bytes.DTYPE_BYTES[recipe.dtype] * loaders,
-        offload=(own_stored + own_optimizer + own_trained) * layout.ranks_per_node if layout.offload else 0,
+        offload=(kept + inputs) * layout.ranks_per_node,
         gathering=stored if layout.is_fsdp else 0,
         staging=(own_weights + own_optimizer) * layout.ranks_per_node if layout.is_fsdp else 0,
         checkpoint=state_bytes.checkpoint_bytes(weights, optimizer, zero_stage=stage, forward=forward),

@@ -37,7 +37,10 @@ def changes(job: Job, loss_first: bool = False) -> Iterator[Change]:
 
     `loss_first`: memory runs out in the loss, where a fused kernel keeps all rows.
     """
-    ways: list[Callable[[Job], Iterator[Change]]] = [_recomputed, _fused, _in_halves, _without_mask, _in_bf16, _sharded]
+    ways: list[Callable[[Job], Iterator[Change]]] = [
+        *(_recomputed, _fused, _in_halves, _inputs_on_host),
+        *(_without_mask, _in_bf16, _sharded),
+    ]
     if loss_first:
         ways.insert(0, ways.pop(1))
     for way in ways:
@@ -79,6 +82,12 @@ def _in_halves(job: Job) -> Iterator[Change]:
         rows, steps = -(-rows // 2), steps * 2
         words = f"--per_device_train_batch_size {rows} --gradient_accumulation_steps {steps}"
         yield Change(words, job.with_recipe(rows=rows, accumulation=steps), f"--batch {rows}")
+
+
+def _inputs_on_host(job: Job) -> Iterator[Change]:
+    if job.engine is Engine.FSDP2 and job.recompute == "engine" and not job.recipe.offloads_inputs:
+        changed = job.with_recipe(offloads_inputs=True)
+        yield Change("fsdp_activation_checkpointing_offload: true", changed, "--activation-offload true")
 
 
 def _without_mask(job: Job) -> Iterator[Change]:

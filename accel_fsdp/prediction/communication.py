@@ -50,7 +50,8 @@ def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
         gathers = gather(unit, recipe, layout).times(gathers_per_step(unit, recipe, layout))
         reduces = reduce(unit, recipe, layout).times(reduces_per_step(recipe, layout))
         total += (gathers + reduces).times(unit.count)
-    return total
+    layers, copied = copied_inputs(shape, recipe)
+    return total + copied.times(2 * layers * recipe.accumulation)
 
 
 def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
@@ -61,6 +62,16 @@ def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     copied_bytes = sum(count * _host_width(width, recipe, layout) for count, width in gathered(unit, recipe))
     host = Traffic(pcie_bytes=layout.shard_of(copied_bytes) if layout.offload else 0)
     return _ring(volume, layout.sharers(of_experts=False), layout.ranks_per_node) + host
+
+
+def copied_inputs(shape: ModelShape, recipe: Recipe) -> tuple[int, Traffic]:
+    """The layers whose inputs go to host memory and back, and the bytes of one; no computation hides the copies.
+
+    (`save_on_cpu` copies on the stream that computes.)
+    """
+    size = recipe.rows * recipe.length * shape.hidden * compute_bytes(recipe)
+    layers = sum(len(block.layers) for block in shape.blocks)
+    return (layers, Traffic(pcie_bytes=size)) if recipe.has_inputs_on_host else (0, Traffic())
 
 
 def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:

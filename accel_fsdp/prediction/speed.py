@@ -105,7 +105,9 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
             for piece in pieces:
                 for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
                     bound_seconds[bound] += seconds * piece.count * times
-    for bound, seconds in _update(shape, recipe, layout, gpu):
+    layers, copied = communication.copied_inputs(shape, recipe)
+    copies = (sending_seconds(copied.times(2 * layers * recipe.accumulation), 1, gpu),) if layers else ()
+    for bound, seconds in (*_update(shape, recipe, layout, gpu), *copies):
         bound_seconds[bound] += seconds
     total = sum(bound_seconds.values())
     tokens = recipe.rows * recipe.length * recipe.accumulation

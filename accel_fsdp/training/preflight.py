@@ -101,6 +101,7 @@ def settle_checkpointing(model: nn.Module, args: TrainingArguments) -> None:
         _log(args, "checkpointing: the layers' own, as transformers shards the model")
     elif of_fsdp and launch.uses_fsdp2 and _drops_out(model):
         os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "false"
+        os.environ["FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"] = "false"  # which Accelerate refuses without the other
         args.gradient_checkpointing = args.activation_checkpointing = True
         _log(args, "checkpointing: the layers' own, as accelerate 1.15 under FSDP2 repeats dropout with other numbers")
     elif of_fsdp and args.gradient_checkpointing:

@@ -45,6 +45,7 @@ class Answers:
     main_process_ip: str
     main_process_port: int
     seq_len: int | None = None
+    activation_offload: bool = False
     batch: int = 0
     script_checkpoints: bool = False
     auto_class: str = "AutoModelForCausalLM"

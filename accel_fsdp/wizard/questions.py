@@ -237,6 +237,13 @@ QUESTIONS: tuple[Question, ...] = (
         defaults.activation_checkpointing,
         applies=lambda context: context.is_fsdp or context.engine is Engine.TPU,
     ),
+    _keyed(
+        "activation_offload",
+        "fsdp_activation_checkpointing_offload",
+        defaults.always(False, "the inputs of layers stay on the GPU; in host memory they cost copies over PCIe"),
+        applies=lambda context: context.engine is Engine.FSDP2 and context["activation_checkpointing"],
+        helps=lambda context: False,
+    ),
     Question(
         "batch",
         "How many sequences does a GPU train on at a time (micro-batch)?",

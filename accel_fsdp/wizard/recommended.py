@@ -157,7 +157,12 @@ def job_of(context: Context) -> Job | None:
     if problem is None or layout is None:
         return None
     recomputes = context["activation_checkpointing"] or checkpoints_in_script(context)
-    recipe = replace(problem.job.recipe, rows=context["batch"] or 1, checkpointing="full" if recomputes else "none")
+    recipe = replace(
+        problem.job.recipe,
+        rows=context["batch"] or 1,
+        checkpointing="full" if recomputes else "none",
+        offloads_inputs=context["activation_offload"],
+    )
     return Job(layout, recipe).settled
 
 

@@ -140,6 +140,23 @@ def test_the_installed_torch_changes_no_plan(tmp_path: Path) -> None:
     assert json.loads(plans[0]) == json.loads(plans[1])
 
 
+def test_offloaded_inputs_leave_the_gpu_for_the_host(tmp_path: Path) -> None:
+    """`fsdp_activation_checkpointing_offload` moves one input of each layer: 32 x 8,192 tokens x 4,096 x 2 bytes."""
+    path, plans = tmp_path / "made.yaml", []
+    flags = ("--model", LLAMA, "--gpus", "8xH100-80GB")
+    assert accel_fsdp("config", "--yes", *flags, "--activation-checkpointing", "true", "-o", path).code == 0
+    for line in ("", "  fsdp_activation_checkpointing_offload: true\n"):
+        path.write_text(path.read_text() + line)
+        (row,) = planned(*flags, "--config", path, "--seq-len", "8192", "--batch", "1")["strategies"]  # type: ignore[misc]
+        plans.append(row)
+    inputs = 32 * 8192 * 4096 * 2
+    kept, offloaded = plans
+    assert offloaded["host_offload_bytes"] - kept["host_offload_bytes"] == 8 * inputs
+    assert offloaded["sent_bytes"]["pcie"] - kept["sent_bytes"]["pcie"] == 2 * inputs
+    assert offloaded["step_seconds"] > kept["step_seconds"]
+    assert kept["phases"]["loss"] - offloaded["phases"]["loss"] == inputs
+
+
 def test_a_resume_that_takes_more_than_a_step_is_said_with_what_takes_less(tmp_path: Path) -> None:
     """FSDP1 holds the optimizer's state twice while it loads."""
     said, sizes = {}, {}

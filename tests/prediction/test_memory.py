@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from itertools import product
 from pathlib import Path
@@ -13,7 +14,8 @@ from conftest import ROOT, run
 from memory_accuracy import tapes_of
 from packaging.version import Version
 
-from accel_fsdp.job import Layout, Recipe
+from accel_fsdp.job import Job, Layout, Recipe
+from accel_fsdp.prediction import capacity
 from accel_fsdp.prediction.memory import GRADIENTS, OPTIMIZER, PARAMETERS, ModelShape, engines, step, variant_of
 
 RANKS = 4  # as in tracked.py
@@ -54,10 +56,13 @@ def settings() -> Iterator[dict[str, Any]]:
     for model, strategy, checkpointing in product(("qwen3", "gemma2", "moe"), (1, 2), ("none", "full")):
         how = {"engine": "fsdp2", "strategy": strategy, "checkpointing": checkpointing}
         yield {"model": model, "rows": 1, "length": 64, **how, **full}
+    for model, strategy, dtypes in product(("llama", "tied", "qwen3"), (1, 2), (full, mixed)):
+        how = {"engine": "fsdp2", "strategy": strategy, "checkpointing": "full", "offloads_inputs": True}
+        yield {"model": model, "rows": 2, "length": 512, **how, **dtypes}
 
 
 def name(setting: dict[str, Any]) -> str:
-    keys = ("model", "engine", "strategy", "checkpointing", "accumulation")
+    keys = ("model", "engine", "strategy", "checkpointing", "accumulation", "offloads_inputs", "precision")
     return "-".join(str(setting[key]) for key in keys if key in setting)
 
 
@@ -87,7 +92,10 @@ def predicted(setting: dict[str, Any]) -> tuple[step.Prediction, ModelShape]:
 
     keys = ("rows", "length", "checkpointing", "precision", "dtype")
     recipe = Recipe(
-        **{key: setting[key] for key in keys}, attention="eager", accumulation=setting.get("accumulation", 1)
+        **{key: setting[key] for key in keys},
+        attention="eager",
+        accumulation=setting.get("accumulation", 1),
+        offloads_inputs=setting.get("offloads_inputs", False),
     )
     layout = Layout(setting["engine"], setting["strategy"], RANKS, RANKS)
     options = dict(CONFIGS[setting["model"]])
@@ -112,6 +120,18 @@ def test_the_highest_point_is_where_a_real_step_has_it(
     assert last[GRADIENTS] == real["gradients"]
     peak = max(moment.total - moment.live[OPTIMIZER] for moment in prediction.moments[:-1])
     assert abs(peak / real["peak"] - 1) <= (0.05 if setting["model"] == "gemma2" else WITHIN), (peak, real["peak"])
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("setting", [setting for setting in settings() if "offloads_inputs" in setting], ids=name)
+def test_offloaded_inputs_are_in_the_hosts_memory(setting: dict[str, Any], seen: dict[str, dict[str, int]]) -> None:
+    _, shape = predicted(setting)
+    recipe = Recipe(**{key: setting[key] for key in ("rows", "length", "precision", "dtype", "checkpointing")})
+    with_inputs, alone = (
+        capacity.host(shape, Job(Layout("fsdp2", 1, RANKS, RANKS), replace(recipe, offloads_inputs=offloads))).offload
+        for offloads in (True, False)
+    )
+    assert with_inputs - alone == RANKS * seen[name(setting)]["host"]
 
 
 @pytest.mark.usefixtures("cache")

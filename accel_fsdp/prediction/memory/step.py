@@ -224,7 +224,7 @@ class Walk:
             self._rise_with_experts(unit, replay.forward_peak)
             kept = replay.output if self.recipe.recomputes else replay.forward_end  # the output: the next block's input
             self.meter.add(ACTIVATIONS, kept + self.until_loss[block])
-            if not self._holds_input(replay):
+            if not self._holds_input(replay) or self.recipe.has_inputs_on_host:
                 self.meter.add(ACTIVATIONS, -self._output_before(unit))
             self.engine.after_forward(unit)
             self.meter.mark()
@@ -333,6 +333,8 @@ class Walk:
             replay = self.blocks[self.order[unit - 1]]
             input_bytes = self._output_before(unit) if self._holds_input(replay) else 0
             self.engine.before_backward(unit)
+            if self.recipe.has_inputs_on_host:
+                self.meter.add(ACTIVATIONS, input_bytes)  # copied back from the host
             saved = replay.forward_end - replay.output
             if self.recipe.recomputes:
                 self._rise_with_experts(unit, replay.forward_peak, again=True)
