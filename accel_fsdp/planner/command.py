@@ -131,7 +131,7 @@ def _judge_yaml(flags: PlanCommand, path: Path, work: cost.Work) -> PlanReport:
     if subject.args is None:
         arguments = from_arguments.arguments_of(Job(Layout.alone(), recipe_of(flags))) | {EXPERT_FIELD: subject.experts}
     else:
-        if header.sft_line(subject.source) and subject.uses_sft:
+        if header.sft_line(subject.source) and subject.uses_sft and not flags.json:
             console.say(linter.from_header(path, flags.args is not None or bool(_changed(flags))))
         schedule = from_arguments.schedule_of(arguments)
         work = cost.Work(schedule.max_steps, work.tokens, work.rows, schedule.epochs)

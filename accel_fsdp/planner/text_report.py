@@ -218,8 +218,11 @@ class PlanReport:
         return f"It doesn't fit: it {given.words}{where}."
 
     def _what_would_fit(self) -> str:
-        changes = [change.words if self.config else change.flags for change in self._changes()]
+        changes = self._in_words(self._changes())
         return f"What would fit: {'; or '.join(changes) or 'a smaller model, or GPUs with more memory'}."
+
+    def _in_words(self, changes: list[Change]) -> list[str]:
+        return [change.words.replace("FILE", str(self.config)) if self.config else change.flags for change in changes]
 
     def _changes(self) -> list[Change]:
         """The changes with which it would fit: of the given job, or of the plan's in the strategy that shards all."""
@@ -336,7 +339,7 @@ class PlanReport:
             "longest_sequence_alone": plan.longest[1],
             "config_command": self.command(),
             "script_arguments": proposal.arguments(choice.job) if choice else {},
-            "changes": [change.words if self.config else change.flags for change in self._changes()],
+            "changes": self._in_words(self._changes()),
             "cost": cost_report.as_json(self.spent) if self.spent else None,
         }
 

@@ -87,26 +87,55 @@ def candidate(context: Context) -> "Candidate | None":
 
     The one that needs least if none fits; None if the model or the GPU is unknown.
     """
-    from accel_fsdp.prediction import layouts, search
-
     problem = problem_of(context)
     if problem is None:
         return None
     wanted = _wanted(context)
-    key = (context["model"], id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job, *wanted.items())
+    key = (
+        context["model"],
+        id(problem.tapes),
+        problem.gpu.name,
+        problem.gpu.memory_gib,
+        problem.job,
+        *wanted.items(),
+        *(str(context.given.get(axis)) for axis in ("tp", "ep", "dp_replicate")),
+    )
     if key not in _CACHE:
-        agrees = _agreement(wanted)
-        if "batch" in wanted:
-            problem = replace(problem, job=problem.job.with_recipe(rows=wanted["batch"]), fixed_rows=True)
         try:
-            jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
-            own = layout_of(context) if not jobs and "engine" in context.given else None
-            jobs = [replace(problem.job, layout=own)] if own else jobs
-            agrees = (lambda job: True) if own else agrees
-            _CACHE[key] = search.best(problem, jobs, agrees) or search.least(problem, jobs, agrees)
+            _CACHE[key] = _on_mesh(context, problem) if _divides(context) else _searched(context, problem, wanted)
         except UserError:  # what this method allocates can't be recorded
             _CACHE[key] = None
     return _CACHE[key]
+
+
+def _searched(context: Context, problem: "Problem", wanted: Mapping[str, Any]) -> "Candidate | None":
+    """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD."""
+    from accel_fsdp.prediction import layouts, search
+
+    agrees = _agreement(wanted)
+    if "batch" in wanted:
+        problem = replace(problem, job=problem.job.with_recipe(rows=wanted["batch"]), fixed_rows=True)
+    jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
+    own = layout_of(context) if not jobs and "engine" in context.given else None
+    if own:
+        jobs, agrees = [replace(problem.job, layout=own)], lambda job: True
+    return search.best(problem, jobs, agrees) or search.least(problem, jobs, agrees)
+
+
+def _divides(context: Context) -> bool:
+    """Whether layers or experts are divided, by an answer or a flag."""
+    answers = {**context.wished, **context.given}
+    return any(str(answers.get(axis) or 1) != "1" for axis in ("tp", "ep"))
+
+
+def _on_mesh(context: Context, problem: "Problem") -> "Candidate | None":
+    """One row on the mesh of the answers, with checkpointing where it doesn't fit without; None before its sizes."""
+    layout = layout_of(context) if "ep" in context.given else None
+    if layout is None:
+        return None
+    job = replace(problem.job, layout=layout)
+    light, full = (problem.evaluate(job.with_recipe(checkpointing=kind)) for kind in ("none", "full"))
+    return light if light.fits else full
 
 
 def _wanted(context: Context) -> dict[str, Any]:

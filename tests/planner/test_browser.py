@@ -83,7 +83,7 @@ def test_what_the_command_refuses_the_page_refuses(given: dict[str, str], what: 
     [
         ({"model": "Llama-2-7"}, "Did you mean meta-llama/Llama-2-7b-hf?"),
         ({"model": "."}, ". isn't on this page"),
-        ({"details": ""}, "--details isn't on this page"),
+        ({"html": "a.html"}, "--html isn't on this page"),
         ({"config": "/etc/passwd"}, "--config isn't on this page"),
         ({"attention": "eager"}, "This choice isn't on this page"),
     ],

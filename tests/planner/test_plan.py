@@ -2,15 +2,17 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, accel_fsdp, run
 
-from accel_fsdp.config import Engine
+from accel_fsdp.config import Engine, script_arguments
+from accel_fsdp.flag_words import parse_command_line
 from accel_fsdp.hardware import gpus
 from accel_fsdp.hardware.machines import parse
-from accel_fsdp.job import Job, Layout, Recipe
+from accel_fsdp.job import Job, Layout, Recipe, from_arguments
 from accel_fsdp.prediction import RANGE, Problem, search, trace_store
 from accel_fsdp.prediction.memory import (
     GRADIENTS,
@@ -24,8 +26,6 @@ from accel_fsdp.prediction.memory import (
     step,
     variant_of,
 )
-from accel_fsdp.units import GIB
-from accel_fsdp.wizard import Context, notes
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -43,7 +43,7 @@ def planned(*flags: str | Path) -> dict[str, object]:
 
 
 def test_the_table_of_a_known_model() -> None:
-    shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--seq-len", "4096")
+    shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--seq-len", "4096", "--details")
     assert shown.code == 0
     for name in ("DDP", "FSDP2 FULL_SHARD", "FSDP2 SHARD_GRAD_OP", "FSDP1 FULL_SHARD", "ZeRO-3"):
         assert name in shown.output
@@ -252,15 +252,20 @@ def test_the_peak_names_what_is_alive() -> None:
     assert peak.live[GRADIENTS] == 0 or peak.live[GRADIENTS] < peak.live[PARAMETERS]
 
 
-def test_the_wizard_shows_the_same_prediction() -> None:
-    given = {"model": LLAMA, "method": "full", "gpus": "8xH100-80GB", "num_machines": 1, "fsdp_version": 2}
-    context = Context({**given, "engine": "fsdp"})
-    layout = Layout(Engine.FSDP2, 1, 8, 8)
-    peak = peak_of(layout, Recipe())
-    assert notes.note("strategy", 1, context) == f", ~{peak / GIB:,.1f} GiB"
-    assert notes.note("strategy", 4, context) == ""  # hybrid sharding on one machine is full sharding
-    assert notes.note("method", 1, context) == ""
-    assert notes.note("strategy", 1, Context({**given, "engine": "fsdp", "model": "./mine"})) == ""
+def test_the_plan_is_at_most_16_lines_and_ends_with_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 80 columns, in which what is to be copied counts as one line; also where nothing fits, or a strategy fails."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for machine, more, verdict in (
+        ("8xH100", (), "Take FSDP2"),
+        ("4x8xA100-40GB", ("--method", "lora"), "Take "),
+        ("4x8xH100", ("--optimizer", "adafactor"), "Take "),
+        ("1xT4", (), "Nothing fits"),
+        ("2xRTX4090", ("--global-batch", "64"), "Take "),
+    ):
+        shown = accel_fsdp("plan", "--model", LLAMA, "--gpus", machine, *more).output
+        assert len(shown.splitlines()) <= 16, shown
+        last = shown.splitlines()[-5:]
+        assert any(line.startswith(verdict) for line in last), shown
 
 
 @pytest.mark.parametrize(
@@ -279,7 +284,8 @@ def test_a_yaml_is_predicted_as_it_is(name: str, gpus_flag: str, layout: Layout)
     finished = accel_fsdp("plan", "--config", path, "--model", LLAMA, "--gpus", gpus_flag, "--json")
     row = json.loads(finished.output)["strategies"]
     assert len(row) == 1
-    assert row[0]["peak_bytes"] == peak_of(layout, Recipe())
+    recipe = from_arguments.recipe_of(parse_command_line(script_arguments(path.read_text())))
+    assert row[0]["peak_bytes"] == peak_of(layout, replace(recipe, checkpointing="none"))
 
 
 def test_a_yaml_made_here_says_its_model_and_machine(tmp_path: Path) -> None:
@@ -380,7 +386,7 @@ def test_advice_for_a_yaml_that_does_not_fit_names_the_strategy_it_is_about() ->
     path = ROOT / "accelerate_configs" / "ddp.yaml"
     shown = accel_fsdp("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", "--config", path)
     assert shown.code == 1
-    assert "FSDP2 FULL_SHARD, 1 sequence per GPU" in shown.output
+    assert f"What would fit: accel-fsdp migrate {path} --to fsdp2; or" in " ".join(shown.output.split())
 
 
 def test_a_checkpoint_of_an_adapter_is_the_adapter_s() -> None:

@@ -1,66 +1,18 @@
 """What the plan tells the wizard: the choice of checkpointing and offload, and whether the result fits."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, accel_fsdp
 
 from accel_fsdp import cli
-from accel_fsdp.config import STRATEGIES, Engine, Method
+from accel_fsdp.config import STRATEGIES
 from accel_fsdp.errors import UsageError
 from accel_fsdp.hardware import gpus, machines
-from accel_fsdp.job import Layout
-from accel_fsdp.prediction import advice
 from accel_fsdp.units import GIB
-from accel_fsdp.wizard import Context, interview, notes
-
-
-@pytest.mark.parametrize(
-    ("model", "machine", "count", "checkpointing", "offload"),
-    [
-        ("Qwen/Qwen3-32B", "8xA100-40GB", 4, True, False),
-        ("llama-3.1-8b", "8xH100", 1, False, False),
-        ("llama-3.1-8b", "8xT4", 1, True, True),
-    ],
-)
-def test_the_advice_is_what_plan_says_of_the_yaml_that_follows_it(
-    model: str, machine: str, count: int, checkpointing: bool, offload: bool, tmp_path: Path
-) -> None:
-    machine_facts, _ = machines.parse(machine)
-    problem = advice.problem_of(
-        model, machine_facts, Layout(Engine.FSDP2, 1, machine_facts.count * count, machine_facts.count)
-    )
-    assert problem is not None
-    advised = advice.advise(problem)
-    assert (advised.recipe.recomputes, advised.layout.offload, advised.fits) == (checkpointing, offload, True)
-    path, number = tmp_path / "fsdp.yaml", str(count)
-    switched = {True: "true", False: "false"}
-    config = ("config", "--yes", "-o", path, "--model", model, "--gpus", machine, "--num-machines", number)
-    where = ("--main-process-ip", "10.0.0.1") if count > 1 else ()
-    how = ("--cpu-offload", switched[offload], "--activation-checkpointing", switched[checkpointing])
-    assert accel_fsdp(*config, *where, *how).code == 0
-    judged = accel_fsdp("plan", "--config", path, "--model", model, "--gpus", machine, "--nodes", number, "--json")
-    row = json.loads(judged.output)["strategies"][0]
-    assert (row["fits"], row["peak_bytes"]) == ("yes", advised.prediction.peak.total)
-
-
-@pytest.mark.parametrize(("method", "verdict"), [("full", "no"), ("qlora", "yes")])
-def test_what_does_not_fit_is_said(method: Method, verdict: str) -> None:
-    machine_facts, _ = machines.parse("1xA100-80GB")
-    problem = advice.problem_of("meta-llama/Llama-3.1-70B", machine_facts, Layout.alone(), method)
-    assert problem is not None
-    advised = advice.advise(problem)
-    assert advised.verdict == verdict
-    assert advised.words.startswith(f"needs {advised.device.needed / GIB:,.1f} of 79.2 GiB")
-    assert not advised.layout.offload  # one GPU has no other to shard with
-
-
-def test_there_is_no_advice_without_the_model_or_the_gpu() -> None:
-    layout = Layout(Engine.FSDP2, 1, 8, 8)
-    assert advice.problem_of("me/unheard-of", machines.parse("8xH100")[0], layout) is None
-    assert advice.problem_of("gpt2", machines.parse("8xH1OO")[0], layout) is None
-    assert advice.problem_of("gpt2", machines.CPU, layout) is None
+from accel_fsdp.wizard import QUESTIONS, interview, notes
 
 
 @pytest.mark.parametrize(
@@ -99,20 +51,37 @@ def test_one_number_says_what_a_gpu_has() -> None:
     assert content["gpu_memory_usable_bytes"] == round(14.75 * GIB)
 
 
-@pytest.mark.parametrize(("gpus", "method"), [("8xH100", "full"), ("4x8xA100-80GB", "lora"), ("4xRTX4090", "qlora")])
-def test_the_strategies_of_the_wizard_take_what_the_plan_says(gpus: str, method: str) -> None:
-    flags = {"model": "llama-3.1-8b", "gpus": gpus, "method": method, "main_process_ip": "10.0.0.1"}
-    if gpus.count("x") == 1:
-        del flags["main_process_ip"]
-    answers = interview.answers(interview.interview(flags, {}, defaults=True))
-    words = ("--model", "llama-3.1-8b", "--gpus", gpus, "--method", method, "--batch", "1", "--json")
-    rows = {row["strategy"]: row["peak_bytes"] for row in json.loads(accel_fsdp("plan", *words).output)["strategies"]}
-    shown = {
-        f"FSDP2 {name}": notes.note("strategy", number, Context(vars(answers))) for number, name in STRATEGIES.items()
-    }
-    compared = [name for name in shown if name in rows]
-    assert len(compared) == (4 if flags.get("main_process_ip") else 2)
-    assert [shown[name] for name in compared] == [f", ~{rows[name] / GIB:,.1f} GiB" for name in compared]
+@pytest.mark.parametrize(
+    ("model", "gpus", "method"),
+    [
+        ("llama-3.1-8b", "8xH100", "full"),
+        ("llama-3.1-8b", "4x8xA100-80GB", "lora"),
+        ("llama-3.1-8b", "4xRTX4090", "qlora"),
+        ("Qwen/Qwen3-32B", "4x8xA100-40GB", "full"),
+        ("gpt2", "8xH100", "full"),
+    ],
+)
+def test_the_wizard_proposes_and_shows_what_the_plan_recommends(model: str, gpus: str, method: str) -> None:
+    flags = {"model": model, "gpus": gpus, "method": method} | (
+        {"main_process_ip": "10.0.0.1"} if "x8x" in gpus else {}
+    )
+    session = interview.interview(flags, {}, defaults=True)
+    answers, context = interview.answers(session), session.settled(until="strategy")
+    planned = json.loads(accel_fsdp("plan", "--model", model, "--gpus", gpus, "--method", method, "--json").output)
+    choice = planned["choice"]
+    needed, speed = f"{choice['needed_bytes'] / GIB:,.1f}", f"{choice['tokens_per_s_per_gpu']:,.0f}"
+    number = next(number for number, name in STRATEGIES.items() if choice["strategy"].split()[1] == name)
+    assert (answers.strategy, answers.batch) == (number, choice["batch_per_gpu"])
+    assert notes.note("strategy", number, context) == f", {needed} GiB, {speed} tokens/s"
+    question = next(question for question in QUESTIONS if question.field == "strategy")
+    capacity = f"{planned['gpu_memory_usable_bytes'] / GIB:,.1f} GiB"
+    assert f"needs {needed} of {capacity}" in question.default(context)[1]
+
+
+def test_a_strategy_that_does_not_fit_is_marked() -> None:
+    flags = {"model": "llama-3.1-70b", "gpus": "2xA100-80GB"}
+    context = interview.interview(flags, {}, defaults=True).settled(until="strategy")
+    assert re.fullmatch(r", [\d.]+ GiB: doesn't fit", notes.note("strategy", 2, context))
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_each_size_is_asked_with_its_memory() -> None:
     question = next(question for question in QUESTIONS if question.field == "ep")
     assert question.helps(context)
     (words,) = re.findall("predicted for each GPU: (.*)", question.foresees(context))
-    sizes = [re.fullmatch(r"(\d): ~([\d.]+) GiB", word) for word in words.split("; ")]
+    sizes = [re.fullmatch(r"(\d): ([\d.]+) GiB", word) for word in words.split("; ")]
     assert [size and size[1] for size in sizes] == ["1", "2"]
 
 

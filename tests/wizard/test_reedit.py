@@ -294,14 +294,14 @@ def test_the_length_that_memory_was_judged_with_is_kept(
 ) -> None:
     path = tmp_path / "made.yaml"
     wizard.configure(wizard.WizardOptions(path, yes=True), {**LLAMA, "seq_len": "8192"})
-    assert "--max_length 8192\n" in path.read_text()
+    assert "--max_length 8192" in path.read_text()
     capsys.readouterr()
     changed = {"strategy": "2", "layer_class": "GPT2Block" if "model" in flags else "LlamaDecoderLayer"}
     wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {**changed, **flags})
     assert message in " ".join(capsys.readouterr().err.split())
     header = path.read_text().splitlines()[:5]
     assert (f" --seq-len {length}" in header[2]) == (not message)
-    assert header[4].endswith(f" --max_length {length}")
+    assert f" --max_length {length}" in header[4]
 
 
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("trl/*fsdp*.yaml")), ids=lambda path: path.stem)
