@@ -117,8 +117,7 @@ def _searched(context: Context, problem: "Problem", wanted: Mapping[str, Any]) -
         problem = replace(problem, job=problem.job.with_recipe(rows=wanted["batch"]), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
     own = layout_of(context) if not jobs and "engine" in context.given else None
-    if own:
-        jobs, agrees = [replace(problem.job, layout=own)], lambda job: True
+    jobs = [replace(problem.job, layout=own)] if own else jobs
     return search.best(problem, jobs, agrees) or search.least(problem, jobs, agrees)
 
 
