@@ -101,9 +101,10 @@ def arguments_of(job: Job, sized: bool = True) -> dict[str, Any]:
     arguments = {EXPERT_FIELD: job.layout.experts} if job.layout.experts > 1 else {}
     for row in ROWS:
         value = getattr(recipe, row.field)
-        if row.field in WRITTEN and not sized:
-            continue
-        if row.field in WRITTEN or value != getattr(usual, row.field) or row.field == "method":
+        by_checkpoint = row.field == "dtype" and job.adapter  # by default it is that of the base's checkpoint
+        if row.field in WRITTEN:
+            arguments |= row.write(recipe) if sized else {}
+        elif by_checkpoint or row.field == "method" or value != getattr(usual, row.field):
             arguments |= row.write(recipe)
     return arguments | ({"learning_rate": LORA_RATE} if job.adapter else {})
 

@@ -41,7 +41,6 @@ LABELS = {
     "host_memory": "Host memory, GiB",
     "tokens": "Tokens to train on",
     "price": "Price of a GPU-hour",
-    "liger": "Liger kernels",
 }
 """The fields of `PlanCommand` on the page, in order, with their labels."""
 RECORDED_LATER = ("eager",)

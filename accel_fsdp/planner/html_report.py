@@ -35,7 +35,7 @@ def sections(report: PlanReport) -> Iterator[str]:
     yield _advice(report)
     yield (
         f"<footer><p>accel-fsdp {__version__}. All sizes are predicted: GiB (1,073,741,824 bytes) that "
-        "torch.cuda.max_memory_allocated would count on the fullest GPU, without the CUDA context.</p></footer>"
+        "a GPU needs at the peak of a step; the figure is without the part of CUDA and NCCL.</p></footer>"
     )
 
 
@@ -59,7 +59,7 @@ def _cells(candidate: Candidate, note: str, limit: Capacity, top: float) -> list
     return [
         escape(candidate.layout.name) + note,
         svg.cell_bar(parts, limit, top),
-        f'<data value="{peak.total}">{number_in_figure(peak.total / GIB)}</data>',
+        f'<data value="{candidate.device.needed}">{number_in_figure(candidate.device.needed / GIB)}</data>',
         candidate.verdict,
         *candidate.pace,
     ]

@@ -155,6 +155,10 @@ class PlanReport:
             if candidate.refused and not self.config:
                 reasons.setdefault(candidate.refused, []).append(candidate.layout.name)
         for why, names in reasons.items():
+            for engine in Engine:  # all of an engine's strategies at once
+                own = [row.layout.name for row in self.plan.rows if row.layout.engine is engine]
+                if len(own) > 1 and {row.refused for row in self.plan.rows if row.layout.engine is engine} == {why}:
+                    names = [engine.label, *(name for name in names if name not in own)]
             is_fixed = why.endswith(combinations.UNLESS_SFT)
             fails = f"fails{combinations.UNLESS_SFT if is_fixed else ''}"
             yield f"{fails}: {', '.join(names)}. {why.removesuffix(combinations.UNLESS_SFT)}."

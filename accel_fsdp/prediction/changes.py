@@ -1,14 +1,16 @@
 """Changes of a job that lower its memory, in words and as a job, and those with which it would fit. Pure."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from accel_fsdp.config import Engine, Method
-from accel_fsdp.job import Job, recompute_by
+from accel_fsdp.errors import UserError
+from accel_fsdp.job import Job, Recipe, recompute_by
 from accel_fsdp.prediction.problem import Problem
 from accel_fsdp.prediction.search import largest
-from accel_fsdp.units import counted
+from accel_fsdp.units import GIB, about_gib, counted
 
 MOST_DOUBLINGS = 10
 """The most times that the number of GPUs is doubled until a job fits."""
@@ -48,8 +50,11 @@ def changes(job: Job, loss_first: bool = False) -> Iterator[Change]:
 
 
 def others(job: Job) -> Iterator[Change]:
-    """The single changes that train fewer parameters or shorter rows, or take memory of the host."""
+    """The single changes of optimizer and method, to shorter rows, and those that take memory of the host."""
     recipe = job.recipe
+    if recipe.optimizer != Recipe.optimizer:
+        changed = replace(job.with_recipe(optimizer=Recipe.optimizer), optimizer=Recipe.optimizer)
+        yield Change(f"--optim {Recipe.optimizer}", changed, f"--optimizer {Recipe.optimizer}")
     for method in SMALLER[recipe.method]:
         words = {"lora": "--use_peft true", "qlora": "--use_peft true --load_in_4bit true"}[method]
         adapter = job.with_recipe(method=method, dtype="bfloat16", lora_dropout=True)
@@ -117,19 +122,30 @@ def _sharded(job: Job) -> Iterator[Change]:
 
 
 def fits(problem: Problem, job: Job) -> bool:
-    """Whether a job works, fits the GPUs, and can be loaded."""
-    return not problem.refuses(job) and problem.has_room(job) and problem.is_hosted(job)
+    """Whether a job works, fits the GPUs, and can be loaded; not if what it allocates can't be recorded here."""
+    try:
+        return not problem.refuses(job) and problem.has_room(job) and problem.is_hosted(job)
+    except (UserError, KeyError):
+        return False
 
 
 def remedies(problem: Problem, job: Job) -> list[Change]:
-    """The changes with which a job would fit, the nearest first: single ones, else several together."""
-    loss_first = problem.device(job).runs_out.startswith("loss")
-    single = [change for change in (*changes(job, loss_first), *others(job)) if fits(problem, change.job)]
-    if single:
+    """The changes with which a job would fit, the nearest first: single ones, else several together.
+
+    In a search, which tries strategies, micro-batches and checkpointing itself, the words leave them out.
+    """
+    if problem.has_room(job):  # and can't be loaded
+        return _other_loading(problem, job)
+    runs_out = problem.device(job).runs_out
+    tried = (*changes(job, runs_out.startswith("loss")), *others(job))
+    if runs_out == "evaluation":
+        tried = (*_smaller_evaluation(job), *tried)
+    if single := [change for change in tried if fits(problem, change.job)]:
         return single[:MOST_SHOWN]
     smallest = _smallest(job)
     if fits(problem, smallest.job):
         return [smallest]
+    smallest = smallest if problem.is_written else Change("", smallest.job, "")
     length = largest(problem, smallest.job, "length", smallest.job.recipe.length - 1)
     shorter = smallest.job.with_recipe(length=length)
     several = [smallest.then(Change(f"--max_length {length}", shorter, f"--seq-len {length}"))] if length else []
@@ -138,6 +154,30 @@ def remedies(problem: Problem, job: Job) -> list[Change]:
     adapters = [smallest.then(other) for other in others(smallest.job) if other.job.method != job.method]
     more = (change for way in (smallest, *adapters) for change in _more_gpus(way) if fits(problem, change.job))
     return [*found, *itertools.islice(more, 1)][:MOST_SHOWN]
+
+
+def _smaller_evaluation(job: Job) -> Iterator[Change]:
+    rows = job.recipe.eval_batch // 2
+    while rows:
+        words = f"--per_device_eval_batch_size {rows}"
+        yield Change(words, job.with_recipe(eval_batch=rows), words)
+        rows //= 2
+    yield Change("--eval_strategy no", job.with_recipe(eval_batch=0), "--eval_strategy no")
+
+
+def _other_loading(problem: Problem, job: Job) -> list[Change]:
+    """Changes that let hosts load a job that fits its GPUs: one rank that reads, a smaller method, or more memory."""
+    once, key = replace(problem, ram_efficient=True), "fsdp_cpu_ram_efficient_loading: true"
+    sharded = job if job.layout.is_fsdp else job.with_layout(engine=Engine.FSDP2, strategy=1, offload=False)
+    ways = []
+    if fits(once, sharded):
+        words = key if sharded == job else f"accel-fsdp migrate FILE --to fsdp2 and {key}"
+        ways.append(Change(words, sharded, words))
+    ways += [other for other in others(job) if other.job.method != job.method and fits(problem, other.job)]
+    need = problem.host(job).training
+    flag = "" if problem.host_gib else f" (if they have it: --host-memory {math.ceil(need / GIB)})"
+    words = f"machines with {about_gib(need)} of memory{flag}"
+    return [*ways, Change(words, job, words)]
 
 
 def _smallest(job: Job) -> Change:

@@ -27,8 +27,10 @@ def model_of(config: JobConfig, arguments: Mapping[str, Any]) -> str:
     return str(arguments.get("model_name_or_path") or made_with(config.source).get("--model", ""))
 
 
-def problem_of(config: JobConfig, job: Job, model: str, machine: str, read_shape: ReadShape) -> Problem:
-    """The `job` of a YAML on GPUs such as `8xH100-80GB`.
+def problem_of(
+    config: JobConfig, job: Job, model: str, machine: str, read_shape: ReadShape, default_length: bool = False
+) -> Problem:
+    """The `job` of a YAML on GPUs such as `8xH100-80GB`; its length is given, or the default for the model.
 
     Raises:
         UserError: the GPUs or the model are unknown, or aren't those of the YAML.
@@ -41,7 +43,7 @@ def problem_of(config: JobConfig, job: Job, model: str, machine: str, read_shape
     for misfit in shape.division.misfits(job.layout.sizes, job.recipe.method):
         raise UsageError(misfit.what, why=misfit.why, fix=misfit.fix)
     job = job.with_recipe(
-        length=length_of(shape, job.recipe.length, "--max_length"),
+        length=length_of(shape, None if default_length else job.recipe.length, "--max_length"),
         attention="sdpa" if shape.eager_only else job.recipe.attention,
     )
     return Problem(

@@ -70,7 +70,8 @@ def problem_of(context: Context) -> "Problem | None":
     except UserError:  # a model that can't be planned, such as an encoder-decoder
         return None
     number = context["num_machines"]
-    ranks = int(context.given.get("num_processes") or context.wished.get("num_processes") or machine.count * number)
+    asked = str(context.given.get("num_processes") or context.wished.get("num_processes", ""))
+    ranks = int(asked) if asked.isdecimal() and int(asked) else machine.count * number
     layout = Layout.ddp(ranks, max(ranks // number, 1)) if ranks > 1 else Layout.alone()
     attention = "sdpa" if shape.eager_only else recipe.attention
     job = Job(layout, replace(recipe, length=length, attention=attention))
@@ -90,31 +91,31 @@ def candidate(context: Context) -> "Candidate | None":
     problem = problem_of(context)
     if problem is None:
         return None
-    wanted = _wanted(context)
+    asked = wanted(context)
     key = (
         context["model"],
         id(problem.tapes),
         problem.gpu.name,
         problem.gpu.memory_gib,
         problem.job,
-        *wanted.items(),
+        *asked.items(),
         *(str(context.given.get(axis)) for axis in ("tp", "ep", "dp_replicate")),
     )
     if key not in _CACHE:
         try:
-            _CACHE[key] = _on_mesh(context, problem) if _divides(context) else _searched(context, problem, wanted)
+            _CACHE[key] = _on_mesh(context, problem) if _divides(context) else _searched(context, problem, asked)
         except UserError:  # what this method allocates can't be recorded
             _CACHE[key] = None
     return _CACHE[key]
 
 
-def _searched(context: Context, problem: "Problem", wanted: Mapping[str, Any]) -> "Candidate | None":
+def _searched(context: Context, problem: "Problem", asked: Mapping[str, Any]) -> "Candidate | None":
     """The recommendation among the layouts that the plan tries, or in the one that is answered, such as NO_SHARD."""
     from accel_fsdp.prediction import layouts, search
 
-    agrees = _agreement(wanted)
-    if "batch" in wanted:
-        problem = replace(problem, job=problem.job.with_recipe(rows=wanted["batch"]), fixed_rows=True)
+    agrees = _agreement(asked)
+    if "batch" in asked:
+        problem = replace(problem, job=problem.job.with_recipe(rows=asked["batch"]), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
     own = layout_of(context) if not jobs and "engine" in context.given else None
     jobs = [replace(problem.job, layout=own)] if own else jobs
@@ -137,44 +138,44 @@ def _on_mesh(context: Context, problem: "Problem") -> "Candidate | None":
     return light if light.fits else full
 
 
-def _wanted(context: Context) -> dict[str, Any]:
+def wanted(context: Context) -> dict[str, Any]:
     """The answers that decide a job, settled or by flags; a flag of one engine alone picks it."""
     answers = {**context.wished, **context.given}
-    wanted: dict[str, Any] = {}
+    asked: dict[str, Any] = {}
     if "engine" in answers:
-        wanted["engine"] = str(answers["engine"]).lower()
+        asked["engine"] = str(answers["engine"]).lower()
     elif "zero_stage" in answers:
-        wanted["engine"] = "deepspeed"
+        asked["engine"] = "deepspeed"
     elif OF_FSDP & answers.keys():
-        wanted["engine"] = "fsdp"
+        asked["engine"] = "fsdp"
     for name in ("fsdp_version", "zero_stage", "batch"):
         if str(answers.get(name, "")).isdecimal():
-            wanted[name] = int(answers[name])
+            asked[name] = int(answers[name])
     numbers = {name.lower(): number for number, name in STRATEGIES.items()} | {str(n): n for n in STRATEGIES}
     if number := numbers.get(str(answers.get("strategy", "")).lower()):
-        wanted["strategy"] = number
+        asked["strategy"] = number
     for name in ("cpu_offload", "activation_checkpointing"):
         if str(answers.get(name, "")).lower() in ("true", "false"):
-            wanted[name] = str(answers[name]).lower() == "true"
-    return wanted
+            asked[name] = str(answers[name]).lower() == "true"
+    return asked
 
 
-def _agreement(wanted: Mapping[str, Any]) -> Callable[[Job], bool]:
-    """Whether a job has the wanted answers, as far as they apply to its engine."""
+def _agreement(asked: Mapping[str, Any]) -> Callable[[Job], bool]:
+    """Whether a job has the answers asked for, as far as they apply to its engine."""
 
     def agrees(job: Job) -> bool:
         layout, fsdp = job.layout, job.engine in FSDP_KINDS
         by_engine = recompute_by(job.engine, job.method) == "engine"
-        named = "ddp" if wanted.get("strategy") == 3 and wanted.get("fsdp_version", 2) == 2 else wanted.get("engine")
+        named = "ddp" if asked.get("strategy") == 3 and asked.get("fsdp_version", 2) == 2 else asked.get("engine")
         has = {
             "engine": named in (None, ENGINE_NAMES[job.engine]) or job.engine is Engine.NONE,
-            "fsdp_version": not fsdp or FSDP_VERSIONS[wanted.get("fsdp_version", 2)] is job.engine,
-            "strategy": not fsdp or layout.strategy == wanted.get("strategy"),
-            "zero_stage": job.engine is not Engine.DEEPSPEED or layout.strategy == wanted.get("zero_stage"),
-            "cpu_offload": not (fsdp or job.engine is Engine.DEEPSPEED) or layout.offload == wanted.get("cpu_offload"),
-            "activation_checkpointing": not by_engine or job.recipe.recomputes == wanted.get(RECOMPUTES),
+            "fsdp_version": not fsdp or FSDP_VERSIONS[asked.get("fsdp_version", 2)] is job.engine,
+            "strategy": not fsdp or layout.strategy == asked.get("strategy"),
+            "zero_stage": job.engine is not Engine.DEEPSPEED or layout.strategy == asked.get("zero_stage"),
+            "cpu_offload": not (fsdp or job.engine is Engine.DEEPSPEED) or layout.offload == asked.get("cpu_offload"),
+            "activation_checkpointing": not by_engine or job.recipe.recomputes == asked.get(RECOMPUTES),
         }
-        return all(has[name] for name in wanted if name in has)
+        return all(has[name] for name in asked if name in has)
 
     return agrees
 

@@ -409,12 +409,6 @@ def test_the_largest_that_fits_is_found_with_few_tries(
     assert search._largest_number(needs, has, most) == min(limit, most)  # type: ignore[arg-type]
     assert len(tried) == len(set(tried)) <= 3 * most.bit_length() + 2
 
-    tried.clear()
-    known = min(limit, most) // 2
-    largest = search._largest_number(needs, has, most, known)  # type: ignore[arg-type]
-    assert known <= largest <= min(limit, most) <= largest + known // search.FINE
-    assert len(tried) == len(set(tried))
-
 
 @pytest.mark.slow
 def test_a_comparison_of_eight_machines_takes_no_longer_than_three_imports_of_torch() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SFT, accel_fsdp
+from conftest import SFT, accel_fsdp, accelerate_launch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +36,7 @@ def recipes() -> st.SearchStrategy[Recipe]:
     """Recipes of every field; an adapter's fields keep their defaults in full training."""
 
     def settled(recipe: Recipe) -> Recipe:
+        recipe = replace(recipe, offloads_inputs=False)  # the YAML's
         return replace(recipe, **FULL) if recipe.method == "full" else recipe
 
     return st.builds(
@@ -190,3 +191,28 @@ def test_the_headers_arguments_are_completed_by_those_given(lora: Path, tmp_path
     own.write_text("print()\n")
     assert "--use_peft" not in accel_fsdp("launch", "--dry-run", lora, own, "--max_length", "4096").output
     assert "--use_peft true" in " ".join(accel_fsdp("script", "slurm", lora, SFT).output.split())
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_run_started_by_copied_lines_is_the_job_that_was_planned(
+    method: str, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """Two ranks on CPU, from the printed command and the launch command in the file that it writes."""
+    asked = ("--model", tiny_model, "--gpus", "2xA100-40GB", "--method", method, "--batch", "2", "--seq-len", "64")
+    plan = json.loads(here("plan", *asked, "--json")[1])
+    choice, path, out = plan["choice"], tmp_path / "fsdp.yaml", tmp_path / "run"
+    words = shlex.split(plan["config_command"])
+    assert here(*words[1 : words.index("-o")], "-o", path, *words[words.index("-o") + 2 :])[0] == 0
+    line = shlex.split(line_of(path, tmp_path / "line").read_text())
+    script = line[line.index("train/sft.py") + 1 :]
+    more = ("--dataset_name", text_data, "--output_dir", out, "--max_steps", "1", "--report_to", "none")
+    finished = accelerate_launch(path, SFT, *script, *more)
+    assert finished.code == 0, finished.output
+    ran = json.loads((out / "run.json").read_text())
+    recipe, arguments = ran["plan"]["recipe"], ran["arguments"]["training"] | ran["arguments"]["data"]
+    assert Layout(**ran["plan"]["layout"]).name == choice["strategy"]
+    assert (arguments["per_device_train_batch_size"], arguments["max_length"]) == (2, 64)
+    assert (recipe["method"], recipe["precision"], recipe["checkpointing"]) == (method, "bf16", choice["checkpointing"])
+    assert (recipe["accumulation"], recipe["lora_dropout"]) == (choice["accumulation"], method == "lora")
+    planned = from_arguments.recipe_of(parse_command_line(script))
+    assert Recipe(**recipe, rows=planned.rows, length=planned.length) == replace(planned, precision="bf16")
