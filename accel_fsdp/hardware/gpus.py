@@ -200,7 +200,7 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
         raise UsageError(
             f"{rows[0].name} does not exist with {memory_gib:g} GB of memory.{did_you_mean(typed, known)}",
             why="a GPU's memory decides what fits",
-            fix=" or ".join(f"{rows[0].name}-{size}" for size in known),
+            fix=f"--gpus with {' or '.join(f'{rows[0].name}-{size}' for size in known)}",
         )
     in_name = (gpu.memory_gib for gpu in rows if re.search(rf"\b{gpu.memory_gib:g}\s*gi?b\b", name, re.I))
     size = memory_gib or next(in_name, rows[0].memory_gib)

@@ -7,7 +7,7 @@ from typing import Any
 
 from accel_fsdp import console
 from accel_fsdp.config import Engine
-from accel_fsdp.job import combinations, from_arguments
+from accel_fsdp.job import Layout, combinations, from_arguments
 from accel_fsdp.planner import cost_report, proposal
 from accel_fsdp.planner.proposal import Proposer
 from accel_fsdp.prediction import (
@@ -46,6 +46,10 @@ IN_PLACE = {
 COLOURS = dict(
     zip(KINDS, ("blue", "magenta", "yellow", "cyan", "green", "red", "bright_black", "bright_black"), strict=True)
 )
+
+
+def _is_usual(layout: Layout) -> bool:
+    return layout.engine is Engine.DDP or (layout.engine is Engine.FSDP2 and layout.strategy in (1, 2))
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class PlanReport:
         left_out = len(self.plan.rows) - len(shown)
         if not details:
             more = f"{counted(left_out, 'more strategy', 'more strategies')}, " if left_out else ""
-            console.put(f"--details: {more}assumptions, host memory, the longest sequence, and why.", wrap=True)
+            console.put(f"--details: {more}assumptions, host memory, and why.", wrap=True)
         explained = (self._explained(), self.details()) if details else (self._failures(shown),)
         for line in (line for lines in explained for line in lines):
             console.put(line, wrap=True)
@@ -104,10 +108,9 @@ class PlanReport:
         console.put(self.answer(), wrap=True)
 
     def _rows_shown(self) -> tuple[Candidate, ...]:
-        """The rows of DDP, FSDP2 and the choice, or the only one."""
+        """The rows of DDP, FSDP2 on all GPUs and the choice, or the only one."""
         chosen = replace(self.plan.choice.layout, offload=False) if self.plan.choice else None
-        usual = (Engine.DDP, Engine.FSDP2)
-        shown = tuple(row for row in self.plan.rows if row.layout.engine in usual or row.layout == chosen)
+        shown = tuple(row for row in self.plan.rows if row.layout == chosen or _is_usual(row.layout))
         return shown or self.plan.rows
 
     def to_copy(self) -> Iterator[str]:

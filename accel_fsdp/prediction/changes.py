@@ -129,6 +129,16 @@ def fits(problem: Problem, job: Job) -> bool:
         return False
 
 
+def _fitting(problem: Problem, change: Change) -> Change | None:
+    """The change if its job fits. A search tries offload itself: there also with it."""
+    job = change.job
+    if fits(problem, job):
+        return change
+    offloaded = job.with_layout(offload=True)
+    may_offload = not problem.is_written and job.layout.is_fsdp and not job.layout.offload
+    return replace(change, job=offloaded) if may_offload and fits(problem, offloaded) else None
+
+
 def remedies(problem: Problem, job: Job) -> list[Change]:
     """The changes with which a job would fit, the nearest first: single ones, else several together.
 
@@ -140,17 +150,17 @@ def remedies(problem: Problem, job: Job) -> list[Change]:
     tried = (*changes(job, runs_out.startswith("loss")), *others(job))
     if runs_out == "evaluation":
         tried = (*_smaller_evaluation(job), *tried)
-    if single := [change for change in tried if fits(problem, change.job)]:
+    if single := [fitting for change in tried if (fitting := _fitting(problem, change))]:
         return single[:MOST_SHOWN]
     smallest = _smallest(job)
-    if fits(problem, smallest.job):
-        return [smallest]
+    if fitting := _fitting(problem, smallest):
+        return [fitting]
     smallest = smallest if problem.is_written else Change("", smallest.job, "")
     length = largest(problem, smallest.job, "length", smallest.job.recipe.length - 1)
     shorter = smallest.job.with_recipe(length=length)
     several = [smallest.then(Change(f"--max_length {length}", shorter, f"--seq-len {length}"))] if length else []
     several += [smallest.then(other) for other in others(smallest.job) if "length" not in other.words]
-    found = [change for change in several if fits(problem, change.job)]
+    found = [fitting for change in several if (fitting := _fitting(problem, change))]
     adapters = [smallest.then(other) for other in others(smallest.job) if other.job.method != job.method]
     more = (change for way in (smallest, *adapters) for change in _more_gpus(way) if fits(problem, change.job))
     return [*found, *itertools.islice(more, 1)][:MOST_SHOWN]

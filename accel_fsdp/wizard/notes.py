@@ -147,9 +147,9 @@ def misfit(context: Context) -> tuple[str, ...]:
     """
     from accel_fsdp.prediction import remedies
 
-    judged, problem = recommended.judgement(context), recommended.problem_of(context)
-    if judged is None or problem is None:
+    if (judgement := recommended.judgement(context)) is None:
         return _misfit_of_state(context)
+    problem, judged = judgement
     if judged.fits:
         return ()
     lead = "this leaves too little free memory" if judged.verdict == "tight" else "this doesn't fit"
@@ -162,7 +162,7 @@ def host_words(context: Context) -> str:
     problem, job = recommended.problem_of(context), recommended.job_of(context)
     if problem is None or job is None or not job.layout.offload:
         return ""
-    return f"CPU offload needs {problem.host_need(problem.host(job).training)}"
+    return f"CPU offload takes {problem.host_need(problem.host(job).training)}"
 
 
 def _misfit_of_state(context: Context) -> tuple[str, ...]:

@@ -67,15 +67,16 @@ def problem_of(context: Context) -> "Problem | None":
     try:
         shape, tapes = context.traced or by_name.read_shape(context["model"], recipe)
         length = length_of(shape, context.given.get("seq_len"))
-    except UserError:  # a model that can't be planned, such as an encoder-decoder
+        gpu = gpus.find(str(machine.accelerator), machine.memory_gib)
+    except UserError:  # a model that can't be planned, such as an encoder-decoder, or a GPU of another size
         return None
     number = context["num_machines"]
     asked = str(context.given.get("num_processes") or context.wished.get("num_processes", ""))
-    ranks = int(asked) if asked.isdecimal() and int(asked) else machine.count * number
+    ranks = int(asked) if _is_number(asked) and int(asked) else machine.count * number
     layout = Layout.ddp(ranks, max(ranks // number, 1)) if ranks > 1 else Layout.alone()
     attention = "sdpa" if shape.eager_only else recipe.attention
     job = Job(layout, replace(recipe, length=length, attention=attention))
-    return Problem(shape, tapes, gpus.find(str(machine.accelerator), machine.memory_gib), job)
+    return Problem(shape, tapes, gpu, job)
 
 
 def _precision(context: Context) -> Precision:
@@ -114,12 +115,27 @@ def _searched(context: Context, problem: "Problem", asked: Mapping[str, Any]) ->
     from accel_fsdp.prediction import layouts, search
 
     agrees = _agreement(asked)
+    plain = _overall(problem)
+    if plain and agrees(plain.job) and asked.get("batch", plain.recipe.rows) == plain.recipe.rows:
+        return plain
     if "batch" in asked:
         problem = replace(problem, job=problem.job.with_recipe(rows=asked["batch"]), fixed_rows=True)
     jobs = [job for job in layouts(problem.job) if agrees(job) or agrees(job.with_layout(offload=True))]
     own = layout_of(context) if not jobs and "engine" in context.given else None
     jobs = [replace(problem.job, layout=own)] if own else jobs
-    return search.best(problem, jobs, agrees) or search.least(problem, jobs, agrees)
+    mended = _as_written(problem, problem.job)  # what trains with train/sft.py alone, where a flag asks for it
+    found = search.best(problem, jobs, agrees) or search.best(mended, jobs, agrees)
+    return found or search.least(problem, jobs, agrees)
+
+
+def _overall(problem: "Problem") -> "Candidate | None":
+    """The recommendation without any answer, which stays while the answers agree with it."""
+    from accel_fsdp.prediction import search
+
+    key = (id(problem.tapes), problem.gpu.name, problem.gpu.memory_gib, problem.job)
+    if key not in _CACHE:
+        _CACHE[key] = search.best(problem)
+    return _CACHE[key]
 
 
 def _divides(context: Context) -> bool:
@@ -138,6 +154,11 @@ def _on_mesh(context: Context, problem: "Problem") -> "Candidate | None":
     return light if light.fits else full
 
 
+def _is_number(text: str) -> bool:
+    """Whether a flag that is not checked yet is a whole number, of a size that a job may have."""
+    return text.isdecimal() and len(text) <= 9
+
+
 def wanted(context: Context) -> dict[str, Any]:
     """The answers that decide a job, settled or by flags; a flag of one engine alone picks it."""
     answers = {**context.wished, **context.given}
@@ -149,7 +170,7 @@ def wanted(context: Context) -> dict[str, Any]:
     elif OF_FSDP & answers.keys():
         asked["engine"] = "fsdp"
     for name in ("fsdp_version", "zero_stage", "batch"):
-        if str(answers.get(name, "")).isdecimal():
+        if _is_number(str(answers.get(name, ""))):
             asked[name] = int(answers[name])
     numbers = {name.lower(): number for number, name in STRATEGIES.items()} | {str(n): n for n in STRATEGIES}
     if number := numbers.get(str(answers.get("strategy", "")).lower()):
@@ -206,14 +227,20 @@ def checkpoints_in_script(context: Context) -> bool:
     )
 
 
-def judgement(context: Context) -> "Candidate | None":
-    """The plan's verdict on settled answers; None if the model or the GPU is unknown."""
+def _as_written(problem: "Problem", job: Job) -> "Problem":
+    """The problem of the YAML that has a job, which is judged for train/sft.py."""
+    return replace(problem, job=replace(job, model=problem.shape.name))
+
+
+def judgement(context: Context) -> "tuple[Problem, Candidate] | None":
+    """The plan's verdict on settled answers, as it judges their YAML; None if the model or the GPU is unknown."""
     problem, job = problem_of(context), job_of(context)
     if problem is None or job is None:
         return None
+    written = _as_written(problem, job)
     try:
-        judged = problem.evaluate(job)
+        judged = written.evaluate(written.job)
     except UserError:
         return None
-    lack = problem.host_lack(job) if judged.fits else ""
-    return replace(judged, refused=lack) if lack else judged
+    lack = written.host_lack(written.job) if judged.fits else ""
+    return written, replace(judged, refused=lack) if lack else judged

@@ -60,7 +60,6 @@ def test_the_answer_is_the_commands() -> None:
         ({"model": "gpt2", "gpus": "2xA100", "seq_length": "9"}, "Did you mean --seq-len?"),
         ({"model": "gpt2", "gpus": "8xH10"}, "Did you mean H100?"),
         ({"model": "gpt2", "gpus": "0xH100"}, "--gpus 0xH100 can't be read"),
-        ({"model": "gpt2", "gpus": "2xA100", "liger": "no"}, "--liger takes no value, but no was given"),
         ({"model": "gpt2", "gpus": "2xA100", "method": "dora"}, "--method takes one of full, lora, qlora, not dora"),
         ({"model": "gpt2"}, "--gpus is missing"),
         ({"model": "gpt2", "gpus": "2xA100", "seq_len": "--help"}, "--seq-len takes a whole number, not --help"),

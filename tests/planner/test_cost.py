@@ -103,7 +103,7 @@ def test_no_price_is_built_in() -> None:
 
 
 def test_what_is_said_has_two_digits_and_a_range() -> None:
-    text = printed(*H100S, "--tokens", "2B", "--price", "2.5")
+    text = printed(*H100S, "--tokens", "2B", "--price", "2.5", "--details")
     spent = planned(*H100S, "--tokens", "2B", "--price", "2.5")["cost"]
     high = spent["hours_at_most"]
     assert f" {two_digits(high * RANGE[0] / RANGE[1])} to {two_digits(high)} hours;" in text

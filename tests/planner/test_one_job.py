@@ -129,7 +129,7 @@ def test_one_job_has_one_answer(
 ) -> None:
     """From the wizard and from the plan, alone or with arguments, when checked, scripted and launched: the same GiB."""
     asked = ["--model", folders.get(name, name), "--gpus", machine, "--method", method]
-    asked += ["--seq-len", "1024" if name == "gpt" else length] if length else []
+    asked += ["--seq-len", "1024" if name in folders else length] if length else []
     path, line = tmp_path / "fsdp.yaml", tmp_path / "arguments"
     assert here("config", "--yes", *asked, "-o", path)[0] == 0
     code, printed, _ = here("plan", *asked, "--json")

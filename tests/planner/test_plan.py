@@ -165,7 +165,7 @@ def test_a_resume_that_takes_more_than_a_step_is_said_with_what_takes_less(tmp_p
         flags = ("--model", LLAMA, "--gpus", "4xA100-40GB")
         assert accel_fsdp("config", "--yes", *flags, "--fsdp-version", version, "-o", path).code == 0
         job = ("--config", path, "--checkpointing", "full", "--seq-len", "512")
-        shown = accel_fsdp("plan", *flags, *job)
+        shown = accel_fsdp("plan", *flags, *job, "--details")
         assert shown.code == 0
         said[version] = " ".join(shown.output.split())
         (row,) = json.loads(accel_fsdp("plan", *flags, *job, "--json").output)["strategies"]

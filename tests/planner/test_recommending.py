@@ -220,7 +220,7 @@ def test_a_yaml_whose_job_a_machine_cannot_load_does_not_fit(
     assert [sum(change.startswith(start) for change in content["changes"]) for start in changes] == [1, 1]
     finished = accel_fsdp("plan", *job, "--html", page)
     assert finished.code == 1
-    assert f"It doesn't fit. {lack}. What would fit:" in " ".join(finished.output.split())
+    assert f"It doesn't fit: {lack}. What would fit:" in " ".join(finished.output.split())
     shown = html.unescape(page.read_text())
     assert f"<strong>It doesn't fit.</strong> {lack}." in shown
     assert '<section class="advice"><p>What would fit:</p>' in shown
@@ -276,7 +276,6 @@ def test_a_model_with_eager_attention_alone_is_the_same_whatever_is_asked(attent
 def test_weights_that_are_published_in_fp8_are_named() -> None:
     text = shown("--model", "DeepSeek-R1", "--gpus", "8xH100", "--method", "lora")
     assert "published in FP8" in text
-    assert "671,026.4 M parameters" in text
 
 
 def test_attention_without_a_kernel_computes_all_keys() -> None:
@@ -306,9 +305,9 @@ def test_qlora_is_proposed_where_it_fits_and_offload_is_not_led_with() -> None:
 
 def test_each_way_that_fails_has_its_own_reason() -> None:
     output = shown("--model", "llama-3.1-8b", "--gpus", "8xH100", "--method", "qlora")
-    assert "fails, unless the script is train/sft.py: FSDP1 FULL_SHARD, " in output
-    assert ". PEFT loses the adapter under FSDP1: the exported adapter has no tensors. " in output
-    assert "ZeRO-3. ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and" in output
+    assert "fails, unless the script is train/sft.py: FSDP1. " in output
+    assert "FSDP1. PEFT loses the adapter under FSDP1: the exported adapter has no tensors. " in output
+    assert "fails: DeepSpeed. ZeRO-3 can't partition 4-bit weights, and with ZeRO-1 and" in output
 
 
 def test_where_another_optimizer_fits_it_is_proposed() -> None:

@@ -54,8 +54,8 @@ def test_one_number_says_what_a_gpu_has() -> None:
     ("model", "gpus", "method"),
     [
         ("llama-3.1-8b", "8xH100", "full"),
-        ("llama-3.1-8b", "4x8xA100-80GB", "lora"),
-        ("llama-3.1-8b", "4xRTX4090", "qlora"),
+        ("llama-3.1-70b", "4x8xA100-80GB", "full"),
+        ("Qwen/Qwen3-32B", "4xA100-80GB", "lora"),
         ("Qwen/Qwen3-32B", "4x8xA100-40GB", "full"),
         ("gpt2", "8xH100", "full"),
     ],

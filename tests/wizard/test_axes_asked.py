@@ -113,6 +113,6 @@ def test_experts_that_stay_in_16_bits_are_named(tmp_path: Path) -> None:
     configured = config(tmp_path, *EIGHT, "--model", mixtral, "--method", "qlora")[1]
     (tmp_path / "args").write_text("train/sft.py --use_peft --load_in_4bit")
     checked = accel_fsdp("check", tmp_path / "a.yaml", "--model", mixtral, "--args", tmp_path / "args").output
-    planned = accel_fsdp("plan", "--model", mixtral, "--gpus", "8xH100-80GB", "--method", "qlora").output
+    planned = accel_fsdp("plan", "--model", mixtral, "--gpus", "8xH100-80GB", "--method", "qlora", "--details").output
     for output in (configured, checked, planned):
         assert "84 GiB" in " ".join(output.split())

@@ -181,19 +181,24 @@ class Review:
 
     def __init__(self, path: Path) -> None:
         words = [word for name, value in LLAMA.items() for word in (f"--{name}", value)]
+        words += ["--seq-len", "2048", "--batch", "1"]
         self.child = screens.spawn(["--from", str(path), *words], 150, 60, ROOT)
         self.screen = pyte.Screen(150, 60)
         self.stream = pyte.Stream(self.screen)
-        before = ""
-        while "Quit, write nothing" not in (shown := self.settled(before)):
+        before = self.settled("")
+        while not self.is_review:
             self.child.send(screens.ENTER)
-            before = shown
+            before = self.settled(before)
+
+    @property
+    def is_review(self) -> bool:
+        return "Quit, write nothing" in "\n".join(self.screen.display)
 
     def settled(self, before: str) -> str:
-        """The screen when a question stands on it that wasn't there `before`."""
+        """The last question on the screen, when one stands there that isn't `before`, or the review does."""
         screens._wait_for("? ", self.child, self.screen, self.stream)
-        shown = "\n".join(self.screen.display)
-        return shown if shown != before else self.settled(before)
+        asked = [line[1:].partition("?")[0] for line in self.screen.display if line.startswith("?")][-1]
+        return asked if asked != before or self.is_review else self.settled(before)
 
     def rows(self) -> dict[str, str]:
         matches = (re.match(r"[ »]+([a-z][a-z _]+?) {2,}(\S+)", line) for line in self.screen.display)
@@ -227,7 +232,7 @@ def test_the_review_shows_what_is_written(engine: str, value: Any, tmp_path: Pat
     asked = {field: written[field] for field in rows if field in written}
     assert asked
     assert {field: rows[field] for field in asked} == asked
-    assert rows.keys() - asked.keys() <= {"model", "method", "gpus", "engine"}
+    assert rows.keys() - asked.keys() <= {"model", "method", "gpus", "engine", "seq_len", "batch"}
 
 
 @settings(max_examples=30)
@@ -300,7 +305,7 @@ def test_the_length_that_memory_was_judged_with_is_kept(
     wizard.configure(wizard.WizardOptions(from_file=path, yes=True), {**changed, **flags})
     assert message in " ".join(capsys.readouterr().err.split())
     header = path.read_text().splitlines()[:5]
-    assert (f" --seq-len {length}" in header[2]) == (not message)
+    assert f" --seq-len {length}" in header[2]
     assert f" --max_length {length}" in header[4]
 
 

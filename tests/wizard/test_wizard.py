@@ -14,7 +14,10 @@ from accel_fsdp.wizard import QUESTIONS
 
 DOWN, UP, ENTER, CTRL_C, ESCAPE = "\x1b[B", "\x1b[A", "\r", "\x03", "\x1b"
 LLAMA = ["--model", "meta-llama/Llama-3.1-8B", "--gpus", "8xH100"]  # nothing is built, and torch not imported
-OTHER_ANSWERS = ("zero_stage", "min_num_params", "main_process_ip", "main_process_port", "dp_replicate", "tp", "ep")
+OTHER_ANSWERS = (
+    *("zero_stage", "min_num_params", "main_process_ip", "main_process_port", "dp_replicate", "tp", "ep"),
+    *("seq_len", "batch", "activation_offload"),
+)
 ASKED = [question.prompt for question in QUESTIONS if question.field not in OTHER_ANSWERS]
 
 
@@ -50,7 +53,7 @@ def test_arrow_keys_write_a_yaml_that_launches(tiny_model: Path, text_data: Path
     terminal.answer("Which engine?")
     terminal.answer("Which FSDP?", DOWN)  # 2 -> 1
     terminal.answer("Which sharding strategy?", DOWN)  # 1 -> 2
-    terminal.answer("Which precision?", DOWN + DOWN)  # bf16 -> no
+    terminal.answer("Which precision?")  # no
     terminal.answer("How many processes")
     terminal.answer("How are FSDP units made?")
     terminal.answer("Which transformer layer class?")
@@ -101,6 +104,7 @@ def test_a_bad_answer_is_asked_again(tiny_model: Path, tmp_path: Path) -> None:
     terminal.wait_for("fix: type HUB_ID_OR_FOLDER")
     assert "\\n" not in terminal.child.before  # the three parts of an error have a line each
     terminal.answer(ASKED[0], str(tiny_model))
+    terminal.answer("How many tokens has a sequence?")
     terminal.answer("Which precision?")
     terminal.answer("How many processes", "9")
     terminal.wait_for("error: num processes 9 on 8 GPUs")
@@ -180,7 +184,7 @@ def test_an_answer_is_changed_at_the_review(tmp_path: Path) -> None:
     path = yaml_in(tmp_path)
     terminal = Terminal("--from", str(path))
     terminal.wait_for("Quit, write nothing")
-    terminal.child.send(DOWN * 5 + ENTER)  # write, model, method, gpus, machines, engine
+    terminal.child.send(DOWN * 6 + ENTER)  # write, model, method, gpus, machines, length, engine
     terminal.answer("Which engine?", DOWN)  # ddp
     terminal.wait_for("Quit, write nothing")
     terminal.child.send(ENTER)
