@@ -40,7 +40,7 @@ def shape_and_tapes() -> tuple[ModelShape, Tapes]:
             ),
             masked=(None, None),
             embedding=_tape(embedding, None, lambda _: nn.functional.dropout(embedding(ids) * 32.0, DROPOUT)),
-            head=(last := _tape(nn.ModuleList([norm, head]), hidden, loss)),
+            head=_tape(nn.ModuleList([norm, head]), hidden, loss),
         )
         return _shape(encoder, decoder, nn.ModuleList([embedding, norm, norm, head])), tapes
 

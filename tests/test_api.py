@@ -72,7 +72,7 @@ def test_they_say_what_the_commands_say(tmp_path: Path) -> None:
         (lambda: api.to_yaml({1: "gpt2"}), "there is no question 1."),  # type: ignore[dict-item]
         (lambda: api.to_yaml({**MODEL, "strategy": 9}), "error: strategy 9 can't be used."),
         (lambda: api.to_yaml({**MODEL, "seq_len": 200_000}), "seq_len 200000 is longer than the 131072 positions of"),
-        (lambda: api.to_yaml({**MODEL, "zero_stage": 3}), "fix: leave out zero_stage"),
+        (lambda: api.to_yaml({**MODEL, "engine": "fsdp", "zero_stage": 3}), "fix: leave out zero_stage"),
         (lambda: api.check("nowhere.yaml"), "nowhere.yaml"),
         (lambda: api.export("nowhere", "out"), "nowhere"),
     ],

@@ -114,7 +114,7 @@ def test_check_reads_arguments_script_checkpoint_and_machine(light: Any, tmp_pat
 def test_a_plan_says_what_it_cannot_count(light: Any, tmp_path: Path) -> None:
     (tmp_path / "args.json").write_text(json.dumps({"packing": True, "use_peft": True, "lora_dropout": 0.1}))
     words = ("--config", ROOT / "accelerate_configs" / "fsdp2_lora.yaml", "--args", tmp_path / "args.json")
-    finished = light("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", *words)
+    finished = light("plan", "--model", "llama-3.1-8b", "--gpus", "8xH100-80GB", *words, "--details")
     assert finished.code == 0, finished.output
     said = " ".join(finished.output.split())
     assert "Without torch and transformers and peft installed, the masks of lora_dropout and packing are not" in said

@@ -22,7 +22,7 @@ REPORTED_SHARE = 0.985
 """Share of the memory sold (less error correction) that CUDA reports as a card's total, where no report is known: those
 in the table are 0.98 to 0.992 of it."""
 
-NPU_GB = 64
+NPU_MEMORY = "64GB"
 """Memory of an Ascend 910B (vllm-ascend#9337). Its bandwidth is published as 0.4 to 1.6 TB/s, not by the vendor."""
 
 CALIBRATED = frozenset({"A100", "H100", "RTX 3090", "RTX 4090"})
@@ -183,8 +183,8 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     if is_npu(name):
         raise UsageError(
             f"{name} is an NPU, for which no plan can be made.",
-            why=f"a plan predicts the kernels and the allocator of GPUs; only the memory is known, {NPU_GB} GB",
-            fix=f"accel-fsdp config --gpus 8x{name}-{NPU_GB}GB, which compares weights, gradients and moments with it",
+            why=f"a plan predicts the kernels and the allocator of GPUs; only the memory is known, {NPU_MEMORY}",
+            fix=f"accel-fsdp config --gpus 8x{name}-{NPU_MEMORY}, which compares weights, gradients and moments with it",
         )
     if not rows:
         names, sized_name = {_plain(gpu.name): gpu.name for gpu in GPUS}, with_size(name)
@@ -198,7 +198,7 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
     if memory_gib and not _is_possible(memory_gib, sizes):
         typed, known = f"{memory_gib:g}GB", [f"{size:g}GB" for size in sizes]
         raise UsageError(
-            f"{rows[0].name} does not exist with {memory_gib:g} GB of memory.{did_you_mean(typed, known)}",
+            f"{rows[0].name} does not exist with {typed} of memory.{did_you_mean(typed, known)}",
             why="a GPU's memory decides what fits",
             fix=f"--gpus with {' or '.join(f'{rows[0].name}-{size}' for size in known)}",
         )

@@ -287,7 +287,7 @@ def test_an_unknown_gpu_is_refused_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize(("name", "memory"), [("A100", 800), ("A100", 60), ("H100", 0.08), ("RTX 4090", 80)])
 def test_a_size_that_no_card_has_is_refused(name: str, memory: float) -> None:
-    with pytest.raises(UsageError, match=f"{name} does not exist with {memory:g} GB"):
+    with pytest.raises(UsageError, match=f"{name} does not exist with {memory:g}GB"):
         find(name, memory)
 
 
