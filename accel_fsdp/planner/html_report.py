@@ -109,4 +109,4 @@ def _capacity(problem: Problem) -> Capacity:
 
 def _batch(job: Job) -> str:
     recipe = job.recipe
-    return f"{rows_in(recipe)} x {recipe.length:,} tokens per {job.layout.row_owner}, {checkpointing_in(recipe)}"
+    return f"{rows_in(recipe)} x {recipe.length:,} tokens per GPU, {checkpointing_in(recipe)}"

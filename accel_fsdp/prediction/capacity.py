@@ -147,7 +147,7 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
     weights = trained if recipe.method != "full" else stored
     own_stored, own_optimizer, own_trained = shards.resting_bytes(shape, recipe, layout)
     own_weights = own_trained if recipe.method != "full" else own_stored
-    inputs = recipe.rows * recipe.part_of_rows(layout.context).length * shape.hidden
+    inputs = recipe.rows * recipe.length * shape.hidden
     inputs *= (
         sum(len(block.layers) for block in shape.blocks) * shards.compute_bytes(recipe) * recipe.has_inputs_on_host
     )

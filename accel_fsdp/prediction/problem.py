@@ -52,7 +52,7 @@ class Problem:
         return capacity.predicted(self.shape, self.tapes, job, self.gpu)
 
     def step(self, job: Job) -> Step:
-        """The time of a step; only of data-parallel layouts."""
+        """The time of a step; not under tensor or expert parallelism."""
         return step_time(self.shape, job.recipe, job.layout, self.gpu)
 
     def host(self, job: Job) -> Host:
@@ -60,13 +60,13 @@ class Problem:
 
     def evaluate(self, job: Job) -> "Candidate":
         """Predicts memory and time."""
-        step = self.step(job) if job.layout.is_data_parallel else None
+        step = None if job.layout.is_by_transformers else self.step(job)
         return Candidate(job, self.predicted(job), self.device(job), step, self.refuses(job))
 
     def assumptions(self, candidate: "Candidate") -> tuple[str, ...]:
         """The assumptions of a prediction, as sentences: those of the job, of its memory, and of its time."""
         of_time = candidate.step.assumptions if candidate.step else ()
-        return (*self.notes, *_memory_assumptions(self.shape, candidate.layout), *of_time)
+        return (*self.notes, *_memory_assumptions(self.shape), *of_time)
 
     def device(self, job: Job) -> Device:
         return capacity.device(self.predicted(job), job.layout, self.capacity_bytes, self.gpu)
@@ -114,7 +114,7 @@ class Problem:
 class Candidate:
     """A job with its predicted memory and step time; `refused` is the reason why it can't work.
 
-    `step` is None under tensor, expert and context parallelism, whose time is not predicted.
+    `step` is None under tensor and expert parallelism, whose time is not predicted.
     """
 
     job: Job
@@ -156,7 +156,7 @@ class Candidate:
     def words(self) -> str:
         """The verdict in words, such as: needs 63.7 of 39.4 GiB with 1 x 2,048 tokens per GPU."""
         memory = gib_of(self.device.needed, self.device.capacity)
-        return f"needs {memory} with {self.recipe.rows} x {self.recipe.length:,} tokens per {self.layout.row_owner}"
+        return f"needs {memory} with {self.recipe.rows} x {self.recipe.length:,} tokens per GPU"
 
 
 def length_of(shape: ModelShape, seq_len: int | None, flag: str = "--seq-len") -> int:
@@ -189,11 +189,9 @@ def layouts(job: Job) -> Iterator[Job]:
             yield job.with_layout(engine=engine, strategy=strategy, offload=False)
 
 
-def _memory_assumptions(shape: ModelShape, layout: Layout) -> Iterator[str]:
+def _memory_assumptions(shape: ModelShape) -> Iterator[str]:
     if silent := sum(len(shape.blocks[index].layers) for index in shape.untraced):
         yield f"Rows hold text only: the {silent} layers for images are held and not run."
-    if layout.untested:
-        yield layout.untested
 
 
 def offloads(job: Job) -> tuple[Job, ...]:

@@ -96,7 +96,7 @@ class Stretch:
 
 def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Step:
     """Predicts one optimizer step of one rank of a data-parallel layout; all ranks do the same."""
-    assert layout.is_data_parallel
+    assert not layout.is_by_transformers
     pieces = tuple(_pieces(shape, recipe, layout))
     reducing = communication.reduces_per_step(recipe, layout)
     bound_seconds: dict[Bound, float] = {"compute": 0, "intra-node": 0, "inter-node": 0, "pcie": 0}

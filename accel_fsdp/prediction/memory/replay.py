@@ -7,7 +7,7 @@ from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
-from accel_fsdp.prediction.memory.shape import Block, ModelShape
+from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.traces import (
     ROUND_BYTES,
@@ -36,7 +36,6 @@ class ReplayedModel:
 
 
 def replay_model(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> ReplayedModel:
-    """Plays a model's tapes; `recipe` is that of one rank (`Recipe.part_of_rows`)."""
     at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
     blocks = [tape_of_block(shape, tapes, recipe, kind).of(recipe.rows) for kind in range(len(shape.blocks))]
     head = tape_of_head(tapes, recipe)
@@ -44,10 +43,7 @@ def replay_model(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout
     width = Variant.of(variant_for(recipe, layout)).weight_bytes
     split = zip(blocks, units.experts, strict=True)
     return ReplayedModel(
-        tuple(
-            _gathering_keys(block, replay(tape, at), shape, recipe, layout)
-            for block, tape in zip(shape.blocks, blocks, strict=True)
-        ),
+        tuple(replay(tape, at) for tape in blocks),
         replay(tapes.embedding.of(recipe.rows), at),
         fused_head(shape, recipe) if head is None else replay(head.of(recipe.rows), at),
         tuple(_cast_bytes(unit, recipe, layout) for unit in units.blocks),
@@ -69,27 +65,6 @@ def forward_peaks(shape: ModelShape, tapes: Tapes, recipe: Recipe) -> ForwardPea
     head = (tape_of_head(tapes, recipe) or tapes.head).of(recipe.rows)
     highest = [max(levels(tape.first or tape.forward, at), default=0) for tape in (*blocks, head)]
     return ForwardPeaks(tuple(highest[:-1]), highest[-1])
-
-
-def _gathering_keys(block: Block, alone: Replay, shape: ModelShape, recipe: Recipe, layout: Layout) -> Replay:
-    """The replay of a block whose attention gathers the keys and values of whole rows.
-
-    torch's context parallelism gathers a copy of both, again in backward, where it sums gradients in float32
-    (`_templated_ring_attention_backward`). The products after attention may need more.
-    """
-    queries, keys = shape.attention_widths(block)
-    if not layout.gathers_keys or not keys:
-        return alone
-    width, tokens = shards.compute_bytes(recipe), recipe.rows * recipe.length
-    gathered = 2 * keys * tokens * layout.context * width
-    own = tokens * width * (2 * shape.hidden + 2 * queries + 4 * keys)  # input, its norm, output, keys and a copy
-    sums = tokens * (state_bytes.MASTER + width) * (queries + 2 * keys)
-    forward, backward = int(own + gathered), int(own + gathered + sums)
-    return alone._replace(
-        forward_peak=max(alone.forward_peak, forward),
-        backward_peak=max(alone.backward_peak, backward),
-        adding_peak=max(alone.adding_peak, backward),
-    )
 
 
 def _gradients(experts: Unit | None, width: int) -> frozenset[int]:

@@ -64,7 +64,7 @@ def _evaluation(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout,
     evaluated = replace(recipe, rows=recipe.eval_batch)
     walk = Walk.of(Meter(), shape, tapes, evaluated, layout)
     walk.rest(shape.buffers_bytes, workspace_bytes)
-    walk.evaluate(forward_peaks(shape, tapes, evaluated.part_of_rows(layout.context)))
+    walk.evaluate(forward_peaks(shape, tapes, evaluated))
     return walk.meter.moments[-1]
 
 
@@ -138,7 +138,6 @@ class Walk:
     @classmethod
     def of(cls, meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> "Self":
         """Prepares the engine, the blocks' replays and the layers to walk through."""
-        recipe = recipe.part_of_rows(layout.context)
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
         layers = Layers.whole(order) if meter.sees_each else Layers.shortened(order)
