@@ -66,7 +66,9 @@ class Problem:
     def assumptions(self, candidate: "Candidate") -> tuple[str, ...]:
         """The assumptions of a prediction, as sentences: those of the job, of its memory, and of its time."""
         of_time = candidate.step.assumptions if candidate.step else ()
-        return (*self.notes, *_memory_assumptions(self.shape), *of_time)
+        silent = sum(len(self.shape.blocks[index].layers) for index in self.shape.untraced)
+        text_only = f"Rows hold text only: the {silent} layers for images are held and not run."
+        return (*self.notes, *([text_only] if silent else []), *of_time)
 
     def device(self, job: Job) -> Device:
         return capacity.device(self.predicted(job), job.layout, self.capacity_bytes, self.gpu)
@@ -187,11 +189,6 @@ def layouts(job: Job) -> Iterator[Job]:
     for engine in strategies:
         for strategy in strategies[engine]:
             yield job.with_layout(engine=engine, strategy=strategy, offload=False)
-
-
-def _memory_assumptions(shape: ModelShape) -> Iterator[str]:
-    if silent := sum(len(shape.blocks[index].layers) for index in shape.untraced):
-        yield f"Rows hold text only: the {silent} layers for images are held and not run."
 
 
 def offloads(job: Job) -> tuple[Job, ...]:

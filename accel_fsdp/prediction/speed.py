@@ -206,7 +206,7 @@ def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: 
 
 def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """The optimizer, bound by the memory that holds its states, then its communication; neither is hidden."""
-    elements = communication.held_trained_numel(shape, recipe, layout)
+    elements = layout.shard_of(communication.trained_numel(shape, recipe, layout))
     moved = elements * (optimizers.ACCESSES[recipe.optimizer] + CLIPPING) * master_bytes(recipe, layout)
     if layout.offload:
         ranks = min(layout.ranks, layout.ranks_per_node)

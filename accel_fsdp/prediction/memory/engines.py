@@ -12,14 +12,7 @@ from typing import ClassVar
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.shards import Unit
-from accel_fsdp.prediction.memory.timeline import (
-    BUFFERS,
-    GATHERED,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    Meter,
-)
+from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Meter
 
 
 @dataclass

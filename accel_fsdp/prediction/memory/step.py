@@ -15,7 +15,7 @@ from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.deepspeed import Zero
 from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp2
 from accel_fsdp.prediction.memory.fsdp1 import Fsdp1
-from accel_fsdp.prediction.memory.replay import ForwardPeaks, ReplayedModel, forward_peaks, replay_model
+from accel_fsdp.prediction.memory.replay import ReplayedModel, forward_peaks, replay_model
 from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
@@ -68,20 +68,12 @@ def _evaluation(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout,
     return walk.meter.moments[-1]
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """One step in the order of events: each unit's peak, then the memory after it; and the peak of each kind."""
-
-    samples: tuple[Moment, ...]
-    most: Mapping[str, int]
-
-
-def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Timeline:
-    """The step that `predict` walks through, unit by unit."""
+def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> list[Moment]:
+    """The step that `predict` walks through, in the order of events: each unit's peak, then the memory after it."""
     trace = Trace()
     Walk.of(trace, shape, tapes, recipe, layout).step(shape.buffers_bytes, workspace_bytes)
     trace.mark()
-    return Timeline(tuple(trace.samples), trace.most)
+    return trace.samples
 
 
 class Layers(NamedTuple):
@@ -140,7 +132,7 @@ class Walk:
         """Prepares the engine, the blocks' replays and the layers to walk through."""
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
-        layers = Layers.whole(order) if meter.sees_each else Layers.shortened(order)
+        layers = Layers.whole(order) if isinstance(meter, Trace) else Layers.shortened(order)
         first, last = units[:1], units[len(order) + 1 :]
         walked = [*first, *(units[index + 1] for index in layers.places), *last]
         counts = [1, *layers.counts, *(1 for _ in last)]
@@ -176,7 +168,7 @@ class Walk:
         self.engine.load()
         self.engine.make_states()
 
-    def evaluate(self, peaks: ForwardPeaks) -> None:
+    def evaluate(self, peaks: Sequence[int]) -> None:
         """Walks through a forward that saves nothing; a block's input is freed after the block."""
         self.meter.enter("evaluation")
         self.meter.add(ACTIVATIONS, self.recipe.rows * self.recipe.length * 3 * ID_BYTES + self.embedding.forward_end)
@@ -185,11 +177,11 @@ class Walk:
         for unit in self._units_repeated(range(1, len(self.order) + 1)):
             block = self.order[unit - 1]
             self.engine.before_forward(unit)
-            self._rise_with_experts(unit, peaks.blocks[block])
+            self._rise_with_experts(unit, peaks[block])
             self.meter.add(ACTIVATIONS, self.blocks[block].output - self._output_before(unit))
             self.engine.after_forward(unit)
         self.engine.before_forward(self.head_unit)
-        self.meter.touch({LOSS: peaks.head})
+        self.meter.touch({LOSS: peaks[-1]})
         self.engine.after_forward(self.head_unit)
 
     def micro_batches(self) -> None:

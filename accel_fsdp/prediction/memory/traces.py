@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Engine, Method
 from accel_fsdp.job import SHARDING_KINDS, Layout, LoraTargets, Recipe
@@ -116,7 +116,11 @@ class Tapes:
         return self.blocks[index] if masked is None or not window or length < window else masked
 
 
-AXES_IN_NAME = re.compile(r"(.*?)(?:-tensor(\d+))?(?:-experts(\d+))?")
+VARIANT_NAME = re.compile(
+    r"(?P<weights>bf16|fp32)(?P<autocast>-amp)?-(?P<method>full|lora|qlora)(?P<adapters>32)?(@(?P<targets>attention))?"
+    r"(?P<dropout>\+dropout)?-(?P<attention>sdpa|eager|packed)(?P<liger>-liger)?(-tensor(?P<tensor>\d+))?"
+    r"(-experts(?P<experts>\d+))?"
+)
 
 
 class Variant(NamedTuple):
@@ -158,28 +162,20 @@ class Variant(NamedTuple):
     @lru_cache
     def of(name: str) -> "Variant":
         """The variant of a name."""
-        plain, tensor, experts = AXES_IN_NAME.fullmatch(name).groups()  # type: ignore[union-attr]
-        known = next(variant for variant in VARIANTS if variant.name == plain)
-        return known._replace(tensor=int(tensor or 1), experts=int(experts or 1))
+        word: dict[str, Any] = VARIANT_NAME.fullmatch(name).groupdict()  # type: ignore[union-attr]
+        return Variant(
+            word["weights"],
+            word["autocast"] is not None,
+            word["method"],
+            "fp32" if word["adapters"] else word["weights"],
+            word["attention"],
+            word["targets"] or "all",
+            word["dropout"] is not None,
+            word["liger"] is not None,
+            int(word["tensor"] or 1),
+            int(word["experts"] or 1),
+        )
 
-
-def _every_variant() -> list[Variant]:
-    variants: list[Variant] = []
-    for attention in ("sdpa", "eager", "packed"):
-        for weights, autocast in (("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)):
-            for method in ("full", "lora", "qlora"):
-                dtypes = {weights, "fp32"} if method != "full" else {weights}
-                variants += [
-                    Variant(weights, autocast, method, adapters, attention, targets, dropout, liger)  # type: ignore[arg-type]
-                    for liger in (False, True)
-                    for adapters in sorted(dtypes)
-                    for targets in (("all", "attention") if method != "full" else ("all",))
-                    for dropout in ((False, True) if method != "full" else (False,))
-                ]
-    return variants
-
-
-VARIANTS = tuple(_every_variant())
 
 _PLAIN = (
     *("bf16-amp-full-sdpa", "bf16-full-sdpa", "fp32-amp-full-sdpa", "fp32-full-sdpa"),
@@ -188,13 +184,10 @@ _PLAIN = (
 )
 _LIGER = ("bf16-amp-full-sdpa", "bf16-full-sdpa", "bf16-amp-lora-sdpa", "bf16-amp-lora32-sdpa", "bf16-amp-qlora-sdpa")
 SHIPPED = tuple(
-    variant.name
-    for name in _PLAIN
-    for known in VARIANTS
-    if known.name == name
+    known._replace(dropout=dropout, liger=liger).name
+    for name, known in ((name, Variant.of(name)) for name in _PLAIN)
     for dropout in ((False,) if known.method == "full" else (True, False))
     for liger in ((False, True) if name in _LIGER and dropout is (known.method != "full") else (False,))
-    for variant in (known._replace(dropout=dropout, liger=liger),)
 )
 """The variants that are bundled for the models of the catalogue: adapters with dropout, as the script has it, and
 without; Liger's kernels under FSDP, DDP and DeepSpeed."""
