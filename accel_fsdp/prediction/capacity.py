@@ -77,7 +77,6 @@ class Device:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank fits with the margin."""
         return self.verdict == "yes"
 
     @property
@@ -134,9 +133,8 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
 
     single_rank = replace(layout, ranks=1, ranks_per_node=1, tensor=1, experts=1)
     stored, optimizer, trained = shards.resting_bytes(shape, recipe, single_rank)
-    weights = trained if recipe.method != "full" else stored
     own_stored, own_optimizer, own_trained = shards.resting_bytes(shape, recipe, layout)
-    own_weights = own_trained if recipe.method != "full" else own_stored
+    weights, own_weights = (stored, own_stored) if recipe.method == "full" else (trained, own_trained)
     inputs = recipe.rows * recipe.length * shape.hidden * shards.compute_bytes(recipe) * shape.depth
     kept = own_stored + own_optimizer + own_trained if layout.offload else 0
     forward = trained * shards.compute_bytes(recipe) // master

@@ -63,8 +63,7 @@ def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
         gathers = gather(unit, recipe, layout).times(gathers_per_step(unit, recipe, layout))
         reduces = reduce(unit, recipe, layout).times(reduces_per_step(recipe, layout))
         total += (gathers + reduces).times(unit.count)
-    layers, copied = copied_inputs(shape, recipe)
-    return total + copied.times(2 * layers * recipe.accumulation)
+    return total + copied_inputs(shape, recipe)
 
 
 def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
@@ -77,13 +76,14 @@ def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     return _ring(volume, layout.sharers(of_experts=False), layout.ranks_per_node) + host
 
 
-def copied_inputs(shape: ModelShape, recipe: Recipe) -> tuple[int, Traffic]:
-    """The layers whose inputs go to host memory and back, and the bytes of one; no computation hides the copies.
+def copied_inputs(shape: ModelShape, recipe: Recipe) -> Traffic:
+    """The copies of layers' inputs to host memory and back in a step; no computation hides them.
 
     (`save_on_cpu` copies on the stream that computes.)
     """
     size = recipe.rows * recipe.length * shape.hidden * compute_bytes(recipe)
-    return (shape.depth, Traffic(pcie_bytes=size)) if recipe.has_inputs_on_host else (0, Traffic())
+    copies = 2 * shape.depth * recipe.accumulation if recipe.has_inputs_on_host else 0
+    return Traffic(pcie_bytes=size * copies)
 
 
 def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
@@ -156,7 +156,6 @@ def gathered_alone(unit: Unit, layout: Layout) -> int:
 
 
 def trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
-    """Elements of the whole model that have a gradient."""
     return sum(unit.count * unit.trained_numel for unit in units(shape, recipe, layout))
 
 

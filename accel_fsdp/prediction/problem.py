@@ -59,7 +59,6 @@ class Problem:
         return capacity.host(self.shape, job, self.ram_efficient)
 
     def evaluate(self, job: Job) -> "Candidate":
-        """Predicts memory and time."""
         step = None if job.layout.is_by_transformers else self.step(job)
         return Candidate(job, self.predicted(job), self.device(job), step, self.refuses(job))
 
@@ -74,7 +73,6 @@ class Problem:
         return capacity.device(self.predicted(job), job.layout, self.capacity_bytes, self.gpu)
 
     def has_room(self, job: Job) -> bool:
-        """Whether a GPU has the memory, with the margin."""
         return self.device(job).fits
 
     def is_hosted(self, job: Job) -> bool:
@@ -86,10 +84,8 @@ class Problem:
         if self.is_hosted(job):
             return ""
         host = self.host(job)
-        loads = host.loading > self.host_bytes
-        return (
-            f"{'Loading' if loads else 'CPU offload'} takes {self.host_need(host.loading if loads else host.offload)}"
-        )
+        what, needed = ("Loading", host.loading) if host.loading > self.host_bytes else ("CPU offload", host.offload)
+        return f"{what} takes {self.host_need(needed)}"
 
     def host_need(self, needed: int) -> str:
         """A need of host memory in words, with the available memory if that is less."""
@@ -198,10 +194,8 @@ def offloads(job: Job) -> tuple[Job, ...]:
 
 
 def checkpointing_in(recipe: Recipe) -> str:
-    """The recipe's activation checkpointing in words."""
     return "activation checkpointing" if recipe.recomputes else "no checkpointing"
 
 
 def rows_in(recipe: Recipe) -> str:
-    """The recipe's micro-batch in words."""
     return "1 sequence" if recipe.rows == 1 else f"{recipe.rows} sequences"

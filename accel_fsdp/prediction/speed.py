@@ -78,8 +78,8 @@ class Step:
 class Stretch:
     """A part of the model that occurs `count` times: its computation and communication in one micro-batch.
 
-    `alone` counts separately gathered adapter weights, before products too short to hide them; otherwise communication
-    is `hidden` behind computation.
+    `alone` counts separately gathered adapter weights, before products too short to hide them; without any, computation
+    hides communication.
     """
 
     count: int
@@ -91,7 +91,6 @@ class Stretch:
     reduce: Traffic
     copied: tuple[float, float]
     alone: int
-    hidden: bool = True
 
 
 def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Step:
@@ -105,9 +104,8 @@ def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> St
             for piece in pieces:
                 for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
                     bound_seconds[bound] += seconds * piece.count * times
-    layers, copied = communication.copied_inputs(shape, recipe)
-    copies = (sending_seconds(copied.times(2 * layers * recipe.accumulation), 1, gpu),) if layers else ()
-    for bound, seconds in (*_update(shape, recipe, layout, gpu), *copies):
+    copies = sending_seconds(communication.copied_inputs(shape, recipe), 1, gpu)
+    for bound, seconds in (*_update(shape, recipe, layout, gpu), copies):
         bound_seconds[bound] += seconds
     total = sum(bound_seconds.values())
     tokens = recipe.rows * recipe.length * recipe.accumulation
@@ -139,7 +137,6 @@ def peak_flops(recipe: Recipe, gpu: Gpu) -> float:
 
 
 def work_seconds(work: Work, recipe: Recipe, gpu: Gpu) -> float:
-    """Time of `work` on one GPU."""
     attention = ATTENTION_EFFICIENCY * (OLDER_INSTRUCTIONS if is_hopper(gpu) else 1)
     flops = (work.matmul_flops + work.attention_flops / attention) / peak_flops(recipe, gpu)
     computing = (flops + work.float32_flops / gpu.fp32_flops) / gpu.efficiency
@@ -172,7 +169,7 @@ def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stret
         forward, backward = block_work(unit.block, shape, recipe) if unit.block else (Work(), Work())
         repeated = recomputed(forward, unit.block, shape, recipe)
         adapters = communication.gathered_alone(unit, layout)
-        yield Stretch(unit.count, forward, backward, repeated, gather, gathers, reduce, copied, adapters, not adapters)
+        yield Stretch(unit.count, forward, backward, repeated, gather, gathers, reduce, copied, adapters)
     yield Stretch(1, *head_work(shape, recipe), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
 
 
@@ -195,7 +192,7 @@ def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: 
         computing = work_seconds(work, recipe, gpu) + latency * uses
         launching = work.kernels * LAUNCH_SECONDS + hooks * uses
         bound, sending = sending_seconds(sent, layout.ranks, gpu)
-        if not piece.hidden:
+        if piece.alone:
             yield bound, sending
             yield "compute", max(computing, launching - sending)
             continue

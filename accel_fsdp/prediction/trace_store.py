@@ -56,7 +56,6 @@ def first_alike(name: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """The name of the file of a hub id."""
     return name.replace("/", "--") + ".json"
 
 
@@ -96,12 +95,10 @@ def cached_or_recorded(
 
 
 def key_in(text: str) -> str:
-    """The key that a file was written under."""
     return str(json.loads(text)["key"])
 
 
 def to_text(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> str:
-    """The file that `from_text` reads."""
     sizes: dict[Size, int] = {}
     places: dict[Tape, int] = {}
     lines: list[Any] = []

@@ -84,7 +84,6 @@ class Work(Amounts):
 
     @property
     def flops(self) -> float:
-        """All products."""
         return self.matmul_flops + self.float32_flops + self.attention_flops
 
 
@@ -156,7 +155,6 @@ Piece = tuple[tuple[float, float], float, float]
 
 
 def _between_products(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
-    """The work between the products of one block, forward and backward."""
     tokens = recipe.rows * recipe.length
     pieces = tuple(_pieces(block, shape, recipe))
     kernels = sum(count for _, _, count in pieces)

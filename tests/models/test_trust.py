@@ -158,24 +158,6 @@ def test_a_config_cannot_name_a_repository_of_kernels(key: str, planted: Path) -
         models.read_config(str(planted))
 
 
-@pytest.mark.parametrize("key", KERNEL_KEYS)
-def test_a_nested_config_cannot_either(key: str, planted: Path) -> None:
-    """transformers itself drops what the outer config doesn't say."""
-    config = {"model_type": "llava", "text_config": {"model_type": "llama", key: "some/kernel"}}
-    (planted / "config.json").write_text(json.dumps(config))
-    try:
-        text = models.read_config(str(planted)).text_config
-    except remote_code.NeedsCode:
-        return
-    assert (text._attn_implementation, text._experts_implementation) == (None, None)
-
-
-def test_a_config_cannot_rename_the_setting_of_kernels(planted: Path) -> None:
-    edit(planted / "config.json", model_type="llama", attribute_map={"a": "_attn_implementation"}, a="some/kernel")
-    with pytest.raises(remote_code.NeedsCode, match="names a repository of code"):
-        models.read_config(str(planted))
-
-
 def test_a_class_that_renames_the_setting_of_kernels(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What counts is the config as it was built."""
     monkeypatch.setattr(LlamaConfig, "attribute_map", {"a": "_attn_implementation"})

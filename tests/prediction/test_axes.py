@@ -6,10 +6,9 @@ from pathlib import Path
 import axes
 import pytest
 import yaml
-from axes import AT_REST, layout_of
 
 from accel_fsdp import cli
-from accel_fsdp.config import Engine, JobConfig
+from accel_fsdp.config import JobConfig
 from accel_fsdp.errors import UsageError
 from accel_fsdp.job import from_yaml
 from accel_fsdp.prediction import trace_store
@@ -40,20 +39,6 @@ def test_the_highest_point_is_where_a_real_step_has_it(tmp_path: Path, monkeypat
             prediction,
             real,
         )
-
-
-@pytest.mark.parametrize(
-    ("mesh", "name", "experts"),
-    [
-        ("tp 2", "tp 2", 2),
-        ("tp 2 x fsdp 2", "FSDP2 FULL_SHARD, tp 2", 4),
-        ("tp 2 x fsdp 2, ep 4", "FSDP2 FULL_SHARD, tp 2, ep 4", 1),
-        ("fsdp 2 x replicate 2", "FSDP2 HYBRID_SHARD", 2),
-    ],
-)
-def test_a_layout_says_its_axes(mesh: str, name: str, experts: int) -> None:
-    layout = layout_of(AT_REST[mesh])
-    assert (layout.engine, layout.name, layout.expert_shard_ranks) == (Engine.FSDP2, name, experts)
 
 
 def mesh_of(shards_: int, tensor: int, copies: int = 1, **other: int) -> JobConfig:
@@ -107,12 +92,6 @@ def test_what_ranks_can_not_divide_is_refused_with_the_numbers(
     shape, _ = trace_store.find(model) or pytest.fail("not bundled")
     misfits = shape.division.misfits({"fsdp": 1, "tp": tensor, "ep": experts})
     assert next((misfit.what for misfit in misfits), "") == what
-
-
-@pytest.mark.parametrize(("model", "heads"), [("Qwen/Qwen3-8B", 16), ("microsoft/Phi-4-mini-instruct", 24)])
-def test_a_rank_computes_all_heads_where_projections_are_gathered(model: str, heads: int) -> None:
-    shape, _ = trace_store.find(model) or pytest.fail("not bundled")
-    assert shape.part(2, 1).heads == heads
 
 
 def test_a_plan_refuses_them_and_predicts_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

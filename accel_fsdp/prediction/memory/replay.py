@@ -100,11 +100,10 @@ def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:
         forward_peak=hidden + end + logits + weight,
         forward_end=end,
         output=0,
-        backward_peak=end,
-        peak_grad_bytes=0,
         grad_bytes=weight,
         keeps_input=True,
         early_peak=end,
         late_peak=end,
+        late_grad_bytes=0,
         adding_peak=end,
     )

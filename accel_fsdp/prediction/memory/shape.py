@@ -121,7 +121,6 @@ class ModelShape:
 
     @property
     def numel(self) -> int:
-        """The number of elements of all parameters."""
         in_blocks = sum(len(block.layers) * parameter.numel for block in self.blocks for parameter in block.parameters)
         return in_blocks + sum(parameter.numel for parameter in self.outer)
 

@@ -37,7 +37,6 @@ class HeldParameter:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the unsharded parameter."""
         return math.prod(self.shape)
 
     @property
@@ -67,12 +66,10 @@ class Unit:
 
     @property
     def count(self) -> int:
-        """The number of times that the model has this unit."""
         return len(self.block.layers) if self.block else 1
 
     @property
     def trained_numel(self) -> int:
-        """The number of elements with a gradient."""
         return sum(param.numel for param in self.parameters if param.trained)
 
 
@@ -85,11 +82,6 @@ def reduce_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a gradient in FSDP's reduction: float32 by transformers, forward's dtype by Accelerate."""
     in_float32 = layout.is_by_transformers and recipe.precision != "no"
     return state_bytes.MASTER if in_float32 else compute_bytes(recipe)
-
-
-def reduced_like(gradients: int, recipe: Recipe, layout: Layout) -> int:
-    """The bytes of gradients after a cast from forward's dtype to that of the reduction."""
-    return gradients * reduce_bytes(recipe, layout) // compute_bytes(recipe)
 
 
 def master_bytes(recipe: Recipe, layout: Layout) -> int:

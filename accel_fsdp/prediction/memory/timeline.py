@@ -88,7 +88,6 @@ class Trace(Meter):
         super().enter(phase)
 
     def mark(self) -> None:
-        """Records the finished unit."""
         if self._top:
             self.samples += [self._top, Moment(self.phase, dict(self.live))]
         self._top = None

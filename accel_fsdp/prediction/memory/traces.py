@@ -84,13 +84,7 @@ class Tape:
         return hash((len(self.forward), len(self.backward), self.output))
 
     def of(self, rows: int) -> "Tape":
-        """The tape for this number of rows."""
         return self.alone if rows == 1 and self.alone is not None else self
-
-    @property
-    def saved(self) -> tuple[Event, ...]:
-        """The allocations and releases that add up to what is saved for backward, without the output."""
-        return (*self.forward, Event(-1, self.output))
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,6 @@ class Variant(NamedTuple):
     @staticmethod
     @lru_cache
     def of(name: str) -> "Variant":
-        """The variant of a name."""
         word: dict[str, Any] = VARIANT_NAME.fullmatch(name).groupdict()  # type: ignore[union-attr]
         return Variant(
             word["weights"],
@@ -238,23 +231,26 @@ def levels(events: tuple[Event, ...], at: At) -> list[int]:
 class Replay(NamedTuple):
     """One tape at one batch, in bytes above those before the segment; gradients of parameters are separate.
 
-    `forward_end` holds the output and all saved tensors. `backward_peak` includes `peak_grad_bytes` of gradients
-    created by then; `grad_bytes` are those of all gradients. `early_peak` is the peak of backward before a
-    parameter's first gradient is created, where a head's own backward follows the loss's; without gradients, that of
-    the whole. `adding_peak` is the peak of backward if each gradient is added to an older one at once.
+    `forward_end` holds the output and all saved tensors; `grad_bytes` are those of all gradients. `early_peak` is the
+    peak of backward before a parameter's first gradient is created, where a head's own backward follows the loss's;
+    `late_peak` includes `late_grad_bytes` of gradients created by then. `adding_peak` is the peak of backward if each
+    gradient is added to an older one at once.
     """
 
     forward_peak: int
     forward_end: int
     output: int
-    backward_peak: int
-    peak_grad_bytes: int
     grad_bytes: int
     keeps_input: bool
-    early_peak: int = 0
-    late_peak: int = 0
-    late_grad_bytes: int = 0
-    adding_peak: int = 0
+    early_peak: int
+    late_peak: int
+    late_grad_bytes: int
+    adding_peak: int
+
+    @property
+    def backward_peak(self) -> tuple[int, int]:
+        """The peak of the whole backward, and the bytes of gradients in it."""
+        return max((self.early_peak, 0), (self.late_peak, self.late_grad_bytes), key=lambda peak: peak[0])
 
 
 @lru_cache(1024)
@@ -262,23 +258,20 @@ def replay(tape: Tape, at: At) -> Replay:
     """Replays a tape once, so that a model of any depth costs no more than one block."""
     forward = levels(tape.forward, at)
     alive = grad_bytes = adding = 0
-    early, late = (0, 0), (0, 0)  # the highest point, and the share of gradients in it
+    early, late = 0, (0, 0)  # the highest points, of the second with the share of gradients in it
     sizes = {event.size: event.size.at(at) for event in set(tape.backward)}
     for sign, polynomial in tape.backward:
         size = sizes[polynomial]
         alive += sign * size
         grad_bytes += 0 if sign else size
         adding = max(adding, alive if sign else alive + size)
-        if not grad_bytes and alive > early[0]:
-            early = alive, 0
+        if not grad_bytes:
+            early = max(early, alive)
         if grad_bytes and alive + grad_bytes > late[0]:
             late = alive + grad_bytes, grad_bytes
-    peak, peak_grad_bytes = late if late[0] > early[0] else early
     end = forward[-1] if forward else 0
-    return Replay(
-        *(max(forward, default=0), end, tape.output.at(at), peak, peak_grad_bytes, grad_bytes, tape.keeps_input),
-        *(early[0], *late, adding),
-    )
+    peak, output = max(forward, default=0), tape.output.at(at)
+    return Replay(peak, end, output, grad_bytes, tape.keeps_input, early, *late, adding)
 
 
 class SplitReplay(NamedTuple):

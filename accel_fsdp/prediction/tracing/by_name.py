@@ -47,18 +47,15 @@ def read_shape(name: str, recipe: Recipe) -> tuple[ModelShape, Recorded]:
 def _record(name: str, config: Mapping[str, Any], variant: str) -> tuple[ModelShape, Tapes]:
     def anew() -> trace_store.TraceRecord:
         with console.waiting(f"Tracing {name} ({variant})"):
+            from transformers import AutoConfig
+
             from accel_fsdp.models import read_config
             from accel_fsdp.prediction.tracing.fit import record_model
 
             in_catalogue = name in catalogue.entries() and not Path(name).exists()
             with config_json.explained_errors(name):
-                return record_model(name, _config_of(config) if in_catalogue else read_config(name), (variant,))
+                whole = AutoConfig.for_model(**config) if in_catalogue else read_config(name)
+                return record_model(name, whole, (variant,))
 
     shape, tapes = trace_store.cached_or_recorded(config, variant, anew)
     return replace(shape, name=name), tapes
-
-
-def _config_of(settings: Mapping[str, Any]) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.for_model(**settings)
