@@ -72,17 +72,6 @@ def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precisio
     assert host.staging == host.checkpoint
 
 
-@pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 1), ("fsdp1", 1), ("ddp", 4), ("zero", 4)])
-def test_who_loads_the_model(engine: Engine, ranks: int) -> None:
-    """Rank 0 of a machine where loading is RAM-efficient, which is FSDP's alone; else each of its ranks."""
-    shape, layout = odd_llama(), Layout(engine, 2 if engine is Engine.DEEPSPEED else 1, 8, 4)
-    numel = shape.numel
-    for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        job = Job(layout, Recipe("full", precision="bf16", dtype=dtype))
-        assert capacity.host(shape, job).loading == numel * size * ranks
-        assert capacity.host(shape, job, ram_efficient=False).loading == numel * size * 4
-
-
 @pytest.mark.parametrize(("engine", "table"), [("single", 8), ("ddp", 8), ("zero", 2)])
 def test_trainer_keeps_an_embedding_out_of_8_bits(engine: Engine, table: int) -> None:
     """As it does for bitsandbytes, but of ZeRO's flat partitions, where nobody finds the embedding again."""

@@ -120,11 +120,9 @@ VARIANT_NAME = re.compile(
 class Variant(NamedTuple):
     """The settings that decide a tape besides the model.
 
-    Weights and adapters are as they are when a block computes. `tensor` and `experts` are the sizes of tensor and
-    expert parallelism.
-
-    "bf16" stands for both 16-bit dtypes. `adapters` may be wider than `weights`: PEFT makes them float32 and autocast
-    casts them at each use.
+    Weights and adapters are as they are when a block computes; "bf16" stands for both 16-bit dtypes. `adapters` may be
+    wider than `weights`: PEFT makes them float32 and autocast casts them at each use. `tensor` and `experts` are the
+    sizes of tensor and expert parallelism.
     """
 
     weights: Literal["bf16", "fp32"] = "bf16"
@@ -156,18 +154,10 @@ class Variant(NamedTuple):
     @lru_cache
     def of(name: str) -> "Variant":
         word: dict[str, Any] = VARIANT_NAME.fullmatch(name).groupdict()  # type: ignore[union-attr]
-        return Variant(
-            word["weights"],
-            word["autocast"] is not None,
-            word["method"],
-            "fp32" if word["adapters"] else word["weights"],
-            word["attention"],
-            word["targets"] or "all",
-            word["dropout"] is not None,
-            word["liger"] is not None,
-            int(word["tensor"] or 1),
-            int(word["experts"] or 1),
-        )
+        adapters = "fp32" if word["adapters"] else word["weights"]
+        flags = {flag: word[flag] is not None for flag in ("autocast", "dropout", "liger")}
+        sizes = {axis: int(word[axis] or 1) for axis in ("tensor", "experts")}
+        return Variant(**{**word, **flags, **sizes, "adapters": adapters, "targets": word["targets"] or "all"})
 
 
 _PLAIN = (
