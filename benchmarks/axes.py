@@ -195,17 +195,8 @@ PEERS = (
     "sequence and the loss by vocabulary. The runs of 83c879f18 are the first",
     "ones, of March 2024. Six more runs have only a speed, which is not predicted under these axes: predictions missed",
     "them by 42 % less to 115 % more.",
-    "",
-    "Context parallelism doesn't run on CPU, so accelerate#4175, read from nvidia-smi, is the only row of it.",
 )
 LLAMA_2 = {"model": "meta-llama/Llama-2-7b-chat-hf", "gpu": "H100", "mesh": (4, 2, 1)}
-LONG = {
-    "gpu": "H100",
-    "mesh": (8, 1, 1),
-    "context": 8,
-    "recipe": Recipe(length=2**20, checkpointing="full", liger=True),
-}
-"""A million tokens on eight GPUs."""
 PUBLISHED: tuple[dict[str, Any], ...] = (
     {
         **{"id": "torchtitan 83c879f18, full checkpointing", **LLAMA_2, "gib": 47.634},
@@ -215,10 +206,8 @@ PUBLISHED: tuple[dict[str, Any], ...] = (
         **{"id": "torchtitan 6a74d747c", "model": "meta-llama/Llama-3.1-8B", "gpu": "B200", "mesh": (2, 2, 1)},
         **{"recipe": Recipe(length=8192), "gib": 67.19},
     },
-    {**LONG, "id": "accelerate#4175", "model": "Qwen/Qwen3-0.6B", "gib": 27.9e9 / GIB},
 )  # fmt: skip
-"""Runs whose batch is known: ranks of shards, tensor and experts, and those that share a row; reserved GiB (of
-83c879f18 active).
+"""Runs whose batch is known: ranks of shards, tensor and experts; reserved GiB (of 83c879f18 active).
 
 Of the same sources, two print no length, one keeps what its own graph compiler chooses, and five checkpoint
 selectively.
@@ -231,12 +220,11 @@ def published() -> Iterator[str]:
     for row in PUBLISHED:
         divided, tensor, experts = row["mesh"]
         gpu, recipe = gpus.find(row["gpu"]), row["recipe"]
-        context = row.get("context", 1)
-        layout = Layout(Engine.FSDP2, 1, divided * tensor, 8, tensor=tensor, context=context, experts=experts)
+        layout = Layout(Engine.FSDP2, 1, divided * tensor, 8, tensor=tensor, experts=experts)
         shape, tapes = _recorded(row, variant_for(recipe, layout))
         prediction = step.predict(shape, tapes, recipe, layout, capacity.workspace_bytes(gpu)).peak.total / GIB
         memory = f"{prediction:.1f} of {row['gib']:.1f} ({prediction / row['gib'] - 1:+.0%})"
-        axes = {"tp": tensor, "cp": context, "ep": experts}
+        axes = {"tp": tensor, "ep": experts}
         mesh = ", ".join([f"fsdp {divided}", *(f"{axis} {size}" for axis, size in axes.items() if size > 1)])
         yield f"| {row['id']} | {mesh} | {memory} |"
 

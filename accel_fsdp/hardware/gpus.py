@@ -184,7 +184,7 @@ def find(name: str, memory_gib: float | None = None) -> Gpu:
         raise UsageError(
             f"{name} is an NPU, for which no plan can be made.",
             why=f"a plan predicts the kernels and the allocator of GPUs; only the memory is known, {NPU_MEMORY}",
-            fix=f"accel-fsdp config --gpus 8x{name}-{NPU_MEMORY}, which compares weights, gradients and moments with it",
+            fix=f"accel-fsdp config --gpus 8x{name}-{NPU_MEMORY}, which compares weights and moments with it",
         )
     if not rows:
         names, sized_name = {_plain(gpu.name): gpu.name for gpu in GPUS}, with_size(name)

@@ -103,6 +103,8 @@ def predictable(config: JobConfig, arguments: Mapping[str, Any] | None = None, r
             fix="leave out --config, or see what accel-fsdp check FILE says",
         )
     check_sharding(config, ranks)
+    for axis in ROW_AXES:
+        _refuse(config.mesh[axis] != 1, f"{axis}_size: {config.mesh[axis]}", "no run has proven what its ranks hold")
     precision = str(config.top("mixed_precision"))
     _refuse(precision not in PRECISIONS, f"mixed_precision: {precision}", "there is no formula for it")
     _check_offload(config)

@@ -60,10 +60,6 @@ class Recipe:
         """Whether attention takes a mask of rows x rows; Flash Attention reads the documents' lengths instead."""
         return self.packed and self.attention == "sdpa"
 
-    def part_of_rows(self, ranks: int) -> "Recipe":
-        """The recipe of one of the ranks that divide each row's tokens among them."""
-        return self if ranks == 1 else replace(self, length=-(-self.length // ranks))
-
 
 Recompute = Literal["none", "engine", "script"]
 DEFAULT_RECIPE = Recipe()

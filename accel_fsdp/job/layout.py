@@ -73,7 +73,9 @@ class Layout:
         if self.engine is Engine.DDP:
             return self.engine.label
         sharded = f"{self.engine.label} {STRATEGIES[self.strategy]}" if self.is_fsdp else zero_name(self.strategy)
-        axes = [f"{axis} {size}" for axis, size in {**self.axes, self.row_axis: self.context}.items() if size > 1]
+        axes = [
+            f"{axis} {size}" for axis, size in {**self.axes, row_axis(self.engine): self.context}.items() if size > 1
+        ]
         if self.wrapper is not Engine.NONE:
             axes.insert(0, sharded + (" offload" if self.offload else ""))
         return ", ".join(axes)
@@ -89,23 +91,6 @@ class Layout:
         return {"tp": self.tensor, "ep": self.experts}
 
     @property
-    def row_axis(self) -> str:
-        return row_axis(self.engine)
-
-    @property
-    def gathers_keys(self) -> bool:
-        """Whether attention gathers the keys and values of a row's other parts; DeepSpeed's `sp` exchanges heads."""
-        return self.context > 1 and self.engine is Engine.FSDP2
-
-    @property
-    def untested(self) -> str:
-        """The part of the layout that no run of this project has tested, as a sentence; empty without one."""
-        if self.context == 1:
-            return ""
-        parts = "gathers keys and values" if self.gathers_keys else "exchanges heads"
-        return f"No run has tested {self.row_axis} {self.context}: it divides activations, and {parts}."
-
-    @property
     def mesh(self) -> str:
         """The mesh in words, without unused axes."""
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1)
@@ -118,11 +103,6 @@ class Layout:
     def is_by_transformers(self) -> bool:
         """Whether transformers, not Accelerate, shards the model, while loading it."""
         return self.tensor > 1 or self.experts > 1
-
-    @property
-    def is_data_parallel(self) -> bool:
-        """Whether ranks share the model by replicas and shards alone, each with rows of its own."""
-        return not self.is_by_transformers and self.context == 1
 
     @property
     def wrapper(self) -> Engine:

@@ -71,7 +71,7 @@ def _step(report: PlanReport) -> str:
     candidate = plan.choice or min(plan.rows, key=lambda row: row.prediction.peak.total)
     tapes = problem.tapes[variant_for(candidate.recipe, candidate.layout)]
     workspace = workspace_bytes(problem.gpu)
-    samples = step.timeline(problem.shape, tapes, candidate.recipe, candidate.layout, workspace).samples
+    samples = step.timeline(problem.shape, tapes, candidate.recipe, candidate.layout, workspace)
     phases = [(moment.phase, {LETTERS[kind]: size / GIB for kind, size in moment.live.items()}) for moment in samples]
     name = f"{candidate.layout.name}, {_batch(candidate.job)}"
     peaks = "; ".join(f"{moment.phase}: {gib_in_figure(moment.total / GIB)}" for moment in candidate.prediction.moments)
@@ -109,4 +109,4 @@ def _capacity(problem: Problem) -> Capacity:
 
 def _batch(job: Job) -> str:
     recipe = job.recipe
-    return f"{rows_in(recipe)} x {recipe.length:,} tokens per {job.layout.row_owner}, {checkpointing_in(recipe)}"
+    return f"{rows_in(recipe)} x {recipe.length:,} tokens per GPU, {checkpointing_in(recipe)}"

@@ -9,14 +9,7 @@ from accel_fsdp.config import Engine
 from accel_fsdp.hardware import Gpu, gpus
 from accel_fsdp.job import Job, Layout
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction.memory import (
-    ModelShape,
-    Prediction,
-    Tapes,
-    predict,
-    shards,
-    variant_for,
-)
+from accel_fsdp.prediction.memory import ModelShape, Prediction, Tapes, predict, shards, variant_for
 from accel_fsdp.units import GIB
 
 CONTEXT_BYTES = round(0.6 * GIB)
@@ -84,7 +77,6 @@ class Device:
 
     @property
     def fits(self) -> bool:
-        """Whether the rank fits with the margin."""
         return self.verdict == "yes"
 
     @property
@@ -93,17 +85,14 @@ class Device:
         return self.allocated + self.outside
 
 
-def device(
-    prediction: Prediction, layout: Layout, capacity_bytes: int, gpu: Gpu | None, expandable: bool | None = None
-) -> Device:
+def device(prediction: Prediction, layout: Layout, capacity_bytes: int, gpu: Gpu | None) -> Device:
     """Whether a rank fits: allocated memory, context, communicators, and the margin.
 
-    Every launch sets `expandable` segments where the GPU has them.
+    Every launch sets expandable segments where the GPU has them.
     """
     allocated, outside = prediction.peak.total, outside_bytes(gpu, layout.ranks)
     room, phase = capacity_bytes - outside, prediction.peak.phase
-    if expandable is None:
-        expandable = gpu is None or gpu.has_expandable_segments
+    expandable = gpu is None or gpu.has_expandable_segments
     with_margin = (allocated + outside) * (1 + MARGIN) if expandable else allocated * FRAGMENTED + outside
     if with_margin <= capacity_bytes:
         return Device(allocated, "yes", outside, capacity_bytes)
@@ -144,19 +133,15 @@ def host(shape: ModelShape, job: Job, ram_efficient: bool = True) -> Host:
 
     single_rank = replace(layout, ranks=1, ranks_per_node=1, tensor=1, experts=1)
     stored, optimizer, trained = shards.resting_bytes(shape, recipe, single_rank)
-    weights = trained if recipe.method != "full" else stored
     own_stored, own_optimizer, own_trained = shards.resting_bytes(shape, recipe, layout)
-    own_weights = own_trained if recipe.method != "full" else own_stored
-    inputs = recipe.rows * recipe.part_of_rows(layout.context).length * shape.hidden
-    inputs *= (
-        sum(len(block.layers) for block in shape.blocks) * shards.compute_bytes(recipe) * recipe.has_inputs_on_host
-    )
+    weights, own_weights = (stored, own_stored) if recipe.method == "full" else (trained, own_trained)
+    inputs = recipe.rows * recipe.length * shape.hidden * shards.compute_bytes(recipe) * shape.depth
     kept = own_stored + own_optimizer + own_trained if layout.offload else 0
     forward = trained * shards.compute_bytes(recipe) // master
     stage = layout.strategy if layout.engine is Engine.DEEPSPEED else None
     return Host(
         loading=shape.numel * state_bytes.DTYPE_BYTES[recipe.dtype] * loaders,
-        offload=(kept + inputs) * layout.ranks_per_node,
+        offload=(kept + inputs * recipe.has_inputs_on_host) * layout.ranks_per_node,
         gathering=stored if layout.is_fsdp else 0,
         staging=(own_weights + own_optimizer) * layout.ranks_per_node if layout.is_fsdp else 0,
         checkpoint=state_bytes.checkpoint_bytes(weights, optimizer, zero_stage=stage, forward=forward),

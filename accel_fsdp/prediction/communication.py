@@ -10,12 +10,25 @@ work concurrently: the slower of the two is the ring's bottleneck.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import add
+from typing import TypeVar
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
-from accel_fsdp.prediction.amounts import Amounts
 from accel_fsdp.prediction.memory import ModelShape, Unit, compute_bytes, master_bytes, shards
+
+Same = TypeVar("Same", bound="Amounts")
+
+
+class Amounts:
+    """Base of dataclasses whose fields are all numbers: they add up, and multiply, field by field."""
+
+    def __add__(self: Same, added: Same) -> Same:
+        return type(self)(*map(add, vars(self).values(), vars(added).values()))
+
+    def times(self: Same, count: float) -> Same:
+        return type(self)(*(amount * count for amount in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -50,8 +63,7 @@ def step_traffic(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
         gathers = gather(unit, recipe, layout).times(gathers_per_step(unit, recipe, layout))
         reduces = reduce(unit, recipe, layout).times(reduces_per_step(recipe, layout))
         total += (gathers + reduces).times(unit.count)
-    layers, copied = copied_inputs(shape, recipe)
-    return total + copied.times(2 * layers * recipe.accumulation)
+    return total + copied_inputs(shape, recipe)
 
 
 def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
@@ -64,14 +76,14 @@ def gather(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
     return _ring(volume, layout.sharers(of_experts=False), layout.ranks_per_node) + host
 
 
-def copied_inputs(shape: ModelShape, recipe: Recipe) -> tuple[int, Traffic]:
-    """The layers whose inputs go to host memory and back, and the bytes of one; no computation hides the copies.
+def copied_inputs(shape: ModelShape, recipe: Recipe) -> Traffic:
+    """The copies of layers' inputs to host memory and back in a step; no computation hides them.
 
     (`save_on_cpu` copies on the stream that computes.)
     """
     size = recipe.rows * recipe.length * shape.hidden * compute_bytes(recipe)
-    layers = sum(len(block.layers) for block in shape.blocks)
-    return (layers, Traffic(pcie_bytes=size)) if recipe.has_inputs_on_host else (0, Traffic())
+    copies = 2 * shape.depth * recipe.accumulation if recipe.has_inputs_on_host else 0
+    return Traffic(pcie_bytes=size * copies)
 
 
 def reduce(unit: Unit, recipe: Recipe, layout: Layout) -> Traffic:
@@ -106,7 +118,7 @@ def update(shape: ModelShape, recipe: Recipe, layout: Layout) -> Traffic:
     """Traffic after the optimizer: ZeRO-1 and 2 gather the updated weights, which their ranks hold whole."""
     if not _replicates(layout):
         return Traffic()
-    volume = all_trained_numel(shape, recipe, layout) * compute_bytes(recipe)
+    volume = trained_numel(shape, recipe, layout) * compute_bytes(recipe)
     copied = Traffic(pcie_bytes=volume / layout.ranks if layout.offload else 0)
     return _ring(volume, layout.ranks, layout.ranks_per_node) + copied
 
@@ -143,14 +155,8 @@ def gathered_alone(unit: Unit, layout: Layout) -> int:
     return sum(param.adapter for param in unit.parameters)
 
 
-def all_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
-    """Elements of the whole model that have a gradient."""
+def trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
     return sum(unit.count * unit.trained_numel for unit in units(shape, recipe, layout))
-
-
-def held_trained_numel(shape: ModelShape, recipe: Recipe, layout: Layout) -> float:
-    """The number of elements that one rank updates."""
-    return layout.shard_of(all_trained_numel(shape, recipe, layout))
 
 
 def sent_gradient_bytes(recipe: Recipe, layout: Layout) -> int:

@@ -52,27 +52,27 @@ class Problem:
         return capacity.predicted(self.shape, self.tapes, job, self.gpu)
 
     def step(self, job: Job) -> Step:
-        """The time of a step; only of data-parallel layouts."""
+        """The time of a step; not under tensor or expert parallelism."""
         return step_time(self.shape, job.recipe, job.layout, self.gpu)
 
     def host(self, job: Job) -> Host:
         return capacity.host(self.shape, job, self.ram_efficient)
 
     def evaluate(self, job: Job) -> "Candidate":
-        """Predicts memory and time."""
-        step = self.step(job) if job.layout.is_data_parallel else None
+        step = None if job.layout.is_by_transformers else self.step(job)
         return Candidate(job, self.predicted(job), self.device(job), step, self.refuses(job))
 
     def assumptions(self, candidate: "Candidate") -> tuple[str, ...]:
         """The assumptions of a prediction, as sentences: those of the job, of its memory, and of its time."""
         of_time = candidate.step.assumptions if candidate.step else ()
-        return (*self.notes, *_memory_assumptions(self.shape, candidate.layout), *of_time)
+        silent = sum(len(self.shape.blocks[index].layers) for index in self.shape.untraced)
+        text_only = f"Rows hold text only: the {silent} layers for images are held and not run."
+        return (*self.notes, *([text_only] if silent else []), *of_time)
 
     def device(self, job: Job) -> Device:
         return capacity.device(self.predicted(job), job.layout, self.capacity_bytes, self.gpu)
 
     def has_room(self, job: Job) -> bool:
-        """Whether a GPU has the memory, with the margin."""
         return self.device(job).fits
 
     def is_hosted(self, job: Job) -> bool:
@@ -84,10 +84,8 @@ class Problem:
         if self.is_hosted(job):
             return ""
         host = self.host(job)
-        loads = host.loading > self.host_bytes
-        return (
-            f"{'Loading' if loads else 'CPU offload'} takes {self.host_need(host.loading if loads else host.offload)}"
-        )
+        what, needed = ("Loading", host.loading) if host.loading > self.host_bytes else ("CPU offload", host.offload)
+        return f"{what} takes {self.host_need(needed)}"
 
     def host_need(self, needed: int) -> str:
         """A need of host memory in words, with the available memory if that is less."""
@@ -114,7 +112,7 @@ class Problem:
 class Candidate:
     """A job with its predicted memory and step time; `refused` is the reason why it can't work.
 
-    `step` is None under tensor, expert and context parallelism, whose time is not predicted.
+    `step` is None under tensor and expert parallelism, whose time is not predicted.
     """
 
     job: Job
@@ -156,7 +154,7 @@ class Candidate:
     def words(self) -> str:
         """The verdict in words, such as: needs 63.7 of 39.4 GiB with 1 x 2,048 tokens per GPU."""
         memory = gib_of(self.device.needed, self.device.capacity)
-        return f"needs {memory} with {self.recipe.rows} x {self.recipe.length:,} tokens per {self.layout.row_owner}"
+        return f"needs {memory} with {self.recipe.rows} x {self.recipe.length:,} tokens per GPU"
 
 
 def length_of(shape: ModelShape, seq_len: int | None, flag: str = "--seq-len") -> int:
@@ -189,13 +187,6 @@ def layouts(job: Job) -> Iterator[Job]:
             yield job.with_layout(engine=engine, strategy=strategy, offload=False)
 
 
-def _memory_assumptions(shape: ModelShape, layout: Layout) -> Iterator[str]:
-    if silent := sum(len(shape.blocks[index].layers) for index in shape.untraced):
-        yield f"Rows hold text only: the {silent} layers for images are held and not run."
-    if layout.untested:
-        yield layout.untested
-
-
 def offloads(job: Job) -> tuple[Job, ...]:
     """The job, then the job with FSDP's offload, which wasn't tried on transformers' meshes."""
     plain = job.layout.is_fsdp and not job.layout.is_by_transformers
@@ -203,10 +194,8 @@ def offloads(job: Job) -> tuple[Job, ...]:
 
 
 def checkpointing_in(recipe: Recipe) -> str:
-    """The recipe's activation checkpointing in words."""
     return "activation checkpointing" if recipe.recomputes else "no checkpointing"
 
 
 def rows_in(recipe: Recipe) -> str:
-    """The recipe's micro-batch in words."""
     return "1 sequence" if recipe.rows == 1 else f"{recipe.rows} sequences"

@@ -17,7 +17,7 @@ from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import optimizers, state_bytes
 from accel_fsdp.prediction import communication
 from accel_fsdp.prediction.communication import Traffic
-from accel_fsdp.prediction.memory import ModelShape, compute_bytes, master_bytes
+from accel_fsdp.prediction.memory import ModelShape, Unit, compute_bytes, master_bytes
 from accel_fsdp.prediction.work import UNPACKING_FLOPS, Work, block_work, head_work, recomputed
 from accel_fsdp.units import about_gb
 
@@ -74,40 +74,19 @@ class Step:
     assumptions: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """A part of the model that occurs `count` times: its computation and communication in one micro-batch.
-
-    `alone` counts separately gathered adapter weights, before products too short to hide them; otherwise communication
-    is `hidden` behind computation.
-    """
-
-    count: int
-    forward: Work
-    backward: Work
-    recompute: Work
-    gather: Traffic
-    gathers: float
-    reduce: Traffic
-    copied: tuple[float, float]
-    alone: int
-    hidden: bool = True
-
-
 def step_time(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Step:
     """Predicts one optimizer step of one rank of a data-parallel layout; all ranks do the same."""
-    assert layout.is_data_parallel
-    pieces = tuple(_pieces(shape, recipe, layout))
+    assert not layout.is_by_transformers
+    units = (*communication.units(shape, recipe, layout), None)
     reducing = communication.reduces_per_step(recipe, layout)
     bound_seconds: dict[Bound, float] = {"compute": 0, "intra-node": 0, "inter-node": 0, "pcie": 0}
     for times, reduces in ((reducing, True), (recipe.accumulation - reducing, False)):
         if times:
-            for piece in pieces:
-                for bound, seconds in _phases(piece, reduces, recipe, layout, gpu):
-                    bound_seconds[bound] += seconds * piece.count * times
-    layers, copied = communication.copied_inputs(shape, recipe)
-    copies = (sending_seconds(copied.times(2 * layers * recipe.accumulation), 1, gpu),) if layers else ()
-    for bound, seconds in (*_update(shape, recipe, layout, gpu), *copies):
+            for unit in units:
+                for bound, seconds in _phases(unit, reduces, shape, recipe, layout, gpu):
+                    bound_seconds[bound] += seconds * (unit.count if unit else 1) * times
+    copies = sending_seconds(communication.copied_inputs(shape, recipe), 1, gpu)
+    for bound, seconds in (*_update(shape, recipe, layout, gpu), copies):
         bound_seconds[bound] += seconds
     total = sum(bound_seconds.values())
     tokens = recipe.rows * recipe.length * recipe.accumulation
@@ -139,7 +118,6 @@ def peak_flops(recipe: Recipe, gpu: Gpu) -> float:
 
 
 def work_seconds(work: Work, recipe: Recipe, gpu: Gpu) -> float:
-    """Time of `work` on one GPU."""
     attention = ATTENTION_EFFICIENCY * (OLDER_INSTRUCTIONS if is_hopper(gpu) else 1)
     flops = (work.matmul_flops + work.attention_flops / attention) / peak_flops(recipe, gpu)
     computing = (flops + work.float32_flops / gpu.fp32_flops) / gpu.efficiency
@@ -163,39 +141,39 @@ def sending_seconds(sent: Traffic, ranks: int, gpu: Gpu) -> tuple[Bound, float]:
     return bound, seconds[bound] + (_latency_seconds(ranks) if seconds[bound] else 0)
 
 
-def _pieces(shape: ModelShape, recipe: Recipe, layout: Layout) -> Iterator[Stretch]:
-    """The units with their work, and the head, which is a separate unit or part of the root."""
-    for unit in communication.units(shape, recipe, layout):
-        gathers = communication.gathers_per_step(unit, recipe, layout) / recipe.accumulation
-        gather, reduce = communication.gather(unit, recipe, layout), communication.reduce(unit, recipe, layout)
-        copied = communication.copied(unit, recipe, layout)
-        forward, backward = block_work(unit.block, shape, recipe) if unit.block else (Work(), Work())
-        repeated = recomputed(forward, unit.block, shape, recipe)
-        adapters = communication.gathered_alone(unit, layout)
-        yield Stretch(unit.count, forward, backward, repeated, gather, gathers, reduce, copied, adapters, not adapters)
-    yield Stretch(1, *head_work(shape, recipe), Work(), Traffic(), 0, Traffic(), (0, 0), 0)
+def _phases(
+    unit: Unit | None, reduces: bool, shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu
+) -> Iterator[tuple[Bound, float]]:
+    """The times of forward and backward of a unit in one micro-batch, or of the head (None), whose unit comes before.
 
-
-def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
-    """The times of forward and backward of a piece, each the longest of computation, communication and kernel launches.
-
-    FSDP1 allows two gathered units at a time (`limit_all_gathers`). Where adapters are separate units, they take
-    both places, so a block is gathered only after the one before it, and communication adds to computation.
+    Each is the longest of computation, communication and kernel launches. FSDP1 allows two gathered units at a time
+    (`limit_all_gathers`). Where adapters are separate units, they take both places, so a block is gathered only after
+    the one before it, and communication adds to computation.
     """
-    before = min(piece.gathers, 1)
-    later = piece.gathers - before
-    after = piece.gather.times(later) + (piece.reduce if reduces else Traffic())
-    copies = Work(moved_bytes=piece.copied[0]), Work(moved_bytes=piece.copied[1] if reduces else 0)
-    forward = piece.forward + copies[0].times(before)
-    backward = piece.recompute + piece.backward + copies[0].times(later) + copies[1]
-    gathers_fsdp1 = layout.engine is Engine.FSDP1 and layout.is_sharded and piece.gathers > 0
-    hooks = UNIT_SECONDS * (1 + piece.alone) if gathers_fsdp1 else 0
-    latency = piece.alone * _latency_seconds(layout.ranks)
-    for work, sent, uses in ((forward, piece.gather.times(before), before), (backward, after, later + reduces)):
-        computing = work_seconds(work, recipe, gpu) + latency * uses
-        launching = work.kernels * LAUNCH_SECONDS + hooks * uses
+    block = unit.block if unit else None
+    work = block_work(block, shape, recipe) if block else (Work(), Work())
+    gathers, alone, gather, reduce, copied = 0.0, 0, Traffic(), Traffic(), (0.0, 0.0)
+    if unit is None:
+        work = head_work(shape, recipe)
+    else:
+        gathers = communication.gathers_per_step(unit, recipe, layout) / recipe.accumulation
+        gather, copied = communication.gather(unit, recipe, layout), communication.copied(unit, recipe, layout)
+        reduce = communication.reduce(unit, recipe, layout) if reduces else reduce
+        alone = communication.gathered_alone(unit, layout)
+    before = min(gathers, 1)
+    later = gathers - before
+    after = gather.times(later) + reduce
+    copies = Work(moved_bytes=copied[0]), Work(moved_bytes=copied[1] if reduces else 0)
+    forward = work[0] + copies[0].times(before)
+    backward = recomputed(work[0], block, shape, recipe) + work[1] + copies[0].times(later) + copies[1]
+    gathers_fsdp1 = layout.engine is Engine.FSDP1 and layout.is_sharded and gathers > 0
+    hooks = UNIT_SECONDS * (1 + alone) if gathers_fsdp1 else 0
+    latency = alone * _latency_seconds(layout.ranks)
+    for done, sent, uses in ((forward, gather.times(before), before), (backward, after, later + reduces)):
+        computing = work_seconds(done, recipe, gpu) + latency * uses
+        launching = done.kernels * LAUNCH_SECONDS + hooks * uses
         bound, sending = sending_seconds(sent, layout.ranks, gpu)
-        if not piece.hidden:
+        if alone:  # separately gathered adapter weights come before products too short to hide them
             yield bound, sending
             yield "compute", max(computing, launching - sending)
             continue
@@ -206,7 +184,7 @@ def _phases(piece: Stretch, reduces: bool, recipe: Recipe, layout: Layout, gpu: 
 
 def _update(shape: ModelShape, recipe: Recipe, layout: Layout, gpu: Gpu) -> Iterator[tuple[Bound, float]]:
     """The optimizer, bound by the memory that holds its states, then its communication; neither is hidden."""
-    elements = communication.held_trained_numel(shape, recipe, layout)
+    elements = layout.shard_of(communication.trained_numel(shape, recipe, layout))
     moved = elements * (optimizers.ACCESSES[recipe.optimizer] + CLIPPING) * master_bytes(recipe, layout)
     if layout.offload:
         ranks = min(layout.ranks, layout.ranks_per_node)

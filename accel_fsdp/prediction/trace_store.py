@@ -7,6 +7,7 @@ index of its size in `sizes`, plus 0 for a release, 1 for a gradient, 2 for an a
 import json
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.resources import files
@@ -55,7 +56,6 @@ def first_alike(name: str) -> str:
 
 
 def file_name(name: str) -> str:
-    """The name of the file of a hub id."""
     return name.replace("/", "--") + ".json"
 
 
@@ -75,42 +75,30 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "accel-fsdp"
 
 
-def cached(key: str) -> TraceRecord | None:
-    """The record of a key; None without one, or if its file can't be read."""
-    try:
-        text = (cache_folder() / f"{key}.json").read_text(encoding="utf-8")
-        return from_text(text) if key_in(text) == key else None
-    except (OSError, ValueError, KeyError, IndexError, TypeError):
-        return None
-
-
-def keep(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> None:
-    """Caches a record under a key. A cache that can't be written only costs time."""
-    try:
-        write_text(cache_folder() / f"{key}.json", to_text(key, shape, tapes))
-    except UserError:
-        return
-
-
 def cached_or_recorded(
     config: Mapping[str, Any], variant: str, record: Callable[[], TraceRecord]
 ) -> tuple[ModelShape, Tapes]:
     """The shape and tapes of a config's model in one variant, from the cache, or recorded and cached now."""
     key = key_of(config, (variant,))
-    entry = cached(key)
-    if entry is None:
-        entry = record()
-        keep(key, *entry)
-    return entry[0], entry[1][variant]
+    path = cache_folder() / f"{key}.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+        if key_in(text) == key:
+            shape, tapes = from_text(text)
+            return shape, tapes[variant]
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        pass  # there is none, or it can't be read
+    shape, tapes = record()
+    with suppress(UserError):  # a cache that can't be written only costs time
+        write_text(path, to_text(key, shape, tapes))
+    return shape, tapes[variant]
 
 
 def key_in(text: str) -> str:
-    """The key that a file was written under."""
     return str(json.loads(text)["key"])
 
 
 def to_text(key: str, shape: ModelShape, tapes: Mapping[str, Tapes]) -> str:
-    """The file that `from_text` reads."""
     sizes: dict[Size, int] = {}
     places: dict[Tape, int] = {}
     lines: list[Any] = []

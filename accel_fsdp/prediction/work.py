@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from accel_fsdp.job import Recipe
-from accel_fsdp.prediction.amounts import Amounts
+from accel_fsdp.prediction.communication import Amounts
 from accel_fsdp.prediction.memory import Block, ModelShape, Parameter, compute_bytes, shards
 
 TILE = 128
@@ -84,7 +84,6 @@ class Work(Amounts):
 
     @property
     def flops(self) -> float:
-        """All products."""
         return self.matmul_flops + self.float32_flops + self.attention_flops
 
 
@@ -111,7 +110,7 @@ def head_work(shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
     """The product with the vocabulary and the loss; a tied head costs the same."""
     tokens = recipe.rows * recipe.length
     product = _product(Parameter("head", (shape.vocab, shape.hidden), "head"), shape, recipe)
-    loss_bytes = FUSED_LOSS_BYTES if _is_fused(recipe) else LOSS_BYTES
+    loss_bytes = FUSED_LOSS_BYTES if recipe.liger else LOSS_BYTES
     loss = Work(moved_bytes=loss_bytes / 2 * shape.vocab * tokens, kernels=4)
     return product + loss, product.times(2 if recipe.method == "full" else 1) + loss
 
@@ -156,7 +155,6 @@ Piece = tuple[tuple[float, float], float, float]
 
 
 def _between_products(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[Work, Work]:
-    """The work between the products of one block, forward and backward."""
     tokens = recipe.rows * recipe.length
     pieces = tuple(_pieces(block, shape, recipe))
     kernels = sum(count for _, _, count in pieces)
@@ -166,7 +164,7 @@ def _between_products(block: Block, shape: ModelShape, recipe: Recipe) -> tuple[
 
 
 def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
-    fused = _is_fused(recipe)
+    fused = recipe.liger
     attention = sum(weight.inner_width(shape.hidden) for weight in block.products if weight.is_attention)
     queries, keys = shape.attention_widths(block)
     norm_width = 2 if _has_wide_norms(block, recipe) else 1
@@ -198,7 +196,7 @@ def _pieces(block: Block, shape: ModelShape, recipe: Recipe) -> Iterator[Piece]:
 
 def _norms(block: Block, shape: ModelShape, queries: float, keys: float, recipe: Recipe) -> Iterator[Piece]:
     """The norms of a block: those with a bias are torch's own, the others are written in Python."""
-    fused = _is_fused(recipe)
+    fused = recipe.liger
     for norm in block.parameters:
         if norm.kind != "norm" or norm.name.endswith("bias"):
             continue
@@ -271,8 +269,3 @@ def _has_learned_positions(shape: ModelShape) -> bool:
     """Whether positions are embedded, and queries and keys not rotated."""
     tables = [table for table in shape.outer if table.kind in ("embedding", "other") and len(table.shape) > 1]
     return len(tables) > 1
-
-
-def _is_fused(recipe: Recipe) -> bool:
-    """Whether norms, rotation, gated products and loss are single kernels."""
-    return recipe.liger

@@ -123,7 +123,7 @@ def check_gpus(context: Context, value: Any) -> str:
     if gpus.is_known(name):
         gpus.find(name, machine.memory_gib)
     elif not machine.memory_gib and gpus.is_npu(name):
-        raise _wrong_gpus(text, f"{name} is not in the table of GPUs", MEMORY_MATTERS, f"{text}-{gpus.NPU_GB}GB")
+        raise _wrong_gpus(text, f"{name} is not in the table of GPUs", MEMORY_MATTERS, f"{text}-{gpus.NPU_MEMORY}")
     elif not machine.memory_gib:  # with it, the GPU is just missing from the table
         names = dict.fromkeys(gpu.name for gpu in gpus.GPUS)
         near = nearest(name, names)

@@ -14,7 +14,7 @@ from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Job, Layout, Recipe
 from accel_fsdp.planner import PlanReport, html_report
 from accel_fsdp.prediction import Problem, search, trace_store
-from accel_fsdp.prediction.memory import KINDS, step, variant_of
+from accel_fsdp.prediction.memory import step, variant_of
 
 VOID = {"meta", "link"}
 LLAMA = "meta-llama/Llama-3.1-8B"
@@ -97,15 +97,6 @@ def test_the_table_has_the_numbers_of_the_plan(written: tuple[str, dict[str, obj
         assert row == [strategy["strategy"], str(strategy["needed_bytes"]), strategy["fits"], *speed]
 
 
-def test_the_answer_and_the_table_come_before_the_reasons(written: tuple[str, dict[str, object], Path]) -> None:
-    text, content, _ = written
-    places = [text.index(word) for word in ('class="answer"', "<table", '<svg role="img"', 'class="advice"')]
-    assert places == sorted(places)
-    answer = text[text.index('class="answer"') :].partition("</p>")[0]
-    assert answer.partition("<strong>")[2].startswith("Take FSDP2 FULL_SHARD with 1 sequence per GPU")
-    assert text.count(str(content["reason"])) == 1
-
-
 def test_the_bars_of_the_table_are_as_long_as_the_memory(written: tuple[str, dict[str, object], Path]) -> None:
     """On one scale, whose line is one GPU's memory; a bar that is longer than the scale ends with a mark."""
     text, content, _ = written
@@ -128,12 +119,6 @@ def test_every_figure_says_what_it_shows(written: tuple[str, dict[str, object], 
     assert len(figures) == len(html_page.WIDTHS)
     for figure in figures:
         assert re.match(r"<svg [^>]*><title>[^<]+</title><desc>[^<]+</desc>", figure)
-
-
-def test_an_axis_has_whole_numbers() -> None:
-    drawn = svg.losses(svg.Words("Loss", "falls"), [svg.Curve("training", "c1", [(1, 2.0), (3000, 1.0)])], 720)
-    ticks = re.findall(r">([\d,.k]+)</text>", drawn)[-7:]
-    assert ticks == ["0", "500", "1,000", "1,500", "2,000", "2,500", "3,000"]
 
 
 def test_an_existing_file_is_kept(written: tuple[str, dict[str, object], Path]) -> None:
@@ -192,7 +177,6 @@ def test_the_timeline_has_the_peaks_of_the_prediction(engine: str, strategy: int
     moments = step.predict(shape, tapes, recipe, layout, 1000).moments
     drawn = step.timeline(shape, tapes, recipe, layout, 1000)
     for moment in moments:
-        assert moment in drawn.samples
-        assert moment.total == max(sample.total for sample in drawn.samples if sample.phase == moment.phase)
-        assert all(moment.live[kind] <= drawn.most[kind] for kind in KINDS)
-    assert list(dict.fromkeys(sample.phase for sample in drawn.samples)) == [moment.phase for moment in moments]
+        assert moment in drawn
+        assert moment.total == max(sample.total for sample in drawn if sample.phase == moment.phase)
+    assert list(dict.fromkeys(sample.phase for sample in drawn)) == [moment.phase for moment in moments]

@@ -1,7 +1,6 @@
 """The benchmark for a GPU, tried on the CPU: it measures, predicts, prints and keeps."""
 
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from conftest import ROOT, run
 
 from accel_fsdp.hardware import gpus
 from accel_fsdp.job import Layout, Recipe
-from accel_fsdp.models import catalogue
 from accel_fsdp.prediction import capacity, trace_store
 from accel_fsdp.prediction.memory import variant_of
 from accel_fsdp.units import GIB
@@ -60,23 +58,6 @@ def test_what_packed_rows_allocated(case: gpu_training.Case, gib: float) -> None
     assert packed / GIB == pytest.approx(gib, abs=0.15)
 
 
-@pytest.mark.slow
-def test_it_times_the_training_step_of_the_script_on_the_cpu() -> None:
-    words = [sys.executable, ROOT / "benchmarks" / "gpu.py", "--device", "cpu", "--training"]
-    finished = run(words, CUDA_VISIBLE_DEVICES="")
-    assert finished.code == 0, finished.output[-3000:]
-    match = re.search(
-        r"\| SmolLM2-135M 1x64 full \| cpu \| ([\d,]+) \| [\d,]+ \| unknown \| unknown \|", finished.output
-    )
-    assert match, finished.output[-3000:]
-    assert int(match[1].replace(",", "")) > 0
-
-
-def test_every_shape_of_the_training_step_is_in_the_catalogue() -> None:
-    for case in (*gpu_training.GPU, *gpu_training.CPU):
-        assert case.model in catalogue.entries()
-
-
 def test_every_case_is_bundled_and_has_a_name_of_its_own() -> None:
     cases = [*gpu.QUICK, *gpu.MORE, *gpu.CPU]
     assert len({case.name for case in cases}) == len(cases) >= 27
@@ -84,10 +65,3 @@ def test_every_case_is_bundled_and_has_a_name_of_its_own() -> None:
         stored = trace_store.find(case.model)
         assert stored is not None
         assert variant_of(case.recipe, case.layout.engine) in stored[1]
-
-
-def test_a_cut_model_is_built_and_predicted_alike() -> None:
-    case = next(case for case in gpu.MORE if case.model == gpu.GEMMA2 and case.layers == 8)
-    shape, _ = gpu.shape_and_tapes(case)
-    assert sum(len(block.layers) for block in shape.blocks) == 8
-    assert len(gpu.config_of(case).get("layer_types", range(8))) == 8

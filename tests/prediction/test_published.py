@@ -76,14 +76,6 @@ def test_a_fused_head_holds_the_logits_of_one_part() -> None:
     assert trained.forward_end == hidden + weight == hidden + trained.grad_bytes
 
 
-def test_fused_kernels_take_less_everywhere() -> None:
-    stored = trace_store.find("mistralai/Mistral-7B-v0.1") or pytest.fail("not bundled")
-    plain = stored[1]["bf16-amp-full-sdpa"]
-    _, fused = memory_accuracy.model("Mistral-7B-v0.1", "bf16-amp-full-sdpa-liger")
-    for at in (At(1, 128), At(4, 4096), At(1, 32768)):
-        assert _peak(fused.blocks[0], at) < _peak(plain.blocks[0], at)
-
-
 def _peak(tape: Tape, at: At) -> int:
     own = tape.of(at.rows)
     forward = levels(own.forward, at)

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from throughput_accuracy import DATA, KINDS, Case, cases, gated, gelu, table
+from throughput_accuracy import DATA, KINDS, Case, cases, gated, gelu
 
 from accel_fsdp.config import Engine
 from accel_fsdp.errors import UsageError
@@ -53,54 +53,12 @@ def test_mfu_agrees_with_the_one_that_was_published() -> None:
     assert isclose(ours, published, rel_tol=0.05)
 
 
-def test_twice_the_rows_is_twice_the_work_and_never_slower_per_token() -> None:
-    block = LLAMA.blocks[0]
-    one_row, two = (block_work(block, LLAMA, Recipe(rows=rows)) for rows in (1, 2))
-    for less, more in zip(one_row, two, strict=True):
-        assert more.flops == 2 * less.flops
-        assert less.moved_bytes < more.moved_bytes < 2 * less.moved_bytes  # weights are read once either way
-    for layout in (
-        ONE,
-        NODE,
-        Layout(Engine.FSDP1, 1, 64, 8),
-        Layout(Engine.DDP, 3, 16, 8),
-        Layout(Engine.DEEPSPEED, 3, 8, 8, True),
-    ):
-        speeds = [step_time(LLAMA, Recipe(rows=2**n), layout, H100).tokens_per_s_per_gpu for n in range(6)]
-        assert speeds == sorted(speeds)
-
-
-def test_longer_sequences_cost_attention_more_than_twice() -> None:
-    work = [block_work(LLAMA.blocks[0], LLAMA, Recipe(length=length))[0] for length in (2048, 4096)]
-    assert isclose(work[1].matmul_flops, 2 * work[0].matmul_flops)
-    assert isclose(work[1].attention_flops, 4 * work[0].attention_flops)
-
-
 def test_recomputing_adds_a_forward_of_the_blocks_but_for_its_last_product() -> None:
     seconds = {
         kind: step_time(LLAMA, Recipe(rows=8, checkpointing=kind), ONE, H100).step_seconds  # type: ignore[arg-type]
         for kind in ("none", "full", "reentrant")
     }
     assert 1.15 < seconds["full"] / seconds["none"] < seconds["reentrant"] / seconds["none"] < 4 / 3
-
-
-def test_recomputing_is_no_useful_work() -> None:
-    assert isclose(flops_per_token(LLAMA, Recipe()), flops_per_token(LLAMA, Recipe(checkpointing="full")))
-
-
-def test_lora_saves_the_gradients_of_frozen_weights() -> None:
-    full, lora = (Recipe(method=method) for method in ("full", "lora"))  # type: ignore[arg-type]
-    matmul = [block_work(LLAMA.blocks[0], LLAMA, recipe)[1].matmul_flops for recipe in (full, lora)]
-    assert 0.5 < matmul[1] / matmul[0] < 0.52  # half, and what the adapters themselves take
-
-
-def test_qlora_is_slower_than_lora_where_few_tokens_share_the_unpacking() -> None:
-    for rows, least, most in ((1, 0.5, 0.9), (64, 0.97, 1.0)):
-        lora, qlora = (
-            step_time(LLAMA, Recipe(method=m, dtype="bfloat16", rows=rows, length=256), ONE, H100)  # type: ignore[arg-type]
-            for m in ("lora", "qlora")
-        )
-        assert least < qlora.tokens_per_s_per_gpu / lora.tokens_per_s_per_gpu < most
 
 
 def moe(used: int, loops: bool = False) -> ModelShape:
@@ -119,15 +77,6 @@ def test_a_token_goes_through_the_experts_that_it_uses() -> None:
     assert isclose(flops[0] - dense - without, 8 * 64 * 2 * 3 * 4096 * 14336, rel_tol=1e-6)
 
 
-def test_few_tokens_for_many_experts_are_inefficient_and_a_loop_over_them_more_so() -> None:
-    for rows, least in ((1, 1.5), (16, 1.0)):
-        recipe = Recipe(rows=rows, length=256)
-        seconds = [step_time(moe(2, loops), recipe, ONE, H100).step_seconds for loops in (False, True)]
-        assert seconds[0] < seconds[1]
-        dense = step_time(LLAMA, recipe, ONE, H100).step_seconds
-        assert least < seconds[0] / dense
-
-
 def test_windows_bound_attention_in_the_layers_that_slide() -> None:
     half = tuple(Block("Layer", tuple(range(start, 32, 2)), LLAMA.blocks[0].parameters) for start in (0, 1))
     slides = dataclasses.replace(LLAMA, blocks=half, window=1024)
@@ -137,12 +86,6 @@ def test_windows_bound_attention_in_the_layers_that_slide() -> None:
     assert isclose(sliding / whole, by_hand, rel_tol=1e-3)
     wide = dataclasses.replace(slides, window=8192)
     assert block_work(half[0], wide, recipe) == block_work(half[1], wide, recipe)
-
-
-def test_eager_attention_computes_the_masked_half_too() -> None:
-    block = LLAMA.blocks[0]
-    sdpa, eager = (block_work(block, LLAMA, Recipe(attention=kind))[0] for kind in ("sdpa", "eager"))  # type: ignore[arg-type]
-    assert eager.attention_flops == 2 * sdpa.attention_flops
 
 
 recipes = st.builds(
@@ -187,20 +130,6 @@ def test_more_work_never_takes_less_time(shape: ModelShape, recipe: Recipe, layo
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("field", ["link_bytes_per_s", "network_bytes_per_s", "hbm_bytes_per_s", "half_flops"])
-def test_slower_hardware_is_never_faster(field: str) -> None:
-    for layout in (
-        NODE,
-        Layout(Engine.FSDP1, 4, 32, 8),
-        Layout(Engine.DEEPSPEED, 2, 16, 8),
-        Layout(Engine.DDP, 3, 16, 8),
-    ):
-        rates = [getattr(H100, field) / 10**n for n in range(5)]
-        slower = [dataclasses.replace(H100, **{field: rate}) for rate in rates]
-        seconds = [step_time(LLAMA, Recipe(), layout, gpu).step_seconds for gpu in slower]
-        assert seconds == sorted(seconds)
-
-
 def test_what_bounds_a_step_is_said() -> None:
     recipe = Recipe(rows=4, checkpointing="full")
     apart = Layout(Engine.FSDP2, 1, 16, 8)
@@ -208,29 +137,6 @@ def test_what_bounds_a_step_is_said() -> None:
     assert step_time(LLAMA, recipe, NODE, dataclasses.replace(H100, link_bytes_per_s=1e9)).bound == "intra-node"
     assert step_time(LLAMA, recipe, apart, dataclasses.replace(H100, network_bytes_per_s=1e8)).bound == "inter-node"
     assert step_time(LLAMA, Recipe(), dataclasses.replace(NODE, offload=True), H100).bound == "pcie"
-
-
-def test_a_slow_network_asks_for_hybrid_sharding() -> None:
-    slow = dataclasses.replace(H100, network_bytes_per_s=1e9)
-    full, hybrid = (step_time(LLAMA, Recipe(), Layout(Engine.FSDP2, kind, 32, 8), slow) for kind in (1, 4))
-    assert hybrid.step_seconds < full.step_seconds
-
-
-def test_accumulating_without_sync_hides_what_it_sends() -> None:
-    slow = dataclasses.replace(H100, link_bytes_per_s=5e9)
-    ddp = Layout(Engine.DDP, 3, 8, 8)
-    one_batch, eight = (step_time(LLAMA, Recipe(accumulation=n), ddp, slow).step_seconds for n in (1, 8))
-    assert eight < 4 * one_batch
-
-
-def test_assumptions_are_said() -> None:
-    v100 = find("V100", 32)
-    step = step_time(LLAMA, Recipe(), Layout(Engine.FSDP2, 1, 16, 8, offload=True), v100)
-    words = " ".join(step.assumptions)
-    for part in ("V100", "network", "host", "bf16"):
-        assert part in words
-    assert len(step_time(LLAMA, Recipe(rows=4), NODE, H100).assumptions) == 1
-    assert step_time(LLAMA, Recipe(precision="fp16"), ONE, v100).step_seconds < step.step_seconds
 
 
 def test_the_optimizer_is_bound_by_memory_and_sharding_divides_it() -> None:
@@ -249,29 +155,18 @@ def test_the_optimizer_is_bound_by_memory_and_sharding_divides_it() -> None:
     ("name", "memory", "found", "gib"),
     [
         ("H100", None, "H100", 80),
-        ("NVIDIA H100 80GB HBM3", 79.1, "H100", 79.1),
         ("h100-80gb", None, "H100", 80),
         ("NVIDIA H100 PCIe", None, "H100 PCIe", 80),
         ("NVIDIA A100-SXM4-40GB", None, "A100", 40),
-        ("A100", 40, "A100", 40),
-        ("NVIDIA A100 80GB PCIe", None, "A100 PCIe", 80),
         ("NVIDIA GeForce RTX 4090", None, "RTX 4090", 24),
         ("rtx4090", None, "RTX 4090", 24),
-        ("NVIDIA RTX A6000", None, "A6000", 48),
         ("NVIDIA RTX 6000 Ada Generation", None, "RTX 6000 Ada", 48),
         ("NVIDIA GH200 480GB", None, "GH200", 96),
-        ("Tesla V100-SXM2-32GB", None, "V100", 32),
         ("AMD Instinct MI300X", None, "MI300X", 192),
-        ("AMD Instinct MI325X", None, "MI325X", 256),
-        ("AMD Instinct MI355X", None, "MI355X", 288),
-        ("NVIDIA H20", None, "H20", 96),
-        ("NVIDIA H800", None, "H800", 80),
-        ("NVIDIA A800-SXM4-80GB", None, "A800", 80),
         ("NVIDIA B300 SXM6 AC", None, "B300", 270),
         ("A100", 39, "A100", 39),
         ("NVIDIA A100-SXM4-40GB", 19.5, "A100", 19.5),  # a slice (MIG)
         ("RTX 4090", 47.4, "RTX 4090", 47.4),
-        ("B300", 288, "B300", 288),
         ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", None, "RTX PRO 6000", 96),
     ],
 )
@@ -333,9 +228,3 @@ def test_most_published_steps_lie_in_the_predicted_range() -> None:
 
     assert median(abs(case.error) for case in PUBLISHED) < 0.05
     assert sum(map(inside, PUBLISHED)) > 0.9 * len(PUBLISHED)
-
-
-def test_the_benchmark_prints_all_groups() -> None:
-    lines = list(table(PUBLISHED))
-    assert len(lines) == 3 + len({case.group for case in PUBLISHED}) + len(KINDS)
-    assert lines[-1].startswith("| all |")

@@ -72,30 +72,6 @@ def test_a_number_of_parameters_says_what_the_planner_counts(precision: Precisio
     assert host.staging == host.checkpoint
 
 
-def test_copies_of_shards_are_those_of_a_machines_ranks() -> None:
-    """Two machines hold half each; each of two replicas, on a machine of its own, holds all; DDP has no shards."""
-    shape, recipe = odd_llama(), Recipe("full", precision="bf16", dtype="float32")
-
-    def staged(engine: Engine, strategy: int) -> float:
-        host = capacity.host(shape, Job(Layout(engine, strategy, 8, 4), recipe))
-        return host.staging / host.checkpoint
-
-    assert staged(Engine.FSDP1, 1) == pytest.approx(1 / 2, rel=0.02)
-    assert staged(Engine.FSDP1, 4) == pytest.approx(1, rel=0.02)
-    assert staged(Engine.DDP, 1) == 0
-
-
-@pytest.mark.parametrize(("engine", "ranks"), [("fsdp2", 1), ("fsdp1", 1), ("ddp", 4), ("zero", 4)])
-def test_who_loads_the_model(engine: Engine, ranks: int) -> None:
-    """Rank 0 of a machine where loading is RAM-efficient, which is FSDP's alone; else each of its ranks."""
-    shape, layout = odd_llama(), Layout(engine, 2 if engine is Engine.DEEPSPEED else 1, 8, 4)
-    numel = shape.numel
-    for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        job = Job(layout, Recipe("full", precision="bf16", dtype=dtype))
-        assert capacity.host(shape, job).loading == numel * size * ranks
-        assert capacity.host(shape, job, ram_efficient=False).loading == numel * size * 4
-
-
 @pytest.mark.parametrize(("engine", "table"), [("single", 8), ("ddp", 8), ("zero", 2)])
 def test_trainer_keeps_an_embedding_out_of_8_bits(engine: Engine, table: int) -> None:
     """As it does for bitsandbytes, but of ZeRO's flat partitions, where nobody finds the embedding again."""
@@ -105,16 +81,6 @@ def test_trainer_keeps_an_embedding_out_of_8_bits(engine: Engine, table: int) ->
     recipe, layout = Recipe("full", "no", "float32", optimizer="adamw_8bit"), Layout(engine, 2, 1, 1)
     [unit] = step.units_of(shape, recipe, layout)
     assert shards.optimizer_bytes(unit, recipe, layout) == 512 * 128 * (table + 2)
-
-
-@pytest.mark.parametrize("ranks", [1, 4])
-def test_adafactor_factors_each_expert_s_matrix(ranks: int) -> None:
-    experts = Parameter("experts", (8, 48, 32), "experts")
-    block = Block("Layer", (0,), (experts,))
-    shape = ModelShape("one", "qwen3_moe", 32, 64, 4, 8, (block,), (), tied=False)
-    recipe, layout = Recipe("full", "no", "float32", optimizer="adafactor"), Layout(Engine.FSDP2, 1, ranks, ranks)
-    [unit] = [unit for unit in step.units_of(shape, recipe, layout) if unit.parameters]
-    assert shards.optimizer_bytes(unit, recipe, layout) == 8 // ranks * (48 + 32) * 4
 
 
 def test_a_zero_stage_holds_the_bucket_of_deepspeeds_defaults() -> None:

@@ -42,7 +42,7 @@ def predicted(arguments: Arguments, config: JobConfig, machines: int, machine: M
     with contextlib.suppress(*UNKNOWN):
         problem = _problem_to_plan(arguments, config, machines, machine)
         steps = from_arguments.schedule_of(arguments).max_steps
-        if steps and problem.job.layout.is_data_parallel:
+        if steps and not problem.job.layout.is_by_transformers:
             return Duration(steps, problem.step(problem.job))
     return None
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from accel_fsdp.models.shrink.config_parts import EXPERT_COUNTS, GROUP_COUNTS, HEAD_COUNTS, OF_LAYERS, Part
+from accel_fsdp.models.shrink.config_parts import EXPERT_COUNTS, GROUP_COUNTS, HEAD_COUNTS, Part
 
 HEAD_WIDTH, HEADS, GROUPS, WIDTH = 16, 4, 2, 64
 MOST_HEADS_OF_ONE_GROUP = 8
@@ -25,7 +25,6 @@ WIDTHS = re.compile(
 )
 USED_COUNTS = re.compile(r"^(num_experts_per_tok|num_experts_per_token|top_k_experts|moe_topk|moe_top_k|moe_k)$")
 ROPE = ("rope_parameters", "rope_scaling")
-MAMBA = (("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("num_heads", "head_dim"))
 
 
 def narrow(parts: Sequence[Part], heads_too: bool, all_parts: bool) -> None:
@@ -56,20 +55,16 @@ def _small_heads(part: Part) -> int:
 
 def _narrow_part(part: Part, width: int, head: int, new_widths: dict[int, int]) -> None:
     _reduce_experts(part)
-    mamba = _shrink_mamba(part, width)
-    if part.heads and not (mamba and "num_heads" in part.real):
+    if part.heads:
         _reduce_heads(part, width, head)
-    hidden = part.hidden or max(new_widths)
-    single = part.values.get(OF_LAYERS) or {}
-    for keys in (part.values, *single.values()):
-        real = part.real if keys is part.values else dict(keys)
-        for key, value in real.items():
-            if key in mamba or not WIDTHS.search(key) or HEAD_WIDTHS.search(key):
-                continue
-            if type(value) is int:
-                keys[key] = _scaled(value, width / hidden, new_widths)
-            elif isinstance(value, list) and all(type(size) is int for size in value):
-                keys[key] = [_scaled(size, width / hidden, new_widths) for size in keys[key]]
+    factor = width / (part.hidden or max(new_widths))
+    for key, value in part.real.items():
+        if not WIDTHS.search(key) or HEAD_WIDTHS.search(key):
+            continue
+        if type(value) is int:
+            part.values[key] = _scaled(value, factor, new_widths)
+        elif isinstance(value, list) and all(type(size) is int for size in value):
+            part.values[key] = [_scaled(size, factor, new_widths) for size in part.values[key]]
 
 
 def _scaled(value: int, factor: float, new_widths: dict[int, int]) -> int:
@@ -94,12 +89,6 @@ def _reduce_heads(part: Part, width: int, head: int) -> None:
             part.values[key] = min(part.real[key], HEADS)
     small = width // heads if not has_head_width or part.fills_width else min(head, part.head_width)
     _narrow_heads(part, small)
-    for keys in (part.values.get(OF_LAYERS) or {}).values():
-        for key, value in keys.items():
-            if type(value) is int and (HEAD_COUNTS.search(key) or GROUP_COUNTS.search(key)):
-                keys[key] = max(1, value * heads // part.heads)
-            elif type(value) is int and HEAD_WIDTHS.search(key):
-                keys[key] = max(2, 2 * round(value * small / part.head_width / 2))
 
 
 def _narrow_heads(part: Part, small: int) -> None:
@@ -163,26 +152,3 @@ def _reduce_experts(part: Part) -> None:
         if type(groups) is int and groups > 1:
             part.values[key] = min(groups, EXPERT_GROUPS)
             part.values["topk_group"] = max(1, (part.real.get("topk_group") or 1) * part.values[key] // groups)
-
-
-def _shrink_mamba(part: Part, width: int) -> list[str]:
-    """Narrows a state space layer, whose heads together are `expand` times as wide as the layer."""
-    expand = part.real.get("mamba_expand", part.real.get("expand"))
-    if not isinstance(expand, (int, float)):
-        return []
-    for count, size in MAMBA:
-        if type(part.real.get(count)) is int and type(part.real.get(size)) is int:
-            part.values[size] = min(HEAD_WIDTH, part.real[size])
-            part.values[count] = max(1, int(expand * width) // part.values[size])
-            break
-    else:
-        count = size = ""
-    for key in ("mamba_n_groups", "n_groups"):
-        if type(part.real.get(key)) is int:
-            part.values[key] = math.gcd(part.real[key], part.values[count]) if count else 1
-    for key in ("mamba_d_state", "state_size", "ssm_state_size"):
-        if type(part.real.get(key)) is int:
-            part.values[key] = min(part.real[key], HEAD_WIDTH)
-    if type(part.real.get("mamba_d_ssm")) is int:
-        part.values["mamba_d_ssm"] = int(expand * width)
-    return [count, size]

@@ -23,7 +23,6 @@ from .timeline import OPTIMIZER as OPTIMIZER
 from .timeline import PARAMETERS as PARAMETERS
 from .timeline import Meter as Meter
 from .traces import SHIPPED as SHIPPED
-from .traces import VARIANTS as VARIANTS
 from .traces import At as At
 from .traces import Event as Event
 from .traces import Size as Size

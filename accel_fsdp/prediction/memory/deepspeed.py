@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
@@ -24,9 +23,8 @@ class Zero(EngineMemory):
     """
 
     def load(self) -> None:
-        """Weights, masters and the bucket."""
         stage, compute = self.layout.strategy, shards.compute_bytes(self.recipe)
-        weights = self.total(lambda unit: shards.gathered_bytes(unit, self._unsharded_layout()))
+        weights = self.total(lambda unit: shards.gathered_bytes(unit, Layout.alone()))
         if stage < 3:
             self.meter.add(PARAMETERS, weights)
         elif not self.layout.offload:
@@ -37,7 +35,6 @@ class Zero(EngineMemory):
         self.meter.add(BUFFERS, REDUCE_BUCKET_SIZE * compute)
 
     def make_states(self) -> None:
-        """Allocates the optimizer's state of this rank's partition."""
         if not self.layout.offload:
             single_rank = replace(self.layout, ranks=1, ranks_per_node=1)
             unsharded = self.total(lambda unit: shards.optimizer_bytes(unit, self.recipe, single_rank))
@@ -45,9 +42,6 @@ class Zero(EngineMemory):
 
     def adds(self, unit: int) -> bool:
         return False
-
-    def _unsharded_layout(self) -> Layout:
-        return Layout(Engine.NONE, 1, 1, 1)
 
     def _trained_numel(self) -> int:
         return self.total(lambda unit: unit.trained_numel)
@@ -65,7 +59,7 @@ class Zero(EngineMemory):
         self.before_forward(unit)
 
     def _add_live(self, unit: int, sign: int) -> None:
-        size = 2 * shards.gathered_bytes(self.units[unit], self._unsharded_layout())
+        size = 2 * shards.gathered_bytes(self.units[unit], Layout.alone())
         self.meter.add(GATHERED, sign * min(size, MAX_LIVE_PARAMETERS * state_bytes.LOW))
 
     def after_backward(self, unit: int, grad_bytes: int) -> None:

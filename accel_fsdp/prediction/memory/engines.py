@@ -12,14 +12,7 @@ from typing import ClassVar
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.shards import Unit
-from accel_fsdp.prediction.memory.timeline import (
-    BUFFERS,
-    GATHERED,
-    GRADIENTS,
-    OPTIMIZER,
-    PARAMETERS,
-    Meter,
-)
+from accel_fsdp.prediction.memory.timeline import BUFFERS, GATHERED, GRADIENTS, OPTIMIZER, PARAMETERS, Meter
 
 
 @dataclass
@@ -57,12 +50,10 @@ class EngineMemory:
 
     @property
     def held_units(self) -> Sequence[tuple[Unit, int]]:
-        """All units with their counts, including unused ones."""
         inner = ((unit, self.counts[index]) for index, unit in self.nested.items() if index)
         return (*zip(self.units, self.counts, strict=True), *inner, *((unit, 1) for unit in self.idle))
 
     def total(self, size: Callable[[Unit], int]) -> int:
-        """Sums a size over all units."""
         return sum(size(unit) * count for unit, count in self.held_units)
 
     @property
@@ -70,7 +61,6 @@ class EngineMemory:
         return len(self.units) - 1 if self.units[-1].name == "head" else 0
 
     def load(self) -> None:
-        """Allocates the memory that lives from the beginning."""
         if not self.layout.offload:
             self.meter.add(PARAMETERS, self.total(self._at_rest))
 
@@ -114,7 +104,6 @@ class EngineMemory:
         return 0
 
     def last_gradients(self) -> int:
-        """The gradients of a whole step."""
         return 0 if self.layout.offload else self.total(lambda unit: self._master(unit, shard=True))
 
     def step(self) -> None:
@@ -151,12 +140,10 @@ class Fsdp(EngineMemory, ABC):
         self.has_grads = self.has_grads or self.syncs
 
     def before_forward(self, unit: int) -> None:
-        """Gathers the unit."""
         if unit not in self.gathered:
             self._gather(unit)
 
     def after_forward(self, unit: int) -> None:
-        """Frees the unit, if the strategy reshards it."""
         if self._reshards(unit):
             self._free(unit)
 
@@ -286,7 +273,8 @@ class Fsdp2(Fsdp):
             return
         ready = self.waiting.pop(unit, 0) or grad_bytes
         if not self.syncs:
-            if unit not in self.waiting and (cast := shards.reduced_like(ready, self.recipe, self.layout)) != ready:
+            cast = ready * shards.reduce_bytes(self.recipe, self.layout) // shards.compute_bytes(self.recipe)
+            if unit not in self.waiting and cast != ready:
                 self.meter.add(GRADIENTS, cast)
                 self.meter.add(GRADIENTS, -ready)
                 ready = cast

@@ -69,7 +69,6 @@ class Fsdp1(Fsdp):
                 self._gather(near)
 
     def after_backward(self, unit: int, grad_bytes: int) -> None:
-        """Frees the unit and reduces its gradients."""
         if grad_bytes:
             unsharded, shard = self._reduction_bytes(unit)
             # the backward of torch.split joins the views' gradients in a new tensor

@@ -1,13 +1,12 @@
 """Allocations of blocks and head for one recipe: their tapes at its batch, plus those of libraries. Pure."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from accel_fsdp.config import Engine
 from accel_fsdp.job import Layout, Recipe
 from accel_fsdp.models import state_bytes
 from accel_fsdp.prediction.memory import shards
-from accel_fsdp.prediction.memory.shape import Block, ModelShape
+from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.traces import (
     ROUND_BYTES,
@@ -36,60 +35,26 @@ class ReplayedModel:
 
 
 def replay_model(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> ReplayedModel:
-    """Plays a model's tapes; `recipe` is that of one rank (`Recipe.part_of_rows`)."""
-    at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
-    blocks = [tape_of_block(shape, tapes, recipe, kind).of(recipe.rows) for kind in range(len(shape.blocks))]
-    head = tape_of_head(tapes, recipe)
+    at, blocks = _block_tapes(shape, tapes, recipe)
     units = shards.distinct_units(shape, recipe, layout)
     width = Variant.of(variant_for(recipe, layout)).weight_bytes
     split = zip(blocks, units.experts, strict=True)
     return ReplayedModel(
-        tuple(
-            _gathering_keys(block, replay(tape, at), shape, recipe, layout)
-            for block, tape in zip(shape.blocks, blocks, strict=True)
-        ),
+        tuple(replay(tape, at) for tape in blocks),
         replay(tapes.embedding.of(recipe.rows), at),
-        fused_head(shape, recipe) if head is None else replay(head.of(recipe.rows), at),
+        fused_head(shape, recipe) if recipe.liger else replay(tapes.head.of(recipe.rows), at),
         tuple(_cast_bytes(unit, recipe, layout) for unit in units.blocks),
         tuple(split_replay(tape, at, _gradients(experts, width)) for tape, experts in split),
     )
 
 
-class ForwardPeaks(NamedTuple):
-    """The highest points of the blocks and of head and loss in a forward that saves nothing."""
+def forward_peaks(shape: ModelShape, tapes: Tapes, recipe: Recipe) -> list[int]:
+    """The highest points of the blocks, then of head and loss, in a forward that saves nothing.
 
-    blocks: tuple[int, ...]
-    head: int
-
-
-def forward_peaks(shape: ModelShape, tapes: Tapes, recipe: Recipe) -> ForwardPeaks:
-    """Plays a model's forward alone. Liger's loss has all logits there: it avoids them only in training."""
-    at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
-    blocks = [tape_of_block(shape, tapes, recipe, kind).of(recipe.rows) for kind in range(len(shape.blocks))]
-    head = (tape_of_head(tapes, recipe) or tapes.head).of(recipe.rows)
-    highest = [max(levels(tape.first or tape.forward, at), default=0) for tape in (*blocks, head)]
-    return ForwardPeaks(tuple(highest[:-1]), highest[-1])
-
-
-def _gathering_keys(block: Block, alone: Replay, shape: ModelShape, recipe: Recipe, layout: Layout) -> Replay:
-    """The replay of a block whose attention gathers the keys and values of whole rows.
-
-    torch's context parallelism gathers a copy of both, again in backward, where it sums gradients in float32
-    (`_templated_ring_attention_backward`). The products after attention may need more.
+    Liger's loss has all logits there: it avoids them only in training.
     """
-    queries, keys = shape.attention_widths(block)
-    if not layout.gathers_keys or not keys:
-        return alone
-    width, tokens = shards.compute_bytes(recipe), recipe.rows * recipe.length
-    gathered = 2 * keys * tokens * layout.context * width
-    own = tokens * width * (2 * shape.hidden + 2 * queries + 4 * keys)  # input, its norm, output, keys and a copy
-    sums = tokens * (state_bytes.MASTER + width) * (queries + 2 * keys)
-    forward, backward = int(own + gathered), int(own + gathered + sums)
-    return alone._replace(
-        forward_peak=max(alone.forward_peak, forward),
-        backward_peak=max(alone.backward_peak, backward),
-        adding_peak=max(alone.adding_peak, backward),
-    )
+    at, blocks = _block_tapes(shape, tapes, recipe)
+    return [max(levels(tape.first or tape.forward, at), default=0) for tape in (*blocks, tapes.head.of(recipe.rows))]
 
 
 def _gradients(experts: Unit | None, width: int) -> frozenset[int]:
@@ -98,14 +63,11 @@ def _gradients(experts: Unit | None, width: int) -> frozenset[int]:
     return frozenset(-(-param.numel * width // ROUND_BYTES) * ROUND_BYTES for param in trained)
 
 
-def tape_of_block(shape: ModelShape, tapes: Tapes, recipe: Recipe, index: int) -> Tape:
-    """The tape of a block at the recipe's length."""
-    return tapes.block(index, recipe.length, 0 if recipe.attention == "flash" else shape.window)
-
-
-def tape_of_head(tapes: Tapes, recipe: Recipe) -> Tape | None:
-    """The tape of head and loss; None if fused kernels compute both (`fused_head`)."""
-    return None if recipe.liger else tapes.head
+def _block_tapes(shape: ModelShape, tapes: Tapes, recipe: Recipe) -> tuple[At, list[Tape]]:
+    """The batch of a recipe, and the tapes of the blocks at its rows and length."""
+    at = At(recipe.rows, recipe.length, 0 if recipe.method == "full" else recipe.lora_rank)
+    window = 0 if recipe.attention == "flash" else shape.window
+    return at, [tapes.block(kind, recipe.length, window).of(recipe.rows) for kind in range(len(shape.blocks))]
 
 
 def _cast_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
@@ -138,11 +100,10 @@ def fused_head(shape: ModelShape, recipe: Recipe) -> Replay:
         forward_peak=hidden + end + logits + weight,
         forward_end=end,
         output=0,
-        backward_peak=end,
-        peak_grad_bytes=0,
         grad_bytes=weight,
         keeps_input=True,
         early_peak=end,
         late_peak=end,
+        late_grad_bytes=0,
         adding_peak=end,
     )

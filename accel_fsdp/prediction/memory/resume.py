@@ -57,7 +57,6 @@ def _fsdp1_bytes(shape: ModelShape, recipe: Recipe, layout: Layout, kept: int, i
 
 
 def _largest_tensor(shape: ModelShape, recipe: Recipe, layout: Layout) -> int:
-    """The elements of the largest trained parameter."""
     units = shards.all_units(shape, recipe, layout)
     return max(param.numel for unit in units for param in unit.parameters if param.trained)
 

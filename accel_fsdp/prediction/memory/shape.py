@@ -116,8 +116,11 @@ class ModelShape:
         return hash((self.name, self.hidden, self.vocab))
 
     @property
+    def depth(self) -> int:
+        return sum(len(block.layers) for block in self.blocks)
+
+    @property
     def numel(self) -> int:
-        """The number of elements of all parameters."""
         in_blocks = sum(len(block.layers) * parameter.numel for block in self.blocks for parameter in block.parameters)
         return in_blocks + sum(parameter.numel for parameter in self.outer)
 

@@ -37,7 +37,6 @@ class HeldParameter:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the unsharded parameter."""
         return math.prod(self.shape)
 
     @property
@@ -67,12 +66,10 @@ class Unit:
 
     @property
     def count(self) -> int:
-        """The number of times that the model has this unit."""
         return len(self.block.layers) if self.block else 1
 
     @property
     def trained_numel(self) -> int:
-        """The number of elements with a gradient."""
         return sum(param.numel for param in self.parameters if param.trained)
 
 
@@ -85,11 +82,6 @@ def reduce_bytes(recipe: Recipe, layout: Layout) -> int:
     """Bytes per element of a gradient in FSDP's reduction: float32 by transformers, forward's dtype by Accelerate."""
     in_float32 = layout.is_by_transformers and recipe.precision != "no"
     return state_bytes.MASTER if in_float32 else compute_bytes(recipe)
-
-
-def reduced_like(gradients: int, recipe: Recipe, layout: Layout) -> int:
-    """The bytes of gradients after a cast from forward's dtype to that of the reduction."""
-    return gradients * reduce_bytes(recipe, layout) // compute_bytes(recipe)
 
 
 def master_bytes(recipe: Recipe, layout: Layout) -> int:
@@ -156,25 +148,16 @@ def _distinct_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> Units:
         return Unit(name, tuple(_held_parameters(parameters, recipe, layout, False)))
 
     first, last = outer_parts(shape, layout)
-    parameters = [tuple(_held_parameters(block.parameters, recipe, layout, True)) for block in shape.blocks]
-    blocks = tuple(
-        Unit(
-            block.name,
-            tuple(param for param in parameters[index] if not param.dispatched),
-            block,
-            index in shape.untraced,
-        )
-        for index, block in enumerate(shape.blocks)
-    )
-    dispatched_params = [tuple(param for param in params if param.dispatched) for params in parameters]
-    experts = tuple(
-        Unit(f"{unit.name}'s experts", params, unit.block, unit.idle, nested=True) if params else None
-        for unit, params in zip(blocks, dispatched_params, strict=True)
-    )
+    blocks, experts = list[Unit](), list[Unit | None]()
+    for index, block in enumerate(shape.blocks):
+        params, idle = tuple(_held_parameters(block.parameters, recipe, layout, True)), index in shape.untraced
+        own, apart = (tuple(p for p in params if p.dispatched is dispatched) for dispatched in (False, True))
+        blocks.append(Unit(block.name, own, block, idle))
+        experts.append(Unit(f"{block.name}'s experts", apart, block, idle, nested=True) if apart else None)
     units = outside("embedding" if last else "root", first), outside("head", last) if last else None
     tables = tuple(param for param in first if param.kind == "embedding")
     tied_head = outside("tied head", tables) if shape.tied and layout.is_by_transformers else None
-    return Units(blocks, *units, experts, tied_head)
+    return Units(tuple(blocks), *units, tuple(experts), tied_head)
 
 
 def _held_parameters(
@@ -296,17 +279,10 @@ def optimizer_bytes(unit: Unit, recipe: Recipe, layout: Layout) -> int:
 def _optimizer_bytes(unit: Unit, optimizer: str, master: int, layout: Layout) -> int:
     if optimizer.startswith("adamw_torch"):
         return optimizers.tensor_bytes(optimizer, (_optimized_numel(unit, layout),), master)
-    return sum(
-        optimizers.tensor_bytes(
-            optimizer,
-            shard_shape(param, layout),
-            master,
-            embedding=param.embedding
-            and layout.engine is not Engine.DEEPSPEED,  # whose partitions no longer belong to an embedding
-        )
-        for param in unit.parameters
-        if param.trained
-    )
+    trained = (param for param in unit.parameters if param.trained)
+    shapes = ((shard_shape(param, layout), param.embedding) for param in trained)
+    has_embeddings = layout.engine is not Engine.DEEPSPEED  # whose partitions no longer belong to an embedding
+    return sum(optimizers.tensor_bytes(optimizer, shape, master, known and has_embeddings) for shape, known in shapes)
 
 
 def _optimized_numel(unit: Unit, layout: Layout) -> int:

@@ -15,7 +15,7 @@ from accel_fsdp.prediction.memory import shards
 from accel_fsdp.prediction.memory.deepspeed import Zero
 from accel_fsdp.prediction.memory.engines import Ddp, EngineMemory, Fsdp2
 from accel_fsdp.prediction.memory.fsdp1 import Fsdp1
-from accel_fsdp.prediction.memory.replay import ForwardPeaks, ReplayedModel, forward_peaks, replay_model
+from accel_fsdp.prediction.memory.replay import ReplayedModel, forward_peaks, replay_model
 from accel_fsdp.prediction.memory.shape import ModelShape
 from accel_fsdp.prediction.memory.shards import Unit
 from accel_fsdp.prediction.memory.timeline import ACTIVATIONS, BUFFERS, GRADIENTS, LOSS, WORKSPACE, Meter, Moment, Trace
@@ -64,24 +64,16 @@ def _evaluation(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout,
     evaluated = replace(recipe, rows=recipe.eval_batch)
     walk = Walk.of(Meter(), shape, tapes, evaluated, layout)
     walk.rest(shape.buffers_bytes, workspace_bytes)
-    walk.evaluate(forward_peaks(shape, tapes, evaluated.part_of_rows(layout.context)))
+    walk.evaluate(forward_peaks(shape, tapes, evaluated))
     return walk.meter.moments[-1]
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """One step in the order of events: each unit's peak, then the memory after it; and the peak of each kind."""
-
-    samples: tuple[Moment, ...]
-    most: Mapping[str, int]
-
-
-def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> Timeline:
-    """The step that `predict` walks through, unit by unit."""
+def timeline(shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout, workspace_bytes: int = 0) -> list[Moment]:
+    """The step that `predict` walks through, in the order of events: each unit's peak, then the memory after it."""
     trace = Trace()
     Walk.of(trace, shape, tapes, recipe, layout).step(shape.buffers_bytes, workspace_bytes)
     trace.mark()
-    return Timeline(tuple(trace.samples), trace.most)
+    return trace.samples
 
 
 class Layers(NamedTuple):
@@ -117,7 +109,7 @@ class Walk:
     """One micro-batch, unit by unit. `order` is the block of each layer, `middle` the units that represent several.
 
     `summed` is the second gradient of a tied embedding: autograd adds it to the head's gradient in a new tensor
-    (torch's profiler shows `aten::add` in `EmbeddingBackward0`, not `add_`). `reduces_head`: the head's gradient is
+    (torch's profiler shows `aten::add` in `EmbeddingBackward0`, not `add_`). The gradient of a head that is a unit is
     reduced before the blocks' gradients are computed.
     """
 
@@ -129,35 +121,30 @@ class Walk:
     blocks: tuple[Replay, ...]
     embedding: Replay
     head: Replay
-    head_unit: int
     until_loss: tuple[int, ...]
+    splits: tuple[SplitReplay, ...]
     summed: int
-    splits: tuple[SplitReplay, ...] = ()
-    reduces_head: bool = True
 
     @classmethod
     def of(cls, meter: Meter, shape: ModelShape, tapes: Tapes, recipe: Recipe, layout: Layout) -> "Self":
         """Prepares the engine, the blocks' replays and the layers to walk through."""
-        recipe = recipe.part_of_rows(layout.context)
         order = block_order(shape)
         units = units_of(shape, recipe, layout)
-        layers = Layers.whole(order) if meter.sees_each else Layers.shortened(order)
+        layers = Layers.whole(order) if isinstance(meter, Trace) else Layers.shortened(order)
         first, last = units[:1], units[len(order) + 1 :]
         walked = [*first, *(units[index + 1] for index in layers.places), *last]
         counts = [1, *layers.counts, *(1 for _ in last)]
-        engine = ENGINES[layout.wrapper](meter, walked, counts, recipe, layout, idle_units(shape, recipe, layout))
         distinct = shards.distinct_units(shape, recipe, layout)
+        idle = [distinct.blocks[index] for index in shape.untraced for _ in shape.blocks[index].layers]
+        engine = ENGINES[layout.wrapper](meter, walked, counts, recipe, layout, idle)
         nested = {unit: distinct.experts[order[index]] for unit, index in enumerate(layers.places, start=1)}
         nested[0] = distinct.again if layout.wrapper is Engine.FSDP2 else None
         engine.nested = {unit: inner for unit, inner in nested.items() if inner}
         replay = replay_model(shape, tapes, recipe, layout)
         return cls(
             *(meter, engine, recipe, [order[index] for index in layers.places], layers.middle),
-            *(replay.blocks, replay.embedding, replay.head, engine.head_unit),
-            until_loss=replay.until_loss,
-            splits=replay.splits,
+            *(replay.blocks, replay.embedding, replay.head, replay.until_loss, replay.splits),
             summed=_summed_bytes(shape, recipe, layout, replay) if shape.tied else 0,
-            reduces_head=engine.head_unit > 0,
         )
 
     def step(self, buffers_bytes: int, workspace_bytes: int) -> int:
@@ -177,7 +164,7 @@ class Walk:
         self.engine.load()
         self.engine.make_states()
 
-    def evaluate(self, peaks: ForwardPeaks) -> None:
+    def evaluate(self, peaks: Sequence[int]) -> None:
         """Walks through a forward that saves nothing; a block's input is freed after the block."""
         self.meter.enter("evaluation")
         self.meter.add(ACTIVATIONS, self.recipe.rows * self.recipe.length * 3 * ID_BYTES + self.embedding.forward_end)
@@ -186,12 +173,12 @@ class Walk:
         for unit in self._units_repeated(range(1, len(self.order) + 1)):
             block = self.order[unit - 1]
             self.engine.before_forward(unit)
-            self._rise_with_experts(unit, peaks.blocks[block])
+            self._rise_with_experts(unit, peaks[block])
             self.meter.add(ACTIVATIONS, self.blocks[block].output - self._output_before(unit))
             self.engine.after_forward(unit)
-        self.engine.before_forward(self.head_unit)
-        self.meter.touch({LOSS: peaks.head})
-        self.engine.after_forward(self.head_unit)
+        self.engine.before_forward(self.engine.head_unit)
+        self.meter.touch({LOSS: peaks[-1]})
+        self.engine.after_forward(self.engine.head_unit)
 
     def micro_batches(self) -> None:
         last = self.recipe.accumulation
@@ -266,43 +253,37 @@ class Walk:
         return self.blocks[self.order[unit - 2]].output if unit > 1 else self.embedding.output
 
     def _loss(self) -> None:
-        self.engine.before_forward(self.head_unit)
+        self.engine.before_forward(self.engine.head_unit)
         self.meter.touch({LOSS: self.head.forward_peak})
         self.meter.add(LOSS, self.head.forward_end)
-        self.engine.after_forward(self.head_unit)
+        self.engine.after_forward(self.engine.head_unit)
         self.engine.end_forward()
-        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] * count for block, count in self._blocks_with_counts()))
+        counted = zip(self.order, self.engine.counts[1:], strict=False)  # the layers that each of these represents
+        self.meter.add(ACTIVATIONS, -sum(self.until_loss[block] * count for block, count in counted))
         self.meter.mark()
         self.engine.before_loss_backward()
         hidden = self.blocks[self.order[-1]].output
         if not self.head.keeps_input:
             self.meter.add(ACTIVATIONS, -hidden)
         self.meter.touch({LOSS: self.head.early_peak})
-        self.engine.before_head_backward(self.head_unit)
+        self.engine.before_head_backward(self.engine.head_unit)
         self.meter.touch({LOSS: self.head.late_peak - self.head.late_grad_bytes, GRADIENTS: self.head.late_grad_bytes})
         # kept hidden states are freed when their gradient, of the same size, is allocated
         gradient = 0 if self.head.keeps_input else hidden
         # a tied head's gradient waits for the embedding's, which belongs to the same parameter
-        grad_bytes = self.head.grad_bytes if self.summed else self._new_grad_bytes(self.head, self.head_unit)
-        self.meter.change({GRADIENTS: grad_bytes, LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
-        if self.reduces_head:
-            self.engine.after_backward(self.head_unit, self.head.grad_bytes)
+        new = 0 if self.engine.adds(self.engine.head_unit) and not self.summed else self.head.grad_bytes
+        self.meter.change({GRADIENTS: new, LOSS: -self.head.forward_end, ACTIVATIONS: gradient})
+        if self.engine.head_unit:
+            self.engine.after_backward(self.engine.head_unit, self.head.grad_bytes)
 
-    def _blocks_with_counts(self) -> Iterator[tuple[int, int]]:
-        """Yields the block of each layer, and the number of layers that it represents."""
-        return zip(self.order, self.engine.counts[1 : len(self.order) + 1], strict=True)
-
-    def _add_backward_peak(self, replay: Replay, kind: str, unit: int, released: int = 0) -> None:
+    def _add_backward_peak(self, replay: Replay, unit: int) -> None:
         """Counts the peak of a backward.
 
-        Its tape starts with the output, which the next block's backward has freed; `released` adds it again. The copy
-        of reentrant checkpointing stays to the end.
+        Its tape starts with the output, which the next block's backward has freed. The copy of reentrant checkpointing
+        stays to the end.
         """
-        if self.engine.adds(unit):
-            self.meter.touch({kind: released + replay.adding_peak})
-        else:
-            rise = released + replay.backward_peak - replay.peak_grad_bytes
-            self.meter.touch({kind: rise, GRADIENTS: replay.peak_grad_bytes})
+        peak, grad_bytes = (replay.adding_peak, 0) if self.engine.adds(unit) else replay.backward_peak
+        self.meter.touch({ACTIVATIONS: replay.output + peak - grad_bytes, GRADIENTS: grad_bytes})
 
     def _experts_backward(self, unit: int, released: int) -> int:
         """The backward of a block whose experts are a separate unit: they are reduced before the block's backward ends.
@@ -323,10 +304,6 @@ class Walk:
         self.meter.add(ACTIVATIONS, -released - split.level)
         return split.grad_bytes
 
-    def _new_grad_bytes(self, replay: Replay, unit: int) -> int:
-        """The bytes of gradients after a backward."""
-        return 0 if self.engine.adds(unit) else replay.grad_bytes
-
     def _backward(self) -> None:
         """Frees the saved tensors and the input of each block; the next block has freed its output."""
         for unit in self._units_repeated(range(len(self.order), 0, -1)):
@@ -342,17 +319,16 @@ class Walk:
                 self.meter.add(ACTIVATIONS, saved)
             grad_bytes = replay.grad_bytes - self._experts_backward(unit, replay.output)
             if grad_bytes == replay.grad_bytes:
-                self._add_backward_peak(replay, ACTIVATIONS, unit, replay.output)
+                self._add_backward_peak(replay, unit)
             new = 0 if self.engine.adds(unit) else grad_bytes
             self.meter.change({GRADIENTS: new, ACTIVATIONS: -input_bytes - saved})
             self.engine.after_backward(unit, grad_bytes)
             self.meter.mark()
         self.engine.before_backward(0)
-        self._add_backward_peak(self.embedding, ACTIVATIONS, 0, self.embedding.output)
-        self.meter.change(
-            {GRADIENTS: self._new_grad_bytes(self.embedding, 0), ACTIVATIONS: -self.embedding.forward_end}
-        )
-        grad_bytes = self.embedding.grad_bytes + (0 if self.reduces_head else self.head.grad_bytes) - self.summed
+        self._add_backward_peak(self.embedding, 0)
+        new = 0 if self.engine.adds(0) else self.embedding.grad_bytes
+        self.meter.change({GRADIENTS: new, ACTIVATIONS: -self.embedding.forward_end})
+        grad_bytes = self.embedding.grad_bytes + (0 if self.engine.head_unit else self.head.grad_bytes) - self.summed
         self.meter.touch({GRADIENTS: self.summed})
         self.meter.add(GRADIENTS, -self.summed)  # with `adds` this is the head's gradient, of the same size
         self.engine.after_backward(0, grad_bytes)
@@ -383,9 +359,3 @@ def units_of(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
     blocks, first, last, *_ = shards.distinct_units(shape, recipe, layout)
     inner = [blocks[index] for index in block_order(shape)]
     return [first, *inner, last] if last else [first, *inner]
-
-
-def idle_units(shape: ModelShape, recipe: Recipe, layout: Layout) -> list[Unit]:
-    """The units of layers that text rows skip: held like the others, but not run."""
-    blocks = shards.distinct_units(shape, recipe, layout).blocks
-    return [blocks[index] for index in shape.untraced for _ in shape.blocks[index].layers]

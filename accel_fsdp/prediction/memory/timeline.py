@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 PARAMETERS, GATHERED, GRADIENTS, OPTIMIZER = "parameters", "gathered units", "gradients", "optimizer state"
 ACTIVATIONS, LOSS, BUFFERS, WORKSPACE = "activations", "logits and loss", "buffers", "workspace"
@@ -25,12 +24,8 @@ class Moment:
 
 @dataclass
 class Meter:
-    """Live bytes, and the peak of each phase so far. `total` is the sum of `live`.
+    """Live bytes, and the peak of each phase so far. `total` is the sum of `live`."""
 
-    `sees_each`: every layer is walked through; for the peak, the first and the last of equal layers are enough.
-    """
-
-    sees_each: ClassVar[bool] = False
     live: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     moments: list[Moment] = field(default_factory=list)
     phase: str = ""
@@ -82,11 +77,9 @@ class Meter:
 
 @dataclass
 class Trace(Meter):
-    """Records the peak of each unit and the bytes after it, and the peak of each kind."""
+    """Records the peak of each unit and the bytes after it."""
 
-    sees_each = True
     samples: list[Moment] = field(default_factory=list)
-    most: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     _top: Moment | None = None
 
     def enter(self, phase: str) -> None:
@@ -95,14 +88,11 @@ class Trace(Meter):
         super().enter(phase)
 
     def mark(self) -> None:
-        """Records the finished unit."""
         if self._top:
             self.samples += [self._top, Moment(self.phase, dict(self.live))]
         self._top = None
 
     def _update_peak(self) -> None:
         super()._update_peak()
-        now = Moment(self.phase, dict(self.live))
-        self.most = {kind: max(size, self.most[kind]) for kind, size in now.live.items()}
-        if self._top is None or now.total > self._top.total:
-            self._top = now
+        if self._top is None or self.total > self._top.total:
+            self._top = Moment(self.phase, dict(self.live))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from operator import mul
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from accel_fsdp.config import LOW_DTYPES, Engine, Method
 from accel_fsdp.job import SHARDING_KINDS, Layout, LoraTargets, Recipe
@@ -84,13 +84,7 @@ class Tape:
         return hash((len(self.forward), len(self.backward), self.output))
 
     def of(self, rows: int) -> "Tape":
-        """The tape for this number of rows."""
         return self.alone if rows == 1 and self.alone is not None else self
-
-    @property
-    def saved(self) -> tuple[Event, ...]:
-        """The allocations and releases that add up to what is saved for backward, without the output."""
-        return (*self.forward, Event(-1, self.output))
 
 
 @dataclass(frozen=True)
@@ -116,17 +110,19 @@ class Tapes:
         return self.blocks[index] if masked is None or not window or length < window else masked
 
 
-AXES_IN_NAME = re.compile(r"(.*?)(?:-tensor(\d+))?(?:-experts(\d+))?")
+VARIANT_NAME = re.compile(
+    r"(?P<weights>bf16|fp32)(?P<autocast>-amp)?-(?P<method>full|lora|qlora)(?P<adapters>32)?(@(?P<targets>attention))?"
+    r"(?P<dropout>\+dropout)?-(?P<attention>sdpa|eager|packed)(?P<liger>-liger)?(-tensor(?P<tensor>\d+))?"
+    r"(-experts(?P<experts>\d+))?"
+)
 
 
 class Variant(NamedTuple):
     """The settings that decide a tape besides the model.
 
-    Weights and adapters are as they are when a block computes. `tensor` and `experts` are the sizes of tensor and
-    expert parallelism.
-
-    "bf16" stands for both 16-bit dtypes. `adapters` may be wider than `weights`: PEFT makes them float32 and autocast
-    casts them at each use.
+    Weights and adapters are as they are when a block computes; "bf16" stands for both 16-bit dtypes. `adapters` may be
+    wider than `weights`: PEFT makes them float32 and autocast casts them at each use. `tensor` and `experts` are the
+    sizes of tensor and expert parallelism.
     """
 
     weights: Literal["bf16", "fp32"] = "bf16"
@@ -157,29 +153,12 @@ class Variant(NamedTuple):
     @staticmethod
     @lru_cache
     def of(name: str) -> "Variant":
-        """The variant of a name."""
-        plain, tensor, experts = AXES_IN_NAME.fullmatch(name).groups()  # type: ignore[union-attr]
-        known = next(variant for variant in VARIANTS if variant.name == plain)
-        return known._replace(tensor=int(tensor or 1), experts=int(experts or 1))
+        word: dict[str, Any] = VARIANT_NAME.fullmatch(name).groupdict()  # type: ignore[union-attr]
+        adapters = "fp32" if word["adapters"] else word["weights"]
+        flags = {flag: word[flag] is not None for flag in ("autocast", "dropout", "liger")}
+        sizes = {axis: int(word[axis] or 1) for axis in ("tensor", "experts")}
+        return Variant(**{**word, **flags, **sizes, "adapters": adapters, "targets": word["targets"] or "all"})
 
-
-def _every_variant() -> list[Variant]:
-    variants: list[Variant] = []
-    for attention in ("sdpa", "eager", "packed"):
-        for weights, autocast in (("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)):
-            for method in ("full", "lora", "qlora"):
-                dtypes = {weights, "fp32"} if method != "full" else {weights}
-                variants += [
-                    Variant(weights, autocast, method, adapters, attention, targets, dropout, liger)  # type: ignore[arg-type]
-                    for liger in (False, True)
-                    for adapters in sorted(dtypes)
-                    for targets in (("all", "attention") if method != "full" else ("all",))
-                    for dropout in ((False, True) if method != "full" else (False,))
-                ]
-    return variants
-
-
-VARIANTS = tuple(_every_variant())
 
 _PLAIN = (
     *("bf16-amp-full-sdpa", "bf16-full-sdpa", "fp32-amp-full-sdpa", "fp32-full-sdpa"),
@@ -188,13 +167,10 @@ _PLAIN = (
 )
 _LIGER = ("bf16-amp-full-sdpa", "bf16-full-sdpa", "bf16-amp-lora-sdpa", "bf16-amp-lora32-sdpa", "bf16-amp-qlora-sdpa")
 SHIPPED = tuple(
-    variant.name
-    for name in _PLAIN
-    for known in VARIANTS
-    if known.name == name
+    known._replace(dropout=dropout, liger=liger).name
+    for name, known in ((name, Variant.of(name)) for name in _PLAIN)
     for dropout in ((False,) if known.method == "full" else (True, False))
     for liger in ((False, True) if name in _LIGER and dropout is (known.method != "full") else (False,))
-    for variant in (known._replace(dropout=dropout, liger=liger),)
 )
 """The variants that are bundled for the models of the catalogue: adapters with dropout, as the script has it, and
 without; Liger's kernels under FSDP, DDP and DeepSpeed."""
@@ -245,23 +221,26 @@ def levels(events: tuple[Event, ...], at: At) -> list[int]:
 class Replay(NamedTuple):
     """One tape at one batch, in bytes above those before the segment; gradients of parameters are separate.
 
-    `forward_end` holds the output and all saved tensors. `backward_peak` includes `peak_grad_bytes` of gradients
-    created by then; `grad_bytes` are those of all gradients. `early_peak` is the peak of backward before a
-    parameter's first gradient is created, where a head's own backward follows the loss's; without gradients, that of
-    the whole. `adding_peak` is the peak of backward if each gradient is added to an older one at once.
+    `forward_end` holds the output and all saved tensors; `grad_bytes` are those of all gradients. `early_peak` is the
+    peak of backward before a parameter's first gradient is created, where a head's own backward follows the loss's;
+    `late_peak` includes `late_grad_bytes` of gradients created by then. `adding_peak` is the peak of backward if each
+    gradient is added to an older one at once.
     """
 
     forward_peak: int
     forward_end: int
     output: int
-    backward_peak: int
-    peak_grad_bytes: int
     grad_bytes: int
     keeps_input: bool
-    early_peak: int = 0
-    late_peak: int = 0
-    late_grad_bytes: int = 0
-    adding_peak: int = 0
+    early_peak: int
+    late_peak: int
+    late_grad_bytes: int
+    adding_peak: int
+
+    @property
+    def backward_peak(self) -> tuple[int, int]:
+        """The peak of the whole backward, and the bytes of gradients in it."""
+        return max((self.early_peak, 0), (self.late_peak, self.late_grad_bytes), key=lambda peak: peak[0])
 
 
 @lru_cache(1024)
@@ -269,23 +248,20 @@ def replay(tape: Tape, at: At) -> Replay:
     """Replays a tape once, so that a model of any depth costs no more than one block."""
     forward = levels(tape.forward, at)
     alive = grad_bytes = adding = 0
-    early, late = (0, 0), (0, 0)  # the highest point, and the share of gradients in it
+    early, late = 0, (0, 0)  # the highest points, of the second with the share of gradients in it
     sizes = {event.size: event.size.at(at) for event in set(tape.backward)}
     for sign, polynomial in tape.backward:
         size = sizes[polynomial]
         alive += sign * size
         grad_bytes += 0 if sign else size
         adding = max(adding, alive if sign else alive + size)
-        if not grad_bytes and alive > early[0]:
-            early = alive, 0
+        if not grad_bytes:
+            early = max(early, alive)
         if grad_bytes and alive + grad_bytes > late[0]:
             late = alive + grad_bytes, grad_bytes
-    peak, peak_grad_bytes = late if late[0] > early[0] else early
     end = forward[-1] if forward else 0
-    return Replay(
-        *(max(forward, default=0), end, tape.output.at(at), peak, peak_grad_bytes, grad_bytes, tape.keeps_input),
-        *(early[0], *late, adding),
-    )
+    peak, output = max(forward, default=0), tape.output.at(at)
+    return Replay(peak, end, output, grad_bytes, tape.keeps_input, early, *late, adding)
 
 
 class SplitReplay(NamedTuple):

@@ -58,7 +58,6 @@ class CudaRules(TorchFunctionMode):
     """Chooses attention kernels and, inside autocast, dtypes as CUDA does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replaces the call of one function."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attention(*args, **kwargs)
@@ -174,7 +173,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def blind(cls) -> AbstractContextManager[bool]:
-        """Pauses the recording in the block."""
         return patch.object(cls, "_blind", True)
 
     def from_caller(self) -> AbstractContextManager[int]:
@@ -186,7 +184,6 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._keys.get(tensor.untyped_storage()._cdata, -1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation and records the storages that it creates."""
         kwargs = kwargs or {}
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # DTensor calls again with the rank's part

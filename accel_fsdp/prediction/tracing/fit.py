@@ -37,18 +37,13 @@ def record_model(name: str, config: Any, variants: tuple[str, ...] = SHIPPED) ->
         UserError: transformers can't build a model from the config, or its layers' memory is not a polynomial of the
         batch.
     """
+    kind = f"{name} ({config.model_type})"
     if config.is_encoder_decoder:
-        raise UserError(
-            f"{name} ({config.model_type}) has an encoder and a decoder",
-            why="a plan is about one stack of layers",
-            fix=f"choose a decoder-only model; {WITHOUT_PLAN}",
-        )
+        why, fix = "a plan is about one stack of layers", f"choose a decoder-only model; {WITHOUT_PLAN}"
+        raise UserError(f"{kind} has an encoder and a decoder", why=why, fix=fix)
     if trained_class(config) is None or not hasattr(config.get_text_config(), "vocab_size"):
-        raise UserError(
-            f"{name} ({config.model_type}) is not a language model",
-            why="a plan is about sequences of tokens",
-            fix=f"choose a language model; {WITHOUT_PLAN}",
-        )
+        why, fix = "a plan is about sequences of tokens", f"choose a language model; {WITHOUT_PLAN}"
+        raise UserError(f"{kind} is not a language model", why=why, fix=fix)
     tapes: dict[str, Tapes] = {}
     alike: dict[Variant, Tapes] = {}
     for variant in variants:

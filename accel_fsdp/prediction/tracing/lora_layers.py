@@ -33,9 +33,10 @@ def adapt(layer: nn.Module, variant: Variant, rank: int, frozen: Collection[str]
             adapted = attribute not in frozen if variant.targets == "all" else attribute in ATTENTION_LINEAR
             if adapted or variant.method == "qlora":
                 _check_product(path, module)
-            base = FourBitLinear(module) if variant.method == "qlora" else module
-            new = _lora_layer(module, variant, rank) if adapted else base
-            layer.get_submodule(parent)._modules[attribute] = new
+            if adapted:
+                layer.get_submodule(parent)._modules[attribute] = _lora_layer(module, variant, rank)
+            elif variant.method == "qlora":
+                layer.get_submodule(parent)._modules[attribute] = FourBitLinear(module)
     layer.requires_grad_(False)
     for module in layer.modules():
         if isinstance(module, LoraLayer):
@@ -57,20 +58,14 @@ def _check_product(path: str, module: Any) -> None:
         )
 
 
-def _settings(rank: int, transposed: bool, variant: Variant) -> Any:
-    dropout = 0.1 if variant.dropout else 0.0  # its size does not matter
-    return LoraConfig(r=rank, lora_alpha=rank, lora_dropout=dropout, fan_in_fan_out=transposed)
-
-
 def _lora_layer(module: Any, variant: Variant, rank: int) -> nn.Module:
-    transposed = not isinstance(module, nn.Linear)
-    if variant.method == "qlora":
-        packed = FourBitLinear(module)
-        wrapped: nn.Module = lora.Linear4bit(
-            packed, _NAME, config=_settings(rank, False, variant), r=rank, lora_alpha=rank
-        )
-        return wrapped
-    wrapped = lora.Linear(module, _NAME, config=_settings(rank, transposed, variant), r=rank, lora_alpha=rank)
+    is_packed = variant.method == "qlora"
+    config = LoraConfig(
+        **{"r": rank, "lora_alpha": rank, "lora_dropout": 0.1 if variant.dropout else 0.0},  # its size does not matter
+        fan_in_fan_out=not is_packed and not isinstance(module, nn.Linear),
+    )
+    base, kind = (FourBitLinear(module), lora.Linear4bit) if is_packed else (module, lora.Linear)
+    wrapped: nn.Module = kind(base, _NAME, config=config, r=rank, lora_alpha=rank)
     return wrapped
 
 

@@ -53,9 +53,9 @@ def blocks_of(model: "nn.Module") -> list[tuple[str, "nn.Module"]]:
     """The layers that become FSDP units, by path, in the order of declaration."""
     names = {layer.name for layer in wrap_classes(model)}
     inner = [(path, module) for path, module in model.named_modules() if type(module).__name__ in names]
-    paths = {path for path, _ in inner}
+    outer = tuple(f"{path}." for path, _ in inner)
     # a class such as an embedding table, which some models name too, is in no list of layers
-    layers = [(path, m) for path, m in inner if path.rsplit(".", 1)[-1].isdecimal() and not _nested(path, paths)]
+    layers = [(path, m) for path, m in inner if path.rsplit(".", 1)[-1].isdecimal() and not path.startswith(outer)]
     if not layers:
         raise UserError(
             f"no repeated layer found in {type(model).__name__}",
@@ -73,11 +73,6 @@ def text_layers(model: Any) -> list[int]:
     decoder = model.get_decoder()
     start = next(f"{path}." for path, module in model.named_modules() if module is decoder)
     return [index for index, path in enumerate(paths) if path.startswith(start)]
-
-
-def _nested(path: str, paths: set[str]) -> bool:
-    parts = path.split(".")
-    return any(".".join(parts[:n]) in paths for n in range(1, len(parts)))
 
 
 def _signature(layer: "nn.Module") -> tuple[Any, ...]:

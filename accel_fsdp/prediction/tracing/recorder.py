@@ -41,7 +41,6 @@ class _Stage(nn.Module):
         self._on_call = on_call
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the callback with its arguments, and returns the answer as the block's result."""
         return self._on_call(args, kwargs)
 
 
@@ -77,7 +76,10 @@ class Recorder:
         self._layers: dict[tuple[int, int], nn.Module] = {}
         self._width: dict[int, int] = {}
         self._dtype: dict[int, torch.dtype] = {}
-        self._leave_out(set(self._text) - self._layers_for_text())
+        reached = self._layers_for_text()
+        skipped = (n for n, first in enumerate(self._firsts) if first in set(self._text) - reached)
+        self.shape = replace(self.shape, untraced=tuple(sorted({*self.shape.untraced, *skipped})))
+        self._text = [index for index in self._text if index in reached]
 
     def _layers_for_text(self) -> set[int]:
         """The layers that run for a row without images; layers that attend only to images are skipped."""
@@ -93,13 +95,6 @@ class Recorder:
                 self._forward(self._ids(At(1, STEP, 0)))
         return reached or set(self._text)
 
-    def _leave_out(self, silent: set[int]) -> None:
-        """Adds blocks that text doesn't go through to those that aren't traced."""
-        if silent:
-            self._text = [index for index in self._text if index not in silent]
-            skipped = (n for n, first in enumerate(self._firsts) if first in silent)
-            self.shape = replace(self.shape, untraced=tuple(sorted({*self.shape.untraced, *skipped})))
-
     def _layer(self, index: int, rank: int) -> nn.Module:
         """A block with its adapters of one rank."""
         if (index, rank) not in self._layers:
@@ -112,8 +107,6 @@ class Recorder:
         return self._layers[index, rank]
 
     def _replace_blocks(self, count: int, on_call: Callable[[int, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        """Replaces the blocks by stages."""
-
         def stage_for(index: int) -> _Stage:
             return _Stage(self._metas[index], lambda args, kwargs: on_call(index, args, kwargs))
 
@@ -148,7 +141,6 @@ class Recorder:
         return calls
 
     def block(self, block: int, at: At) -> RecordedRun:
-        """Runs one kind of block forward and backward."""
         index = self._firsts[block]
         layer = self._layer(index, at.rank)
         hidden, args, kwargs = self.calls(at)[index]
@@ -236,7 +228,6 @@ class Recorder:
 
     @contextmanager
     def _enter_contexts(self) -> Iterator[None]:
-        """Enters the contexts that forward runs in."""
         with ExitStack() as stack:
             if self.variant.liger:
                 from accel_fsdp.prediction.tracing.fused_kernels import rotary_in_place
@@ -285,7 +276,6 @@ def _adapt(layer: nn.Module, variant: Variant, rank: int, frozen: Collection[str
 
 
 def _use_fused_kernels(module: nn.Module, variant: Variant) -> None:
-    """Puts fused kernels into a model or a layer, if the variant has them."""
     if variant.liger:
         from accel_fsdp.prediction.tracing.fused_kernels import fuse
 

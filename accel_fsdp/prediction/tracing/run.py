@@ -74,7 +74,8 @@ def record_run(
             del loss, rest
             watch.stop()
             backward, replaced = summed_in_place(watch.events[split:])
-            grads = {watch.key_of(_local_part(p.grad)) for p in module.parameters() if p.grad is not None}
+            held = (p.grad for p in module.parameters() if p.grad is not None)
+            grads = {watch.key_of(grad.to_local() if isinstance(grad, DTensor) else grad) for grad in held}
             alive = [watch.key_of(grad) for grad in caught]
             module.zero_grad()
     first = _without_saving(call, like, around) if twice and like is not None else []
@@ -86,11 +87,6 @@ def record_run(
         [replaced.get(key, key) for key in alive],
         output,
     )
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _without_saving(
