@@ -18,7 +18,6 @@ from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.training import (
     background_saves,
     loading,
-    patches,
     preemption,
     resuming,
     safe_checkpoints,
@@ -68,7 +67,6 @@ class Checkpoints:
         modules = (safe_checkpoints, background_saves, loading, preemption, uploads)
         used = (internal for module in modules for internal in module.RELIES_ON)
         library_internals.check(*used, why="checkpoints depend on it")
-        patches.read_checkpoints_as_data()
         flags = {
             "async_checkpoints": async_checkpoints,
             "checkpoint_uri": checkpoint_uri,
@@ -207,6 +205,8 @@ class _OwnTrainer(SafeCheckpoints):
         self.args.resume_from_checkpoint = str(resume_from_checkpoint) if asked else None
         folder = resuming.newest(self.args)
         if folder is not None:
+            resuming.keep_batch_size(folder, self.args)
+            self._train_batch_size = self.args.train_batch_size
             resuming.check(folder, self.checkpoints.origin(), skips_data=not self.args.ignore_data_skip)
         self.lock = atomic_files.only_run(Path(self.args.output_dir)) if self.args.process_index == 0 else None
         try:

@@ -1,6 +1,5 @@
 """Chooses the checkpoint that a run resumes, and checks before loading that its settings fit."""
 
-import os
 from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
@@ -47,6 +46,7 @@ def chosen(training: "TrainingArguments") -> str | None:
     checkpoint = newest(training)
     if checkpoint is None:
         return None
+    keep_batch_size(checkpoint, training)
     origin = marker.origin_of(checkpoint)
     if origin and LaunchEnvironment.now().may_restart and not training.ignore_data_skip:
         _keep_rows(origin, training)
@@ -71,6 +71,16 @@ def _keep_rows(origin: Origin, training: "TrainingArguments") -> None:
             style="yellow",
         )
     training.gradient_accumulation_steps = micro_batches
+
+
+def keep_batch_size(checkpoint: Path, training: "TrainingArguments") -> None:
+    """Takes the batch size that `--auto_find_batch_size` had arrived at, as Trainer does, before steps are compared."""
+    rows = summary.read_json(checkpoint / file_names.TRAINER_STATE).get("train_batch_size")
+    if not training.auto_find_batch_size or not isinstance(rows, int) or rows in (0, training.train_batch_size):
+        return
+    training.per_device_train_batch_size = rows // max(training.n_gpu, 1)
+    if training.process_index == 0:
+        console.say(f"--auto_find_batch_size goes on with {rows} rows per device, as in {checkpoint}", style="cyan")
 
 
 def newest(training: Any) -> Path | None:
@@ -163,8 +173,6 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     """
     facts, origin = summary.facts_of(checkpoint), marker.origin_of(checkpoint)
     stored = origin.engine if origin else _engine(checkpoint, facts)
-    if completeness.by_deepspeed(checkpoint):
-        _restrict_deepspeed()
     if absent := completeness.lacking_to_resume(checkpoint, facts):
         raise UserError(
             f"{checkpoint} holds no {' and no '.join(absent)}",
@@ -197,21 +205,6 @@ def how_to_convert(checkpoint: Path, engines: set[str], here: Origin, then: str 
 def _own_precision() -> str:
     """This run's precision, as far as the names of DeepSpeed's files depend on it."""
     return "bf16" if LaunchEnvironment.now().mixed_precision == "bf16" else "no"
-
-
-def _restrict_deepspeed() -> None:
-    """Restricts DeepSpeed's loading to tensors, plain data and its own few types: it passes `weights_only=False`.
-
-    A user's own setting of torch's variable is kept.
-    """
-    import torch
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
-    from deepspeed.utils.tensor_fragment import fragment_address
-
-    if not os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"):
-        torch.serialization.add_safe_globals([DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address])
-        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
 
 
 def check_adapter(checkpoint: Path, names: Iterable[str]) -> None:

@@ -19,6 +19,7 @@ else:
     Base = object
 
 RELIES_ON = (
+    Internal(f"{TRAINER}._prepare_for_training", "self max_steps train_dataloader resume_from_checkpoint"),
     Internal(f"{TRAINER}._load_from_checkpoint", "self resume_from_checkpoint model"),
     Internal(f"{TRAINER}._load_best_model", "self"),
     Internal(f"{TRAINER}._load_optimizer_and_scheduler", "self checkpoint"),
@@ -67,6 +68,10 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
                 why=f"saved: {self.checkpoints.folder()}" + (f"; not uploaded: {left}" if left else ""),
                 fix="the same command with --resume_from_checkpoint true",
             )
+
+    def _prepare_for_training(self, max_steps: int, dataloader: Any, checkpoint: str | None) -> Any:
+        with loading.as_data(self.is_deepspeed_enabled):
+            return super()._prepare_for_training(max_steps, dataloader, checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if hasattr(self.model, "peft_config") and not self.is_deepspeed_enabled:

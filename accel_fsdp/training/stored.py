@@ -102,10 +102,11 @@ def _fetch(training: "TrainingArguments", store: Store, name: str, sizes: Mappin
         with store.reached():
             store.fetch(name, own, checkpoints.store.arriving_at(output, name))
 
-    with checkpoints.store.arriving(output, name, size_bytes) if is_first else contextlib.nullcontext():
-        _together(lambda: None)  # the folder is there
+    with contextlib.ExitStack() as folder:
+        arriving = checkpoints.store.arriving(output, name, size_bytes)
+        _together(lambda: folder.enter_context(arriving) if is_first else None)
         _together(fetch)
-    _together(lambda: None)  # it has its name
+        _together(folder.close)  # it gets its name
 
 
 def _by_first(training: "TrainingArguments", action: Callable[[], T]) -> T:

@@ -50,7 +50,6 @@ RELIES_ON = (
     Internal(f"{TRAINER}.__init__", "* args eval_dataset"),
     Internal(f"{TRAINER}.train", "self resume_from_checkpoint *"),
     Internal(f"{TRAINER}._init_training_state", "self max_steps num_update_steps_per_epoch *"),
-    Internal(f"{TRAINER}._prepare_for_training", "self max_steps train_dataloader resume_from_checkpoint"),
     Internal(f"{TRAINER}._run_epoch"),
     Internal(f"{TRAINER}._finalize_training", "self trial num_train_samples start_time"),
     Internal(f"{TRAINER}.get_decay_parameter_names", "self model"),

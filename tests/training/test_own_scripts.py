@@ -7,11 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed.checkpoint as dcp
 from conftest import ROOT, Finished, accelerate_launch, run
 from conftest import accel_fsdp as command
 from stores import S3, s3  # noqa: F401  # a fixture
 from test_training import make_config
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForLanguageModeling,
+    Trainer,
+    TrainingArguments,
+)
 
 import accel_fsdp
 from accel_fsdp.checkpoints import completeness, file_names
@@ -118,6 +125,32 @@ def test_accelerates_own_launcher_shards_nothing_here(tiny_model: Path, text_dat
     assert finished.code != 0
     assert "error: --async_checkpoints without shards" in finished.output
     assert "fix: accel-fsdp launch --cpu, then the YAML and the script" in finished.output
+
+
+class Own:
+    """A type of the user's script, in a checkpoint of its own."""
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_script_reads_its_own_files_as_before(tiny_model: Path, text_data: Path, tmp_path: Path) -> None:
+    dcp.save({"state": Own()}, checkpoint_id=tmp_path / "own", no_dist=True)  # type: ignore[attr-defined]
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    rows = [
+        tokenizer(text["text"], max_length=16, truncation=True)
+        for text in map(json.loads, text_data.read_text().splitlines())
+    ]
+    for steps, resumes in ((1, None), (2, "auto")):
+        training = TrainingArguments(
+            str(tmp_path / "run"), max_steps=steps, save_steps=1, report_to="none", disable_tqdm=True, use_cpu=True
+        )
+        model = AutoModelForCausalLM.from_pretrained(tiny_model)
+        collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+        trainer = Trainer(model, training, train_dataset=rows, data_collator=collate)
+        accel_fsdp.Checkpoints(trainer)
+        trainer.train(resume_from_checkpoint=resumes)
+    loaded = {"state": None}
+    dcp.load(loaded, checkpoint_id=tmp_path / "own", no_dist=True)  # type: ignore[attr-defined]
+    assert isinstance(loaded["state"], Own)
 
 
 def test_what_can_not_be_meant(tiny_model: Path, tmp_path: Path) -> None:

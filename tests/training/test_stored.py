@@ -1,14 +1,18 @@
 """`--checkpoint_uri`: runs whose checkpoints are in an object store, which a real S3 server holds here."""
 
 import json
+import os
 import re
 import shutil
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
-from conftest import SFT, accel_fsdp, accelerate_launch
+from conftest import ROOT, SFT, accel_fsdp, accelerate_launch
 from stores import KEYS, S3, s3  # noqa: F401  # a fixture
 from test_training import make_config, sft_args
 
@@ -212,3 +216,54 @@ def test_what_the_store_holds_is_not_trusted(
     assert f"error: not uploaded to {uri}: all checkpoints: it holds checkpoint-6 of another run" in refused.output
     assert s3.names("bucket") == kept
     assert (tmp_path / "new" / "final" / "model.safetensors").exists()
+
+
+FETCHING = """
+import sys
+from types import SimpleNamespace
+from accelerate import PartialState
+from accel_fsdp import disks
+from accel_fsdp.errors import UserError
+from accel_fsdp.training import resuming
+
+def full(*args, **kwargs):
+    raise UserError("the disk is too small", why="", fix="")
+
+state = PartialState(cpu=True)
+disks.check_room = full
+asked = {"output_dir": sys.argv[2], "resume_from_checkpoint": "auto", "checkpoint_uri": sys.argv[1]}
+ranks = {"process_index": state.process_index, "world_size": state.num_processes, "save_on_each_node": False}
+try:
+    resuming.newest(SimpleNamespace(**asked, **ranks))
+except UserError as error:
+    print(error.what, flush=True)
+"""
+
+
+def test_a_disk_too_small_for_the_stored_one_is_an_error_of_all_ranks(
+    config: Path, tiny_model: Path, text_data: Path, tmp_path: Path
+) -> None:
+    """The first rank alone looks at the disk; the other must not wait for it."""
+    uri = f"file://{tmp_path}/store/run"
+    args = sft_args(tiny_model, text_data, tmp_path / "first", *STEPS, "--checkpoint_uri", uri)
+    first = accelerate_launch(config, SFT, *args)
+    assert first.code == 0, first.output
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        where = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", FETCHING, uri, str(tmp_path / "run")]
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **where, "RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    ]
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(output.endswith("the disk is too small\n") for output in outputs), outputs

@@ -66,6 +66,9 @@ class Tally:
         mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
         tokens = ids.new_tensor(ids.numel()) if mask is None or mask.dim() != 2 else (mask != 0).sum()
         documents = ids.new_tensor(ids.shape[0]) if positions is None else (positions == 0).sum()
+        if mask is None and positions is not None and "labels" in inputs:
+            padding = _padding(positions, inputs["labels"])
+            tokens, documents = tokens - padding.sum(), documents - (padding > 0).sum()
         trained = (inputs["labels"] != IGNORED).any() if "labels" in inputs else 1  # else it fills a rank's last step
         self._counted = self._counted + torch.stack([tokens, documents]).double() * trained
         if ids.numel() > self.rows * self.length:
@@ -90,6 +93,14 @@ class Tally:
         self.all_tokens, self.all_seconds = self.all_tokens + float(ranks[:, 0].sum()), self.all_seconds + seconds
         self._clear()
         return float(ranks[:, 0].sum()), float(ranks[:, 1].sum()), int(ranks[:, 2].max()), seconds
+
+
+def _padding(positions: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The padding of each packed row: its last document, if no token of it is trained (see `data.batching`)."""
+    places = torch.arange(positions.shape[-1], device=positions.device)
+    last_begin = torch.where(positions == 0, places, -1).amax(-1)
+    last_label = torch.where(labels != IGNORED, places, -1).amax(-1)
+    return (positions.shape[-1] - last_begin) * (last_label < last_begin)
 
 
 class ProgressReport(TrainerCallback):  # type: ignore[misc]
