@@ -111,11 +111,9 @@ def of_rank(names: Iterable[str], rank: int, ranks: int) -> list[str]:
     return [name for name in names if int(rank_in(name) or 0) % ranks == rank]
 
 
-def own_hashes(checkpoint: Path, rank: int, ranks: int, known: Mapping[Path, str]) -> dict[str, str]:
-    """Hashes of the files that this rank wrote: those that are `known`, by their paths, and those read now."""
-    own = of_rank(sizes_of(checkpoint), rank, ranks)
-    hashes = {name: known[checkpoint / name] for name in own if checkpoint / name in known}
-    return hashes | hashes_of(checkpoint, [name for name in own if name not in hashes])
+def own_hashes(checkpoint: Path, rank: int, ranks: int) -> dict[str, str]:
+    """Hashes of the files that this rank wrote."""
+    return hashes_of(checkpoint, of_rank(sizes_of(checkpoint), rank, ranks))
 
 
 def listed(checkpoint: Path) -> dict[str, int]:

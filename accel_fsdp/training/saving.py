@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -101,19 +101,19 @@ class CheckpointWriter:
         with contextlib.suppress(Exception, CheckpointException):
             self.wait()
 
-    def _complete_in_background(self, folder: Path, write: background_saves.Write, group: Any) -> None:
+    def _complete_in_background(self, folder: Path, write: Callable[[], None], group: Any) -> None:
         began = time.monotonic()
         try:
             with self._abandon_on_errors(folder):
-                hashed = write()
-            self._complete(folder, group, hashed)
+                write()
+            self._complete(folder, group)
         except UserError as error:
             self._log(f"{error.what}; training goes on until its next save or its end")
             raise
         self._log(f"{folder.name} is complete, written in {any_time(time.monotonic() - began)}")
 
-    def _complete(self, folder: Path, group: Any = None, hashed: Mapping[Path, str] | None = None) -> None:
-        hashes = self._hashes(folder, group, hashed or {})
+    def _complete(self, folder: Path, group: Any = None) -> None:
+        hashes = self._hashes(folder, group)
         self.together(lambda: self._seal(folder, hashes), group)
 
     def _log(self, line: str) -> None:
@@ -201,16 +201,13 @@ class CheckpointWriter:
             completeness.abandon(folder)
             raise
 
-    def _hashes(self, folder: Path, group: Any, hashed: Mapping[Path, str]) -> dict[str, str] | None:
-        """The hashes of all files, each taken by the rank that wrote it; None if ranks don't share the folder.
-
-        `hashed` are those that are known by now.
-        """
+    def _hashes(self, folder: Path, group: Any) -> dict[str, str] | None:
+        """The hashes of all files, each taken by the rank that wrote it; None if ranks don't share the folder."""
         if self.trainer.on_tpu or self.args.save_on_each_node:
             return None
         own_hashes, failed = dict[str, str](), None
         try:
-            own_hashes = marker.own_hashes(folder, self.args.process_index, self.args.world_size, hashed)
+            own_hashes = marker.own_hashes(folder, self.args.process_index, self.args.world_size)
         except (OSError, UserError) as error:
             failed = error
         parts = self._of_all_ranks([(own_hashes, cause(failed) if failed else "")], group)

@@ -305,7 +305,7 @@ def test_a_file_that_the_marker_does_not_list_is_damage(spoil: Any, tmp_path: Pa
 def test_each_rank_hashes_what_it_wrote(tmp_path: Path) -> None:
     names = (*SHARDED, *REST, "pytorch_model_fsdp_0/__1_0.distcp", *ZERO, "checkpoint.json")
     folder = written(tmp_path / "checkpoint-4", *names)
-    parts = [marker.own_hashes(folder, rank, 2, {}) for rank in range(2)]
+    parts = [marker.own_hashes(folder, rank, 2) for rank in range(2)]
     assert set(parts[1]) == {"rng_state_1.pth", "pytorch_model_fsdp_0/__1_0.distcp", ZERO[1]}
     whole = marker.read(folder)
     assert whole is not None
