@@ -87,8 +87,10 @@ def optimizer_and_schedule(trainer: Any, checkpoint: str | None, load: Callable[
     """
     plugin = _fsdp_plugin(trainer)
     with _as_trained(trainer, checkpoint if trainer.is_sharded else None):
-        if checkpoint is not None:
-            _create_states(plugin, trainer.optimizer)
+        if checkpoint is not None and plugin is not None and plugin.fsdp_version == 1:  # FSDP2's path does it itself
+            from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+            _init_optim_state(trainer.optimizer.optimizer)
         with _as_stored(trainer, checkpoint):
             if trainer.by_transformers and checkpoint is not None:
                 mesh_checkpoints.load_optimizer(trainer, Path(checkpoint))
@@ -97,23 +99,6 @@ def optimizer_and_schedule(trainer: Any, checkpoint: str | None, load: Callable[
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     if checkpoint is not None and isinstance(schedule, LambdaLR):
         _take_rates(trainer.optimizer, schedule)
-
-
-def accelerator_state(loop: Any, checkpoint: str) -> None:
-    """Loads what `Accelerator.save_state` has saved, on any number of ranks; the optimizer as above."""
-    for optimizer in loop.accelerator._optimizers:
-        _create_states(_fsdp_plugin(loop), optimizer)
-    by_deepspeed = loop.accelerator.state.deepspeed_plugin is not None
-    with as_data(by_deepspeed), _as_stored(loop, checkpoint):
-        loop.accelerator.load_state(checkpoint)
-
-
-def _create_states(plugin: Any, optimizer: Any) -> None:
-    """Creates the states of an optimizer under FSDP1; FSDP2's path does it itself."""
-    if plugin is not None and plugin.fsdp_version == 1:
-        from torch.distributed.checkpoint.state_dict import _init_optim_state
-
-        _init_optim_state(optimizer.optimizer)
 
 
 def random_state(trainer: Any, checkpoint: str | None, load: Callable[[str | None], None]) -> None:

@@ -30,9 +30,6 @@ from accel_fsdp.units import counted
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-RESUMED = "--output_dir NEW_RUN --resume_from_checkpoint true"
-"""What follows a conversion, for a Trainer."""
-
 
 def chosen(training: "TrainingArguments") -> str | None:
     """Resolves `--resume_from_checkpoint`: a folder, true for the newest in `output_dir`, auto for that or a new run.
@@ -184,7 +181,7 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
         raise UserError(
             f"{checkpoint} was written under {stored}, this run is under {here.engine}",
             why="the two store weights and optimizer differently",
-            fix=how_to_convert(checkpoint, {stored, here.engine}, here)
+            fix=_how_to_convert(checkpoint, {stored, here.engine}, here)
             or f"a YAML for {stored}; or a new run from its "
             "weights: accel-fsdp export, then train/sft.py --model_name_or_path",
         )
@@ -193,13 +190,14 @@ def check(checkpoint: Path, here: Origin, order_depends_on_ranks: bool = False, 
     _check_rows(checkpoint, origin, here.rows_per_step, not skips_data)
 
 
-def how_to_convert(checkpoint: Path, engines: set[str], here: Origin, then: str = RESUMED) -> str:
+def _how_to_convert(checkpoint: Path, engines: set[str], here: Origin) -> str:
     """How a checkpoint becomes one of this run's engine; empty if one of the engines can't be converted."""
     if not all(engine.partition("-")[0] in (ANY_FSDP, ANY_ZERO) for engine in engines):
         return ""
     stage = here.engine.partition("-")[2]
     target = f"zero{stage} --ranks {here.ranks} --mixed-precision {_own_precision()}" if stage else "fsdp2"
-    return f"accel-fsdp convert {checkpoint} NEW_RUN/{checkpoint.name} --to {target}, then {then}"
+    converted = f"accel-fsdp convert {checkpoint} NEW_RUN/{checkpoint.name} --to {target}"
+    return f"{converted}, then --output_dir NEW_RUN --resume_from_checkpoint true"
 
 
 def _own_precision() -> str:
@@ -252,22 +250,18 @@ def _check_precision(checkpoint: Path, here: Origin) -> None:
         raise UserError(
             f"{checkpoint} was written under mixed_precision: {stored}, this run is under {own}",
             why="DeepSpeed gives its files other names under bf16, and wouldn't find these",
-            fix=f"mixed_precision: {stored} in the YAML; or {how_to_convert(checkpoint, {here.engine}, here)}",
+            fix=f"mixed_precision: {stored} in the YAML; or {_how_to_convert(checkpoint, {here.engine}, here)}",
         )
-
-
-def partitions_of_zero(checkpoint: Path) -> int:
-    """The number of ranks that DeepSpeed's files are of; 0 without such files."""
-    return len(list(checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}")))
 
 
 def _check_ranks(checkpoint: Path, origin: Origin | None, here: Origin, order_depends_on_ranks: bool) -> None:
     """Checks the formats, and the orders of the data, that are valid for only one number of ranks."""
-    partitions = partitions_of_zero(checkpoint) or len(list(checkpoint.glob(file_names.LOCAL_MODELS)))
+    by_zero = len(list(checkpoint.glob(f"*/{file_names.ZERO_PARTITIONS}")))
+    partitions = by_zero or len(list(checkpoint.glob(file_names.LOCAL_MODELS)))
     ranks = origin.ranks if origin and order_depends_on_ranks else partitions
     if ranks and ranks != here.ranks:
         is_zero = here.engine.startswith(ANY_ZERO) and not order_depends_on_ranks
-        converted = how_to_convert(checkpoint, {here.engine}, here) if is_zero else ""
+        converted = _how_to_convert(checkpoint, {here.engine}, here) if is_zero else ""
         raise UserError(
             f"{checkpoint} was written by {counted(ranks, 'rank')}, this run has {here.ranks}",
             why="the order of the rows depends on it, with this --train_sampling_strategy"

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import TrainerCallback
 
 from accel_fsdp import console, disks
 from accel_fsdp.checkpoints import Origin, completeness, file_names, marker
@@ -28,14 +29,11 @@ NOTICED_SECONDS = 0.1
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException, SafetensorError)
 
 
-class CheckpointWriter:
+class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
     """The checkpoints of a run. Create it before the model is sharded; call its methods on all ranks."""
 
-    def __init__(self, trainer: Any, history: History, sizes: tuple[int, int] | None = None) -> None:
-        """`sizes`: predicted bytes of a checkpoint and of the export."""
+    def __init__(self, trainer: Any, history: History) -> None:
         self.trainer, self.args, self.history = trainer, trainer.args, history
-        self.checkpoint_bytes, self.export_bytes = sizes or disk_room.predicted_bytes(trainer)
-        self._elements = 0 if sizes else disk_room.trained_elements(trainer.model)
         self.background, self.uploads = background_saves.begun(trainer), uploads.begun(trainer)
 
     def origin(self) -> Origin:
@@ -120,13 +118,12 @@ class CheckpointWriter:
         if self.args.process_index == 0:
             console.say(line)
 
-    def check_room(self) -> None:
-        """Raises a UserError, on all ranks, if the disk, or the memory for copies, is too small for the whole run."""
-        self.together(lambda: disk_room.check_whole_run(self.trainer, self.checkpoint_bytes, self.export_bytes))
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Begins to upload, and raises a UserError, on all ranks, if the memory for copies is too small."""
         if self.uploads is not None:
             self.uploads.begin()
         if self.background is not None:
-            disk_room.check_staging(self.trainer, self.checkpoint_bytes, self._elements)
+            disk_room.check_staging(self.trainer)
 
     def together(self, action: Callable[[], None], group: Any = None) -> None:
         """Calls `action` on the ranks that write.
@@ -194,9 +191,10 @@ class CheckpointWriter:
         with self._abandon_on_errors(folder):
             completeness.begin(folder)
         newest = completeness.choose(folder.parent).newest
-        needed = completeness.size_bytes(newest) if newest else self.checkpoint_bytes
+        if newest is None:
+            return
         try:
-            disk_room.check(Path(self.args.output_dir), needed, f"{folder.name} takes")
+            disk_room.check(Path(self.args.output_dir), completeness.size_bytes(newest), f"{folder.name} takes")
         except UserError:
             completeness.abandon(folder)
             raise

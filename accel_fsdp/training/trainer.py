@@ -132,6 +132,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
     def _add_callbacks(self) -> None:
         self.add_callback(self.stop)
         self.add_callback(self.watch)
+        self.add_callback(self.checkpoints)
         self.report.replace_printers(self)
         if self.profiler is not None:
             self.add_callback(self.profiler)
@@ -191,7 +192,6 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
         if self.args.logs_often:  # before Trainer compares it with the checkpoint's value
             self.args.logging_steps = progress.logging_steps(max_steps)
         place = super()._init_training_state(max_steps, steps_per_epoch, *args)
-        self.checkpoints.check_room()
         if self.args.logs_often:
             self.state.logging_steps = self.args.logging_steps
         if self.args.process_index == 0:
