@@ -11,7 +11,7 @@ from transformers import HfArgumentParser, TrainingArguments
 from transformers.hf_argparser import HfArg
 
 from accel_fsdp import console, cpu, flag_words, models
-from accel_fsdp.config import EXPERT_FLAG, Method, yaml_file
+from accel_fsdp.config import EXPERT_FLAG, Method
 from accel_fsdp.errors import UsageError, UserError, did_you_mean
 from accel_fsdp.launch import launcher
 from accel_fsdp.launch_environment import LaunchEnvironment
@@ -98,8 +98,8 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
 
     accelerate_config: str | None = HfArg(
         default=None,
-        help="The Accelerate YAML, under torchrun (the number of processes is torchrun's) and on TPU. "
-        "Under accelerate launch it is --config_file instead.",
+        help="The Accelerate YAML, under torchrun (the number of processes is torchrun's). Under accelerate launch it "
+        "is --config_file instead.",
     )
 
     early_stopping_patience: int | None = HfArg(
@@ -177,9 +177,6 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
                 why="Trainer would then ignore most of the YAML's FSDP settings, silently",
                 fix="leave out --fsdp and --fsdp_config; the YAML decides",
             )
-        if self.accelerate_config is not None and (settings := xla_settings(Path(self.accelerate_config))):
-            self.fsdp = True
-            self.fsdp_config = settings
         if cpu.enable():
             self.use_cpu = True
             cpu.init_process_group(self.ddp_timeout)
@@ -196,21 +193,6 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
                 why="there is no held-out loss that could stop getting better",
                 fix="--eval_strategy steps --save_strategy steps",
             )
-
-
-def xla_settings(path: Path) -> dict[str, Any]:
-    """The values of a TPU YAML for `TrainingArguments.fsdp_config`; empty for every other engine.
-
-    Accelerate's launcher takes these keys and passes them to no library (1.15).
-    """
-    content = yaml_file.load(path)
-    if content.get("distributed_type") != "XLA":
-        return {}
-    section = content.get("fsdp_config") or {}
-    settings = {str(key).removeprefix("fsdp_"): value for key, value in section.items()}
-    if isinstance(names := settings.get("transformer_layer_cls_to_wrap"), str):
-        settings["transformer_layer_cls_to_wrap"] = names.split(",")
-    return settings
 
 
 def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
@@ -299,8 +281,8 @@ def _require_launcher() -> None:
         UserError: there is no YAML, there are two, or no launcher started this process as a rank of a job.
     """
     file = _word_after("--accelerate_config")
-    if {"-h", "--help"} & set(sys.argv) or (file is not None and xla_settings(Path(file))):
-        return  # the TPU launcher sets no variable; Trainer reads these settings itself
+    if {"-h", "--help"} & set(sys.argv):
+        return
     launch = LaunchEnvironment.now()
     if launch.has_config and file is not None:
         raise UsageError(

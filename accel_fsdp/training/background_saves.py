@@ -97,9 +97,7 @@ def begun(trainer: Any) -> BackgroundSaves | None:
     if not args.async_checkpoints:
         return None
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if trainer.on_tpu or not (
-        trainer.by_transformers or (plugin is not None and "SHARDED" in str(plugin.state_dict_type))
-    ):
+    if not (trainer.by_transformers or (plugin is not None and "SHARDED" in str(plugin.state_dict_type))):
         why = "it copies each rank's shards to its host's memory, and writes these while training goes on"
         fix = "an FSDP YAML with fsdp_state_dict_type: SHARDED_STATE_DICT; or leave out --async_checkpoints"
         if plugin is None and LaunchEnvironment.now().by_accelerate:

@@ -22,7 +22,7 @@ SHOWN_SECONDS = 30
 
 def check_shared(trainer: Any, resume_from: str | None) -> None:
     """Raises a UserError, on all ranks, if one sees another disk: shards would not fit together, nor resumed steps."""
-    if trainer.on_tpu or not (trainer.is_sharded or trainer.is_deepspeed_enabled):
+    if not (trainer.is_sharded or trainer.is_deepspeed_enabled):
         return
     folder = Path(trainer.args.output_dir)
     folder.mkdir(parents=True, exist_ok=True)

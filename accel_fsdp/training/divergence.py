@@ -55,13 +55,9 @@ class FiniteCheck:
     def check_step(self, norm: Tensor | float | None) -> None:
         """Checks the step's loss and gradient norm, the only time in a step that the host waits for the device.
 
-        Not on TPU, whose steps are compiled ahead: there the weights are checked before each save and at the end.
-
         Raises:
             Diverged: one of them is NaN or infinite.
         """
-        if self.trainer.on_tpu:
-            return
         numbers = (self.step_loss, 0.0 if norm is None else norm)
         self.step_loss = 0.0
         local = torch.stack(

@@ -68,7 +68,7 @@ def weights(trainer: Any, checkpoint: str | None, load: Callable[[], None]) -> N
     fused experts of a mixture, and models with images. From such a file Trainer loads only the tensors with the model's
     names, and leaves the others untrained, with only a warning (transformers 5.23).
     """
-    own_format = trainer.is_sharded or trainer.is_deepspeed_enabled or trainer.on_tpu
+    own_format = trainer.is_sharded or trainer.is_deepspeed_enabled
     converts = not (own_format or _has_adapter(trainer)) and bool(getattr(trainer.model, "_weight_conversions", None))
     with as_data(trainer.is_deepspeed_enabled), _as_stored(trainer, checkpoint), _without_frozen(trainer):
         if trainer.by_transformers and checkpoint is not None:
@@ -207,7 +207,7 @@ def _as_trained(trainer: Any, checkpoint: str | None) -> Iterator[None]:
     It creates a state for each tensor that requires gradients, such as an image encoder and experts that no row has
     reached, and reads each from the checkpoint (torch 2.13). States of trained tensors are still required.
     """
-    without = [] if checkpoint is None or trainer.on_tpu else _without_state(trainer, Path(checkpoint))
+    without = [] if checkpoint is None else _without_state(trainer, Path(checkpoint))
     for parameter in without:
         parameter.requires_grad_(False)
     try:

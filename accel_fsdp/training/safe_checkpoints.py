@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.utils import DistributedType
-
 from accel_fsdp.errors import Stopped
 from accel_fsdp.launch_environment import LaunchEnvironment
 from accel_fsdp.library_internals import TRAINER, Internal
@@ -37,11 +35,6 @@ class SafeCheckpoints(Base):  # type: ignore[misc]
     stop: Stop
     watch: HangWatch
     checkpoints: CheckpointWriter
-
-    @property
-    def on_tpu(self) -> bool:
-        """Whether the ranks run on torch_xla."""
-        return bool(self.accelerator.distributed_type == DistributedType.XLA)
 
     @property
     def by_transformers(self) -> bool:

@@ -143,7 +143,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
     def _of_all_ranks(self, own: list[Any], group: Any) -> list[Any]:
         """The items of all ranks, by the group of the background or the job's own."""
         if group is None:
-            return own if self.trainer.on_tpu else gather_object(own)
+            return list(gather_object(own))
         of_ranks: list[list[Any]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(of_ranks, own, group=group)
         return [item for items in of_ranks for item in items]
@@ -201,7 +201,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
 
     def _hashes(self, folder: Path, group: Any) -> dict[str, str] | None:
         """The hashes of all files, each taken by the rank that wrote it; None if ranks don't share the folder."""
-        if self.trainer.on_tpu or self.args.save_on_each_node:
+        if self.args.save_on_each_node:
             return None
         own_hashes, failed = dict[str, str](), None
         try:

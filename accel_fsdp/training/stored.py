@@ -19,12 +19,9 @@ T = TypeVar("T")
 
 
 def gather_answers(answers: list[T]) -> list[T]:
-    """The results of all ranks, in rank order; on TPU only the own result."""
-    from accelerate import PartialState
-    from accelerate.utils import DistributedType, gather_object
+    """The results of all ranks, in rank order."""
+    from accelerate.utils import gather_object
 
-    if PartialState().distributed_type == DistributedType.XLA:
-        return answers
     return list(gather_object(answers))
 
 

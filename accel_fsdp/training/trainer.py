@@ -162,7 +162,7 @@ class SftTrainer(SafeCheckpoints, Trainer):  # type: ignore[misc]
             UserError: the checkpoint doesn't fit the settings of this run, the disk is too small, or a rank is lost.
             Stopped: SIGTERM, SIGUSR1 or Ctrl-C arrived, and a checkpoint to resume from was saved.
         """
-        if resume_from_checkpoint is not None and not self.on_tpu:  # a TPU's checkpoint has other files
+        if resume_from_checkpoint is not None:
             grouping = str(self.args.train_sampling_strategy) in GROUPING
             origin, skips_data = self.checkpoints.origin(), not self.args.ignore_data_skip
             resuming.check(Path(resume_from_checkpoint), origin, grouping, skips_data)

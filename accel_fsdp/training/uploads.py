@@ -229,7 +229,7 @@ def begun(trainer: Any) -> Uploads | None:
     args = trainer.args
     if not args.checkpoint_uri:
         return None
-    if trainer.on_tpu or args.save_on_each_node:
+    if args.save_on_each_node:
         raise UserError(
             "--checkpoint_uri, where each machine has checkpoints of its own",
             why="only checkpoints in a folder of all ranks are uploaded",
