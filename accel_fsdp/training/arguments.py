@@ -171,7 +171,7 @@ class SftArguments(TrainingArguments):  # type: ignore[misc]
         launch = LaunchEnvironment.now()
         if launch.uses_deepspeed:  # Trainer stops where its own flags differ from what the YAML told DeepSpeed
             self.bf16, self.fp16 = launch.mixed_precision == "bf16", launch.mixed_precision == "fp16"
-        if self.fsdp:  # type: ignore[has-type]
+        if self.fsdp:
             raise UsageError(
                 "--fsdp is set besides the YAML",
                 why="Trainer would then ignore most of the YAML's FSDP settings, silently",
@@ -229,7 +229,6 @@ def parse() -> tuple[ModelArguments, DataArguments, SftArguments]:
         )
     # A rank that hands out batches to the others needs them of one length, and repeats rows in the last one
     training.accelerator_config.dispatch_batches = False
-    _check_trackers(training.report_to)
     flag_values.check(model, data, training)
     return model, data, training
 
@@ -247,24 +246,6 @@ def _check_adapter(model: ModelArguments) -> None:
         if name.startswith("bnb_4bit_") and not model.load_in_4bit:
             raise UsageError(
                 f"--{name} without --load_in_4bit", why="it is about 4-bit weights", fix="--use_peft --load_in_4bit"
-            )
-
-
-def _check_trackers(names: list[str]) -> None:
-    """Refuses a tracker that Trainer doesn't know, or that isn't installed, before anything is loaded."""
-    from transformers.integrations import get_available_reporting_integrations
-    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    for name in names:
-        if name not in INTEGRATION_TO_CALLBACK:
-            raise UsageError(
-                f"--report_to {name} is not a tracker that Trainer knows.{did_you_mean(name, INTEGRATION_TO_CALLBACK)}",
-                why="nothing would be reported",
-                fix=f"none, all, or some of {', '.join(INTEGRATION_TO_CALLBACK)}",
-            )
-        if name not in {*get_available_reporting_integrations(), "flyte"}:  # missing from that list
-            raise UserError(
-                f"--report_to {name}, which isn't installed", why="nothing would be reported", fix=f"pip install {name}"
             )
 
 

@@ -11,7 +11,7 @@ from accel_fsdp import atomic_files, console, library_internals
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.errors import Stopped
 from accel_fsdp.exporter import companion_files
-from accel_fsdp.training import background_saves, loading, preemption, resuming, safe_checkpoints, uploads
+from accel_fsdp.training import background_saves, loading, preemption, resuming, safe_checkpoints
 from accel_fsdp.training.hang_watch import HangWatch
 from accel_fsdp.training.preemption import Stop
 from accel_fsdp.training.reporting import History
@@ -47,7 +47,7 @@ class Checkpoints:
         Raises:
             UserError: an argument can't be used.
         """
-        modules = (safe_checkpoints, background_saves, loading, preemption, uploads)
+        modules = (safe_checkpoints, background_saves, loading, preemption)
         used = (internal for module in modules for internal in module.RELIES_ON)
         library_internals.check(*used, why="checkpoints depend on it")
         run: Any = trainer
@@ -92,7 +92,3 @@ class _OwnTrainer(SafeCheckpoints):
             self.stop.release()
             if self.lock is not None:
                 self.lock.release()
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.end_of_checkpoints()
-        return super()._finalize_training(*args, **kwargs)

@@ -96,7 +96,7 @@ def newest(training: Any) -> Path | None:
         return _refuse_flawed(Path(resume_from), training)
     if training.should_save:
         completeness.put_back(output)
-    stored.fetch_newer(training, lambda folder: _flaw(folder, training))
+    stored.fetch_newer(training)
     choice = completeness.choose(
         output, gather_answers([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)
     )

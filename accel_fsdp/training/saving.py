@@ -3,10 +3,8 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NoReturn
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,9 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any, history: History) -> None:
         self.trainer, self.args, self.history = trainer, trainer.args, history
-        self.background, self.uploads = background_saves.begun(trainer), uploads.begun(trainer)
+        # Trainer's own deletion counts half-written checkpoints, and could delete the last complete one
+        self.keep, trainer.args.save_total_limit = trainer.args.save_total_limit, None
+        self.background, self.uploads = background_saves.begun(trainer), uploads.begun(trainer, self.keep)
 
     def origin(self) -> Origin:
         """The run's properties that are stored in its checkpoints."""
@@ -54,7 +54,7 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
         began, folder, background = time.monotonic(), self.folder(trial), self.background
         self.together(lambda: self._begin(folder))
         staging = contextlib.nullcontext() if background is None else background.staging()
-        with self._abandon_on_errors(folder), own_retention(self.args), staging:
+        with self._abandon_on_errors(folder), staging:
             write()
         if background is None:
             self.trainer.accelerator.wait_for_everyone()
@@ -113,6 +113,8 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
     def _complete(self, folder: Path, group: Any = None) -> None:
         hashes = self._hashes(folder, group)
         self.together(lambda: self._seal(folder, hashes), group)
+        if self.uploads is not None:
+            self.uploads.offer(folder, self.trainer.state.best_model_checkpoint)
 
     def _log(self, line: str) -> None:
         if self.args.process_index == 0:
@@ -218,16 +220,9 @@ class CheckpointWriter(TrainerCallback):  # type: ignore[misc]
     def _seal(self, folder: Path, hashes: dict[str, str] | None) -> None:
         with self._abandon_on_errors(folder):
             completeness.seal(folder, self.origin(), hashes)
-        best, uploading = self.trainer.state.best_model_checkpoint, ""
-        if self.uploads is not None:
-            self.uploads.offer(folder, best)
-            uploading = self.uploads.current
-        completeness.retire(folder.parent, self.args.save_total_limit, best, uploading)
-
-
-def own_retention(args: Any) -> AbstractContextManager[None]:
-    """Turns off Trainer's deletion: it counts half-written checkpoints, and could delete the last complete one."""
-    return patch.object(args, "save_total_limit", None)
+        uploading = self.uploads.current if self.uploads is not None else ""
+        best = self.trainer.state.best_model_checkpoint
+        completeness.retire(folder.parent, self.keep, best, uploading)
 
 
 def is_lost(error: BaseException) -> bool:

@@ -69,7 +69,7 @@ def _load(name: str, path: Path, config_name: str | None, streaming: bool) -> "D
 def reading(name: str) -> Iterator[None]:
     """Raises a UserError if rows that are read in the block, such as those of a stream, can't be parsed."""
     from datasets.exceptions import DatasetsError
-    from pyarrow import ArrowInvalid
+    from pyarrow import ArrowInvalid  # type: ignore[import-untyped]
 
     try:
         yield
