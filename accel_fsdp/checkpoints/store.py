@@ -38,6 +38,10 @@ def reason(error: BaseException) -> str:
     return one_line(str(error).strip().partition("\n")[0] or type(error).__name__)
 
 
+class Waits(OSError):
+    """Another machine's part of an upload has to come first."""
+
+
 class Store:
     """A run's folder in a store. Methods raise what its library raises; `reached` makes one error of it."""
 
@@ -146,7 +150,7 @@ class Store:
         if machine == 0:
             self.unseal(checkpoint.name)
         elif there not in (b"", marker.UNFINISHED.encode()):
-            raise OSError("machine 0 has not begun")
+            raise Waits("machine 0 has not begun")
         return False
 
     def unseal(self, name: str) -> None:
@@ -170,7 +174,7 @@ class Store:
             self.files.pipe_file(self._path(checkpoint.name, f"{DONE}{machine}"), content)
             return
         if late := [other for other in range(1, machines) if self._read(checkpoint.name, f"{DONE}{other}") != content]:
-            raise OSError(f"machine {late[0]} has not uploaded its files")
+            raise Waits(f"machine {late[0]} has not uploaded its files")
         for name in self.sizes(checkpoint.name).keys() - marker.listed(checkpoint).keys() - {file_names.MARKER}:
             self.files.rm_file(self._path(checkpoint.name, name))  # of an earlier one, or those notes
         self.upload(checkpoint, [file_names.MARKER])

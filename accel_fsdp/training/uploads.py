@@ -29,13 +29,9 @@ class Uploads:
     def __init__(self, training: Any, keep: int | None) -> None:
         launch = LaunchEnvironment.now()
         self.store, self.output, self.keep = Store(training.checkpoint_uri), Path(training.output_dir), keep
-        self.timeout_seconds, self.machine, self.machines = (
-            training.upload_timeout,
-            launch.machine_rank,
-            launch.machines,
-        )
-        first, count = training.process_index, training.world_size
-        self._names = dict.fromkeys(range(first, first + launch.local_world_size), count)
+        self.machine, self.machines = launch.machine_rank, launch.machines
+        self.timeout_seconds, first = training.upload_timeout, training.process_index
+        self._ranks, self._of = range(first, first + launch.local_world_size), training.world_size
         self._is_leader = training.local_process_index == 0
         self.current, self._waiting, self._best, self._trouble = "", "", "", ""
         self._is_new = False
@@ -47,7 +43,8 @@ class Uploads:
         if self._is_leader and self._thread is None:
             newest = completeness.choose(self.output).newest
             self._waiting, self._is_new = newest.name if newest else "", newest is None
-            self._thread = threading.Thread(target=self._run, daemon=True)
+            self._closing, self._thread = False, threading.Thread(target=self._run, daemon=True)
+            self._over.clear()
             self._thread.start()
 
     def offer(self, checkpoint: Path, best: str | None) -> None:
@@ -61,12 +58,13 @@ class Uploads:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        if self._thread is None:
+        thread, self._thread = self._thread, None
+        if thread is None:
             return ""
-        self._thread.join(NOTICED_SECONDS)
-        if self._thread.is_alive() and self.machine == 0:
+        thread.join(NOTICED_SECONDS)
+        if thread.is_alive() and self.machine == 0:
             console.say(f"waiting for uploads, {self.timeout_seconds:g} s at most", style="cyan")
-        self._thread.join(max(self.timeout_seconds - NOTICED_SECONDS, 0))
+        thread.join(max(self.timeout_seconds - NOTICED_SECONDS, 0))
         self._over.set()
         left = self._waiting or self.current
         if not left and self.machine == 0:
@@ -96,7 +94,7 @@ class Uploads:
         if not self._retried(begin) or is_there[0]:
             return not self._over.is_set()
         listed = marker.listed(checkpoint)
-        names = [name for rank, ranks in self._names.items() for name in marker.of_rank(listed, rank, ranks)]
+        names = [name for rank in self._ranks for name in marker.of_rank(listed, rank, self._of)]
         steps: list[Callable[[], None]] = [partial(self.store.upload, checkpoint, [name]) for name in names]
         steps.append(partial(self.store.finish, checkpoint, self.machine, self.machines))
         if is_first:
@@ -115,10 +113,10 @@ class Uploads:
                 action()
                 return True
             except Exception as error:  # each store has its own library, with its own classes
-                trouble = store.reason(error)
+                trouble, waits = store.reason(error), isinstance(error, store.Waits)
             if self._waiting or completeness.flaw(self.output / self.current):
                 return False
-            if trouble != self._trouble:
+            if trouble != self._trouble and not waits:
                 what = f"{self.current} can't be uploaded to {self.store.uri}: {trouble}"
                 console.say(f"{what}; training goes on, and so do the tries", style="yellow")
             self._trouble = trouble

@@ -20,6 +20,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_utils import has_length
 
 from accel_fsdp import console
 from accel_fsdp.errors import UserError, in_a_line
@@ -304,7 +305,7 @@ def _batch_and_steps(
     args: TrainingArguments, state: TrainerState, loader: Any
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     micro, ranks = args.gradient_accumulation_steps, LaunchEnvironment.now().with_rows(range(args.world_size))
-    per_epoch = max(-(-len(loader) // micro), 1) if hasattr(loader, "__len__") else state.max_steps
+    per_epoch = max(-(-len(loader) // micro), 1) if has_length(loader) else state.max_steps
     return (state.train_batch_size or 1, micro, len(ranks)), (per_epoch, state.global_step, state.max_steps)
 
 
