@@ -306,7 +306,8 @@ def _batch_and_steps(
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     micro, ranks = args.gradient_accumulation_steps, LaunchEnvironment.now().with_rows(range(args.world_size))
     per_epoch = max(-(-len(loader) // micro), 1) if has_length(loader) else state.max_steps
-    return (state.train_batch_size or 1, micro, len(ranks)), (per_epoch, state.global_step, state.max_steps)
+    rows = state.train_batch_size if args.auto_find_batch_size else args.train_batch_size  # a resumed state has its own
+    return (int(rows or 1), micro, len(ranks)), (per_epoch, state.global_step, state.max_steps)
 
 
 def beginning(trained: int, parameters: int, batch: tuple[int, int, int], steps: tuple[int, int, int]) -> list[str]:
