@@ -283,7 +283,7 @@ class _Conversion:
         tensors = f"{counted(len(self.state.tensors), 'tensor')}, {gb_or_mb(self.total_bytes)}"
         resume = f"train/sft.py --output_dir {out.parent} --resume_from_checkpoint true"
         if _is_of_loop(self.checkpoint):
-            resume = f'accel_fsdp.Checkpoints(accelerator, "{out.parent}").resume(), or accelerator.load_state("{out}")'
+            resume = f'accelerator.load_state("{out}")'
         elif completeness.choose(out.parent).newest != out:
             resume = f"train/sft.py --resume_from_checkpoint {out}"
         return [f"{out}: {self.engine}, for {ranks}; {tensors}, equal to SRC's", f"resume: {resume}"]

@@ -14,7 +14,7 @@ from accel_fsdp.exporter import transformers_probe
 
 COPIED = (
     *("generation_config.json", "*processor_config.json", "audio_tokenizer_config.json"),
-    *(file_names.CARD, file_names.CURVE),
+    file_names.CARD,
     *("tokenizer*.json", file_names.TOKENS_MAP, file_names.ADDED_TOKENS, "normalizer.json", "tekken.json"),
     *("vocab.json", "vocab.txt", "vocab.bpe", "merges.txt", "bpe.codes", "dict.txt", "emoji.json", "byte_maps.json"),
     *("*_vocab.json", "word_*.json", "tokenizer.model", "tiktoken.model", "spiece.model", "spm*.model", "*.spm"),
@@ -114,7 +114,7 @@ def _files_of_run(run: Path) -> Iterator[Path]:
         if path.name == file_names.CARD:
             of_training = CARD_TAG in (untrusted_files.read_text(path, within=run) or "").partition("\n---")[0].split()
         else:
-            of_training = (run / file_names.RUN).is_file() if path.name == file_names.CURVE else is_model
+            of_training = is_model
         if of_training:
             yield path
 

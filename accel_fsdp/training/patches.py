@@ -14,12 +14,15 @@ frozen base of an unsharded model.
 **Tensor parallelism**: transformers sums gradients of norms that it has summed before.
 """
 
+import contextlib
 import io
 import pickle
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
+from unittest import mock
 
 from accel_fsdp.checkpoints import clean_name, dcp
 from accel_fsdp.errors import UserError
@@ -31,11 +34,19 @@ EMPTY = "checkpoints and exports would lack the adapter's tensors"
 WRONG = "gradients of norms between split layers would be wrong after the first micro-batch of a step"
 
 
-@cache
-def read_checkpoints_as_data() -> None:
-    """Makes torch read distributed checkpoints without running the code that they name."""
-    read_metadata_as_data()
-    read_values_as_data()
+@contextlib.contextmanager
+def reading_as_data() -> Iterator[None]:
+    """In the block, torch reads distributed checkpoints without running the code that they name."""
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    with (
+        mock.patch.object(filesystem, "pickle", filesystem.pickle),  # type: ignore[attr-defined]
+        mock.patch.object(DefaultLoadPlanner, "load_bytes", DefaultLoadPlanner.load_bytes),
+    ):
+        read_metadata_as_data()
+        read_values_as_data()
+        yield
 
 
 @cache
