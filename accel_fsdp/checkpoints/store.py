@@ -109,12 +109,23 @@ class Store:
     # What is there
 
     def sizes(self, name: str = "") -> dict[str, int]:
-        """The size of each file of the run, or of one checkpoint, by its path relative to it."""
+        """The size of each file of the run, or of one checkpoint, by its path relative to it.
+
+        Raises:
+            UserError: an object's name leads out of the folder.
+        """
         root = f"{self.root}/{name}" if name else self.root
         self.files.invalidate_cache()
         found = self.files.find(root, detail=True)
         start = len(self.files._strip_protocol(root)) + 1
-        return {path[start:]: int(info["size"]) for path, info in found.items() if len(path) > start}
+        sizes = {path[start:]: int(info["size"]) for path, info in found.items() if len(path) > start}
+        if outside := next((path for path in sizes if not marker.is_inside(path)), None):
+            raise UserError(
+                f"{self.uri} holds an object named {outside!r}, outside of its folder",
+                why="a checkpoint doesn't belong there; nothing was fetched",
+                fix="don't trust this checkpoint; delete the object, or find out who wrote it",
+            )
+        return sizes
 
     def checkpoints(self) -> list[str]:
         """The names of all checkpoints, complete or not, the oldest first."""

@@ -87,6 +87,8 @@ def newest(training: Any) -> Path | None:
         return None
     if str(resume_from).lower() not in ("true", "auto"):
         return _refuse_flawed(Path(resume_from), training)
+    if training.should_save:
+        completeness.put_back(output)
     stored.fetch_newer(training, lambda folder: _flaw(folder, training))
     choice = completeness.choose(
         output, gather_answers([file_names.checkpoints(output)])[0], lambda folder: _flaw(folder, training)

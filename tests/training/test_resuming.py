@@ -119,6 +119,7 @@ def test_steps_of_another_size_are_refused_before_anything_is_loaded(
         "world_size": 2,
         "process_index": 0,
         "save_on_each_node": False,
+        "should_save": True,
         "checkpoint_uri": None,
     }
     run |= {"gradient_accumulation_steps": 2, "ignore_data_skip": False, "resume_from_checkpoint": resume}
@@ -170,6 +171,7 @@ def test_what_a_strangers_checkpoint_names_is_not_run(
         completeness.seal(folder, HERE)
     monkeypatch.setattr(resuming, "gather_answers", list)
     run = {"output_dir": str(tmp_path), "world_size": 2, "save_on_each_node": False, "train_batch_size": 2}
+    run["should_save"] = True
     run |= {"gradient_accumulation_steps": 2, "ignore_data_skip": False, "resume_from_checkpoint": str(folder)}
     reasons = []
     for rank in range(2):  # each reads its share, and in a run every rank hears of it
