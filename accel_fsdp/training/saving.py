@@ -91,7 +91,7 @@ class CheckpointWriter:
                 raise UserError(
                     f"not uploaded to {uri}: {left}",
                     why=f"the run is complete, and its checkpoints are in {self.args.output_dir} alone",
-                    fix=f"accel-fsdp checkpoints {self.args.output_dir} --push {uri}",
+                    fix="the same command with --resume_from_checkpoint true, once the store answers",
                 )
 
         self.together(refuse)
