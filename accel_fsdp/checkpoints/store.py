@@ -11,7 +11,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 """Settings of fsspec's file systems, by protocol."""
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 """The extra of this package that installs a protocol's library."""
-OUTLINE_BYTES = 8 << 20
-"""Bytes at a file's start and end in which headers and lists of tensors are."""
 
 
 def uri_of(place: Path | str) -> str:
@@ -145,13 +142,6 @@ class Store:
             else (f"{absent} is missing" if absent else "")
         )
 
-    def written(self, name: str) -> datetime | None:
-        """When a checkpoint was completed; None where the store doesn't say, or it isn't."""
-        with contextlib.suppress(FileNotFoundError, NotImplementedError, KeyError):
-            time: datetime = self.files.modified(self._path(name, file_names.MARKER))
-            return time if time.tzinfo else time.replace(tzinfo=timezone.utc)
-        return None
-
     def newest(self, damaged: Collection[str] = ()) -> tuple[str, dict[str, str]]:
         """The newest complete checkpoint's name, or an empty one; and why each newer one can't be taken.
 
@@ -202,31 +192,32 @@ class Store:
             if there.get(name) != size:
                 self.upload(model, name)
 
-    def push(self, checkpoint: Path, moved: Callable[[int], None]) -> bool:
-        """Uploads a whole checkpoint, and calls `moved` with each number of bytes; false if it is there already."""
+    def put(self, checkpoint: Path) -> None:
+        """Uploads a whole checkpoint, if it isn't there already, with the description of its run's model."""
         if self.begin(checkpoint):
-            return False
-        for name, size in marker.listed(checkpoint).items():
+            return
+        self.describe(checkpoint.parent)
+        for name in marker.listed(checkpoint):
             self.upload(checkpoint, name)
-            moved(size)
         self.seal(checkpoint)
-        return True
 
-    def pull(self, name: str, run: Path) -> None:
-        """Fetches a checkpoint into a run's folder, whole or not at all, with the description of the model.
+    def get(self, name: str, run: Path, needed: Callable[[str], bool] = bool) -> None:
+        """Fetches the `needed` files of a checkpoint into a run's folder, whole or not at all.
+
+        The description of the model comes along.
 
         Raises:
-            UserError: its files aren't those that were written, or the disk is full.
+            UserError: its bytes aren't those that were written, or the disk is full.
         """
-        sizes = self.sizes(name)
+        sizes = {file: size for file, size in self.sizes(name).items() if needed(file)}
         with arriving(run, name, sum(sizes.values())) as folder:
             with console.progress(f"fetching {name}", sum(sizes.values())) as moved:
                 self.fetch(name, sizes, folder, moved)
-            if damaged := marker.damage(folder):
+            if damaged := marker.damage(folder, needed):
                 raise UserError(
                     f"{self.uri}/{name}: {damaged}",
-                    why="it would train something else",
-                    fix=f"accel-fsdp checkpoints {self.uri} lists older ones, which --step takes",
+                    why="the model would be another one",
+                    fix=f"the URI of an older one: {', '.join(self.checkpoints())}",
                 )
         if not (run / file_names.DESCRIBED).exists():
             self.fetch(file_names.DESCRIBED, self.sizes(file_names.DESCRIBED), run / file_names.DESCRIBED)
@@ -273,19 +264,6 @@ class Store:
                 with contextlib.suppress(FileNotFoundError):
                     self.fetch(name, (file,), folder)
             yield folder
-
-    def outline(self, name: str, target: Path) -> None:
-        """Makes files of a checkpoint's names and sizes, in which only the starts and ends of large ones are filled."""
-        sizes = self.sizes(name)
-        small = [file for file, size in sizes.items() if size <= 2 * OUTLINE_BYTES]
-        self.fetch(name, small, target)
-        for file in sizes.keys() - set(small):
-            path, size = target / file, sizes[file]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as sink:
-                for start, end in ((0, OUTLINE_BYTES), (size - OUTLINE_BYTES, size)):
-                    sink.seek(start)
-                    sink.write(self.files.cat_file(self._path(name, file), start=start, end=end))
 
     def _path(self, name: str, file: str) -> str:
         return f"{self.root}/{name}/{file}"
@@ -336,24 +314,8 @@ def fetched(place: Path, beside: Path, needed: Callable[[str], bool]) -> Iterato
     with tempfile.TemporaryDirectory(prefix=".fetched-", dir=beside) as temporary:
         store, name = named(place)
         with store.reached():
-            sizes = {file: size for file, size in store.sizes(name).items() if needed(file)}
-            store.fetch(file_names.DESCRIBED, store.sizes(file_names.DESCRIBED), Path(temporary, file_names.DESCRIBED))
-            with console.progress(f"fetching {name}", sum(sizes.values())) as moved:
-                store.fetch(name, sizes, Path(temporary, name), moved)
+            store.get(name, Path(temporary), needed)
         console.say(f"fetched: {store.uri}/{name}", style="cyan")
-        yield Path(temporary, name)
-
-
-@contextlib.contextmanager
-def outlined(place: Path) -> Iterator[Path]:
-    """`place` itself, or for a URI a temporary outline of that checkpoint."""
-    if not uri_of(place):
-        yield place
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        store, name = named(place)
-        with store.reached():
-            store.outline(name, Path(temporary, name))
         yield Path(temporary, name)
 
 

@@ -78,13 +78,13 @@ def test_no_moment_of_a_push_shows_half_a_checkpoint(tmp_path: Path, uri: str) -
     seen = []
     for after in range(30):
         shutil.rmtree(tmp_path / "store", ignore_errors=True)
-        Store(uri).push(first, lambda count: None)
+        Store(uri).put(first)
         place = Store(uri)
         place.files.clear_instance_cache()
         place = Store(uri)
         failing(place, after)
         try:
-            place.push(again, lambda count: None)
+            place.put(again)
         except Down:
             pass
         else:
@@ -96,7 +96,7 @@ def test_no_moment_of_a_push_shows_half_a_checkpoint(tmp_path: Path, uri: str) -
         seen.append(name)
         if name:
             shutil.rmtree(tmp_path / "got", ignore_errors=True)
-            Store(uri).pull(name, tmp_path / "got")
+            Store(uri).get(name, tmp_path / "got")
             got = tmp_path / "got" / name
             assert {file: (got / file).read_bytes() for file in marker.sizes_of(got)} in wholes
         else:
@@ -104,12 +104,12 @@ def test_no_moment_of_a_push_shows_half_a_checkpoint(tmp_path: Path, uri: str) -
     assert seen == ["checkpoint-8", *[""] * (len(seen) - 1)]
     assert len(seen) == 1 + len(FILES) + 1 + 1  # its marker goes, each file and the marker come, one file is left over
     assert set(Store(uri).sizes("checkpoint-8")) == {*FILES, file_names.MARKER}
-    assert not Store(uri).push(again, lambda count: None)
+    Store(uri).put(again)
 
 
 def test_no_moment_of_a_deletion_shows_half_a_checkpoint(tmp_path: Path, uri: str) -> None:
     for step in (2, 4, 6):
-        Store(uri).push(checkpoint(tmp_path / "run", step, "a"), lambda count: None)
+        Store(uri).put(checkpoint(tmp_path / "run", step, "a"))
     place = Store(uri)
     count = failing(place, 3)
     with pytest.raises(Down):
@@ -131,11 +131,11 @@ def test_no_moment_of_a_deletion_shows_half_a_checkpoint(tmp_path: Path, uri: st
 
 
 def test_what_was_changed_in_the_store_is_noticed(tmp_path: Path, uri: str) -> None:
-    Store(uri).push(checkpoint(tmp_path / "run", 8, "a"), lambda count: None)
+    Store(uri).put(checkpoint(tmp_path / "run", 8, "a"))
     part = tmp_path / "store" / "run" / "checkpoint-8" / next(iter(FILES))
     part.write_text("b" * 30)
     with pytest.raises(UserError, match=f"{next(iter(FILES))} has changed since it was written"):
-        Store(uri).pull("checkpoint-8", tmp_path / "other")
+        Store(uri).get("checkpoint-8", tmp_path / "other")
     assert not list((tmp_path / "other").glob("*"))
     part.write_text("a" * 29)
     assert Store(uri).newest() == ("", {"checkpoint-8": f"{next(iter(FILES))} has 29 of 30 bytes"})
