@@ -318,7 +318,7 @@ def _checked_path(path: Path) -> Path:
 def _checkpoint_in_file(path: Path) -> CheckpointLocation | None:
     if not path.is_file():
         return None
-    if path.name == file_names.FULL_MODEL:
+    if re.fullmatch(rf"{file_names.FSDP_MODEL}(_\d+)?\.bin", path.name):
         return CheckpointLocation("FSDP full", path.parent, path, completeness.unfinished(path.parent))
     if path.suffix == file_names.SAFETENSORS and not path.name.startswith(file_names.NOT_WEIGHTS):
         return _checkpoint_in_safetensors(path)

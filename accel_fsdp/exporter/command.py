@@ -149,7 +149,10 @@ def _find_and_export(options: ExportCommand, out: Path) -> ExportReport:
 def _one_model(checkpoint: CheckpointLocation, options: ExportCommand) -> CheckpointLocation:
     """The model that `--which` names, or SRC itself, of several that one `Accelerator.save_state` wrote."""
     models = {model.model_name: model for model in discover.models(checkpoint)}
-    if options.which is None and (len(models) == 1 or checkpoint.weights.resolve() == options.src.resolve()):
+    is_named = (
+        options.src.is_file() or options.src.resolve() == checkpoint.weights.resolve() != checkpoint.folder.resolve()
+    )
+    if options.which is None and (len(models) == 1 or is_named):
         return checkpoint
     if options.which is None or options.which not in models:
         raise UsageError(

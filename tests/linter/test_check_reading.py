@@ -131,8 +131,8 @@ def test_a_last_file_that_is_empty_or_cut_is_none(content: str, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("name", ["out", "checkpoint-10"])
-def test_an_export_with_its_optimizer_is_no_half_written_checkpoint(name: str, tmp_path: Path, fsdp2: Path) -> None:
-    """Of `accel-fsdp export --with-optimizer`: Trainer has no part in it, whatever the folder is called."""
+def test_an_export_beside_an_optimizer_is_no_half_written_checkpoint(name: str, tmp_path: Path, fsdp2: Path) -> None:
+    """Trainer has no part in it, whatever the folder is called."""
     folder = tmp_path / name
     folder.mkdir()
     for file in ("model.safetensors", "optimizer.safetensors"):
