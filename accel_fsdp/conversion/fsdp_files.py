@@ -62,10 +62,17 @@ def write(state: TrainingState, folder: Path, progress: Callable[[int], None]) -
         file_names.SHARDED_OPTIMIZER: {"optimizer": {"state": states, GROUPS: groups}},
     }
     for name, content in contents.items():
-        writer = FileSystemWriter(folder / name, per_thread_copy_ahead=0)  # with a GPU, torch reads several ahead
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this is a single process
-            try:
-                dcp.save(content, storage_writer=writer, planner=_Planner(stored, progress), no_dist=True)  # type: ignore[attr-defined]
-            except CheckpointException as error:
-                raise next(iter(error.failures.values()))[0] from None
+        if failure := _saved(content, folder / name, _Planner(stored, progress)):
+            raise failure
+
+
+def _saved(content: dict[str, Any], folder: Path, planner: _Planner) -> BaseException | None:
+    """Saves; returns the error of the one rank, which has no other context then."""
+    writer = FileSystemWriter(folder, per_thread_copy_ahead=0)  # with a GPU, torch reads several tensors ahead
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is a single process
+        try:
+            dcp.save(content, storage_writer=writer, planner=planner, no_dist=True)  # type: ignore[attr-defined]
+        except CheckpointException as error:
+            return next(iter(error.failures.values()))[0]
+    return None

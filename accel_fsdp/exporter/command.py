@@ -223,9 +223,9 @@ class _Export:
         dtype = options.dtype if is_adapter else dtype
         planner = Planner(weights, companions, dtype and getattr(torch, dtype), options.merge_adapter)
         outputs = planner.outputs(None if is_adapter else description)
-        total = sum(output.size_bytes for output in outputs)
-        refusals.check_space(self.out, total, wide=any(output.dtype.itemsize >= 4 for output in outputs))
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
+            total = sum(output.size_bytes for output in outputs)
+            refusals.check_space(self.out, total, wide=any(output.dtype.itemsize >= 4 for output in outputs))
             report = self._write_and_verify(folder, companions, dtype, outputs, is_adapter)
             if unknown and not is_adapter:
                 console.say(f"names and ties are taken from the checkpoint: {unknown}", style="yellow")

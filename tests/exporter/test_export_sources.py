@@ -225,7 +225,7 @@ def test_an_error_names_the_side_that_failed(
 ) -> None:
     places = {"src": tiny_model / "model.safetensors", "out": tmp_path / ".out.tmp" / "model.safetensors", None: None}
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise OSError(errno.EIO, "Input/output error", *([str(places[where])] if where else []))
 
     monkeypatch.setattr(command.open_checkpoint, "read", fails)
