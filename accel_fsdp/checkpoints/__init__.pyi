@@ -11,7 +11,6 @@ from . import safetensors_files as safetensors_files
 from . import safetensors_header as safetensors_header
 from . import saved_files as saved_files
 from . import store as store
-from . import stored as stored
 from . import summary as summary
 from . import tensor_names as tensor_names
 from .discover import CheckpointLocation as CheckpointLocation
@@ -24,6 +23,10 @@ from .safetensors_header import ITEM_BYTES as ITEM_BYTES
 from .safetensors_header import TORCH_NAMES as TORCH_NAMES
 from .store import Store as Store
 from .stored import Stored as Stored
+from .stored import bytes_of as bytes_of
+from .stored import of_tensor as of_tensor
+from .stored import same_bytes as same_bytes
+from .stored import short_name as short_name
 from .summary import TIED as TIED
 from .summary import CheckpointFacts as CheckpointFacts
 from .summary import read_checkpoint as read_checkpoint

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from accel_fsdp.checkpoints import dcp, deepspeed, file_names, rank_files, safetensors_files, saved_files, tensor_names
 from accel_fsdp.checkpoints.discover import CheckpointLocation
 from accel_fsdp.checkpoints.rank_files import Shapes
-from accel_fsdp.checkpoints.stored import Stored, equal
+from accel_fsdp.checkpoints.stored import Stored, same_bytes
 from accel_fsdp.checkpoints.tensor_names import clean_name
 from accel_fsdp.errors import UsageError, UserError
 
@@ -118,7 +118,7 @@ def _by_name(paths: Paths) -> dict[str, Stored]:
     for path, stored in paths.items():
         name = clean_name(path[-1]).removeprefix("module.")
         first = tensors.setdefault(name, stored)
-        if first is not stored and not equal(first, stored):
+        if first is not stored and not same_bytes(first, stored):
             raise UserError(
                 f"the checkpoint holds two tensors named {name}: {'.'.join(origins[name])} and {'.'.join(path)}",
                 why="it is unclear which of them belongs to the model",

@@ -13,7 +13,7 @@ import torch
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.checkpoints.safe_pickles import ERRORS, damaged
 from accel_fsdp.checkpoints.saved_files import SavedFile
-from accel_fsdp.checkpoints.stored import Box, Stored, assembled, equal, short_name
+from accel_fsdp.checkpoints.stored import Box, Stored, assembled, same_bytes, short_name
 from accel_fsdp.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -49,7 +49,7 @@ def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored
     name = keys[-1]
     expected = None if shapes is None else shapes.get(_plain(name))
     if expected is not None and all(part.shape == expected for part in parts):
-        if not all(equal(parts[0], part) for part in parts[1:]):
+        if not all(same_bytes(parts[0], part) for part in parts[1:]):
             raise _unclear(ranks[0].path, f"{name} is whole in each rank's file, and differs between them")
         return parts[0]
     rows = sum(part.shape[0] if part.shape else 0 for part in parts)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from accel_fsdp import untrusted_files
 from accel_fsdp.checkpoints import file_names, safetensors_header, summary
 from accel_fsdp.checkpoints.safe_pickles import damaged
-from accel_fsdp.checkpoints.stored import Box, Mapped, Stored, assembled, equal, torch_dtype
+from accel_fsdp.checkpoints.stored import Box, Mapped, Stored, assembled, same_bytes, torch_dtype
 from accel_fsdp.errors import UserError
 
 PARTS = "DCP_SHARDING_INFO"
@@ -67,7 +67,7 @@ def _read_all(
             listed_in.add((name, file))
             offset = offsets.get(name, (0,) * len(tensor.shape))
             _, other, previous = parts.setdefault(name, {}).setdefault(offset, (file, path, tensor))
-            if previous is not tensor and not equal(previous, tensor):
+            if previous is not tensor and not same_bytes(previous, tensor):
                 raise damaged(path, f"holds a {name} that differs from the one in {other.name}")
     for name, file in listed.items():
         if (name, file) not in listed_in:

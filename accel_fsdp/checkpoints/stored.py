@@ -82,7 +82,7 @@ def of_tensor(tensor: torch.Tensor) -> Stored:
     return Stored(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
-def equal(first: Stored, second: Stored) -> bool:
+def same_bytes(first: Stored, second: Stored) -> bool:
     """Whether two tensors hold the same bytes."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False

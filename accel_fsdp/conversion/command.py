@@ -18,7 +18,7 @@ from accel_fsdp.checkpoints import (
     file_names,
     marker,
     resumed_pickles,
-    stored,
+    same_bytes,
 )
 from accel_fsdp.config import ANY_FSDP, MigrationTarget, zero_name
 from accel_fsdp.conversion import fsdp_files, training_state, zero_files
@@ -257,7 +257,7 @@ class _Conversion:
         differing = next(iter(self.state.tensors.keys() ^ state.tensors.keys()), "")
         for name, tensor in self.state.tensors.items() if not differing else ():
             progress(tensor.size_bytes)
-            if not stored.equal(tensor, state.tensors[name]):
+            if not same_bytes(tensor, state.tensors[name]):
                 differing = name
                 break
         if not differing and (self.state.numbers != state.numbers or self.state.membership != state.membership):

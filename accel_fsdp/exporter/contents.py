@@ -6,8 +6,7 @@ from functools import cached_property
 
 import torch
 
-from accel_fsdp.checkpoints import LORA, TIED, TOKENS, Stored, Weights, safetensors_files
-from accel_fsdp.checkpoints.stored import equal, short_name
+from accel_fsdp.checkpoints import LORA, TIED, TOKENS, Stored, Weights, safetensors_files, same_bytes, short_name
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import hf_layout, merge_lora
 from accel_fsdp.exporter.companion_files import CompanionFiles
@@ -96,7 +95,7 @@ class Planner:
         for group in ties:
             present = [name for name in group if name in first_of_storage]
             for copy in present[1:]:
-                if not equal(first_of_storage[present[0]], first_of_storage[copy]):
+                if not same_bytes(first_of_storage[present[0]], first_of_storage[copy]):
                     raise UserError(
                         f"{present[0]} and {copy} differ, and the config ties them",
                         why="from_pretrained would load one of them for both",

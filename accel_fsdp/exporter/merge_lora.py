@@ -17,12 +17,13 @@ from accel_fsdp.checkpoints import (
     Stored,
     Weights,
     file_names,
+    of_tensor,
     pattern_of,
     plain,
     safetensors_files,
+    short_name,
     tensor_names,
 )
-from accel_fsdp.checkpoints.stored import of_tensor, short_name
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe
 from accel_fsdp.exporter.companion_files import CompanionFiles

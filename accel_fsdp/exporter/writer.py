@@ -16,8 +16,16 @@ from typing import Any
 import torch
 import xxhash
 
-from accel_fsdp.checkpoints import ITEM_BYTES, Stored, damaged, file_names, safetensors_files, saved_files
-from accel_fsdp.checkpoints.stored import bytes_of, short_name
+from accel_fsdp.checkpoints import (
+    ITEM_BYTES,
+    Stored,
+    bytes_of,
+    damaged,
+    file_names,
+    safetensors_files,
+    saved_files,
+    short_name,
+)
 from accel_fsdp.errors import UserError
 
 BLOCK_ELEMENTS = 1 << 22

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from accel_fsdp.checkpoints import discover, file_names, open_checkpoint, safetensors_files, tensor_names
+from accel_fsdp.checkpoints import discover, file_names, tensor_names
 from accel_fsdp.config import Engine, JobConfig
 from accel_fsdp.errors import UserError
 from accel_fsdp.launch.ranks import Holding, RankEvent, holding
@@ -334,6 +334,8 @@ def _flaw(folder: Path, weights: int) -> str:
 
 def _elements(checkpoint: discover.CheckpointLocation) -> tuple[int, bool]:
     """The number of weights in a checkpoint, and whether they are an adapter's, which is saved without its base."""
+    from accel_fsdp.checkpoints import open_checkpoint, safetensors_files  # they import torch
+
     if checkpoint.kind in discover.EXPORTED:
         count = sum(math.prod(tensor.shape) for tensor in safetensors_files.of_place(checkpoint.weights).values())
         return count, checkpoint.kind == "adapter"
