@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -35,7 +35,7 @@ def open_file(path: Path, within: Path | None = None) -> int:
     """
     try:
         place = _place(path, within or path.parent)
-        _check_plain(path, os.stat(place).st_mode)
+        _check_plain(path, os.stat(place).st_mode)  # opening a device may act on it
         descriptor = os.open(place, os.O_RDONLY | PLAIN | WITHOUT_WAITING)
     except (FileNotFoundError, NotADirectoryError) as error:
         if path.is_symlink():
@@ -86,10 +86,8 @@ def _in_hub_cache(place: Path, root: Path) -> bool:
 
 def check_folder(folder: Path, within: Path) -> None:
     """Refuses a folder that is, or is behind, a link out of the folder that the user named."""
-    try:
+    with suppress(OSError, RuntimeError, ValueError):  # reported when it is read
         _place(folder, within)
-    except (OSError, RuntimeError, ValueError):  # reported when it is read
-        return
 
 
 def inside(folder: Path, name: str, index: str) -> Path:
@@ -105,10 +103,7 @@ def inside(folder: Path, name: str, index: str) -> Path:
             why="a checkpoint doesn't belong there; nothing was read",
             fix="don't trust this checkpoint; get it again from where it was written",
         )
-    try:
-        _place(path, folder)
-    except (OSError, RuntimeError, ValueError):  # reported when it is opened
-        return path
+    check_folder(path, folder)
     return path
 
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
@@ -84,8 +85,9 @@ class _Part(io.RawIOBase):
 def _load(item: _Item) -> Any:
     from accel_fsdp.checkpoints import saved_files
 
-    with untrusted_files.opened(item.path) as file:
-        return saved_files.restricted(_Part(file, item.start, item.length), item.path)
+    with untrusted_files.opened(item.path) as file, ThreadPoolExecutor(1) as pool:
+        # in this thread a signal would end the call that torch's own code makes, and be lost
+        return pool.submit(saved_files.restricted, _Part(file, item.start, item.length), item.path).result()
 
 
 def read(folder: Path) -> "dict[Keys, Stored]":

@@ -3,8 +3,10 @@
 FSDP1, FSDP2 and meshes read them on any number of ranks.
 """
 
+import mmap
 import warnings
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ class _Planner(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
     def __init__(self, stored: dict[int, Stored], progress: Callable[[int], None]) -> None:
         super().__init__()
         self.stored, self.progress = stored, progress
-        self.buffer = torch.empty(max((tensor.size_bytes for tensor in stored.values()), default=0), dtype=torch.uint8)
+        self.buffer = mmap.mmap(-1, max((tensor.size_bytes for tensor in stored.values()), default=0) or 1)
 
     def lookup_object(self, index: Any) -> Any:
         """The object at an index of the plan."""
@@ -35,8 +37,10 @@ class _Planner(dcp.DefaultSavePlanner):  # type: ignore[misc, name-defined]
         if stored is None:
             return value
         self.progress(stored.size_bytes)
-        shared = self.buffer[: stored.size_bytes].view(stored.dtype).view(stored.shape)
-        return shared.copy_(stored.load())
+        if not stored.size_bytes:
+            return stored.load()
+        shared = torch.frombuffer(self.buffer, dtype=stored.dtype, count=prod(stored.shape))  # not a view: it is cloned
+        return shared.view(stored.shape).copy_(stored.load())
 
 
 def write(state: TrainingState, folder: Path, progress: Callable[[int], None]) -> None:

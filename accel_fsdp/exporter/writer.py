@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -30,6 +31,8 @@ from accel_fsdp.errors import UserError
 
 BLOCK_ELEMENTS = 1 << 22
 """The elements that are cast and hashed at a time: they stay in the processor's cache."""
+MOST_AHEAD_BYTES = 1 << 28
+"""The largest tensor that is loaded while the one before it is written."""
 SYNCED_BYTES = 1 << 28
 """The disk is given what was written after so many bytes, so that the last sync is short."""
 LENGTH_BYTES = 8
@@ -113,25 +116,37 @@ def _write_file(path: Path, outputs: list[Output], progress: Progress, sync: boo
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % LENGTH_BYTES)
-    written: dict[str, Written] = {}
     unsynced = 0
+    digests = {output.name: xxhash.xxh3_128() for output in ordered}
     with path.open("xb", buffering=0) as file:
         _put(file, len(text).to_bytes(LENGTH_BYTES, "little") + text)
-        for output in ordered:
-            digest = xxhash.xxh3_128()
-            for block in blocks(output):
-                digest.update(block)
+        for output, part in _parts(ordered):
+            for block in blocks(output, part):
+                digests[output.name].update(block)
                 _put(file, block)
                 progress(len(block))
                 unsynced += len(block)
                 if sync and unsynced >= SYNCED_BYTES:
                     os.fsync(file.fileno())
                     unsynced = 0
-            dtype = short_name(output.dtype)
-            written[output.name] = Written(dtype, output.source.shape, path.name, digest.hexdigest())
         if sync:
             os.fsync(file.fileno())
-    return written
+    return {
+        output.name: Written(short_name(output.dtype), output.source.shape, path.name, digests[output.name].hexdigest())
+        for output in ordered
+    }
+
+
+def _parts(outputs: Sequence[Output]) -> Iterator[tuple[Output, torch.Tensor]]:
+    """All tensors in their order, in parts where their files have parts; each is loaded while the last is written."""
+    loads = [(output, load) for output in outputs for load in output.source.in_parts or (output.source.load,)]
+    with ThreadPoolExecutor(1) as pool:
+        following: Future[torch.Tensor] | None = None
+        for number, (output, load) in enumerate(loads):
+            part = following.result() if following else load()
+            is_next_small = number + 1 < len(loads) and loads[number + 1][0].size_bytes <= MOST_AHEAD_BYTES
+            following = pool.submit(loads[number + 1][1]) if is_next_small else None
+            yield output, part
 
 
 def _put(file: Any, content: bytes | memoryview) -> None:
@@ -141,13 +156,12 @@ def _put(file: Any, content: bytes | memoryview) -> None:
         rest = rest[file.write(rest) :]
 
 
-def blocks(output: Output) -> Iterator[memoryview]:
-    """The bytes of a tensor in its dtype in the file.
+def blocks(output: Output, tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a part of a tensor in its dtype in the file.
 
     Raises:
         UserError: it holds numbers that the dtype can't hold.
     """
-    tensor = output.source.load()
     if output.dtype == tensor.dtype:
         whole = memoryview(bytes_of(tensor).numpy())
         step = BLOCK_ELEMENTS * tensor.element_size()
