@@ -357,29 +357,23 @@ def _not_found(path: Path, place: Path) -> UserError:
         if link.suffix in file_names.READABLE and link.is_symlink() and not link.exists():
             return untrusted_files.leads_nowhere(link)
     if place.name.startswith(OPTIMIZERS):
-        return UserError(
-            f"{path} holds optimizer state instead of weights",
-            why="there is nothing to read",
-            fix=f"give the checkpoint's folder: {place.parent}",
-        )
-    if any(
-        any(folder.glob(file_names.LOCAL_MODELS))
-        for folder in (place if place.is_dir() else place.parent, *_folders(place))
-    ):
+        what, fix = "holds optimizer state instead of weights", f"give the checkpoint's folder: {place.parent}"
+        return UserError(f"{path} {what}", why="there is nothing to read", fix=fix)
+    places = (place if place.is_dir() else place.parent, *_folders(place))
+    if any(any(folder.glob(file_names.LOCAL_MODELS)) for folder in places):
         return UserError(
             f"{path} is of LOCAL_STATE_DICT: {file_names.LOCAL_MODELS}",
             why="each rank wrote its own part, in a form that only the same rank of the same job can load",
             fix="resume with the same ranks and YAML, and save once under fsdp_state_dict_type: SHARDED_STATE_DICT",
         )
     near = sorted(_checkpoints_below(place, DEPTH), key=lambda checkpoint: checkpoint.number < 0)[:3]
+    if not near:
+        fix = "give the folder of a run, train/sft.py --output_dir, or one of its checkpoints"
+        return UserError(f"{path} holds no checkpoint", why="there is nothing to read", fix=fix)
     return UserError(
-        f"{path} holds no checkpoint" + (" itself" if near else ""),
-        why=f"{'one other is' if len(near) == 1 else 'several checkpoints are'} below it"
-        if near
-        else "there is nothing to read",
-        fix=f"give {'one of them' if len(near) > 1 else 'it'}: {', '.join(str(item.folder) for item in near)}"
-        if near
-        else "give the folder of a run, train/sft.py --output_dir, or one of its checkpoints",
+        f"{path} holds no checkpoint itself",
+        why=f"{'one other is' if len(near) == 1 else 'several checkpoints are'} below it",
+        fix=f"give {'it' if len(near) == 1 else 'one of them'}: {', '.join(str(item.folder) for item in near)}",
     )
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import tyro
 
@@ -23,7 +23,7 @@ from accel_fsdp.checkpoints import (
 from accel_fsdp.config import ANY_FSDP, MigrationTarget, zero_name
 from accel_fsdp.conversion import fsdp_files, training_state, zero_files
 from accel_fsdp.conversion.training_state import TrainingState
-from accel_fsdp.errors import UsageError, UserError, require
+from accel_fsdp.errors import UsageError, UserError
 from accel_fsdp.exporter import companion_files, refusals, transformers_probe, writer
 from accel_fsdp.flag_words import arg
 from accel_fsdp.models import first_line
@@ -67,7 +67,6 @@ def convert(command: ConvertCommand) -> int:
     Raises:
         UserError: SRC can't be read or lacks a part, OUT exists, or the target has no place for a part of it.
     """
-    require("a conversion", "torch")
     if command.ranks is not None and command.ranks < 1:
         raise UsageError(f"--ranks {command.ranks}", why="there is at least one rank", fix="--ranks 2")
     ignored = [name for name in ("ranks", "model", "mixed_precision") if getattr(command, name) not in (None, "src")]
@@ -93,7 +92,6 @@ def convert(command: ConvertCommand) -> int:
 
 
 def _check_places(command: ConvertCommand) -> None:
-    """Refuses an OUT that exists or can't, and a SRC in a store, which would be read as a folder such as `s3:`."""
     refusals.require_local("SRC", command.src, "a conversion reads local disks only", "copy it here first")
     if command.out.exists():
         raise UserError(f"{command.out} exists", why="it may be another checkpoint", fix="another OUT")
@@ -103,7 +101,7 @@ def _check_places(command: ConvertCommand) -> None:
 
 
 def _check(checkpoint: CheckpointLocation) -> None:
-    """Refuses a damaged checkpoint, pickles that could run code, a lost place or schedule, and fp16's loss scale."""
+    """Refuses what is damaged, could run code, has lost its schedule or place in the data, or is of fp16."""
     if damage := marker.damage(checkpoint.folder):
         raise UserError(
             f"{checkpoint.folder} is damaged: {damage}",
@@ -167,31 +165,18 @@ class _Conversion:
         steps = [int(numbers.get("step", 0)) for numbers in self.state.numbers.values()]
         return completeness.step_of(self.checkpoint.folder) or max(steps, default=0)
 
-    @property
-    def engine(self) -> str:
-        return zero_name(self.command.stage) if self.command.stage else ANY_FSDP
-
-    @property
-    def ranks(self) -> int:
-        """The ranks of DeepSpeed that will resume OUT.
-
-        Raises:
-            UserError: their number is unknown.
-        """
-        if ranks := self.command.ranks or len(self._files_of_ranks) or self.origin.ranks:
-            return ranks
-        raise UsageError(
-            f"--to {self.command.to} without --ranks",
-            why=f"DeepSpeed has a file for each rank, and {self.checkpoint.folder} doesn't say how many there were",
-            fix="--ranks N",
-        )
-
-    @property
+    @cached_property
     def _files_of_ranks(self) -> list[Path]:
         """DeepSpeed's files of the ranks' optimizers."""
         return list(self.checkpoint.weights.glob(file_names.ZERO_OPTIMIZERS)) if self.checkpoint.kind == "ZeRO" else []
 
-    @property
+    @cached_property
+    def ranks(self) -> int:
+        """The ranks of DeepSpeed that will resume OUT."""
+        ranks = self.command.ranks or len(self._files_of_ranks) or self.origin.ranks
+        return ranks or self._untold("ranks", "N", "has a file for each rank")
+
+    @cached_property
     def is_bf16(self) -> bool:
         """Whether the run that will resume OUT trains in bf16."""
         precision: str | None = self.command.mixed_precision
@@ -199,13 +184,14 @@ class _Conversion:
             precision = "bf16" if files[0].name.startswith(file_names.BF16) else "no"
         if precision == "src":
             precision = self.origin.settings.get("precision", {}).get("mixed_precision")
-        if precision is None:
-            raise UsageError(
-                f"--to {self.command.to} without --mixed-precision",
-                why=f"DeepSpeed's files have other names under bf16, and {self.checkpoint.folder} doesn't say which",
-                fix="--mixed-precision bf16, or no",
-            )
-        return precision == "bf16"
+        return (precision or self._untold("mixed-precision", "bf16, or no", "names its files by it")) == "bf16"
+
+    def _untold(self, flag: str, values: str, why: str) -> NoReturn:
+        raise UsageError(
+            f"--to {self.command.to} without --{flag}",
+            why=f"DeepSpeed {why}, and {self.checkpoint.folder} doesn't say it",
+            fix=f"--{flag} {values}",
+        )
 
     def run(self) -> None:
         """Writes all of OUT beside it, compares it with SRC, marks it as complete and renames it."""
@@ -218,7 +204,10 @@ class _Conversion:
                 self._copy_others(folder)
                 with console.progress("comparing", self.total_bytes) as progress:
                     self._compare(folder, progress)
-                completeness.seal(folder, replace(self.origin, engine=self.engine))
+                completeness.seal(
+                    folder,
+                    replace(self.origin, engine=zero_name(self.command.stage) if self.command.stage else ANY_FSDP),
+                )
             except (OSError, RuntimeError) as error:  # the latter is torch's, if it can't write or was interrupted
                 for cause in disks.chain(error):
                     if isinstance(cause, (SystemExit, KeyboardInterrupt)):
@@ -272,11 +261,12 @@ class _Conversion:
     def lines(self) -> list[str]:
         """What was written, and how a run goes on from it."""
         out = self.command.out
+        engine = zero_name(self.command.stage) if self.command.stage else ANY_FSDP
         ranks = counted(self.ranks, "rank") if self.command.stage else "any number of ranks"
         tensors = f"{counted(len(self.state.tensors), 'tensor')}, {gb_or_mb(self.total_bytes)}"
         resume = f"train/sft.py --output_dir {out.parent} --resume_from_checkpoint true"
         if _is_of_loop(self.checkpoint):
-            resume = f'accel_fsdp.Checkpoints(accelerator, "{out.parent}").resume(), or accelerator.load_state("{out}")'
+            resume = f'accelerator.load_state("{out}")'
         elif completeness.choose(out.parent).newest != out:
             resume = f"train/sft.py --resume_from_checkpoint {out}"
-        return [f"{out}: {self.engine}, for {ranks}; {tensors}, equal to SRC's", f"resume: {resume}"]
+        return [f"{out}: {engine}, for {ranks}; {tensors}, equal to SRC's", f"resume: {resume}"]

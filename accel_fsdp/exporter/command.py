@@ -221,7 +221,7 @@ class _Export:
         if options.merge_adapter:
             _check_adapter(weights, companions)
         dtype = options.dtype if is_adapter else dtype
-        planner = Planner(weights, companions, dtype and getattr(torch, dtype), options.merge_adapter)
+        planner = Planner(weights, companions, _torch_dtype(dtype), options.merge_adapter)
         outputs = planner.outputs(None if is_adapter else description)
         with atomic_files.replaced_folder(self.out, sync=not options.no_sync) as folder:
             total = sum(output.size_bytes for output in outputs)
@@ -235,7 +235,7 @@ class _Export:
     def _described(self, companions: CompanionFiles, dtype: str | None) -> tuple[Description | None, str]:
         """transformers' description of the model's files; under --verify bytes None if only its own code has it."""
         try:
-            return transformers_probe.describe(companions.folder, dtype and getattr(torch, dtype)), ""
+            return transformers_probe.describe(companions.folder, _torch_dtype(dtype)), ""
         except remote_code.NeedsCode:
             if self.options.verify != "bytes" or self.options.merge_adapter:
                 raise
@@ -263,6 +263,10 @@ class _Export:
             return verification.same_as_peft(report, *transformers_probe.describe_adapter(folder, companions.folder))
         transformers_probe.loads(folder)
         return report.proven("names, shapes and ties are the config's, and from_pretrained loads all of it")
+
+
+def _torch_dtype(name: str | None) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
 
 
 def _check_adapter(weights: Weights, companions: CompanionFiles) -> None:

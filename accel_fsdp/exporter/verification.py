@@ -1,6 +1,5 @@
 """Verifies an export: reopens its files and compares them with the report from when they were written."""
 
-import hashlib
 import json
 import os
 import re
@@ -11,18 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from accel_fsdp import __version__, untrusted_files
-from accel_fsdp.checkpoints import (
-    discover,
-    file_names,
-    open_checkpoint,
-    safetensors_header,
-)
+from accel_fsdp.checkpoints import discover, file_names, marker, open_checkpoint, safetensors_header
 from accel_fsdp.errors import UserError
 from accel_fsdp.exporter import transformers_probe, writer
 from accel_fsdp.exporter.writer import Progress, Written
-from accel_fsdp.units import MIB, counted, gb_or_mb
+from accel_fsdp.units import counted, gb_or_mb
 
-READ_BYTES = MIB
 CODE = frozenset({".py", ".pyc", ".so"})
 HASH = re.compile(r"[0-9a-f]{32}")
 Shapes = Mapping[str, tuple[int, ...]]
@@ -32,7 +25,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 class ExportReport:
     """The exported tensors and the checks that they passed; `export.json` in the exported folder.
 
-    `papers`: the SHA-256 of each other file except the card, which people edit; empty until the report is saved.
+    `papers`: the hash of each other file except the card, which people edit; empty until the report is saved.
     `non_finite`: the count of NaN or infinite numbers, for the tensors that hold any.
     """
 
@@ -75,7 +68,7 @@ def read_report(folder: Path) -> ExportReport | None:
         return None
     try:
         tensors = {str(name): _written_tensor(entry) for name, entry in content["tensors"].items()}
-        hashes = {str(name): str(sha) for name, sha in content["papers"].items()}
+        hashes = {str(name): str(digest) for name, digest in content["papers"].items()}
         if not hashes:
             raise ValueError("no hashes of config and tokenizer")
         return ExportReport(str(content["source"]), str(content["kind"]), tensors, (), papers=hashes)
@@ -90,23 +83,18 @@ def _written_tensor(entry: Mapping[str, Any]) -> Written:
 
 
 def _companion_hashes(folder: Path) -> dict[str, str]:
-    """The SHA-256 by name of all files except weights and hidden files, which are git's and the hub's."""
+    """The hash by name of all files except weights and hidden files, which are git's and the hub's."""
     names = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    return {
-        name.as_posix(): _sha(folder / name, folder)
-        for name in names
-        if str(name) not in (file_names.REPORT, file_names.CARD)
-        and not any(part.startswith(".") for part in name.parts)
-        and not (len(name.parts) == 1 and name.suffix in file_names.EXPORTED)
-    }
-
-
-def _sha(path: Path, folder: Path) -> str:
-    digest = hashlib.sha256()
-    with untrusted_files.opened(path, within=folder) as file:
-        while content := file.read(READ_BYTES):
-            digest.update(content)
-    return digest.hexdigest()
+    return marker.hashes_of(
+        folder,
+        [
+            name.as_posix()
+            for name in names
+            if str(name) not in (file_names.REPORT, file_names.CARD)
+            and not any(part.startswith(".") for part in name.parts)
+            and not (len(name.parts) == 1 and name.suffix in file_names.EXPORTED)
+        ],
+    )
 
 
 def _check_links(folder: Path) -> None:
@@ -135,7 +123,7 @@ def _check_code(folder: Path, report: ExportReport | None) -> None:
 def _check_companions(folder: Path, report: ExportReport) -> ExportReport:
     hashes = _companion_hashes(folder)
     missing, extra = report.papers.keys() - hashes.keys(), hashes.keys() - report.papers.keys()
-    changed = (name for name, sha in report.papers.items() if hashes.get(name, sha) != sha)
+    changed = (name for name, digest in report.papers.items() if hashes.get(name, digest) != digest)
     problems = [
         *(f"{name} is missing" for name in sorted(missing)),
         *(f"{name} was changed after the export" for name in changed),

@@ -33,6 +33,8 @@ BLOCK_ELEMENTS = 1 << 22
 """The elements that are cast and hashed at a time: they stay in the processor's cache."""
 MOST_AHEAD_BYTES = 1 << 28
 """The largest tensor that is loaded while the one before it is written."""
+READERS = 2
+"""Threads that read the files back."""
 SYNCED_BYTES = 1 << 28
 """The disk is given what was written after so many bytes, so that the last sync is short."""
 LENGTH_BYTES = 8
@@ -163,11 +165,11 @@ def blocks(output: Output, tensor: torch.Tensor) -> Iterator[memoryview]:
         UserError: it holds numbers that the dtype can't hold.
     """
     if output.dtype == tensor.dtype:
-        whole = memoryview(bytes_of(tensor).numpy())
+        whole = _bytes(bytes_of(tensor))
         step = BLOCK_ELEMENTS * tensor.element_size()
         yield from (whole[start : start + step] for start in range(0, len(whole), step))
         return
-    for part in tensor.detach().contiguous().reshape(-1).split(BLOCK_ELEMENTS) if tensor.numel() else ():
+    for part in _blocks_of(tensor):
         converted = part.to(output.dtype)
         if output.dtype in LARGEST and count_non_finite(converted) > count_non_finite(part):
             raise UserError(
@@ -175,7 +177,15 @@ def blocks(output: Output, tensor: torch.Tensor) -> Iterator[memoryview]:
                 why="they would be infinite in the export",
                 fix=WIDER[output.dtype],
             )
-        yield memoryview(converted.view(torch.uint8).numpy())
+        yield _bytes(converted)
+
+
+def _blocks_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    return torch.split(tensor.detach().contiguous().reshape(-1), BLOCK_ELEMENTS) if tensor.numel() else ()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy().data)
 
 
 def count_non_finite(numbers: torch.Tensor) -> int:
@@ -197,24 +207,28 @@ def reread(folder: Path, written: Mapping[str, Written], progress: Progress) -> 
     Returns:
         The count of NaN or infinite numbers, for the tensors that hold any.
     """
-    non_finite: dict[str, int] = {}
     paths = [path for path in sorted(folder.iterdir()) if path.suffix in file_names.EXPORTED]
     files = {entry.file for entry in written.values()}
     if unknown := next((path.name for path in paths if path.name not in files), ""):
         raise damaged(folder, f"holds {unknown}, which was not exported")  # even an empty file may be loaded as weights
     in_files = {path.name: tensors_in(path) for path in paths}
-    for name, entry in written.items():
-        stored = in_files.get(entry.file, {}).pop(name, None)
+
+    def check(name: str) -> int:
+        entry, stored = written[name], in_files.get(written[name].file, {}).pop(name, None)
         if stored is None or (short_name(stored.dtype), stored.shape) != (entry.dtype, entry.shape):
             raise damaged(folder / entry.file, f"doesn't hold {name} as {entry.dtype} {list(entry.shape)}")
-        digest, tensor = xxhash.xxh3_128(), stored.load()
-        for part in tensor.reshape(-1).split(BLOCK_ELEMENTS) if tensor.numel() else ():
-            digest.update(memoryview(part.view(torch.uint8).numpy()))
-            if count := count_non_finite(part):
-                non_finite[name] = non_finite.get(name, 0) + count
+        digest, tensor, count = xxhash.xxh3_128(), stored.load(), 0
+        for part in _blocks_of(tensor):
+            digest.update(_bytes(part))
+            count += count_non_finite(part)
             progress(part.nbytes)
         if entry.hash not in ("", digest.hexdigest()):
             raise damaged(folder / entry.file, f"is damaged: {name} was changed after the export")
+        return count
+
+    with ThreadPoolExecutor(READERS) as pool:
+        counts = pool.map(check, written)
+        non_finite = {name: count for name, count in zip(written, counts, strict=True) if count}
     if extra := [name for tensors in in_files.values() for name in tensors]:
         raise damaged(folder, f"holds {extra[0]}, which was not exported")
     return dict(sorted(non_finite.items()))
