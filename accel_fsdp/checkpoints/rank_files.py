@@ -5,10 +5,12 @@ add up to the shape that the model's config gives, and a copy of the whole if ea
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from accel_fsdp.checkpoints import file_names
 from accel_fsdp.checkpoints.safe_pickles import ERRORS, damaged
@@ -43,7 +45,7 @@ def _keys(content: Any, keys: Keys) -> list[Keys]:
 def _tensor(keys: Keys, ranks: list[SavedFile], shapes: Shapes | None) -> Stored:
     tensor = ranks[0].tensor(keys)
     short_name(tensor.dtype, ranks[0].path)
-    if hasattr(tensor, "_spec"):
+    if isinstance(tensor, DTensor):
         return _of_dtensors(keys, ranks, tensor)
     parts = [file.stored(keys) for file in ranks]
     name = keys[-1]
@@ -69,18 +71,30 @@ def _plain(name: str) -> str:
     return clean_name(name).removeprefix("module.")
 
 
-def _of_dtensors(keys: Keys, ranks: list[SavedFile], first: Any) -> Stored:
-    mesh, shape = first._spec.mesh.mesh, tuple(first.shape)
+def _of_dtensors(keys: Keys, ranks: list[SavedFile], first: DTensor) -> Stored:
+    mesh, shape = first.device_mesh.mesh, tuple(first.shape)
     if mesh.numel() != len(ranks):
         raise damaged(ranks[0].path, f"is one of {mesh.numel()} ranks' files, and {len(ranks)} are there")
     boxes: dict[tuple[int, ...], Box] = {}
     for rank, file in enumerate(ranks):
-        placements = file.tensor(keys)._spec.placements  # type: ignore[attr-defined]
         place = [int(index) for index in (mesh == mesh.flatten().sort()[0][rank]).nonzero()[0]]
-        offsets, sizes = _box(shape, tuple(mesh.shape), place, placements, file.path)
+        offsets, sizes = _box(shape, tuple(mesh.shape), place, _dtensor(file, keys).placements, file.path)
         if all(sizes):
-            boxes.setdefault(offsets, Box(file.path, offsets, sizes, lambda file=file: file.tensor(keys)._local_tensor))  # type: ignore[misc]
+            boxes.setdefault(offsets, Box(file.path, offsets, sizes, partial(_local, file, keys)))
     return assembled(keys[-1], shape, first.dtype, list(boxes.values()))
+
+
+def _dtensor(file: SavedFile, keys: Keys) -> DTensor:
+    tensor = file.tensor(keys)
+    if not isinstance(tensor, DTensor):
+        raise damaged(file.path, f"holds {keys[-1]} as another kind of tensor than its siblings")
+    return tensor
+
+
+def _local(file: SavedFile, keys: Keys) -> torch.Tensor:
+    """The rank's own part."""
+    with torch.no_grad():
+        return _dtensor(file, keys).to_local()
 
 
 def _box(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,6 +80,23 @@ def test_replicas_are_taken_once(tmp_path: Path) -> None:
     model = llama()
     folder = verl(tmp_path / "actor", model, 6, (2, 3), [Replicate(), Shard(0)])
     same(export(folder, tmp_path / "out", verify="load"), model.state_dict())
+
+
+def test_parts_of_tensor_parallelism_that_fsdp_has_cut_again(tmp_path: Path) -> None:
+    model = llama(vocab_size=104)
+    folder = verl(tmp_path / "actor", model, 1)
+    (folder / "model_world_size_1_rank_0.pt").unlink()
+    for rank in range(4):
+        dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        state = {}
+        for name, tensor in model.state_dict().items():
+            local = tensor.detach().chunk(2)[rank % 2].chunk(2)[rank // 2].clone()
+            layout = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
+            state[name] = DTensor.from_local(local, mesh, [_StridedShard(0, split_factor=2), Shard(0)], **layout)
+        dist.destroy_process_group()
+        torch.save(state, folder / f"model_world_size_4_rank_{rank}.pt")
+    same(export(folder, tmp_path / "out"), model.state_dict())
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
